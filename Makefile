@@ -1,0 +1,61 @@
+# make demo    S2O on recorded attention inputs: figures and a picture (s2o_demo.png)
+# make test    every kernel compiled, then all tests
+# make lint    ruff and mypy
+# make clean   remove what these commands made
+#
+# Each sets itself up in $(VENV). With an NVIDIA GPU that is with CuPy for its driver, and GPU tests run too.
+# Without one, demo installs no CUDA library, and test only CuPy and NVRTC, to compile with. Where pip reaches
+# no package index, packages of $(PYTHON) are used.
+#
+#   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
+#   INTEROP=1           also install PyTorch and JAX for the CPU and test with their arrays
+#   PYTEST="-m 'not slow' -x"   more arguments for pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+INTEROP ?= 0
+PYTEST ?=
+
+# none, cuda12 or cuda13: part of the stamps' names, so that a new driver sets up anew.
+CUDA := $(shell .ci/setup cuda)
+ENVIRONMENT := .ci/setup setup.cfg pyproject.toml
+DEMO := $(VENV)/.demo-$(CUDA)
+TEST := $(VENV)/.test-$(CUDA)$(if $(filter 1,$(INTEROP)),-interop)
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint mypy clean
+
+demo: $(DEMO)
+	$(RUN) -m s2o_cupy demo
+
+test: $(TEST)
+	$(RUN) -m s2o_cupy compile
+	$(RUN) -m pytest $(PYTEST)
+
+lint: $(TEST) mypy
+	$(RUN) -m ruff check .
+
+# mypy knows packages only by their folders, so it reads a copy laid out as the installed package is.
+mypy: $(TEST)
+	rm -rf build/mypy
+	mkdir -p build/mypy
+	cp -r s2o_cupy build/mypy/
+	cp -r raw_kernels reference build/mypy/s2o_cupy/
+	MYPYPATH=build/mypy $(RUN) -m mypy build/mypy/s2o_cupy $(wildcard tests/*.py examples/*.py benchmarks/*.py) \
+	  | sed -E 's#build/mypy/(s2o_cupy/(reference|raw_kernels)/)?#\2/#; s#^/##'
+
+$(DEMO): $(ENVIRONMENT)
+	.ci/setup demo "$(PYTHON)" "$(VENV)" $(CUDA)
+	touch $@
+
+$(TEST): $(ENVIRONMENT)
+	INTEROP=$(INTEROP) .ci/setup test "$(PYTHON)" "$(VENV)" $(CUDA)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis s2o_demo.png
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

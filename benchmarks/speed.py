@@ -1,0 +1,155 @@
+"""Time s2o_attention and its parts against dense attention, on one GPU, in one run.
+
+    python benchmarks/speed.py --lengths 8192,32768,131072 --input trace.npz --json benchmarks/results/speed.json
+
+Prints a table and writes JSON. Every figure is the median of many warmed-up launches; ratios are taken inside the
+run. ``pass 2`` is judged by its floating-point rate on the tiles it visited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import Any
+
+import _common
+import cupy
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.pipeline import run
+from s2o_cupy.problem import Problem
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+BASELINES = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def dense(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def parts_ms(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: S2OConfig, repeats: int
+) -> tuple[dict[str, float], np.ndarray]:
+    """Median milliseconds of ordering, pass 1 and pass 2, and the key tiles visited."""
+    batch, heads, length, head_dim = q.shape
+    problem = Problem(batch, heads, k.shape[1], length, length, head_dim, str(q.dtype)[6:], True, head_dim**-0.5)
+    native = [cupy.from_dlpack(x) for x in (q, k, v)]
+    out = cupy.empty_like(native[0])
+    times: dict[str, list[float]] = {"ordering": [], "pass1": [], "pass2": []}
+    of_stage = {"pass1": "pass1", "rank_queries": "ordering", "rank_keys": "ordering", "pass2": "pass2"}
+    visited = None
+    for repeat in range(repeats + 2):
+        marks: list[tuple[str, Any]] = [("begin", cupy.cuda.Event())]
+        marks[0][1].record()
+
+        def observe(stage: str, _: Any, marks: list[tuple[str, Any]] = marks) -> None:
+            event = cupy.cuda.Event()
+            event.record()
+            marks.append((of_stage[stage], event))
+
+        visited = run(*native, out, None, problem, config, observe)
+        marks[-1][1].synchronize()
+        if repeat >= 2:
+            total = dict.fromkeys(times, 0.0)
+            for (_, before), (part, after) in itertools.pairwise(marks):
+                total[part] += cupy.cuda.get_elapsed_time(before, after)
+            for part, ms in total.items():
+                times[part].append(ms)
+    return {part: float(np.median(ms)) for part, ms in times.items()}, cupy.asnumpy(visited)
+
+
+def pass2_pairs(visited: np.ndarray, problem_length: int, config: S2OConfig) -> float:
+    """(query, key) pairs that pass 2 computed."""
+    pairs = 0.0
+    for n in range(visited.shape[2]):
+        rows = min(config.segment, problem_length - n * config.segment)
+        candidates = max(0, n * config.segment - config.window)
+        for tile in range(visited.shape[3]):
+            count = min(config.block_m, rows - tile * config.block_m)
+            if count > 0:
+                keys = np.minimum(visited[:, :, n, tile].astype(np.int64) * config.block_n, candidates)
+                pairs += float(keys.sum()) * count
+    return pairs
+
+
+def measure(args: argparse.Namespace, length: int, tau: float) -> dict[str, Any]:
+    dtype = DTYPES[args.dtype]
+    if args.input == "random":
+        q, k, v = _common.random_input(length, args.heads, args.kv_heads, args.head_dim, dtype)
+    else:
+        q, k, v = _common.trace_input(args.input, length, dtype)
+    batch, heads, _, head_dim = q.shape
+    config = S2OConfig(
+        segment=args.segment, tau=tau, rank=args.rank, representatives=args.representatives, window=args.window,
+        block_m=args.block_m, block_n=args.block_n, workspace_bytes=args.workspace_mib << 20,
+    )  # fmt: skip
+    row: dict[str, Any] = {"length": length, "tau": tau, "heads": heads, "kv_heads": k.shape[1], "head_dim": head_dim}
+    flop = _common.causal_flop(batch, heads, length, head_dim)
+    for name in args.baselines:
+        row[f"{name}_ms"] = _common.time_ms(lambda name=name: dense(BASELINES[name], q, k, v), args.repeats)
+        row[f"{name}_tflops"] = flop / row[f"{name}_ms"] / 1e9
+    row["s2o_ms"] = _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)
+    parts, visited = parts_ms(q, k, v, config, args.repeats)
+    row |= {f"{part}_ms": ms for part, ms in parts.items()}
+    pairs = pass2_pairs(visited, length, config)
+    row["pass2_tflops"] = 4 * head_dim * pairs / parts["pass2"] / 1e9 if parts["pass2"] else 0.0
+    out, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+    row["density"] = stats.density
+    for name in args.baselines:
+        row[f"x_{name}"] = row["s2o_ms"] / row[f"{name}_ms"]
+        row[f"pass2_rate_x_{name}"] = row["pass2_tflops"] / row[f"{name}_tflops"]
+    if args.memory:
+        del out, stats
+        torch.cuda.empty_cache()
+        pool = cupy.get_default_memory_pool()
+        pool.free_all_blocks()
+        before = torch.cuda.mem_get_info()[0]
+        out = s2o_attention(q, k, v, config=config)
+        torch.cuda.synchronize()
+        row["extra_gib"] = (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
+    if args.error:
+        exact = _common.dense_float32(q, k, v)
+        row["rel_l2"] = _common.rel_l2(out, exact)
+        for name in args.baselines:
+            row[f"{name}_rel_l2"] = _common.rel_l2(dense(BASELINES[name], q, k, v), exact)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    integers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    numbers = lambda text: [float(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("--input", default="random", help='"random", a trace file, or a .py with qkv_32_8(length)')
+    parser.add_argument("--lengths", type=integers, default=[8192, 32768, 131072])
+    parser.add_argument("--taus", type=numbers, default=[0.01])
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    for name, default in (("segment", 1024), ("window", 0), ("block-m", 128), ("block-n", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rank", default="mean")
+    parser.add_argument("--representatives", type=int)
+    parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
+    parser.add_argument("--baselines", type=lambda text: text.split(","), default=list(BASELINES))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--error", action="store_true", help="compare with float32 dense attention (slow)")
+    parser.add_argument("--memory", action="store_true", help="memory in use beyond inputs and output")
+    parser.add_argument("--json", help="write the result here")
+    args = parser.parse_args()
+
+    rows = []
+    for length in args.lengths:
+        for tau in args.taus:
+            rows.append(measure(args, length, tau))
+            print(" ".join(f"{k}={v:.4g}" for k, v in rows[-1].items()), flush=True)
+    settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
+    _common.write_json(args.json, {**_common.provenance(), "settings": settings, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

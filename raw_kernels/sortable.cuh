@@ -1,0 +1,32 @@
+// Floats as sortable integers, and a small sort in shared memory.
+#pragma once
+#include "ptx.cuh"
+
+namespace s2o {
+
+// An integer that grows with x. NaN is the greatest, so that it comes first in a descending order: a key or query
+// that is not a number is looked at, not hidden. -0 equals 0.
+__device__ __forceinline__ uint32 sortable(float x) {
+  if (x != x) return 0xffffffffu;
+  const uint32 bits = __float_as_uint(x == 0.f ? 0.f : x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Sorts a power of two of slots ascending with the whole block.
+__device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
+  for (int size = 2; size <= count; size *= 2) {
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      for (int i = threadIdx.x; i < count / 2; i += blockDim.x) {
+        const int low = 2 * stride * (i / stride) + i % stride, high = low + stride;
+        const uint64 a = slots[low], b = slots[high];
+        if ((a > b) == ((low & size) == 0)) {
+          slots[low] = b;
+          slots[high] = a;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace s2o

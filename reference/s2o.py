@@ -1,0 +1,359 @@
+"""S2O in NumPy: the definition, one function a stage.
+
+    representatives -> key_scores -> order_keys  (key_order)    Algorithm 1 (ii)
+    query_order                                                 Algorithm 1 (i)
+    pass1                                                       Algorithm 2
+    pass2, finish                                               Algorithm 3
+
+Source: S2O: Early Stopping for Sparse Attention via Online Permutation, Algorithms 1 to 3.
+
+Arrays are q [B, H, Lq, D] and k, v [B, Hkv, Lk, D] in one compute dtype: float32, or float64 to
+study the method without rounding. Query head h reads KV head h // (H // Hkv). ``geometry`` says which
+keys a segment attends densely and which are candidates of pass 2. N is the number of segments, S the
+queries of a full one, R the representatives, C the candidates of a segment, T the query tiles of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..spec import KEY_BUCKETS, STOP_LAG, Geometry, S2OConfig
+from .dense import Array, check_shapes, compute_dtype, visible_keys, weighted_sum
+
+__all__ = [
+    "Result",
+    "State",
+    "candidate_positions",
+    "finish",
+    "key_order",
+    "key_scores",
+    "order_keys",
+    "pass1",
+    "pass2",
+    "query_order",
+    "representatives",
+    "s2o",
+]
+
+ROWS = 512  # query rows that pass 1 takes at once; it bounds memory and skips keys past the diagonal
+
+quiet = np.errstate(invalid="ignore", divide="ignore", over="ignore")  # NaN and Inf are legal input
+
+
+class State(NamedTuple):
+    """Online softmax of every query, in natural-log units."""
+
+    m: Array  # [B, H, Lq] running maximum of the scaled scores, -inf before any key
+    l: Array  # noqa: E741  [B, H, Lq] sum of exp(score - m)
+    acc: Array  # [B, H, Lq, D] sum of exp(score - m) * v
+
+
+class Result(NamedTuple):
+    """What :func:`s2o` returns: the output and every decision that led to it."""
+
+    o: Array  # [B, H, Lq, D] compute dtype
+    lse: Array  # [B, H, Lq] compute dtype, natural log
+    visited: Array  # int32 [B, H, N, T] key tiles that each query tile visited
+    q_order: Array  # int32 [B, H, N, S] offsets inside the segment, -1 past its end
+    k_order: list[Array]  # N times int32 [B, H, C] absolute key positions
+    state1: State  # after pass 1
+
+
+# ---------------------------------------------------------------- step 1: ordering
+
+
+@quiet
+def representatives(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Array, Array]:
+    """Means of runs of ``config.run`` consecutive queries of each segment (Algorithm 1, lines 5-8).
+
+    ``rank="mean"`` has one run, the whole segment, as in the paper. A short last segment, or a count
+    that does not divide the segment, leaves runs short or empty.
+
+    Returns
+    -------
+    reps : [B, H, N, R, D]; 0 where the run is empty, which nothing reads
+    counts : int32 [N, R], queries of each run
+    """
+    batch, heads, _, head_dim = q.shape
+    shape = (geometry.segments, config.representatives or 1)
+    reps = np.zeros((batch, heads, *shape, head_dim), q.dtype)  # [B, H, N, R, D]
+    counts = np.zeros(shape, np.int32)  # [N, R]
+    for n, r in np.ndindex(shape):
+        first, end = geometry.queries(n)
+        begin, end = first + r * config.run, min(first + (r + 1) * config.run, end)
+        if begin < end:
+            counts[n, r] = end - begin
+            reps[:, :, n, r] = q[:, :, begin:end].mean(axis=2)
+    return reps, counts
+
+
+@quiet
+def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
+    """Queries of each segment by descending dot product with a guide (Algorithm 1, lines 9-14).
+
+    The guide is the mean of the KV head's first segment of keys, or of as many of them as stand before
+    the segment: when 0 < seqlen_k - seqlen_q < segment, queries of the first segment would otherwise be
+    ordered, and so stopped together, by keys of their future. With no such key the order is the identity.
+    Equal scores stay in ascending position; NaN counts as greatest.
+
+    Returns int32 [B, H, N, S]: offsets inside the segment, -1 past the end of a short last segment.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, seqlen_q, head_dim)  # [B, Hkv, G, Lq, D]
+    order = np.full((batch, heads, geometry.segments, geometry.segment), -1, np.int32)  # [B, H, N, S]
+    for n in range(geometry.segments):
+        begin, end = geometry.queries(n)
+        rows, count = end - begin, geometry.guide_keys(n)
+        if count == 0:
+            order[:, :, n, :rows] = np.arange(rows)
+            continue
+        guide = k[:, :, :count].mean(axis=2)  # [B, Hkv, D]
+        scores = grouped[:, :, :, begin:end] @ guide[:, :, None, :, None]  # [B, Hkv, G, rows, 1]
+        scores = scores.reshape(batch, heads, rows)
+        order[:, :, n, :rows] = np.lexsort((-scores, ~np.isnan(scores)))  # stable; the last key leads
+    return order
+
+
+def candidate_positions(n: int, geometry: Geometry) -> Array:
+    """Key positions of segment ``n``'s candidates, ascending: int32 [C].
+
+    Those before the dense keys; without causality also those after them.
+    """
+    begin, end = geometry.dense_keys(n)
+    c = np.arange(geometry.candidates(n), dtype=np.int32)
+    return np.where(c < begin, c, c + (end - begin)).astype(np.int32)
+
+
+@quiet
+def key_scores(reps: Array, counts: Array, k: Array, n: int, geometry: Geometry) -> Array:
+    """Largest unscaled dot product of each candidate with a representative (Algorithm 1, lines 15-18).
+
+    Takes :func:`representatives`' arrays. Empty representatives do not count; NaN wins.
+
+    Returns float32 [B, H, C], candidates of segment ``n`` in ascending position.
+    """
+    batch, heads = reps.shape[:2]
+    group = heads // k.shape[1]
+    begin, end = geometry.dense_keys(n)
+    spans = [slice(0, begin)] if geometry.is_causal else [slice(0, begin), slice(end, None)]
+    reps = reps[:, :, n, counts[n] > 0]  # [B, H, R', D]
+    scores = np.empty((batch, heads, geometry.candidates(n)), np.float32)  # [B, H, C]
+    for b, h in np.ndindex(batch, heads):
+        kh = k[b, h // group]  # [Lk, D]
+        scores[b, h] = np.concatenate([(reps[b, h] @ kh[span].T).max(axis=0) for span in spans])
+    return scores
+
+
+@quiet
+def order_keys(scores: Array) -> Array:
+    """Descending order in ``KEY_BUCKETS`` equal parts of each row's own range (Algorithm 1, line 19).
+
+    ``scores`` is float32 [..., C]. With hi and lo the extremes of a row's finite scores, all in float32::
+
+        factor = KEY_BUCKETS / (hi - lo)
+        bucket = clamp(int((hi - score) * factor), 0, KEY_BUCKETS - 1)
+
+    NaN and +inf go to bucket 0, -inf to the last. Finite scores all go to bucket 0 when the range is 0 or
+    not finite, or so small that factor is not. Inside a bucket positions ascend: a counting sort. Given
+    the same scores any IEEE machine finds the same order, bit for bit.
+
+    Returns int32 [..., C] candidate indices.
+    """
+    scores = np.asarray(scores, np.float32)
+    finite = np.isfinite(scores)  # [..., C]
+    hi = scores.max(axis=-1, keepdims=True, where=finite, initial=-np.inf)  # [..., 1]
+    lo = scores.min(axis=-1, keepdims=True, where=finite, initial=np.inf)  # [..., 1]
+    factor = np.float32(KEY_BUCKETS) / (hi - lo)  # [..., 1]
+    spread = finite & np.isfinite(hi - lo) & np.isfinite(factor)  # [..., C]
+    part = np.where(spread, (hi - scores) * factor, np.float32(0))  # [..., C] float32
+    bucket = np.clip(part.astype(np.int32), 0, KEY_BUCKETS - 1)
+    bucket[np.isneginf(scores)] = KEY_BUCKETS - 1
+    # A stable sort of 16-bit integers is a radix sort.
+    return np.argsort(bucket.astype(np.uint16), axis=-1, kind="stable").astype(np.int32)
+
+
+def key_order(reps: Array, counts: Array, k: Array, geometry: Geometry) -> list[Array]:
+    """Candidates of each segment, most important first (Algorithm 1, lines 15-20).
+
+    Returns N arrays int32 [B, H, C] of absolute key positions.
+    """
+    return [
+        candidate_positions(n, geometry)[order_keys(key_scores(reps, counts, k, n, geometry))]
+        for n in range(geometry.segments)
+    ]
+
+
+# ---------------------------------------------------------------- step 2: attention
+
+
+def _update(
+    m: Array, mass: Array, acc: Array, s: Array, v: Array, visible: Array | None = None
+) -> tuple[Array, Array, Array, Array, Array]:
+    """One online-softmax step: rows in state (m [M], mass [M], acc [M, D]) see scores s [M, K] and v [K, D].
+
+    Returns the new state, the tile's own mass t [M], and l0 [M], the mass before in the new scale.
+    """
+    top = np.maximum(m, s.max(axis=-1, initial=-np.inf))  # [M]
+    base = np.where(np.isneginf(top), top.dtype.type(0), top)  # [M] -inf - -inf would be NaN
+    p = np.exp(s - base[:, None])  # [M, K]
+    rescale = np.exp(m - base)  # [M]
+    t, l0 = p.sum(axis=-1), mass * rescale  # [M]
+    return top, l0 + t, acc * rescale[:, None] + weighted_sum(p, v, visible), t, l0
+
+
+@quiet
+def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float) -> State:
+    """Each query attends to its segment's visible keys and to the window (Algorithm 2)."""
+    batch, heads, seqlen_q, _ = q.shape
+    group = heads // k.shape[1]
+    state = State(
+        np.full((batch, heads, seqlen_q), -np.inf, q.dtype), np.zeros(q.shape[:3], q.dtype), np.zeros_like(q)
+    )
+    for n in range(geometry.segments):
+        (first, last), (begin, end) = geometry.queries(n), geometry.dense_keys(n)
+        for start in range(first, last, ROWS):
+            rows = range(start, min(start + ROWS, last))
+            keys, visible = range(begin, end), None
+            if geometry.is_causal:  # nothing of this chunk looks past its last row
+                keys = range(begin, max(begin, min(end, rows.stop + geometry.offset)))
+                visible = visible_keys(rows, keys, geometry.offset)
+            to = slice(keys.start, keys.stop)
+            for b, h in np.ndindex(batch, heads):
+                at = (b, h, slice(rows.start, rows.stop))
+                s = q[at] @ k[b, h // group, to].T * scale  # [rows, keys]
+                if visible is not None:
+                    s = np.where(visible, s, s.dtype.type(-np.inf))
+                m, mass, acc = state.m[at], state.l[at], state.acc[at]
+                m, mass, acc, _, _ = _update(m, mass, acc, s, v[b, h // group, to], visible)
+                state.m[at], state.l[at], state.acc[at] = m, mass, acc
+    return state
+
+
+@quiet
+def pass2(
+    q: Array,
+    k: Array,
+    v: Array,
+    state: State,
+    q_order: Array,
+    k_order: Sequence[Array],
+    geometry: Geometry,
+    config: S2OConfig,
+    scale: float,
+    *,
+    visited: Array | None = None,
+    stop_lag: int = STOP_LAG,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[State, Array]:
+    """Tiles of queries resume ``state`` and visit candidates in order until the gain is small (Algorithm 3).
+
+    A q tile is ``block_m`` consecutive entries of q_order. It visits ``block_n`` entries of k_order at a
+    time. The first key tile that adds t < tau * l0 to *every* row ends the visit, together with
+    ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). A row whose l0
+    is 0 or NaN keeps its tile going; tau = 0 never stops. Every row of a segment sees all its
+    candidates, so nothing is masked and no row touches another except through the common stop.
+
+    Parameters
+    ----------
+    state, q_order, k_order : what :func:`pass1`, :func:`query_order`, :func:`key_order` return
+    visited : int [B, H, N, T], optional; key tiles to visit, instead of deciding
+    progress : called with (segments done, segments)
+
+    Returns
+    -------
+    State, the input left unchanged, and visited, int32 [B, H, N, T]; 0 for a q tile without rows.
+    """
+    batch, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    block_m, block_n = config.block_m, config.block_n
+    state = State(*(x.copy() for x in state))
+    taken = np.zeros((batch, heads, geometry.segments, geometry.block_count(block_m)), np.int32)
+    for n in range(geometry.segments):
+        first, last = geometry.queries(n)
+        tiles = -(-geometry.candidates(n) // block_n)
+        for b, h, tile in np.ndindex(batch, heads, -(-(last - first) // block_m)):
+            kh, vh = k[b, h // group], v[b, h // group]  # [Lk, D]
+            offsets = q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
+            at = (b, h, first + offsets)  # rows of this tile
+            rows = q[at]  # [M, D]
+            m, mass, acc = state.m[at], state.l[at], state.acc[at]  # [M], [M], [M, D]
+
+            deciding = visited is None
+            end = tiles if visited is None else min(int(visited[b, h, n, tile]), tiles)
+            j = 0
+            while j < end:
+                keys = k_order[n][b, h, j * block_n : (j + 1) * block_n]  # [K]
+                s = rows @ kh[keys].T * scale  # [M, K]
+                m, mass, acc, t, l0 = _update(m, mass, acc, s, vh[keys])
+                j += 1
+                if deciding and (t < config.tau * l0).all():
+                    deciding, end = False, min(j + stop_lag, tiles)
+
+            state.m[at], state.l[at], state.acc[at] = m, mass, acc
+            taken[b, h, n, tile] = j
+        if progress is not None:
+            progress(n + 1, geometry.segments)
+    return state, taken
+
+
+@quiet
+def finish(state: State) -> tuple[Array, Array]:
+    """o = acc / l [B, H, Lq, D] and lse = m + ln(l) [B, H, Lq] (Algorithm 3, line 18).
+
+    A row that saw no key has o = 0 and lse = -inf.
+    """
+    m, mass, acc = state
+    empty = mass == 0
+    o = np.where(empty[..., None], mass.dtype.type(0), acc / mass[..., None])
+    return o, np.where(empty, mass.dtype.type(-np.inf), m + np.log(mass))
+
+
+def s2o(
+    q: Array,
+    k: Array,
+    v: Array,
+    config: S2OConfig,
+    *,
+    scale: float | None = None,
+    is_causal: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Result:
+    """S2O attention, all stages.
+
+    Parameters
+    ----------
+    q : [B, H, Lq, D], float16, bfloat16, float32 or float64
+    k, v : [B, Hkv, Lk, D], Hkv a divisor of H
+    config : S2OConfig
+    scale : float, default 1 / sqrt(D). Ordering takes large q.k for important, so a negative scale is
+        applied as -q with -scale, which is the same attention.
+    is_causal : bool, default True; aligned bottom-right
+    progress : called with (segments done, segments) during pass 2
+
+    Returns
+    -------
+    Result, in float64 if any input is, else in float32.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Shapes do not fit together, or a dtype is not accepted.
+    """
+    check_shapes(q, k, v)
+    dtype = np.result_type(*(compute_dtype(x.dtype) for x in (q, k, v)))
+    q, k, v = (x.astype(dtype, copy=False) for x in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if scale < 0:
+        q, scale = -q, -scale
+    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal)
+
+    q_order = query_order(q, k, geometry)
+    k_order = key_order(*representatives(q, geometry, config), k, geometry)
+    state1 = pass1(q, k, v, geometry, scale)
+    state2, visited = pass2(q, k, v, state1, q_order, k_order, geometry, config, scale, progress=progress)
+    return Result(*finish(state2), visited, q_order, k_order, state1)

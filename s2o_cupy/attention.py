@@ -1,0 +1,223 @@
+"""The public call: parse the arrays, check the problem, run a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from . import interop
+from .interop import Device, Output
+from .problem import Problem, validate
+from .spec import S2OConfig, check_tau
+from .stats import S2OStats
+
+__all__ = ["s2o_attention"]
+
+BACKENDS = ("auto", "cupy", "numpy")
+
+
+def s2o_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    tau: float | None = None,
+    config: S2OConfig | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """S2O attention: softmax attention that stops early along keys sorted by importance.
+
+    Requirements
+    ------------
+    Arrays of one framework on one device: NumPy, CuPy, PyTorch or JAX, or any that implements
+    ``__dlpack__``. On an NVIDIA GPU (compute capability 8.0 or newer) CuPy is needed and our CUDA
+    kernels run; on the CPU the NumPy reference runs. Inference only: there is no backward.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, seqlen_q, head_dim)
+        Queries. The batch axis may be left out of q, k and v alike. head_dim is 1 to 128.
+        float16 or bfloat16; on the CPU also float32 and float64.
+    k, v : array, (batch, kv_heads, seqlen_k, head_dim)
+        Keys and values of q's dtype; heads is a multiple of kv_heads (grouped-query attention).
+        Any strides are read in place, but for a last axis that is not contiguous, which is copied.
+    tau : float, optional
+        Stop threshold >= 0, a share of the softmax mass; overrides ``config.tau``. 0 is dense attention.
+    config : S2OConfig, optional
+        How to order keys and when to stop. On the GPU block_m is 64 or 128, and block_n a multiple of
+        64 up to 1024.
+    scale : float, optional
+        Finite factor of the scores; default 1 / sqrt(head_dim).
+    is_causal : bool, default True
+        Query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right); seqlen_k >= seqlen_q.
+    layout : {"BHSD", "BSHD"}, default "BHSD"
+        Order of the axes of q, k, v and the output; "BSHD" is (batch, seqlen, heads, head_dim).
+    return_lse : bool, default False
+        Also return the log-sum-exp of each row's scores.
+    return_stats : bool, default False
+        Also return what was visited.
+    out : array, optional
+        Where to write the output: as q in framework, shape, dtype and device, with a contiguous last
+        axis, apart from q, k and v in memory. Not for JAX, whose arrays are immutable.
+    stream : optional
+        CUDA stream to run on: a CuPy or torch stream, an object with ``.ptr``, ``.cuda_stream`` or
+        ``__cuda_stream__``, or an int handle. Default: the current stream of q's framework. The host
+        waits for nothing, except with JAX, which has no public current stream.
+    backend : {"auto", "cupy", "numpy"}, default "auto"
+        "auto": by the device of the arrays. "numpy" on GPU arrays runs the reference on host copies.
+
+    Returns
+    -------
+    o : array, like q
+    lse : float32 array (batch, heads, seqlen_q), if ``return_lse``
+        Natural logarithm; of the visited keys only. -inf, with o = 0, for a row that has no key.
+    stats : S2OStats, if ``return_stats``
+        Several results come as a tuple in this order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted; the message names it, what came and what is accepted.
+    S2OError
+        The machine cannot run the call (no CuPy, too old a driver or card).
+
+    Notes
+    -----
+    For inference prefill. Queries of a segment are ordered by their mean and stop together, so a row's
+    order and stop depend on *later queries* of its segment (never on later keys or values). A model
+    trained or decoded token by token sees slightly different rows.
+
+    Source: the S2O paper, Algorithm 1 (ordering), Algorithm 2 (dense pass over the segment) and
+    Algorithm 3 (sparse pass with early stopping). The tile that triggers the stop is kept here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import S2OConfig, s2o_attention
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 4, 512, 64), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 1, 2, 512, 64), dtype=np.float32)
+    >>> o = s2o_attention(q, k, v)
+    >>> o.shape, o.dtype.name
+    ((1, 4, 512, 64), 'float32')
+
+    With statistics; tau 0 visits everything:
+
+    >>> config = S2OConfig(segment=128, block_m=64, block_n=64)
+    >>> o, lse, stats = s2o_attention(q, k, v, tau=0, config=config, return_lse=True, return_stats=True)
+    >>> lse.shape, stats.visited.shape, stats.density
+    ((1, 4, 512), (1, 4, 4, 2), 1.0)
+    """
+    config = _parse_config(config, tau)
+    framework, device = interop.common_framework(q, k, v)
+    backend = _parse_backend(backend, device)
+    if stream is not None and device.kind == "cpu":
+        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
+    problem = validate(
+        [framework.shape(x) for x in (q, k, v)],
+        [framework.dtype(x) for x in (q, k, v)],
+        config=config,
+        backend=backend,
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+    )
+    shape = framework.shape(q)
+    if out is not None:
+        interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shape, problem.dtype, device)
+
+    host = backend == "numpy"
+    arrays = (q, k, v) if out is None else (q, k, v, out)
+    with framework.scope(device, stream, arrays, host=host):
+        if out is None:
+            o = framework.output(shape, problem.dtype, q, host=host)
+        else:
+            o = framework.output_into(out, host=host)
+        lse = None
+        if return_lse:
+            rows = (problem.batch, problem.heads, problem.seqlen_q)
+            lse = framework.output(rows[-len(shape) + 1 :], "float32", q, host=host)
+
+        if problem.empty or problem.seqlen_k == 0:
+            visited = _without_keys(o, lse, problem, config)
+        else:
+            natives = [_bhsd(framework.native(x, host=host), layout) for x in (q, k, v)]
+            visited = _runner(backend)(
+                *map(_contiguous_last_axis, natives),
+                _bhsd(o.native, layout),
+                None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
+                problem,
+                config,
+            )
+        results = [o.finish()]
+        if lse is not None:
+            results.append(lse.finish())
+        if return_stats:
+            results.append(S2OStats(framework.export(visited, q), problem, config))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _parse_config(config: Any, tau: Any) -> S2OConfig:
+    if config is None:
+        config = S2OConfig()
+    elif not isinstance(config, S2OConfig):
+        raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
+    return config if tau is None else replace(config, tau=check_tau(tau, "s2o_attention"))
+
+
+def _parse_backend(backend: Any, device: Device) -> str:
+    """ "cupy" or "numpy"."""
+    if backend not in BACKENDS:
+        raise ValueError(f"s2o_attention: backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
+    if device.kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"s2o_attention: q, k and v are on {device}; accepted: the CPU or an NVIDIA GPU (move them there)"
+        )
+    if backend == "cupy" and device.kind == "cpu":
+        raise ValueError(
+            's2o_attention: backend is "cupy", but q, k and v are on the CPU; '
+            'move them to a GPU (cupy.asarray, .to("cuda"), jax.device_put), or pass backend="auto"'
+        )
+    if backend == "auto":
+        return "cupy" if device.kind == "cuda" else "numpy"
+    return backend
+
+
+def _runner(backend: str) -> Callable[..., Any]:
+    if backend == "numpy":
+        from . import numpy_pipeline
+
+        return numpy_pipeline.run
+    interop.import_cupy()
+    from . import pipeline
+
+    return pipeline.run
+
+
+def _bhsd(x: Any, layout: str) -> Any:
+    """A view [batch, heads, seqlen, head_dim] of an array in the caller's layout."""
+    if x.ndim == 3:
+        x = x[None]
+    return x.transpose(0, 2, 1, 3) if layout == "BSHD" else x
+
+
+def _contiguous_last_axis(x: Any) -> Any:
+    """``x``, copied only if its last axis is strided: kernels read rows in vectors."""
+    return x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else x.copy()
+
+
+def _without_keys(o: Output, lse: Output | None, problem: Problem, config: S2OConfig) -> Any:
+    """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched."""
+    if o.native.size:
+        o.native.fill(0)
+    if lse is not None and lse.native.size:
+        lse.native.fill(float("-inf"))
+    return interop.native_module(o.native).zeros(problem.visited_shape(config), "int32")

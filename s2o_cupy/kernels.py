@@ -1,0 +1,339 @@
+"""The CUDA kernels: which there are, how one is compiled, cached and launched.
+
+The only user of CuPy's RawModule. A kernel's text is its source file with every ``#include "..."``
+written out, the spec's constants before it and one instantiation after it, so that CuPy's cache,
+which keys on the text, sees every change of every file.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from .spec import KERNEL_CONSTANTS, S2OError
+
+__all__ = ["ARCHITECTURES", "CompiledKernel", "Kernel", "architecture_path", "compile_all", "launch", "render"]
+
+ENTRY = "s2o_{function}"
+OPTIONS = ("-std=c++17", "-default-device")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16"}
+MIN_COMPUTE_CAPABILITY = 80
+
+# --- Parameter structs, field by field as in the .cu files; a static_assert compares the sizes. ---
+_TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
+_GEOMETRY = [(name, "i4") for name in ("seqlen_q", "seqlen_k", "segment", "window", "is_causal", "head_dim")]
+_CHUNK = [(name, "i4") for name in ("first_head", "heads", "first_segment", "segments", "shared_heads")]
+ATTENTION_PARAMS = np.dtype(
+    [
+        *((name, _TENSOR) for name in ("q", "k", "v", "out")),
+        *((name, "u8") for name in ("state", "lse", "q_order", "k_order", "visited")),
+        ("k_order_stride", "i8"),
+        ("geometry", np.dtype(_GEOMETRY)),
+        ("chunk", np.dtype(_CHUNK)),
+        *((name, "i4") for name in ("heads", "kv_heads", "tiles", "steps_per_tile")),
+        ("scale_log2", "f4"),
+        ("sign_mask", "u4"),
+        ("tau", "f4"),
+    ],
+    align=True,
+)
+RANK_QUERIES_PARAMS = np.dtype(
+    [
+        *((name, _TENSOR) for name in ("q", "k")),
+        *((name, "u8") for name in ("guide", "high", "low", "q_order")),
+        ("geometry", np.dtype(_GEOMETRY)),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "sort_slots", "aligned")),
+        ("sign", "f4"),
+    ],
+    align=True,
+)
+RANK_KEYS_PARAMS = np.dtype(
+    [
+        ("k", _TENSOR),
+        *((name, "u8") for name in ("high", "low", "scores", "k_order")),
+        ("stride", "i8"),
+        ("geometry", np.dtype(_GEOMETRY)),
+        ("chunk", np.dtype(_CHUNK)),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "row_blocks", "key_blocks")),
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What the instantiations of one kernel function share."""
+
+    source: str
+    params: np.dtype[Any]
+    params_type: str
+    threads: int
+    blocks_per_multiprocessor: int  # that the registers must allow
+    traits: str | None  # format string over Kernel's fields
+
+
+_ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
+FAMILIES = {
+    "pass1": _Family("pass1.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
+    "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
+    **{
+        name: _Family(
+            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1, "RankTraits<{element}, {head_dim}>"
+        )
+        for name in ("guides", "representatives", "query_order")
+    },
+    "key_scores": _Family(
+        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 1, "ScoreTraits<{element}, {head_dim}, {aligned}>"
+    ),
+    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation. Fields that its family does not use keep their defaults."""
+
+    function: str
+    dtype: str = "bfloat16"
+    head_dim: int = 128  # padded: 64 or 128
+    aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
+    block_m: int = 128
+    stages: int = 2
+    shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
+
+    @property
+    def family(self) -> _Family:
+        return FAMILIES[self.function]
+
+    @property
+    def name(self) -> str:
+        parts = [self.function]
+        traits = self.family.traits or ""
+        if "{element}" in traits:
+            parts += [self.dtype, f"d{self.head_dim}"]
+        if "{block_m}" in traits:
+            parts += [f"m{self.block_m}", f"s{self.stages}"]
+        if "{aligned}" in traits and not self.aligned:
+            parts.append("unaligned")
+        return "-".join(parts)
+
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\s*$')
+
+
+def _with_includes(name: str, seen: set[str]) -> Iterator[str]:
+    """Lines of a kernel source with its own headers written out, each once."""
+    if name in seen:
+        return
+    seen.add(name)
+    text = resources.files(f"{__package__}.raw_kernels").joinpath(name).read_text(encoding="utf-8")
+    yield f'#line 1 "{name}"'
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include:
+            yield from _with_includes(include.group(1), seen)
+            yield f'#line {number + 1} "{name}"'
+        elif line != "#pragma once":
+            yield line
+
+
+def render(kernel: Kernel) -> str:
+    """The complete CUDA C++ text of a kernel."""
+    family = kernel.family
+    constants = "\n".join(f"inline constexpr int {name} = {value};" for name, value in KERNEL_CONSTANTS.items())
+    fields = {
+        "element": f"s2o::{ELEMENTS[kernel.dtype]}",
+        "head_dim": kernel.head_dim,
+        "block_m": kernel.block_m,
+        "stages": kernel.stages,
+        "aligned": str(kernel.aligned).lower(),
+    }
+    traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
+    if kernel.function == "key_order":
+        call, shared = "key_order", "s2o::SortShared"
+    elif family.source == "rank_queries.cu":
+        call, shared = f"{kernel.function}<{traits}>", ""
+    else:
+        call, shared = f"{kernel.function}<{traits}>", f"{traits}::Shared"
+    size_check = (
+        f'static_assert(sizeof({shared}) == {kernel.shared_bytes}, "plan.py counts the shared memory differently");'
+        if shared
+        else ""
+    )
+    argument = f"*reinterpret_cast<{shared}*>(shared)" if shared else "shared"
+    return "\n".join(
+        [
+            f"namespace s2o {{\nnamespace spec {{\n{constants}\n}}\n}}",
+            *_with_includes(family.source, set()),
+            f'#line 1 "{kernel.name}"',
+            size_check,
+            f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
+            '"kernels.py lays the parameters out differently");',
+            f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
+            f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
+            "  extern __shared__ __align__(128) unsigned char shared[];",
+            f"  s2o::{call}(params, {argument});",
+            "}",
+            "",
+        ]
+    )
+
+
+def architecture_path(compute_capability: int) -> str:
+    """Which kernels a device runs: "portable" (mma.sync, sm_80 and newer) or "unsupported"."""
+    return "portable" if compute_capability >= MIN_COMPUTE_CAPABILITY else "unsupported"
+
+
+def check_device(compute_capability: int, driver_version: int, runtime_version: int) -> None:
+    """Raise S2OError, in one sentence with the remedy, if the device cannot run the kernels.
+
+    ``compute_capability`` as 90 for 9.0; versions as CUDA writes them, 12040 for 12.4.
+    """
+    if compute_capability < MIN_COMPUTE_CAPABILITY:
+        raise S2OError(
+            f"the GPU has compute capability {compute_capability // 10}.{compute_capability % 10}, and the kernels "
+            'need 8.0 or newer (Ampere); use backend="numpy" with arrays on the CPU'
+        )
+    if driver_version // 1000 < runtime_version // 1000:
+        raise S2OError(
+            f"the NVIDIA driver supports CUDA {driver_version // 1000}.{driver_version % 1000 // 10}, and the "
+            f"installed CuPy needs CUDA {runtime_version // 1000}; update the driver or install the CuPy that "
+            f"matches it (cupy-cuda{driver_version // 1000}x)"
+        )
+
+
+@contextmanager
+def _cache_in_memory() -> Iterator[None]:
+    before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUPY_CACHE_IN_MEMORY"]
+        else:
+            os.environ["CUPY_CACHE_IN_MEMORY"] = before
+
+
+_lock = threading.Lock()
+_loaded: dict[tuple[Kernel, int], Any] = {}
+
+
+def load(kernel: Kernel, device: int) -> Any:
+    """The compiled kernel on a device (which must be current), from memory, CuPy's cache or NVRTC."""
+    try:
+        return _loaded[kernel, device]
+    except KeyError:
+        pass
+    import cupy
+
+    with _lock:
+        if (kernel, device) in _loaded:
+            return _loaded[kernel, device]
+        entry = ENTRY.format(function=kernel.function)
+        module = cupy.RawModule(code=render(kernel), options=OPTIONS)
+        try:
+            module.compile()
+        except OSError:  # the cache folder cannot be written
+            with _cache_in_memory():
+                module = cupy.RawModule(code=render(kernel), options=OPTIONS)
+                module.compile()
+        function = module.get_function(entry)
+        if kernel.shared_bytes > 48 * 1024:
+            function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+        _loaded[kernel, device] = function
+        return function
+
+
+def launch(kernel: Kernel, blocks: int, params: np.ndarray[Any, Any], device: int) -> None:
+    """Launch on CuPy's current stream. ``params`` is a 0-d array of the family's struct, passed by value."""
+    if blocks > 0:  # CuPy turns an empty grid into one block
+        load(kernel, device)((blocks,), (kernel.family.threads,), (params,), shared_mem=kernel.shared_bytes)
+
+
+# --- Compiling without a GPU ---
+@dataclass(frozen=True)
+class CompiledKernel:
+    """What NVRTC says of a kernel for an architecture."""
+
+    name: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
+    from cupy.cuda import nvrtc
+
+    start = time.perf_counter()
+    program = nvrtc.createProgram(render(kernel), f"{kernel.name}.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [f"-arch={arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"])
+        log = nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        raise S2OError(f"{kernel.name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    count = lambda pattern: sum(map(int, re.findall(pattern, log)))  # noqa: E731
+    return CompiledKernel(
+        name=kernel.name,
+        arch=arch,
+        registers=count(r"Used (\d+) registers"),
+        spill_bytes=count(r"(\d+) bytes spill stores") + count(r"(\d+) bytes spill loads"),
+        shared_bytes=kernel.shared_bytes,
+        # ptxas prints what it did about serialised wgmma (C7510 ...) and ignored setmaxnreg (C7508) as warnings.
+        warnings=tuple(line for line in log.splitlines() if re.search(r"\bC75\d\d\b|ptxas\s+warning", line)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+@functools.lru_cache
+def all_kernels(arch: str) -> tuple[Kernel, ...]:
+    """Every kernel that a device of an architecture may be asked for."""
+    from .plan import kernels_for
+
+    return kernels_for(int(re.sub(r"\D", "", arch)))
+
+
+def compile_all(
+    architectures: Sequence[str] = ARCHITECTURES, progress: Callable[[int, int], None] | None = None
+) -> list[CompiledKernel]:
+    """Compile every kernel for the named architectures with NVRTC; needs CuPy and NVRTC, but no GPU.
+
+    ``progress`` is called with (done, total). Raises S2OError if CuPy or NVRTC is missing or a kernel
+    does not compile; spills and warnings are in the result for the caller to judge.
+    """
+    unknown = [arch for arch in architectures if not re.fullmatch(r"sm_\d{2,3}[af]?", arch)]
+    if unknown:
+        raise ValueError(f"architectures has {unknown[0]!r}; accepted: names such as {', '.join(ARCHITECTURES)}")
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        raise S2OError(
+            "compiling needs CuPy and NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"
+        ) from error
+    jobs = [(kernel, arch) for arch in architectures for kernel in all_kernels(arch)]
+    done: list[CompiledKernel] = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for compiled in pool.map(lambda job: _compile(*job), jobs):
+            done.append(compiled)
+            if progress:
+                progress(len(done), len(jobs))
+    return done

@@ -1,0 +1,194 @@
+"""From a problem, a configuration and a device's limits to what will be launched.
+
+Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers is decided here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from .kernels import Kernel
+from .problem import GPU_BLOCK_M, Problem
+from .spec import KEY_BUCKETS, Geometry, S2OConfig
+
+__all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
+
+STEP = 64  # keys of one step of the kernels' main loop (kStep)
+SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
+SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
+BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
+MAX_GRID = 2**31 - 1
+MAX_STAGES = 2
+RANK_THREADS, SORT_WARPS = 256, 8
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a plan depends on. Bytes of shared memory for one block and for one multiprocessor."""
+
+    compute_capability: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+
+    @staticmethod
+    def of_architecture(compute_capability: int) -> DeviceLimits:
+        """The limits NVIDIA documents (CUDA C++ Programming Guide, technical specifications)."""
+        kib = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 110: 228}.get(compute_capability, 100)
+        return DeviceLimits(compute_capability, (kib - 1) * 1024, kib * 1024)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The (head, segment) pairs of one round of ordering and pass 2.
+
+    ``heads`` flattened (batch, head) pairs from ``first_head``, ``segments`` segments from ``first_segment``;
+    ``shared_heads`` consecutive heads read one KV head. ``stride`` elements from one pair's scores and order to
+    the next's.
+    """
+
+    first_head: int
+    heads: int
+    first_segment: int
+    segments: int
+    shared_heads: int
+    stride: int
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.segments
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Kernels, grid sizes and rounds of one call on the GPU."""
+
+    geometry: Geometry
+    tiles: int  # pass-2 tiles of a full segment
+    pass1_tiles: int
+    pass1: Kernel
+    pass2: Kernel
+    guides: Kernel
+    representatives: Kernel
+    query_order: Kernel
+    key_scores: Kernel
+    key_order: Kernel
+    whole: Chunk  # everything: pass 1 runs in one launch
+    chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
+    sort_slots: int
+
+    @property
+    def workspace_elements(self) -> int:
+        """Scores, and as many key positions, of the largest chunk."""
+        return max((chunk.rows * chunk.stride for chunk in self.chunks), default=0)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
+
+
+def _attention_shared(head_dim: int, block_m: int, stages: int) -> int:
+    """sizeof(AttentionTraits::Shared)."""
+    tiles = (block_m + 2 * stages * STEP) * head_dim * 2
+    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * STEP * 4, block_m * 4, 8, 3 * 8, 8
+    return tiles + ring + p_column + nonfinite + pointers + first_key
+
+
+def stages_for(head_dim: int, block_m: int, limits: DeviceLimits) -> int:
+    """As many steps in flight as leave room for two blocks on a multiprocessor; one if even that does not fit."""
+    reserved = 1024  # of each block, by the driver
+    for stages in range(MAX_STAGES, 1, -1):
+        size = _attention_shared(head_dim, block_m, stages)
+        if size <= limits.shared_per_block and 2 * (size + reserved) <= limits.shared_per_multiprocessor:
+            return stages
+    return 1
+
+
+def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits) -> Kernel:
+    stages = stages_for(head_dim, block_m, limits)
+    return Kernel(function, dtype, head_dim, aligned, block_m, stages, _attention_shared(head_dim, block_m, stages))
+
+
+def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> Kernel:
+    rows = RANK_THREADS // (head_dim // 8)
+    shared = sort_slots * 8 if function == "query_order" else rows * head_dim * 4
+    return Kernel(function, dtype, head_dim, shared_bytes=shared)
+
+
+def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
+    return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
+
+
+def _key_order() -> Kernel:
+    return Kernel("key_order", shared_bytes=SORT_WARPS * (KEY_BUCKETS + 3) * 4)
+
+
+def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
+    """Every kernel that `make_plan` may choose on an architecture."""
+    limits = DeviceLimits.of_architecture(compute_capability)
+    kernels: list[Kernel] = [_key_order()]
+    for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
+        kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "representatives", "query_order")]
+        for aligned in (True, False):
+            kernels.append(_key_scores(dtype, head_dim, aligned))
+            kernels.append(_attention("pass1", dtype, head_dim, aligned, 128, limits))
+            kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
+    return tuple(kernels)
+
+
+def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
+    """Rounds from the last segment to the first, each within the workspace if one row fits."""
+    heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
+    elements = config.workspace_bytes // BYTES_PER_CANDIDATE
+    chunks: list[Chunk] = []
+    end = geometry.segments
+    while end > 0 and geometry.candidates(end - 1) > 0:
+        keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
+        stride = -(-keys // STEP) * STEP
+        rows = max(1, elements // stride)
+        if rows >= heads:
+            segments, heads_each = min(end, rows // heads), heads
+        else:
+            # Whole groups of the heads that share a KV head, or single heads if not even one group fits.
+            segments, heads_each = 1, rows // group * group or 1
+        shared = group if heads_each % group == 0 else 1
+        # Without candidates, leading segments need no round.
+        begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
+        for first_head in range(0, heads, heads_each):
+            count = min(heads_each, heads - first_head)
+            chunks.append(Chunk(first_head, count, begin, end - begin, shared, stride))
+        end = begin
+    return tuple(chunks)
+
+
+@functools.lru_cache(maxsize=256)
+def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool) -> LaunchPlan:
+    """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid."""
+    geometry = problem.geometry(config)
+    head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
+    pass1_block_m = 128
+    sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()
+    assert config.representatives is not None
+    plan = LaunchPlan(
+        geometry=geometry,
+        tiles=geometry.block_count(config.block_m),
+        pass1_tiles=geometry.block_count(pass1_block_m),
+        pass1=_attention("pass1", problem.dtype, head_dim, aligned, pass1_block_m, limits),
+        pass2=_attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits),
+        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
+        representatives=_rank_queries("representatives", problem.dtype, head_dim, sort_slots),
+        query_order=_rank_queries("query_order", problem.dtype, head_dim, sort_slots),
+        key_scores=_key_scores(problem.dtype, head_dim, aligned),
+        key_order=_key_order(),
+        whole=Chunk(0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, 0),
+        chunks=_chunks(problem, config, geometry),
+        sort_slots=sort_slots,
+    )
+    grid = heads * geometry.segments * max(plan.pass1_tiles, plan.tiles, config.representatives)
+    if grid > MAX_GRID:
+        raise ValueError(
+            f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
+            "Use a larger segment or fewer heads in one call"
+        )
+    return plan

@@ -1,0 +1,193 @@
+"""One attention problem as plain numbers, and every rule that a call must obey.
+
+Standard library only: no array and no GPU is needed to check a call.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
+
+__all__ = ["BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
+
+LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
+BACKEND_DTYPES = {
+    "cupy": ("float16", "bfloat16"),
+    "numpy": ("float16", "bfloat16", "float32", "float64"),
+}
+GPU_BLOCK_M = (64, 128)
+GPU_BLOCK_N_UNIT, GPU_BLOCK_N_MAX = 64, 1024
+MAX_SEQLEN = 2**31 - 1  # key positions are int32
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q is [batch, heads, seqlen_q, head_dim], k and v are [batch, kv_heads, seqlen_k, head_dim]."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str
+    is_causal: bool
+    scale: float
+
+    @property
+    def empty(self) -> bool:
+        """No output row, so nothing to launch."""
+        return 0 in (self.batch, self.heads, self.seqlen_q)
+
+    def geometry(self, config: S2OConfig) -> Geometry:
+        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal)
+
+    def visited_shape(self, config: S2OConfig) -> tuple[int, int, int, int]:
+        """[batch, heads, segments, tiles]: query tiles of each segment."""
+        geometry = self.geometry(config)
+        return self.batch, self.heads, geometry.segments, geometry.block_count(config.block_m)
+
+
+def validate(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[str],
+    *,
+    config: S2OConfig,
+    backend: str,
+    layout: str = "BHSD",
+    is_causal: bool = True,
+    scale: float | None = None,
+) -> Problem:
+    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Names the argument, what came and what is accepted.
+    """
+    _check_layout(layout)
+    q, k, v = _parse_shapes([tuple(shape) for shape in shapes], layout)
+    problem = Problem(
+        batch=q[0],
+        heads=q[1],
+        kv_heads=k[1],
+        seqlen_q=q[2],
+        seqlen_k=k[2],
+        head_dim=q[3],
+        dtype=_check_dtypes(dtypes, backend),
+        is_causal=_check_causal(is_causal),
+        scale=_check_scale(scale, q[3]),
+    )
+    _check_sizes(problem, q, k, v)
+    if backend == "cupy":
+        _check_gpu_blocks(config)
+    return problem
+
+
+def _check_layout(layout: Any) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+
+
+def _parse_shapes(shapes: list[Shape], layout: str) -> tuple[Shape, ...]:
+    """Shapes as given -> [batch, heads, seqlen, head_dim] each."""
+    without_batch = layout.replace("B", "", 1)
+    for name, shape in zip("qkv", shapes, strict=True):
+        if len(shape) not in (3, 4):
+            raise ValueError(
+                f"s2o_attention: {name} has {len(shape)} axes, shape {shape}; accepted: 4 axes ({layout}) or "
+                f"3 ({without_batch}; S is the sequence, H the heads, D the head dimension)"
+            )
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ValueError(
+            f"s2o_attention: q, k and v have {', '.join(str(len(s)) for s in shapes)} axes; "
+            "accepted: the same number for all three, with or without a batch axis"
+        )
+    full = [(1, *shape) if len(shape) == 3 else shape for shape in shapes]
+    return tuple((s[0], s[2], s[1], s[3]) if layout == "BSHD" else s for s in full)
+
+
+def _check_dtypes(dtypes: Sequence[str], backend: str) -> str:
+    accepted = BACKEND_DTYPES[backend]
+    if len(set(dtypes)) > 1:
+        came = ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", dtypes, strict=True))
+        raise TypeError(
+            f"s2o_attention: dtypes differ: {came}; accepted: one dtype for all three "
+            f"({', '.join(accepted)}), as nothing is cast silently"
+        )
+    dtype = dtypes[0]
+    if dtype in accepted:
+        return dtype
+    message = f"s2o_attention: q, k and v are {dtype}; accepted on backend {backend!r}: {', '.join(accepted)}"
+    if backend == "cupy" and dtype in BACKEND_DTYPES["numpy"]:
+        message += '; cast the inputs to bfloat16 (.astype or .to), or pass backend="numpy" (slow)'
+    raise TypeError(message)
+
+
+def _check_causal(is_causal: Any) -> bool:
+    if type(is_causal).__name__ in ("bool", "bool_"):  # Python's and NumPy's
+        return bool(is_causal)
+    raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
+
+
+def _check_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"s2o_attention: scale is {scale!r} ({type(scale).__name__}); "
+            "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
+        )
+    if not math.isfinite(scale):
+        raise ValueError(f"s2o_attention: scale is {scale}; accepted: a finite number, or None for 1 / sqrt(head_dim)")
+    return float(scale)
+
+
+def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
+    if k != v:
+        raise ValueError(
+            f"s2o_attention: k is {k} and v is {v} as (batch, kv_heads, seqlen_k, head_dim); "
+            "accepted: the same shape for both"
+        )
+    for axis, name in ((0, "batch"), (3, "head_dim")):
+        if q[axis] != k[axis]:
+            raise ValueError(
+                f"s2o_attention: q has {name} {q[axis]}, k and v have {k[axis]}; accepted: the same {name}"
+            )
+    if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"s2o_attention: head_dim is {problem.head_dim}; accepted: 1 to {MAX_HEAD_DIM} (the limit)")
+    heads, kv_heads = problem.heads, problem.kv_heads
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"s2o_attention: q has {heads} heads, k and v have {kv_heads}; "
+            "accepted: heads a multiple of kv_heads (grouped-query attention)"
+        )
+    for name, length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
+        if length > MAX_SEQLEN:
+            raise ValueError(f"s2o_attention: seqlen_{name} is {length}; accepted: up to {MAX_SEQLEN}")
+    if problem.is_causal and problem.seqlen_q > problem.seqlen_k:
+        raise ValueError(
+            f"s2o_attention: seqlen_q {problem.seqlen_q} exceeds seqlen_k {problem.seqlen_k}; accepted with "
+            "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
+            "(the last query sees the last key)"
+        )
+
+
+def _check_gpu_blocks(config: S2OConfig) -> None:
+    if config.block_m not in GPU_BLOCK_M:
+        raise ValueError(
+            f"s2o_attention: config.block_m is {config.block_m}; accepted on the GPU: "
+            f"{' or '.join(map(str, GPU_BLOCK_M))}"
+        )
+    if config.block_n % GPU_BLOCK_N_UNIT or config.block_n > GPU_BLOCK_N_MAX:
+        raise ValueError(
+            f"s2o_attention: config.block_n is {config.block_n}; accepted on the GPU: "
+            f"multiples of {GPU_BLOCK_N_UNIT} up to {GPU_BLOCK_N_MAX}"
+        )

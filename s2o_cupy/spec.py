@@ -1,0 +1,195 @@
+"""What S2O is, in numbers: configuration, geometry, shared constants and errors.
+
+Standard library only. The reference, the plan and (rendered as ``constexpr``) the kernels all
+read these definitions, so that each is written once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "KERNEL_CONSTANTS",
+    "KEY_BUCKETS",
+    "MAX_HEAD_DIM",
+    "MAX_SEGMENT",
+    "RANKS",
+    "Geometry",
+    "S2OConfig",
+    "S2OError",
+]
+
+# Keys are ordered by a counting sort over this many equal parts of the segment's own score range
+# (reference.s2o.order_keys is the definition). 2048 parts of a range of 40 nats are 0.02 nats each.
+KEY_BUCKETS = 2048
+
+# Key tiles a kernel still visits after the tile whose gain is too small for every row.
+STOP_LAG = 0
+
+MAX_HEAD_DIM = 128
+MAX_SEGMENT = 8192  # a segment's query scores are sorted in shared memory, 8 bytes each
+MAX_REPRESENTATIVES = 64
+RANKS = ("mean", "max")
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+# Rendered into every kernel as `constexpr int` in namespace s2o::spec.
+KERNEL_CONSTANTS: Mapping[str, int] = {
+    "kKeyBuckets": KEY_BUCKETS,
+    "kStopLag": STOP_LAG,
+    "kMaxSegment": MAX_SEGMENT,
+}
+
+
+class S2OError(RuntimeError):
+    """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
+
+
+def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"S2OConfig: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"S2OConfig: {name} is {value}; accepted: {accepted}")
+
+
+def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
+    """``tau`` as a float, or an error that says what is accepted."""
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)):
+        raise TypeError(f"{owner}: tau is {tau!r} ({type(tau).__name__}); accepted: a number >= 0")
+    if not tau >= 0:  # NaN fails too
+        raise ValueError(f"{owner}: tau is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
+    return float(tau)
+
+
+@dataclass(frozen=True)
+class S2OConfig:
+    """How S2O orders keys and when it stops.
+
+    Parameters
+    ----------
+    segment : int, default 1024
+        Queries per segment. A segment's own keys are attended densely; every earlier key is a candidate.
+    tau : float, default 0.01
+        Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
+        softmax mass to every one of its rows. 0 never stops and gives dense attention.
+    block_m : int, default 128
+        Queries of a tile that stop together. The GPU takes 64 or 128.
+    block_n : int, default 128
+        Keys of a tile between two looks at the stop rule. The GPU takes multiples of 64 up to 1024.
+    rank : {"mean", "max"}, default "mean"
+        A key's score: "mean" (the paper, Algorithm 1), its dot product with the mean of the segment's
+        queries; "max", the largest of its dot products with ``representatives`` means of equal runs.
+    representatives : int, optional
+        Runs of consecutive queries that ``rank="max"`` averages; default 16. 1 for ``rank="mean"``.
+    window : int, default 0
+        Keys just before the segment that are attended densely as well.
+    workspace_bytes : int, default 1 GiB
+        Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
+        one segment of one head always fits.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field has a wrong type or value; the message names the field and what is accepted.
+    """
+
+    segment: int = 1024
+    tau: float = 0.01
+    block_m: int = 128
+    block_n: int = 128
+    rank: str = "mean"
+    representatives: int | None = None
+    window: int = 0
+    workspace_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        _require_int("segment", self.segment, 1, MAX_SEGMENT)
+        object.__setattr__(self, "tau", check_tau(self.tau))
+        _require_int("block_m", self.block_m, 1, 1024)
+        _require_int("block_n", self.block_n, 1, 1024)
+        if self.rank not in RANKS:
+            raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
+        if self.representatives is None:
+            object.__setattr__(self, "representatives", 1 if self.rank == "mean" else min(16, self.segment))
+        _require_int("representatives", self.representatives, 1, MAX_REPRESENTATIVES)
+        if self.rank == "mean" and self.representatives != 1:
+            raise ValueError(
+                f"S2OConfig: representatives is {self.representatives} with rank='mean', which has one; "
+                "accepted: 1, or rank='max'"
+            )
+        _require_int("window", self.window, 0)
+        _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
+
+    @property
+    def run(self) -> int:
+        """Queries behind one representative: equal runs, the last may be shorter."""
+        assert self.representatives is not None
+        return -(-self.segment // self.representatives)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which keys a segment attends densely and which are candidates of pass 2.
+
+    Query i stands at key position i + seqlen_k - seqlen_q (bottom-right alignment). Ranges are
+    half-open pairs (begin, end); the same formulas stand in raw_kernels/geometry.cuh.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    segment: int
+    window: int = 0
+    is_causal: bool = True
+
+    @property
+    def offset(self) -> int:
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def segments(self) -> int:
+        return -(-self.seqlen_q // self.segment)
+
+    def queries(self, n: int) -> tuple[int, int]:
+        """Query positions of segment ``n``."""
+        return n * self.segment, min((n + 1) * self.segment, self.seqlen_q)
+
+    def dense_keys(self, n: int) -> tuple[int, int]:
+        """Keys that pass 1 reads for segment ``n``: its own and the window before them."""
+        begin, end = self.queries(n)
+        clip = lambda x: min(max(x, 0), self.seqlen_k)  # noqa: E731
+        return clip(begin + self.offset - self.window), clip(end + self.offset)
+
+    def candidates(self, n: int) -> int:
+        """How many keys pass 2 may visit: those before the dense ones; without causality also those after."""
+        begin, end = self.dense_keys(n)
+        return begin if self.is_causal else self.seqlen_k - (end - begin)
+
+    def guide_keys(self, n: int) -> int:
+        """Leading keys whose mean orders the queries: one segment of them, never a future one."""
+        visible = self.queries(n)[0] + self.offset if self.is_causal else self.seqlen_k
+        return max(0, min(self.segment, visible))
+
+    def block_count(self, block_m: int) -> int:
+        """Query tiles of a full segment."""
+        return -(-min(self.segment, self.seqlen_q) // block_m)
+
+    def causal_pairs(self) -> int:
+        """(query, key) pairs that dense attention computes for one head."""
+        if not self.is_causal:
+            return self.seqlen_q * self.seqlen_k
+        return self.seqlen_q * (self.offset + 1) + self.seqlen_q * (self.seqlen_q - 1) // 2
+
+    def dense_pairs(self) -> int:
+        """(query, key) pairs that pass 1 computes for one head."""
+        total = 0
+        for n in range(self.segments):
+            (first, last), (begin, end) = self.queries(n), self.dense_keys(n)
+            rows = last - first
+            total += rows * (end - begin)
+            if self.is_causal:
+                total -= rows * (rows - 1) // 2
+        return total

@@ -1,0 +1,100 @@
+"""What a call computed: tiles visited, stop positions, density. Nothing is computed until asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .interop import to_host
+from .problem import Problem
+from .spec import Geometry, S2OConfig
+
+__all__ = ["S2OStats"]
+
+
+@dataclass(frozen=True, repr=False)
+class S2OStats:
+    """Measurements of one ``s2o_attention`` call.
+
+    Everything but ``density`` stays on the device of the inputs, in their framework. A call without a
+    batch axis has batch 1 here.
+
+    Attributes
+    ----------
+    visited : array, int32, (batch, heads, segments, tiles)
+        Key tiles that each tile of ``block_m`` queries visited before it stopped. Tiles are counted in
+        the segment's query order; those past the end of the last, shorter segment are 0.
+    problem : Problem
+        Sizes, dtype, mask and scale of the call.
+    config : S2OConfig
+        The configuration it ran with, ``tau`` included.
+    """
+
+    visited: Any
+    problem: Problem
+    config: S2OConfig
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.problem.geometry(self.config)
+
+    @property
+    def stop_positions(self) -> Any:
+        """Keys visited by each query tile, int32 (batch, heads, segments, tiles): the length of k_order's
+        prefix that was read."""
+        xp = _namespace(self.visited)
+        candidates = self._like_visited(_candidates(self.geometry)[:, None])  # [segments, 1]
+        return xp.minimum(self.visited * self.config.block_n, candidates)
+
+    @property
+    def density_per_head(self) -> Any:
+        """(query, key) pairs computed / pairs of dense attention, float32 (batch, heads)."""
+        xp = _namespace(self.visited)
+        pairs = max(1, self.geometry.causal_pairs())
+        share = _tile_rows(self.geometry, self.config.block_m) / pairs  # [segments, tiles]
+        weighted = xp.astype(self.stop_positions, xp.float32) * self._like_visited(share.astype(np.float32))
+        return xp.sum(weighted, axis=(-2, -1)) + self.geometry.dense_pairs() / pairs
+
+    @property
+    def density(self) -> float:
+        """The same over all heads, exact in integers until the last division. Copies ``visited`` to the
+        host, so it synchronises with the device. 0.0 if there is nothing to compute."""
+        geometry, problem = self.geometry, self.problem
+        total = problem.batch * problem.heads * geometry.causal_pairs()
+        if total == 0:
+            return 0.0
+        visited = to_host(self.visited).astype(np.int64)
+        keys = np.minimum(visited * self.config.block_n, _candidates(geometry)[:, None])
+        pass2 = int((keys * _tile_rows(geometry, self.config.block_m)).sum())
+        return (problem.batch * problem.heads * geometry.dense_pairs() + pass2) / total
+
+    def __repr__(self) -> str:
+        sizes = "x".join(str(n) for n in self.problem.visited_shape(self.config))
+        return f"S2OStats(visited: {sizes} [batch, heads, segments, tiles], {self.problem}, {self.config})"
+
+    def _like_visited(self, host: np.ndarray) -> Any:
+        """A host array in the framework and on the device of ``visited``."""
+        from array_api_compat import device
+
+        return _namespace(self.visited).asarray(host, device=device(self.visited))
+
+
+def _namespace(array: Any) -> Any:
+    from array_api_compat import array_namespace
+
+    return array_namespace(array)
+
+
+def _candidates(geometry: Geometry) -> np.ndarray:
+    """Keys that pass 2 may visit, int32 [segments]."""
+    return np.array([geometry.candidates(n) for n in range(geometry.segments)], np.int32)
+
+
+def _tile_rows(geometry: Geometry, block_m: int) -> np.ndarray:
+    """Queries of each tile, int64 [segments, tiles]: block_m but for the last ones."""
+    queries = [geometry.queries(n) for n in range(geometry.segments)]
+    lengths = np.array([end - begin for begin, end in queries], np.int64)  # [segments]
+    starts = np.arange(geometry.block_count(block_m), dtype=np.int64) * block_m  # [tiles]
+    return np.clip(lengths[:, None] - starts, 0, block_m)

@@ -1,0 +1,153 @@
+"""Fixtures: where a test runs, in which dtype, and how far from exact it may be.
+
+A test that takes ``device`` runs on the CPU, and on a GPU in both of its dtypes when one is present.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.metrics import rel_l2
+from s2o_cupy.reference.dense import dense_attention
+
+# Small enough for many segments and tiles in short sequences, large enough for the GPU.
+SMALL = S2OConfig(segment=128, tau=0.05, block_m=64, block_n=64)
+
+
+def has_gpu() -> bool:
+    try:
+        import cupy
+    except ImportError:
+        return False
+    return cupy.is_available()
+
+
+@dataclass(frozen=True)
+class Device:
+    """Arrays of one dtype on the CPU (NumPy) or on a GPU (CuPy)."""
+
+    kind: str
+    dtype: np.dtype
+
+    @property
+    def xp(self) -> Any:
+        if self.kind == "cpu":
+            return np
+        import cupy
+
+        return cupy
+
+    def round(self, x: np.ndarray) -> np.ndarray:
+        """Host values that this device's dtype holds exactly, float64."""
+        return x.astype(self.dtype).astype(np.float64)
+
+    def array(self, x: np.ndarray) -> Any:
+        return self.xp.asarray(np.asarray(x).astype(self.dtype))
+
+    def poisoned(self, shape: tuple[int, ...]) -> Any:
+        """An output in which an unwritten element shows."""
+        return self.array(np.full(shape, np.nan))
+
+    def host(self, x: Any) -> np.ndarray:
+        """Values as float64 on the host: exact, so equal values are equal bits."""
+        return (x if isinstance(x, np.ndarray) else x.get()).astype(np.float64)
+
+    def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
+        """s2o_attention of host arrays in this dtype, into a poisoned output; float64 on the host."""
+        options.setdefault("config", SMALL)
+        out = self.poisoned(q.shape)
+        o = s2o_attention(*(self.array(x) for x in (q, k, v)), out=out, **options)
+        assert o is out
+        return self.host(out)
+
+    def exact(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
+        """Dense attention in float64 of the values that this dtype holds."""
+        return dense_attention(self.round(q), self.round(k), self.round(v), **options)[0]
+
+    def tolerance(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> float:
+        """Twice the error of a plain low-precision attention.
+
+        That one computes softmax in float32, rounds the unnormalised probabilities P and the output to
+        the dtype, as any kernel on tensor cores must, and makes no other error. The floor, for
+        results that happen to be exact, is four units of float32.
+        """
+        exact = self.exact(q, k, v, **options)
+        low = _low_precision(*(x.astype(self.dtype) for x in (q, k, v)), **options)
+        return 2 * rel_l2(low, exact) + 4 * float(np.finfo(np.float32).eps)
+
+    def assert_dense(self, o: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> None:
+        """``o`` is dense attention within the tolerance, and every element was written."""
+        assert np.isfinite(o).all()
+        assert rel_l2(o, self.exact(q, k, v, **options)) <= self.tolerance(q, k, v, **options)
+
+
+def _low_precision(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, scale: float | None = None, is_causal: bool = True
+) -> np.ndarray:
+    dtype, group = q.dtype, q.shape[1] // k.shape[1]
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))  # [B, H, Lk, D]
+    s = q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5 if scale is None else scale)  # [B, H, Lq, Lk]
+    if is_causal:
+        seqlen_q, seqlen_k = s.shape[-2:]
+        s = np.where(np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool), s, np.float32(-np.inf))
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    o = p.astype(dtype).astype(np.float32) @ v / p.sum(axis=-1, keepdims=True)
+    return o.astype(dtype)
+
+
+DEVICES = {
+    "cpu": Device("cpu", np.dtype(np.float32)),
+    "cuda-bfloat16": Device("cuda", np.dtype(ml_dtypes.bfloat16)),
+    "cuda-float16": Device("cuda", np.dtype(np.float16)),
+}
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(n, marks=pytest.mark.gpu) for n in DEVICES if n != "cpu")])
+def device(request: pytest.FixtureRequest) -> Device:
+    found = DEVICES[request.param]
+    if found.kind == "cuda" and not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    return found
+
+
+@pytest.fixture
+def config() -> S2OConfig:
+    return SMALL
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def qkv(rng: np.random.Generator) -> Any:
+    """qkv(seqlen_q, seqlen_k=None, batch=, heads=, kv_heads=, head_dim=) -> host float32 arrays.
+
+    Keys differ in importance by a few nats, alike for all queries, so that S2O stops early.
+    """
+
+    def make(
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 2,
+        kv_heads: int = 1,
+        head_dim: int = 64,
+    ) -> tuple[np.ndarray, ...]:
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        q = rng.standard_normal((batch, heads, seqlen_q, head_dim), dtype=np.float32)
+        k, v = rng.standard_normal((2, batch, kv_heads, seqlen_k, head_dim), dtype=np.float32)
+        importance = rng.standard_normal((batch, kv_heads, seqlen_k, 1), dtype=np.float32)
+        direction = np.float32(np.sqrt(3) * head_dim**-0.25)  # scores of importance * 3 nats, over head_dim
+        return q + direction, k + importance * direction, v
+
+    return make

@@ -1,0 +1,120 @@
+"""The comparison that `diff` makes, tried on stages that stand in for a GPU's: the reference in low precision.
+
+Right stages pass; a fault planted in one stage is reported at that stage and at no earlier one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from s2o_cupy import S2OConfig, S2OError
+from s2o_cupy.diffing import GpuStages, compare, diff
+from s2o_cupy.problem import Problem
+from s2o_cupy.reference import s2o
+
+STAGES = (
+    "representatives", "query order", "key scores", "key order",
+    "pass 1 state", "pass 1 output", "stop", "output", "lse",
+)  # fmt: skip
+CONFIGS = {
+    "paper": S2OConfig(segment=64, tau=0.05, block_m=16, block_n=32),
+    "max": S2OConfig(segment=48, tau=0.02, block_m=32, block_n=32, rank="max", representatives=5, window=20),
+    "dense": S2OConfig(segment=64, tau=0, block_m=64, block_n=64),
+}
+
+
+def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
+    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype."""
+    dtype = q.dtype
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    scale = problem.scale
+    if scale < 0:
+        q, scale = -q, -scale
+    geometry = problem.geometry(config)
+    reps, counts = s2o.representatives(q, geometry, config)
+    q_order = s2o.query_order(q, k, geometry)
+    scores = [s2o.key_scores(reps, counts, k, n, geometry) for n in range(geometry.segments)]
+    k_order = [s2o.candidate_positions(n, geometry)[s2o.order_keys(x)] for n, x in enumerate(scores)]
+    state1 = s2o.pass1(q, k, v, geometry, scale)
+    o1 = s2o.finish(state1)[0].astype(dtype)
+    resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
+    state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale)
+    o, lse = s2o.finish(state2)
+    return GpuStages(reps, q_order, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+
+
+def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True):
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((2, 4, 200, 24)).astype(dtype)
+    k, v = (rng.standard_normal((2, 2, 230, 24)).astype(dtype) for _ in range(2))
+    problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale)
+    return stand_in(q, k, v, problem, config), (q, k, v, problem, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
+    stages, problem = make(config, dtype, is_causal=is_causal)
+    report = compare(stages, *problem)
+    assert [row.stage for row in report.rows] == list(STAGES)
+    assert report.ok, report.table()
+    assert 0 < report.density <= 1
+
+
+def test_a_negative_scale_agrees() -> None:
+    stages, problem = make(CONFIGS["paper"], scale=-0.3)
+    assert compare(stages, *problem).ok
+
+
+def swap(x: np.ndarray, i: tuple[int, ...], j: tuple[int, ...]) -> None:
+    x[i], x[j] = x[j].copy(), x[i].copy()
+
+
+def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
+    x[at] = x[at].astype(np.float32) * 1.1 + 0.1
+
+
+FAULTS = {
+    "representatives": lambda s: larger(s.reps, (1, 2, 1, 0)),
+    "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
+    "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),
+    "key order": lambda s: swap(s.k_order[2], (0, 0, 1), (0, 0, 60)),
+    "pass 1 state": lambda s: larger(s.l1, (0, 3, 11)),
+    "pass 1 output": lambda s: larger(s.o1, (1, 1, 199, 5)),
+    "stop": lambda s: s.visited.__setitem__((0, 0, 2, 0), s.visited[0, 0, 2, 0] + 1),
+    "output": lambda s: larger(s.o, (0, 2, 100, 3)),
+    "lse": lambda s: larger(s.lse, (0, 2, 100)),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_is_found_where_it_is(stage: str) -> None:
+    stages, problem = make(CONFIGS["paper"])
+    faulty = copy.deepcopy(stages)
+    FAULTS[stage](faulty)
+    report = compare(faulty, *problem)
+    first = next(row for row in report.rows if not row.ok)
+    assert first.stage == stage, report.table()
+    assert first.different >= 1 and "FAULT" in report.table()
+    assert report.to_dict()["ok"] is False
+
+
+def test_an_unwritten_output_is_a_fault() -> None:
+    stages, problem = make(CONFIGS["paper"])
+    stages.o[0, 0, 5] = np.nan
+    row = next(row for row in compare(stages, *problem).rows if not row.ok)
+    assert row.stage == "output" and row.where[:3] == (0, 0, 5)
+
+
+def test_without_a_gpu_diff_says_what_it_needs() -> None:
+    cupy = pytest.importorskip("cupy")
+    if cupy.is_available():
+        pytest.skip("there is a GPU")
+    x = np.zeros((1, 1, 8, 16), np.float16)
+    with pytest.raises(S2OError, match="GPU"):
+        diff(x, x, x)

@@ -1,0 +1,114 @@
+"""Who imports whom: import is light, the reference needs no GPU, the GPU path needs no reference."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import s2o_cupy
+
+PACKAGE = Path(s2o_cupy.__file__).parent
+GPU_PATH = ("attention", "interop", "problem", "spec", "stats", "pipeline", "plan", "kernels")
+HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level and s2o_cupy modules that a fresh interpreter has loaded after ``code``."""
+    report = "import sys; print(*(m for m in sys.modules if '.' not in m or m.startswith('s2o_cupy.')))"
+    command = [sys.executable, "-c", f"{code}\n{report}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def imports_of(path: Path) -> set[str]:
+    """What a source file imports anywhere, relative imports with their dots; from a import b is a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module + "." if node.module else "")
+            found |= {base + alias.name for alias in node.names}
+    return found
+
+
+def test_import_is_light():
+    loaded = loaded_after("import s2o_cupy; s2o_cupy.s2o_attention; s2o_cupy.S2OStats")
+    assert loaded.isdisjoint(HEAVY)
+    assert "s2o_cupy.pipeline" not in loaded
+    assert "s2o_cupy.reference" not in loaded
+
+
+def test_a_cpu_call_loads_no_gpu_library():
+    code = """
+import numpy, s2o_cupy
+x = numpy.ones((1, 1, 4, 8), numpy.float32)
+s2o_cupy.s2o_attention(x, x, x, return_stats=True)[1].density_per_head
+"""
+    loaded = loaded_after(code)
+    assert loaded.isdisjoint(HEAVY)
+    assert "s2o_cupy.reference" in loaded
+    assert "s2o_cupy.pipeline" not in loaded
+
+
+def test_the_reference_loads_no_gpu_library():
+    loaded = loaded_after("import s2o_cupy.reference.s2o, s2o_cupy.reference.dense")
+    assert loaded.isdisjoint(HEAVY)
+    assert "reference" not in loaded  # never a second, top-level copy
+
+
+def test_the_reference_imports_only_the_specification():
+    import s2o_cupy.reference
+
+    for path in Path(s2o_cupy.reference.__file__).parent.glob("*.py"):
+        outside = {name for name in imports_of(path) if name.startswith("..")}
+        assert all(name.startswith("..spec") for name in outside), path
+        assert not any(name.split(".")[0] in HEAVY for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize("module", GPU_PATH)
+def test_the_gpu_path_does_not_import_the_reference(module):
+    path = PACKAGE / f"{module}.py"
+    if not path.exists():
+        pytest.skip(f"{path.name} does not exist")
+    assert not any("reference" in name.split(".") for name in imports_of(path))
+
+
+def test_no_module_imports_a_top_level_reference():
+    for path in PACKAGE.rglob("*.py"):
+        assert not any(name.split(".")[0] in ("reference", "raw_kernels") for name in imports_of(path)), path
+
+
+def test_kernels_and_reference_are_found():
+    """From a source checkout and installed alike."""
+    from importlib import resources
+
+    import s2o_cupy.reference as reference
+
+    assert reference.__name__ == "s2o_cupy.reference"
+    names = [entry.name for entry in resources.files("s2o_cupy.raw_kernels").iterdir()]
+    assert any(name.endswith((".cu", ".cuh")) for name in names)
+
+
+def test_public_names():
+    assert s2o_cupy.__version__.count(".") == 2
+    for name in ("s2o_attention", "S2OConfig", "S2OStats", "S2OError"):
+        assert name in s2o_cupy.__all__
+        assert getattr(s2o_cupy, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = s2o_cupy.nothing
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_diff_is_a_function():
+    if not (PACKAGE / "diffing.py").exists():
+        pytest.skip("diffing.py does not exist")
+    import s2o_cupy.diffing
+
+    assert callable(s2o_cupy.diff)
+    assert s2o_cupy.diff is s2o_cupy.diffing.diff

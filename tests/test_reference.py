@@ -1,0 +1,635 @@
+"""The reference read as a specification: S2O in NumPy against dense attention in float64."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from s2o_cupy.reference import compute_dtype, dense_attention, s2o
+from s2o_cupy.spec import KEY_BUCKETS, Geometry, S2OConfig
+
+
+class Case(NamedTuple):
+    """One problem: [batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim], S2OConfig fields, causality."""
+
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    seqlen_q: int = 40
+    seqlen_k: int = 40
+    head_dim: int = 8
+    config: dict = {}  # noqa: RUF012  read only
+    is_causal: bool = True
+
+    def geometry(self, config):
+        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal)
+
+
+def make(case, dtype=np.float64, seed=0):
+    """q, k, v of ``case``, standard normal, and its S2OConfig with small tiles."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((case.batch, case.heads, case.seqlen_q, case.head_dim))
+    k = rng.standard_normal((case.batch, case.kv_heads, case.seqlen_k, case.head_dim))
+    v = rng.standard_normal(k.shape)
+    config = S2OConfig(**{"segment": 16, "tau": 0.0, "block_m": 4, "block_n": 4, **case.config})
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), config
+
+
+def tolerance(q, k, v, scale=None, dtype=np.float64):
+    """Bounds on |o - dense| and |lse - dense| from rounding alone, to first order.
+
+    A score is a sum of D products, so it is off by at most D + 2 roundings of sum|q_d k_d| * scale <=
+    |q| |k| scale =: S, and score - m by one more of 2S. exp turns that into a relative error of every
+    weight (plus 4 ulp of its own), and a sum of Lk weights, rescaled at most Lk times, adds 3 Lk
+    roundings. o is a weighted mean of v: numerator and denominator each carry this error.
+    """
+    eps = np.finfo(dtype).eps
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+    largest = [np.linalg.norm(x, axis=-1).max(initial=0).astype(float) for x in (q, k)]
+    score = scale * largest[0] * largest[1]
+    weight = eps * ((q.shape[-1] + 4) * score + 3 * k.shape[2] + 4)
+    return 2 * weight * np.abs(v).max(initial=0) + 1e-300, 2 * weight + eps * (score + 50)
+
+
+def check_dense(result, q, k, v, *, scale=None, is_causal=True, dtype=np.float64):
+    o, lse = dense_attention(q, k, v, scale=scale, is_causal=is_causal)
+    tol_o, tol_lse = tolerance(q, k, v, scale, dtype)
+    assert result.o.dtype == result.lse.dtype == dtype
+    np.testing.assert_allclose(result.o, o, rtol=0, atol=tol_o)
+    np.testing.assert_allclose(result.lse, lse, rtol=0, atol=tol_lse)
+
+
+# ---------------------------------------------------------------- dense_attention
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 9), (9, 5), (300, 300), (3, 0)])
+def test_dense_attention_is_the_textbook_softmax(seqlen_q, seqlen_k, is_causal):
+    q, k, v, _ = make(Case(2, 4, 2, seqlen_q, seqlen_k, 3))
+    o, lse = dense_attention(q, k, v, scale=0.7, is_causal=is_causal)
+    tol_o, tol_lse = (2 * x for x in tolerance(q, k, v, 0.7))  # both sides round
+    for b, h, i in np.ndindex(2, 4, seqlen_q):
+        end = max(0, i + seqlen_k - seqlen_q + 1) if is_causal else seqlen_k
+        e = np.exp(0.7 * k[b, h // 2, :end] @ q[b, h, i])
+        expected = e @ v[b, h // 2, :end] / e.sum() if end else np.zeros(3)
+        np.testing.assert_allclose(o[b, h, i], expected, rtol=0, atol=tol_o)
+        if end:
+            np.testing.assert_allclose(lse[b, h, i], np.log(e.sum()), rtol=0, atol=tol_lse)
+        else:
+            assert lse[b, h, i] == -np.inf
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_dense_attention_hides_the_future_and_shows_the_past(bad):
+    q, k, v, _ = make(Case())
+    o, _ = dense_attention(q, k, v)
+    v[0, 0, 25, 3] = bad
+    changed, _ = dense_attention(q, k, v)
+    np.testing.assert_array_equal(changed[:, :, :25], o[:, :, :25])
+    np.testing.assert_array_equal(np.delete(changed, 3, axis=3), np.delete(o, 3, axis=3))
+    np.testing.assert_array_equal(changed[:, :, 25:, 3], np.full((1, 2, 15), bad))  # not laundered
+    k[0, 0, 25] = np.nan
+    changed, _ = dense_attention(q, k, v)
+    np.testing.assert_array_equal(changed[:, :, :25], o[:, :, :25])
+    assert np.isnan(changed[:, :, 25:]).all()
+
+
+def test_compute_dtype():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert compute_dtype(np.float64) == np.float64
+    assert {compute_dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32)} == {np.dtype(np.float32)}
+    with pytest.raises(TypeError, match="int32"):
+        compute_dtype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "v_len"), [(3, 2, 8), (2, 2, 7)], ids=["heads do not divide", "v is short"]
+)
+def test_shapes_that_do_not_fit_are_named(heads, kv_heads, v_len):
+    q, k = np.zeros((1, heads, 8, 4)), np.zeros((1, kv_heads, 8, 4))
+    with pytest.raises(ValueError, match=r"shapes \(1, "):
+        s2o.s2o(q, k, k[:, :, :v_len], S2OConfig())
+
+
+# ---------------------------------------------------------------- tau = 0 is dense attention
+
+SHAPES = [
+    *(Case(seqlen_q=n, seqlen_k=n, config={"segment": 32}) for n in (1, 2, 31, 32, 33, 127, 128, 129, 211)),
+    Case(seqlen_q=1, seqlen_k=100),  # decoding
+    Case(seqlen_q=37, seqlen_k=101),  # a chunk after a context
+    Case(seqlen_q=37, seqlen_k=45),  # 0 < offset < segment
+    Case(2, 8, 1),  # GQA 8:1, and MQA
+    Case(2, 8, 4),
+    Case(1, 3, 3),
+    *(Case(head_dim=d) for d in (1, 2, 7, 64, 128)),
+    Case(config={"segment": 1}),
+    Case(config={"segment": 40}),
+    Case(config={"segment": 1000}),
+    Case(config={"block_m": 128, "block_n": 128}),
+    Case(config={"block_m": 1, "block_n": 1}),
+    Case(config={"block_m": 5, "block_n": 3}),
+    Case(config={"window": 5}),
+    Case(config={"window": 500}),
+    Case(seqlen_k=51, config={"window": 20}),
+    Case(config={"rank": "max"}),
+    Case(config={"rank": "max", "representatives": 5}),  # does not divide the segment
+    Case(seqlen_q=35, seqlen_k=35, config={"rank": "max", "representatives": 16}),  # 3 queries for 16 runs
+    Case(config={"rank": "max", "representatives": 64}),  # more than the segment
+    Case(is_causal=False),
+    Case(seqlen_q=41, seqlen_k=13, is_causal=False),
+    Case(seqlen_q=13, seqlen_k=41, is_causal=False, config={"window": 3, "rank": "max"}),
+    Case(seqlen_q=41, seqlen_k=13),  # causal rows that see no key
+    Case(seqlen_q=3, seqlen_k=0, is_causal=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_tau_0_is_dense(case, dtype):
+    q, k, v, config = make(case, dtype)
+    result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
+    check_dense(result, q, k, v, is_causal=case.is_causal, dtype=dtype)
+
+
+@st.composite
+def cases(draw, **fixed):
+    is_causal = draw(st.booleans())
+    kv_heads = draw(st.integers(1, 2))
+    seqlen_q = draw(st.integers(1, 60))
+    rank = draw(st.sampled_from(["mean", "max"]))
+    config = {
+        "segment": draw(st.integers(1, 40)),
+        "block_m": draw(st.integers(1, 20)),
+        "block_n": draw(st.integers(1, 20)),
+        "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
+        "rank": rank,
+        "representatives": draw(st.integers(1, 20)) if rank == "max" else None,
+    }
+    values = {
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "kv_heads": kv_heads,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": draw(st.integers(seqlen_q if is_causal else 1, 90)),
+        "head_dim": draw(st.integers(1, 9)),
+        "config": config,
+        "is_causal": is_causal,
+    }
+    return Case(**(values | fixed))
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_tau_0_is_dense_for_any_shape(case):
+    q, k, v, config = make(case)
+    result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
+    check_dense(result, q, k, v, is_causal=case.is_causal)
+    geometry = case.geometry(config)
+    assert (
+        result.visited.max(axis=(0, 1, 3)) == [-(-len(x[0, 0]) // config.block_n) for x in result.k_order]
+    ).all()
+    for n in range(geometry.segments):  # tiles without rows visit nothing
+        first, end = geometry.queries(n)
+        assert (result.visited[:, :, n, -(-(end - first) // config.block_m) :] == 0).all()
+
+
+@given(cases(), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=30)
+def test_tau_0_is_dense_in_any_order(case, random):
+    q, k, v, config = make(case)
+    geometry = case.geometry(config)
+    scale = 1 / math.sqrt(case.head_dim)
+    q_order = np.full((1, case.heads, geometry.segments, config.segment), -1, np.int32)
+    k_order = []
+    for n in range(geometry.segments):
+        first, end = geometry.queries(n)
+        rows, keys = list(range(end - first)), s2o.candidate_positions(n, geometry).tolist()
+        k_order.append(np.empty((1, case.heads, len(keys)), np.int32))
+        for h in range(case.heads):
+            random.shuffle(rows)
+            random.shuffle(keys)
+            q_order[0, h, n, : end - first], k_order[n][0, h] = rows, keys
+    state = s2o.pass1(q, k, v, geometry, scale)
+    state, _ = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, scale)
+    o, lse = s2o.finish(state)
+    result = s2o.Result(o, lse, None, q_order, k_order, state)
+    check_dense(result, q, k, v, is_causal=case.is_causal)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.5, -0.4])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_any_scale(scale, is_causal):
+    q, k, v, config = make(Case())
+    check_dense(
+        s2o.s2o(q, k, v, config, scale=scale, is_causal=is_causal), q, k, v, scale=scale, is_causal=is_causal
+    )
+
+
+def test_negative_scale_orders_by_importance():
+    q, k, v, config = make(Case(config={"tau": 0.3}))
+    negative, positive = s2o.s2o(q, k, v, config, scale=-0.5), s2o.s2o(-q, k, v, config, scale=0.5)
+    np.testing.assert_array_equal(negative.o, positive.o)
+    np.testing.assert_array_equal(negative.visited, positive.visited)
+
+
+@pytest.mark.parametrize("what", ["equal keys", "zero queries", "scale 0"])
+def test_equal_scores_give_the_mean_of_visible_values(what):
+    q, k, v, config = make(Case(seqlen_k=47))
+    if what == "equal keys":
+        k[:] = k[:, :, :1]
+    if what == "zero queries":
+        q[:] = 0
+    scale = 0.0 if what == "scale 0" else None
+    o = s2o.s2o(q, k, v, config, scale=scale).o
+    atol, _ = tolerance(q, k, v, scale)
+    for i in range(40):
+        np.testing.assert_allclose(
+            o[0, :, i], np.tile(v[0, :, : i + 8].mean(axis=1), (2, 1)), rtol=0, atol=atol
+        )
+
+
+def test_low_precision_inputs_are_computed_in_float32():
+    q, k, v, config = make(Case(), np.float16)
+    check_dense(s2o.s2o(q, k, v, config), q, k, v, dtype=np.float32)
+
+
+# ---------------------------------------------------------------- causality
+
+
+@given(
+    cases(is_causal=True),
+    st.sampled_from([np.nan, np.inf, -np.inf, 1e30]),
+    st.sampled_from(["k", "v", "both"]),
+    st.sampled_from([0.0, 0.05, 1.0]),
+    st.data(),
+)
+@settings(deadline=None, max_examples=80)
+def test_keys_after_a_segment_never_change_it(case, bad, which, tau, data):
+    """Not a bit, neither through ordering (0 < offset < segment is drawn too) nor through stopping."""
+    case = case._replace(seqlen_k=max(case.seqlen_q, case.seqlen_k), config=case.config | {"tau": tau})
+    q, k, v, config = make(case, np.float32)
+    geometry = case.geometry(config)
+    before = s2o.s2o(q, k, v, config)
+    row = geometry.queries(data.draw(st.integers(0, geometry.segments - 1)))[
+        1
+    ]  # rows [0, row) must not change
+    for x, name in ((k, "k"), (v, "v")):
+        if which in (name, "both"):
+            x[:, :, row + geometry.offset :] = bad
+    q[:, :, row:] = bad
+    after = s2o.s2o(q, k, v, config)
+    np.testing.assert_array_equal(after.o[:, :, :row], before.o[:, :, :row])
+    np.testing.assert_array_equal(after.lse[:, :, :row], before.lse[:, :, :row])
+
+
+@given(
+    cases(is_causal=True),
+    st.sampled_from([np.nan, np.inf, -np.inf, 1e30]),
+    st.sampled_from(["k", "v", "both"]),
+    st.sampled_from([0.0, 0.05]),
+    st.data(),
+)
+@settings(deadline=None, max_examples=80)
+def test_later_keys_of_a_segment_reach_its_rows_only_through_the_stop(case, bad, which, tau, data):
+    """Rows of one q tile stop together, and a later row's mass depends on later keys.
+
+    Given the orders and how many key tiles each q tile visits (at tau = 0 it is all of them), a future
+    key changes no bit of any earlier row.
+    """
+    case = case._replace(seqlen_k=max(case.seqlen_q, case.seqlen_k), config=case.config | {"tau": tau})
+    q, k, v, config = make(case, np.float32)
+    geometry, scale = case.geometry(config), 0.3
+    before = s2o.s2o(q, k, v, config, scale=scale)
+    row = data.draw(st.integers(0, case.seqlen_q - 1))
+    for x, name in ((k, "k"), (v, "v")):
+        if which in (name, "both"):
+            x[:, :, row + geometry.offset :] = bad
+    if tau == 0:
+        after = s2o.s2o(q, k, v, config, scale=scale)
+        o, lse = after.o, after.lse
+    else:
+        state = s2o.pass1(q, k, v, geometry, scale)
+        state, _ = s2o.pass2(
+            q, k, v, state, before.q_order, before.k_order, geometry, config, scale, visited=before.visited
+        )
+        o, lse = s2o.finish(state)
+    np.testing.assert_array_equal(o[:, :, :row], before.o[:, :, :row])
+    np.testing.assert_array_equal(lse[:, :, :row], before.lse[:, :, :row])
+
+
+def test_visible_nan_is_not_laundered():
+    q, k, v, config = make(Case(config={"tau": 0.5}), np.float32)
+    v[0, 0, 20, 2] = np.nan  # in segment 1: rows 20 to 31 see it in pass 1
+    o = s2o.s2o(q, k, v, config).o
+    assert np.isnan(o[:, :, 20:32, 2]).all()
+    assert np.isfinite(o[:, :, :20]).all()
+    k[0, 0, 3] = np.nan  # its score is NaN: it is ordered first, so that every later segment meets it
+    o = s2o.s2o(q, k, v, config).o
+    assert np.isnan(o[:, :, 3:]).all()
+    assert np.isfinite(o[:, :, :3]).all()
+
+
+def test_a_nan_query_spoils_its_own_row_only():
+    q, k, v, config = make(Case(), np.float32)
+    expected = s2o.s2o(q, k, v, config)
+    q[0, 1, 21] = np.nan
+    result = s2o.s2o(q, k, v, config)
+    assert np.isnan(result.o[0, 1, 21]).all()
+    others = np.arange(40) != 21
+    np.testing.assert_array_equal(result.o[0, 0], expected.o[0, 0])
+    tol, _ = tolerance(np.nan_to_num(q), k, v, dtype=np.float32)  # the NaN reorders the segment's keys
+    np.testing.assert_allclose(result.o[0, 1, others], expected.o[0, 1, others], rtol=0, atol=2 * tol)
+
+
+# ---------------------------------------------------------------- symmetry
+
+
+def test_scaling_v_scales_o():
+    q, k, v, config = make(Case(config={"tau": 0.1}), np.float32)
+    one, four = s2o.s2o(q, k, v, config), s2o.s2o(q, k, 4 * v, config)
+    np.testing.assert_array_equal(four.o, 4 * one.o)  # a power of two is exact
+    np.testing.assert_array_equal(four.visited, one.visited)
+
+
+def test_permuting_heads_permutes_outputs():
+    q, k, v, config = make(Case(heads=6, kv_heads=3, config={"tau": 0.1}), np.float32)
+    kv_heads = np.array([2, 0, 1])
+    heads = np.array([5, 4, 0, 1, 3, 2])  # inside the groups too
+    result = s2o.s2o(q, k, v, config)
+    permuted = s2o.s2o(q[:, heads], k[:, kv_heads], v[:, kv_heads], config)
+    for name in ("o", "lse", "visited", "q_order"):
+        np.testing.assert_array_equal(getattr(permuted, name), getattr(result, name)[:, heads])
+
+
+def test_gqa_is_mha_with_repeated_keys():
+    q, k, v, config = make(Case(2, 6, 2, config={"tau": 0.1, "rank": "max"}), np.float32)
+    grouped = s2o.s2o(q, k, v, config)
+    repeated = s2o.s2o(q, k.repeat(3, axis=1), v.repeat(3, axis=1), config)
+    np.testing.assert_array_equal(repeated.o, grouped.o)
+
+
+def test_progress_counts_segments():
+    q, k, v, config = make(Case())
+    calls = []
+    s2o.s2o(q, k, v, config, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+
+
+# ---------------------------------------------------------------- ordering
+
+
+def test_representatives_average_runs_of_queries():
+    q, _, _, config = make(Case(seqlen_q=21, config={"rank": "max", "representatives": 5}))
+    geometry = Geometry(21, 21, config.segment)
+    reps, counts = s2o.representatives(q, geometry, config)  # runs of ceil(16 / 5) = 4 queries
+    assert reps.shape == (1, 2, 2, 5, 8)
+    np.testing.assert_array_equal(counts, [[4, 4, 4, 4, 0], [4, 1, 0, 0, 0]])
+    four = q[:, :, 12] + q[:, :, 13] + q[:, :, 14] + q[:, :, 15]
+    np.testing.assert_allclose(reps[:, :, 0, 3], four / 4, rtol=0, atol=1e-15 * np.abs(q).max() * 4)
+    np.testing.assert_array_equal(reps[:, :, 1, 1], q[:, :, 20])
+
+
+def test_query_order_follows_the_guide():
+    q, k, _, _ = make(Case(2, 4, 2, seqlen_q=21, seqlen_k=25))
+    q, k = q.round(), k.round()  # dot products of small integers are exact, so that ties are ties
+    geometry = Geometry(21, 25, 16)
+    order = s2o.query_order(q, k, geometry)
+    assert order.shape == (2, 4, 2, 16)
+    assert order.dtype == np.int32
+    for b, h, n in np.ndindex(2, 4, 2):
+        guide = k[b, h // 2, : (4, 16)[n]].mean(axis=0)  # only 4 keys stand before segment 0
+        rows = q[b, h, 16 * n : min(16 * n + 16, 21)] @ guide
+        expected = sorted(range(len(rows)), key=lambda s, rows=rows: (-rows[s], s))
+        assert order[b, h, n, : len(rows)].tolist() == expected
+        assert (order[b, h, n, len(rows) :] == -1).all()
+
+
+def test_query_order_without_earlier_keys_is_the_identity():
+    q, k, _, _ = make(Case())
+    order = s2o.query_order(q, k, Geometry(40, 40, 16))
+    np.testing.assert_array_equal(order[:, :, 0], np.tile(np.arange(16), (1, 2, 1)))
+
+
+def test_query_order_puts_nan_first():
+    q, k, _, _ = make(Case(1, 1, 1, 4, 4, 1))
+    q[0, 0, :, 0], k[:] = [1, np.nan, np.inf, np.nan], 1
+    order = s2o.query_order(q, k, Geometry(4, 4, 4, is_causal=False))
+    assert order.tolist() == [[[[1, 3, 2, 0]]]]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_key_scores_are_the_largest_over_representatives(is_causal):
+    q, k, _, config = make(
+        Case(heads=4, kv_heads=2, seqlen_q=35, config={"rank": "max", "representatives": 4})
+    )
+    geometry = Geometry(35, 40, 16, 0, is_causal)
+    reps, counts = s2o.representatives(q, geometry, config)
+    assert counts[2].tolist() == [3, 0, 0, 0]
+    for n in range(3):
+        scores = s2o.key_scores(reps, counts, k, n, geometry)
+        positions = s2o.candidate_positions(n, geometry)
+        assert scores.dtype == np.float32
+        assert scores.shape == (1, 4, len(positions))
+        for h in range(4):
+            dots = reps[0, h, n, counts[n] > 0] @ k[0, h // 2, positions].T
+            # float64 dot products, rounded to float32 at the end: half a unit in the last place.
+            np.testing.assert_allclose(scores[0, h], dots.max(axis=0), rtol=2**-24 + 1e-12, atol=1e-14)
+
+
+def buckets(scores):
+    """order_keys' buckets of one row, element by element."""
+    finite = [x for x in scores if np.isfinite(x)]
+    with np.errstate(all="ignore"):
+        span = np.float32(max(finite) - min(finite)) if finite else np.float32(0)
+        factor = np.float32(KEY_BUCKETS) / span
+    result = []
+    for x in scores:
+        if np.isneginf(x):
+            result.append(KEY_BUCKETS - 1)
+        elif not np.isfinite(x) or not np.isfinite(span) or not np.isfinite(factor):
+            result.append(0)
+        else:
+            result.append(min(int((max(finite) - x) * factor), KEY_BUCKETS - 1))
+    return result
+
+
+@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=50)))
+@settings(max_examples=300)
+def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
+    """Hypothesis draws NaN, both infinities, subnormals and the largest numbers."""
+    order = s2o.order_keys(scores)
+    assert order.dtype == np.int32
+    bucket = buckets(scores)
+    assert order.tolist() == sorted(range(len(scores)), key=lambda c: (bucket[c], c))
+
+
+def test_order_keys_sorts_clear_margins_and_keeps_near_ties():
+    scores = np.array([0.0, 3.0, 3.0001, 10.0, -5.0, 3.0], np.float32)  # a bucket is 15 / 2048 = 0.007
+    assert s2o.order_keys(scores).tolist() == [3, 1, 2, 5, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("scores", "order"),
+    [
+        ([2.0, 2.0, 2.0], [0, 1, 2]),  # constant
+        ([np.nan, np.nan], [0, 1]),
+        ([1.0, np.nan, 2.0, np.inf, -np.inf], [1, 2, 3, 0, 4]),  # 2, NaN and inf share bucket 0
+        ([-np.inf, 1.0, -np.inf], [1, 0, 2]),
+        ([-3e38, 3e38, -np.inf, 0.0], [0, 1, 3, 2]),  # the range overflows: one bucket
+        ([-1e38, 1e38, 0.0], [1, 2, 0]),  # large, but the range is finite
+        ([0.0, 1e-40, 0.0], [0, 1, 2]),  # the factor overflows: one bucket
+        ([], []),
+    ],
+)
+def test_order_keys_corner_cases(scores, order):
+    assert s2o.order_keys(np.array(scores, np.float32)).tolist() == order
+
+
+def test_order_keys_treats_rows_apart():
+    scores = np.random.default_rng(0).standard_normal((2, 3, 500), np.float32)
+    scores[1, 1] *= 1000
+    order = s2o.order_keys(scores)
+    for b, h in np.ndindex(2, 3):
+        np.testing.assert_array_equal(order[b, h], s2o.order_keys(scores[b, h]))
+        # Descending to within one bucket.
+        gaps = np.diff(scores[b, h][order[b, h]])
+        assert gaps.max() <= np.ptp(scores[b, h]) / KEY_BUCKETS * 1.001
+
+
+def test_key_order_is_absolute_and_skips_the_dense_keys():
+    q, k, _, config = make(Case(config={"window": 3}))
+    geometry = Geometry(40, 40, 16, 3, is_causal=False)
+    order = s2o.key_order(*s2o.representatives(q, geometry, config), k, geometry)
+    for n, keys in enumerate(order):
+        dense = range(*geometry.dense_keys(n))
+        assert keys.dtype == np.int32
+        for h in range(2):
+            assert sorted(keys[0, h].tolist()) == [j for j in range(40) if j not in dense]
+
+
+# ---------------------------------------------------------------- the stop rule
+
+
+def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0):
+    """One segment whose rows start with mass 1 and see 4 earlier keys of given masses, in tiles of one key.
+
+    Head dimension i holds row i's scores; a row's own key weighs 1 for it and exp(-1e4) = 0 for the
+    others. The earlier keys' values are 1, 10, 100 and 1000.
+    """
+    rows = len(masses)
+    q = np.eye(rows)[None, None]
+    with np.errstate(divide="ignore"):
+        scores = np.log(np.array(masses, float))  # [rows, 4]
+    k = np.vstack([np.maximum(scores, -1e4).T, np.where(np.eye(rows) == 1, 0, -1e4)])[None, None]
+    v = np.zeros_like(k)
+    v[0, 0, :4, 0] = [1, 10, 100, 1000]
+    config = S2OConfig(segment=rows, tau=tau, block_m=block_m, block_n=1)
+    geometry = Geometry(rows, rows + 4, rows)
+    q_order = np.arange(rows, dtype=np.int32)[None, None, None]
+    k_order = [np.arange(4, dtype=np.int32)[None, None]]
+    state = s2o.pass1(q, k, v, geometry, 1.0)
+    state, visited = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, 1.0, stop_lag=stop_lag)
+    o, lse = s2o.finish(state)
+    return visited[0, 0, 0].tolist(), o[0, 0, :, 0], np.exp(lse[0, 0])
+
+
+# Own mass 1, then tiles of mass 4, 2, 1, 0.5: gains 4, 2/5 = 0.4, 1/7 = 0.143, 1/16 = 0.0625.
+@pytest.mark.parametrize(
+    ("tau", "visited"), [(0, 4), (0.06, 4), (0.1, 4), (0.15, 3), (0.3, 3), (0.5, 2), (3, 2), (5, 1), (1e9, 1)]
+)
+def test_the_first_tile_of_small_gain_is_the_last_and_is_kept(tau, visited):
+    tiles, o, mass = example(tau)
+    assert tiles == [visited]
+    # A handful of operations on numbers of the result's size, each off by at most 1.1e-16 of it.
+    weights, values = np.array([4, 2, 1, 0.5])[:visited], np.array([1, 10, 100, 1000])[:visited]
+    np.testing.assert_allclose(mass, [1 + weights.sum()], rtol=1e-14)
+    np.testing.assert_allclose(o, [weights @ values / (1 + weights.sum())], rtol=1e-14)
+
+
+@pytest.mark.parametrize(("stop_lag", "visited"), [(0, 1), (1, 2), (2, 3), (3, 4), (9, 4)])
+def test_stop_lag_visits_more_tiles(stop_lag, visited):
+    assert example(5, stop_lag=stop_lag)[0] == [visited]
+
+
+def test_a_gain_of_exactly_tau_goes_on():
+    assert example(1.0, masses=((1, 1, 1, 1),))[0] == [2]  # gains 1, 1/2: exp(0) is exact
+    assert example(0.0, masses=((1, 1e-300, 1e-300, 1e-300),))[0] == [4]
+    assert example(0.0, masses=((1, 0.0, 0.0, 0.0),))[0] == [4]  # nothing gained is not less than nothing
+
+
+def test_every_row_of_a_tile_must_gain_little():
+    masses = ((4, 2, 1, 0.5), (0.01, 0.01, 0.01, 4))
+    assert example(0.5, 1, masses)[0] == [2, 1]  # alone, row 1 misses its late key
+    assert example(0.5, 2, masses)[0] == [2]  # together they stop when row 0 does
+    assert example(0.2, 2, masses)[0] == [3]
+
+
+def test_a_row_without_mass_keeps_its_tile_going():
+    """Non-causal queries that stand before every key have no dense keys: l0 = 0 at their first tile."""
+    q, k, v, config = make(Case(seqlen_q=41, seqlen_k=13, is_causal=False, config={"tau": 1e9}))
+    result = s2o.s2o(q, k, v, config, is_causal=False)
+    assert (result.state1.l[:, :, :16] == 0).all()
+    assert (result.visited[:, :, 0] == 2).all()  # one tile to start, one of gain < tau
+    assert np.isfinite(result.lse).all()
+
+
+@given(cases(), st.sampled_from([0.01, 1.0, 1e30, math.inf]))
+@settings(deadline=None, max_examples=40)
+def test_a_huge_tau_leaves_no_row_empty(case, tau):
+    q, k, v, config = make(case._replace(config=case.config | {"tau": tau}), np.float32)
+    result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
+    assert np.isfinite(result.lse).all()
+    assert np.isfinite(result.o).all()
+
+
+@given(cases(), st.lists(st.floats(0, 2), min_size=2, max_size=4))
+@settings(deadline=None, max_examples=40)
+def test_density_never_increases_with_tau(case, taus):
+    q, k, v, _ = make(case)
+    previous = None
+    for tau in sorted(taus):
+        config = make(case._replace(config=case.config | {"tau": tau}))[3]
+        visited = s2o.s2o(q, k, v, config, is_causal=case.is_causal).visited
+        if previous is not None:
+            assert (visited <= previous).all()
+        previous = visited
+
+
+@given(cases())
+@settings(deadline=None, max_examples=30)
+def test_forcing_the_visits_reproduces_the_result(case):
+    q, k, v, config = make(case._replace(config=case.config | {"tau": 0.1}), np.float32)
+    geometry, scale = case.geometry(config), 1 / math.sqrt(case.head_dim)
+    r = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
+    kept = [x.copy() for x in r.state1]
+    state, visited = s2o.pass2(
+        q, k, v, r.state1, r.q_order, r.k_order, geometry, config, scale, visited=r.visited
+    )
+    o, lse = s2o.finish(state)
+    np.testing.assert_array_equal(visited, r.visited)
+    np.testing.assert_array_equal(o, r.o)
+    np.testing.assert_array_equal(lse, r.lse)
+    for before, after in zip(kept, r.state1, strict=True):
+        np.testing.assert_array_equal(after, before)  # pass 2 leaves its input alone
+
+
+def test_error_falls_with_tau():
+    """Heavy keys are found early: at tau = 0.05 most tiles are skipped and the error is still small."""
+    q, k, v, _ = make(Case(heads=1, seqlen_q=512, seqlen_k=512))
+    heavy = np.random.default_rng(1).choice(512, 40, replace=False)
+    q += 2
+    k[0, 0, heavy] += 1.5
+    exact, _ = dense_attention(q, k, v)
+    errors, densities = [], []
+    for tau in (0.3, 0.1, 0.05, 0.01, 0.0):
+        config = S2OConfig(segment=64, tau=tau, block_m=16, block_n=8)
+        r = s2o.s2o(q, k, v, config)
+        errors.append(np.linalg.norm(r.o - exact) / np.linalg.norm(exact))
+        densities.append(r.visited.sum() / (4 * 8 * sum(range(8))))
+    assert errors == sorted(errors, reverse=True)
+    assert densities == sorted(densities)
+    assert densities[2] < 0.5
+    assert errors[2] < 0.1

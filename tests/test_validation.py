@@ -1,0 +1,255 @@
+"""Every call that is refused, with a message that names the argument, what came and what is accepted."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from s2o_cupy import S2OConfig, S2OError, s2o_attention
+from s2o_cupy.problem import Problem, validate
+
+
+def problem(q, k=None, v=None, *, dtypes=("float16",) * 3, backend="cupy", config=None, **options):
+    k = q if k is None else k
+    v = k if v is None else v
+    return validate((q, k, v), dtypes, backend=backend, config=config or S2OConfig(), **options)
+
+
+Q, K = (2, 8, 100, 64), (2, 2, 300, 64)
+
+
+def test_a_problem_is_plain_numbers():
+    assert problem(Q, K) == Problem(2, 8, 2, 100, 300, 64, "float16", True, 0.125)
+    assert problem((2, 100, 8, 64), (2, 300, 2, 64), layout="BSHD") == problem(Q, K)
+    assert problem(Q[1:], K[1:]).batch == 1
+    assert problem((100, 8, 64), (300, 2, 64), layout="BSHD") == problem(Q[1:], K[1:])
+    assert problem(Q, K, is_causal=np.False_).is_causal is False
+    assert problem(Q, K, scale=np.float32(0.5)).scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        ((64,), K, K, "q has 1 axes, shape (64,); accepted: 4 axes (BHSD) or 3 (HSD;"),
+        (Q, (1, *K), (1, *K), "k has 5 axes"),
+        (Q, K[1:], K[1:], "q, k and v have 4, 3, 3 axes; accepted: the same number"),
+        (Q, K, (2, 2, 301, 64), "k is (2, 2, 300, 64) and v is (2, 2, 301, 64)"),
+        (Q, K, (2, 2, 300, 32), "accepted: the same shape for both"),
+        (Q, (3, *K[1:]), None, "q has batch 2, k and v have 3; accepted: the same batch"),
+        (Q, (2, 2, 300, 32), None, "q has head_dim 64, k and v have 32"),
+        (Q, (2, 3, 300, 64), None, "q has 8 heads, k and v have 3; accepted: heads a multiple of kv_heads"),
+        (Q, (2, 0, 300, 64), None, "q has 8 heads, k and v have 0"),
+        (Q, (2, 2, 99, 64), None, "seqlen_q 100 exceeds seqlen_k 99; accepted with is_causal=True: seqlen_k"),
+        ((2, 8, 100, 0), (2, 2, 300, 0), None, "head_dim is 0; accepted: 1 to 128"),
+        ((2, 8, 100, 129), (2, 2, 300, 129), None, "head_dim is 129; accepted: 1 to 128 (the limit)"),
+        ((2, 8, 100, 256), (2, 2, 300, 256), None, "head_dim is 256; accepted: 1 to 128 (the limit)"),
+        (Q, (2, 2, 2**31, 64), None, "seqlen_k is 2147483648; accepted: up to 2147483647"),
+    ],
+)
+def test_shapes(q, k, v, message):
+    for backend in ("cupy", "numpy"):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            problem(q, k, v, backend=backend)
+
+
+def test_bottom_right_is_named():
+    with pytest.raises(ValueError, match="bottom-right"):
+        problem((1, 1, 2, 64), (1, 1, 1, 64))
+    assert problem((1, 1, 2, 64), (1, 1, 1, 64), is_causal=False).seqlen_k == 1
+
+
+def test_dtypes_of_each_backend():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        assert problem(Q, K, dtypes=[dtype] * 3, backend="numpy").dtype == dtype
+    for dtype in ("float16", "bfloat16"):
+        assert problem(Q, K, dtypes=[dtype] * 3).dtype == dtype
+    for dtype in ("float32", "float64"):
+        with pytest.raises(TypeError, match=rf'{dtype}; accepted.*float16, bfloat16.*cast.*backend="numpy"'):
+            problem(Q, K, dtypes=[dtype] * 3)
+    for backend in ("cupy", "numpy"):
+        with pytest.raises(TypeError, match=r"are int32; accepted on backend"):
+            problem(Q, K, dtypes=["int32"] * 3, backend=backend)
+        with pytest.raises(TypeError, match=r"q float16, k bfloat16, v float16; accepted: one dtype"):
+            problem(Q, K, dtypes=["float16", "bfloat16", "float16"], backend=backend)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_scale_is_finite(scale):
+    with pytest.raises(ValueError, match=r"scale is -?(nan|inf); accepted: a finite number"):
+        problem(Q, K, scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["1", True, 1j, np.ones(1)])
+def test_scale_is_a_number(scale):
+    with pytest.raises(TypeError, match=r"scale is .*; accepted: a finite Python number"):
+        problem(Q, K, scale=scale)
+
+
+@pytest.mark.parametrize("is_causal", [None, 1, "yes", np.ones(2, bool)])
+def test_is_causal_is_a_bool(is_causal):
+    with pytest.raises(TypeError, match="is_causal is .*; accepted: True or False"):
+        problem(Q, K, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "SBHD", None, 4])
+def test_layout(layout):
+    with pytest.raises(ValueError, match=r"layout is .*; accepted: 'BHSD' or 'BSHD'"):
+        problem(Q, K, layout=layout)
+
+
+def test_gpu_tiles():
+    for block_m in (64, 128):
+        problem(Q, K, config=S2OConfig(block_m=block_m))
+    for block_n in range(64, 1025, 64):
+        problem(Q, K, config=S2OConfig(block_n=block_n))
+    for block_m in (32, 96, 256):
+        with pytest.raises(ValueError, match=rf"block_m is {block_m}; accepted on the GPU: 64 or 128"):
+            problem(Q, K, config=S2OConfig(block_m=block_m))
+        problem(Q, K, config=S2OConfig(block_m=block_m), backend="numpy")
+    for block_n in (32, 100, 1000):
+        with pytest.raises(ValueError, match=rf"block_n is {block_n}; accepted on the GPU: multiples of 64"):
+            problem(Q, K, config=S2OConfig(block_n=block_n))
+        problem(Q, K, config=S2OConfig(block_n=block_n), backend="numpy")
+
+
+# -- through the public call ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [-1e-9, -1, float("nan"), -float("inf")])
+def test_tau_range(device, qkv, tau):
+    given = [device.array(x) for x in qkv(10)]
+    with pytest.raises(ValueError, match=r"s2o_attention: tau is .*; accepted: a number >= 0"):
+        s2o_attention(*given, tau=tau)
+
+
+@pytest.mark.parametrize("tau", ["0.1", True, [0.1]])
+def test_tau_type(qkv, tau):
+    with pytest.raises(TypeError, match=r"s2o_attention: tau is .*; accepted: a number >= 0"):
+        s2o_attention(*qkv(10), tau=tau)
+
+
+def test_config_type(qkv):
+    with pytest.raises(TypeError, match="config is a dict; accepted: S2OConfig or None"):
+        s2o_attention(*qkv(10), config={"segment": 10})  # type: ignore[arg-type]
+
+
+def test_backend(qkv):
+    with pytest.raises(ValueError, match=r"backend is 'cuda'; accepted: 'auto', 'cupy', 'numpy'"):
+        s2o_attention(*qkv(10), backend="cuda")
+    with pytest.raises(ValueError, match=r'backend is "cupy", but q, k and v are on the CPU.*cupy.asarray'):
+        s2o_attention(*qkv(10), backend="cupy")
+
+
+def test_stream_on_the_cpu(qkv):
+    with pytest.raises(ValueError, match="stream is given, but q, k and v are on the CPU"):
+        s2o_attention(*qkv(10), stream=0)
+
+
+@pytest.mark.parametrize("bad", [None, 1.0, [[1.0]], "q", np.float32(1)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_not_an_array(qkv, bad, name):
+    given = dict(zip("qkv", qkv(10), strict=True)) | {name: bad}
+    with pytest.raises(TypeError, match=rf": {name} is a {type(bad).__name__}; accepted: NumPy, CuPy"):
+        s2o_attention(**given)
+
+
+def test_masked_arrays(qkv):
+    q, k, v = qkv(10)
+    with pytest.raises(TypeError, match="k is a masked array"):
+        s2o_attention(q, np.ma.masked_array(k), v)
+
+
+def test_mixed_dtypes(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(10))
+    other = np.float16 if device.dtype != np.float16 else np.float32
+    with pytest.raises(TypeError, match=r"dtypes differ: q .*, k .*, v .*; accepted: one dtype"):
+        s2o_attention(q, k.astype(other), v)
+
+
+@pytest.mark.gpu
+def test_mixed_devices(device, qkv):
+    if device.kind == "cpu":
+        pytest.skip("needs a GPU beside the CPU")
+    q, k, v = (device.array(x) for x in qkv(10))
+    with pytest.raises(TypeError, match=r"q CuPy, k NumPy, v CuPy; accepted: one framework"):
+        s2o_attention(q, k.get(), v)
+
+
+# -- out ------------------------------------------------------------------------------------------
+
+
+def test_out_of_another_shape_or_dtype(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(10))
+    with pytest.raises(ValueError, match=r"out has shape \(1, 2, 9, 64\); accepted: \(1, 2, 10, 64\)"):
+        s2o_attention(q, k, v, out=q[:, :, :9].copy())
+    with pytest.raises(ValueError, match=r"out has shape \(2, 10, 64\)"):
+        s2o_attention(q, k, v, out=q[0].copy())
+    with pytest.raises(TypeError, match=rf"out is float64; accepted: {device.dtype.name}"):
+        s2o_attention(q, k, v, out=q.astype(np.float64))
+    with pytest.raises(TypeError, match="out is a list; accepted"):
+        s2o_attention(q, k, v, out=[])
+
+
+def test_out_that_cannot_be_written(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(10))
+    if device.kind == "cpu":
+        out = q.copy()
+        out.flags.writeable = False
+        with pytest.raises(ValueError, match="out is read-only"):
+            s2o_attention(q, k, v, out=out)
+    strided = device.xp.repeat(q, 2, axis=-1)[..., ::2]
+    with pytest.raises(ValueError, match="accepted: a contiguous last axis"):
+        s2o_attention(q, k, v, out=strided)
+    as_strided = device.xp.lib.stride_tricks.as_strided
+    for strides in ((0, 0, 0), (0, 640, 64), (1280, 64, 32), (1280, -320, 64)):  # in elements
+        pool = device.xp.zeros(10_000, device.dtype)
+        itemsize = device.dtype.itemsize
+        out = as_strided(pool[5000:], q.shape, (*(s * itemsize for s in strides), itemsize))
+        if strides == (0, 640, 64):  # a stride of 0 over one batch entry hides nothing
+            s2o_attention(q, k, v, out=out)
+            continue
+        with pytest.raises(ValueError, match="put several elements in one place"):
+            s2o_attention(q, k, v, out=out)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("shift", [0, 1, -1, 100])
+def test_out_that_overlaps_an_input(device, qkv, name, shift):
+    q, k, v = qkv(50, kv_heads=2)
+    buffer = device.array(np.zeros(q.size + 200))
+    view = buffer[100 : 100 + q.size].reshape(q.shape)
+    out = buffer[100 + shift : 100 + shift + q.size].reshape(q.shape)
+    given = {n: device.array(x) for n, x in zip("qkv", (q, k, v), strict=True)} | {name: view}
+    with pytest.raises(ValueError, match=f"out and {name} overlap in memory"):
+        s2o_attention(**given, out=out)
+
+
+def test_out_that_overlaps_an_input_seen_backwards(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(50, kv_heads=2))
+    with pytest.raises(ValueError, match="out and v overlap in memory"):
+        s2o_attention(q, k, v[:, :, ::-1], out=v)
+
+
+def test_out_beside_an_input_in_one_buffer(device, qkv):
+    host = qkv(50)
+    q, k, v = (device.array(x) for x in host)
+    buffer = device.array(np.zeros(2 * q.size))
+    first, second = buffer[: q.size].reshape(q.shape), buffer[q.size :].reshape(q.shape)
+    first[...] = q
+    s2o_attention(first, k, v, out=second)
+    np.testing.assert_array_equal(device.host(second), device.host(s2o_attention(q, k, v)))
+
+
+def test_a_refused_call_writes_nothing(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(10))
+    out = device.poisoned(q.shape)
+    with pytest.raises(ValueError, match="scale"):
+        s2o_attention(q, k, v, out=out, scale=float("nan"))
+    assert np.isnan(device.host(out)).all()
+
+
+def test_errors_are_of_three_kinds():
+    assert issubclass(S2OError, RuntimeError)
+    assert not issubclass(S2OError, (ValueError, TypeError))
