@@ -57,5 +57,5 @@ $(TEST): $(ENVIRONMENT)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis s2o_demo.png
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis s2o_demo.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from functools import partial
 from typing import Any
 
 import _common
@@ -37,8 +38,8 @@ def parts_ms(
     """Median milliseconds of ordering, pass 1 and pass 2, and the key tiles visited."""
     batch, heads, length, head_dim = q.shape
     problem = Problem(batch, heads, k.shape[1], length, length, head_dim, str(q.dtype)[6:], True, head_dim**-0.5)
-    native = [cupy.from_dlpack(x) for x in (q, k, v)]
-    out = cupy.empty_like(native[0])
+    nq, nk, nv = (cupy.from_dlpack(x) for x in (q, k, v))
+    out = cupy.empty_like(nq)
     times: dict[str, list[float]] = {"ordering": [], "pass1": [], "pass2": []}
     of_stage = {"pass1": "pass1", "rank_queries": "ordering", "rank_keys": "ordering", "pass2": "pass2"}
     visited = None
@@ -51,7 +52,7 @@ def parts_ms(
             event.record()
             marks.append((of_stage[stage], event))
 
-        visited = run(*native, out, None, problem, config, observe)
+        visited = run(nq, nk, nv, out, None, problem, config, observe)
         marks[-1][1].synchronize()
         if repeat >= 2:
             total = dict.fromkeys(times, 0.0)
@@ -90,7 +91,7 @@ def measure(args: argparse.Namespace, length: int, tau: float) -> dict[str, Any]
     row: dict[str, Any] = {"length": length, "tau": tau, "heads": heads, "kv_heads": k.shape[1], "head_dim": head_dim}
     flop = _common.causal_flop(batch, heads, length, head_dim)
     for name in args.baselines:
-        row[f"{name}_ms"] = _common.time_ms(lambda name=name: dense(BASELINES[name], q, k, v), args.repeats)
+        row[f"{name}_ms"] = _common.time_ms(partial(dense, BASELINES[name], q, k, v), args.repeats)
         row[f"{name}_tflops"] = flop / row[f"{name}_ms"] / 1e9
     row["s2o_ms"] = _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)
     parts, visited = parts_ms(q, k, v, config, args.repeats)

@@ -5,7 +5,7 @@
 // Shared memory keeps rows of kHeadDim elements; the 16-byte chunk c of row r stands at c ^ (r & 7), which
 // makes both the row-wise writes and ldmatrix's column-wise reads free of bank conflicts.
 #pragma once
-#include "geometry.cuh"
+#include "attention_params.cuh"
 #include "ptx.cuh"
 
 namespace s2o {
@@ -13,27 +13,6 @@ namespace s2o {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kStep = 64;  // keys of one step of the main loop
-
-struct AttentionParams {
-  Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  Tensor<const uint16> v;  // [batch, kv_heads, seqlen_k, head_dim]
-  Tensor<uint16> out;      // [batch, heads, seqlen_q, head_dim]; between the passes, pass 1's own output
-  float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
-  float* lse;              // [batch * heads, seqlen_q], or null
-  const int* q_order;      // [batch * heads, segments, segment]
-  const int* k_order;      // [chunk.heads * chunk.segments, k_order_stride]
-  int* visited;            // [batch * heads, segments, tiles]
-  int64 k_order_stride;    // a multiple of kStep
-  Geometry geometry;
-  Chunk chunk;
-  int heads, kv_heads;
-  int tiles;               // q tiles of a full segment
-  int steps_per_tile;      // block_n / kStep: the stop rule looks once a key tile
-  float scale_log2;        // |scale| * log2(e)
-  uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
-  float tau;
-};
 
 template <class Element_, int kHeadDim_, int kBlockM_, int kStages_, bool kAligned_>
 struct AttentionTraits {

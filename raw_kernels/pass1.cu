@@ -6,37 +6,23 @@
 //
 // A segment that has no candidates for pass 2 is finished here.
 #include "attention.cuh"
+#include "rows.cuh"
 
 namespace s2o {
 
-// The queries of a block: row r is query first + r.
-template <class Traits>
-struct ConsecutiveRows : QueryTile {
-  int first, count;
-  __device__ __forceinline__ explicit ConsecutiveRows(const AttentionParams& p)
-      : QueryTile(query_tile(p.chunk, p.tiles, block_index())),
-        first(p.geometry.query_begin(segment) + tile * Traits::kBlockM),
-        count(min(Traits::kBlockM, p.geometry.query_count(segment) - tile * Traits::kBlockM)) {}
-  __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
-};
-
 template <class Traits>
 __device__ __forceinline__ void pass1(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = ConsecutiveRows<Traits::kBlockM>;
   const Geometry& g = params.geometry;
   AttentionTile<Traits> attention(shared, params);
   {
-    const ConsecutiveRows<Traits> rows(params);
+    const Rows rows(params, block_index());
     if (rows.count <= 0) return;
     attention.load_queries(rows);
-    const int begin = g.dense_begin(rows.segment);
-    attention.point_to_keys(rows, begin, nullptr);
-    // Row r stands at key position first + r + offset and sees the keys up to it.
-    const int causal_limit = rows.first + g.offset() - begin + 1;
-    const int count = g.is_causal ? causal_limit + rows.count - 1 : g.dense_end(rows.segment) - begin;
-    attention.template walk<true, false>(ContiguousKeys<Traits>{shared, count}, g.is_causal ? causal_limit : count,
-                                         rows.count);
+    attention.point_to_keys(rows, g.dense_begin(rows.segment), nullptr);
+    attention.template walk<true, false>(ContiguousKeys<Traits>{shared, rows.keys(g)}, rows.limit(g), rows.count);
   }
-  attention.template store<true>(ConsecutiveRows<Traits>(params));
+  attention.template store<true>(Rows(params, block_index()));
 }
 
 }  // namespace s2o

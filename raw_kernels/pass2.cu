@@ -7,41 +7,26 @@
 //   k_order [chunk rows, k_order_stride]: key positions of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 #include "attention.cuh"
+#include "rows.cuh"
 
 namespace s2o {
 
-// The queries of a block: row r is query begin + order[r].
-template <class Traits>
-struct OrderedRows : QueryTile {
-  const int* order;
-  int begin, count;
-  __device__ __forceinline__ explicit OrderedRows(const AttentionParams& p)
-      : QueryTile(query_tile(p.chunk, p.tiles, block_index())),
-        order(p.q_order + order_row(p) * p.geometry.segment + tile * Traits::kBlockM),
-        begin(p.geometry.query_begin(segment)),
-        count(min(Traits::kBlockM, p.geometry.query_count(segment) - tile * Traits::kBlockM)) {}
-  __device__ __forceinline__ int64 order_row(const AttentionParams& p) const {
-    return static_cast<int64>(head) * p.geometry.segments() + segment;
-  }
-  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
-};
-
 template <class Traits>
 __device__ __forceinline__ void pass2(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = OrderedRows<Traits::kBlockM>;
   AttentionTile<Traits> attention(shared, params);
   int visited;
   {
-    const OrderedRows<Traits> rows(params);
-    const int count = params.geometry.candidates(rows.segment);
+    const Rows rows(params, block_index());
+    const int count = rows.keys(params.geometry);
     if (rows.count <= 0 || count == 0) return;
     attention.load_queries(rows);
     attention.resume(rows);
-    attention.point_to_keys(
-        rows, 0, params.k_order + params.chunk.row(rows.head, rows.segment) * params.k_order_stride);
+    attention.point_to_keys(rows, 0, rows.key_order(params));
     visited = attention.template walk<false, true>(OrderedKeys<Traits>{shared, count}, count, rows.count);
   }
-  const OrderedRows<Traits> rows(params);
-  if (threadIdx.x == 0) params.visited[rows.order_row(params) * params.tiles + rows.tile] = visited;
+  const Rows rows(params, block_index());
+  if (threadIdx.x == 0) rows.visited(params) = visited;
   attention.template store<false>(rows);
 }
 

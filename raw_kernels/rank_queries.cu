@@ -102,7 +102,8 @@ __device__ __forceinline__ void representatives(const RankQueriesParams& p, unsi
   if (threadIdx.x < Traits::kHeadDim) {
     const float mean = sum / count * p.sign;
     const uint16 high = static_cast<uint16>(Traits::Element::pack(mean, 0.f));
-    const float rest = mean - Traits::Element::to_float(high);
+    const float kept = Traits::Element::to_float(high);
+    const float rest = fabsf(kept) < infinity() ? mean - kept : 0.f;  // infinity less itself is NaN
     const int64 target = static_cast<int64>(blockIdx.x) * Traits::kHeadDim + threadIdx.x;
     p.high[target] = high;
     p.low[target] = static_cast<uint16>(Traits::Element::pack(rest, 0.f));

@@ -143,9 +143,9 @@ def diff(
         is_causal=is_causal,
         scale=scale,
     )
-    host = [x if x.ndim == 4 else x[None] for x in host]
-    stages = capture(*map(cupy.asarray, host), problem, config)
-    return compare(stages, *host, problem, config, progress=progress)
+    hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
+    stages = capture(cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv), problem, config)
+    return compare(stages, hq, hk, hv, problem, config, progress=progress)
 
 
 def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuStages:
@@ -273,12 +273,13 @@ def compare(
     present = counts > 0  # [N, R]
     magnitude = s2o.representatives(np.abs(q), geometry, config)[0]
     allowed = magnitude * (2 * unit**2 + UNIT32 * (config.run + 2)) + smallest
-    if geometry.candidates(segments - 1):
+    ordered = any(geometry.candidates(n) for n in range(segments))
+    if ordered:
         rows.floats("representatives", stages.reps[:, :, present], reps[:, :, present], allowed[:, :, present])
     step()
 
     # Query order: descending in exact scores, up to the rounding of two neighbouring scores.
-    if geometry.candidates(segments - 1):
+    if ordered:
         rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
     step()
 
@@ -290,8 +291,10 @@ def compare(
         bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry)
         with np.errstate(invalid="ignore"):
             off = np.abs(stages.scores[n].astype(np.float64) - want)
-        off[(stages.scores[n] == want) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
-        worst_part.append(off / (bound * (2 * head_dim + 2) * UNIT32 + 1e-30))
+            part = off / (bound * (2 * head_dim + 2) * UNIT32 + 1e-30)
+        # An infinite score is NaN where the products with the two parts have different signs.
+        part[(stages.scores[n] == want) | (np.isnan(stages.scores[n]) & ~np.isfinite(want))] = 0
+        worst_part.append(np.where(np.isnan(part), np.inf, part))
     flat = _flatten(worst_part)
     rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, candidate]" if flat.size else "")
 

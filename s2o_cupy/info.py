@@ -29,7 +29,9 @@ def gpu_problem() -> str | None:
     try:
         import cupy
     except Exception as error:  # a broken CuPy raises more than ImportError
-        return f"CuPy cannot be imported ({_line(error)}); remedy: pip install 's2o_cupy[cuda12]' (or cuda13)"
+        return (
+            f"CuPy cannot be imported ({_line(error)}); with an NVIDIA GPU: pip install 's2o_cupy[cuda12]' (or cuda13)"
+        )
     try:
         if not cupy.is_available():
             return "no NVIDIA GPU with a working driver was found (nvidia-smi shows what the driver sees)"

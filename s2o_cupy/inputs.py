@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,9 +106,7 @@ def _pick(path: Path, found: Mapping[str, Any] | Sequence[str]) -> dict[str, str
     picked = {key: next((a for a in aliases if a in found), "") for key, aliases in _ALIASES.items()}
     if not all(picked.values()):
         listing = ", ".join(sorted(found)[:12]) or "nothing"
-        raise ValueError(
-            f"{path}: holds {listing}; accepted: arrays named q, k and v (or query, key and value)"
-        )
+        raise ValueError(f"{path}: holds {listing}; accepted: arrays named q, k and v (or query, key and value)")
     return picked
 
 
@@ -116,37 +115,47 @@ def _load_folder(path: Path) -> Mapping[str, Any]:
     return {key: _load_npy(found[stored]) for key, stored in _pick(path, found).items()}
 
 
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Name the file in whatever error a broken one causes; the libraries raise many types."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: not a readable {what} ({error})") from error
+
+
 def _load_npy(path: Path) -> np.ndarray:
     _require_file(path)
-    try:
+    with _reading(path, ".npy array"):
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: not a readable .npy array ({error})") from error
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: an archive of arrays; accepted here: one .npy array each for q, k and v")
     return array
 
 
 def _load_npz(path: Path) -> Mapping[str, Any]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if "q.high" in archive:
+    with _reading(path, ".npz archive"):
+        archive = np.load(path, allow_pickle=False)
+        names = archive.files
+    with archive:
+        if "q.high" in names:
+            with _reading(path, "packed trace"):
                 return unpack(archive)
-            return {key: archive[stored] for key, stored in _pick(path, archive).items()}
-    except (OSError, EOFError) as error:  # zipfile errors are OSErrors or ValueErrors
-        raise ValueError(f"{path}: not a readable .npz archive ({error})") from error
+        picked = _pick(path, names)
+        with _reading(path, ".npz archive"):
+            return {key: archive[name] for key, name in picked.items()}
 
 
 def _load_safetensors(path: Path) -> Mapping[str, Any]:
     try:
-        import safetensors
+        from safetensors import deserialize
     except ImportError as error:
         raise ImportError(f"{path}: reading it needs safetensors; remedy: pip install safetensors") from error
-    try:
-        # safetensors.numpy knows no bfloat16, so the bytes are viewed here.
-        stored = dict(safetensors.deserialize(path.read_bytes()))
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: not a readable .safetensors file ({error})") from error
+    with _reading(path, ".safetensors file"):
+        stored = dict(deserialize(path.read_bytes()))
+    # safetensors.numpy knows no bfloat16, so the bytes are viewed here.
     dtypes = {"BF16": _BFLOAT16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 
     def view(key: str) -> np.ndarray:
@@ -163,16 +172,12 @@ def _load_torch(path: Path) -> Mapping[str, Any]:
         import torch
     except ImportError as error:
         raise ImportError(f"{path}: reading it needs PyTorch; remedy: save q, k and v as .npz") from error
-    try:
+    with _reading(path, "file of tensors"):
         stored = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises many types
-        raise ValueError(f"{path}: torch.load(weights_only=True) failed ({error})") from error
     if isinstance(stored, (tuple, list)) and len(stored) == 3:
         stored = dict(zip("qkv", stored, strict=True))
     if not isinstance(stored, dict):
-        raise ValueError(
-            f"{path}: holds a {type(stored).__name__}; accepted: a dict of q, k, v or a tuple of three"
-        )
+        raise ValueError(f"{path}: holds a {type(stored).__name__}; accepted: a dict of q, k, v or a tuple of three")
 
     def convert(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -288,8 +293,7 @@ def builtin(
         qkv = _trace(length, heads, kv_heads, head_dim)
     else:
         heads, kv_heads, head_dim = (
-            default if given is None else given
-            for given, default in ((heads, 4), (kv_heads, 1), (head_dim, 128))
+            default if given is None else given for given, default in ((heads, 4), (kv_heads, 1), (head_dim, 128))
         )
         for what, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if value < 1:

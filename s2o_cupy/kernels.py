@@ -38,11 +38,11 @@ _CHUNK = [(name, "i4") for name in ("first_head", "heads", "first_segment", "seg
 ATTENTION_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k", "v", "out")),
-        *((name, "u8") for name in ("state", "lse", "q_order", "k_order", "visited")),
+        *((name, "u8") for name in ("state", "lse", "q_order", "k_order", "visited", "next_work")),
         ("k_order_stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
-        *((name, "i4") for name in ("heads", "kv_heads", "tiles", "steps_per_tile")),
+        *((name, "i4") for name in ("heads", "kv_heads", "tiles", "steps_per_tile", "works")),
         ("scale_log2", "f4"),
         ("sign_mask", "u4"),
         ("tau", "f4"),

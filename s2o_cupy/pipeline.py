@@ -24,14 +24,13 @@ Observer = Callable[[str, Mapping[str, Any]], None]
 @functools.lru_cache
 def device_limits(device: int) -> DeviceLimits:
     """The limits of a device, or S2OError if it cannot run the kernels."""
-    attributes = cupy.cuda.Device(device).attributes
-    capability = attributes["ComputeCapabilityMajor"] * 10 + attributes["ComputeCapabilityMinor"]
     runtime = cupy.cuda.runtime
+    capability = int(cupy.cuda.Device(device).compute_capability)
     kernels.check_device(capability, runtime.driverGetVersion(), runtime.runtimeGetVersion())
     return DeviceLimits(
         capability,
-        attributes["MaxSharedMemoryPerBlockOptin"],
-        attributes["MaxSharedMemoryPerMultiprocessor"],
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
     )
 
 
@@ -124,6 +123,7 @@ class _Call:
                 self.q_order.data.ptr if ordered else 0,
                 self.k_order.data.ptr if ordered else 0,
                 visited.data.ptr,
+                0,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -131,6 +131,7 @@ class _Call:
                 p.kv_heads,
                 tiles,
                 max(1, self.config.block_n // STEP),
+                chunk.rows * tiles,
                 abs(p.scale) * LOG2E,
                 0x80008000 if p.scale < 0 else 0,
                 self.config.tau,

@@ -140,10 +140,13 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
     """Rounds from the last segment to the first, each within the workspace if one row fits."""
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
-    elements = config.workspace_bytes // BYTES_PER_CANDIDATE
+    elements = min(config.workspace_bytes // BYTES_PER_CANDIDATE, MAX_GRID)  # so that no grid of a chunk exceeds it
     chunks: list[Chunk] = []
     end = geometry.segments
-    while end > 0 and geometry.candidates(end - 1) > 0:
+    while end > 0:
+        if geometry.candidates(end - 1) == 0:  # without causality earlier segments may have some even so
+            end -= 1
+            continue
         keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
         stride = -(-keys // STEP) * STEP
         rows = max(1, elements // stride)
@@ -170,10 +173,17 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
     pass1_block_m = 128
     sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()
     assert config.representatives is not None
-    plan = LaunchPlan(
+    tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(pass1_block_m)
+    grid = heads * max(2, geometry.segments * max(pass1_tiles, tiles, config.representatives))
+    if grid > MAX_GRID:
+        raise ValueError(
+            f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
+            "Use a larger segment or fewer heads in one call"
+        )
+    return LaunchPlan(
         geometry=geometry,
-        tiles=geometry.block_count(config.block_m),
-        pass1_tiles=geometry.block_count(pass1_block_m),
+        tiles=tiles,
+        pass1_tiles=pass1_tiles,
         pass1=_attention("pass1", problem.dtype, head_dim, aligned, pass1_block_m, limits),
         pass2=_attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits),
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
@@ -185,10 +195,3 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
     )
-    grid = heads * geometry.segments * max(plan.pass1_tiles, plan.tiles, config.representatives)
-    if grid > MAX_GRID:
-        raise ValueError(
-            f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
-            "Use a larger segment or fewer heads in one call"
-        )
-    return plan

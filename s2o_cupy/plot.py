@@ -93,7 +93,7 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
     with plt.rc_context(_STYLE):
         figure = plt.figure(figsize=(13.5, 8.2))
         grid = figure.add_gridspec(
-            3, 4, width_ratios=(2.6, 0.035, 0.14, 1), hspace=0.42, wspace=0.06,
+            3, 4, width_ratios=(2.6, 0.035, 0.26, 1), hspace=0.42, wspace=0.06,
             left=0.055, right=0.975, top=0.87, bottom=0.07,
         )  # fmt: skip
         maps = [figure.add_subplot(grid[row, 0]) for row in range(3)]

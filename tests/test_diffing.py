@@ -71,6 +71,16 @@ def test_a_negative_scale_agrees() -> None:
     assert compare(stages, *problem).ok
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_nan_and_inf_in_the_same_places_agree(name: str, value: float, is_causal: bool) -> None:
+    _, (q, k, v, problem, config) = make(CONFIGS["max"], is_causal=is_causal)
+    {"q": q, "k": k, "v": v}[name][:, 1, 70, 3] = value
+    report = compare(stand_in(q, k, v, problem, config), q, k, v, problem, config)
+    assert report.ok, report.table()
+
+
 def swap(x: np.ndarray, i: tuple[int, ...], j: tuple[int, ...]) -> None:
     x[i], x[j] = x[j].copy(), x[i].copy()
 

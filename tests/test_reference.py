@@ -156,7 +156,7 @@ def test_tau_0_is_dense(case, dtype):
 
 
 @st.composite
-def cases(draw, **fixed):
+def cases(draw, /, **fixed):
     is_causal = draw(st.booleans())
     kv_heads = draw(st.integers(1, 2))
     seqlen_q = draw(st.integers(1, 60))

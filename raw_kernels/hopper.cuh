@@ -1,0 +1,163 @@
+// Hopper's own instructions (sm_90a): mbarriers, named barriers, register reallocation and wgmma.
+#pragma once
+#include "ptx.cuh"
+
+namespace s2o {
+
+// --- mbarriers ---
+__device__ __forceinline__ void barrier_init(uint64& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64& barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+// Arrives once this thread's cp.async copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Waits for the phase of parity `parity` to complete.
+__device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni ready;\n"
+      "bra.uni again;\n"
+      "ready:\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Makes other threads' ordinary and cp.async writes, seen through a barrier, visible to wgmma.
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- named barriers: a warpgroup waits where the other has arrived ---
+template <int kBarrier, int kCount>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kCount) : "memory");
+}
+
+__device__ __forceinline__ void named_sync(int barrier, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(int barrier, int count) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// --- wgmma ---
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Describes a tile in shared memory with the 128-byte swizzle to wgmma: rows of 64 16-bit elements, 8 rows every 1024
+// bytes. `atom_stride` (bytes) leads to the next 64 columns where those are the product's N (v); it is unused where they
+// are its K (q and k).
+__device__ __forceinline__ uint64 tile_descriptor(uint32 shared, uint32 atom_stride) {
+  return static_cast<uint64>((shared & 0x3ffff) >> 4) | static_cast<uint64>(atom_stride >> 4) << 16 |
+         static_cast<uint64>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// Bytes `offset` further in the same tile.
+__device__ __forceinline__ uint64 descriptor_at(uint64 descriptor, uint32 offset) { return descriptor + (offset >> 4); }
+
+// d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in shared
+// memory with N contiguous, always accumulating.
+#define S2O_WGMMA_SS_N128(TYPE)                                                                       \
+    asm volatile(                                                                                     \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                              \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "       \
+        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "       \
+        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"                                      \
+        ", %64, %65, p, 1, 1, 0, 0;\n}"                                                               \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),  \
+          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),  \
+          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),  \
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),  \
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),  \
+          "+f"(d[63])                                                                                 \
+        : "l"(a), "l"(b), "r"(accumulate))
+
+#define S2O_WGMMA_RS_N128(TYPE)                                                                       \
+    asm volatile(                                                                                     \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                              \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "       \
+        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "       \
+        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"                                      \
+        ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                    \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),  \
+          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),  \
+          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),  \
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),  \
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),  \
+          "+f"(d[63])                                                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+#define S2O_WGMMA_RS_N64(TYPE)                                                                        \
+    asm volatile(                                                                                     \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                               \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"                            \
+        ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                    \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+template <class Element>
+struct Wgmma;
+
+#define S2O_WGMMA(ELEMENT, TYPE)                                                                             \
+  template <>                                                                                                \
+  struct Wgmma<ELEMENT> {                                                                                    \
+    static __device__ __forceinline__ void ss(float (&d)[64], uint64 a, uint64 b, int accumulate) {           \
+      S2O_WGMMA_SS_N128(TYPE);                                                                               \
+    }                                                                                                        \
+    static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint64 b) {               \
+      S2O_WGMMA_RS_N128(TYPE);                                                                               \
+    }                                                                                                        \
+    static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint64 b) {               \
+      S2O_WGMMA_RS_N64(TYPE);                                                                                \
+    }                                                                                                        \
+  };
+S2O_WGMMA(Float16, "f16")
+S2O_WGMMA(Bfloat16, "bf16")
+#undef S2O_WGMMA
+#undef S2O_WGMMA_SS_N128
+#undef S2O_WGMMA_RS_N128
+#undef S2O_WGMMA_RS_N64
+
+}  // namespace s2o

@@ -1,0 +1,54 @@
+// Which queries the rows of a q tile are.
+#pragma once
+#include "attention_params.cuh"
+
+namespace s2o {
+
+// Pass 1: row r is query first + r.
+template <int kBlockM>
+struct ConsecutiveRows : QueryTile {
+  int first, count;
+  __device__ __forceinline__ ConsecutiveRows(const AttentionParams& p, uint32 work)
+      : QueryTile(query_tile(p.chunk, p.tiles, work)),
+        first(p.geometry.query_begin(segment) + tile * kBlockM),
+        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+
+  // Row r sees the first `limit + r` (causal) or `limit` keys from dense_begin on; the tile reads `keys` of them.
+  __device__ __forceinline__ int limit(const Geometry& g) const {
+    return g.is_causal ? first + g.offset() - g.dense_begin(segment) + 1
+                       : g.dense_end(segment) - g.dense_begin(segment);
+  }
+  __device__ __forceinline__ int keys(const Geometry& g) const {
+    return g.is_causal ? limit(g) + count - 1 : limit(g);
+  }
+};
+
+// Pass 2: row r is query begin + order[r].
+template <int kBlockM>
+struct OrderedRows : QueryTile {
+  const int* order;
+  int begin, count;
+  __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 work)
+      : QueryTile(query_tile(p.chunk, p.tiles, work)),
+        order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
+        begin(p.geometry.query_begin(segment)),
+        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  __device__ __forceinline__ int64 order_row(const AttentionParams& p) const {
+    return static_cast<int64>(head) * p.geometry.segments() + segment;
+  }
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
+
+  // Every row sees every candidate.
+  __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
+  __device__ __forceinline__ int keys(const Geometry& g) const { return g.candidates(segment); }
+  // Positions of the candidates, most important first: [k_order_stride]
+  __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
+    return p.k_order + p.chunk.row(head, segment) * p.k_order_stride;
+  }
+  __device__ __forceinline__ int& visited(const AttentionParams& p) const {
+    return p.visited[order_row(p) * p.tiles + tile];
+  }
+};
+
+}  // namespace s2o

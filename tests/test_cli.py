@@ -1,0 +1,314 @@
+"""The command line: exit status, JSON, errors in one line, and a demo whose figures are right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import has_gpu
+
+import s2o_cupy
+from s2o_cupy import __main__ as cli
+from s2o_cupy import info, kernels
+from s2o_cupy.kernels import CompiledKernel
+
+ROOT = Path(s2o_cupy.__file__).parents[1]
+
+
+def s2o(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python -m s2o_cupy`` in a process of its own, from the checkout or as installed."""
+    import os
+
+    command = [sys.executable, "-m", "s2o_cupy", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_help_and_version():
+    for arguments in (["--help"], ["demo", "--help"], ["diff", "--help"], ["info", "-h"], ["compile", "-h"]):
+        result = s2o(*arguments)
+        assert result.returncode == 0
+        assert "exit status:" in result.stdout
+    assert s2o("--version").stdout.strip() == f"s2o_cupy {s2o_cupy.__version__}"
+
+
+def test_every_field_of_the_configuration_is_an_option():
+    text = s2o("diff", "--help").stdout
+    for field in s2o_cupy.S2OConfig.__dataclass_fields__:
+        assert f"--{field.replace('_', '-')} " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["nonsense"], "invalid choice"),
+        (["demo", "nowhere"], "nowhere: neither a file nor a built-in input (trace, random"),
+        (["demo", "nowhere.npz"], "nowhere.npz: neither a file nor"),
+        (["demo", "folder/nowhere.npz"], "folder/nowhere.npz: no such file"),
+        (["demo", "--tau", "-1"], "tau is -1.0; accepted: a number >= 0"),
+        (["demo", "--segment", "0"], "segment is 0"),
+        (["demo", "--length", "9999"], "length is 9999; accepted: at most 2816"),
+        (["demo", "setup.cfg", "--heads", "3"], "--heads is 3; accepted only with a built-in input"),
+        (["compile", "--arch", "fermi"], "fermi"),
+        (["compile", "--arch", ","], "accepted: names such as sm_90a"),
+    ],
+)
+def test_wrong_arguments_exit_2_with_one_line(arguments, message):
+    if "setup.cfg" in arguments and not (ROOT / "setup.cfg").exists():
+        pytest.skip("setup.cfg is in a source checkout only")
+    result = s2o(*arguments)
+    assert result.returncode == cli.UNABLE
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_errors_in_json():
+    result = s2o("demo", "nowhere", "--json")
+    assert result.returncode == cli.UNABLE
+    assert "nowhere" in json.loads(result.stdout)["error"]
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f'"{sys.executable}" -m s2o_cupy info --json | true; echo ${{PIPESTATUS[0]}}'
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------- info
+
+
+def test_info():
+    result = s2o("info", "--json")
+    assert result.returncode == 0
+    found = json.loads(result.stdout)
+    assert found["s2o_cupy"] == s2o_cupy.__version__
+    assert found["packages"]["numpy"] == np.__version__
+    assert found["kernel_sources"]
+    assert (found["gpu_problem"] is None) == bool(found["gpus"]) or not has_gpu()
+    text = s2o("info").stdout
+    assert np.__version__ in text
+    assert "cache folder" in text
+
+
+def test_info_imports_no_framework():
+    code = "import sys; from s2o_cupy import info; info.gather(); print('torch' in sys.modules, 'jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
+
+
+def test_info_names_the_cache_folder(tmp_path):
+    found = json.loads(s2o("info", "--json", CUPY_CACHE_DIR=str(tmp_path)).stdout)
+    assert found["cache_folder"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("broken", [None, "module"])
+def test_info_never_fails(monkeypatch, broken):
+    """Without CuPy, and with one on which everything raises."""
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy") if broken else None)
+    monkeypatch.setattr(info.metadata, "version", lambda name: 1 / 0)
+    monkeypatch.setattr(info.shutil, "which", lambda name: None)
+    found = info.gather()
+    assert found["gpus"] == []
+    assert found["gpu_problem"]
+    assert found["cuda"] == {"driver": None, "runtime": None, "NVRTC": None}
+    assert "not found" in info.table(found)
+
+
+def test_info_says_why_a_gpu_cannot_be_used(monkeypatch):
+    old = types.SimpleNamespace(
+        is_available=lambda: True,
+        cuda=types.SimpleNamespace(
+            Device=lambda: types.SimpleNamespace(compute_capability="75"),
+            runtime=types.SimpleNamespace(driverGetVersion=lambda: 12040, runtimeGetVersion=lambda: 12090),
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", old)
+    assert "compute capability 7.5" in info.gpu_problem()
+
+
+# ---------------------------------------------------------------- compile
+
+
+def compiled(**changes):
+    fields = {"name": "pass1", "arch": "sm_90a", "registers": 200, "spill_bytes": 0, "shared_bytes": 65536}
+    return CompiledKernel(**(fields | {"warnings": (), "seconds": 0.5} | changes))
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [
+        ([compiled(), compiled(name="pass2")], cli.OK),
+        ([compiled(), compiled(name="pass2", spill_bytes=16)], cli.FOUND),
+        ([compiled(name="pass2", warnings=("C7510: wgmma serialised",))], cli.FOUND),
+        ([], cli.FOUND),  # nothing compiled is no success
+    ],
+)
+def test_compile_judges(monkeypatch, capsys, results, status):
+    asked = []
+
+    def compile_all(architectures, progress):
+        asked.extend(architectures)
+        progress(1, 1)
+        return results
+
+    monkeypatch.setattr(kernels, "compile_all", compile_all)
+    assert cli.main(["compile", "--arch", "sm_90a, sm_80", "--json"]) == status
+    assert asked == ["sm_90a", "sm_80"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (status == cli.OK)
+    assert len(found["kernels"]) == len(results)
+
+    assert cli.main(["compile", "--arch", "sm_90a"]) == status
+    text = capsys.readouterr().out
+    assert ("C7510" in text) == any(kernel.warnings for kernel in results)
+    assert ("pass2" in text) == (status == cli.FOUND and bool(results))  # only kernels at fault are listed
+    assert cli.main(["compile", "--arch", "sm_90a", "--all"]) == status
+    assert all(kernel.name in capsys.readouterr().out for kernel in results[:1])
+
+
+def test_compile_without_cupy(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    assert cli.main(["compile"]) == cli.UNABLE
+    assert "pip install" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- diff
+
+
+def test_diff_without_a_gpu_says_so():
+    if has_gpu():
+        pytest.skip("there is a GPU")
+    result = s2o("diff")
+    assert result.returncode == cli.UNABLE
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "needs a GPU" in result.stderr
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
+    calls = []
+
+    def diff(q, k, v, config, *, scale, is_causal, progress):
+        calls.append((q, k, v, config, scale, is_causal))
+        progress(1, 1)
+        return types.SimpleNamespace(ok=ok, table=lambda: "the table", to_dict=lambda: {"worst": np.float32("nan")})
+
+    monkeypatch.setitem(sys.modules, "s2o_cupy.diffing", types.SimpleNamespace(diff=diff))
+    monkeypatch.setattr(s2o_cupy, "diffing", types.SimpleNamespace(diff=diff), raising=False)
+    monkeypatch.setattr(info, "gpu_problem", lambda: None)
+    line = (
+        "--length 70 --heads 6 --kv-heads 2 --head-dim 64 --dtype float16 --seed 3 --segment 64 --tau 0.5 "
+        "--block-m 64 --block-n 192 --rank max --representatives 4 --window 8 --workspace-bytes 2000000 "
+        "--scale -0.5 --no-causal"
+    )
+    options = line.split()
+    status = cli.main(["diff", "slash", *options])
+    assert status == (cli.OK if ok else cli.FOUND)
+    assert capsys.readouterr().out == "the table\n"
+    q, k, v, config, scale, is_causal = calls.pop()
+    assert q.shape == (1, 6, 70, 64)
+    assert k.shape == v.shape == (1, 2, 70, 64)
+    assert q.dtype == np.float16
+    expected = s2o_cupy.S2OConfig(
+        segment=64, tau=0.5, block_m=64, block_n=192, rank="max", representatives=4, window=8, workspace_bytes=2000000
+    )  # fmt: skip
+    assert (config, scale, is_causal) == (expected, -0.5, False)
+
+    np.savez(tmp_path / "a.npz", q=q, k=k, v=v)
+    assert cli.main(["diff", str(tmp_path / "a.npz"), "--json"]) == status
+    assert json.loads(capsys.readouterr().out) == {"ok": ok, "worst": "nan"}
+    assert calls[0][3] == s2o_cupy.S2OConfig()
+    assert calls[0][0].dtype == np.float16  # files as stored
+    cli.main(["diff", "random", "--length", "8"])
+    assert calls[1][0].dtype.name == "bfloat16"
+    cli.main(["diff", str(tmp_path / "a.npz"), "--dtype", "bfloat16"])
+    assert calls[2][0].dtype.name == "bfloat16"
+
+
+@pytest.mark.gpu
+def test_diff_on_the_gpu():
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    result = s2o("diff", "--json", "--length", "1024", "--segment", "256")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["ok"] is True
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_demo(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "demo.png"
+    result = s2o("demo", "--json", "--out", picture)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["picture"] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 50_000
+    assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
+    overall = found["overall"]
+    assert overall["density"] == pytest.approx(0.659, abs=0.02)
+    assert overall["rel_l2"] == pytest.approx(0.067, abs=0.01)
+    assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
+    taus, densities = zip(*((point["tau"], point["density"]) for point in found["sweep"]), strict=True)
+    assert sorted(taus, reverse=True) == list(taus)
+    assert sorted(densities) == list(densities)
+    assert found["times_ms"]["s2o"] > 0
+
+
+def test_demo_text(tmp_path):
+    result = s2o("demo", "--length", "600", "--no-picture")
+    assert result.returncode == 0, result.stderr
+    assert "density" in result.stdout
+    assert "icture" not in result.stdout
+    if not has_gpu():
+        assert "These times say nothing of the GPU" in result.stdout
+
+
+def test_demo_on_a_file_at_tau_0(tmp_path, rng):
+    x = rng.standard_normal((3, 2, 300, 16))
+    np.savez(tmp_path / "a.npz", q=x[0], k=x[1], v=x[2])
+    result = s2o(
+        "demo", tmp_path / "a.npz", "--tau", 0, "--segment", 128, "--json", "--no-picture", "--dtype", "float16"
+    )
+    assert result.returncode == 0, result.stderr
+    overall = json.loads(result.stdout)["overall"]
+    assert overall["density"] == 1
+    assert overall["rel_l2"] < 1e-3
+
+
+def test_demo_without_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo", "--length", "600"]) == cli.OK
+    assert "No picture: it needs matplotlib" in capsys.readouterr().out
+
+
+def test_demo_with_nothing_to_draw(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["demo", "--length", "300", "--out", str(tmp_path / "a.png")]) == cli.UNABLE
+    assert "--no-picture" in capsys.readouterr().err
+
+
+def test_progress_of_long_work(capsys):
+    """A log gets a line now and then, and nothing of quick work."""
+    from s2o_cupy import progress
+
+    with progress.progress("quick") as report:
+        report(1, 2)
+    assert capsys.readouterr().err == ""
+    with progress.progress("slow") as report:
+        report.__self__.last -= 60
+        report(1, 2, "part")
+        report(2, 2)
+    assert capsys.readouterr().err == "slow: 1/2 part\n"

@@ -1,0 +1,124 @@
+"""Wheel, sdist, pip install and pip install -e carry the same package: kernels, reference and data inside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"s2o_cupy": "s2o_cupy", "raw_kernels": "s2o_cupy/raw_kernels", "reference": "s2o_cupy/reference"}
+CARRIED = (".py", ".cu", ".cuh", ".typed", ".npz", ".md")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "setup.cfg").exists(), reason="needs a source checkout"),
+]
+
+
+def sources(archive_layout: bool) -> set[str]:
+    """Files of the three folders, by their place in the source tree or in the installed package."""
+    return {
+        f"{target if archive_layout else folder}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, target in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in CARRIED and "__pycache__" not in path.parts
+    }
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(sdist, wheel built from that sdist); skipped where the build backend cannot be fetched."""
+    pytest.importorskip("build")
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)]
+    result = subprocess.run(command, cwd=out, capture_output=True, text=True, check=False)
+    log = result.stdout + result.stderr
+    if "No matching distribution found for setuptools" in log:
+        pytest.skip("pip reaches no package index to fetch setuptools from")
+    assert result.returncode == 0, log
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+def test_wheel(built):
+    with zipfile.ZipFile(built[1]) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+        entry_points = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
+    installed = {name for name in names if ".dist-info/" not in name}
+    assert installed == sources(archive_layout=True)  # nothing left out, and nothing else, tests for example
+    assert {name.split("/")[0] for name in installed} == {"s2o_cupy"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "s2o = s2o_cupy.__main__:main" in entry_points
+    base = {line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line}
+    assert {line.split()[1].split(">")[0].lower().replace("_", "-") for line in base} == {
+        "numpy", "scipy", "ml-dtypes", "array-api-compat",
+    }  # fmt: skip
+    for extra in ("cuda12", "cuda13", "compile", "plot", "test"):
+        assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_sdist(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert sources(archive_layout=False) <= names
+    tests = {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py")}
+    assert tests <= names
+    assert {"LICENSE", "Makefile", "setup.cfg", "pyproject.toml", "CHANGELOG.md", ".ci/run", ".ci/setup"} <= names
+    assert not any("__pycache__" in name or ".egg-info/../" in name for name in names)
+
+
+CHECK = """
+import importlib.util, json, pathlib, sys
+import numpy as np, s2o_cupy, s2o_cupy.reference, s2o_cupy.__main__
+from importlib import resources
+from s2o_cupy import inputs, kernels
+for name in ("reference", "raw_kernels", "tests"):
+    assert importlib.util.find_spec(name) is None, name
+assert len([e for e in resources.files("s2o_cupy.raw_kernels").iterdir() if e.name.endswith((".cu", ".cuh"))]) > 2
+q, k, v = inputs.builtin("trace", 300, dtype="float32")
+assert np.isfinite(s2o_cupy.s2o_attention(q, k, v)).all()
+print(pathlib.Path(s2o_cupy.__file__).parent)
+"""
+
+
+@pytest.mark.parametrize("how", ["wheel", "folder", "editable"])
+def test_installed(built, tmp_path, how):
+    """In an environment of its own, whose other packages are those of this one."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    what = {"wheel": [built[1]], "folder": [ROOT], "editable": ["-e", ROOT]}[how]
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", *what)
+
+    ours = {path.name for path in site.iterdir()}
+    assert not ours & {"reference", "raw_kernels", "tests", "examples", "data"}
+    # Only now the dependencies, from a folder without any s2o_cupy in it.
+    dependencies = tmp_path / "dependencies"
+    dependencies.mkdir()
+    here = Path(run(sys.executable, "-c", "import numpy; print(numpy.__file__)").strip()).parents[1]
+    for entry in here.iterdir():
+        if "s2o_cupy" not in entry.name and not entry.name.endswith(".pth"):
+            (dependencies / entry.name).symlink_to(entry)
+    (site / "dependencies.pth").write_text(str(dependencies))
+
+    where = Path(run(python, "-c", CHECK, cwd=tmp_path).strip())
+    assert where == (ROOT / "s2o_cupy" if how == "editable" else site / "s2o_cupy")
+    script = tmp_path / "venv" / "bin" / "s2o"
+    assert run(script, "--version", cwd=tmp_path).startswith("s2o_cupy ")
