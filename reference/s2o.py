@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import KEY_BUCKETS, STOP_LAG, Geometry, S2OConfig
+from ..spec import KEY_BUCKETS, Geometry, S2OConfig
 from .dense import Array, check_shapes, compute_dtype, visible_keys, weighted_sum
 
 __all__ = [
@@ -247,7 +247,7 @@ def pass2(
     scale: float,
     *,
     visited: Array | None = None,
-    stop_lag: int = STOP_LAG,
+    stop_lag: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[State, Array]:
     """Tiles of queries resume ``state`` and visit candidates in order until the gain is small (Algorithm 3).

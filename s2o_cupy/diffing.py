@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .interop import import_cupy
 from .problem import Problem, validate
 from .spec import LN2, Geometry, S2OConfig, S2OError
 
@@ -40,6 +41,7 @@ class GpuStages:
     visited: Array  # int32 [B, H, N, T]
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # [B, H, Lq]
+    stop_lag: int = 0  # of the path that ran
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ def diff(
         As for `s2o_attention`.
     """
     try:
-        import cupy
-    except ImportError as error:
+        cupy = import_cupy()
+    except S2OError as error:
         raise S2OError('diff needs a GPU and CuPy: pip install "s2o_cupy[cuda12]"') from error
     if not cupy.is_available():
         raise S2OError("diff needs an NVIDIA GPU, and CuPy finds none")
@@ -176,6 +178,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
         if stage == "pass1":
             state = host["state"].reshape(batch, heads, problem.seqlen_q, 2)
             stages.o1, stages.m1, stages.l1 = host["out"], state[..., 0] * np.float32(LN2), state[..., 1]
+            stages.stop_lag = arrays["plan"].stop_lag
         elif stage == "rank_queries":
             parts = [host[name].view(q.dtype).astype(np.float32) for name in ("high", "low")]
             stages.reps = sum(parts).reshape(batch, heads, segments, representatives, -1)[..., :head_dim]
@@ -326,7 +329,8 @@ def compare(
     arguments = (state1, stages.q_order, stages.k_order, geometry)
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
-        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale)[1] for factor in (1 + slack, 1 - slack)
+        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, stop_lag=stages.stop_lag)[1]
+        for factor in (1 + slack, 1 - slack)
     )
     outside = (stages.visited < earliest) | (stages.visited > latest)
     note = f"{int((earliest != latest).sum())} within rounding of tau"

@@ -9,7 +9,10 @@ imports none of CuPy, PyTorch and JAX.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -83,6 +86,7 @@ class Output:
 
 
 def import_cupy() -> Any:
+    _prepare_cupy_cache()
     try:
         import cupy
     except ImportError as error:
@@ -91,6 +95,18 @@ def import_cupy() -> Any:
             f"(cuda13 for CUDA 13), or move them to the CPU ({error})"
         ) from error
     return cupy
+
+
+def _prepare_cupy_cache() -> None:
+    """CuPy makes its cache folder when it is imported, and cannot be imported where that fails: without a folder
+    let it compile in memory."""
+    if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
+        return
+    try:
+        os.makedirs(os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")), exist_ok=True)
+    except OSError:
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # only looked at
 
 
 def native_module(native: Any) -> Any:

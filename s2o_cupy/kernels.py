@@ -82,12 +82,20 @@ class _Family:
     threads: int
     blocks_per_multiprocessor: int  # that the registers must allow
     traits: str | None  # format string over Kernel's fields
+    arch: str | None = None  # the one architecture it is for
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
 FAMILIES = {
     "pass1": _Family("pass1.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
+    **{
+        name: _Family(
+            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}>",
+            "sm_90a",
+        )
+        for name in ("pass1_sm90", "pass2_sm90")
+    },
     **{
         name: _Family(
             "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1, "RankTraits<{element}, {head_dim}>"
@@ -124,7 +132,9 @@ class Kernel:
         if "{element}" in traits:
             parts += [self.dtype, f"d{self.head_dim}"]
         if "{block_m}" in traits:
-            parts += [f"m{self.block_m}", f"s{self.stages}"]
+            parts.append(f"m{self.block_m}")
+        if "{stages}" in traits:
+            parts.append(f"s{self.stages}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
         return "-".join(parts)
@@ -183,7 +193,7 @@ def render(kernel: Kernel) -> str:
             '"kernels.py lays the parameters out differently");',
             f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
-            "  extern __shared__ __align__(128) unsigned char shared[];",
+            "  extern __shared__ __align__(1024) unsigned char shared[];",
             f"  s2o::{call}(params, {argument});",
             "}",
             "",
@@ -192,7 +202,9 @@ def render(kernel: Kernel) -> str:
 
 
 def architecture_path(compute_capability: int) -> str:
-    """Which kernels a device runs: "portable" (mma.sync, sm_80 and newer) or "unsupported"."""
+    """Which kernels a device runs: "hopper" (wgmma, sm_90a), "portable" (mma.sync, sm_80 and newer), "unsupported"."""
+    if compute_capability == 90:
+        return "hopper"
     return "portable" if compute_capability >= MIN_COMPUTE_CAPABILITY else "unsupported"
 
 
@@ -243,12 +255,14 @@ def load(kernel: Kernel, device: int) -> Any:
         if (kernel, device) in _loaded:
             return _loaded[kernel, device]
         entry = ENTRY.format(function=kernel.function)
-        module = cupy.RawModule(code=render(kernel), options=OPTIONS)
+        # CuPy adds the device's plain architecture; a kernel's own, sm_90a, comes first and wins.
+        options = OPTIONS if kernel.family.arch is None else (f"-arch={kernel.family.arch}", *OPTIONS)
+        module = cupy.RawModule(code=render(kernel), options=options)
         try:
             module.compile()
         except OSError:  # the cache folder cannot be written
             with _cache_in_memory():
-                module = cupy.RawModule(code=render(kernel), options=OPTIONS)
+                module = cupy.RawModule(code=render(kernel), options=options)
                 module.compile()
         function = module.get_function(entry)
         if kernel.shared_bytes > 48 * 1024:

@@ -31,6 +31,7 @@ def device_limits(device: int) -> DeviceLimits:
         capability,
         runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
         runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device),
     )
 
 
@@ -92,6 +93,8 @@ class _Call:
         self.geometry = (g.seqlen_q, g.seqlen_k, g.segment, g.window, g.is_causal, p.head_dim)
         heads = p.batch * p.heads
         self.state = cupy.empty((heads, p.seqlen_q, 2), np.float32)  # (m in log2 units, l)
+        self.next_work = cupy.zeros(1 + len(plan.chunks), np.int32)  # a counter a launch of pass 1 or 2
+        self.launches = 0
         if plan.chunks:
             representatives = (heads, g.segments, config.representatives, plan.pass1.head_dim)
             self.guide = cupy.empty((p.batch * p.kv_heads, 2, plan.pass1.head_dim), np.float32)
@@ -102,6 +105,11 @@ class _Call:
 
     def _launch(self, kernel: kernels.Kernel, blocks: int, params: np.ndarray[Any, Any]) -> None:
         kernels.launch(kernel, blocks, params, self.device)
+
+    def _launch_attention(self, kernel: kernels.Kernel, works: int, params: np.ndarray[Any, Any]) -> None:
+        persistent = kernel.function.endswith("sm90")
+        self._launch(kernel, min(works, self.plan.persistent_blocks) if persistent else works, params)
+        self.launches += 1
 
     @staticmethod
     def _chunk(chunk: Chunk) -> tuple[int, ...]:
@@ -123,7 +131,7 @@ class _Call:
                 self.q_order.data.ptr if ordered else 0,
                 self.k_order.data.ptr if ordered else 0,
                 visited.data.ptr,
-                0,
+                self.next_work.data.ptr + self.launches * self.next_work.itemsize,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -142,14 +150,14 @@ class _Call:
     def pass1(self, q: Array, k: Array, v: Array, out: Array, lse: Array | None, visited: Array) -> None:
         tiles = self.plan.pass1_tiles
         params = self._attention_params(self.plan.whole, tiles, q, k, v, out, lse, visited)
-        self._launch(self.plan.pass1, self.plan.whole.rows * tiles, params)
-        self.observe("pass1", {"out": out, "state": self.state})
+        self._launch_attention(self.plan.pass1, self.plan.whole.rows * tiles, params)
+        self.observe("pass1", {"out": out, "state": self.state, "plan": self.plan})
 
     def pass2(
         self, chunk: Chunk, q: Array, k: Array, v: Array, out: Array, lse: Array | None, visited: Array
     ) -> None:
         params = self._attention_params(chunk, self.plan.tiles, q, k, v, out, lse, visited)
-        self._launch(self.plan.pass2, chunk.rows * self.plan.tiles, params)
+        self._launch_attention(self.plan.pass2, chunk.rows * self.plan.tiles, params)
         self.observe("pass2", {"chunk": chunk})
 
     def rank_queries(self, q: Array, k: Array) -> None:

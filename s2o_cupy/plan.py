@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import KEY_BUCKETS, Geometry, S2OConfig
+from .spec import KEY_BUCKETS, STOP_LAG, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
@@ -31,6 +31,7 @@ class DeviceLimits:
     compute_capability: int
     shared_per_block: int
     shared_per_multiprocessor: int
+    multiprocessors: int = 132
 
     @staticmethod
     def of_architecture(compute_capability: int) -> DeviceLimits:
@@ -77,6 +78,8 @@ class LaunchPlan:
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
+    stop_lag: int  # of pass 2, spec.STOP_LAG
+    persistent_blocks: int  # of a kernel that takes q tiles from a counter
 
     @property
     def workspace_elements(self) -> int:
@@ -110,6 +113,36 @@ def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m:
     return Kernel(function, dtype, head_dim, aligned, block_m, stages, _attention_shared(head_dim, block_m, stages))
 
 
+HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
+HOPPER_STAGES = (3, 2)
+
+
+def _hopper_shared(head_dim: int, stages: int) -> int:
+    """sizeof(sm90::Traits::Shared)."""
+    tiles = (1 + 2 * stages) * HOPPER_BLOCK * head_dim * 2
+    rows, work, votes, barriers = 2 * HOPPER_BLOCK * 4, 2 * 4, 4 * 8, (2 + 4 * stages + 4 + 4) * 8
+    return tiles + rows + work + votes + barriers
+
+
+def _hopper(function: str, dtype: str, head_dim: int, limits: DeviceLimits) -> Kernel:
+    sizes = {stages: _hopper_shared(head_dim, stages) for stages in HOPPER_STAGES}
+    stages = next(stages for stages, size in sizes.items() if size <= limits.shared_per_block)
+    return Kernel(function, dtype, head_dim, stages=stages, shared_bytes=sizes[stages])
+
+
+def hopper_refusal(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool) -> str | None:
+    """Why the Hopper kernels cannot run a problem, or None."""
+    if limits.compute_capability != 90:
+        return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
+    if not aligned:
+        return "a row of q, k, v or out does not start on 16 bytes"
+    if problem.scale < 0:
+        return "scale is negative"
+    if (config.block_m, config.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
+        return f"block_m and block_n are {config.block_m} and {config.block_n}, not {HOPPER_BLOCK}"
+    return None
+
+
 def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> Kernel:
     rows = RANK_THREADS // (head_dim // 8)
     shared = sort_slots * 8 if function == "query_order" else rows * head_dim * 4
@@ -134,6 +167,9 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
             kernels.append(_key_scores(dtype, head_dim, aligned))
             kernels.append(_attention("pass1", dtype, head_dim, aligned, 128, limits))
             kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
+    if compute_capability == 90:
+        for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
+            kernels += [_hopper(name, dtype, head_dim, limits) for name in ("pass1_sm90", "pass2_sm90")]
     return tuple(kernels)
 
 
@@ -184,8 +220,8 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
         geometry=geometry,
         tiles=tiles,
         pass1_tiles=pass1_tiles,
-        pass1=_attention("pass1", problem.dtype, head_dim, aligned, pass1_block_m, limits),
-        pass2=_attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits),
+        pass1=pass1,
+        pass2=pass2,
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
         representatives=_rank_queries("representatives", problem.dtype, head_dim, sort_slots),
         query_order=_rank_queries("query_order", problem.dtype, head_dim, sort_slots),
@@ -194,4 +230,6 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
         whole=Chunk(0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, 0),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
+        stop_lag=STOP_LAG[path],
+        persistent_blocks=limits.multiprocessors,
     )

@@ -16,7 +16,9 @@ __all__ = [
     "KEY_BUCKETS",
     "MAX_HEAD_DIM",
     "MAX_SEGMENT",
+    "PATHS",
     "RANKS",
+    "STOP_LAG",
     "Geometry",
     "S2OConfig",
     "S2OError",
@@ -26,8 +28,10 @@ __all__ = [
 # (reference.s2o.order_keys is the definition). 2048 parts of a range of 40 nats are 0.02 nats each.
 KEY_BUCKETS = 2048
 
-# Key tiles a kernel still visits after the tile whose gain is too small for every row.
-STOP_LAG = 0
+# Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
+# the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
+STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
+PATHS = ("auto", "portable", "hopper")
 
 MAX_HEAD_DIM = 128
 MAX_SEGMENT = 8192  # a segment's query scores are sorted in shared memory, 8 bytes each
@@ -39,7 +43,7 @@ LN2 = math.log(2.0)
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyBuckets": KEY_BUCKETS,
-    "kStopLag": STOP_LAG,
+    "kStopLagHopper": STOP_LAG["hopper"],
     "kMaxSegment": MAX_SEGMENT,
 }
 
@@ -90,6 +94,9 @@ class S2OConfig:
     workspace_bytes : int, default 1 GiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
         one segment of one head always fits.
+    path : {"auto", "portable", "hopper"}, default "auto"
+        Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
+        else "portable" (8.0 and newer: mma.sync). "hopper" by name is an error where it cannot run.
 
     Raises
     ------
@@ -105,6 +112,7 @@ class S2OConfig:
     representatives: int | None = None
     window: int = 0
     workspace_bytes: int = 1 << 30
+    path: str = "auto"
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)
@@ -123,6 +131,8 @@ class S2OConfig:
             )
         _require_int("window", self.window, 0)
         _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
+        if self.path not in PATHS:
+            raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
 
     @property
     def run(self) -> int:

@@ -1,0 +1,589 @@
+// The Hopper attention tile (sm_90a): one producer warpgroup gathers rows of q, k and v into shared memory with
+// cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. Blocks are persistent: each takes
+// q tiles from a counter until none is left, and the producer runs ahead into the next tile.
+//
+// Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
+// warpgroup runs under the products of the other (named barriers let them issue in turn).
+//
+// Stopping: after softmax of key tile t each warp votes; the votes are read before the scores of tile t + 2 are issued,
+// so tile t + 1, already in flight, is still visited (spec::kStopLagSm90 = 1). Producer and consumers read the same
+// votes, so both know which copies were started; consumers release those that nobody will use.
+//
+// Shared memory keeps tiles of 128 rows in 64-column atoms of 128-byte rows, swizzled as wgmma reads them: the 16-byte
+// chunk c of row r stands at c ^ (r & 7).
+#pragma once
+#include "attention_params.cuh"
+#include "hopper.cuh"
+#include "rows.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+constexpr int kBlockM = 128, kBlockN = 128;
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kConsumerWarps = kConsumers * 4;
+constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+constexpr int kAtomBytes = 128 * 128;
+constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
+enum NamedBarrier { kTurn = 1 };  // and kTurn + 1: a consumer's turn to issue products
+
+template <class Element_, int kHeadDim_, int kStages_>
+struct Traits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
+  static constexpr int kStages = kStages_;
+  static constexpr int kDimTiles = kHeadDim / 8;
+  static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
+
+  struct Shared {
+    uint16 q[kBlockM * kHeadDim];
+    uint16 k[kStages][kBlockN * kHeadDim];
+    uint16 v[kStages][kBlockN * kHeadDim];
+    int rows[2][kBlockM];            // query positions of this q tile and the next, -1 past the segment
+    int work[2];                     // this q tile and the next; -1 at the end
+    uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
+    // Barriers: full = copies have landed, empty = all readers are done.
+    uint64 q_full, q_empty;
+    uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    uint64 voted[kVoteSlots];
+    uint64 work_full[2], work_empty[2];
+  };
+};
+
+// A position in a ring of kSlots barriers: which slot, and the parity of its phase.
+template <int kSlots>
+struct Ring {
+  uint32 count = 0;
+  __device__ __forceinline__ uint32 slot() const { return count % kSlots; }
+  __device__ __forceinline__ uint32 parity() const { return count / kSlots & 1; }
+};
+
+// Did every row of the block vote to stop at key tile `tile` (counted over all q tiles of the block)?
+template <class Shared>
+__device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
+  barrier_wait(shared.voted[tile % kVoteSlots], tile / kVoteSlots & 1);
+  return *static_cast<volatile uint64*>(&shared.votes[tile % kVoteSlots]) == 0x0101010101010101ull;
+}
+
+template <class Shared>
+__device__ __forceinline__ void initialise(Shared& shared, int stages) {
+  if (threadIdx.x == 0) {
+    // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
+    barrier_init(shared.q_full, 2 * kWarpgroup);
+    barrier_init(shared.q_empty, kConsumerWarps);
+    for (int s = 0; s < stages; ++s) {
+      barrier_init(shared.k_full[s], kWarpgroup);
+      barrier_init(shared.v_full[s], kWarpgroup);
+      barrier_init(shared.k_empty[s], kConsumerWarps);
+      barrier_init(shared.v_empty[s], kConsumerWarps);
+    }
+    for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], kConsumerWarps);
+    for (int s = 0; s < 2; ++s) {
+      barrier_init(shared.work_full[s], 1);
+      barrier_init(shared.work_empty[s], kConsumerWarps + 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+
+// --- Producer ---
+
+// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. A lane
+// also keeps the index of one of the warp's 32 rows, and the others get it by a shuffle.
+template <int kHeadDim>
+struct CopyLayout {
+  static constexpr int kLanes = kHeadDim / 8;
+  static constexpr int kRows = 32 / kLanes;
+  static constexpr int kPasses = 32 / kRows;
+  static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
+
+  uint32 target;  // of this thread's first chunk in a tile
+  int chunk, bytes;
+
+  __device__ __forceinline__ explicit CopyLayout(int head_dim) {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
+    target = c / 8 * kAtomBytes + row * 128 + ((c % 8 ^ (row & 7)) << 4);
+    bytes = min(max(head_dim - c * 8, 0), 8) * 2;
+    chunk = bytes > 0 ? c * 8 : 0;
+  }
+  // The row whose index this lane keeps.
+  static __device__ __forceinline__ int kept_row() {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    return lane / kRows * (4 * kRows) + thread / 32 * kRows + lane % kRows;
+  }
+  // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros.
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, int64 row_stride, int kept) const {
+    const int lane = threadIdx.x % 32;
+    const uint16* base = data + chunk;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int index = __shfl_sync(kFullWarp, kept, pass * kRows + lane / kLanes);
+      cp_async_16(tile + target + pass * kPassBytes, base + max(index, 0) * row_stride, index < 0 ? 0 : bytes);
+    }
+  }
+};
+
+// The next q tile that has work, or -1.
+template <class Rows>
+__device__ __forceinline__ int next_work(const AttentionParams& params) {
+  for (;;) {
+    const int work = atomicAdd(params.next_work, 1);
+    if (work >= params.works) return -1;
+    const Rows rows(params, work);
+    if (rows.count > 0 && rows.keys(params.geometry) > 0) return work;
+  }
+}
+
+template <class Traits, class Rows, bool kOrdered>
+__device__ __forceinline__ void produce(const AttentionParams& params, typename Traits::Shared& shared) {
+  constexpr int kStages = Traits::kStages;
+  const Geometry& g = params.geometry;
+  const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
+  const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
+  if (thread == 0) {
+    shared.work[0] = next_work<Rows>(params);
+    barrier_arrive(shared.work_full[0]);
+  }
+  Ring<kStages> k_ring, v_ring;
+  uint32 voted = 0;  // key tiles of the q tiles before this one
+  for (uint32 item = 0;; ++item) {
+    const uint32 slot = item % 2, item_parity = item / 2 & 1;
+    barrier_wait(shared.work_full[slot], item_parity);
+    const int work = shared.work[slot];
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(shared.work_empty[slot]);
+    if (work < 0) return;
+
+    const Rows rows(params, work);
+    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
+    const uint16 *k = params.k.at(batch, kv_head), *v = params.v.at(batch, kv_head);
+    const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
+    const auto key = [&](int tile) {
+      const int i = tile * kBlockN + row;
+      if (i >= count) return -1;
+      if constexpr (kOrdered) {
+        return rows.key_order(params)[i];
+      } else {
+        return g.dense_begin(rows.segment) + i;
+      }
+    };
+
+    int ahead = key(0), now = -1;
+    const int position = rows(row);
+    int tile = 0;
+    for (; tile <= tiles; ++tile) {
+      // K of `tile` and V of the tile before are wanted unless tile - 2 or one before it was the last but one.
+      if (kOrdered && tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
+      const int before = now;
+      if (tile < tiles) {
+        now = ahead;
+        if (tile + 1 < tiles) ahead = key(tile + 1);
+        barrier_wait(shared.k_empty[k_ring.slot()], k_ring.parity() ^ 1);
+        layout.gather(shared_address(shared.k[k_ring.slot()]), k, params.k.row, now);
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot()]);
+        ++k_ring.count;
+      }
+      if (tile == 0) {
+        barrier_wait(shared.q_empty, (item & 1) ^ 1);
+        shared.rows[slot][row] = position;
+        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), params.q.row,
+                      position);
+        barrier_arrive_after_copies(shared.q_full);
+        barrier_arrive(shared.q_full);
+      } else {
+        barrier_wait(shared.v_empty[v_ring.slot()], v_ring.parity() ^ 1);
+        layout.gather(shared_address(shared.v[v_ring.slot()]), v, params.v.row, before);
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot()]);
+        ++v_ring.count;
+      }
+    }
+    // Left early at `tile`: key tile tile - kStages - 1 said stop, and the one after it is the last that is visited.
+    voted += tile > tiles ? tiles : tile - kStages + 1;
+
+    if (thread == 0) {
+      const int next = next_work<Rows>(params);
+      const uint32 other = (item + 1) % 2;
+      barrier_wait(shared.work_empty[other], ((item + 1) / 2 & 1) ^ 1);
+      shared.work[other] = next;
+      barrier_arrive(shared.work_full[other]);
+    }
+  }
+}
+
+// --- Consumers ---
+
+// 64 query rows in a warpgroup. A thread's rows are lane / 4 and lane / 4 + 8 of its warp's 16.
+template <class Traits>
+struct Consumer {
+  using Element = typename Traits::Element;
+  using Shared = typename Traits::Shared;
+  static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
+  static constexpr int kKeyTiles = kBlockN / 8;
+
+  float acc[kDimTiles * 4];  // [rows, dims] of this thread
+  float s[kKeyTiles * 4];    // [rows, keys]: scores, then weights
+  uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
+  float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad
+  float mass[2];             // this thread's part of the sum since then
+  float shrink[2];           // what the new maximum makes of acc
+
+  Shared& shared;
+  const AttentionParams& params;
+  Ring<kStages> k_ring, v_ring;
+  uint32 voted = 0;
+  int group, lane, first_row;  // first_row: this thread's, of the q tile
+
+  __device__ __forceinline__ Consumer(Shared& shared_, const AttentionParams& params_)
+      : shared(shared_), params(params_), group(threadIdx.x / kWarpgroup - 1), lane(threadIdx.x % 32) {
+    first_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+    if (group == 1) named_arrive(kTurn, kConsumers * kWarpgroup);  // the first warpgroup goes first
+  }
+
+  __device__ __forceinline__ void release(uint64& barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void await_turn() const { named_sync(kTurn + group, kConsumers * kWarpgroup); }
+  __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + 1 - group, kConsumers * kWarpgroup); }
+
+  // s = q k^T of the next key tile, in flight.
+  __device__ __forceinline__ void issue_scores() {
+    barrier_wait(shared.k_full[k_ring.slot()], k_ring.parity());
+    fence_for_wgmma();
+    await_turn();
+    const uint64 q = tile_descriptor(shared_address(shared.q) + group * 64 * 128, 0);
+    const uint64 k = tile_descriptor(shared_address(shared.k[k_ring.slot()]), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c) {
+      const uint32 offset = c / 4 * kAtomBytes + c % 4 * 32;
+      Wgmma<Element>::ss(s, descriptor_at(q, offset), descriptor_at(k, offset), c > 0);
+    }
+    wgmma_commit();
+  }
+
+  // acc += p v of the next value tile, in flight.
+  __device__ __forceinline__ void issue_output() {
+    barrier_wait(shared.v_full[v_ring.slot()], v_ring.parity());
+    fence_for_wgmma();
+    const uint64 v = tile_descriptor(shared_address(shared.v[v_ring.slot()]), kAtomBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; j += 2) {
+      const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
+      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128));
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release_k() {
+    release(shared.k_empty[k_ring.slot()]);
+    ++k_ring.count;
+  }
+  __device__ __forceinline__ void release_v() {
+    release(shared.v_empty[v_ring.slot()]);
+    ++v_ring.count;
+  }
+
+  // Turns scores into weights and moves m and mass to the new maximum. Row r sees `limit` keys of this tile, or
+  // `limit + r` with kCausal.
+  template <bool kCausal>
+  __device__ __forceinline__ void softmax(int limit) {
+    const bool causal = kCausal && params.geometry.is_causal;
+    const bool masked = limit + (causal ? group * 64 : 0) < kBlockN;
+#pragma unroll
+    for (int i = 0; i < kKeyTiles * 4; ++i) s[i] *= params.scale_log2;
+    if (masked) {
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (j * 8 + lane % 4 * 2 + e % 2 >= limit + (causal ? first_row + e / 2 * 8 : 0)) s[j * 4 + e] = -infinity();
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = m[h];
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) top = fmaxf(top, fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+      const float base = top == -infinity() ? 0.f : top;
+      shrink[h] = exp2_approx(m[h] - base);
+      m[h] = top;
+      l[h] *= shrink[h];
+      mass[h] *= shrink[h];
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        float &x = s[j * 4 + 2 * h], &y = s[j * 4 + 2 * h + 1];
+        x = exp2_approx(x - base);
+        y = exp2_approx(y - base);
+        mass[h] += x + y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) p[j][h] = Element::pack(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
+  }
+
+  __device__ __forceinline__ void rescale() {
+    // Keys come in descending importance: most tiles leave every maximum of the warp where it was.
+    if (!__any_sync(kFullWarp, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[d * 4 + e] *= shrink[e / 2];
+  }
+
+  // Adds the mass since the last look to l; true if it is less than tau of l in each of the first `rows` rows.
+  __device__ __forceinline__ bool look(int rows) {
+    bool small = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = mass[h];
+      sum += __shfl_xor_sync(kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      small &= first_row + 8 * h >= rows || sum < params.tau * l[h];
+      l[h] += sum;
+      mass[h] = 0.f;
+    }
+    return small;
+  }
+
+  __device__ __forceinline__ void vote(int rows, uint32 tile) {
+    const bool small = __all_sync(kFullWarp, look(rows));
+    if (lane == 0) {
+      const int warp = threadIdx.x / 32 - 4;
+      reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + tile) % kVoteSlots])[warp] = small;
+      barrier_arrive(shared.voted[(voted + tile) % kVoteSlots]);
+    }
+  }
+
+  __device__ __forceinline__ void start_empty() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      m[h] = -infinity();
+      l[h] = mass[h] = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kDimTiles * 4; ++i) acc[i] = 0.f;
+  }
+
+  // Takes up the state that pass 1 left: acc = out * l.
+  __device__ __forceinline__ void resume(const QueryTile& tile, const int (&position)[2]) {
+    const int head_dim = params.geometry.head_dim;
+    const uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
+    const float2* state = params.state + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (position[h] < 0) continue;
+      const float2 ml = state[position[h]];
+      m[h] = ml.x;
+      l[h] = ml.y;
+      const uint16* source = out + position[h] * params.out.row;
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d) {
+        const int c = d * 8 + lane % 4 * 2;
+        uint32 x = 0;
+        if (c + 2 <= head_dim) {
+          x = *reinterpret_cast<const uint32*>(source + c);
+        } else if (c < head_dim) {
+          x = source[c];
+        }
+        acc[d * 4 + 2 * h] = Element::low(x) * ml.y;
+        acc[d * 4 + 2 * h + 1] = Element::high(x) * ml.y;
+      }
+    }
+  }
+
+  // Walks `tiles` key tiles. Row r sees the first `limit` keys, or `limit + r` with kCausal. With kStops, ends one key
+  // tile after the first that adds too little to each of the first `rows` rows. Returns the number of tiles visited.
+  template <bool kCausal, bool kStops>
+  __device__ __forceinline__ int walk(int tiles, int limit, int rows) {
+    issue_scores();
+    pass_turn();
+    wgmma_wait<0>();
+    release_k();
+    softmax<kCausal>(limit);
+    rescale();  // of what pass 1 left
+    if (kStops) vote(rows, 0);
+    pack();
+
+    int tile = 1;
+    for (; tile < tiles; ++tile) {
+      if (kStops && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
+      issue_scores();
+      issue_output();
+      pass_turn();
+      wgmma_wait<1>();
+      release_k();
+      softmax<kCausal>(limit - tile * kBlockN);
+      if (kStops) vote(rows, tile);
+      wgmma_wait<0>();
+      release_v();
+      rescale();
+      pack();
+    }
+    release(shared.q_empty);
+    issue_output();
+    wgmma_wait<0>();
+    release_v();
+    if (kStops) {
+      // Copies that the producer had started before it saw the stop.
+      for (int i = min(tiles, tile + kStages - 1) - tile; i > 0; --i) {
+        barrier_wait(shared.k_full[k_ring.slot()], k_ring.parity());
+        release_k();
+      }
+      for (int i = min(tiles, tile + kStages - 2) - tile; i > 0; --i) {
+        barrier_wait(shared.v_full[v_ring.slot()], v_ring.parity());
+        release_v();
+      }
+      voted += tile;
+    } else {
+      look(rows);
+    }
+    return tile;
+  }
+
+  // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
+  // True if a valid row of this warp has an output that is not finite.
+  template <bool kKeepState>
+  __device__ __forceinline__ bool store(const QueryTile& tile, const int (&position)[2]) {
+    const int head_dim = params.geometry.head_dim;
+    const int64 state_row = static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+    uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
+    bool nonfinite = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = l[h] == 0.f ? 0.f : 1.f / l[h];
+      if (position[h] >= 0 && lane % 4 == 0) {
+        if (kKeepState) params.state[state_row + position[h]] = make_float2(m[h], l[h]);
+        if (params.lse)
+          params.lse[state_row + position[h]] =
+              l[h] == 0.f ? -infinity() : (m[h] + __log2f(l[h])) * 0.69314718055994531f;
+      }
+      uint16* target = out + max(position[h], 0) * params.out.row;
+      // Neighbouring lanes exchange halves of two dim tiles, so that a lane has 4 consecutive elements of one of them.
+      const bool odd = lane % 2;
+#pragma unroll
+      for (int d = 0; d < kDimTiles; d += 2) {
+        const uint32 even_tile = Element::pack(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+        const uint32 odd_tile = Element::pack(acc[d * 4 + 4 + 2 * h] * inverse, acc[d * 4 + 4 + 2 * h + 1] * inverse);
+        nonfinite |= has_nonfinite<Element>(even_tile) || has_nonfinite<Element>(odd_tile);
+        const uint32 other = __shfl_xor_sync(kFullWarp, odd ? even_tile : odd_tile, 1);
+        const uint2 x = odd ? make_uint2(other, odd_tile) : make_uint2(even_tile, other);
+        const int c = (d + odd) * 8 + lane % 4 / 2 * 4;
+        if (position[h] < 0) continue;
+        if (c + 4 <= head_dim) {
+          *reinterpret_cast<uint2*>(target + c) = x;
+        } else {
+          const uint32 pairs[2] = {x.x, x.y};
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (c + e < head_dim) target[c + e] = static_cast<uint16>(pairs[e / 2] >> (e % 2 * 16));
+        }
+      }
+      nonfinite &= true;
+    }
+    return __any_sync(kFullWarp, nonfinite);
+  }
+
+  // Computes the warp's 16 rows anew without tensor cores, key by key, so that a value that is hidden from a row cannot
+  // reach it: in a masked product it would, as 0 * NaN. Only for tiles that hold NaN or Inf.
+  template <class Rows>
+  __device__ __noinline__ static void store_key_by_key(const AttentionParams& params, const Rows& rows, int first_row,
+                                                       int lane) {
+    const Geometry& g = params.geometry;
+    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
+    const uint16* q = params.q.at(batch, rows.head_in_batch(params.heads));
+    const uint16* k = params.k.at(batch, kv_head) + g.dense_begin(rows.segment) * params.k.row;
+    const uint16* v = params.v.at(batch, kv_head) + g.dense_begin(rows.segment) * params.v.row;
+    uint16* out = params.out.at(batch, rows.head_in_batch(params.heads));
+    const float2* state = params.state + static_cast<int64>(rows.head) * g.seqlen_q;
+    constexpr int kDims = kHeadDim / 32;  // of a lane
+    __syncwarp();
+    for (int r = first_row; r < first_row + 16; ++r) {
+      const int position = rows(r);
+      if (position < 0) break;
+      const float2 ml = state[position];
+      float query[kDims], sum[kDims];
+#pragma unroll
+      for (int i = 0; i < kDims; ++i) {
+        const int c = lane + i * 32;
+        query[i] = c < g.head_dim ? Element::to_float(q[position * params.q.row + c]) : 0.f;
+        sum[i] = 0.f;
+      }
+      const int visible = rows.limit(g) + (g.is_causal ? r : 0);
+      for (int key = 0; key < visible; ++key) {
+        float score = 0.f;
+#pragma unroll
+        for (int i = 0; i < kDims; ++i) {
+          const int c = lane + i * 32;
+          if (c < g.head_dim) score += query[i] * Element::to_float(k[key * params.k.row + c]);
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(kFullWarp, score, step);
+        const float weight = exp2_approx(score * params.scale_log2 - (ml.x == -infinity() ? 0.f : ml.x));
+#pragma unroll
+        for (int i = 0; i < kDims; ++i) {
+          const int c = lane + i * 32;
+          if (c < g.head_dim) sum[i] += weight * Element::to_float(v[key * params.v.row + c]);
+        }
+      }
+      const float inverse = ml.y == 0.f ? 0.f : 1.f / ml.y;
+#pragma unroll
+      for (int i = 0; i < kDims; ++i) {
+        const int c = lane + i * 32;
+        if (c < g.head_dim) out[position * params.out.row + c] = static_cast<uint16>(Element::pack(sum[i] * inverse, 0.f));
+      }
+    }
+  }
+};
+
+// One block: kFirst is pass 1 (consecutive rows, contiguous keys, causal, keeps its state), otherwise pass 2.
+template <class Traits, class Rows, bool kFirst>
+__device__ __forceinline__ void attend(const AttentionParams& params, typename Traits::Shared& shared) {
+  initialise(shared, Traits::kStages);
+  if (threadIdx.x < kWarpgroup) {
+    registers_shrink<kProducerRegisters>();
+    produce<Traits, Rows, !kFirst>(params, shared);
+  } else {
+    registers_grow<kConsumerRegisters>();
+    Consumer<Traits> consumer(shared, params);
+    for (uint32 item = 0;; ++item) {
+      const uint32 slot = item % 2;
+      barrier_wait(shared.work_full[slot], item / 2 & 1);
+      const int work = shared.work[slot];
+      if (work < 0) break;
+      const Rows rows(params, work);
+      const Geometry& g = params.geometry;
+      const int count = rows.keys(g);
+      barrier_wait(shared.q_full, item & 1);
+      consumer.start_empty();
+      if (!kFirst) {
+        const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};
+        consumer.resume(rows, position);
+      }
+      const int visited = consumer.template walk<kFirst, !kFirst>((count + kBlockN - 1) / kBlockN, rows.limit(g),
+                                                                  rows.count);
+      const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};
+      const bool nonfinite = consumer.template store<kFirst>(rows, position);
+      if constexpr (kFirst) {
+        if (nonfinite && g.is_causal)
+          Consumer<Traits>::store_key_by_key(params, rows, consumer.first_row / 16 * 16, consumer.lane);
+      } else {
+        if (threadIdx.x == kWarpgroup) rows.visited(params) = visited;
+      }
+      consumer.release(shared.work_empty[slot]);
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o

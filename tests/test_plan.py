@@ -1,0 +1,258 @@
+"""What will be launched, for any problem and any device; no GPU is needed to decide it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s2o_cupy.plan import (
+    BYTES_PER_CANDIDATE,
+    MAX_GRID,
+    MAX_STAGES,
+    SCORE_KEYS,
+    SCORE_ROWS,
+    STEP,
+    DeviceLimits,
+    LaunchPlan,
+    kernels_for,
+    make_plan,
+    padded_head_dim,
+    stages_for,
+)
+from s2o_cupy.problem import Problem
+from s2o_cupy.spec import S2OConfig
+
+ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
+
+
+def plan_of(problem: Problem, config: S2OConfig, compute_capability: int = 90, aligned: bool = True) -> LaunchPlan:
+    return make_plan(problem, config, LIMITS[compute_capability], aligned)
+
+
+def a_problem(batch=1, heads=8, kv_heads=2, seqlen_q=1000, seqlen_k=None, head_dim=128, is_causal=True):
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    return Problem(batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, "bfloat16", is_causal, 0.1)
+
+
+@st.composite
+def problems(draw):
+    """A problem and a configuration; lengths up to where one segment's candidates fill the workspace."""
+    is_causal = draw(st.booleans())
+    kv_heads = draw(st.integers(1, 3))
+    seqlen_q = draw(st.one_of(st.integers(1, 600), st.integers(1, 400_000)))
+    more = draw(st.sampled_from([0, 0, 1, 1000, 300_000]))
+    seqlen_k = seqlen_q + more if is_causal else draw(st.one_of(st.integers(1, 600), st.integers(1, 400_000)))
+    lowest = max(1, -(-seqlen_q // 60))  # at most 60 segments, so that the test stays quick
+    config = S2OConfig(
+        segment=draw(st.integers(min(lowest, 8192), 8192)),
+        block_m=draw(st.sampled_from([64, 128])),
+        window=draw(st.sampled_from([0, 1, 500, 1_000_000])),
+        workspace_bytes=draw(st.integers(1 << 20, 1 << 24)),
+    )
+    problem = a_problem(draw(st.integers(1, 4)), kv_heads * draw(st.integers(1, 9)), kv_heads, seqlen_q, seqlen_k)
+    return Problem(**(problem.__dict__ | {"is_causal": is_causal})), config
+
+
+def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, int]:
+    """Blocks of every launch, the largest where a kernel is launched several times."""
+    sizes = {
+        "pass1": plan.whole.rows * plan.pass1_tiles,
+        "guides": problem.batch * problem.kv_heads * 2,
+        "representatives": plan.whole.rows * (config.representatives or 1),
+        "query_order": plan.whole.rows,
+    }
+    for chunk in plan.chunks:
+        row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
+        scores = chunk.heads // chunk.shared_heads * row_blocks * -(-chunk.stride // SCORE_KEYS)
+        for name, size in (("key_scores", scores), ("key_order", chunk.rows), ("pass2", chunk.rows * plan.tiles)):
+            sizes[name] = max(sizes.get(name, 0), size)
+    return sizes
+
+
+@given(problems())
+@settings(deadline=None)
+def test_chunks_cover_every_pair_with_candidates_once(case):
+    problem, config = case
+    plan, geometry = plan_of(problem, config), problem.geometry(config)
+    wanted = {n for n in range(geometry.segments) if geometry.candidates(n) > 0}
+    seen: set[tuple[int, int]] = set()
+    for chunk in plan.chunks:
+        heads = range(chunk.first_head, chunk.first_head + chunk.heads)
+        segments = range(chunk.first_segment, chunk.first_segment + chunk.segments)
+        assert 0 <= heads.start < heads.stop <= problem.batch * problem.heads
+        assert 0 <= segments.start < segments.stop <= geometry.segments
+        pairs = set(itertools.product(heads, segments))
+        assert not pairs & seen
+        seen |= pairs
+    assert {pair for pair in seen if pair[1] in wanted} == set(
+        itertools.product(range(problem.batch * problem.heads), wanted)
+    )
+    if not wanted:
+        assert plan.chunks == () and plan.workspace_elements == 0
+
+
+@given(problems())
+@settings(deadline=None)
+def test_chunks_stay_within_the_workspace(case):
+    problem, config = case
+    plan, geometry = plan_of(problem, config), problem.geometry(config)
+    for chunk in plan.chunks:
+        assert chunk.rows == 1 or chunk.rows * chunk.stride * BYTES_PER_CANDIDATE <= config.workspace_bytes
+        assert chunk.rows * chunk.stride <= plan.workspace_elements
+        last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
+        # Scores lie by key position: without causality up to the last key.
+        assert chunk.stride >= (last if geometry.is_causal else geometry.seqlen_k)
+        assert chunk.stride % STEP == 0
+
+
+@given(problems())
+@settings(deadline=None)
+def test_heads_that_share_a_chunk_s_keys_read_one_kv_head(case):
+    problem, config = case
+    group = problem.heads // problem.kv_heads
+    for chunk in (plan := plan_of(problem, config)).chunks + (plan.whole,):
+        assert chunk.heads % chunk.shared_heads == 0
+        for first in range(chunk.first_head, chunk.first_head + chunk.heads, chunk.shared_heads):
+            assert first // group == (first + chunk.shared_heads - 1) // group
+
+
+@given(problems())
+@settings(deadline=None)
+def test_grids_are_what_a_device_launches(case):
+    problem, config = case
+    for name, size in grids(problem, config, plan_of(problem, config)).items():
+        assert 1 <= size <= MAX_GRID, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 65536, "heads": 16, "seqlen_q": 128},
+        {"batch": 1 << 20, "heads": 256, "kv_heads": 1, "seqlen_q": 8},
+        {"batch": 1, "heads": 70_000, "kv_heads": 70_000, "seqlen_q": 3},
+        {"batch": 1 << 30, "heads": 1, "kv_heads": 1, "seqlen_q": 1, "seqlen_k": 9, "head_dim": 1},
+        {"batch": 64, "heads": 64, "seqlen_q": 1 << 20},
+        {"batch": 1, "heads": 1, "kv_heads": 1, "seqlen_q": 1, "seqlen_k": 1 << 30},
+        {"batch": 1, "heads": 128, "kv_heads": 128, "seqlen_q": 1 << 22, "is_causal": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("workspace_bytes", [1 << 26, 1 << 30, 1 << 50])
+def test_a_huge_problem_fits_or_is_refused_at_once(changes, workspace_bytes):
+    """Before anything is allocated, and without counting through billions of rounds."""
+    problem = a_problem(**changes)
+    for config in (
+        S2OConfig(workspace_bytes=workspace_bytes),
+        S2OConfig(rank="max", representatives=64, workspace_bytes=workspace_bytes),
+        S2OConfig(segment=64, block_m=64, workspace_bytes=workspace_bytes),
+    ):
+        if problem.heads * problem.batch * problem.geometry(config).segments > 1 << 26:
+            continue  # as many rounds as segments: long to plan, and longer to compute
+        try:
+            plan = plan_of(problem, config)
+        except ValueError as error:
+            assert "blocks; accepted: up to 2147483647" in str(error)
+            assert "\n" not in str(error)
+        else:
+            assert max(grids(problem, config, plan).values()) <= MAX_GRID
+
+
+@pytest.mark.parametrize("representatives", [1, 64])
+def test_the_largest_grid(representatives):
+    config = S2OConfig(segment=64, rank="max", representatives=representatives)
+    fits = MAX_GRID // max(2, representatives)
+    assert plan_of(a_problem(batch=fits, heads=1, kv_heads=1, seqlen_q=64), config).whole.rows == fits
+    with pytest.raises(ValueError, match=r"q has \d+ heads x 1 segments, \d+ blocks; accepted: up to 2147483647"):
+        plan_of(a_problem(batch=fits + 1, heads=1, kv_heads=1, seqlen_q=64), config)
+
+
+def test_without_causality_a_last_segment_without_candidates_hides_none():
+    """The one key block of the last segment is all there is for it, but not for the segments before."""
+    problem = a_problem(seqlen_q=130, seqlen_k=2, is_causal=False)
+    plan = plan_of(problem, S2OConfig(segment=128))
+    assert [problem.geometry(S2OConfig(segment=128)).candidates(n) for n in range(2)] == [2, 0]
+    assert [(chunk.first_segment, chunk.segments) for chunk in plan.chunks] == [(0, 1)]
+
+
+def test_later_segments_come_first():
+    """The longest rows start first, so that the shortest fill the end."""
+    plan = plan_of(a_problem(seqlen_q=20_000), S2OConfig(segment=512, workspace_bytes=1 << 20))
+    assert len(plan.chunks) > 1
+    order = [chunk.first_segment for chunk in plan.chunks]
+    assert order == sorted(order, reverse=True)
+
+
+# ---------------------------------------------------------------- kernels of a device
+
+
+@pytest.mark.parametrize("compute_capability", ARCHITECTURES)
+def test_shared_memory_fits_a_block(compute_capability):
+    limits = LIMITS[compute_capability]
+    for kernel in kernels_for(compute_capability):
+        assert 0 <= kernel.shared_bytes <= limits.shared_per_block, kernel.name
+    longest = plan_of(a_problem(seqlen_q=1 << 17), S2OConfig(segment=8192), compute_capability)
+    assert longest.query_order.shared_bytes == 8192 * 8 <= limits.shared_per_block
+
+
+@pytest.mark.parametrize("compute_capability", ARCHITECTURES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_stages_leave_room_for_two_blocks(compute_capability, head_dim, block_m):
+    from s2o_cupy.plan import _attention_shared
+
+    limits = LIMITS[compute_capability]
+
+    def fits_twice(stages):
+        return 2 * (_attention_shared(head_dim, block_m, stages) + 1024) <= limits.shared_per_multiprocessor
+
+    stages = stages_for(head_dim, block_m, limits)
+    assert 1 <= stages <= MAX_STAGES
+    assert stages == 1 or fits_twice(stages)
+    assert stages == MAX_STAGES or not fits_twice(stages + 1)
+    assert _attention_shared(head_dim, block_m, stages) <= limits.shared_per_block
+
+
+def test_stages_by_architecture():
+    """(head_dim, block_m) -> stages, as the sizes of shared memory give them."""
+    stages = {
+        cc: [stages_for(d, m, LIMITS[cc]) for d, m in itertools.product((64, 128), (64, 128))] for cc in ARCHITECTURES
+    }
+    assert stages[80] == stages[87] == [2, 2, 1, 1]
+    assert stages[86] == stages[89] == stages[120] == [2, 1, 1, 1]
+    assert stages[90] == stages[100] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("compute_capability", ARCHITECTURES)
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("head_dim", [1, 33, 64, 65, 80, 128])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m):
+    """``s2o compile`` misses none; only the sort's size, which the text does not hold, may differ."""
+    config = S2OConfig(block_m=block_m, rank="max")
+    plan = plan_of(a_problem(head_dim=head_dim, seqlen_q=5000), config, compute_capability, aligned)
+    assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
+    ahead = {kernel.name for kernel in kernels_for(compute_capability)}
+    for name in ("pass1", "pass2", "guides", "representatives", "query_order", "key_scores", "key_order"):
+        assert getattr(plan, name).name in ahead
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 1000, 1024, 1025, 9000])
+@pytest.mark.parametrize("segment", [1, 100, 1024, 8192])
+def test_the_sort_holds_a_segment(seqlen_q, segment):
+    slots = plan_of(a_problem(seqlen_q=seqlen_q), S2OConfig(segment=segment)).sort_slots
+    rows = min(seqlen_q, segment)
+    assert slots & (slots - 1) == 0 and rows <= slots < 2 * max(1, rows)
+
+
+def test_the_bound_of_the_issue():
+    """131,072 tokens, 32 heads over 8, head_dim 128: at most 2 GiB beside the output."""
+    problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
+    plan = plan_of(problem, config)
+    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE
+    state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
+    assert workspace <= config.workspace_bytes
+    assert workspace + state + q_order < 1.1 * 2**30
