@@ -216,6 +216,16 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
+    refusal = hopper_refusal(problem, config, limits, aligned)
+    if config.path == "hopper" and refusal:
+        raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
+    if config.path == "portable" or refusal:
+        path = "portable"
+        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, pass1_block_m, limits)
+        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
+    else:
+        path = "hopper"
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, limits) for name in ("pass1_sm90", "pass2_sm90"))
     return LaunchPlan(
         geometry=geometry,
         tiles=tiles,
