@@ -127,13 +127,14 @@ struct CopyLayout {
 };
 
 // The next q tile that has work, or -1.
-template <class Rows>
+template <class Rows, bool kOrdered>
 __device__ __forceinline__ int next_work(const AttentionParams& params) {
   for (;;) {
     const int work = atomicAdd(params.next_work, 1);
     if (work >= params.works) return -1;
     const Rows rows(params, work);
-    if (rows.count > 0 && rows.keys(params.geometry) > 0) return work;
+    // Pass 1 writes the (empty) state of rows without keys, too.
+    if (rows.count > 0 && (!kOrdered || rows.keys(params.geometry) > 0)) return work;
   }
 }
 
@@ -144,7 +145,7 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
   const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   if (thread == 0) {
-    shared.work[0] = next_work<Rows>(params);
+    shared.work[0] = next_work<Rows, kOrdered>(params);
     barrier_arrive(shared.work_full[0]);
   }
   Ring<kStages> k_ring, v_ring;
@@ -174,9 +175,12 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
     int ahead = key(0), now = -1;
     const int position = rows(row);
     int tile = 0;
-    for (; tile <= tiles; ++tile) {
-      // K of `tile` and V of the tile before are wanted unless tile - 2 or one before it was the last but one.
+    // A stop at key tile t means that t + 1 is the last. It is read kStages + 1 tiles later, when t's copies have been
+    // used for sure; past the end of the list only to know whether consumers stopped short of it.
+    constexpr int kPastEnd = kOrdered ? kStages - 2 : 0;
+    for (; tile <= tiles + kPastEnd; ++tile) {
       if (kOrdered && tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
+      if (tile > tiles) continue;
       const int before = now;
       if (tile < tiles) {
         now = ahead;
@@ -200,11 +204,10 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         ++v_ring.count;
       }
     }
-    // Left early at `tile`: key tile tile - kStages - 1 said stop, and the one after it is the last that is visited.
-    voted += tile > tiles ? tiles : tile - kStages + 1;
+    voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
 
     if (thread == 0) {
-      const int next = next_work<Rows>(params);
+      const int next = next_work<Rows, kOrdered>(params);
       const uint32 other = (item + 1) % 2;
       barrier_wait(shared.work_empty[other], ((item + 1) / 2 & 1) ^ 1);
       shared.work[other] = next;
@@ -406,6 +409,10 @@ struct Consumer {
   // tile after the first that adds too little to each of the first `rows` rows. Returns the number of tiles visited.
   template <bool kCausal, bool kStops>
   __device__ __forceinline__ int walk(int tiles, int limit, int rows) {
+    if (tiles == 0) {
+      release(shared.q_empty);
+      return 0;
+    }
     issue_scores();
     pass_turn();
     wgmma_wait<0>();
@@ -489,7 +496,6 @@ struct Consumer {
             if (c + e < head_dim) target[c + e] = static_cast<uint16>(pairs[e / 2] >> (e % 2 * 16));
         }
       }
-      nonfinite &= true;
     }
     return __any_sync(kFullWarp, nonfinite);
   }

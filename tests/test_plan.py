@@ -150,8 +150,9 @@ def test_a_huge_problem_fits_or_is_refused_at_once(changes, workspace_bytes):
         S2OConfig(rank="max", representatives=64, workspace_bytes=workspace_bytes),
         S2OConfig(segment=64, block_m=64, workspace_bytes=workspace_bytes),
     ):
-        if problem.heads * problem.batch * problem.geometry(config).segments > 1 << 26:
-            continue  # as many rounds as segments: long to plan, and longer to compute
+        pairs = problem.batch * problem.heads * problem.geometry(config).segments
+        if pairs <= MAX_GRID and pairs * problem.seqlen_k * BYTES_PER_CANDIDATE > workspace_bytes << 14:
+            continue  # tens of thousands of rounds: long to plan, and far longer to compute
         try:
             plan = plan_of(problem, config)
         except ValueError as error:
@@ -248,7 +249,7 @@ def test_the_sort_holds_a_segment(seqlen_q, segment):
     assert slots & (slots - 1) == 0 and rows <= slots < 2 * max(1, rows)
 
 
-def test_the_bound_of_the_issue():
+def test_memory_of_a_long_call():
     """131,072 tokens, 32 heads over 8, head_dim 128: at most 2 GiB beside the output."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
     plan = plan_of(problem, config)
