@@ -5,7 +5,7 @@
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
 // warpgroup runs under the products of the other (named barriers let them issue in turn).
 //
-// Stopping: after softmax of key tile t each warp votes; the votes are read before the scores of tile t + 2 are issued,
+// Stopping: after softmax of key tile t, under the products of t + 1, each warp votes; the votes are read before the scores of tile t + 2 are issued,
 // so tile t + 1, already in flight, is still visited (spec::kStopLagSm90 = 1). Producer and consumers read the same
 // votes, so both know which copies were started; consumers release those that nobody will use.
 //
@@ -54,9 +54,13 @@ struct Traits {
 // A position in a ring of kSlots barriers: which slot, and the parity of its phase.
 template <int kSlots>
 struct Ring {
-  uint32 count = 0;
-  __device__ __forceinline__ uint32 slot() const { return count % kSlots; }
-  __device__ __forceinline__ uint32 parity() const { return count / kSlots & 1; }
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 // Did every row of the block vote to stop at key tile `tile` (counted over all q tiles of the block)?
@@ -185,10 +189,10 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
       if (tile < tiles) {
         now = ahead;
         if (tile + 1 < tiles) ahead = key(tile + 1);
-        barrier_wait(shared.k_empty[k_ring.slot()], k_ring.parity() ^ 1);
-        layout.gather(shared_address(shared.k[k_ring.slot()]), k, params.k.row, now);
-        barrier_arrive_after_copies(shared.k_full[k_ring.slot()]);
-        ++k_ring.count;
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+        layout.gather(shared_address(shared.k[k_ring.slot]), k, params.k.row, now);
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        k_ring.advance();
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty, (item & 1) ^ 1);
@@ -198,10 +202,10 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         barrier_arrive_after_copies(shared.q_full);
         barrier_arrive(shared.q_full);
       } else {
-        barrier_wait(shared.v_empty[v_ring.slot()], v_ring.parity() ^ 1);
-        layout.gather(shared_address(shared.v[v_ring.slot()]), v, params.v.row, before);
-        barrier_arrive_after_copies(shared.v_full[v_ring.slot()]);
-        ++v_ring.count;
+        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+        layout.gather(shared_address(shared.v[v_ring.slot]), v, params.v.row, before);
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        v_ring.advance();
       }
     }
     voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
@@ -254,11 +258,10 @@ struct Consumer {
 
   // s = q k^T of the next key tile, in flight.
   __device__ __forceinline__ void issue_scores() {
-    barrier_wait(shared.k_full[k_ring.slot()], k_ring.parity());
-    fence_for_wgmma();
+    barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
     await_turn();
-    const uint64 q = tile_descriptor(shared_address(shared.q) + group * 64 * 128, 0);
-    const uint64 k = tile_descriptor(shared_address(shared.k[k_ring.slot()]), 0);
+    const uint32 q = tile_descriptor(shared_address(shared.q) + group * 64 * 128, 0);
+    const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
@@ -270,9 +273,8 @@ struct Consumer {
 
   // acc += p v of the next value tile, in flight.
   __device__ __forceinline__ void issue_output() {
-    barrier_wait(shared.v_full[v_ring.slot()], v_ring.parity());
-    fence_for_wgmma();
-    const uint64 v = tile_descriptor(shared_address(shared.v[v_ring.slot()]), kAtomBytes);
+    barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kAtomBytes);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
@@ -283,12 +285,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_k() {
-    release(shared.k_empty[k_ring.slot()]);
-    ++k_ring.count;
+    release(shared.k_empty[k_ring.slot]);
+    k_ring.advance();
   }
   __device__ __forceinline__ void release_v() {
-    release(shared.v_empty[v_ring.slot()]);
-    ++v_ring.count;
+    release(shared.v_empty[v_ring.slot]);
+    v_ring.advance();
   }
 
   // Turns scores into weights and moves m and mass to the new maximum. Row r sees `limit` keys of this tile, or
@@ -297,8 +299,6 @@ struct Consumer {
   __device__ __forceinline__ void softmax(int limit) {
     const bool causal = kCausal && params.geometry.is_causal;
     const bool masked = limit + (causal ? group * 64 : 0) < kBlockN;
-#pragma unroll
-    for (int i = 0; i < kKeyTiles * 4; ++i) s[i] *= params.scale_log2;
     if (masked) {
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
@@ -306,26 +306,50 @@ struct Consumer {
         for (int e = 0; e < 4; ++e)
           if (j * 8 + lane % 4 * 2 + e % 2 >= limit + (causal ? first_row + e / 2 * 8 : 0)) s[j * 4 + e] = -infinity();
     }
+    // Four partial maxima and sums a row keep the pipeline full: one warp of a scheduler is here at a time.
+    float top[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[h][i] = fmaxf(s[i * 4 + 2 * h], s[i * 4 + 2 * h + 1]);
+#pragma unroll
+    for (int j = 4; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        top[h][j % 4] = fmaxf(top[h][j % 4], fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
+    float scale = params.scale_log2, base[2];
+    bool large = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = m[h];
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) top = fmaxf(top, fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
-      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-      const float base = top == -infinity() ? 0.f : top;
-      shrink[h] = exp2_approx(m[h] - base);
-      m[h] = top;
+      float x = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
+      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+      x = fmaxf(m[h], x * scale);
+      base[h] = x == -infinity() ? 0.f : x;
+      shrink[h] = exp2_approx(m[h] - base[h]);
+      m[h] = x;
       l[h] *= shrink[h];
-      mass[h] *= shrink[h];
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        float &x = s[j * 4 + 2 * h], &y = s[j * 4 + 2 * h + 1];
-        x = exp2_approx(x - base);
-        y = exp2_approx(y - base);
-        mass[h] += x + y;
-      }
+      large |= fabsf(base[h]) > 4194304.f;  // 2^22
     }
+    // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
+    // the product is rounded first, so that the weight of the maximum is exactly 1.
+    if (__any_sync(kFullWarp, large)) {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[i] *= scale;
+      scale = 1.f;
+    }
+    float sum[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float &x = s[j * 4 + 2 * h], &y = s[j * 4 + 2 * h + 1];
+        x = exp2_approx(fmaf(x, scale, -base[h]));
+        y = exp2_approx(fmaf(y, scale, -base[h]));
+        sum[h][j % 4] += x + y;
+      }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mass[h] = mass[h] * shrink[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
   }
 
   __device__ __forceinline__ void pack() {
@@ -419,7 +443,6 @@ struct Consumer {
     release_k();
     softmax<kCausal>(limit);
     rescale();  // of what pass 1 left
-    if (kStops) vote(rows, 0);
     pack();
 
     int tile = 1;
@@ -428,10 +451,10 @@ struct Consumer {
       issue_scores();
       issue_output();
       pass_turn();
+      if (kStops) vote(rows, tile - 1);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
       softmax<kCausal>(limit - tile * kBlockN);
-      if (kStops) vote(rows, tile);
       wgmma_wait<0>();
       release_v();
       rescale();
@@ -439,21 +462,24 @@ struct Consumer {
     }
     release(shared.q_empty);
     issue_output();
+    if (kStops) {
+      vote(rows, tile - 1);
+    } else {
+      look(rows);
+    }
     wgmma_wait<0>();
     release_v();
     if (kStops) {
       // Copies that the producer had started before it saw the stop.
       for (int i = min(tiles, tile + kStages - 1) - tile; i > 0; --i) {
-        barrier_wait(shared.k_full[k_ring.slot()], k_ring.parity());
+        barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
         release_k();
       }
       for (int i = min(tiles, tile + kStages - 2) - tile; i > 0; --i) {
-        barrier_wait(shared.v_full[v_ring.slot()], v_ring.parity());
+        barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
         release_v();
       }
       voted += tile;
-    } else {
-      look(rows);
     }
     return tile;
   }

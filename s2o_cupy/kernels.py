@@ -155,8 +155,8 @@ def _with_includes(name: str, seen: set[str]) -> Iterator[str]:
         if include:
             yield from _with_includes(include.group(1), seen)
             yield f'#line {number + 1} "{name}"'
-        elif line != "#pragma once":
-            yield line
+        else:
+            yield "" if line == "#pragma once" else line
 
 
 def render(kernel: Kernel) -> str:

@@ -136,8 +136,8 @@ def hopper_refusal(problem: Problem, config: S2OConfig, limits: DeviceLimits, al
         return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
     if not aligned:
         return "a row of q, k, v or out does not start on 16 bytes"
-    if problem.scale < 0:
-        return "scale is negative"
+    if problem.scale <= 0:
+        return f"scale is {problem.scale}, not positive"
     if (config.block_m, config.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
         return f"block_m and block_n are {config.block_m} and {config.block_n}, not {HOPPER_BLOCK}"
     return None

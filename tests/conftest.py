@@ -1,6 +1,7 @@
 """Fixtures: where a test runs, in which dtype, and how far from exact it may be.
 
-A test that takes ``device`` runs on the CPU, and on a GPU in both of its dtypes when one is present.
+A test that takes ``device`` runs on the CPU, and on a GPU, when one is present, in both of its dtypes and with both
+of its paths.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from s2o_cupy.reference.dense import dense_attention
 
 # Small enough for many segments and tiles in short sequences, large enough for the GPU.
 SMALL = S2OConfig(segment=128, tau=0.05, block_m=64, block_n=64)
+# The same with the one tile size of the Hopper kernels.
+SMALL_HOPPER = S2OConfig(segment=128, tau=0.05, block_m=128, block_n=128)
 
 
 def has_gpu() -> bool:
@@ -28,12 +31,30 @@ def has_gpu() -> bool:
     return cupy.is_available()
 
 
+def has_hopper() -> bool:
+    """A GPU that takes the kernels for compute capability 9.0."""
+    if not has_gpu():
+        return False
+    import cupy
+
+    return cupy.cuda.Device().compute_capability == "90"
+
+
+def spin(milliseconds: float, blocks: int = 1) -> None:
+    """Keep CuPy's current stream busy, at 2 GHz or less for at least so long."""
+    import cupy
+
+    code = 'extern "C" __global__ void s2o_spin(long long n) { for (long long t = clock64(); clock64() - t < n;); }'
+    cupy.RawKernel(code, "s2o_spin")((blocks,), (128,), (np.int64(milliseconds * 2e6),))
+
+
 @dataclass(frozen=True)
 class Device:
     """Arrays of one dtype on the CPU (NumPy) or on a GPU (CuPy)."""
 
     kind: str
     dtype: np.dtype
+    config: S2OConfig = SMALL
 
     @property
     def xp(self) -> Any:
@@ -60,7 +81,7 @@ class Device:
 
     def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
         """s2o_attention of host arrays in this dtype, into a poisoned output; float64 on the host."""
-        options.setdefault("config", SMALL)
+        options.setdefault("config", self.config)
         out = self.poisoned(q.shape)
         o = s2o_attention(*(self.array(x) for x in (q, k, v)), out=out, **options)
         assert o is out
@@ -106,6 +127,8 @@ DEVICES = {
     "cpu": Device("cpu", np.dtype(np.float32)),
     "cuda-bfloat16": Device("cuda", np.dtype(ml_dtypes.bfloat16)),
     "cuda-float16": Device("cuda", np.dtype(np.float16)),
+    "hopper-bfloat16": Device("cuda", np.dtype(ml_dtypes.bfloat16), SMALL_HOPPER),
+    "hopper-float16": Device("cuda", np.dtype(np.float16), SMALL_HOPPER),
 }
 
 
@@ -114,12 +137,15 @@ def device(request: pytest.FixtureRequest) -> Device:
     found = DEVICES[request.param]
     if found.kind == "cuda" and not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")
+    if found.config is SMALL_HOPPER and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
     return found
 
 
 @pytest.fixture
-def config() -> S2OConfig:
-    return SMALL
+def config(request: pytest.FixtureRequest) -> S2OConfig:
+    """The device's, in a test that takes one."""
+    return request.getfixturevalue("device").config if "device" in request.fixturenames else SMALL
 
 
 @pytest.fixture

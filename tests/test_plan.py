@@ -114,7 +114,7 @@ def test_chunks_stay_within_the_workspace(case):
 def test_heads_that_share_a_chunk_s_keys_read_one_kv_head(case):
     problem, config = case
     group = problem.heads // problem.kv_heads
-    for chunk in (plan := plan_of(problem, config)).chunks + (plan.whole,):
+    for chunk in (*(plan := plan_of(problem, config)).chunks, plan.whole):
         assert chunk.heads % chunk.shared_heads == 0
         for first in range(chunk.first_head, chunk.first_head + chunk.heads, chunk.shared_heads):
             assert first // group == (first + chunk.shared_heads - 1) // group

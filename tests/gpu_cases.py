@@ -1,0 +1,233 @@
+"""Small problems that take the kernels through every branch: for test_gpu.py, and for sanitize.py.
+
+Importing this needs no GPU and no CuPy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.diffing import DiffReport, capture, compare
+from s2o_cupy.problem import Problem, validate
+
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem; every field has a value that is quick and uses both passes."""
+
+    dtype: str = "bfloat16"
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    seqlen_q: int = 400
+    seqlen_k: int | None = None
+    head_dim: int = 64
+    is_causal: bool = True
+    scale: float | None = None
+    segment: int = 128
+    tau: float = 0.05
+    block_m: int = 128
+    block_n: int = 128
+    options: dict[str, Any] = field(default_factory=dict)  # of S2OConfig
+    arrange: str = "contiguous"
+    poison: tuple[str, int, float] | None = None  # (q, k or v; its row; a value that is put there)
+
+    def config(self, path: str = "auto") -> S2OConfig:
+        return S2OConfig(self.segment, self.tau, self.block_m, self.block_n, path=path, **self.options)
+
+    def problem(self) -> Problem:
+        seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+        q = (self.batch, self.heads, self.seqlen_q, self.head_dim)
+        k = (self.batch, self.kv_heads, seqlen_k, self.head_dim)
+        return validate(
+            (q, k, k),
+            [self.dtype] * 3,
+            config=self.config(),
+            backend="cupy",
+            is_causal=self.is_causal,
+            scale=self.scale,
+        )
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q, k, v on the host. Keys differ in importance by a few nats, so that S2O stops early."""
+        rng = np.random.default_rng(zlib.crc32(repr(self).encode()))
+        p, dtype = self.problem(), DTYPES[self.dtype]
+        q = rng.standard_normal((p.batch, p.heads, p.seqlen_q, p.head_dim))
+        k, v = rng.standard_normal((2, p.batch, p.kv_heads, p.seqlen_k, p.head_dim))
+        direction = np.sqrt(3) * p.head_dim**-0.25
+        k += direction * rng.standard_normal((p.batch, p.kv_heads, p.seqlen_k, 1))
+        arrays = {"q": q + direction, "k": k, "v": v}
+        if self.poison:
+            name, row, value = self.poison
+            arrays[name][:, -1, row, p.head_dim // 2] = value
+        if self.arrange == "one key for all":  # a stride of 0 wants equal rows
+            arrays["k"][:], arrays["v"][:] = arrays["k"][:, :, :1], arrays["v"][:, :, :1]
+        if self.arrange == "one head for all":
+            arrays["q"][:] = arrays["q"][:, :1]
+        host = [arrays[name].astype(dtype) for name in "qkv"]
+        return host[0], host[1], host[2]
+
+    @property
+    def hopper(self) -> bool:
+        """Whether the Hopper kernels take it."""
+        unaligned = self.head_dim % 8 != 0 or self.arrange in ("one element in", "odd row stride")
+        return (self.block_m, self.block_n) == (128, 128) and not unaligned and (self.scale or 0) >= 0
+
+
+def _shapes(**changes: Any) -> dict[str, Case]:
+    return {", ".join(f"{name} {value}" for name, value in changes.items()): Case(**changes)}
+
+
+CASES: dict[str, Case] = {
+    f"{dtype}, head_dim {head_dim}": Case(dtype=dtype, head_dim=head_dim)
+    for dtype in DTYPES
+    for head_dim in (1, 8, 33, 64, 72, 80, 96, 127, 128)
+}
+for changes in (
+    # Lengths around tiles and segments.
+    {"seqlen_q": 1},
+    {"seqlen_q": 1, "seqlen_k": 300},
+    {"seqlen_q": 63, "seqlen_k": 64, "segment": 32},
+    {"seqlen_q": 127, "segment": 64},
+    {"seqlen_q": 129},
+    {"seqlen_q": 257, "seqlen_k": 1000},
+    {"seqlen_q": 200, "seqlen_k": 201},
+    {"seqlen_q": 100, "seqlen_k": 700},
+    # Segments.
+    {"segment": 1, "seqlen_q": 70},
+    {"segment": 2, "seqlen_q": 70},
+    {"segment": 100},
+    {"segment": 256, "seqlen_q": 700},
+    {"segment": 1000, "seqlen_q": 300, "seqlen_k": 500},
+    {"segment": 8192, "seqlen_q": 8300, "heads": 1, "seqlen_k": 8400, "head_dim": 16},
+    # Tiles.
+    {"block_m": 64, "head_dim": 128},
+    {"block_m": 64, "block_n": 64},
+    {"block_n": 64, "head_dim": 128},
+    {"block_n": 192, "seqlen_q": 1000},
+    {"block_n": 1024, "seqlen_q": 1500, "segment": 256},
+    {"block_m": 64, "block_n": 192, "segment": 100, "seqlen_q": 777},
+    # Stopping.
+    {"tau": 0.0, "head_dim": 128},
+    {"tau": 1e-3, "head_dim": 128, "seqlen_q": 900},
+    {"tau": 10.0, "seqlen_q": 900},
+    {"tau": INF, "seqlen_q": 900},
+    # Heads.
+    {"batch": 2, "heads": 8, "kv_heads": 1, "seqlen_q": 300},
+    {"batch": 2, "heads": 6, "kv_heads": 2, "seqlen_q": 300},
+    {"batch": 3, "heads": 3, "kv_heads": 3, "seqlen_q": 300},
+    {"batch": 2, "heads": 1, "kv_heads": 1, "seqlen_q": 300},
+    # Without causality.
+    {"is_causal": False, "head_dim": 128},
+    {"is_causal": False, "seqlen_q": 300, "seqlen_k": 700},
+    {"is_causal": False, "seqlen_q": 700, "seqlen_k": 300},
+    {"is_causal": False, "seqlen_q": 130, "seqlen_k": 2},
+    {"is_causal": False, "seqlen_q": 1, "seqlen_k": 1},
+    {"is_causal": False, "seqlen_q": 500, "block_m": 64, "block_n": 64, "options": {"window": 70}},
+    # Scales.
+    {"scale": 0.0},
+    {"scale": -0.1, "head_dim": 128},
+    {"scale": -0.1, "options": {"rank": "max"}},
+    {"scale": 1.0},
+    # Ranks; a short last segment leaves runs of queries short or empty.
+    {"options": {"rank": "max"}},
+    {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 128},
+    {"options": {"rank": "max", "representatives": 64}, "segment": 20, "seqlen_q": 111},
+    {"options": {"rank": "max", "representatives": 1}},
+    {"options": {"rank": "max", "representatives": 5}, "is_causal": False, "seqlen_k": 500},
+    # Windows.
+    {"options": {"window": 1}},
+    {"options": {"window": 50}, "head_dim": 128},
+    {"options": {"window": 300}, "seqlen_q": 700},
+    {"options": {"window": 5000}},
+    # Many rounds of the workspace: by heads, and by segments.
+    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    {"batch": 2, "heads": 4, "seqlen_q": 2100, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
+    {"heads": 7, "kv_heads": 1, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    {"heads": 2, "seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    # Places in memory.
+    *(
+        {"arrange": arrange, "head_dim": 80, "batch": 2}
+        for arrange in (
+            "one element in", "odd row stride", "BSHD", "fused", "sequence backwards", "one key for all",
+            "one head for all",
+        )
+    ),
+    # Values.
+    *(
+        {"poison": (name, row, value), "seqlen_q": 300}
+        for name in "qkv"
+        for row in (5, 200)
+        for value in (NAN, INF, -INF)
+    ),
+    {"poison": ("v", 200, NAN), "head_dim": 128, "is_causal": False},
+    {"poison": ("v", 200, INF), "head_dim": 33},
+):  # fmt: skip
+    CASES |= _shapes(**changes)
+
+# A few of them, for tools that slow a GPU a hundredfold.
+SANITIZED: dict[str, Case] = {
+    str(i): Case(**changes)  # type: ignore[arg-type]
+    for i, changes in enumerate(
+        (
+            {"seqlen_q": 300, "head_dim": 128},
+            {"seqlen_q": 300, "head_dim": 72, "dtype": "float16", "options": {"window": 30}},
+            {"seqlen_q": 200, "seqlen_k": 333, "head_dim": 33, "block_m": 64, "block_n": 64},
+            {"seqlen_q": 150, "seqlen_k": 290, "arrange": "one element in", "options": {"rank": "max"}},
+            {"seqlen_q": 260, "is_causal": False, "batch": 2, "arrange": "BSHD"},
+            {"seqlen_q": 140, "poison": ("v", 130, NAN), "head_dim": 128},
+            {"seqlen_q": 70, "segment": 20, "options": {"rank": "max", "representatives": 64}},
+            {"heads": 2, "seqlen_q": 40, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+        )
+    )
+}
+
+
+def place(x: Any, arrange: str) -> Any:
+    """A CuPy array equal to ``x`` [B, H, S, D] that lies in memory as ``arrange`` says."""
+    import cupy
+
+    b, h, s, d = x.shape
+    if arrange == "contiguous":
+        return x
+    if arrange == "one element in":
+        view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)
+    elif arrange == "odd row stride":
+        view = cupy.zeros((b, h, s, d + 1), x.dtype)[..., :d]
+    elif arrange == "BSHD":
+        view = cupy.zeros((b, s, h, d), x.dtype).transpose(0, 2, 1, 3)
+    elif arrange == "fused":  # as if cut out of one projection to q, k and v
+        view = cupy.zeros((b, s, 3, h, d), x.dtype)[:, :, 1].transpose(0, 2, 1, 3)
+    elif arrange == "sequence backwards":
+        view = cupy.zeros(x.shape, x.dtype)[:, :, ::-1]
+    elif arrange == "one key for all":
+        return cupy.broadcast_to(x[:, :, :1], x.shape)
+    elif arrange == "one head for all":
+        return cupy.broadcast_to(x[:, :1], x.shape)
+    else:
+        raise ValueError(arrange)
+    view[...] = x
+    return view
+
+
+def run_diff(case: Case, path: str) -> DiffReport:
+    """The GPU on a case's arrays, where they lie, against the reference."""
+    import cupy
+
+    host = case.arrays()
+    arranged = {"one key for all": "kv", "one head for all": "q"}.get(case.arrange, "qkv")
+    q, k, v = (
+        place(cupy.asarray(x), case.arrange if name in arranged else "contiguous")
+        for name, x in zip("qkv", host, strict=True)
+    )
+    problem, config = case.problem(), case.config(path)
+    return compare(capture(q, k, v, problem, config), *host, problem, config)

@@ -1,0 +1,184 @@
+"""A fault planted in a kernel is found by ``diff``, at its own stage and at none before it.
+
+Each fault changes the text of one kernel, as a slip of the hand would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from conftest import has_gpu, has_hopper
+from gpu_cases import Case, run_diff
+
+from s2o_cupy import kernels
+from s2o_cupy.kernels import Kernel
+from s2o_cupy.plan import kernels_for
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    stage: str  # where diff must report it first
+    functions: tuple[str, ...]  # kernels whose text is changed
+    old: str
+    new: str
+    case: Case
+
+    @property
+    def path(self) -> str:
+        return "hopper" if self.functions[0].endswith("sm90") else "portable"
+
+    def plant(self, text: str) -> str:
+        assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
+        return text.replace(self.old, self.new)
+
+
+MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, options={"window": 30})
+MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
+           options={"rank": "max", "representatives": 3})  # fmt: skip
+HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
+
+
+def _faults(function: str | tuple[str, ...], case: Case, *rows: tuple[str, str, str, str]) -> list[Fault]:
+    functions = (function,) if isinstance(function, str) else function
+    return [Fault(name, stage, functions, old, new, case) for name, stage, old, new in rows]
+
+
+FAULTS = [
+    *_faults(
+        "representatives", MAX,
+        ("the low part of a representative is dropped", "representatives",
+         "p.low[target] = static_cast<uint16>(Traits::Element::pack(rest, 0.f));", "p.low[target] = 0;"),
+        ("a mean divides by a full run's length", "representatives", "sum / count * p.sign", "sum / p.run * p.sign"),
+        ("a sum leaves out its last part", "representatives", "s < Traits::kRows; ++s", "s < Traits::kRows - 1; ++s"),
+        ("a run begins one query late", "representatives", "const int first = run * p.run, ",
+         "const int first = run * p.run + (run > 0), "),
+    ),
+    *_faults(
+        "guides", MEAN,
+        ("the guide's sign is wrong", "query order", ": sum / count;", ": -sum / count;"),
+        ("the guide leaves out a key", "query order", "p.k.row, count,", "p.k.row, count - 1,"),
+    ),
+    *_faults(
+        "query_order", MEAN,
+        ("queries ascend", "query order", "~sortable(score)", "sortable(score)"),
+        ("neighbours are written the other way round", "query order", "order[i] = static", "order[i ^ 1] = static"),
+        ("every segment has the first one's guide", "query order", "(n > 0)) * Traits", "0) * Traits"),
+        ("the sort merges in a wrong direction", "query order", "(low & size) == 0", "(low & stride) == 0"),
+        ("offsets are lost", "query order", "<< 32 | r :", "<< 32 | (r & ~1) :"),
+    ),
+    *_faults(
+        "key_scores", MAX,
+        ("products with the low part are left out", "key scores", "Element::mma(s[j + 1], b, x[2], x[3]);", ""),
+        ("only the first representative counts", "key scores", "r < p.representatives; ++r", "r < 1; ++r"),
+        ("a representative's columns are mixed up", "key scores", "high[0][c * 8 + 4], high[1][c * 8 + 4]}",
+         "high[1][c * 8 + 4], high[0][c * 8 + 4]}"),
+        ("scores go to the wrong keys", "key scores", "+ j * 8 + lane % 4 * 2;\n        if (key < end)",
+         "+ (j ^ 1) * 8 + lane % 4 * 2;\n        if (key < end)"),
+        ("a lesser representative wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
+    ),
+    *_faults(
+        "key_order", MEAN,
+        ("buckets round to nearest", "key order", "__fmul_rn(__fsub_rn(high, s), factor)",
+         "__fmul_rn(__fsub_rn(high, s), factor) + 0.5f"),
+        ("buckets are twice as wide", "key order", "static_cast<float>(spec::kKeyBuckets)",
+         "static_cast<float>(spec::kKeyBuckets / 2)"),
+        ("a bucket's keys stand backwards", "key order", "peers & ((1u << lane) - 1)", "peers & ~((2u << lane) - 1)"),
+        ("neighbours are written the other way round", "key order", "order[place] = key", "order[place ^ 1] = key"),
+        ("keys ascend in importance", "key order", "__fsub_rn(high, s)", "__fsub_rn(s, low)"),
+    ),
+    *_faults(
+        "pass1", MEAN,
+        ("the diagonal lets one key of the future through", "pass 1 state", "if (key >= limit", "if (key > limit"),
+        ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
+        ("the sum is not rescaled", "pass 1 state", "float sum = mass[i][h] * shrink;", "float sum = mass[i][h];"),
+        ("the score's scale is natural", "pass 1 state", "s[i][j][e] *= params.scale_log2",
+         "s[i][j][e] *= params.scale_log2 * 0.6931f"),
+        ("the last look is left out", "pass 1 state", "if (step + 1 == steps ||", "if ("),
+        ("columns of k are exchanged", "pass 1 state", "c * 2 + lane / 8 % 2));", "c * 2 + 1 - lane / 8 % 2));"),
+        ("the output is not rescaled", "pass 1 output", "acc[i][d][2 * h + 1] *= shrink;", ""),
+        ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / l[i][h]", "0.f : 1.01f / l[i][h]"),
+        ("two weights are exchanged", "pass 1 output", "a[i][1] = p[i][j][1];\n        a[i][2] = p[i][j + 1][0];",
+         "a[i][1] = p[i][j + 1][0];\n        a[i][2] = p[i][j][1];"),
+    ),
+    *_faults(
+        "pass2", MEAN,
+        ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
+        ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
+        ("one row of many decides", "stop", "small &= row", "small = row"),
+        ("rows past the segment's end keep a tile going", "stop", "row(i, h) >= rows || sum", "sum"),
+        ("the mass before the tile is not rescaled", "stop", "          l[i][h] *= shrink;\n", ""),
+        ("one visited tile is not counted", "stop", "rows.visited(params) = visited;",
+         "rows.visited(params) = visited - 1;"),
+        ("the state's output is not multiplied by l", "output", "Element::high(x) * ml.y", "Element::high(x)"),
+        ("the output is not rescaled", "output", "acc[i][d][2 * h] *= shrink;", ""),
+        ("the output is 1 % too small", "output", "0.f : 1.f / l[i][h]", "0.f : 0.99f / l[i][h]"),
+        ("two columns of v are exchanged", "output", "Element::mma(acc[i][d + 1], a[i], b[2], b[3]);",
+         "Element::mma(acc[i][d + 1], a[i], b[3], b[2]);"),
+        ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
+        ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
+    ),
+    *_faults(
+        "pass1_sm90", HOPPER,
+        ("the diagonal lets one key of the future through", "pass 1 state", ">= limit + (causal ? first_row",
+         "> limit + (causal ? first_row"),
+        ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
+        ("the sum is not rescaled", "pass 1 state", "      mass[h] *= shrink[h];\n", ""),
+        ("rows of k are swizzled wrongly", "pass 1 state", "((c % 8 ^ (row & 7)) << 4)", "((c % 8 ^ (row & 3)) << 4)"),
+        ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
+        ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / l[h];\n      if", "0.f : 1.01f / l[h];\n      if"),
+    ),
+    *_faults(
+        "pass2_sm90", HOPPER,
+        ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
+        ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
+        ("the mass before the tile is not rescaled", "stop", "      l[h] *= shrink[h];\n", ""),
+        ("one visited tile is not counted", "stop", "rows.visited(params) = visited;",
+         "rows.visited(params) = visited - 1;"),
+        ("the state's output is not multiplied by l", "output", "Element::high(x) * ml.y", "Element::high(x)"),
+        ("the output is not rescaled", "output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
+        ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
+    ),
+]  # fmt: skip
+
+
+def kernel_of(function: str) -> Kernel:
+    return next(kernel for kernel in kernels_for(90) if kernel.function == function)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.functions[0]}: {f.name}")
+def test_every_fault_has_its_place(fault):
+    """Without a GPU: the sources still hold what each fault changes."""
+    for function in fault.functions:
+        kernels_text = kernels.render(kernel_of(function))
+        assert fault.plant(kernels_text) != kernels_text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.functions[0]}: {f.name}")
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if fault.path == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    good = kernels.render
+
+    def render(kernel):
+        return fault.plant(good(kernel)) if kernel.function in fault.functions else good(kernel)
+
+    monkeypatch.setattr(kernels, "render", render)
+    monkeypatch.setattr(kernels, "_loaded", {})
+    report = run_diff(fault.case, fault.path)
+    found = [row.stage for row in report.rows if not row.ok]
+    assert found and found[0] == fault.stage, report.table()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [MEAN, MAX, HOPPER], ids=["mean", "max", "hopper"])
+def test_without_a_fault_none_is_found(case):
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    report = run_diff(case, "auto" if case is HOPPER else "portable")
+    assert report.ok, report.table()
+    assert 0.05 < report.density < 0.95  # some tiles stop, and some keys are skipped

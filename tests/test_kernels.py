@@ -1,0 +1,261 @@
+"""Kernel sources and their compilation: what is rendered, what is cached, what is said when it fails.
+
+Nothing here needs a GPU; what compiles needs NVRTC. tests/test_gpu_process.py has the cases of a real cache folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import s2o_cupy
+from s2o_cupy import S2OError, kernels
+from s2o_cupy.kernels import ARCHITECTURES, FAMILIES, Kernel, check_device, render
+from s2o_cupy.plan import kernels_for
+
+ALL = {kernel: None for arch in (80, 86, 89, 90, 100, 120) for kernel in kernels_for(arch)}
+SMALL = Kernel("guides", "float16", 64, shared_bytes=32 * 64 * 4)
+
+
+def source_folder() -> Path:
+    import s2o_cupy.raw_kernels
+
+    return Path(s2o_cupy.raw_kernels.__file__).parent
+
+
+HEADERS = sorted(path.name for path in source_folder().glob("*.cuh"))
+
+
+# ---------------------------------------------------------------- render
+
+
+def test_every_function_has_a_kernel():
+    assert {kernel.function for kernel in ALL} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
+def test_a_rendered_kernel_is_complete(kernel):
+    text = render(kernel)
+    assert '#include "' not in text
+    assert "#pragma once" not in text
+    headers = re.findall(r'^#line 1 "(\w+\.cuh?)"$', text, re.MULTILINE)
+    assert len(headers) == len(set(headers)), "a header stands there twice"
+    assert FAMILIES[kernel.function].source in headers
+    assert text.count(f"{kernels.ENTRY.format(function=kernel.function)}(") == 1
+    for name, value in s2o_cupy.spec.KERNEL_CONSTANTS.items():
+        assert f"constexpr int {name} = {value};" in text
+
+
+def test_kernels_differ_by_name_and_by_text():
+    """Bar what the text does not hold: shared memory that is only sized."""
+    texts: dict[str, str] = {}
+    for kernel in kernels_for(90):
+        assert texts.setdefault(render(kernel), kernel.name) == kernel.name
+    assert len({kernel.name for kernel in kernels_for(90)}) == len(kernels_for(90))
+
+
+def test_every_header_is_used():
+    text = "\n".join(map(render, ALL))
+    for name in HEADERS:
+        assert f'#line 1 "{name}"' in text, name
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_changed_header_changes_the_text(header, monkeypatch, tmp_path):
+    """CuPy's cache keys on the text and knows nothing of the files behind it."""
+    before = {kernel: render(kernel) for kernel in ALL}
+    for path in source_folder().glob("*.cu*"):
+        text = path.read_text(encoding="utf-8")
+        (tmp_path / path.name).write_text(text + "\n// changed\n" * (path.name == header), encoding="utf-8")
+    monkeypatch.setattr(kernels, "resources", types.SimpleNamespace(files=lambda package: tmp_path))
+    for kernel, text in before.items():
+        assert (render(kernel) != text) == (f'#line 1 "{header}"' in text), kernel.name
+
+
+def test_line_numbers_are_those_of_the_files():
+    """So that a compiler's message names a place in a source file."""
+    text = render(Kernel("key_order", shared_bytes=8 * (2048 + 3) * 4))
+    sources = {path.name: path.read_text(encoding="utf-8").splitlines() for path in source_folder().glob("*.cu*")}
+    checked, name, number = 0, "", 0
+    for line in text.splitlines():
+        directive = re.fullmatch(r'#line (\d+) "(.+)"', line)
+        if directive:
+            number, name = int(directive.group(1)), directive.group(2)
+            continue
+        if name in sources and line:
+            assert sources[name][number - 1] == line, f"{name}:{number}"
+            checked += 1
+        number += 1
+    assert checked > 200
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "runtime", "message"),
+    [
+        (75, 12090, 12090, r"compute capability 7\.5, and the kernels need 8\.0 or newer.*backend=\"numpy\""),
+        (50, 13000, 13000, r"compute capability 5\.0"),
+        (90, 11080, 12090, r"driver supports CUDA 11\.8.*CuPy needs CUDA 12; update the driver.*cupy-cuda11x"),
+        (90, 12040, 13000, r"driver supports CUDA 12\.4.*CuPy needs CUDA 13; update the driver.*cupy-cuda12x"),
+    ],
+)
+def test_a_device_that_cannot_is_named_in_one_sentence(capability, driver, runtime, message):
+    with pytest.raises(S2OError, match=message) as caught:
+        check_device(capability, driver, runtime)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
+@pytest.mark.parametrize(("driver", "runtime"), [(12040, 12090), (12090, 12020), (13000, 12090), (13010, 13000)])
+def test_a_device_that_can(capability, driver, runtime):
+    check_device(capability, driver, runtime)
+    assert kernels.architecture_path(capability) != "unsupported"
+
+
+def test_architecture_path():
+    assert kernels.architecture_path(75) == "unsupported"
+    assert {kernels.architecture_path(cc) for cc in (80, 86, 89, 120)} == {"portable"}
+
+
+# ---------------------------------------------------------------- loading, with a CuPy that only pretends
+
+
+class PretendedModule:
+    """cupy.RawModule over a cache folder that may be unwritable."""
+
+    compiled: list[str | None]
+    writable = True
+
+    def __init__(self, code, options):
+        assert code == render(SMALL)
+
+    def compile(self):
+        in_memory = os.environ.get("CUPY_CACHE_IN_MEMORY")
+        type(self).compiled.append(in_memory)
+        if not self.writable and in_memory != "1":
+            raise PermissionError("read-only file system")
+
+    def get_function(self, name):
+        assert name == "s2o_guides"
+        return types.SimpleNamespace()
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    module = type("Module", (PretendedModule,), {"compiled": []})
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=module))
+    monkeypatch.setattr(kernels, "_loaded", {})
+    return module
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_cache_folder_that_cannot_be_written(pretended, monkeypatch, before):
+    pretended.writable = False
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", before)
+    kernels.load(SMALL, 0)
+    assert pretended.compiled == [before, "1"]
+    assert os.environ.get("CUPY_CACHE_IN_MEMORY") == before  # as it was
+
+
+def test_a_kernel_is_loaded_once_for_each_device(pretended):
+    first = kernels.load(SMALL, 0)
+    assert kernels.load(SMALL, 0) is first
+    assert kernels.load(SMALL, 1) is not first
+    assert len(pretended.compiled) == 2
+
+
+def test_other_errors_are_not_hidden(pretended, monkeypatch):
+    monkeypatch.setattr(pretended, "compile", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kernels.load(SMALL, 0)
+    assert kernels._loaded == {}
+
+
+def test_nothing_is_launched_for_no_block(monkeypatch):
+    monkeypatch.setattr(kernels, "load", lambda *arguments: pytest.fail("loaded"))
+    kernels.launch(SMALL, 0, None, 0)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- compiling; `s2o compile` does it for all
+
+
+@pytest.fixture
+def nvrtc():
+    """CuPy's binding with a library behind it."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"no CuPy with NVRTC: {error}")
+    return nvrtc
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_compile_all(nvrtc, monkeypatch, arch):
+    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "query_order", "key_order"))
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: few)
+    seen: list[tuple[int, int]] = []
+    results = kernels.compile_all([arch], progress=lambda done, total: seen.append((done, total)))
+    assert [r.name for r in results] == [k.name for k in few]
+    assert seen == [(i + 1, len(few)) for i in range(len(few))]
+    for r in results:
+        assert (r.arch, r.spill_bytes, r.warnings) == (arch, 0, ())
+        assert 0 < r.registers <= 255 and r.seconds > 0
+
+
+def test_every_architecture_is_known():
+    for arch in ARCHITECTURES:
+        assert kernels.all_kernels(arch) == kernels_for(int(re.sub(r"\D", "", arch)))
+
+
+@pytest.mark.parametrize("name", ["sm90", "90", "compute_90", "sm_9", "sm_90x", "", "sm_90 "])
+def test_a_name_that_is_no_architecture(name):
+    with pytest.raises(ValueError, match=rf"architectures has '{name}'; accepted: names such as sm_80, "):
+        kernels.compile_all(["sm_80", name])
+
+
+def test_an_architecture_that_nvrtc_does_not_know(nvrtc, monkeypatch):
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
+    with pytest.raises(S2OError, match="guides-float16-d64 does not compile for sm_999:"):
+        kernels.compile_all(["sm_999"])
+
+
+def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
+    good = kernels.render
+
+    def broken(kernel):
+        return good(kernel).replace("lane * 8 + 8 <= head_dim", "lane * 8 + 8 <= hed_dim")
+
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(kernels, "render", broken)
+    with pytest.raises(S2OError, match=r"does not compile for sm_80:\n(.*\n)*rank_queries\.cu\(\d+\): error.*hed_dim"):
+        kernels.compile_all(["sm_80"])
+
+
+def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, monkeypatch):
+    import dataclasses
+
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (Kernel("key_order", shared_bytes=4),))
+    with pytest.raises(S2OError, match="plan.py counts the shared memory differently"):
+        kernels.compile_all(["sm_80"])
+    family = dataclasses.replace(FAMILIES["guides"], params=kernels.RANK_KEYS_PARAMS)
+    monkeypatch.setitem(FAMILIES, "guides", family)
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
+    with pytest.raises(S2OError, match="kernels.py lays the parameters out differently"):
+        kernels.compile_all(["sm_80"])
+
+
+def test_compiling_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(S2OError, match="compiling needs CuPy and NVRTC: pip install"):
+        kernels.compile_all(["sm_80"])
