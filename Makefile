@@ -1,7 +1,8 @@
-# make demo    S2O on recorded attention inputs: figures and a picture (s2o_demo.png)
-# make test    every kernel compiled, then all tests
-# make lint    ruff and mypy
-# make clean   remove what these commands made
+# make demo      S2O on recorded attention inputs: figures and a picture (s2o_demo.png)
+# make test      every kernel compiled, then all tests
+# make lint      ruff and mypy
+# make sanitize  small cases on a GPU under compute-sanitizer
+# make clean     remove what these commands made
 #
 # Each sets itself up in $(VENV). With an NVIDIA GPU that is with CuPy for its driver, and GPU tests run too.
 # Without one, demo installs no CUDA library, and test only CuPy and NVRTC, to compile with. Where pip reaches
@@ -27,7 +28,7 @@ DEMO := $(VENV)/.demo-$(CUDA)
 TEST := $(VENV)/.test-$(CUDA)$(if $(filter 1,$(INTEROP)),-interop)
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint mypy clean
+.PHONY: demo test lint mypy sanitize clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -35,6 +36,13 @@ demo: $(DEMO)
 test: $(TEST)
 	$(RUN) -m s2o_cupy compile
 	$(RUN) -m pytest $(PYTEST)
+
+# compute-sanitizer comes with the CUDA toolkit.
+sanitize: $(TEST)
+	for tool in memcheck racecheck; do \
+	  PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) tests/sanitize.py; \
+	done
 
 lint: $(TEST) mypy
 	$(RUN) -m ruff check .

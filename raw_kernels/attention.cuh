@@ -20,7 +20,7 @@ struct AttentionTraits {
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kStages = kStages_;    // steps of K and of V in shared memory
-  static constexpr bool kAligned = kAligned_; // every row starts on 16 bytes
+  static constexpr bool kAligned = kAligned_; // every row starts on 16 bytes, and head_dim is a multiple of 8
   static constexpr int kRowTiles = kBlockM / kWarps / 16;  // 16-row mma tiles of a warp
   static constexpr int kKeyTiles = kStep / 8;
   static constexpr int kDimTiles = kHeadDim / 8;
@@ -87,7 +87,6 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, int64
   constexpr int kChunks = Traits::kHeadDim / 8;
   constexpr int kRows = kStep * kChunks / kThreads;  // rows of a thread: 8 or 4, neighbours
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
-  const int bytes = min(max(head_dim - chunk * 8, 0), 8) * 2;
 #pragma unroll(Traits::kAligned ? kRows : 1)
   for (int i = 0; i < kRows; i += 4) {
     const int4 quad = keys.quad(step, (first + i) / 4);
@@ -97,7 +96,8 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, int64
       const int key = j == 0 ? quad.x : j == 1 ? quad.y : j == 2 ? quad.z : quad.w;
       const uint16* row = data + static_cast<int64>(max(key, 0)) * row_stride;
       if constexpr (Traits::kAligned) {
-        cp_async_16(target, bytes > 0 ? row + chunk * 8 : row, key < 0 ? 0 : bytes);
+        const bool present = key >= 0 && chunk * 8 < head_dim;
+        cp_async_16_or_zeros(target, present ? row + chunk * 8 : row, present);
       } else {
         store_shared_16(target, key < 0 ? make_uint4(0, 0, 0, 0) : load_unaligned(row, chunk * 8, head_dim));
       }

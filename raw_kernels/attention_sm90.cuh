@@ -23,7 +23,7 @@ constexpr int kBlockM = 128, kBlockN = 128;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
-constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 constexpr int kAtomBytes = 128 * 128;
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
 enum NamedBarrier { kTurn = 1 };  // and kTurn + 1: a consumer's turn to issue products
@@ -94,8 +94,8 @@ __device__ __forceinline__ void initialise(Shared& shared, int stages) {
 
 // --- Producer ---
 
-// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. A lane
-// also keeps the index of one of the warp's 32 rows, and the others get it by a shuffle.
+// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each lane
+// also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
 template <int kHeadDim>
 struct CopyLayout {
   static constexpr int kLanes = kHeadDim / 8;
@@ -104,28 +104,45 @@ struct CopyLayout {
   static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
 
   uint32 target;  // of this thread's first chunk in a tile
-  int chunk, bytes;
+  int chunk;      // its offset in a row, in elements
+  bool inside;    // of head_dim
 
   __device__ __forceinline__ explicit CopyLayout(int head_dim) {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
     target = c / 8 * kAtomBytes + row * 128 + ((c % 8 ^ (row & 7)) << 4);
-    bytes = min(max(head_dim - c * 8, 0), 8) * 2;
-    chunk = bytes > 0 ? c * 8 : 0;
+    inside = c * 8 < head_dim;
+    chunk = inside ? c * 8 : 0;
   }
   // The row whose index this lane keeps.
   static __device__ __forceinline__ int kept_row() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-    return lane / kRows * (4 * kRows) + thread / 32 * kRows + lane % kRows;
+    return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
   }
-  // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros.
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, int64 row_stride, int kept) const {
-    const int lane = threadIdx.x % 32;
-    const uint16* base = data + chunk;
+  // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros, which kFull excludes.
+  // A row begins `row_units` times 16 bytes after the one before it; the plan sees to it that 32 bits hold its offset.
+  template <bool kFull>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept) const {
+    uint64 base = __cvta_generic_to_global(data + chunk);
+    asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
+    const uint32 offset = kept < 0 ? ~0u : static_cast<uint32>(kept) * row_units;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int index = __shfl_sync(kFullWarp, kept, pass * kRows + lane / kLanes);
-      cp_async_16(tile + target + pass * kPassBytes, base + max(index, 0) * row_stride, index < 0 ? 0 : bytes);
+      const uint32 units = __shfl_sync(kFullWarp, offset, pass, kLanes);
+      const uint32 to = tile + target + pass * kPassBytes;
+      if (kFull) {
+        cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
+      } else {
+        const bool present = units != ~0u && inside;
+        cp_async_16_or_zeros(to, reinterpret_cast<const void*>(base + (present ? units : 0) * 16ull), present);
+      }
+    }
+  }
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept, bool full) const {
+    if (full) {
+      gather<true>(tile, data, row_units, kept);
+    } else {
+      gather<false>(tile, data, row_units, kept);
     }
   }
 };
@@ -148,6 +165,8 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
   const Geometry& g = params.geometry;
   const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
+  const auto units = [](int64 row_stride) { return static_cast<uint32>(row_stride / 8); };  // of 16 bytes
+  const uint32 q_units = units(params.q.row), k_units = units(params.k.row), v_units = units(params.v.row);
   if (thread == 0) {
     shared.work[0] = next_work<Rows, kOrdered>(params);
     barrier_arrive(shared.work_full[0]);
@@ -178,6 +197,8 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
 
     int ahead = key(0), now = -1;
     const int position = rows(row);
+    const bool whole_rows = g.head_dim == Traits::kHeadDim;
+    const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
     // A stop at key tile t means that t + 1 is the last. It is read kStages + 1 tiles later, when t's copies have been
     // used for sure; past the end of the list only to know whether consumers stopped short of it.
@@ -190,20 +211,20 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         now = ahead;
         if (tile + 1 < tiles) ahead = key(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather(shared_address(shared.k[k_ring.slot]), k, params.k.row, now);
+        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty, (item & 1) ^ 1);
         shared.rows[slot][row] = position;
-        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), params.q.row,
-                      position);
+        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
+                      whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full);
         barrier_arrive(shared.q_full);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.gather(shared_address(shared.v[v_ring.slot]), v, params.v.row, before);
+        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
       }

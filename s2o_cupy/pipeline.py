@@ -42,8 +42,14 @@ def _tensor(x: Array) -> tuple[int, int, int, int]:
 
 
 def _is_aligned(x: Array) -> bool:
+    """Rows are whole chunks of 16 bytes: what the fast copies need."""
     address, *strides = _tensor(x)
-    return address % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in strides)
+    return address % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in (*strides, x.shape[3]))
+
+
+def _fits_32_bits(x: Array) -> bool:
+    """Offsets of rows from the first, in chunks of 16 bytes, fit in 32 bits: what the Hopper producer needs."""
+    return 0 <= x.strides[2] * (x.shape[2] - 1) < 16 << 32 or x.shape[2] <= 1
 
 
 def run(
@@ -63,7 +69,8 @@ def run(
     """
     device = cupy.cuda.runtime.getDevice()
     aligned = all(_is_aligned(x) for x in (q, k, v, out))
-    plan = make_plan(problem, config, device_limits(device), aligned)
+    compact = all(_fits_32_bits(x) for x in (q, k, v))
+    plan = make_plan(problem, config, device_limits(device), aligned, compact)
     visited = cupy.zeros(problem.visited_shape(config), np.int32)
     call = _Call(plan, problem, config, device, aligned, observe)
     call.pass1(q, k, v, out, lse, visited)

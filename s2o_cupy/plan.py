@@ -130,12 +130,16 @@ def _hopper(function: str, dtype: str, head_dim: int, limits: DeviceLimits) -> K
     return Kernel(function, dtype, head_dim, stages=stages, shared_bytes=sizes[stages])
 
 
-def hopper_refusal(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool) -> str | None:
+def hopper_refusal(
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+) -> str | None:
     """Why the Hopper kernels cannot run a problem, or None."""
     if limits.compute_capability != 90:
         return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
     if not aligned:
-        return "a row of q, k, v or out does not start on 16 bytes"
+        return "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple of 8"
+    if not compact:
+        return "rows of q, k or v are in descending order of address or more than 64 GiB apart"
     if problem.scale <= 0:
         return f"scale is {problem.scale}, not positive"
     if (config.block_m, config.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
@@ -202,8 +206,11 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
 
 
 @functools.lru_cache(maxsize=256)
-def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool) -> LaunchPlan:
-    """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid."""
+def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True) -> LaunchPlan:
+    """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
+
+    ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
+    """
     geometry = problem.geometry(config)
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
     pass1_block_m = 128
@@ -216,7 +223,7 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
-    refusal = hopper_refusal(problem, config, limits, aligned)
+    refusal = hopper_refusal(problem, config, limits, aligned, compact)
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     if config.path == "portable" or refusal:

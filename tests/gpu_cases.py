@@ -83,16 +83,12 @@ class Case:
         return (self.block_m, self.block_n) == (128, 128) and not unaligned and (self.scale or 0) >= 0
 
 
-def _shapes(**changes: Any) -> dict[str, Case]:
-    return {", ".join(f"{name} {value}" for name, value in changes.items()): Case(**changes)}
-
-
 CASES: dict[str, Case] = {
     f"{dtype}, head_dim {head_dim}": Case(dtype=dtype, head_dim=head_dim)
     for dtype in DTYPES
     for head_dim in (1, 8, 33, 64, 72, 80, 96, 127, 128)
 }
-for changes in (
+_CHANGES: tuple[dict[str, Any], ...] = (
     # Lengths around tiles and segments.
     {"seqlen_q": 1},
     {"seqlen_q": 1, "seqlen_k": 300},
@@ -152,8 +148,8 @@ for changes in (
     # Many rounds of the workspace: by heads, and by segments.
     {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     {"batch": 2, "heads": 4, "seqlen_q": 2100, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
-    {"heads": 7, "kv_heads": 1, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    {"heads": 2, "seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     # Places in memory.
     *(
         {"arrange": arrange, "head_dim": 80, "batch": 2}
@@ -171,25 +167,20 @@ for changes in (
     ),
     {"poison": ("v", 200, NAN), "head_dim": 128, "is_causal": False},
     {"poison": ("v", 200, INF), "head_dim": 33},
-):  # fmt: skip
-    CASES |= _shapes(**changes)
+)  # fmt: skip
+CASES |= {", ".join(f"{name} {value}" for name, value in changes.items()): Case(**changes) for changes in _CHANGES}
 
 # A few of them, for tools that slow a GPU a hundredfold.
-SANITIZED: dict[str, Case] = {
-    str(i): Case(**changes)  # type: ignore[arg-type]
-    for i, changes in enumerate(
-        (
-            {"seqlen_q": 300, "head_dim": 128},
-            {"seqlen_q": 300, "head_dim": 72, "dtype": "float16", "options": {"window": 30}},
-            {"seqlen_q": 200, "seqlen_k": 333, "head_dim": 33, "block_m": 64, "block_n": 64},
-            {"seqlen_q": 150, "seqlen_k": 290, "arrange": "one element in", "options": {"rank": "max"}},
-            {"seqlen_q": 260, "is_causal": False, "batch": 2, "arrange": "BSHD"},
-            {"seqlen_q": 140, "poison": ("v", 130, NAN), "head_dim": 128},
-            {"seqlen_q": 70, "segment": 20, "options": {"rank": "max", "representatives": 64}},
-            {"heads": 2, "seqlen_q": 40, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-        )
-    )
-}
+SANITIZED = (
+    Case(seqlen_q=300, head_dim=128),
+    Case(seqlen_q=300, head_dim=72, dtype="float16", options={"window": 30}),
+    Case(seqlen_q=200, seqlen_k=333, head_dim=33, block_m=64, block_n=64),
+    Case(seqlen_q=150, seqlen_k=290, arrange="one element in", options={"rank": "max"}),
+    Case(seqlen_q=260, is_causal=False, batch=2, arrange="BSHD"),
+    Case(seqlen_q=140, poison=("v", 130, NAN), head_dim=128),
+    Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),
+    Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
+)
 
 
 def place(x: Any, arrange: str) -> Any:

@@ -124,10 +124,11 @@ FAULTS = [
         ("the diagonal lets one key of the future through", "pass 1 state", ">= limit + (causal ? first_row",
          "> limit + (causal ? first_row"),
         ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
-        ("the sum is not rescaled", "pass 1 state", "      mass[h] *= shrink[h];\n", ""),
+        ("the sum is not rescaled", "pass 1 state", "mass[h] = mass[h] * shrink[h]", "mass[h] = mass[h]"),
         ("rows of k are swizzled wrongly", "pass 1 state", "((c % 8 ^ (row & 7)) << 4)", "((c % 8 ^ (row & 3)) << 4)"),
         ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
-        ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / l[h];\n      if", "0.f : 1.01f / l[h];\n      if"),
+        ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / l[h];\n      if",
+         "0.f : 1.01f / l[h];\n      if"),
     ),
     *_faults(
         "pass2_sm90", HOPPER,
