@@ -28,23 +28,24 @@ constexpr int kAtomBytes = 128 * 128;
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
 enum NamedBarrier { kTurn = 1 };  // and kTurn + 1: a consumer's turn to issue products
 
-template <class Element_, int kHeadDim_, int kStages_>
+template <class Element_, int kHeadDim_, int kStages_, int kQueryBuffers_>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_;              // key and value tiles in shared memory
+  static constexpr int kQueryBuffers = kQueryBuffers_;  // q tiles
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
 
   struct Shared {
-    uint16 q[kBlockM * kHeadDim];
+    uint16 q[kQueryBuffers][kBlockM * kHeadDim];
     uint16 k[kStages][kBlockN * kHeadDim];
     uint16 v[kStages][kBlockN * kHeadDim];
     int rows[2][kBlockM];            // query positions of this q tile and the next, -1 past the segment
     int work[2];                     // this q tile and the next; -1 at the end
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
     // Barriers: full = copies have landed, empty = all readers are done.
-    uint64 q_full, q_empty;
+    uint64 q_full[kQueryBuffers], q_empty[kQueryBuffers];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     uint64 voted[kVoteSlots];
     uint64 work_full[2], work_empty[2];
@@ -70,13 +71,15 @@ __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
   return *static_cast<volatile uint64*>(&shared.votes[tile % kVoteSlots]) == 0x0101010101010101ull;
 }
 
-template <class Shared>
-__device__ __forceinline__ void initialise(Shared& shared, int stages) {
+template <class Traits>
+__device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
-    // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
-    barrier_init(shared.q_full, 2 * kWarpgroup);
-    barrier_init(shared.q_empty, kConsumerWarps);
-    for (int s = 0; s < stages; ++s) {
+    for (int s = 0; s < Traits::kQueryBuffers; ++s) {
+      // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
+      barrier_init(shared.q_full[s], 2 * kWarpgroup);
+      barrier_init(shared.q_empty[s], kConsumerWarps);
+    }
+    for (int s = 0; s < Traits::kStages; ++s) {
       barrier_init(shared.k_full[s], kWarpgroup);
       barrier_init(shared.v_full[s], kWarpgroup);
       barrier_init(shared.k_empty[s], kConsumerWarps);
@@ -172,6 +175,7 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
     barrier_arrive(shared.work_full[0]);
   }
   Ring<kStages> k_ring, v_ring;
+  Ring<Traits::kQueryBuffers> q_ring;
   uint32 voted = 0;  // key tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
     const uint32 slot = item % 2, item_parity = item / 2 & 1;
@@ -216,12 +220,13 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         k_ring.advance();
       }
       if (tile == 0) {
-        barrier_wait(shared.q_empty, (item & 1) ^ 1);
+        barrier_wait(shared.q_empty[q_ring.slot], q_ring.parity ^ 1);
         shared.rows[slot][row] = position;
-        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
+        layout.gather(shared_address(shared.q[q_ring.slot]), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
                       whole_rows && rows.count == kBlockM);
-        barrier_arrive_after_copies(shared.q_full);
-        barrier_arrive(shared.q_full);
+        barrier_arrive_after_copies(shared.q_full[q_ring.slot]);
+        barrier_arrive(shared.q_full[q_ring.slot]);
+        q_ring.advance();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
@@ -261,6 +266,7 @@ struct Consumer {
   Shared& shared;
   const AttentionParams& params;
   Ring<kStages> k_ring, v_ring;
+  Ring<Traits::kQueryBuffers> q_ring;
   uint32 voted = 0;
   int group, lane, first_row;  // first_row: this thread's, of the q tile
 
@@ -281,7 +287,7 @@ struct Consumer {
   __device__ __forceinline__ void issue_scores() {
     barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
     await_turn();
-    const uint32 q = tile_descriptor(shared_address(shared.q) + group * 64 * 128, 0);
+    const uint32 q = tile_descriptor(shared_address(shared.q[q_ring.slot]) + group * 64 * 128, 0);
     const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
     wgmma_fence();
 #pragma unroll
@@ -305,6 +311,10 @@ struct Consumer {
     wgmma_commit();
   }
 
+  __device__ __forceinline__ void release_q() {
+    release(shared.q_empty[q_ring.slot]);
+    q_ring.advance();
+  }
   __device__ __forceinline__ void release_k() {
     release(shared.k_empty[k_ring.slot]);
     k_ring.advance();
@@ -455,7 +465,7 @@ struct Consumer {
   template <bool kCausal, bool kStops>
   __device__ __forceinline__ int walk(int tiles, int limit, int rows) {
     if (tiles == 0) {
-      release(shared.q_empty);
+      release_q();
       return 0;
     }
     issue_scores();
@@ -481,7 +491,7 @@ struct Consumer {
       rescale();
       pack();
     }
-    release(shared.q_empty);
+    release_q();
     issue_output();
     if (kStops) {
       vote(rows, tile - 1);
@@ -602,7 +612,7 @@ struct Consumer {
 // One block: kFirst is pass 1 (consecutive rows, contiguous keys, causal, keeps its state), otherwise pass 2.
 template <class Traits, class Rows, bool kFirst>
 __device__ __forceinline__ void attend(const AttentionParams& params, typename Traits::Shared& shared) {
-  initialise(shared, Traits::kStages);
+  initialise<Traits>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters>();
     produce<Traits, Rows, !kFirst>(params, shared);
@@ -617,7 +627,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, typename T
       const Rows rows(params, work);
       const Geometry& g = params.geometry;
       const int count = rows.keys(g);
-      barrier_wait(shared.q_full, item & 1);
+      barrier_wait(shared.q_full[consumer.q_ring.slot], consumer.q_ring.parity);
       consumer.start_empty();
       if (!kFirst) {
         const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};

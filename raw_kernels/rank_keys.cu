@@ -17,12 +17,14 @@ constexpr int kScoreRows = 16 * kWarps;  // (head, segment) rows of a block
 constexpr int kScoreSteps = 8;           // key steps of a block
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / 32;
+constexpr int kSortBatch = 8;            // scores that a thread of key_order has in flight
 
 struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
   const uint16* high;      // [batch * heads, segments, representatives, kHeadDim]
   const uint16* low;
   float* scores;           // [chunk rows, stride] by key position
+  uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
   int* k_order;            // [chunk rows, stride]
   int64 stride;            // a multiple of kStep
   Geometry geometry;
@@ -79,6 +81,10 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
     segment[h] = p.chunk.first_segment + row / p.chunk.shared_heads;
   }
 
+  const auto valid = [&](int h) {
+    return first_row + static_cast<int>(threadIdx.x) / 32 * 16 + h * 8 + lane / 4 < rows;
+  };
+
   if (threadIdx.x == 0) shared.first_key = first_key;
   __syncthreads();
   const uint16* k = p.k.at(first_head / p.heads, first_head % p.heads / (p.heads / p.kv_heads));
@@ -88,64 +94,97 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
     if (step < steps) load_step<Traits>(shared_address(shared.k[step % 2]), k, p.k.row, g.head_dim, source, step);
     cp_async_commit();
   };
+  // Fragments of a representative: a[16 rows, 16 dims] for each 16 dims.
+  uint32 high[Traits::kHeadDim / 16][4], low[Traits::kHeadDim / 16][4];
+  const auto load_representative = [&](int r) {
+    const uint32 *from_high[2], *from_low[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64 row = (static_cast<int64>(head[h]) * g.segments() + segment[h]) * p.representatives +
+                        (r * p.run < g.query_count(segment[h]) ? r : 0);
+      from_high[h] = reinterpret_cast<const uint32*>(p.high + row * Traits::kHeadDim) + lane % 4;
+      from_low[h] = reinterpret_cast<const uint32*>(p.low + row * Traits::kHeadDim) + lane % 4;
+    }
+#pragma unroll
+    for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        high[c][i] = from_high[i % 2][c * 8 + i / 2 * 4];
+        low[c][i] = from_low[i % 2][c * 8 + i / 2 * 4];
+      }
+  };
+
   load(0);
+  load_representative(0);
+  float largest[2] = {-infinity(), -infinity()}, smallest[2] = {infinity(), infinity()};
   for (int step = 0; step < steps; ++step) {
     load(step + 1);
     cp_async_wait<1>();
     __syncthreads();
     float best[kKeyTiles][4];  // [rows, keys] of this thread
     for (int r = 0; r < p.representatives; ++r) {
-      bool present[2];
-      const uint32 *high[2], *low[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        present[h] = r * p.run < g.query_count(segment[h]);
-        const int64 source_row =
-            (static_cast<int64>(head[h]) * g.segments() + segment[h]) * p.representatives + (present[h] ? r : 0);
-        high[h] = reinterpret_cast<const uint32*>(p.high + source_row * Traits::kHeadDim) + lane % 4;
-        low[h] = reinterpret_cast<const uint32*>(p.low + source_row * Traits::kHeadDim) + lane % 4;
-      }
+      if (p.representatives > 1) load_representative(r);
       float s[kKeyTiles][4] = {};
 #pragma unroll
-      for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
-        const uint32 a[4] = {high[0][c * 8], high[1][c * 8], high[0][c * 8 + 4], high[1][c * 8 + 4]};
-        const uint32 b[4] = {low[0][c * 8], low[1][c * 8], low[0][c * 8 + 4], low[1][c * 8 + 4]};
+      for (int c = 0; c < Traits::kHeadDim / 16; ++c)
 #pragma unroll
         for (int j = 0; j < kKeyTiles; j += 2) {
           uint32 x[4];
           ldmatrix_x4(x, chunk_address<Traits>(shared_address(shared.k[step % 2]), j * 8 + lane % 8 + lane / 16 * 8,
                                                c * 2 + lane / 8 % 2));
-          Element::mma(s[j], a, x[0], x[1]);
-          Element::mma(s[j + 1], a, x[2], x[3]);
-          Element::mma(s[j], b, x[0], x[1]);
-          Element::mma(s[j + 1], b, x[2], x[3]);
+          Element::mma(s[j], high[c], x[0], x[1]);
+          Element::mma(s[j + 1], high[c], x[2], x[3]);
+          Element::mma(s[j], low[c], x[0], x[1]);
+          Element::mma(s[j + 1], low[c], x[2], x[3]);
         }
-      }
+      // A run that is empty is stood in for by the first, which changes no maximum.
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          best[j][e] = r == 0 ? s[j][e] : present[e / 2] ? max_or_nan(best[j][e], s[j][e]) : best[j][e];
+        for (int e = 0; e < 4; ++e) best[j][e] = r == 0 ? s[j][e] : max_or_nan(best[j][e], s[j][e]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (first_row + static_cast<int>(threadIdx.x) / 32 * 16 + h * 8 + lane / 4 >= rows) continue;
+      if (!valid(h)) continue;
       const int end = g.is_causal ? g.candidates(segment[h]) : g.seqlen_k;
+      const int dense_begin = g.dense_begin(segment[h]), dense_end = g.dense_end(segment[h]);
       float* target = p.scores + p.chunk.row(head[h], segment[h]) * p.stride;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         const int key = first_key + step * kStep + j * 8 + lane % 4 * 2;
         if (key < end) *reinterpret_cast<float2*>(target + key) = make_float2(best[j][2 * h], best[j][2 * h + 1]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = best[j][2 * h + e];
+          const bool candidate = key + e < end && (g.is_causal || key + e < dense_begin || key + e >= dense_end);
+          if (candidate && fabsf(x) < infinity()) {
+            largest[h] = fmaxf(largest[h], x);
+            smallest[h] = fminf(smallest[h], x);
+          }
+        }
       }
     }
     __syncthreads();  // every warp is done with this buffer
   }
   cp_async_wait<0>();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], step));
+      smallest[h] = fminf(smallest[h], __shfl_xor_sync(kFullWarp, smallest[h], step));
+    }
+    // The result of an integer maximum does not depend on the order of blocks.
+    if (valid(h) && lane % 4 == 0 && largest[h] >= smallest[h]) {
+      uint2* range = p.range + p.chunk.row(head[h], segment[h]);
+      atomicMax(&range->x, sortable(largest[h]));
+      atomicMax(&range->y, sortable(-smallest[h]));
+    }
+  }
 }
 
 struct SortShared {
   uint32 next[kSortWarps][spec::kKeyBuckets];  // how many keys of the warp's part a bucket holds; then its next place
-  float high[kSortWarps], low[kSortWarps];
   uint32 total[kSortWarps];
 };
 
@@ -166,32 +205,10 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto position = [&](int candidate) { return candidate < dense_begin ? candidate : candidate + dense_keys; };
 
-  // The range of the finite scores.
-  float high = -infinity(), low = infinity();
-#pragma unroll 4
-  for (int c = threadIdx.x; c < count; c += kSortThreads) {
-    const float s = scores[position(c)];
-    if (fabsf(s) < infinity()) {
-      high = fmaxf(high, s);
-      low = fminf(low, s);
-    }
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    high = fmaxf(high, __shfl_xor_sync(kFullWarp, high, step));
-    low = fminf(low, __shfl_xor_sync(kFullWarp, low, step));
-  }
-  if (lane == 0) {
-    shared.high[warp] = high;
-    shared.low[warp] = low;
-  }
   for (int b = threadIdx.x; b < kSortWarps * spec::kKeyBuckets; b += kSortThreads) (&shared.next[0][0])[b] = 0;
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kSortWarps; ++w) {
-    high = fmaxf(high, shared.high[w]);
-    low = fminf(low, shared.low[w]);
-  }
+  const uint2 range = p.range[p.chunk.row(head, n)];  // zeros if no score is finite
+  const float high = range.x ? from_sortable(range.x) : 0.f, low = range.y ? -from_sortable(range.y) : 0.f;
   const float spread = __fsub_rn(high, low);
   float factor = spread > 0.f && spread < infinity() ? __fdiv_rn(static_cast<float>(spec::kKeyBuckets), spread) : 0.f;
   if (factor == infinity()) factor = 0.f;
@@ -201,12 +218,29 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
     return min(max(static_cast<int>(__fmul_rn(__fsub_rn(high, s), factor)), 0), spec::kKeyBuckets - 1);
   };
 
-  // Count.
+  // A warp walks its part 32 candidates at a time, with kSortBatch loads in flight.
   const int part = ((count + kSortWarps - 1) / kSortWarps + 31) / 32 * 32;
   const int begin = min(warp * part, count), end = min(begin + part, count);
+  const auto load = [&](float (&batch)[kSortBatch], int base) {
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) {
+      const int c = base + i * 32 + lane;
+      batch[i] = c < end ? scores[position(c)] : 0.f;
+    }
+  };
+
+  // Count.
   uint32* next = shared.next[warp];
-#pragma unroll 4
-  for (int c = begin + lane; c < end; c += 32) atomicAdd(next + bucket(scores[position(c)]), 1u);
+  float batch[kSortBatch], ahead[kSortBatch];
+  load(ahead, begin);
+  for (int base = begin; base < end; base += kSortBatch * 32) {
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) batch[i] = ahead[i];
+    load(ahead, base + kSortBatch * 32);
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i)
+      if (base + i * 32 + lane < end) atomicAdd(next + bucket(batch[i]), 1u);
+  }
   __syncthreads();
 
   // Exclusive sums over buckets, and inside a bucket over warps: where each warp's keys of a bucket begin.
@@ -234,21 +268,28 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
   __syncthreads();
 
   // Place.
-  for (int base = begin; base < end; base += 32) {
-    const int c = base + lane;
-    const bool active = c < end;
-    const int key = position(min(c, end - 1));
-    const int b = active ? bucket(scores[key]) : spec::kKeyBuckets;  // no other lane shares an inactive lane's bucket
-    const uint32 peers = __match_any_sync(kFullWarp, b);
-    const int leader = __ffs(peers) - 1;
-    uint32 place = 0;
-    if (active && lane == leader) {
-      place = next[b];
-      next[b] = place + __popc(peers);
+  load(ahead, begin);
+  for (int base = begin; base < end; base += kSortBatch * 32) {
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) batch[i] = ahead[i];
+    load(ahead, base + kSortBatch * 32);
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) {
+      const int c = base + i * 32 + lane;
+      if (base + i * 32 >= end) break;
+      const bool active = c < end;
+      const int b = active ? bucket(batch[i]) : spec::kKeyBuckets;  // inactive lanes have a bucket of their own
+      const uint32 peers = __match_any_sync(kFullWarp, b);
+      const int leader = __ffs(peers) - 1;
+      uint32 place = 0;
+      if (active && lane == leader) {
+        place = next[b];
+        next[b] = place + __popc(peers);
+      }
+      place = __shfl_sync(kFullWarp, place, leader) + __popc(peers & ((1u << lane) - 1));
+      if (active) order[place] = position(c);
+      __syncwarp();
     }
-    place = __shfl_sync(kFullWarp, place, leader) + __popc(peers & ((1u << lane) - 1));
-    if (active) order[place] = key;
-    __syncwarp();
   }
 }
 

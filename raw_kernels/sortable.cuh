@@ -12,6 +12,11 @@ __device__ __forceinline__ uint32 sortable(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The float that sortable() turned into `bits`, unless it was NaN.
+__device__ __forceinline__ float from_sortable(uint32 bits) {
+  return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
+}
+
 // Sorts a power of two of slots ascending with the whole block.
 __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
   for (int size = 2; size <= count; size *= 2) {

@@ -95,6 +95,9 @@ def s2o_attention(
     order and stop depend on *later queries* of its segment (never on later keys or values). A model
     trained or decoded token by token sees slightly different rows.
 
+    A call on GPU arrays can be captured into a CUDA graph, after one outside the capture has loaded the
+    kernels. Results belong to the caller as ever; all other memory of the call belongs to the graph.
+
     Source: the S2O paper, Algorithm 1 (ordering), Algorithm 2 (dense pass over the segment) and
     Algorithm 3 (sparse pass with early stopping). The tile that triggers the stop is kept here.
 
@@ -156,6 +159,7 @@ def s2o_attention(
                 None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
                 problem,
                 config,
+                keep_visited=return_stats,
             )
         results = [o.finish()]
         if lse is not None:

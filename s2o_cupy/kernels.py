@@ -62,7 +62,7 @@ RANK_QUERIES_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("high", "low", "scores", "k_order")),
+        *((name, "u8") for name in ("high", "low", "scores", "range", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -91,7 +91,7 @@ FAMILIES = {
     "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     **{
         name: _Family(
-            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}>",
+            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}, {query_buffers}>",
             "sm_90a",
         )
         for name in ("pass1_sm90", "pass2_sm90")
@@ -100,7 +100,7 @@ FAMILIES = {
         name: _Family(
             "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1, "RankTraits<{element}, {head_dim}>"
         )
-        for name in ("guides", "representatives", "query_order")
+        for name in ("guides", "rank_queries")
     },
     "key_scores": _Family(
         "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 1, "ScoreTraits<{element}, {head_dim}, {aligned}>"
@@ -119,6 +119,7 @@ class Kernel:
     aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
     block_m: int = 128
     stages: int = 2
+    query_buffers: int = 1
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
 
     @property
@@ -135,6 +136,8 @@ class Kernel:
             parts.append(f"m{self.block_m}")
         if "{stages}" in traits:
             parts.append(f"s{self.stages}")
+        if "{query_buffers}" in traits:
+            parts.append(f"q{self.query_buffers}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
         return "-".join(parts)
@@ -168,33 +171,27 @@ def render(kernel: Kernel) -> str:
         "head_dim": kernel.head_dim,
         "block_m": kernel.block_m,
         "stages": kernel.stages,
+        "query_buffers": kernel.query_buffers,
         "aligned": str(kernel.aligned).lower(),
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
-    if kernel.function == "key_order":
-        call, shared = "key_order", "s2o::SortShared"
-    elif family.source == "rank_queries.cu":
-        call, shared = f"{kernel.function}<{traits}>", ""
-    else:
-        call, shared = f"{kernel.function}<{traits}>", f"{traits}::Shared"
-    size_check = (
-        f'static_assert(sizeof({shared}) == {kernel.shared_bytes}, "plan.py counts the shared memory differently");'
-        if shared
-        else ""
-    )
-    argument = f"*reinterpret_cast<{shared}*>(shared)" if shared else "shared"
+    shared = "s2o::SortShared" if family.traits is None else f"{traits}::Shared"
+    call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
+    # A struct that ends in an open array is only the least that is needed.
+    compare = "<=" if family.source == "rank_queries.cu" else "=="
     return "\n".join(
         [
             f"namespace s2o {{\nnamespace spec {{\n{constants}\n}}\n}}",
             *_with_includes(family.source, set()),
             f'#line 1 "{kernel.name}"',
-            size_check,
+            f"static_assert(sizeof({shared}) {compare} {kernel.shared_bytes}, "
+            '"plan.py counts the shared memory differently");',
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
             f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             "  extern __shared__ __align__(1024) unsigned char shared[];",
-            f"  s2o::{call}(params, {argument});",
+            f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",
             "}",
             "",
         ]

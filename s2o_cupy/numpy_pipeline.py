@@ -19,14 +19,16 @@ def run(
     lse: np.ndarray | None,  # [batch, heads, seqlen_q] float32, written
     problem: Problem,
     config: S2OConfig,
-) -> np.ndarray:  # visited, int32 [batch, heads, segments, tiles]
+    *,
+    keep_visited: bool = True,
+) -> np.ndarray | None:  # visited, int32 [batch, heads, segments, tiles]
     """float16 and bfloat16 are computed in float32 and rounded once, in the output."""
     q, k, v = (_blas_ready(x) for x in (q, k, v))
     result = s2o.s2o(q, k, v, config, scale=problem.scale, is_causal=problem.is_causal)
     out[...] = result.o
     if lse is not None:
         lse[...] = result.lse
-    return result.visited
+    return result.visited if keep_visited else None
 
 
 def _blas_ready(x: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cupy
@@ -52,6 +53,13 @@ def _fits_32_bits(x: Array) -> bool:
     return 0 <= x.strides[2] * (x.shape[2] - 1) < 16 << 32 or x.shape[2] <= 1
 
 
+def _scratch() -> AbstractContextManager[Any]:
+    """Where arrays come from that only live during a call: CuPy's pool, but the graph's own memory while a graph is
+    captured, as the pool would give theirs to others that the graph's launches then overwrite."""
+    capturing = cupy.cuda.get_current_stream().is_capturing()
+    return cupy.cuda.using_allocator(cupy.cuda.malloc_async) if capturing else nullcontext()
+
+
 def run(
     q: Array,
     k: Array,
@@ -61,25 +69,29 @@ def run(
     problem: Problem,
     config: S2OConfig,
     observe: Observer | None = None,
-) -> Array:
+    *,
+    keep_visited: bool = True,
+) -> Array | None:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim].
 
     Writes ``out`` (like q) and ``lse`` (float32, [batch, heads, seqlen_q], contiguous, or None), and returns the key
-    tiles visited, int32 [batch, heads, segments, tiles]. Nothing waits for the GPU.
+    tiles visited, int32 [batch, heads, segments, tiles], if ``keep_visited``. Nothing waits for the GPU.
     """
     device = cupy.cuda.runtime.getDevice()
     aligned = all(_is_aligned(x) for x in (q, k, v, out))
     compact = all(_fits_32_bits(x) for x in (q, k, v))
     plan = make_plan(problem, config, device_limits(device), aligned, compact)
-    visited = cupy.zeros(problem.visited_shape(config), np.int32)
-    call = _Call(plan, problem, config, device, aligned, observe)
+    kept = cupy.zeros(problem.visited_shape(config), np.int32) if keep_visited else None
+    with _scratch():
+        visited = cupy.zeros(problem.visited_shape(config), np.int32) if kept is None else kept
+        call = _Call(plan, problem, config, device, aligned, observe)
     call.pass1(q, k, v, out, lse, visited)
     if plan.chunks:
         call.rank_queries(q, k)
         for chunk in plan.chunks:
             call.rank_keys(chunk, k)
             call.pass2(chunk, q, k, v, out, lse, visited)
-    return visited
+    return kept
 
 
 class _Call:
@@ -109,6 +121,9 @@ class _Call:
             self.q_order = cupy.empty((heads, g.segments, g.segment), np.int32)
             self.scores = cupy.empty(plan.workspace_elements, np.float32)  # [chunk rows, stride]
             self.k_order = cupy.empty(plan.workspace_elements, np.int32)  # [chunk rows, stride]
+            # The score range of each row of each chunk: the kernel grows it from 0.
+            self.range = cupy.zeros((sum(chunk.rows for chunk in plan.chunks), 2), np.uint32)
+            self.ranked_rows = 0
 
     def _launch(self, kernel: kernels.Kernel, blocks: int, params: np.ndarray[Any, Any]) -> None:
         kernels.launch(kernel, blocks, params, self.device)
@@ -191,8 +206,7 @@ class _Call:
         )
         rows = plan.whole.rows
         self._launch(plan.guides, p.batch * p.kv_heads * 2, params)
-        self._launch(plan.representatives, rows * config.representatives, params)
-        self._launch(plan.query_order, rows, params)
+        self._launch(plan.rank_queries, rows, params)
         self.observe("rank_queries", {"q_order": self.q_order, "high": self.high, "low": self.low})
 
     def rank_keys(self, chunk: Chunk, k: Array) -> None:
@@ -205,6 +219,7 @@ class _Call:
                 self.high.data.ptr,
                 self.low.data.ptr,
                 self.scores.data.ptr,
+                self.range.data.ptr + self.ranked_rows * self.range.strides[0],
                 self.k_order.data.ptr,
                 chunk.stride,
                 self.geometry,
@@ -220,4 +235,5 @@ class _Call:
         )
         self._launch(plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)
         self._launch(plan.key_order, chunk.rows, params)
+        self.ranked_rows += chunk.rows
         self.observe("rank_keys", {"chunk": chunk, "scores": self.scores, "k_order": self.k_order})

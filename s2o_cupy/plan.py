@@ -71,8 +71,7 @@ class LaunchPlan:
     pass1: Kernel
     pass2: Kernel
     guides: Kernel
-    representatives: Kernel
-    query_order: Kernel
+    rank_queries: Kernel
     key_scores: Kernel
     key_order: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
@@ -110,24 +109,27 @@ def stages_for(head_dim: int, block_m: int, limits: DeviceLimits) -> int:
 
 def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits) -> Kernel:
     stages = stages_for(head_dim, block_m, limits)
-    return Kernel(function, dtype, head_dim, aligned, block_m, stages, _attention_shared(head_dim, block_m, stages))
+    shared = _attention_shared(head_dim, block_m, stages)
+    return Kernel(function, dtype, head_dim, aligned, block_m, stages, shared_bytes=shared)
 
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
-HOPPER_STAGES = (3, 2)
+# Key tiles and q tiles in shared memory. Pass 1 has short q tiles and wants the next one's queries early.
+HOPPER_STAGES = {"pass1_sm90": (2, 2), "pass2_sm90": (3, 1)}
 
 
-def _hopper_shared(head_dim: int, stages: int) -> int:
+def _hopper_shared(head_dim: int, stages: int, query_buffers: int) -> int:
     """sizeof(sm90::Traits::Shared)."""
-    tiles = (1 + 2 * stages) * HOPPER_BLOCK * head_dim * 2
-    rows, work, votes, barriers = 2 * HOPPER_BLOCK * 4, 2 * 4, 4 * 8, (2 + 4 * stages + 4 + 4) * 8
+    tiles = (query_buffers + 2 * stages) * HOPPER_BLOCK * head_dim * 2
+    rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * 4, 4 * 8
+    barriers = (2 * query_buffers + 4 * stages + 4 + 4) * 8
     return tiles + rows + work + votes + barriers
 
 
-def _hopper(function: str, dtype: str, head_dim: int, limits: DeviceLimits) -> Kernel:
-    sizes = {stages: _hopper_shared(head_dim, stages) for stages in HOPPER_STAGES}
-    stages = next(stages for stages, size in sizes.items() if size <= limits.shared_per_block)
-    return Kernel(function, dtype, head_dim, stages=stages, shared_bytes=sizes[stages])
+def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
+    stages, query_buffers = HOPPER_STAGES[function]
+    shared = _hopper_shared(head_dim, stages, query_buffers)
+    return Kernel(function, dtype, head_dim, stages=stages, query_buffers=query_buffers, shared_bytes=shared)
 
 
 def hopper_refusal(
@@ -149,7 +151,7 @@ def hopper_refusal(
 
 def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> Kernel:
     rows = RANK_THREADS // (head_dim // 8)
-    shared = sort_slots * 8 if function == "query_order" else rows * head_dim * 4
+    shared = rows * head_dim * 4 + sort_slots * 8
     return Kernel(function, dtype, head_dim, shared_bytes=shared)
 
 
@@ -158,7 +160,7 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
 
 
 def _key_order() -> Kernel:
-    return Kernel("key_order", shared_bytes=SORT_WARPS * (KEY_BUCKETS + 3) * 4)
+    return Kernel("key_order", shared_bytes=SORT_WARPS * (KEY_BUCKETS + 1) * 4)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -166,14 +168,14 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     limits = DeviceLimits.of_architecture(compute_capability)
     kernels: list[Kernel] = [_key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
-        kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "representatives", "query_order")]
+        kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         for aligned in (True, False):
             kernels.append(_key_scores(dtype, head_dim, aligned))
             kernels.append(_attention("pass1", dtype, head_dim, aligned, 128, limits))
             kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
     if compute_capability == 90:
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
-            kernels += [_hopper(name, dtype, head_dim, limits) for name in ("pass1_sm90", "pass2_sm90")]
+            kernels += [_hopper(name, dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90")]
     return tuple(kernels)
 
 
@@ -232,7 +234,7 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
     else:
         path = "hopper"
-        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, limits) for name in ("pass1_sm90", "pass2_sm90"))
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
     return LaunchPlan(
         geometry=geometry,
         tiles=tiles,
@@ -240,8 +242,7 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
         pass1=pass1,
         pass2=pass2,
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
-        representatives=_rank_queries("representatives", problem.dtype, head_dim, sort_slots),
-        query_order=_rank_queries("query_order", problem.dtype, head_dim, sort_slots),
+        rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=_key_scores(problem.dtype, head_dim, aligned),
         key_order=_key_order(),
         whole=Chunk(0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, 0),

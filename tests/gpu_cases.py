@@ -79,8 +79,9 @@ class Case:
     @property
     def hopper(self) -> bool:
         """Whether the Hopper kernels take it."""
-        unaligned = self.head_dim % 8 != 0 or self.arrange in ("one element in", "odd row stride")
-        return (self.block_m, self.block_n) == (128, 128) and not unaligned and (self.scale or 0) >= 0
+        elsewhere = self.arrange in ("one element in", "odd row stride", "sequence backwards")
+        tiles = (self.block_m, self.block_n) == (128, 128)
+        return tiles and self.head_dim % 8 == 0 and not elsewhere and (self.scale is None or self.scale > 0)
 
 
 CASES: dict[str, Case] = {

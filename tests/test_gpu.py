@@ -6,11 +6,13 @@ needs a process of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 from conftest import has_gpu, has_hopper, spin
-from gpu_cases import CASES, run_diff
+from gpu_cases import CASES, place, run_diff
 
 from s2o_cupy import S2OConfig, s2o_attention
 
@@ -70,8 +72,6 @@ def test_diff(name, path):
 @pytest.mark.parametrize("length", [1000, 2500])
 def test_dense_at_tau_0(path_config, qkv, dtype, head_dim, length):
     """Error against float64: at most twice that of a plain low-precision attention."""
-    from dataclasses import replace
-
     from conftest import Device
 
     device = Device("cuda", dtype, replace(path_config, tau=0.0))
@@ -96,8 +96,16 @@ def test_the_hopper_path_says_why_it_cannot(gpu):
         with pytest.raises(ValueError, match=r"path is 'hopper', but the GPU has compute capability"):
             s2o_attention(q, k, v, config=HOPPER)
         return
-    with pytest.raises(ValueError, match="path is 'hopper', but scale is negative; accepted: 'auto' or 'portable'"):
-        s2o_attention(q, k, v, config=HOPPER, scale=-1.0)
+    for match, options in (
+        (r"scale is -1\.0, not positive", {"scale": -1.0}),
+        (r"scale is 0\.0, not positive", {"scale": 0.0}),
+        ("block_m and block_n are 64 and 128, not 128", {"config": replace(HOPPER, block_m=64)}),
+    ):
+        with pytest.raises(ValueError, match=rf"path is 'hopper', but {match}; accepted: 'auto' or 'portable'"):
+            s2o_attention(q, k, v, **({"config": HOPPER} | options))
+    for arrange in ("one element in", "odd row stride", "sequence backwards"):
+        with pytest.raises(ValueError, match=r"path is 'hopper', but .*rows? "):
+            s2o_attention(q, place(k, arrange), v, config=HOPPER)
 
 
 # ---------------------------------------------------------------- the same bits, whatever else happens
@@ -123,8 +131,6 @@ def test_200_repeats_on_two_streams_of_a_busy_gpu(path_config, gpu):
 
 def test_results_do_not_depend_on_the_rounds(path_config, gpu):
     """However many rounds the workspace makes of it, a head's result is the same."""
-    from dataclasses import replace
-
     q, k, v = gpu(1500, heads=16, kv_heads=4, batch=4)
     one = s2o_attention(q, k, v, config=path_config, return_lse=True)
     many = s2o_attention(q, k, v, config=replace(path_config, workspace_bytes=1 << 20), return_lse=True)
@@ -139,8 +145,6 @@ def test_results_do_not_depend_on_the_rounds(path_config, gpu):
 @pytest.mark.parametrize(("batch", "heads"), [(65535, 1), (1, 65536), (700, 100)])
 def test_many_heads_with_candidates(path_config, gpu, batch, heads):
     """Each (batch, head) pair gets what it gets alone, past 65535 of them too."""
-    from dataclasses import replace
-
     config = replace(path_config, segment=8)
     q, k, v = gpu(24, batch=batch, heads=heads, kv_heads=max(1, heads // 4), head_dim=8)
     o = s2o_attention(q, k, v, config=config)
@@ -219,12 +223,12 @@ def test_out_of_memory_and_on(path_config, gpu):
     """CuPy's own error; a small call works at once, and the large one when there is room again."""
     import cupy
 
-    small, large = gpu(300), gpu(8000, heads=8)
+    small, large = gpu(300), gpu(20_000, heads=8)
     expected = s2o_attention(*small, config=path_config)
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.get_limit()
-    pool.set_limit(size=pool.used_bytes() + (12 << 20))
+    pool.set_limit(size=pool.used_bytes() + (30 << 20))
     try:
         with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
             s2o_attention(*large, config=path_config)
@@ -264,6 +268,60 @@ def test_peak_memory_of_a_long_call():
         cupy.cuda.Device().synchronize()
     assert pool.total_bytes() <= 2 * 2**30
     assert pool.used_bytes() == 0
+
+
+# ---------------------------------------------------------------- graph capture
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own output", "out="])
+def test_100_replays_of_a_captured_graph(path_config, gpu, given):
+    """Equal to eager calls, and the graph writes no memory of others: its scratch is its own."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        q, k, v = gpu(1500, heads=4, head_dim=128)
+        out = cupy.empty_like(q) if given else None
+        s2o_attention(q, k, v, config=path_config)  # kernels are loaded outside the capture
+        pool = cupy.get_default_memory_pool()
+        used = pool.used_bytes()
+        stream.begin_capture()
+        o, lse, stats = s2o_attention(q, k, v, config=path_config, out=out, return_lse=True, return_stats=True)
+        graph = stream.end_capture()
+        assert pool.used_bytes() - used <= o.nbytes * (not given) + lse.nbytes + stats.visited.nbytes + 3 * 512
+        sizes = [x // 4 for x in (1 << 12, 1 << 14, 1 << 16, 48_000, 1 << 18, 1 << 20, 1 << 22)]
+        others = [cupy.full(size, 7, np.int32) for size in sizes for _ in range(4)]
+        equal = []
+        for _ in range(100):
+            for x in (q, k, v):
+                x[...] = cupy.roll(x, 1, axis=2)
+            graph.launch(stream=stream)
+            eager = s2o_attention(q, k, v, config=path_config, return_lse=True, return_stats=True)
+            equal.append((bits(o) == bits(eager[0])).all() & (bits(lse) == bits(eager[1])).all())
+            equal.append((stats.visited == eager[2].visited).all())
+        stream.synchronize()
+        assert all(map(bool, equal))
+        assert all(bool((x == 7).all()) for x in others)
+
+
+def test_a_graph_captured_by_torch(path_config, qkv):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    q, k, v = (torch.from_numpy(x).to("cuda", torch.bfloat16) for x in qkv(1500, heads=4))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        s2o_attention(q, k, v, config=path_config)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = s2o_attention(q, k, v, config=path_config)
+    for _ in range(100):
+        for x in (q, k, v):
+            x.copy_(x.roll(1, dims=2))
+        graph.replay()
+        assert torch.equal(o, s2o_attention(q, k, v, config=path_config))
 
 
 # ---------------------------------------------------------------- devices

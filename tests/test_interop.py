@@ -386,7 +386,7 @@ def pretended_gpu(monkeypatch):
     """NumPy arrays that claim to be on a GPU, NumPy for CuPy, and a pipeline that records its call."""
     calls = []
 
-    def run(q, k, v, out, lse, problem, config):
+    def run(q, k, v, out, lse, problem, config, *, keep_visited):
         calls.append((q, k, v, out, lse, problem, config))
         out[...] = 1
         if lse is not None:

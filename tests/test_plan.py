@@ -29,8 +29,10 @@ ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
 
 
-def plan_of(problem: Problem, config: S2OConfig, compute_capability: int = 90, aligned: bool = True) -> LaunchPlan:
-    return make_plan(problem, config, LIMITS[compute_capability], aligned)
+def plan_of(
+    problem: Problem, config: S2OConfig, compute_capability: int = 90, aligned: bool = True, compact: bool = True
+) -> LaunchPlan:
+    return make_plan(problem, config, LIMITS[compute_capability], aligned, compact)
 
 
 def a_problem(batch=1, heads=8, kv_heads=2, seqlen_q=1000, seqlen_k=None, head_dim=128, is_causal=True):
