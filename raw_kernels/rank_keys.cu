@@ -3,9 +3,9 @@
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
 //               matrix product on tensor cores: the representative is split into two 16-bit parts, so that only
 //               the accumulation rounds
-//   key_order:  a stable counting sort of each row's candidates over kKeyBuckets equal parts of the row's own score
-//               range, highest first; reference/s2o.py: order_keys defines it. No atomic decides a place: the order is
-//               the same on every run.
+//   key_counts, key_order: a stable counting sort of each row's candidates over kKeyBuckets equal parts of the row's own
+//               score range, highest first; reference/s2o.py: order_keys defines it. No atomic decides a place: the
+//               order is the same on every run.
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
@@ -25,6 +25,7 @@ struct RankKeysParams {
   const uint16* low;
   float* scores;           // [chunk rows, stride] by key position
   uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
+  uint16* counts;          // [chunk rows, parts, kKeyBuckets]
   int* k_order;            // [chunk rows, stride]
   int64 stride;            // a multiple of kStep
   Geometry geometry;
@@ -33,6 +34,7 @@ struct RankKeysParams {
   int representatives, run;
   int row_blocks;          // blocks of kScoreRows rows that cover the rows of one KV head
   int key_blocks;          // blocks of kScoreSteps * kStep keys that cover the keys
+  int parts;               // parts of kSortPart candidates of the longest row
 };
 
 template <class Element_, int kHeadDim_, bool kAligned_>
@@ -183,71 +185,159 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
   }
 }
 
+// A block of key_counts and key_order has one row and one part of its candidates, parts of a row next to each other:
+// few rows are then in flight, and the scattered writes of each meet in L2 before they leave it.
+struct RowPart {
+  int head, segment;
+  int first, count;  // candidates of the part
+  int parts;         // of the row
+  int part;
+  int64 row;         // of the chunk
+  int dense_begin, dense_keys;
+
+  __device__ __forceinline__ explicit RowPart(const RankKeysParams& p) {
+    uint32 block = blockIdx.x;
+    part = block % p.parts;
+    block /= p.parts;
+    segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(block / p.chunk.heads);
+    head = p.chunk.first_head + static_cast<int>(block % p.chunk.heads);
+    row = p.chunk.row(head, segment);
+    const int candidates = p.geometry.candidates(segment);
+    parts = (candidates + spec::kSortPart - 1) / spec::kSortPart;
+    first = part * spec::kSortPart;
+    count = min(spec::kSortPart, candidates - first);
+    dense_begin = p.geometry.dense_begin(segment);
+    dense_keys = p.geometry.dense_end(segment) - dense_begin;
+  }
+  __device__ __forceinline__ int key(int candidate) const {
+    return candidate < dense_begin ? candidate : candidate + dense_keys;
+  }
+  __device__ __forceinline__ uint16* counts(const RankKeysParams& p, int of_part) const {
+    return p.counts + (row * p.parts + of_part) * spec::kKeyBuckets;
+  }
+};
+
+// Which bucket a score of a row falls into; reference/s2o.py: order_keys.
+struct Buckets {
+  float high, factor;
+  __device__ __forceinline__ explicit Buckets(uint2 range) {  // zeros if no score is finite
+    high = range.x ? from_sortable(range.x) : 0.f;
+    const float spread = __fsub_rn(high, range.y ? -from_sortable(range.y) : 0.f);
+    factor = spread > 0.f && spread < infinity() ? __fdiv_rn(static_cast<float>(spec::kKeyBuckets), spread) : 0.f;
+    if (factor == infinity()) factor = 0.f;
+  }
+  __device__ __forceinline__ int operator()(float score) const {
+    if (score == -infinity()) return spec::kKeyBuckets - 1;
+    if (!(score < infinity()) || factor == 0.f) return 0;  // NaN and +inf come first
+    const int bucket = static_cast<int>(__fmul_rn(__fsub_rn(high, score), factor));
+    return min(max(bucket, 0), spec::kKeyBuckets - 1);
+  }
+};
+
+// Calls visit(index in the part, score) for every candidate of candidates [begin, end) of the part, 32 at a time in
+// ascending order, with kSortBatch loads in flight. `Lanes` threads take turns.
+template <int kLanes, class Visit>
+__device__ __forceinline__ void for_each_score(const float* scores, const RowPart& where, int lane, int begin, int end,
+                                               Visit visit) {
+  float batch[kSortBatch], ahead[kSortBatch];
+  const auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) {
+      const int c = base + i * kLanes + lane;
+      ahead[i] = c < end ? scores[where.key(where.first + c)] : 0.f;
+    }
+  };
+  load(begin);
+  for (int base = begin; base < end; base += kSortBatch * kLanes) {
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) batch[i] = ahead[i];
+    load(base + kSortBatch * kLanes);
+#pragma unroll
+    for (int i = 0; i < kSortBatch; ++i) {
+      const int c = base + i * kLanes + lane;
+      if (c < end) visit(c, batch[i]);
+    }
+  }
+}
+
+struct CountShared {
+  uint32 count[spec::kKeyBuckets];
+};
+
+// counts[row, part, bucket]: how many candidates of the part a bucket holds.
+__device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared& shared) {
+  const RowPart where(p);
+  if (where.count <= 0) return;
+  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) shared.count[b] = 0;
+  __syncthreads();
+  const Buckets bucket(p.range[where.row]);
+  for_each_score<kSortThreads>(p.scores + where.row * p.stride, where, threadIdx.x, 0, where.count,
+                               [&](int, float score) { atomicAdd(shared.count + bucket(score), 1u); });
+  __syncthreads();
+  uint16* counts = where.counts(p, where.part);
+  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) counts[b] = static_cast<uint16>(shared.count[b]);
+}
+
 struct SortShared {
-  uint32 next[kSortWarps][spec::kKeyBuckets];  // how many keys of the warp's part a bucket holds; then its next place
+  uint16 bucket[spec::kSortPart];              // of each candidate of the part
+  uint16 next[kSortWarps][spec::kKeyBuckets];  // a warp's candidates of a bucket: how many, then the next one's place
+  uint32 base[spec::kKeyBuckets];              // where the part's candidates of a bucket begin in the order
   uint32 total[kSortWarps];
 };
 
-// Block: one row. Each warp has its own run of candidates and keeps their order inside a bucket.
-__device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& shared) {
-  constexpr int kBucketsOfThread = spec::kKeyBuckets / kSortThreads;
-  static_assert(spec::kKeyBuckets % kSortThreads == 0, "every thread scans the same number of buckets");
-  const Geometry& g = p.geometry;
-  // Longest rows first.
-  const int n = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(blockIdx.x / p.chunk.heads);
-  const int head = p.chunk.first_head + static_cast<int>(blockIdx.x % p.chunk.heads);
-  const int count = g.candidates(n);
-  if (count == 0) return;
-  const int dense_begin = g.dense_begin(n), dense_keys = g.dense_end(n) - dense_begin;
-  const int64 row = p.chunk.row(head, n) * p.stride;
-  const float* scores = p.scores + row;
-  int* order = p.k_order + row;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto position = [&](int candidate) { return candidate < dense_begin ? candidate : candidate + dense_keys; };
-
-  for (int b = threadIdx.x; b < kSortWarps * spec::kKeyBuckets; b += kSortThreads) (&shared.next[0][0])[b] = 0;
-  __syncthreads();
-  const uint2 range = p.range[p.chunk.row(head, n)];  // zeros if no score is finite
-  const float high = range.x ? from_sortable(range.x) : 0.f, low = range.y ? -from_sortable(range.y) : 0.f;
-  const float spread = __fsub_rn(high, low);
-  float factor = spread > 0.f && spread < infinity() ? __fdiv_rn(static_cast<float>(spec::kKeyBuckets), spread) : 0.f;
-  if (factor == infinity()) factor = 0.f;
-  const auto bucket = [&](float s) {
-    if (s == -infinity()) return spec::kKeyBuckets - 1;
-    if (!(s < infinity()) || factor == 0.f) return 0;  // NaN and +inf come first
-    return min(max(static_cast<int>(__fmul_rn(__fsub_rn(high, s), factor)), 0), spec::kKeyBuckets - 1);
-  };
-
-  // A warp walks its part 32 candidates at a time, with kSortBatch loads in flight.
-  const int part = ((count + kSortWarps - 1) / kSortWarps + 31) / 32 * 32;
-  const int begin = min(warp * part, count), end = min(begin + part, count);
-  const auto load = [&](float (&batch)[kSortBatch], int base) {
+// Lanes of `active` whose low bits of x equal this lane's.
+template <int kBits>
+__device__ __forceinline__ uint32 match(uint32 active, uint32 x) {
+  uint32 peers = active;
 #pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) {
-      const int c = base + i * 32 + lane;
-      batch[i] = c < end ? scores[position(c)] : 0.f;
-    }
-  };
-
-  // Count.
-  uint32* next = shared.next[warp];
-  float batch[kSortBatch], ahead[kSortBatch];
-  load(ahead, begin);
-  for (int base = begin; base < end; base += kSortBatch * 32) {
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) batch[i] = ahead[i];
-    load(ahead, base + kSortBatch * 32);
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i)
-      if (base + i * 32 + lane < end) atomicAdd(next + bucket(batch[i]), 1u);
+  for (int bit = 0; bit < kBits; ++bit) {
+    const bool set = x >> bit & 1;
+    const uint32 with = __ballot_sync(kFullWarp, set);
+    peers &= set ? with : ~with;
   }
+  return peers;
+}
+
+// k_order[row, place] of the part's candidates. Each warp has its own run of them and keeps their order in a bucket.
+__device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& shared) {
+  constexpr int kBucketsOfThread = spec::kKeyBuckets / kSortThreads, kPartOfWarp = spec::kSortPart / kSortWarps;
+  static_assert(kBucketsOfThread % 8 == 0, "a thread reads the counts of its buckets 8 at a time");
+  const RowPart where(p);
+  if (where.count <= 0) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32* words = reinterpret_cast<uint32*>(&shared.next[0][0]);
+  for (int i = threadIdx.x; i < kSortWarps * spec::kKeyBuckets / 2; i += kSortThreads) words[i] = 0;
   __syncthreads();
 
-  // Exclusive sums over buckets, and inside a bucket over warps: where each warp's keys of a bucket begin.
-  uint32 sum = 0;
-  for (int b = threadIdx.x * kBucketsOfThread; b < (threadIdx.x + 1) * kBucketsOfThread; ++b)
+  // Buckets of the warp's candidates, and how many each holds, two 16-bit counters a word.
+  const Buckets bucket(p.range[where.row]);
+  const int begin = min(warp * kPartOfWarp, where.count), end = min(begin + kPartOfWarp, where.count);
+  uint32* mine = words + warp * (spec::kKeyBuckets / 2);
+  for_each_score<32>(p.scores + where.row * p.stride, where, lane, begin, end, [&](int c, float score) {
+    const int b = bucket(score);
+    shared.bucket[c] = static_cast<uint16>(b);
+    atomicAdd(mine + b / 2, b % 2 ? 0x10000u : 1u);
+  });
+
+  // Where buckets begin: candidates of the row in buckets before, and of earlier parts in the same one.
+  uint32 in_row[kBucketsOfThread] = {}, earlier[kBucketsOfThread] = {}, sum = 0;
+  const int first_bucket = threadIdx.x * kBucketsOfThread;
+  for (int part = 0; part < where.parts; ++part) {
+    const uint4* counts = reinterpret_cast<const uint4*>(where.counts(p, part) + first_bucket);
 #pragma unroll
-    for (int w = 0; w < kSortWarps; ++w) sum += shared.next[w][b];
+    for (int i = 0; i < kBucketsOfThread; i += 8) {
+      const uint4 x = counts[i / 8];
+      const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const uint32 count = pairs[j / 2] >> (j % 2 * 16) & 0xffffu;
+        in_row[i + j] += count;
+        if (part < where.part) earlier[i + j] += count;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) sum += in_row[i];
   uint32 before = sum;  // inclusive over the warp's threads
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -258,38 +348,37 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
   __syncthreads();
   before -= sum;
   for (int w = 0; w < warp; ++w) before += shared.total[w];
-  for (int b = threadIdx.x * kBucketsOfThread; b < (threadIdx.x + 1) * kBucketsOfThread; ++b)
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) {
+    shared.base[first_bucket + i] = before + earlier[i];
+    before += in_row[i];
+    uint32 of_warps = 0;
 #pragma unroll
     for (int w = 0; w < kSortWarps; ++w) {
-      const uint32 here = shared.next[w][b];
-      shared.next[w][b] = before;
-      before += here;
+      const uint32 here = shared.next[w][first_bucket + i];
+      shared.next[w][first_bucket + i] = static_cast<uint16>(of_warps);
+      of_warps += here;
     }
+  }
   __syncthreads();
 
   // Place.
-  load(ahead, begin);
-  for (int base = begin; base < end; base += kSortBatch * 32) {
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) batch[i] = ahead[i];
-    load(ahead, base + kSortBatch * 32);
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) {
-      const int c = base + i * 32 + lane;
-      if (base + i * 32 >= end) break;
-      const bool active = c < end;
-      const int b = active ? bucket(batch[i]) : spec::kKeyBuckets;  // inactive lanes have a bucket of their own
-      const uint32 peers = __match_any_sync(kFullWarp, b);
-      const int leader = __ffs(peers) - 1;
-      uint32 place = 0;
-      if (active && lane == leader) {
-        place = next[b];
-        next[b] = place + __popc(peers);
-      }
-      place = __shfl_sync(kFullWarp, place, leader) + __popc(peers & ((1u << lane) - 1));
-      if (active) order[place] = position(c);
-      __syncwarp();
+  int* order = p.k_order + where.row * p.stride;
+  uint16* next = shared.next[warp];
+  for (int base = begin; base < end; base += 32) {
+    const int c = base + lane;
+    const bool active = c < end;
+    const uint32 b = active ? shared.bucket[c] : 0;
+    const uint32 peers = match<spec::kKeyBucketBits>(__ballot_sync(kFullWarp, active), b);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    uint32 place = 0;
+    if (active) place = next[b] + rank;
+    __syncwarp();
+    if (active) {
+      if (rank == 0) next[b] = static_cast<uint16>(place + __popc(peers));
+      order[shared.base[b] + place] = where.key(where.first + c);
     }
+    __syncwarp();
   }
 }
 

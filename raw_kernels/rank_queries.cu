@@ -129,7 +129,8 @@ __device__ __forceinline__ void rank_queries(const RankQueriesParams& p, typenam
     if (threadIdx.x < Traits::kHeadDim) {
       const float mean = sum / (end - begin) * p.sign;
       const uint16 high = static_cast<uint16>(Traits::Element::pack(mean, 0.f));
-      const float rest = mean - Traits::Element::to_float(high);
+      const float kept = Traits::Element::to_float(high);
+      const float rest = fabsf(kept) < infinity() ? mean - kept : 0.f;  // infinity less itself is NaN
       const int64 target = (static_cast<int64>(blockIdx.x) * p.representatives + run) * Traits::kHeadDim + threadIdx.x;
       p.high[target] = high;
       p.low[target] = static_cast<uint16>(Traits::Element::pack(rest, 0.f));

@@ -62,11 +62,11 @@ RANK_QUERIES_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("high", "low", "scores", "range", "k_order")),
+        *((name, "u8") for name in ("high", "low", "scores", "range", "counts", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
-        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "row_blocks", "key_blocks")),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "row_blocks", "key_blocks", "parts")),
     ],
     align=True,
 )
@@ -91,8 +91,8 @@ FAMILIES = {
     "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     **{
         name: _Family(
-            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}, {query_buffers}>",
-            "sm_90a",
+            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1,
+            "sm90::Traits<{element}, {head_dim}, {stages}, {query_buffers}>", "sm_90a",
         )
         for name in ("pass1_sm90", "pass2_sm90")
     },
@@ -105,6 +105,7 @@ FAMILIES = {
     "key_scores": _Family(
         "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 1, "ScoreTraits<{element}, {head_dim}, {aligned}>"
     ),
+    "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
 }
 
@@ -175,7 +176,8 @@ def render(kernel: Kernel) -> str:
         "aligned": str(kernel.aligned).lower(),
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
-    shared = "s2o::SortShared" if family.traits is None else f"{traits}::Shared"
+    plain = {"key_counts": "s2o::CountShared", "key_order": "s2o::SortShared"}
+    shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     # A struct that ends in an open array is only the least that is needed.
     compare = "<=" if family.source == "rank_queries.cu" else "=="
@@ -294,7 +296,7 @@ def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
     start = time.perf_counter()
     program = nvrtc.createProgram(render(kernel), f"{kernel.name}.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"])
+        nvrtc.compileProgram(program, [f"-arch={kernel.family.arch or arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"])
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         raise S2OError(f"{kernel.name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error

@@ -121,6 +121,7 @@ class _Call:
             self.q_order = cupy.empty((heads, g.segments, g.segment), np.int32)
             self.scores = cupy.empty(plan.workspace_elements, np.float32)  # [chunk rows, stride]
             self.k_order = cupy.empty(plan.workspace_elements, np.int32)  # [chunk rows, stride]
+            self.counts = cupy.empty(plan.count_elements, np.uint16)  # [chunk rows, parts, KEY_BUCKETS]
             # The score range of each row of each chunk: the kernel grows it from 0.
             self.range = cupy.zeros((sum(chunk.rows for chunk in plan.chunks), 2), np.uint32)
             self.ranked_rows = 0
@@ -220,6 +221,7 @@ class _Call:
                 self.low.data.ptr,
                 self.scores.data.ptr,
                 self.range.data.ptr + self.ranked_rows * self.range.strides[0],
+                self.counts.data.ptr,
                 self.k_order.data.ptr,
                 chunk.stride,
                 self.geometry,
@@ -230,10 +232,12 @@ class _Call:
                 config.run,
                 row_blocks,
                 key_blocks,
+                chunk.parts,
             ),
             kernels.RANK_KEYS_PARAMS,
         )
         self._launch(plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)
-        self._launch(plan.key_order, chunk.rows, params)
+        self._launch(plan.key_counts, chunk.rows * chunk.parts, params)
+        self._launch(plan.key_order, chunk.rows * chunk.parts, params)
         self.ranked_rows += chunk.rows
         self.observe("rank_keys", {"chunk": chunk, "scores": self.scores, "k_order": self.k_order})

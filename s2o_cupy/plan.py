@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import KEY_BUCKETS, STOP_LAG, Geometry, S2OConfig
+from .spec import KEY_BUCKETS, SORT_PART, STOP_LAG, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
@@ -60,6 +60,11 @@ class Chunk:
     def rows(self) -> int:
         return self.heads * self.segments
 
+    @property
+    def parts(self) -> int:
+        """Blocks of the counting sort that a pair's candidates take."""
+        return -(-self.stride // SORT_PART)
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -73,6 +78,7 @@ class LaunchPlan:
     guides: Kernel
     rank_queries: Kernel
     key_scores: Kernel
+    key_counts: Kernel
     key_order: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
@@ -84,6 +90,11 @@ class LaunchPlan:
     def workspace_elements(self) -> int:
         """Scores, and as many key positions, of the largest chunk."""
         return max((chunk.rows * chunk.stride for chunk in self.chunks), default=0)
+
+    @property
+    def count_elements(self) -> int:
+        """Bucket counters of the largest chunk."""
+        return max((chunk.rows * chunk.parts * KEY_BUCKETS for chunk in self.chunks), default=0)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -159,14 +170,19 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
     return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
 
 
+def _key_counts() -> Kernel:
+    return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4)
+
+
 def _key_order() -> Kernel:
-    return Kernel("key_order", shared_bytes=SORT_WARPS * (KEY_BUCKETS + 1) * 4)
+    shared = SORT_PART * 2 + SORT_WARPS * KEY_BUCKETS * 2 + KEY_BUCKETS * 4 + SORT_WARPS * 4
+    return Kernel("key_order", shared_bytes=shared)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Every kernel that `make_plan` may choose on an architecture."""
     limits = DeviceLimits.of_architecture(compute_capability)
-    kernels: list[Kernel] = [_key_order()]
+    kernels: list[Kernel] = [_key_counts(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         for aligned in (True, False):
@@ -208,7 +224,9 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
 
 
 @functools.lru_cache(maxsize=256)
-def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True) -> LaunchPlan:
+def make_plan(
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True
+) -> LaunchPlan:
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
@@ -244,6 +262,7 @@ def make_plan(problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=_key_scores(problem.dtype, head_dim, aligned),
+        key_counts=_key_counts(),
         key_order=_key_order(),
         whole=Chunk(0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, 0),
         chunks=_chunks(problem, config, geometry),

@@ -26,7 +26,11 @@ __all__ = [
 
 # Keys are ordered by a counting sort over this many equal parts of the segment's own score range
 # (reference.s2o.order_keys is the definition). 2048 parts of a range of 40 nats are 0.02 nats each.
-KEY_BUCKETS = 2048
+KEY_BUCKET_BITS = 11
+KEY_BUCKETS = 1 << KEY_BUCKET_BITS
+
+# Candidates of a row that one block of the counting sort takes; its counters have 16 bits.
+SORT_PART = 16384
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
@@ -42,7 +46,9 @@ LN2 = math.log(2.0)
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
+    "kKeyBucketBits": KEY_BUCKET_BITS,
     "kKeyBuckets": KEY_BUCKETS,
+    "kSortPart": SORT_PART,
     "kStopLagHopper": STOP_LAG["hopper"],
     "kMaxSegment": MAX_SEGMENT,
 }

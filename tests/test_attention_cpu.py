@@ -237,7 +237,7 @@ def _strided(x, how):
 )
 def test_strides_do_not_matter(device, qkv, config, how):
     q, k, v = host = qkv(200, batch=2, kv_heads=2, head_dim=80)
-    if how in ("one element in", "odd row stride"):  # not for the Hopper kernels
+    if how in ("one element in", "odd row stride", "sequence backwards", "all axes backwards"):  # not for Hopper kernels
         config = replace(config, path="portable")
     expected = device.attend(*host, config=config)
     given = [_strided(device.array(x), how) for x in host]
@@ -333,6 +333,7 @@ def test_more_keys_before_the_queries_are_not_the_future(device, qkv):
 
 def test_inf_in_v(device, qkv):
     q, k, v = qkv(LENGTH)
+    q *= 0.25  # so that no weight is below the smallest of float16: 0 times Inf is NaN
     v[0, 0, 30, 3], v[0, 0, 70, 5] = np.inf, -np.inf
     o, exact = device.attend(q, k, v, tau=0), device.exact(q, k, v)
     np.testing.assert_array_equal(np.isposinf(o), np.isposinf(exact))
@@ -392,7 +393,7 @@ def test_huge_tau_leaves_no_row_empty(device, qkv, config, tau):
 
 
 def test_density_falls_as_tau_grows(device, qkv, config):
-    q, k, v = (device.array(x) for x in qkv(700))
+    q, k, v = (device.array(x) for x in qkv(700 * (config.block_n // 64) ** 2))
     densities = []
     for tau in (0, 1e-4, 1e-2, 0.1, 1.0, 100.0):
         _, stats = s2o_attention(q, k, v, tau=tau, config=config, return_stats=True)
@@ -403,7 +404,7 @@ def test_density_falls_as_tau_grows(device, qkv, config):
 
 
 def test_tau_overrides_the_configuration(device, qkv, config):
-    q, k, v = qkv(LENGTH)
+    q, k, v = qkv(LENGTH * (config.block_n // 64) ** 2)
     by_config = device.attend(q, k, v, config=replace(config, tau=0.2))
     np.testing.assert_array_equal(device.attend(q, k, v, tau=0.2, config=config), by_config)
     assert not np.array_equal(device.attend(q, k, v, tau=0, config=config), by_config)
@@ -411,14 +412,14 @@ def test_tau_overrides_the_configuration(device, qkv, config):
 
 def test_stats(device, qkv, config):
     """Density by its definition, from visited tiles counted one by one."""
-    seqlen = 333
+    seqlen = 333 * (config.block_n // 64) ** 2
     given = [device.array(x) for x in qkv(seqlen, batch=2, heads=3, kv_heads=3)]
     config = replace(config, window=20, tau=0.1)
     block_m, block_n = config.block_m, config.block_n
     o, stats = s2o_attention(*given, config=config, return_stats=True)
     visited = stats.visited
     assert isinstance(visited, type(o))
-    assert (visited.shape, visited.dtype) == ((2, 3, 3, 128 // block_m), np.int32)
+    assert (visited.shape, visited.dtype) == ((2, 3, -(-seqlen // 128), 128 // block_m), np.int32)
 
     pairs = np.zeros((2, 3))
     tiles = device.host(visited).astype(int)

@@ -114,6 +114,7 @@ def test_info_names_the_cache_folder(tmp_path):
 def test_info_never_fails(monkeypatch, broken):
     """Without CuPy, and with one on which everything raises."""
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy") if broken else None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     monkeypatch.setattr(info.metadata, "version", lambda name: 1 / 0)
     monkeypatch.setattr(info.shutil, "which", lambda name: None)
     found = info.gather()

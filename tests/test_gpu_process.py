@@ -50,7 +50,7 @@ def cache(tmp_path_factory):
 def expected(cache):
     """The digest, from a process that filled the cache folder."""
     (digest,) = run("print(call())", CUPY_CACHE_DIR=str(cache))
-    assert len(list(cache.glob("*.cubin"))) >= 7  # the kernels of a call
+    assert len(list(cache.glob("*.cubin"))) >= 6  # the kernels of a call
     return digest
 
 
@@ -71,7 +71,7 @@ def test_a_corrupt_cache_file_is_compiled_anew(cache, expected, tmp_path, how):
         corrupt[path.name] = bytes(changed.get(how, data))
         (tmp_path / path.name).write_bytes(corrupt[path.name])
     assert run("print(call())", CUPY_CACHE_DIR=str(tmp_path)) == [expected]
-    assert sum((tmp_path / name).read_bytes() != data for name, data in corrupt.items()) >= 7
+    assert sum((tmp_path / name).read_bytes() != data for name, data in corrupt.items()) >= 6
 
 
 def test_a_cache_folder_that_cannot_be_written(expected):
@@ -133,4 +133,4 @@ print(call())
     shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     before = len(list(tmp_path.iterdir()))
     assert run(code, CUPY_CACHE_DIR=str(tmp_path)) == [expected]
-    assert len(list(tmp_path.iterdir())) >= before + 7
+    assert len(list(tmp_path.iterdir())) >= before + 6

@@ -19,7 +19,7 @@ from s2o_cupy.kernels import ARCHITECTURES, FAMILIES, Kernel, check_device, rend
 from s2o_cupy.plan import kernels_for
 
 ALL = {kernel: None for arch in (80, 86, 89, 90, 100, 120) for kernel in kernels_for(arch)}
-SMALL = Kernel("guides", "float16", 64, shared_bytes=32 * 64 * 4)
+SMALL = next(kernel for kernel in ALL if kernel.name == "guides-float16-d64")
 
 
 def source_folder() -> Path:
@@ -79,7 +79,7 @@ def test_a_changed_header_changes_the_text(header, monkeypatch, tmp_path):
 
 def test_line_numbers_are_those_of_the_files():
     """So that a compiler's message names a place in a source file."""
-    text = render(Kernel("key_order", shared_bytes=8 * (2048 + 3) * 4))
+    text = render(next(kernel for kernel in ALL if kernel.function == "key_order"))
     sources = {path.name: path.read_text(encoding="utf-8").splitlines() for path in source_folder().glob("*.cu*")}
     checked, name, number = 0, "", 0
     for line in text.splitlines():
@@ -202,7 +202,7 @@ def nvrtc():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compile_all(nvrtc, monkeypatch, arch):
-    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "query_order", "key_order"))
+    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "rank_queries", "key_order"))
     monkeypatch.setattr(kernels, "all_kernels", lambda arch: few)
     seen: list[tuple[int, int]] = []
     results = kernels.compile_all([arch], progress=lambda done, total: seen.append((done, total)))
@@ -248,7 +248,7 @@ def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, 
     monkeypatch.setattr(kernels, "all_kernels", lambda arch: (Kernel("key_order", shared_bytes=4),))
     with pytest.raises(S2OError, match="plan.py counts the shared memory differently"):
         kernels.compile_all(["sm_80"])
-    family = dataclasses.replace(FAMILIES["guides"], params=kernels.RANK_KEYS_PARAMS)
+    family = dataclasses.replace(FAMILIES["guides"], params=kernels.ATTENTION_PARAMS)
     monkeypatch.setitem(FAMILIES, "guides", family)
     monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
     with pytest.raises(S2OError, match="kernels.py lays the parameters out differently"):

@@ -64,8 +64,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     sizes = {
         "pass1": plan.whole.rows * plan.pass1_tiles,
         "guides": problem.batch * problem.kv_heads * 2,
-        "representatives": plan.whole.rows * (config.representatives or 1),
-        "query_order": plan.whole.rows,
+        "rank_queries": plan.whole.rows,
     }
     for chunk in plan.chunks:
         row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
@@ -198,7 +197,7 @@ def test_shared_memory_fits_a_block(compute_capability):
     for kernel in kernels_for(compute_capability):
         assert 0 <= kernel.shared_bytes <= limits.shared_per_block, kernel.name
     longest = plan_of(a_problem(seqlen_q=1 << 17), S2OConfig(segment=8192), compute_capability)
-    assert longest.query_order.shared_bytes == 8192 * 8 <= limits.shared_per_block
+    assert 8192 * 8 < longest.rank_queries.shared_bytes <= limits.shared_per_block
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
@@ -239,7 +238,7 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     plan = plan_of(a_problem(head_dim=head_dim, seqlen_q=5000), config, compute_capability, aligned)
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
-    for name in ("pass1", "pass2", "guides", "representatives", "query_order", "key_scores", "key_order"):
+    for name in ("pass1", "pass2", "guides", "rank_queries", "key_scores", "key_order"):
         assert getattr(plan, name).name in ahead
 
 

@@ -1,0 +1,148 @@
+"""Write the tables of measured figures in README.md and docs/*.md from benchmarks/results/*.json.
+
+    python docs/figures.py            rewrite every table
+    python docs/figures.py --check    exit with 1 if one is out of date
+
+A page names a table by a pair of comments; what stands between them is replaced:
+
+    <!-- figures:NAME VIEW -->
+    <!-- /figures -->
+
+NAME is a file benchmarks/results/NAME.json as benchmarks/speed.py writes it, VIEW one of VIEWS below ("time" where it
+is left out). Without the file the text is "Not measured yet."
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MISSING = "Not measured yet."
+
+_MARKED = re.compile(
+    r"(?P<begin><!-- figures:(?P<name>[\w-]+)(?: +(?P<view>\w+))? -->\n)(?P<body>.*?)(?P<end><!-- /figures -->)", re.DOTALL
+)
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], Any], str]  # heading, value, format
+
+
+def _key(name: str) -> Callable[[Row], Any]:
+    return lambda row: row.get(name)
+
+
+def _ratio(above: str, below: str) -> Callable[[Row], Any]:
+    return lambda row: row[above] / row[below] if row.get(above) is not None and row.get(below) else None
+
+
+_TOKENS: list[Column] = [("tokens", _key("length"), ",d"), ("tau", _key("tau"), "g"), ("density", _key("density"), ".3f")]
+VIEWS: dict[str, list[Column]] = {
+    # The whole call beside dense attention.
+    "time": [
+        *_TOKENS,
+        ("S2O ms", _key("s2o_ms"), "ms"),
+        ("cuDNN ms", _key("cudnn_ms"), "ms"),
+        ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
+        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+        ("rel_l2", _key("rel_l2"), "error"),
+        ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
+        ("extra GiB", _key("extra_gib"), ".2f"),
+    ],
+    # Its parts, and the rate of pass 2 on the pairs it computes.
+    "parts": [
+        *_TOKENS,
+        ("ordering ms", _key("ordering_ms"), "ms"),
+        ("pass 1 ms", _key("pass1_ms"), "ms"),
+        ("pass 2 ms", _key("pass2_ms"), "ms"),
+        ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
+        ("cuDNN TFLOP/s", _key("cudnn_tflops"), ".0f"),
+        ("pass 2 / cuDNN", _ratio("pass2_tflops", "cudnn_tflops"), ".2f"),
+    ],
+    "ordering": [
+        *_TOKENS,
+        ("ordering ms", _key("ordering_ms"), "ms"),
+        ("of the call", _ratio("ordering_ms", "s2o_ms"), ".0%"),
+        ("of cuDNN's time", _ratio("ordering_ms", "cudnn_ms"), ".2%"),
+    ],
+}
+# Shown where rows differ in them, else said once below the table.
+_CONDITIONS: list[Column] = [
+    ("query heads", _key("heads"), "d"), ("KV heads", _key("kv_heads"), "d"), ("head_dim", _key("head_dim"), "d")
+]  # fmt: skip
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return ""
+    if form == "ms":
+        return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+    return f"{value:.2g}" if form == "error" else format(value, form)
+
+
+def _said(result: dict[str, Any], fixed: list[Column]) -> str:
+    """What every figure of the table was measured with."""
+    row, settings = result["rows"][0], result.get("settings", {})
+    parts = [str(result["device"]), settings.get("dtype", ""), "causal"]
+    parts += [f"{heading} {_cell(value(row), form)}" for heading, value, form in fixed if value(row) is not None]
+    parts += [f"{name} {settings[name]}" for name in ("segment", "rank", "window") if settings.get(name) is not None]
+    parts += [f"{name} {_version(result[name])}" for name in ("torch", "cudnn", "cupy") if result.get(name)]
+    # Folders of the machine that measured say nothing to a reader.
+    words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
+    parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`"]
+    return ", ".join(filter(None, parts))
+
+
+def _version(version: Any) -> str:
+    """cuDNN's 91900 as 9.19.0."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}" if isinstance(version, int) else str(version)
+
+
+def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
+    """The table of one file in one view, with a line below that says where it comes from."""
+    path = results / f"{name}.json"
+    if not path.exists():
+        return MISSING
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows: list[Row] = result["rows"]
+    varied = [c for c in _CONDITIONS if len({c[1](row) for row in rows}) > 1]
+    columns = [c for c in (*varied, *VIEWS[view]) if any(c[1](row) is not None for row in rows)]
+    lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|" + " ---: |" * len(columns)]
+    lines += ["| " + " | ".join(_cell(value(row), form) for _, value, form in columns) + " |" for row in rows]
+    fixed = [c for c in _CONDITIONS if c not in varied]
+    return "\n".join([*lines, "", f"<sub>{_said(result, fixed)}</sub>"])
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """A page with its tables made anew."""
+    return _MARKED.sub(
+        lambda m: f"{m['begin']}{table(m['name'], m['view'] or 'time', results)}\n{m['end']}", text
+    )
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def stale() -> list[Path]:
+    """Pages whose tables differ from the results."""
+    return [page for page in pages() if render(text := page.read_text(encoding="utf-8")) != text]
+
+
+def main() -> int:
+    old = stale()
+    for page in old:
+        print(f"{page.relative_to(ROOT)}: {'out of date' if '--check' in sys.argv else 'written'}")
+        if "--check" not in sys.argv:
+            page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return int(bool(old) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
