@@ -27,7 +27,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 MISSING = "Not measured yet."
 
 _MARKED = re.compile(
-    r"(?P<begin><!-- figures:(?P<name>[\w-]+)(?: +(?P<view>\w+))? -->\n)(?P<body>.*?)(?P<end><!-- /figures -->)", re.DOTALL
+    r"(?P<begin><!-- figures:(?P<name>[\w-]+)(?: +(?P<view>\w+))? -->\n)(?P<body>.*?)(?P<end><!-- /figures -->)",
+    re.DOTALL,
 )
 
 Row = dict[str, Any]
@@ -42,7 +43,11 @@ def _ratio(above: str, below: str) -> Callable[[Row], Any]:
     return lambda row: row[above] / row[below] if row.get(above) is not None and row.get(below) else None
 
 
-_TOKENS: list[Column] = [("tokens", _key("length"), ",d"), ("tau", _key("tau"), "g"), ("density", _key("density"), ".3f")]
+_TOKENS: list[Column] = [
+    ("tokens", _key("length"), ",d"),
+    ("tau", _key("tau"), "g"),
+    ("density", _key("density"), ".3f"),
+]
 VIEWS: dict[str, list[Column]] = {
     # The whole call beside dense attention.
     "time": [
@@ -50,6 +55,7 @@ VIEWS: dict[str, list[Column]] = {
         ("S2O ms", _key("s2o_ms"), "ms"),
         ("cuDNN ms", _key("cudnn_ms"), "ms"),
         ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
+        ("FlashAttention-3 ms", _key("flash3_ms"), "ms"),
         ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
         ("rel_l2", _key("rel_l2"), "error"),
         ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
@@ -121,9 +127,7 @@ def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
 
 def render(text: str, results: Path = RESULTS) -> str:
     """A page with its tables made anew."""
-    return _MARKED.sub(
-        lambda m: f"{m['begin']}{table(m['name'], m['view'] or 'time', results)}\n{m['end']}", text
-    )
+    return _MARKED.sub(lambda m: f"{m['begin']}{table(m['name'], m['view'] or 'time', results)}\n{m['end']}", text)
 
 
 def pages() -> list[Path]:

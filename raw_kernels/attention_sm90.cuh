@@ -28,24 +28,23 @@ constexpr int kAtomBytes = 128 * 128;
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
 enum NamedBarrier { kTurn = 1 };  // and kTurn + 1: a consumer's turn to issue products
 
-template <class Element_, int kHeadDim_, int kStages_, int kQueryBuffers_>
+template <class Element_, int kHeadDim_, int kStages_>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
-  static constexpr int kStages = kStages_;              // key and value tiles in shared memory
-  static constexpr int kQueryBuffers = kQueryBuffers_;  // q tiles
+  static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
 
   struct Shared {
-    uint16 q[kQueryBuffers][kBlockM * kHeadDim];
+    uint16 q[kBlockM * kHeadDim];
     uint16 k[kStages][kBlockN * kHeadDim];
     uint16 v[kStages][kBlockN * kHeadDim];
     int rows[2][kBlockM];            // query positions of this q tile and the next, -1 past the segment
     int work[2];                     // this q tile and the next; -1 at the end
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
     // Barriers: full = copies have landed, empty = all readers are done.
-    uint64 q_full[kQueryBuffers], q_empty[kQueryBuffers];
+    uint64 q_full, q_empty;
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     uint64 voted[kVoteSlots];
     uint64 work_full[2], work_empty[2];
@@ -74,11 +73,9 @@ __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
 template <class Traits>
 __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Traits::kQueryBuffers; ++s) {
-      // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
-      barrier_init(shared.q_full[s], 2 * kWarpgroup);
-      barrier_init(shared.q_empty[s], kConsumerWarps);
-    }
+    // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
+    barrier_init(shared.q_full, 2 * kWarpgroup);
+    barrier_init(shared.q_empty, kConsumerWarps);
     for (int s = 0; s < Traits::kStages; ++s) {
       barrier_init(shared.k_full[s], kWarpgroup);
       barrier_init(shared.v_full[s], kWarpgroup);
@@ -175,7 +172,7 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
     barrier_arrive(shared.work_full[0]);
   }
   Ring<kStages> k_ring, v_ring;
-  Ring<Traits::kQueryBuffers> q_ring;
+  Ring<1> q_ring;  // shared memory holds one q tile
   uint32 voted = 0;  // key tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
     const uint32 slot = item % 2, item_parity = item / 2 & 1;
@@ -220,12 +217,12 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         k_ring.advance();
       }
       if (tile == 0) {
-        barrier_wait(shared.q_empty[q_ring.slot], q_ring.parity ^ 1);
+        barrier_wait(shared.q_empty, q_ring.parity ^ 1);
         shared.rows[slot][row] = position;
-        layout.gather(shared_address(shared.q[q_ring.slot]), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
+        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
                       whole_rows && rows.count == kBlockM);
-        barrier_arrive_after_copies(shared.q_full[q_ring.slot]);
-        barrier_arrive(shared.q_full[q_ring.slot]);
+        barrier_arrive_after_copies(shared.q_full);
+        barrier_arrive(shared.q_full);
         q_ring.advance();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
@@ -266,7 +263,7 @@ struct Consumer {
   Shared& shared;
   const AttentionParams& params;
   Ring<kStages> k_ring, v_ring;
-  Ring<Traits::kQueryBuffers> q_ring;
+  Ring<1> q_ring;  // shared memory holds one q tile
   uint32 voted = 0;
   int group, lane, first_row;  // first_row: this thread's, of the q tile
 
@@ -287,7 +284,7 @@ struct Consumer {
   __device__ __forceinline__ void issue_scores() {
     barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
     await_turn();
-    const uint32 q = tile_descriptor(shared_address(shared.q[q_ring.slot]) + group * 64 * 128, 0);
+    const uint32 q = tile_descriptor(shared_address(shared.q) + group * 64 * 128, 0);
     const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
     wgmma_fence();
 #pragma unroll
@@ -312,7 +309,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_q() {
-    release(shared.q_empty[q_ring.slot]);
+    release(shared.q_empty);
     q_ring.advance();
   }
   __device__ __forceinline__ void release_k() {
@@ -515,14 +512,30 @@ struct Consumer {
     return tile;
   }
 
+  // One row of out. Neighbouring lanes exchange halves of two dim tiles, so that a lane has 4 consecutive elements of
+  // one of them.
+  template <bool kWholeRows>
+  __device__ __forceinline__ void store_row(uint16* out, int position, int h, float inverse) const {
+    const bool odd = lane % 2;
+    const int first = odd * 8 + lane % 4 / 2 * 4;
+    uint16* target = out + position * params.out.row + first;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; d += 2) {
+      const uint32 even_tile = Element::pack(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+      const uint32 odd_tile = Element::pack(acc[d * 4 + 4 + 2 * h] * inverse, acc[d * 4 + 4 + 2 * h + 1] * inverse);
+      const uint32 other = __shfl_xor_sync(kFullWarp, odd ? even_tile : odd_tile, 1);
+      const uint2 x = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+      if (position < 0) continue;
+      if (kWholeRows || d * 8 + first + 4 <= params.geometry.head_dim) *reinterpret_cast<uint2*>(target + d * 8) = x;
+    }
+  }
+
   // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
-  // True if a valid row of this warp has an output that is not finite.
+  // True if the warp has an output that is not finite.
   template <bool kKeepState>
   __device__ __forceinline__ bool store(const QueryTile& tile, const int (&position)[2]) {
-    const int head_dim = params.geometry.head_dim;
     const int64 state_row = static_cast<int64>(tile.head) * params.geometry.seqlen_q;
     uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
-    bool nonfinite = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float inverse = l[h] == 0.f ? 0.f : 1.f / l[h];
@@ -532,29 +545,17 @@ struct Consumer {
           params.lse[state_row + position[h]] =
               l[h] == 0.f ? -infinity() : (m[h] + __log2f(l[h])) * 0.69314718055994531f;
       }
-      uint16* target = out + max(position[h], 0) * params.out.row;
-      // Neighbouring lanes exchange halves of two dim tiles, so that a lane has 4 consecutive elements of one of them.
-      const bool odd = lane % 2;
-#pragma unroll
-      for (int d = 0; d < kDimTiles; d += 2) {
-        const uint32 even_tile = Element::pack(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
-        const uint32 odd_tile = Element::pack(acc[d * 4 + 4 + 2 * h] * inverse, acc[d * 4 + 4 + 2 * h + 1] * inverse);
-        nonfinite |= has_nonfinite<Element>(even_tile) || has_nonfinite<Element>(odd_tile);
-        const uint32 other = __shfl_xor_sync(kFullWarp, odd ? even_tile : odd_tile, 1);
-        const uint2 x = odd ? make_uint2(other, odd_tile) : make_uint2(even_tile, other);
-        const int c = (d + odd) * 8 + lane % 4 / 2 * 4;
-        if (position[h] < 0) continue;
-        if (c + 4 <= head_dim) {
-          *reinterpret_cast<uint2*>(target + c) = x;
-        } else {
-          const uint32 pairs[2] = {x.x, x.y};
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (c + e < head_dim) target[c + e] = static_cast<uint16>(pairs[e / 2] >> (e % 2 * 16));
-        }
+      if (params.geometry.head_dim == kHeadDim) {
+        store_row<true>(out, position[h], h, inverse);
+      } else {
+        store_row<false>(out, position[h], h, inverse);
       }
     }
-    return __any_sync(kFullWarp, nonfinite);
+    if (!kKeepState) return false;
+    float zero[4] = {};
+#pragma unroll
+    for (int i = 0; i < kDimTiles * 4; ++i) zero[i % 4] = fmaf(acc[i], 0.f, zero[i % 4]);  // NaN if one is not finite
+    return __any_sync(kFullWarp, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0.f);
   }
 
   // Computes the warp's 16 rows anew without tensor cores, key by key, so that a value that is hidden from a row cannot
@@ -627,7 +628,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, typename T
       const Rows rows(params, work);
       const Geometry& g = params.geometry;
       const int count = rows.keys(g);
-      barrier_wait(shared.q_full[consumer.q_ring.slot], consumer.q_ring.parity);
+      barrier_wait(shared.q_full, consumer.q_ring.parity);
       consumer.start_empty();
       if (!kFirst) {
         const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};

@@ -280,9 +280,10 @@ __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared&
 
 struct SortShared {
   uint16 bucket[spec::kSortPart];              // of each candidate of the part
+  uint16 sorted[spec::kSortPart];              // the part's candidates in their order
   uint16 next[kSortWarps][spec::kKeyBuckets];  // a warp's candidates of a bucket: how many, then the next one's place
-  uint32 base[spec::kKeyBuckets];              // where the part's candidates of a bucket begin in the order
-  uint32 total[kSortWarps];
+  uint32 base[spec::kKeyBuckets];              // from a candidate's place in the part to its place in the row
+  uint32 total[kSortWarps][2];
 };
 
 // Lanes of `active` whose low bits of x equal this lane's.
@@ -298,7 +299,8 @@ __device__ __forceinline__ uint32 match(uint32 active, uint32 x) {
   return peers;
 }
 
-// k_order[row, place] of the part's candidates. Each warp has its own run of them and keeps their order in a bucket.
+// k_order[row, place] of the part's candidates. Each warp has its own run of them and keeps their order in a bucket. They
+// are sorted in shared memory first: neighbours of a bucket are then written together, not one by one.
 __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& shared) {
   constexpr int kBucketsOfThread = spec::kKeyBuckets / kSortThreads, kPartOfWarp = spec::kSortPart / kSortWarps;
   static_assert(kBucketsOfThread % 8 == 0, "a thread reads the counts of its buckets 8 at a time");
@@ -319,8 +321,8 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
     atomicAdd(mine + b / 2, b % 2 ? 0x10000u : 1u);
   });
 
-  // Where buckets begin: candidates of the row in buckets before, and of earlier parts in the same one.
-  uint32 in_row[kBucketsOfThread] = {}, earlier[kBucketsOfThread] = {}, sum = 0;
+  // Where buckets begin, in the row (candidates in buckets before, and of earlier parts in the same one) and in the part.
+  uint32 in_row[kBucketsOfThread] = {}, in_part[kBucketsOfThread] = {}, earlier[kBucketsOfThread] = {};
   const int first_bucket = threadIdx.x * kBucketsOfThread;
   for (int part = 0; part < where.parts; ++part) {
     const uint4* counts = reinterpret_cast<const uint4*>(where.counts(p, part) + first_bucket);
@@ -333,37 +335,48 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
         const uint32 count = pairs[j / 2] >> (j % 2 * 16) & 0xffffu;
         in_row[i + j] += count;
         if (part < where.part) earlier[i + j] += count;
+        if (part == where.part) in_part[i + j] = count;
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kBucketsOfThread; ++i) sum += in_row[i];
-  uint32 before = sum;  // inclusive over the warp's threads
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32 x = __shfl_up_sync(kFullWarp, before, step);
-    if (lane >= step) before += x;
-  }
-  if (lane == 31) shared.total[warp] = before;
-  __syncthreads();
-  before -= sum;
-  for (int w = 0; w < warp; ++w) before += shared.total[w];
+  uint32 sum[2] = {0, 0}, before[2];  // row, part
 #pragma unroll
   for (int i = 0; i < kBucketsOfThread; ++i) {
-    shared.base[first_bucket + i] = before + earlier[i];
-    before += in_row[i];
-    uint32 of_warps = 0;
+    sum[0] += in_row[i];
+    sum[1] += in_part[i];
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    before[k] = sum[k];  // inclusive over the warp's threads
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32 x = __shfl_up_sync(kFullWarp, before[k], step);
+      if (lane >= step) before[k] += x;
+    }
+    if (lane == 31) shared.total[warp][k] = before[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    before[k] -= sum[k];
+    for (int w = 0; w < warp; ++w) before[k] += shared.total[w][k];
+  }
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) {
+    shared.base[first_bucket + i] = before[0] + earlier[i] - before[1];
+    uint32 place = before[1];
 #pragma unroll
     for (int w = 0; w < kSortWarps; ++w) {
       const uint32 here = shared.next[w][first_bucket + i];
-      shared.next[w][first_bucket + i] = static_cast<uint16>(of_warps);
-      of_warps += here;
+      shared.next[w][first_bucket + i] = static_cast<uint16>(place);
+      place += here;
     }
+    before[0] += in_row[i];
+    before[1] += in_part[i];
   }
   __syncthreads();
 
-  // Place.
-  int* order = p.k_order + where.row * p.stride;
+  // Sort the part.
   uint16* next = shared.next[warp];
   for (int base = begin; base < end; base += 32) {
     const int c = base + lane;
@@ -376,9 +389,17 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
     __syncwarp();
     if (active) {
       if (rank == 0) next[b] = static_cast<uint16>(place + __popc(peers));
-      order[shared.base[b] + place] = where.key(where.first + c);
+      shared.sorted[place] = static_cast<uint16>(c);
     }
     __syncwarp();
+  }
+  __syncthreads();
+
+  int* order = p.k_order + where.row * p.stride;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < where.count; i += kSortThreads) {
+    const int c = shared.sorted[i];
+    order[shared.base[shared.bucket[c]] + i] = where.key(where.first + c);
   }
 }
 

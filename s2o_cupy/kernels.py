@@ -66,7 +66,8 @@ RANK_KEYS_PARAMS = np.dtype(
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
-        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "row_blocks", "key_blocks", "parts")),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
+        *((name, "i4") for name in ("row_blocks", "key_blocks", "parts")),
     ],
     align=True,
 )
@@ -92,7 +93,7 @@ FAMILIES = {
     **{
         name: _Family(
             f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1,
-            "sm90::Traits<{element}, {head_dim}, {stages}, {query_buffers}>", "sm_90a",
+            "sm90::Traits<{element}, {head_dim}, {stages}>", "sm_90a",
         )
         for name in ("pass1_sm90", "pass2_sm90")
     },
@@ -120,7 +121,6 @@ class Kernel:
     aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
     block_m: int = 128
     stages: int = 2
-    query_buffers: int = 1
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
 
     @property
@@ -137,8 +137,6 @@ class Kernel:
             parts.append(f"m{self.block_m}")
         if "{stages}" in traits:
             parts.append(f"s{self.stages}")
-        if "{query_buffers}" in traits:
-            parts.append(f"q{self.query_buffers}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
         return "-".join(parts)
@@ -172,7 +170,6 @@ def render(kernel: Kernel) -> str:
         "head_dim": kernel.head_dim,
         "block_m": kernel.block_m,
         "stages": kernel.stages,
-        "query_buffers": kernel.query_buffers,
         "aligned": str(kernel.aligned).lower(),
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
@@ -296,7 +293,8 @@ def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
     start = time.perf_counter()
     program = nvrtc.createProgram(render(kernel), f"{kernel.name}.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={kernel.family.arch or arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"])
+        options = [f"-arch={kernel.family.arch or arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"]
+        nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         raise S2OError(f"{kernel.name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error

@@ -19,6 +19,7 @@ STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
+BYTES_PER_PART = KEY_BUCKETS * 2  # 16-bit counters of a block of the counting sort
 MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
 RANK_THREADS, SORT_WARPS = 256, 8
@@ -125,22 +126,15 @@ def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m:
 
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
-# Key tiles and q tiles in shared memory. Pass 1 has short q tiles and wants the next one's queries early.
-HOPPER_STAGES = {"pass1_sm90": (2, 2), "pass2_sm90": (3, 1)}
-
-
-def _hopper_shared(head_dim: int, stages: int, query_buffers: int) -> int:
-    """sizeof(sm90::Traits::Shared)."""
-    tiles = (query_buffers + 2 * stages) * HOPPER_BLOCK * head_dim * 2
-    rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * 4, 4 * 8
-    barriers = (2 * query_buffers + 4 * stages + 4 + 4) * 8
-    return tiles + rows + work + votes + barriers
+HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
 
 
 def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
-    stages, query_buffers = HOPPER_STAGES[function]
-    shared = _hopper_shared(head_dim, stages, query_buffers)
-    return Kernel(function, dtype, head_dim, stages=stages, query_buffers=query_buffers, shared_bytes=shared)
+    """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
+    tiles = (1 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
+    rows, work, votes, barriers = 2 * HOPPER_BLOCK * 4, 2 * 4, 4 * 8, (2 + 4 * HOPPER_STAGES + 4 + 4) * 8
+    shared = tiles + rows + work + votes + barriers
+    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, shared_bytes=shared)
 
 
 def hopper_refusal(
@@ -175,7 +169,7 @@ def _key_counts() -> Kernel:
 
 
 def _key_order() -> Kernel:
-    shared = SORT_PART * 2 + SORT_WARPS * KEY_BUCKETS * 2 + KEY_BUCKETS * 4 + SORT_WARPS * 4
+    shared = 2 * SORT_PART * 2 + SORT_WARPS * KEY_BUCKETS * 2 + KEY_BUCKETS * 4 + SORT_WARPS * 2 * 4
     return Kernel("key_order", shared_bytes=shared)
 
 
@@ -198,7 +192,6 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
     """Rounds from the last segment to the first, each within the workspace if one row fits."""
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
-    elements = min(config.workspace_bytes // BYTES_PER_CANDIDATE, MAX_GRID)  # so that no grid of a chunk exceeds it
     chunks: list[Chunk] = []
     end = geometry.segments
     while end > 0:
@@ -207,7 +200,9 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             continue
         keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
         stride = -(-keys // STEP) * STEP
-        rows = max(1, elements // stride)
+        row_bytes = stride * BYTES_PER_CANDIDATE + -(-stride // SORT_PART) * BYTES_PER_PART
+        # No grid of a chunk has more blocks than elements.
+        rows = max(1, min(config.workspace_bytes // row_bytes, MAX_GRID // stride))
         if rows >= heads:
             segments, heads_each = min(end, rows // heads), heads
         else:

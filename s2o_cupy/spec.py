@@ -30,7 +30,7 @@ KEY_BUCKET_BITS = 11
 KEY_BUCKETS = 1 << KEY_BUCKET_BITS
 
 # Candidates of a row that one block of the counting sort takes; its counters have 16 bits.
-SORT_PART = 16384
+SORT_PART = 12288
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.

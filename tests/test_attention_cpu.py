@@ -237,7 +237,8 @@ def _strided(x, how):
 )
 def test_strides_do_not_matter(device, qkv, config, how):
     q, k, v = host = qkv(200, batch=2, kv_heads=2, head_dim=80)
-    if how in ("one element in", "odd row stride", "sequence backwards", "all axes backwards"):  # not for Hopper kernels
+    if how in ("one element in", "odd row stride", "sequence backwards", "all axes backwards"):
+        # The Hopper kernels do not take it.
         config = replace(config, path="portable")
     expected = device.attend(*host, config=config)
     given = [_strided(device.array(x), how) for x in host]
@@ -287,6 +288,19 @@ def test_read_only_inputs(device, qkv, config):
 LENGTH, SPOT = 400, 200  # SPOT lies inside the second segment of four
 
 
+def assert_unseen(device, o, expected, value):
+    """Rows that may not see ``value`` keep their bits.
+
+    The Hopper kernels compute rows beside a NaN or Inf anew, adding up in another order: there they keep their values
+    up to rounding.
+    """
+    if device.config.block_m == 128 and not np.isfinite(value):
+        eps = float(ml_dtypes.finfo(device.dtype).eps)
+        np.testing.assert_allclose(o, expected, rtol=0, atol=eps * np.abs(expected).max())
+    else:
+        np.testing.assert_array_equal(o, expected)
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e4])
 @pytest.mark.parametrize("tau", [0, 0.05])
@@ -297,7 +311,7 @@ def test_a_key_changes_only_the_rows_that_may_see_it(device, qkv, config, name, 
     {"k": k, "v": v}[name][:, 1, spot] = value
     o = device.attend(q, k, v, tau=tau)
     np.testing.assert_array_equal(o[:, :2], expected[:, :2])  # heads of the other KV head
-    np.testing.assert_array_equal(o[:, 2:, :spot], expected[:, 2:, :spot])  # earlier rows
+    assert_unseen(device, o[:, 2:, :spot], expected[:, 2:, :spot], value)  # earlier rows
     assert (o[:, 2:, spot] != expected[:, 2:, spot]).any()
 
 
@@ -320,7 +334,7 @@ def test_the_future_is_not_seen(device, qkv, value):
     q, k, v = qkv(LENGTH)
     expected = device.attend(q, k, v)
     k[:, :, SPOT:], v[:, :, SPOT:] = value, value
-    np.testing.assert_array_equal(device.attend(q, k, v)[:, :, :SPOT], expected[:, :, :SPOT])
+    assert_unseen(device, device.attend(q, k, v)[:, :, :SPOT], expected[:, :, :SPOT], value)
 
 
 def test_more_keys_before_the_queries_are_not_the_future(device, qkv):
@@ -328,7 +342,7 @@ def test_more_keys_before_the_queries_are_not_the_future(device, qkv):
     q, k, v = qkv(200, 250)
     expected = device.attend(q, k, v)
     k[:, :, 150:], v[:, :, 150:] = np.nan, np.nan
-    np.testing.assert_array_equal(device.attend(q, k, v)[:, :, :100], expected[:, :, :100])
+    assert_unseen(device, device.attend(q, k, v)[:, :, :100], expected[:, :, :100], np.nan)
 
 
 def test_inf_in_v(device, qkv):

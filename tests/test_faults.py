@@ -79,15 +79,19 @@ FAULTS = [
         ("the range of scores is cut", "key order", "smallest[h] = fminf(smallest[h], x);", "smallest[h] = 0.f;"),
     ),
     *_faults(
-        "key_order", MEAN,
-        ("buckets round to nearest", "key order", "__fmul_rn(__fsub_rn(high, s), factor)",
-         "__fmul_rn(__fsub_rn(high, s), factor) + 0.5f"),
+        ("key_counts", "key_order"), MEAN,
+        ("buckets round to nearest", "key order", "__fmul_rn(__fsub_rn(high, score), factor)",
+         "__fmul_rn(__fsub_rn(high, score), factor) + 0.5f"),
         ("buckets are twice as wide", "key order", "static_cast<float>(spec::kKeyBuckets)",
          "static_cast<float>(spec::kKeyBuckets / 2)"),
+        ("keys ascend in importance", "key order", "return min(max(bucket,",
+         "return spec::kKeyBuckets - 1 - min(max(bucket,"),
+    ),
+    *_faults(
+        "key_order", MEAN,
         ("a bucket's keys stand backwards", "key order", "peers & ((1u << lane) - 1)", "peers & ~((2u << lane) - 1)"),
-        ("neighbours are written the other way round", "key order", "order[place] = pos",
-         "order[place ^ 1] = pos"),
-        ("keys ascend in importance", "key order", "__fsub_rn(high, s)", "__fsub_rn(s, low)"),
+        ("neighbours are written the other way round", "key order", "order[shared.base[b] + place]",
+         "order[(shared.base[b] + place) ^ 1]"),
     ),
     *_faults(
         "pass1", MEAN,
@@ -120,7 +124,7 @@ FAULTS = [
         ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
     ),
     *_faults(
-        "pass2", replace(MEAN, tau=0.5),
+        "pass2", replace(MEAN, tau=1000.0),
         ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
     ),
     *_faults(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from s2o_cupy.plan import (
     BYTES_PER_CANDIDATE,
+    BYTES_PER_PART,
     MAX_GRID,
     MAX_STAGES,
     SCORE_KEYS,
@@ -69,7 +70,11 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     for chunk in plan.chunks:
         row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
         scores = chunk.heads // chunk.shared_heads * row_blocks * -(-chunk.stride // SCORE_KEYS)
-        for name, size in (("key_scores", scores), ("key_order", chunk.rows), ("pass2", chunk.rows * plan.tiles)):
+        for name, size in (
+            ("key_scores", scores),
+            ("key_order", chunk.rows * chunk.parts),
+            ("pass2", chunk.rows * plan.tiles),
+        ):
             sizes[name] = max(sizes.get(name, 0), size)
     return sizes
 
@@ -102,8 +107,10 @@ def test_chunks_stay_within_the_workspace(case):
     problem, config = case
     plan, geometry = plan_of(problem, config), problem.geometry(config)
     for chunk in plan.chunks:
-        assert chunk.rows == 1 or chunk.rows * chunk.stride * BYTES_PER_CANDIDATE <= config.workspace_bytes
+        row_bytes = chunk.stride * BYTES_PER_CANDIDATE + chunk.parts * BYTES_PER_PART
+        assert chunk.rows == 1 or chunk.rows * row_bytes <= config.workspace_bytes
         assert chunk.rows * chunk.stride <= plan.workspace_elements
+        assert chunk.rows * chunk.parts * BYTES_PER_PART // 2 <= plan.count_elements
         last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
         # Scores lie by key position: without causality up to the last key.
         assert chunk.stride >= (last if geometry.is_causal else geometry.seqlen_k)
@@ -254,7 +261,7 @@ def test_memory_of_a_long_call():
     """131,072 tokens, 32 heads over 8, head_dim 128: at most 2 GiB beside the output."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
     plan = plan_of(problem, config)
-    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE
+    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE + plan.count_elements * 2
     state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
     assert workspace <= config.workspace_bytes
     assert workspace + state + q_order < 1.1 * 2**30
