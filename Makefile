@@ -37,12 +37,11 @@ test: $(TEST)
 	$(RUN) -m s2o_cupy compile
 	$(RUN) -m pytest $(PYTEST)
 
-# compute-sanitizer comes with the CUDA toolkit.
+# compute-sanitizer comes with the CUDA toolkit. Padding, as one array's end may else be the next one's beginning.
+sanitize: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 sanitize: $(TEST)
-	for tool in memcheck racecheck; do \
-	  PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} \
-	    compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) tests/sanitize.py; \
-	done
+	compute-sanitizer --tool memcheck --padding 65536 --error-exitcode 1 $(RUN) tests/sanitize.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py
 
 lint: $(TEST) mypy
 	$(RUN) -m ruff check .

@@ -71,6 +71,17 @@ VIEWS: dict[str, list[Column]] = {
         ("cuDNN TFLOP/s", _key("cudnn_tflops"), ".0f"),
         ("pass 2 / cuDNN", _ratio("pass2_tflops", "cudnn_tflops"), ".2f"),
     ],
+    # Kinds of order, in files whose rows name them.
+    "error": [
+        ("rank", _key("rank"), "s"),
+        ("representatives", _key("representatives"), "d"),
+        ("window", _key("window"), "d"),
+        *_TOKENS,
+        ("rel_l2", _key("rel_l2"), "error"),
+        ("rel_l1", _key("rel_l1"), "error"),
+        ("S2O ms", _key("s2o_ms"), "ms"),
+        ("ordering ms", _key("ordering_ms"), "ms"),
+    ],
     "ordering": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),

@@ -109,18 +109,26 @@ def _attention_shared(head_dim: int, block_m: int, stages: int) -> int:
     return tiles + ring + p_column + nonfinite + pointers + first_key
 
 
-def stages_for(head_dim: int, block_m: int, limits: DeviceLimits) -> int:
-    """As many steps in flight as leave room for two blocks on a multiprocessor; one if even that does not fit."""
+def _blocks(head_dim: int, block_m: int, stages: int, limits: DeviceLimits) -> int:
+    """Blocks that shared memory allows on a multiprocessor, of the two that registers do."""
     reserved = 1024  # of each block, by the driver
-    for stages in range(MAX_STAGES, 1, -1):
-        size = _attention_shared(head_dim, block_m, stages)
-        if size <= limits.shared_per_block and 2 * (size + reserved) <= limits.shared_per_multiprocessor:
-            return stages
-    return 1
+    size = _attention_shared(head_dim, block_m, stages)
+    fits = size <= limits.shared_per_block
+    return min(2, limits.shared_per_multiprocessor // (size + reserved)) if fits else 0
+
+
+def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool = True) -> int:
+    """Steps in flight: the most that leave room for as many blocks on a multiprocessor as one step would.
+
+    Without alignment copies are synchronous, and a second step is only taken where two blocks have room for it.
+    """
+    blocks = {stages: _blocks(head_dim, block_m, stages, limits) for stages in range(1, MAX_STAGES + 1)}
+    wanted = max(blocks.values()) if aligned else 2
+    return max((stages for stages, n in blocks.items() if n >= wanted), default=1)
 
 
 def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits) -> Kernel:
-    stages = stages_for(head_dim, block_m, limits)
+    stages = stages_for(head_dim, block_m, limits, aligned)
     shared = _attention_shared(head_dim, block_m, stages)
     return Kernel(function, dtype, head_dim, aligned, block_m, stages, shared_bytes=shared)
 

@@ -90,8 +90,8 @@ FAULTS = [
     *_faults(
         "key_order", MEAN,
         ("a bucket's keys stand backwards", "key order", "peers & ((1u << lane) - 1)", "peers & ~((2u << lane) - 1)"),
-        ("neighbours are written the other way round", "key order", "order[shared.base[b] + place]",
-         "order[(shared.base[b] + place) ^ 1]"),
+        ("neighbours are written the other way round", "key order", "order[shared.base[shared.bucket[c]] + i]",
+         "order[(shared.base[shared.bucket[c]] + i) ^ 1]"),
     ),
     *_faults(
         "pass1", MEAN,

@@ -210,19 +210,14 @@ def test_shared_memory_fits_a_block(compute_capability):
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_stages_leave_room_for_two_blocks(compute_capability, head_dim, block_m):
-    from s2o_cupy.plan import _attention_shared
+def test_a_second_stage_never_costs_a_block(compute_capability, head_dim, block_m):
+    from s2o_cupy.plan import _attention_shared, _blocks
 
     limits = LIMITS[compute_capability]
-
-    def fits_twice(stages):
-        return 2 * (_attention_shared(head_dim, block_m, stages) + 1024) <= limits.shared_per_multiprocessor
-
     stages = stages_for(head_dim, block_m, limits)
-    assert 1 <= stages <= MAX_STAGES
-    assert stages == 1 or fits_twice(stages)
-    assert stages == MAX_STAGES or not fits_twice(stages + 1)
     assert _attention_shared(head_dim, block_m, stages) <= limits.shared_per_block
+    assert _blocks(head_dim, block_m, stages, limits) == _blocks(head_dim, block_m, 1, limits) >= 1
+    assert stages == MAX_STAGES or _blocks(head_dim, block_m, stages + 1, limits) < _blocks(head_dim, block_m, 1, limits)
 
 
 def test_stages_by_architecture():
@@ -231,7 +226,7 @@ def test_stages_by_architecture():
         cc: [stages_for(d, m, LIMITS[cc]) for d, m in itertools.product((64, 128), (64, 128))] for cc in ARCHITECTURES
     }
     assert stages[80] == stages[87] == [2, 2, 1, 1]
-    assert stages[86] == stages[89] == stages[120] == [2, 1, 1, 1]
+    assert stages[86] == stages[89] == stages[120] == [2, 1, 2, 2]
     assert stages[90] == stages[100] == [2, 2, 2, 2]
 
 

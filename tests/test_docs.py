@@ -1,0 +1,290 @@
+"""README.md and docs/*.md: code runs, commands and options exist, links lead somewhere, tables are up to date."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.util
+import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import has_gpu
+
+from s2o_cupy import S2OConfig, spec
+from s2o_cupy import __main__ as cli
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "README.md").exists() or not (ROOT / "docs" / "figures.py").exists(), reason="needs a source checkout"
+)
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, *languages):
+    """(line, text) of each fenced block in one of the languages."""
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+    return [(text_of(page)[: m.start()].count("\n") + 2, m[2]) for m in found if m[1] in languages]
+
+
+def named(items):
+    """Parameters with a page and a line as their name."""
+    return [pytest.param(*item, id=f"{item[0].name}:{item[1]}") for item in items]
+
+
+PYTHON = [(page, *block) for page in PAGES for block in blocks(page, "python")]
+COMMANDS = [
+    (page, line + i, command)
+    for page in PAGES
+    for line, block in blocks(page, "sh")
+    for i, command in enumerate(block.splitlines())
+    if command.split("#")[0].strip()
+]
+
+
+# ---------------------------------------------------------------- code
+
+
+def imported(code):
+    """Top-level modules that a block imports, and the names it takes from s2o_cupy."""
+    modules, ours = set(), set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add((node.module or "").split(".")[0])
+            if node.module == "s2o_cupy":
+                ours |= {alias.name for alias in node.names}
+    return modules, ours
+
+
+@pytest.mark.parametrize(("page", "line", "code"), named(PYTHON))
+def test_code_runs(page, line, code, tmp_path, monkeypatch):
+    modules, ours = imported(code)
+    assert "s2o_cupy" in modules, "a block stands for itself"
+    if ("cupy" in modules or "diff" in ours) and not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    for module in modules - {"s2o_cupy"}:
+        pytest.importorskip(module)
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_every_framework_has_code():
+    modules = set().union(*(imported(code)[0] for page, _, code in PYTHON if page.name == "README.md"))
+    assert {"cupy", "torch", "jax", "s2o_cupy"} <= modules
+
+
+# ---------------------------------------------------------------- commands and options
+
+
+def make_targets():
+    (line,) = re.findall(r"^\.PHONY: (.*)$", text_of(ROOT / "Makefile"), re.MULTILINE)
+    return set(line.split())
+
+
+def make_variables():
+    return set(re.findall(r"^(\w+) \?=", text_of(ROOT / "Makefile"), re.MULTILINE))
+
+
+def extras():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return set(setup["options.extras_require"])
+
+
+def check_command(command):
+    """Fail unless every part of a command that belongs to the project exists."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        for word in words[1:]:
+            variable = re.match(r"(\w+)=", word)
+            assert variable[1] in make_variables() if variable else word in make_targets(), word
+    elif words[0] == "s2o" or words[:3] == ["python", "-m", "s2o_cupy"]:
+        try:
+            cli._parser().parse_args(words[1 if words[0] == "s2o" else 3 :])
+        except SystemExit:
+            pytest.fail(f"s2o takes no such arguments: {command}")
+    elif words[0] == "python":
+        source = text_of(ROOT / words[1])
+        for option in re.findall(r"--([\w-]+)", " ".join(words[2:])):
+            assert re.search(rf'"(--)?{option}"', source), f"{words[1]} has no --{option}"
+    elif words[:2] == ["pip", "install"]:
+        for extra in re.findall(r"\[(.*?)\]", command):
+            assert set(extra.split(",")) <= extras(), extra
+    else:
+        pytest.fail(f"what is {words[0]}?")
+
+
+@pytest.mark.parametrize(("page", "line", "command"), named(COMMANDS))
+def test_commands_exist(page, line, command):
+    check_command(command)
+
+
+def cli_options():
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    return {option for parser in commands.choices.values() for option in parser._option_string_actions}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_named_in_a_sentence_exists(page):
+    """Commands, options and files in `code`."""
+    sentences = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    sources = [text_of(path) for path in (ROOT / "benchmarks").glob("*.py")]
+    for code in set(re.findall(r"`([^`\n]+)`", sentences)):
+        if code == "python -m s2o_cupy":
+            continue
+        if re.match(r"(make|s2o|python|pip) ", code) and "**" not in code:
+            check_command(code)
+        elif re.fullmatch(r"--[\w-]+", code):
+            assert code in cli_options() or any(f'"{code}"' in source for source in sources), code
+        elif re.fullmatch(r"test_\w+\.py", code):
+            assert (ROOT / "tests" / code).exists(), code
+        elif re.fullmatch(r"\w+\.cuh?", code):
+            assert (ROOT / "raw_kernels" / code).exists(), code
+        elif re.fullmatch(r"[\w./]+/[\w./]*\.(py|md|png|json|cuh?)|\.ci/\w+", code):
+            assert (ROOT / code).exists(), code
+
+
+def test_every_command_and_extra_is_told():
+    readme = text_of(ROOT / "README.md")
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    for command in commands.choices:
+        assert f"`s2o {command}`" in readme
+    for extra in extras():
+        assert f"`{extra}`" in readme
+    for target in ("demo", "test"):
+        assert f"make {target}" in readme
+
+
+def test_the_table_of_the_configuration():
+    section = text_of(ROOT / "README.md").split("### S2OConfig", 1)[1].split("\n#", 1)[0]
+    told = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
+    expected = [(field.name, field.default) for field in fields(S2OConfig)]
+    value = lambda text: 1 << 30 if text == "1 GiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
+    assert [(name, value(default)) for name, default in told] == expected
+
+
+def test_the_table_of_arguments():
+    import inspect
+
+    from s2o_cupy import s2o_attention
+
+    section = text_of(ROOT / "README.md").split("Further arguments", 1)[1].split("\n#", 1)[0]
+    told = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    parameters = inspect.signature(s2o_attention).parameters
+    assert set(told) | {"q", "k", "v", "config"} == set(parameters)
+
+
+def test_numbers_of_the_definition():
+    page = text_of(ROOT / "docs" / "algorithm.md")
+    assert f"cut into {spec.KEY_BUCKETS:,} equal parts" in page
+    assert f"factor = {spec.KEY_BUCKETS} / (hi - lo)" in page
+    lag = spec.STOP_LAG
+    assert f'The lag is {lag["hopper"]} on path `"hopper"` and {lag["portable"]} on path `"portable"`' in page
+    readme = text_of(ROOT / "README.md")
+    assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in readme
+    assert f"1 to {spec.MAX_SEGMENT}." in readme
+    assert f"up to {spec.MAX_REPRESENTATIVES}." in readme
+
+
+def test_rounds_of_the_workspace():
+    from s2o_cupy.plan import DeviceLimits, make_plan
+    from s2o_cupy.problem import Problem
+
+    problem = Problem(1, 32, 8, 131_072, 131_072, 128, "bfloat16", True, 128**-0.5)
+    plan = make_plan(problem, S2OConfig(), DeviceLimits.of_architecture(90), True)
+    candidates = sum(plan.geometry.candidates(n) for n in range(plan.geometry.segments)) * problem.heads
+    page = text_of(ROOT / "docs" / "ordering.md")
+    assert f"that is {candidates / 1e6:.0f} million" in page
+    assert {3: "makes three rounds", 4: "makes four rounds"}[len(plan.chunks)] in " ".join(page.split())
+
+
+# ---------------------------------------------------------------- links and pictures
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = text_of(ROOT / "README.md")
+    for page in PAGES[1:]:
+        assert f"(docs/{page.name})" in readme
+
+
+def test_pictures_are_small():
+    for picture in (ROOT / "docs").glob("*.png"):
+        assert picture.stat().st_size < 600_000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_folder_of_one_machine(page):
+    assert not re.search(r"(?<![\w.)])/(home|root|tmp|mnt|work|Users)/", text_of(page))
+
+
+# ---------------------------------------------------------------- figures
+
+
+@pytest.fixture(scope="module")
+def figures():
+    found = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_up_to_date(figures):
+    assert not figures.stale(), "python docs/figures.py writes them"
+
+
+def test_a_table_says_where_it_comes_from(figures, tmp_path):
+    row = {
+        "length": 8192, "tau": 0.01, "heads": 32, "kv_heads": 8, "head_dim": 128, "density": 0.4567, "s2o_ms": 0.98765,
+        "cudnn_ms": 1.2345, "pass2_ms": 0.5, "pass2_tflops": 400.4, "cudnn_tflops": 500.1, "rel_l2": 0.0612,
+    }  # fmt: skip
+    result = {
+        "commit": "0123456789abcdef", "date": "2026-01-02", "device": "NVIDIA H200", "cudnn": 91900,
+        "command": "python benchmarks/speed.py --input /somewhere/of/mine/qkv.npz --json 'a b.json'",
+        "settings": {"dtype": "bfloat16", "segment": 1024, "rank": "mean"},
+        "rows": [row, row | {"length": 131072, "s2o_ms": 123.4, "rel_l2": None}],
+    }  # fmt: skip
+    (tmp_path / "speed.json").write_text(json.dumps(result))
+    page = "before\n<!-- figures:speed -->\nold\n<!-- /figures -->\nafter <!-- figures:none -->\nold<!-- /figures -->"
+    text = figures.render(page, tmp_path)
+    assert figures.render(text, tmp_path) == text
+    lines = text.splitlines()
+    assert lines[2] == "| tokens | tau | density | S2O ms | cuDNN ms | S2O / cuDNN | rel_l2 |"
+    assert lines[4] == "| 8,192 | 0.01 | 0.457 | 0.988 | 1.23 | 0.800 | 0.061 |"
+    assert lines[5] == "| 131,072 | 0.01 | 0.457 | 123 | 1.23 | 99.959 |  |"
+    for part in ("NVIDIA H200", "bfloat16", "query heads 32", "commit 0123456789ab,", "cudnn 9.19.0", "2026-01-02"):
+        assert part in lines[7]
+    assert "`python benchmarks/speed.py --input qkv.npz --json 'a b.json'`" in lines[7]
+    assert "figures:none -->\nNot measured yet.\n" in text
+    assert "400" in figures.table("speed", "parts", tmp_path)
+    for view in figures.VIEWS:
+        assert figures.table("speed", view, tmp_path).startswith("| ")
+    (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": [row, row | {"head_dim": 64}]}))
+    assert figures.table("speed", "time", tmp_path).startswith("| head_dim | tokens |")
