@@ -38,9 +38,9 @@ test: $(TEST)
 	$(RUN) -m pytest $(PYTEST)
 
 # compute-sanitizer comes with the CUDA toolkit. Padding, as one array's end may else be the next one's beginning.
-sanitize: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 sanitize: $(TEST)
-	compute-sanitizer --tool memcheck --padding 65536 --error-exitcode 1 $(RUN) tests/sanitize.py
+	export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}; \
+	compute-sanitizer --tool memcheck --padding 65536 --error-exitcode 1 $(RUN) tests/sanitize.py; \
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py
 
 lint: $(TEST) mypy

@@ -185,7 +185,7 @@ def test_the_table_of_arguments():
 
 def test_numbers_of_the_definition():
     page = text_of(ROOT / "docs" / "algorithm.md")
-    assert f"cut into {spec.KEY_BUCKETS:,} equal parts" in page
+    assert f"cut into {spec.KEY_BUCKETS:,} equal buckets" in page
     assert f"factor = {spec.KEY_BUCKETS} / (hi - lo)" in page
     lag = spec.STOP_LAG
     assert f'The lag is {lag["hopper"]} on path `"hopper"` and {lag["portable"]} on path `"portable"`' in page
@@ -204,6 +204,7 @@ def test_rounds_of_the_workspace():
     candidates = sum(plan.geometry.candidates(n) for n in range(plan.geometry.segments)) * problem.heads
     page = text_of(ROOT / "docs" / "ordering.md")
     assert f"that is {candidates / 1e6:.0f} million" in page
+    assert f"takes {spec.SORT_PART:,} candidates" in " ".join(page.split())
     assert {3: "makes three rounds", 4: "makes four rounds"}[len(plan.chunks)] in " ".join(page.split())
 
 

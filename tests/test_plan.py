@@ -215,9 +215,10 @@ def test_a_second_stage_never_costs_a_block(compute_capability, head_dim, block_
 
     limits = LIMITS[compute_capability]
     stages = stages_for(head_dim, block_m, limits)
+    of_one = _blocks(head_dim, block_m, 1, limits)
     assert _attention_shared(head_dim, block_m, stages) <= limits.shared_per_block
-    assert _blocks(head_dim, block_m, stages, limits) == _blocks(head_dim, block_m, 1, limits) >= 1
-    assert stages == MAX_STAGES or _blocks(head_dim, block_m, stages + 1, limits) < _blocks(head_dim, block_m, 1, limits)
+    assert _blocks(head_dim, block_m, stages, limits) == of_one >= 1
+    assert stages == MAX_STAGES or _blocks(head_dim, block_m, stages + 1, limits) < of_one
 
 
 def test_stages_by_architecture():
