@@ -73,7 +73,8 @@ __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
 template <class Traits>
 __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
-    barrier_init(shared.q_full, kWarpgroup);
+    // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
+    barrier_init(shared.q_full, 2 * kWarpgroup);
     barrier_init(shared.q_empty, kConsumerWarps);
     for (int s = 0; s < Traits::kStages; ++s) {
       barrier_init(shared.k_full[s], kWarpgroup);
@@ -146,29 +147,6 @@ struct CopyLayout {
   }
 };
 
-// The copies last started, and the barrier that waits for them. They are reported one group late, when the next copies
-// are on their way: a report needs a fence, by the thread that copied, between its copies and their readers in wgmma.
-// No reader waits for a group whose successor waits for that reader: K and V of neighbouring tiles take turns.
-struct Landing {
-  uint32 barrier = 0;  // its shared address; a tile lies at 0
-
-  __device__ __forceinline__ void follow(uint64& next) {
-    cp_async_commit();
-    if (barrier) {
-      cp_async_wait<1>();
-      fence_for_wgmma();
-      barrier_arrive(barrier);
-    }
-    barrier = shared_address(&next);
-  }
-  __device__ __forceinline__ void finish() {
-    cp_async_wait<0>();
-    fence_for_wgmma();
-    barrier_arrive(barrier);
-    barrier = 0;
-  }
-};
-
 // The next q tile that has work, or -1.
 template <class Rows, bool kOrdered>
 __device__ __forceinline__ int next_work(const AttentionParams& params) {
@@ -195,7 +173,6 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
   }
   Ring<kStages> k_ring, v_ring;
   Ring<1> q_ring;  // shared memory holds one q tile
-  Landing landing;
   uint32 voted = 0;  // key tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
     const uint32 slot = item % 2, item_parity = item / 2 & 1;
@@ -236,7 +213,7 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         if (tile + 1 < tiles) ahead = key(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
-        landing.follow(shared.k_full[k_ring.slot]);
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
       }
       if (tile == 0) {
@@ -244,16 +221,16 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         shared.rows[slot][row] = position;
         layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
                       whole_rows && rows.count == kBlockM);
-        landing.follow(shared.q_full);
+        barrier_arrive_after_copies(shared.q_full);
+        barrier_arrive(shared.q_full);
         q_ring.advance();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
-        landing.follow(shared.v_full[v_ring.slot]);
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
       }
     }
-    landing.finish();
     voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
 
     if (thread == 0) {

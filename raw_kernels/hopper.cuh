@@ -9,11 +9,16 @@ __device__ __forceinline__ void barrier_init(uint64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void barrier_arrive(uint64& barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(&barrier))
+               : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64& barrier) { barrier_arrive(shared_address(&barrier)); }
+// Arrives once this thread's cp.async copies so far have landed. PTX formally asks for a proxy fence between such copies and
+// reads by wgmma; reporting each group behind one, a group late, cost 4 to 6 % of pass 2 (docs/kernels.md).
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
 
 // Waits for the phase of parity `parity` to complete.
 __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
@@ -30,7 +35,7 @@ __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
       : "memory");
 }
 
-// Makes this thread's ordinary and cp.async writes visible to wgmma of those that a barrier tells of them.
+// Makes other threads' ordinary and cp.async writes, seen through a barrier, visible to wgmma.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- named barriers: a warpgroup waits where the other has arrived ---
