@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.pipeline import run
 from s2o_cupy.problem import Problem
+from s2o_cupy.spec import PATHS
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 BASELINES = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -77,47 +78,65 @@ def pass2_pairs(visited: np.ndarray, problem_length: int, config: S2OConfig) -> 
     return pairs
 
 
-def measure(args: argparse.Namespace, length: int, tau: float) -> dict[str, Any]:
-    dtype = DTYPES[args.dtype]
-    if args.input == "random":
-        q, k, v = _common.random_input(length, args.heads, args.kv_heads, args.head_dim, dtype)
-    else:
-        q, k, v = _common.trace_input(args.input, length, dtype)
-    batch, heads, _, head_dim = q.shape
-    config = S2OConfig(
-        segment=args.segment, tau=tau, rank=args.rank, representatives=args.representatives, window=args.window,
-        block_m=args.block_m, block_n=args.block_n, workspace_bytes=args.workspace_mib << 20,
-    )  # fmt: skip
-    row: dict[str, Any] = {"length": length, "tau": tau, "heads": heads, "kv_heads": k.shape[1], "head_dim": head_dim}
-    flop = _common.causal_flop(batch, heads, length, head_dim)
-    for name in args.baselines:
-        row[f"{name}_ms"] = _common.time_ms(partial(dense, BASELINES[name], q, k, v), args.repeats)
-        row[f"{name}_tflops"] = flop / row[f"{name}_ms"] / 1e9
-    row["s2o_ms"] = _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)
-    parts, visited = parts_ms(q, k, v, config, args.repeats)
-    row |= {f"{part}_ms": ms for part, ms in parts.items()}
-    pairs = pass2_pairs(visited, length, config)
-    row["pass2_tflops"] = 4 * head_dim * pairs / parts["pass2"] / 1e9 if parts["pass2"] else 0.0
-    out, stats = s2o_attention(q, k, v, config=config, return_stats=True)
-    row["density"] = stats.density
-    for name in args.baselines:
-        row[f"x_{name}"] = row["s2o_ms"] / row[f"{name}_ms"]
-        row[f"pass2_rate_x_{name}"] = row["pass2_tflops"] / row[f"{name}_tflops"]
-    if args.memory:
-        del out, stats
-        torch.cuda.empty_cache()
-        pool = cupy.get_default_memory_pool()
-        pool.free_all_blocks()
-        before = torch.cuda.mem_get_info()[0]
-        out = s2o_attention(q, k, v, config=config)
-        torch.cuda.synchronize()
-        row["extra_gib"] = (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
-    if args.error:
-        exact = _common.dense_float32(q, k, v)
-        row["rel_l2"] = _common.rel_l2(out, exact)
+def parse_order(text: str) -> dict[str, Any]:
+    """ "rank:representatives:window:segment", all but the rank optional."""
+    rank, *rest = text.split(":")
+    names = ("representatives", "window", "segment")
+    return {"rank": rank, **{name: int(x) for name, x in zip(names, rest, strict=False)}}
+
+
+class Input:
+    """q, k and v of one length, and what is measured on them once: dense baselines and the exact output."""
+
+    def __init__(self, args: argparse.Namespace, length: int) -> None:
+        dtype = DTYPES[args.dtype]
+        if args.input == "random":
+            q, k, v = _common.random_input(length, args.heads, args.kv_heads, args.head_dim, dtype)
+        else:
+            q, k, v = _common.trace_input(args.input, length, dtype)
+        self.args, self.q, self.k, self.v = args, q, k, v
+        self.batch, self.heads, self.length, self.head_dim = q.shape
+        self.flop = _common.causal_flop(self.batch, self.heads, length, self.head_dim)
+        self.row: dict[str, Any] = {
+            "length": length, "heads": self.heads, "kv_heads": k.shape[1], "head_dim": self.head_dim,
+        }  # fmt: skip
+        self.exact = _common.dense_float32(q, k, v) if args.error else None
         for name in args.baselines:
-            row[f"{name}_rel_l2"] = _common.rel_l2(dense(BASELINES[name], q, k, v), exact)
-    return row
+            baseline = partial(dense, BASELINES[name], q, k, v)
+            ms = _common.time_ms(baseline, args.repeats)
+            self.row |= {f"{name}_ms": ms, f"{name}_tflops": self.flop / ms / 1e9}
+            if self.exact is not None:
+                self.row[f"{name}_rel_l2"] = _common.rel_l2(baseline(), self.exact)
+
+    def measure(self, order: dict[str, Any], tau: float) -> dict[str, Any]:
+        args, q, k, v = self.args, self.q, self.k, self.v
+        config = S2OConfig(tau=tau, path=args.path, workspace_bytes=args.workspace_mib << 20, **order)
+        row = {
+            **self.row,
+            "tau": tau, "rank": config.rank, "representatives": config.representatives,
+            "window": config.window, "segment": config.segment,
+        }  # fmt: skip
+        row["s2o_ms"] = _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)
+        parts, visited = parts_ms(q, k, v, config, args.repeats)
+        row |= {f"{part}_ms": ms for part, ms in parts.items()}
+        pairs = pass2_pairs(visited, self.length, config)
+        row["pass2_tflops"] = 4 * self.head_dim * pairs / parts["pass2"] / 1e9 if parts["pass2"] else 0.0
+        out, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+        row["density"] = stats.density
+        for name in args.baselines:
+            row[f"x_{name}"] = row["s2o_ms"] / row[f"{name}_ms"]
+            row[f"pass2_rate_x_{name}"] = row["pass2_tflops"] / row[f"{name}_tflops"]
+        if self.exact is not None:
+            row["rel_l2"] = _common.rel_l2(out, self.exact)
+        del out, stats, visited
+        if args.memory:
+            torch.cuda.empty_cache()
+            cupy.get_default_memory_pool().free_all_blocks()
+            before = torch.cuda.mem_get_info()[0]
+            out = s2o_attention(q, k, v, config=config)
+            torch.cuda.synchronize()
+            row["extra_gib"] = (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
+        return row
 
 
 def main() -> None:
@@ -131,10 +150,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    for name, default in (("segment", 1024), ("window", 0), ("block-m", 128), ("block-n", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rank", default="mean")
-    parser.add_argument("--representatives", type=int)
+    parser.add_argument(
+        "--orders", type=lambda text: [parse_order(x) for x in text.split(",")], default=[parse_order("mean")],
+        help="comma-separated rank[:representatives[:window[:segment]]]",
+    )  # fmt: skip
+    parser.add_argument("--path", choices=PATHS, default="auto")
     parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
     parser.add_argument("--baselines", type=lambda text: text.split(","), default=list(BASELINES))
     parser.add_argument("--repeats", type=int, default=20)
@@ -145,10 +165,14 @@ def main() -> None:
 
     rows = []
     for length in args.lengths:
-        for tau in args.taus:
-            rows.append(measure(args, length, tau))
-            print(" ".join(f"{k}={v:.4g}" for k, v in rows[-1].items()), flush=True)
-    settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
+        source = Input(args, length)
+        for order, tau in itertools.product(args.orders, args.taus):
+            rows.append(source.measure(order, tau))
+            said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in rows[-1].items())
+            print(" ".join(said), flush=True)
+    settings = {k: v for k, v in vars(args).items() if k not in ("json", "input")}
+    # What every row has in common.
+    settings |= {k: rows[0][k] for k in ("segment", "rank", "window") if len({row[k] for row in rows}) == 1}
     _common.write_json(args.json, {**_common.provenance(), "settings": settings, "rows": rows})
 
 

@@ -74,6 +74,7 @@ VIEWS: dict[str, list[Column]] = {
     # Kinds of order, in files whose rows name them.
     "error": [
         ("rank", _key("rank"), "s"),
+        ("segment", _key("segment"), "d"),
         ("representatives", _key("representatives"), "d"),
         ("window", _key("window"), "d"),
         *_TOKENS,

@@ -297,8 +297,8 @@ struct AttentionTile {
     }
   }
 
-  // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN: where a step that is masked row by row holds
-  // values that are not finite, those keys are taken out of the matrix product and added to just the rows that see them.
+  // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN: where a step that is masked row by row holds values
+  // that are not finite, those keys leave the matrix product and are added to just the rows that see them.
   __device__ __forceinline__ void add_nonfinite(const uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], uint32 v_tile,
                                              int first_limit) {
     constexpr int kChunks = Traits::kHeadDim / 8;
@@ -371,8 +371,8 @@ struct AttentionTile {
     return small;
   }
 
-  // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first key
-  // tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited.
+  // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first
+  // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited.
   template <bool kCausal, bool kStops, class Keys>
   __device__ __forceinline__ int walk(const Keys& keys, int limit, int rows) {
     constexpr int kStages = Traits::kStages;

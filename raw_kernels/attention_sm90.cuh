@@ -5,9 +5,10 @@
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
 // warpgroup runs under the products of the other (named barriers let them issue in turn).
 //
-// Stopping: after softmax of key tile t, under the products of t + 1, each warp votes; the votes are read before the scores of tile t + 2 are issued,
-// so tile t + 1, already in flight, is still visited (spec::kStopLagSm90 = 1). Producer and consumers read the same
-// votes, so both know which copies were started; consumers release those that nobody will use.
+// Stopping: after softmax of key tile t, under the products of t + 1, each warp votes; the votes are read before the
+// scores of tile t + 2 are issued, so tile t + 1, already in flight, is still visited (STOP_LAG in s2o_cupy/spec.py).
+// Producer and consumers read the same votes, so both know which copies were started; consumers release those that
+// nobody will use.
 //
 // Shared memory keeps tiles of 128 rows in 64-column atoms of 128-byte rows, swizzled as wgmma reads them: the 16-byte
 // chunk c of row r stands at c ^ (r & 7).
@@ -26,7 +27,8 @@ constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 constexpr int kAtomBytes = 128 * 128;
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
-enum NamedBarrier { kTurn = 1 };  // and kTurn + 1: a consumer's turn to issue products
+// Each has one for either warpgroup, but kTake: a turn to issue products, a look for values that are not finite.
+enum NamedBarrier { kTurn = 1, kScan = 3, kTake = 5 };
 
 template <class Element_, int kHeadDim_, int kStages_>
 struct Traits {
@@ -94,8 +96,8 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
 
 // --- Producer ---
 
-// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each lane
-// also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
+// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
+// lane also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
 template <int kHeadDim>
 struct CopyLayout {
   static constexpr int kLanes = kHeadDim / 8;
@@ -457,6 +459,68 @@ struct Consumer {
     }
   }
 
+  // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN. Where the next value tile, which is masked row by row,
+  // holds values that are not finite, their keys are added by plain arithmetic to just the rows that see them and leave
+  // the product. Both warpgroups come here for the same tiles. Row r sees `limit + r` keys of the tile.
+  __device__ __forceinline__ void guard_values(int limit) {
+    constexpr int kChunks = kHeadDim / 8, kLane = kHeadDim / 32;  // 16-byte chunks of a row; its elements in a lane
+    constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
+    barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+    const uint32 tile = shared_address(shared.v[v_ring.slot]);
+    const int thread = threadIdx.x % kWarpgroup;
+    uint32 carries = 0;  // into the sign, where an exponent is all ones
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint4 x = load_shared_16(tile + (i * kWarpgroup + thread) * 16);
+      carries |= ((x.x & kExponents) + kLowest) | ((x.y & kExponents) + kLowest);
+      carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
+    }
+    if (!named_or(kScan + group, kWarpgroup, carries & 0x80008000u)) return;
+
+    // This lane's part of a row of v: kLane elements, the same for every row but for the swizzle.
+    const auto part = [&](int key) {
+      const int c = lane * kLane / 8;
+      return tile + c / 8 * kAtomBytes + key * 128 + ((c % 8 ^ (key & 7)) << 4) + lane * kLane % 8 * 2;
+    };
+    const auto row_is_finite = [&](int key) {
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < kLane / 2; ++i) finite &= !has_nonfinite<Element>(load_shared_4(part(key) + i * 4));
+      return __all_sync(kFullWarp, finite);
+    };
+    for (int key = 0; key < kBlockN; ++key) {
+      if (row_is_finite(key)) continue;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32 pair = 0;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+          uint32 x = p[j][h];
+          asm volatile("" : "+r"(x));  // or the compiler indexes p by key, which puts it into local memory
+          if (j == key / 8) pair = x;
+        }
+        pair = __shfl_sync(kFullWarp, pair, key % 8 / 2, 4);
+        if (key >= limit + first_row + 8 * h) continue;
+        const float weight = key % 2 ? Element::high(pair) : Element::low(pair);
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+          const uint32 chunk = tile + d / 8 * kAtomBytes + key * 128 + ((d % 8 ^ (key & 7)) << 4);
+          const uint32 x = load_shared_4(chunk + lane % 4 * 4);
+          acc[d * 4 + 2 * h] += weight * Element::low(x);
+          acc[d * 4 + 2 * h + 1] += weight * Element::high(x);
+        }
+      }
+    }
+    named_sync(kTake, kConsumers * kWarpgroup);  // both warpgroups have what they need of these rows
+    for (int key = threadIdx.x / 32 - 4; key < kBlockN; key += kConsumerWarps) {
+      if (row_is_finite(key)) continue;
+#pragma unroll
+      for (int i = 0; i < kLane / 2; ++i) store_shared_4(part(key) + i * 4, 0);
+    }
+    fence_for_wgmma();
+    named_sync(kTake, kConsumers * kWarpgroup);
+  }
+
   // Walks `tiles` key tiles. Row r sees the first `limit` keys, or `limit + r` with kCausal. With kStops, ends one key
   // tile after the first that adds too little to each of the first `rows` rows. Returns the number of tiles visited.
   template <bool kCausal, bool kStops>
@@ -465,6 +529,10 @@ struct Consumer {
       release_q();
       return 0;
     }
+    const auto guard = [&](int masked_tile) {
+      const int first_limit = limit - masked_tile * kBlockN;
+      if (kCausal && params.geometry.is_causal && first_limit < kBlockN) guard_values(first_limit);
+    };
     issue_scores();
     pass_turn();
     wgmma_wait<0>();
@@ -476,6 +544,7 @@ struct Consumer {
     int tile = 1;
     for (; tile < tiles; ++tile) {
       if (kStops && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
+      guard(tile - 1);
       issue_scores();
       issue_output();
       pass_turn();
@@ -489,6 +558,7 @@ struct Consumer {
       pack();
     }
     release_q();
+    guard(tile - 1);
     issue_output();
     if (kStops) {
       vote(rows, tile - 1);
@@ -531,9 +601,8 @@ struct Consumer {
   }
 
   // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
-  // True if the warp has an output that is not finite.
   template <bool kKeepState>
-  __device__ __forceinline__ bool store(const QueryTile& tile, const int (&position)[2]) {
+  __device__ __forceinline__ void store(const QueryTile& tile, const int (&position)[2]) {
     const int64 state_row = static_cast<int64>(tile.head) * params.geometry.seqlen_q;
     uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
 #pragma unroll
@@ -549,62 +618,6 @@ struct Consumer {
         store_row<true>(out, position[h], h, inverse);
       } else {
         store_row<false>(out, position[h], h, inverse);
-      }
-    }
-    if (!kKeepState) return false;
-    float zero[4] = {};
-#pragma unroll
-    for (int i = 0; i < kDimTiles * 4; ++i) zero[i % 4] = fmaf(acc[i], 0.f, zero[i % 4]);  // NaN if one is not finite
-    return __any_sync(kFullWarp, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0.f);
-  }
-
-  // Computes the warp's 16 rows anew without tensor cores, key by key, so that a value that is hidden from a row cannot
-  // reach it: in a masked product it would, as 0 * NaN. Only for tiles that hold NaN or Inf.
-  template <class Rows>
-  __device__ __noinline__ static void store_key_by_key(const AttentionParams& params, const Rows& rows, int first_row,
-                                                       int lane) {
-    const Geometry& g = params.geometry;
-    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
-    const uint16* q = params.q.at(batch, rows.head_in_batch(params.heads));
-    const uint16* k = params.k.at(batch, kv_head) + g.dense_begin(rows.segment) * params.k.row;
-    const uint16* v = params.v.at(batch, kv_head) + g.dense_begin(rows.segment) * params.v.row;
-    uint16* out = params.out.at(batch, rows.head_in_batch(params.heads));
-    const float2* state = params.state + static_cast<int64>(rows.head) * g.seqlen_q;
-    constexpr int kDims = kHeadDim / 32;  // of a lane
-    __syncwarp();
-    for (int r = first_row; r < first_row + 16; ++r) {
-      const int position = rows(r);
-      if (position < 0) break;
-      const float2 ml = state[position];
-      float query[kDims], sum[kDims];
-#pragma unroll
-      for (int i = 0; i < kDims; ++i) {
-        const int c = lane + i * 32;
-        query[i] = c < g.head_dim ? Element::to_float(q[position * params.q.row + c]) : 0.f;
-        sum[i] = 0.f;
-      }
-      const int visible = rows.limit(g) + (g.is_causal ? r : 0);
-      for (int key = 0; key < visible; ++key) {
-        float score = 0.f;
-#pragma unroll
-        for (int i = 0; i < kDims; ++i) {
-          const int c = lane + i * 32;
-          if (c < g.head_dim) score += query[i] * Element::to_float(k[key * params.k.row + c]);
-        }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(kFullWarp, score, step);
-        const float weight = exp2_approx(score * params.scale_log2 - (ml.x == -infinity() ? 0.f : ml.x));
-#pragma unroll
-        for (int i = 0; i < kDims; ++i) {
-          const int c = lane + i * 32;
-          if (c < g.head_dim) sum[i] += weight * Element::to_float(v[key * params.v.row + c]);
-        }
-      }
-      const float inverse = ml.y == 0.f ? 0.f : 1.f / ml.y;
-#pragma unroll
-      for (int i = 0; i < kDims; ++i) {
-        const int c = lane + i * 32;
-        if (c < g.head_dim) out[position * params.out.row + c] = static_cast<uint16>(Element::pack(sum[i] * inverse, 0.f));
       }
     }
   }
@@ -637,11 +650,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, typename T
       const int visited = consumer.template walk<kFirst, !kFirst>((count + kBlockN - 1) / kBlockN, rows.limit(g),
                                                                   rows.count);
       const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};
-      const bool nonfinite = consumer.template store<kFirst>(rows, position);
-      if constexpr (kFirst) {
-        if (nonfinite && g.is_causal)
-          Consumer<Traits>::store_key_by_key(params, rows, consumer.first_row / 16 * 16, consumer.lane);
-      } else {
+      consumer.template store<kFirst>(rows, position);
+      if constexpr (!kFirst) {
         if (threadIdx.x == kWarpgroup) rows.visited(params) = visited;
       }
       consumer.release(shared.work_empty[slot]);

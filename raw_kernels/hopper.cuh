@@ -14,8 +14,8 @@ __device__ __forceinline__ void barrier_arrive(uint64& barrier) {
                : "memory");
 }
 
-// Arrives once this thread's cp.async copies so far have landed. PTX formally asks for a proxy fence between such copies and
-// reads by wgmma; reporting each group behind one, a group late, cost 4 to 6 % of pass 2 (docs/kernels.md).
+// Arrives once this thread's cp.async copies so far have landed. PTX formally asks for a proxy fence between such
+// copies and reads by wgmma; reporting each group behind one, a group late, cost 4 to 6 % of pass 2 (docs/kernels.md).
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
@@ -35,21 +35,28 @@ __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
       : "memory");
 }
 
-// Makes other threads' ordinary and cp.async writes, seen through a barrier, visible to wgmma.
+// Makes this thread's ordinary writes visible to wgmma of those that a barrier tells of them.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- named barriers: a warpgroup waits where the other has arrived ---
-template <int kBarrier, int kCount>
-__device__ __forceinline__ void named_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kCount) : "memory");
-}
-
 __device__ __forceinline__ void named_sync(int barrier, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void named_arrive(int barrier, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Waits like named_sync; is `mine` other than 0 in any thread?
+__device__ __forceinline__ bool named_or(int barrier, int count, uint32 mine) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred in, out;\nsetp.ne.u32 in, %3, 0;\n"
+      "barrier.cta.red.or.pred out, %1, %2, in;\nselp.s32 %0, 1, 0, out;\n}"
+      : "=r"(any)
+      : "r"(barrier), "r"(count), "r"(mine)
+      : "memory");
+  return any;
 }
 
 template <int kRegisters>
@@ -71,10 +78,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// What describes a tile in shared memory to wgmma, in two halves. The high one is the same for all: the 128-byte swizzle,
-// rows of 64 16-bit elements, 8 rows every 1024 bytes. The low one is the address, in units of 16 bytes, and
-// `atom_stride` (bytes), which leads to the next 64 columns where those are the product's N (v); it is unused where they
-// are its K (q and k).
+// What describes a tile in shared memory to wgmma, in two halves. The high one is the same for all: the 128-byte
+// swizzle, rows of 64 16-bit elements, 8 rows every 1024 bytes. The low one is the address, in units of 16 bytes, and
+// `atom_stride` (bytes), which leads to the next 64 columns where those are the product's N (v); it is unused where
+// they are its K (q and k).
 #define S2O_DESCRIPTOR_HIGH "0x40000040"
 __device__ __forceinline__ uint32 tile_descriptor(uint32 shared, uint32 atom_stride) {
   return (shared & 0x3ffff) >> 4 | atom_stride >> 4 << 16;
@@ -83,8 +90,8 @@ __device__ __forceinline__ uint32 tile_descriptor(uint32 shared, uint32 atom_str
 // Bytes `offset` further in the same tile.
 __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset) { return descriptor + (offset >> 4); }
 
-// d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in shared
-// memory with N contiguous, always accumulating.
+// d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in
+// shared memory with N contiguous, always accumulating.
 #define S2O_WGMMA_SS_N128(TYPE)                                                                       \
     asm volatile(                                                                                     \
         "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                               \

@@ -3,9 +3,9 @@
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
 //               matrix product on tensor cores: the representative is split into two 16-bit parts, so that only
 //               the accumulation rounds
-//   key_counts, key_order: a stable counting sort of each row's candidates over kKeyBuckets equal parts of the row's own
-//               score range, highest first; reference/s2o.py: order_keys defines it. No atomic decides a place: the
-//               order is the same on every run.
+//   key_counts, key_order: a stable counting sort of each row's candidates over kKeyBuckets equal parts of the row's
+//               own score range, highest first; reference/s2o.py: order_keys defines it. No atomic decides a place:
+//               the order is the same on every run.
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
@@ -299,8 +299,8 @@ __device__ __forceinline__ uint32 match(uint32 active, uint32 x) {
   return peers;
 }
 
-// k_order[row, place] of the part's candidates. Each warp has its own run of them and keeps their order in a bucket. They
-// are sorted in shared memory first: neighbours of a bucket are then written together, not one by one.
+// k_order[row, place] of the part's candidates. Each warp has its own run of them and keeps their order in a bucket.
+// They are sorted in shared memory first: neighbours of a bucket are then written together, not one by one.
 __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& shared) {
   constexpr int kBucketsOfThread = spec::kKeyBuckets / kSortThreads, kPartOfWarp = spec::kSortPart / kSortWarps;
   static_assert(kBucketsOfThread % 8 == 0, "a thread reads the counts of its buckets 8 at a time");
@@ -321,7 +321,7 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
     atomicAdd(mine + b / 2, b % 2 ? 0x10000u : 1u);
   });
 
-  // Where buckets begin, in the row (candidates in buckets before, and of earlier parts in the same one) and in the part.
+  // Where buckets begin: in the row (candidates in buckets before, and of earlier parts in the same one), in the part.
   uint32 in_row[kBucketsOfThread] = {}, in_part[kBucketsOfThread] = {}, earlier[kBucketsOfThread] = {};
   const int first_bucket = threadIdx.x * kBucketsOfThread;
   for (int part = 0; part < where.parts; ++part) {

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import __version__, inputs
 from .kernels import ARCHITECTURES
-from .spec import RANKS, S2OConfig, S2OError
+from .spec import PATHS, RANKS, S2OConfig, S2OError
 
 __all__ = ["main"]
 
@@ -207,13 +207,16 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
+CHOICES = {"rank": RANKS, "path": PATHS}
+
+
 def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
         options: dict[str, Any] = {"type": type(default), "help": f"(default: {default})"}
-        if field.name == "rank":
-            options["choices"] = RANKS
+        if field.name in CHOICES:
+            options["choices"] = CHOICES[field.name]
         if field.name == "representatives":
             default, options["help"] = None, "(default: 1, or 16 with --rank max)"
         group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)

@@ -50,7 +50,8 @@ def s2o_attention(
         Keys and values of q's dtype; heads is a multiple of kv_heads (grouped-query attention).
         Any strides are read in place, but for a last axis that is not contiguous, which is copied.
     tau : float, optional
-        Stop threshold >= 0, a share of the softmax mass; overrides ``config.tau``. 0 is dense attention.
+        Stop threshold >= 0, as a share of the softmax mass found so far; overrides ``config.tau``. 0 is dense
+        attention.
     config : S2OConfig, optional
         How to order keys and when to stop. On the GPU block_m is 64 or 128, and block_n a multiple of
         64 up to 1024.
@@ -91,9 +92,10 @@ def s2o_attention(
 
     Notes
     -----
-    For inference prefill. Queries of a segment are ordered by their mean and stop together, so a row's
-    order and stop depend on *later queries* of its segment (never on later keys or values). A model
-    trained or decoded token by token sees slightly different rows.
+    For inference prefill. Keys are ordered by the mean of a segment's queries, and rows of a tile stop
+    together, so with tau > 0 which keys a row visits depends on *later queries* of its segment, and
+    through the common stop on the keys that those see. Other segments, and with tau 0 every row, depend
+    on nothing later. A model trained or decoded token by token sees slightly different rows.
 
     A call on GPU arrays can be captured into a CUDA graph, after one outside the capture has loaded the
     kernels. Results belong to the caller as ever; all other memory of the call belongs to the graph.

@@ -49,7 +49,6 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyBucketBits": KEY_BUCKET_BITS,
     "kKeyBuckets": KEY_BUCKETS,
     "kSortPart": SORT_PART,
-    "kStopLagHopper": STOP_LAG["hopper"],
     "kMaxSegment": MAX_SEGMENT,
 }
 
@@ -85,7 +84,7 @@ class S2OConfig:
         Queries per segment. A segment's own keys are attended densely; every earlier key is a candidate.
     tau : float, default 0.01
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
-        softmax mass to every one of its rows. 0 never stops and gives dense attention.
+        softmax mass found so far to every one of its rows. 0 never stops and gives dense attention.
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128.
     block_n : int, default 128

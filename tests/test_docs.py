@@ -242,7 +242,7 @@ def test_pictures_are_small():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_folder_of_one_machine(page):
-    assert not re.search(r"(?<![\w.)])/(home|root|tmp|mnt|work|Users)/", text_of(page))
+    assert not re.search(r"(?<![\w.)])/(home|root|tmp|mnt|opt|Users)/", text_of(page))
 
 
 # ---------------------------------------------------------------- figures
