@@ -36,9 +36,15 @@ def provenance() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "cupy": cupy.__version__,
         "cuda_driver": cupy.cuda.runtime.driverGetVersion(),
-        # A folder of the machine that measured says nothing to a reader.
-        "command": shlex.join(["python", *(pathlib.Path(x).name if x[:1] in "/." else x for x in sys.argv)]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """This run's command as from the root of a checkout; folders of the machine that measured say nothing to a reader."""
+    script, *arguments = sys.argv
+    plain = (pathlib.Path(x).name if x[:1] in "/." else x for x in arguments)
+    return shlex.join(["python", f"benchmarks/{pathlib.Path(script).name}", *plain])
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
