@@ -41,7 +41,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """This run's command as from the root of a checkout; folders of the machine that measured say nothing to a reader."""
+    """This run's command, as from the root of a checkout and without other folders of the machine that measured."""
     script, *arguments = sys.argv
     plain = (pathlib.Path(x).name if x[:1] in "/." else x for x in arguments)
     return shlex.join(["python", f"benchmarks/{pathlib.Path(script).name}", *plain])

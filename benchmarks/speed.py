@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import S2OConfig, S2OStats, s2o_attention
 from s2o_cupy.pipeline import run
 from s2o_cupy.problem import Problem
 from s2o_cupy.spec import PATHS
@@ -35,8 +35,8 @@ def dense(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 
 def parts_ms(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: S2OConfig, repeats: int
-) -> tuple[dict[str, float], np.ndarray]:
-    """Median milliseconds of ordering, pass 1 and pass 2, and the key tiles visited."""
+) -> tuple[dict[str, float], float, float]:
+    """Median milliseconds of ordering, pass 1 and pass 2; density; and the (query, key) pairs that pass 2 computed."""
     batch, heads, length, head_dim = q.shape
     problem = Problem(batch, heads, k.shape[1], length, length, head_dim, str(q.dtype)[6:], True, head_dim**-0.5)
     nq, nk, nv = (cupy.from_dlpack(x) for x in (q, k, v))
@@ -61,21 +61,9 @@ def parts_ms(
                 total[part] += cupy.cuda.get_elapsed_time(before, after)
             for part, ms in total.items():
                 times[part].append(ms)
-    return {part: float(np.median(ms)) for part, ms in times.items()}, cupy.asnumpy(visited)
-
-
-def pass2_pairs(visited: np.ndarray, problem_length: int, config: S2OConfig) -> float:
-    """(query, key) pairs that pass 2 computed."""
-    pairs = 0.0
-    for n in range(visited.shape[2]):
-        rows = min(config.segment, problem_length - n * config.segment)
-        candidates = max(0, n * config.segment - config.window)
-        for tile in range(visited.shape[3]):
-            count = min(config.block_m, rows - tile * config.block_m)
-            if count > 0:
-                keys = np.minimum(visited[:, :, n, tile].astype(np.int64) * config.block_n, candidates)
-                pairs += float(keys.sum()) * count
-    return pairs
+    density, geometry = S2OStats(visited, problem, config).density, problem.geometry(config)
+    pairs = batch * heads * (density * geometry.causal_pairs() - geometry.dense_pairs())
+    return {part: float(np.median(ms)) for part, ms in times.items()}, density, pairs
 
 
 def parse_order(text: str) -> dict[str, Any]:
@@ -117,18 +105,14 @@ class Input:
             "window": config.window, "segment": config.segment,
         }  # fmt: skip
         row["s2o_ms"] = _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)
-        parts, visited = parts_ms(q, k, v, config, args.repeats)
+        parts, row["density"], pairs = parts_ms(q, k, v, config, args.repeats)
         row |= {f"{part}_ms": ms for part, ms in parts.items()}
-        pairs = pass2_pairs(visited, self.length, config)
         row["pass2_tflops"] = 4 * self.head_dim * pairs / parts["pass2"] / 1e9 if parts["pass2"] else 0.0
-        out, stats = s2o_attention(q, k, v, config=config, return_stats=True)
-        row["density"] = stats.density
         for name in args.baselines:
             row[f"x_{name}"] = row["s2o_ms"] / row[f"{name}_ms"]
             row[f"pass2_rate_x_{name}"] = row["pass2_tflops"] / row[f"{name}_tflops"]
         if self.exact is not None:
-            row["rel_l2"] = _common.rel_l2(out, self.exact)
-        del out, stats, visited
+            row["rel_l2"] = _common.rel_l2(s2o_attention(q, k, v, config=config), self.exact)
         if args.memory:
             torch.cuda.empty_cache()
             cupy.get_default_memory_pool().free_all_blocks()

@@ -70,7 +70,7 @@ struct OrderedKeys {
   __device__ __forceinline__ void prefetch(int step) const {
     if (threadIdx.x < kStep / 4 && step * kStep < count)
       cp_async_16(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x * 4]),
-                  shared.order + step * kStep + threadIdx.x * 4, 16);
+                  shared.order + step * kStep + threadIdx.x * 4);
   }
   __device__ __forceinline__ int4 quad(int step, int r4) const {
     const int4 p = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];

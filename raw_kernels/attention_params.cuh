@@ -21,7 +21,7 @@ struct AttentionParams {
   int heads, kv_heads;
   int tiles;               // q tiles of a full segment
   int steps_per_tile;      // block_n / 64: the stop rule looks once a key tile (portable)
-  int works;               // q tiles of the launch
+  int works;               // q tiles of the launch (Hopper)
   float scale_log2;        // |scale| * log2(e)
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;

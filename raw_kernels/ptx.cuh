@@ -23,12 +23,7 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies `bytes` (0..16) of a 16-byte chunk to shared memory and fills the rest with zeros.
-__device__ __forceinline__ void cp_async_16(uint32 shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
-               : "memory");
-}
-
+// Starts a copy of 16 bytes to shared memory.
 __device__ __forceinline__ void cp_async_16(uint32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }

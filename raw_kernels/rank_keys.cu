@@ -234,8 +234,8 @@ struct Buckets {
   }
 };
 
-// Calls visit(index in the part, score) for every candidate of candidates [begin, end) of the part, 32 at a time in
-// ascending order, with kSortBatch loads in flight. `Lanes` threads take turns.
+// Calls visit(index in the part, score) for candidates [begin, end) of the part, kLanes threads one each, in ascending
+// order, with kSortBatch loads in flight.
 template <int kLanes, class Visit>
 __device__ __forceinline__ void for_each_score(const float* scores, const RowPart& where, int lane, int begin, int end,
                                                Visit visit) {

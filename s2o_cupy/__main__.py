@@ -208,17 +208,29 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
 
 
 CHOICES = {"rank": RANKS, "path": PATHS}
+CONFIG_HELP = {
+    "segment": "queries per segment, whose own keys are attended densely",
+    "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
+    "block_m": "queries that stop together",
+    "block_n": "keys between two looks at the stop rule",
+    "rank": "score of a key: product with the mean of the queries, or the largest with several means",
+    "representatives": "means of --rank max",
+    "window": "keys before the segment that are attended densely too",
+    "workspace_bytes": "bound on the GPU memory of scores and key orders",
+    "path": "GPU kernels",
+}
 
 
 def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
-        options: dict[str, Any] = {"type": type(default), "help": f"(default: {default})"}
+        said, kind = default, type(default)
+        if field.name == "representatives":
+            default, said = None, "1, or 16 with --rank max"
+        options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
         if field.name in CHOICES:
             options["choices"] = CHOICES[field.name]
-        if field.name == "representatives":
-            default, options["help"] = None, "(default: 1, or 16 with --rank max)"
         group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)
 
 
@@ -248,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(demo, CONFIG)
     demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
     demo.add_argument("--no-picture", action="store_true", help="write no picture")
-    demo.add_argument("--picture-head", type=int, default=1, help="the head to draw (default: %(default)s)")
+    demo.add_argument("--picture-head", type=int, default=1, help="the head to draw, from 0 (default: %(default)s)")
 
     diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)
     _add_input(diff, "trace", "bfloat16")
@@ -260,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
 
     build = command("compile", _compile, "build every kernel for named architectures; needs no GPU")
     build.add_argument("--all", action="store_true", help="list every kernel, not only those at fault")
-    build.add_argument("--arch", default=",".join(ARCHITECTURES), help="(default: %(default)s)")
+    build.add_argument("--arch", default=",".join(ARCHITECTURES), help="separated by commas (default: %(default)s)")
     return parser
 
 

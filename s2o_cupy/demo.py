@@ -43,6 +43,8 @@ def run(
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
+    if head < 0:
+        raise ValueError(f"demo: the head to draw is {head}; accepted: 0 or more (the last one if there are fewer)")
     head = min(head, q.shape[1] - 1)
     report = progress or (lambda *_: None)
     scale = 1 / math.sqrt(q.shape[3])

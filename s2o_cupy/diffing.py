@@ -145,6 +145,8 @@ def diff(
         is_causal=is_causal,
         scale=scale,
     )
+    if problem.empty or problem.seqlen_k == 0:
+        raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
     hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
     stages = capture(cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv), problem, config)
     return compare(stages, hq, hk, hv, problem, config, progress=progress)

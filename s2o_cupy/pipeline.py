@@ -18,6 +18,7 @@ from .spec import LOG2E, S2OConfig
 __all__ = ["run"]
 
 Array = Any  # cupy.ndarray
+NO_ROW = 2**32 - 1  # stands for a row that is not there among the Hopper producer's offsets
 # Called after each stage with its name and arrays; a tool's way to look inside (diffing, benchmarks).
 Observer = Callable[[str, Mapping[str, Any]], None]
 
@@ -50,7 +51,7 @@ def _is_aligned(x: Array) -> bool:
 
 def _fits_32_bits(x: Array) -> bool:
     """Offsets of rows from the first, in chunks of 16 bytes, fit in 32 bits: what the Hopper producer needs."""
-    return 0 <= x.strides[2] * (x.shape[2] - 1) < 16 << 32 or x.shape[2] <= 1
+    return x.shape[2] <= 1 or 0 <= x.strides[2] * (x.shape[2] - 1) < 16 * NO_ROW
 
 
 def _scratch() -> AbstractContextManager[Any]:
@@ -109,7 +110,8 @@ class _Call:
         self.plan, self.problem, self.config, self.device, self.aligned = plan, problem, config, device, aligned
         self.observe = observe or (lambda stage, arrays: None)
         g, p = plan.geometry, problem
-        self.geometry = (g.seqlen_q, g.seqlen_k, g.segment, g.window, g.is_causal, p.head_dim)
+        window = min(g.window, g.seqlen_k)  # the same keys, and 32 bits hold it
+        self.geometry = (g.seqlen_q, g.seqlen_k, g.segment, window, g.is_causal, p.head_dim)
         heads = p.batch * p.heads
         self.state = cupy.empty((heads, p.seqlen_q, 2), np.float32)  # (m in log2 units, l)
         self.next_work = cupy.zeros(1 + len(plan.chunks), np.int32)  # a counter a launch of pass 1 or 2

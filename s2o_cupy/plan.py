@@ -135,6 +135,7 @@ def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m:
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
+SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
 def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
@@ -157,6 +158,8 @@ def hopper_refusal(
         return "rows of q, k or v are in descending order of address or more than 64 GiB apart"
     if problem.scale <= 0:
         return f"scale is {problem.scale}, not positive"
+    if problem.scale < SMALLEST_SCALE:  # a masked score, minus infinity, times 0 would be NaN
+        return f"scale is {problem.scale}, which is 0 in float32"
     if (config.block_m, config.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
         return f"block_m and block_n are {config.block_m} and {config.block_n}, not {HOPPER_BLOCK}"
     return None

@@ -22,7 +22,8 @@ BACKEND_DTYPES = {
 }
 GPU_BLOCK_M = (64, 128)
 GPU_BLOCK_N_UNIT, GPU_BLOCK_N_MAX = 64, 1024
-MAX_SEQLEN = 2**31 - 1  # key positions are int32
+MAX_SCALE = 1e38  # what float32 holds, and room for a factor of log2(e)
+MAX_SEQLEN = 2**31 - 2**14  # positions are int32; kernels round them up to segments and tiles
 
 Shape = tuple[int, ...]
 
@@ -145,8 +146,11 @@ def _check_scale(scale: Any, head_dim: int) -> float:
             f"s2o_attention: scale is {scale!r} ({type(scale).__name__}); "
             "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
         )
-    if not math.isfinite(scale):
-        raise ValueError(f"s2o_attention: scale is {scale}; accepted: a finite number, or None for 1 / sqrt(head_dim)")
+    if not -MAX_SCALE <= scale <= MAX_SCALE:  # NaN fails too
+        raise ValueError(
+            f"s2o_attention: scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, "
+            "or None for 1 / sqrt(head_dim)"
+        )
     return float(scale)
 
 

@@ -7,6 +7,7 @@ read these definitions, so that each is written once.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,6 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyBucketBits": KEY_BUCKET_BITS,
     "kKeyBuckets": KEY_BUCKETS,
     "kSortPart": SORT_PART,
-    "kMaxSegment": MAX_SEGMENT,
 }
 
 
@@ -67,9 +67,9 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
 
 def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
     """``tau`` as a float, or an error that says what is accepted."""
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)):
+    if isinstance(tau, bool) or not isinstance(tau, numbers.Real):
         raise TypeError(f"{owner}: tau is {tau!r} ({type(tau).__name__}); accepted: a number >= 0")
-    if not tau >= 0:  # NaN fails too
+    if not float(tau) >= 0:  # NaN fails too
         raise ValueError(f"{owner}: tau is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
     return float(tau)
 

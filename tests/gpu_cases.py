@@ -81,7 +81,7 @@ class Case:
         """Whether the Hopper kernels take it."""
         elsewhere = self.arrange in ("one element in", "odd row stride", "sequence backwards")
         tiles = (self.block_m, self.block_n) == (128, 128)
-        return tiles and self.head_dim % 8 == 0 and not elsewhere and (self.scale is None or self.scale > 0)
+        return tiles and self.head_dim % 8 == 0 and not elsewhere and (self.scale is None or self.scale > 1e-37)
 
 
 CASES: dict[str, Case] = {
@@ -135,6 +135,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"scale": -0.1, "head_dim": 128},
     {"scale": -0.1, "options": {"rank": "max"}},
     {"scale": 1.0},
+    {"scale": 1e-40},  # 0 in float32
     # Ranks; a short last segment leaves runs of queries short or empty.
     {"options": {"rank": "max"}},
     {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 128},
@@ -146,6 +147,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"window": 50}, "head_dim": 128},
     {"options": {"window": 300}, "seqlen_q": 700},
     {"options": {"window": 5000}},
+    {"options": {"window": 1 << 40}},
     # Many rounds of the workspace: by heads, and by segments.
     {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     {"batch": 2, "heads": 4, "seqlen_q": 2100, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},

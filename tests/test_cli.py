@@ -55,6 +55,7 @@ def test_every_field_of_the_configuration_is_an_option():
         (["demo", "folder/nowhere.npz"], "folder/nowhere.npz: no such file"),
         (["demo", "--tau", "-1"], "tau is -1.0; accepted: a number >= 0"),
         (["demo", "--segment", "0"], "segment is 0"),
+        (["demo", "--picture-head", "-1"], "the head to draw is -1; accepted: 0 or more"),
         (["demo", "--length", "9999"], "length is 9999; accepted: at most 2816"),
         (["demo", "setup.cfg", "--heads", "3"], "--heads is 3; accepted only with a built-in input"),
         (["compile", "--arch", "fermi"], "fermi"),

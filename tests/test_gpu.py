@@ -14,7 +14,7 @@ import pytest
 from conftest import has_gpu, has_hopper, spin
 from gpu_cases import CASES, place, run_diff
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import S2OConfig, diff, s2o_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -67,6 +67,11 @@ def test_diff(name, path):
     assert report.ok, report.table()
 
 
+def test_diff_has_nothing_to_compare_without_queries(gpu):
+    with pytest.raises(ValueError, match=r"diff: q is \(1, 2, 0, 64\).*; accepted: at least one query and one key"):
+        diff(*gpu(0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [1000, 2500])
@@ -114,7 +119,7 @@ def test_the_hopper_path_says_why_it_cannot(gpu):
 def test_200_repeats_on_two_streams_of_a_busy_gpu(path_config, gpu):
     import cupy
 
-    q, k, v = gpu(1500, heads=8, kv_heads=2, head_dim=128)
+    q, k, v = gpu(1500, heads=32, kv_heads=8, head_dim=128)  # several q tiles for each multiprocessor
     o, lse = s2o_attention(q, k, v, config=path_config, return_lse=True)
     cupy.cuda.Device().synchronize()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]

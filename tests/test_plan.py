@@ -24,7 +24,7 @@ from s2o_cupy.plan import (
     stages_for,
 )
 from s2o_cupy.problem import Problem
-from s2o_cupy.spec import S2OConfig
+from s2o_cupy.spec import STOP_LAG, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
@@ -72,6 +72,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         scores = chunk.heads // chunk.shared_heads * row_blocks * -(-chunk.stride // SCORE_KEYS)
         for name, size in (
             ("key_scores", scores),
+            ("key_counts", chunk.rows * chunk.parts),
             ("key_order", chunk.rows * chunk.parts),
             ("pass2", chunk.rows * plan.tiles),
         ):
@@ -198,6 +199,31 @@ def test_later_segments_come_first():
 # ---------------------------------------------------------------- kernels of a device
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {"compute_capability": 100}, "compute capability 10.0, not 9.0"),
+        ({}, {"aligned": False}, "does not start on 16 bytes"),
+        ({}, {"compact": False}, "more than 64 GiB apart"),
+        ({"scale": 0.0}, {}, "scale is 0.0, not positive"),
+        ({"scale": -1.0}, {}, "scale is -1.0, not positive"),
+        ({"scale": 1e-40}, {}, "scale is 1e-40, which is 0 in float32"),
+    ],
+)
+def test_what_the_hopper_kernels_cannot_run_goes_to_the_portable_ones(changes, options, message):
+    problem = Problem(**(a_problem().__dict__ | changes))
+    plan = plan_of(problem, S2OConfig(), **options)
+    assert (plan.pass1.function, plan.pass2.function, plan.stop_lag) == ("pass1", "pass2", STOP_LAG["portable"])
+    with pytest.raises(ValueError, match=f"path is 'hopper', but .*{message}"):
+        plan_of(problem, S2OConfig(path="hopper"), **options)
+
+
+def test_the_hopper_kernels_run_what_they_can():
+    plan = plan_of(a_problem(), S2OConfig())
+    assert (plan.pass1.function, plan.pass2.function) == ("pass1_sm90", "pass2_sm90")
+    assert plan.stop_lag == STOP_LAG["hopper"]
+
+
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 def test_shared_memory_fits_a_block(compute_capability):
     limits = LIMITS[compute_capability]
@@ -241,7 +267,7 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     plan = plan_of(a_problem(head_dim=head_dim, seqlen_q=5000), config, compute_capability, aligned)
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
-    for name in ("pass1", "pass2", "guides", "rank_queries", "key_scores", "key_order"):
+    for name in ("pass1", "pass2", "guides", "rank_queries", "key_scores", "key_counts", "key_order"):
         assert getattr(plan, name).name in ahead
 
 

@@ -45,7 +45,7 @@ def test_a_problem_is_plain_numbers():
         ((2, 8, 100, 0), (2, 2, 300, 0), None, "head_dim is 0; accepted: 1 to 128"),
         ((2, 8, 100, 129), (2, 2, 300, 129), None, "head_dim is 129; accepted: 1 to 128 (the limit)"),
         ((2, 8, 100, 256), (2, 2, 300, 256), None, "head_dim is 256; accepted: 1 to 128 (the limit)"),
-        (Q, (2, 2, 2**31, 64), None, "seqlen_k is 2147483648; accepted: up to 2147483647"),
+        (Q, (2, 2, 2**31, 64), None, "seqlen_k is 2147483648; accepted: up to 2147467264"),
     ],
 )
 def test_shapes(q, k, v, message):
@@ -128,6 +128,12 @@ def test_tau_range(device, qkv, tau):
 def test_tau_type(qkv, tau):
     with pytest.raises(TypeError, match=r"s2o_attention: tau is .*; accepted: a number >= 0"):
         s2o_attention(*qkv(10), tau=tau)
+
+
+@pytest.mark.parametrize("tau", [np.float32(0.25), np.float64(0.25), np.float16(0.25)])
+def test_tau_is_any_real_number(tau):
+    config = S2OConfig(tau=tau)
+    assert config == S2OConfig(tau=0.25) and type(config.tau) is float
 
 
 def test_config_type(qkv):
