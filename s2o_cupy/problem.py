@@ -146,12 +146,16 @@ def _check_scale(scale: Any, head_dim: int) -> float:
             f"s2o_attention: scale is {scale!r} ({type(scale).__name__}); "
             "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
         )
-    if not -MAX_SCALE <= scale <= MAX_SCALE:  # NaN fails too
+    try:
+        value = float(scale)
+    except OverflowError:  # an integer beyond any float
+        value = math.inf
+    if not abs(value) <= MAX_SCALE:  # NaN and infinities fail too
         raise ValueError(
             f"s2o_attention: scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, "
             "or None for 1 / sqrt(head_dim)"
         )
-    return float(scale)
+    return value
 
 
 def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
