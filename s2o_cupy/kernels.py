@@ -301,6 +301,8 @@ def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
     program = nvrtc.createProgram(render(kernel), f"{kernel.name}.cu", [], [])
     try:
         options = [f"-arch={kernel.family.arch or arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"]
+        if nvrtc.getVersion() >= (12, 9):
+            options.append("--no-cache")  # a kernel from NVRTC's own cache comes without ptxas' report
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
@@ -308,14 +310,18 @@ def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
     finally:
         nvrtc.destroyProgram(program)
     count = lambda pattern: sum(map(int, re.findall(pattern, log)))  # noqa: E731
+    registers = count(r"Used (\d+) registers")
+    # ptxas prints what it did about serialised wgmma (C7510 ...) and ignored setmaxnreg (C7508) as warnings.
+    warnings = [line for line in log.splitlines() if re.search(r"\bC75\d\d\b|ptxas\s+warning", line)]
+    if registers == 0:
+        warnings.append("ptxas reported nothing, so spills are unknown")
     return CompiledKernel(
         name=kernel.name,
         arch=arch,
-        registers=count(r"Used (\d+) registers"),
+        registers=registers,
         spill_bytes=count(r"(\d+) bytes spill stores") + count(r"(\d+) bytes spill loads"),
         shared_bytes=kernel.shared_bytes,
-        # ptxas prints what it did about serialised wgmma (C7510 ...) and ignored setmaxnreg (C7508) as warnings.
-        warnings=tuple(line for line in log.splitlines() if re.search(r"\bC75\d\d\b|ptxas\s+warning", line)),
+        warnings=tuple(warnings),
         seconds=time.perf_counter() - start,
     )
 
