@@ -1,0 +1,158 @@
+// The Hopper tile's producer: one warpgroup that takes q tiles and copies rows of q, k and v into shared memory.
+#pragma once
+#include "shared_sm90.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
+// lane also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
+template <int kHeadDim>
+struct CopyLayout {
+  static constexpr int kLanes = kHeadDim / 8;
+  static constexpr int kRows = 32 / kLanes;
+  static constexpr int kPasses = 32 / kRows;
+  static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
+
+  uint32 target;  // of this thread's first chunk in a tile
+  int chunk;      // its offset in a row, in elements
+  bool inside;    // of head_dim
+
+  __device__ __forceinline__ explicit CopyLayout(int head_dim) {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
+    target = c / 8 * kAtomBytes + row * 128 + ((c % 8 ^ (row & 7)) << 4);
+    inside = c * 8 < head_dim;
+    chunk = inside ? c * 8 : 0;
+  }
+  // The row whose index this lane keeps.
+  static __device__ __forceinline__ int kept_row() {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
+  }
+  // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros, which kFull excludes.
+  // A row begins `row_units` times 16 bytes after the one before it; the plan sees to it that 32 bits hold its offset.
+  template <bool kFull>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept) const {
+    uint64 base = __cvta_generic_to_global(data + chunk);
+    asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
+    const uint32 offset = kept < 0 ? ~0u : static_cast<uint32>(kept) * row_units;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const uint32 units = __shfl_sync(kFullWarp, offset, pass, kLanes);
+      const uint32 to = tile + target + pass * kPassBytes;
+      if (kFull) {
+        cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
+      } else {
+        const bool present = units != ~0u && inside;
+        cp_async_16_or_zeros(to, reinterpret_cast<const void*>(base + (present ? units : 0) * 16ull), present);
+      }
+    }
+  }
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept, bool full) const {
+    if (full) {
+      gather<true>(tile, data, row_units, kept);
+    } else {
+      gather<false>(tile, data, row_units, kept);
+    }
+  }
+};
+
+// The next q tile that has work, or -1.
+template <class Rows, bool kOrdered>
+__device__ __forceinline__ int next_work(const AttentionParams& params) {
+  for (;;) {
+    const int work = atomicAdd(params.next_work, 1);
+    if (work >= params.works) return -1;
+    const Rows rows(params, work);
+    // Pass 1 writes the (empty) state of rows without keys, too.
+    if (rows.count > 0 && (!kOrdered || rows.keys(params.geometry) > 0)) return work;
+  }
+}
+
+template <class Traits, class Rows, bool kOrdered>
+__device__ __forceinline__ void produce(const AttentionParams& params, typename Traits::Shared& shared) {
+  constexpr int kStages = Traits::kStages;
+  const Geometry& g = params.geometry;
+  const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
+  const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
+  const auto units = [](int64 row_stride) { return static_cast<uint32>(row_stride / 8); };  // of 16 bytes
+  const uint32 q_units = units(params.q.row), k_units = units(params.k.row), v_units = units(params.v.row);
+  if (thread == 0) {
+    shared.work[0] = next_work<Rows, kOrdered>(params);
+    barrier_arrive(shared.work_full[0]);
+  }
+  Ring<kStages> k_ring, v_ring;
+  Ring<1> q_ring;  // shared memory holds one q tile
+  uint32 voted = 0;  // key tiles of the q tiles before this one
+  for (uint32 item = 0;; ++item) {
+    const uint32 slot = item % 2, item_parity = item / 2 & 1;
+    barrier_wait(shared.work_full[slot], item_parity);
+    const int work = shared.work[slot];
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(shared.work_empty[slot]);
+    if (work < 0) return;
+
+    const Rows rows(params, work);
+    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
+    const uint16 *k = params.k.at(batch, kv_head), *v = params.v.at(batch, kv_head);
+    const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
+    const auto key = [&](int tile) {
+      const int i = tile * kBlockN + row;
+      if (i >= count) return -1;
+      if constexpr (kOrdered) {
+        return rows.key_order(params)[i];
+      } else {
+        return g.dense_begin(rows.segment) + i;
+      }
+    };
+
+    int ahead = key(0), now = -1;
+    const int position = rows(row);
+    const bool whole_rows = g.head_dim == Traits::kHeadDim;
+    const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
+    int tile = 0;
+    // A stop at key tile t means that t + 1 is the last. It is read kStages + 1 tiles later, when t's copies have been
+    // used for sure; past the end of the list only to know whether consumers stopped short of it.
+    constexpr int kPastEnd = kOrdered ? kStages - 2 : 0;
+    for (; tile <= tiles + kPastEnd; ++tile) {
+      if (kOrdered && tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
+      if (tile > tiles) continue;
+      const int before = now;
+      if (tile < tiles) {
+        now = ahead;
+        if (tile + 1 < tiles) ahead = key(tile + 1);
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        k_ring.advance();
+      }
+      if (tile == 0) {
+        barrier_wait(shared.q_empty, q_ring.parity ^ 1);
+        shared.rows[slot][row] = position;
+        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
+                      whole_rows && rows.count == kBlockM);
+        barrier_arrive_after_copies(shared.q_full);
+        barrier_arrive(shared.q_full);
+        q_ring.advance();
+      } else {
+        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        v_ring.advance();
+      }
+    }
+    voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
+
+    if (thread == 0) {
+      const int next = next_work<Rows, kOrdered>(params);
+      const uint32 other = (item + 1) % 2;
+      barrier_wait(shared.work_empty[other], ((item + 1) / 2 & 1) ^ 1);
+      shared.work[other] = next;
+      barrier_arrive(shared.work_full[other]);
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o
