@@ -165,6 +165,11 @@ def hopper_refusal(
     return None
 
 
+def pass1_block_m(compute_capability: int) -> int:
+    """Query rows of a portable pass-1 tile. With 128, ptxas of some CUDA versions spills registers for sm_120."""
+    return 64 if compute_capability >= 120 else 128
+
+
 def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> Kernel:
     rows = RANK_THREADS // (head_dim // 8)
     shared = rows * head_dim * 4 + sort_slots * 8
@@ -192,7 +197,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         for aligned in (True, False):
             kernels.append(_key_scores(dtype, head_dim, aligned))
-            kernels.append(_attention("pass1", dtype, head_dim, aligned, 128, limits))
+            kernels.append(_attention("pass1", dtype, head_dim, aligned, pass1_block_m(compute_capability), limits))
             kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
     if compute_capability == 90:
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
@@ -239,10 +244,10 @@ def make_plan(
     """
     geometry = problem.geometry(config)
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
-    pass1_block_m = 128
+    block_m1 = pass1_block_m(limits.compute_capability)
     sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()
     assert config.representatives is not None
-    tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(pass1_block_m)
+    tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(block_m1)
     grid = heads * max(2, geometry.segments * max(pass1_tiles, tiles, config.representatives))
     if grid > MAX_GRID:
         raise ValueError(
@@ -254,7 +259,7 @@ def make_plan(
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     if config.path == "portable" or refusal:
         path = "portable"
-        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, pass1_block_m, limits)
+        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits)
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
     else:
         path = "hopper"
