@@ -13,45 +13,43 @@
 // Shared memory keeps tiles of 128 rows in 64-column atoms of 128-byte rows, swizzled as wgmma reads them: the 16-byte
 // chunk c of row r stands at c ^ (r & 7).
 #pragma once
+#include "checker_sm90.cuh"
 #include "consumer_sm90.cuh"
+#include "copier_sm90.cuh"
 #include "producer_sm90.cuh"
 
 namespace s2o {
 namespace sm90 {
 
-// One block: kFirst is pass 1 (consecutive rows, contiguous keys, causal, keeps its state), otherwise pass 2.
-template <class Traits, class Rows, bool kFirst>
-__device__ __forceinline__ void attend(const AttentionParams& params, typename Traits::Shared& shared) {
-  initialise<Traits>(shared);
+// One block of pass 1: consecutive rows, by tensor maps.
+template <class Traits>
+__device__ __forceinline__ void attend_first(const MappedAttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = ConsecutiveRows<kBlockM>;
+  initialise<Traits, false>(shared);
+  if (threadIdx.x < kWarpgroup) {
+    registers_shrink<kCopierRegisters>();
+    if (threadIdx.x < 32) {
+      produce_by_tensor_maps<Traits, Rows>(params, shared);
+    } else {
+      check_values<Traits, Rows>(params.attention, shared);
+    }
+  } else {
+    registers_grow<kFirstConsumerRegisters>();
+    Consumer<Traits>(shared, params.attention).template run_first<Rows>();
+  }
+}
+
+// One block of pass 2: rows gathered through q_order and k_order.
+template <class Traits>
+__device__ __forceinline__ void attend_second(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = OrderedRows<kBlockM>;
+  initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters>();
-    produce<Traits, Rows, !kFirst>(params, shared);
+    produce_by_gathering<Traits, Rows>(params, shared);
   } else {
     registers_grow<kConsumerRegisters>();
-    Consumer<Traits> consumer(shared, params);
-    for (uint32 item = 0;; ++item) {
-      const uint32 slot = item % 2;
-      barrier_wait(shared.work_full[slot], item / 2 & 1);
-      const int work = shared.work[slot];
-      if (work < 0) break;
-      const Rows rows(params, work);
-      const Geometry& g = params.geometry;
-      const int count = rows.keys(g);
-      barrier_wait(shared.q_full, consumer.q_ring.parity);
-      consumer.start_empty();
-      if (!kFirst) {
-        const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};
-        consumer.resume(rows, position);
-      }
-      const int visited = consumer.template walk<kFirst, !kFirst>((count + kBlockN - 1) / kBlockN, rows.limit(g),
-                                                                  rows.count);
-      const int position[2] = {shared.rows[slot][consumer.first_row], shared.rows[slot][consumer.first_row + 8]};
-      consumer.template store<kFirst>(rows, position);
-      if constexpr (!kFirst) {
-        if (threadIdx.x == kWarpgroup) rows.visited(params) = visited;
-      }
-      consumer.release(shared.work_empty[slot]);
-    }
+    Consumer<Traits>(shared, params).template run_second<Rows>();
   }
 }
 

@@ -23,7 +23,7 @@ struct Consumer {
   Shared& shared;
   const AttentionParams& params;
   Ring<kStages> k_ring, v_ring;
-  Ring<1> q_ring;  // shared memory holds one q tile
+  Ring<2> check_ring;
   uint32 voted = 0;
   int group, lane, first_row;  // first_row: this thread's, of the q tile
 
@@ -40,11 +40,11 @@ struct Consumer {
   __device__ __forceinline__ void await_turn() const { named_sync(kTurn + group, kConsumers * kWarpgroup); }
   __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + 1 - group, kConsumers * kWarpgroup); }
 
-  // s = q k^T of the next key tile, in flight.
-  __device__ __forceinline__ void issue_scores() {
+  // s = q k^T of the next key tile and the q tile in `slot`, in flight.
+  __device__ __forceinline__ void issue_scores(uint32 slot) {
     barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
     await_turn();
-    const uint32 q = tile_descriptor(shared_address(shared.q) + group * 64 * 128, 0);
+    const uint32 q = tile_descriptor(shared_address(shared.q[slot]) + group * 64 * 128, 0);
     const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
     wgmma_fence();
 #pragma unroll
@@ -68,10 +68,6 @@ struct Consumer {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void release_q() {
-    release(shared.q_empty);
-    q_ring.advance();
-  }
   __device__ __forceinline__ void release_k() {
     release(shared.k_empty[k_ring.slot]);
     k_ring.advance();
@@ -186,54 +182,53 @@ struct Consumer {
       m[h] = -infinity();
       l[h] = mass[h] = 0.f;
     }
+  }
+  __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int i = 0; i < kDimTiles * 4; ++i) acc[i] = 0.f;
   }
 
-  // Takes up the state that pass 1 left: acc = out * l.
+  // Takes up the state that pass 1 left: acc = out * l. Nobody stores a row that is not there (-1): it reads the first.
   __device__ __forceinline__ void resume(const QueryTile& tile, const int (&position)[2]) {
     const int head_dim = params.geometry.head_dim;
-    const uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
+    const uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads)) + lane % 4 * 2;
     const float2* state = params.state + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (position[h] < 0) continue;
-      const float2 ml = state[position[h]];
+      const int row = max(position[h], 0);
+      const float2 ml = state[row];
       m[h] = ml.x;
       l[h] = ml.y;
-      const uint16* source = out + position[h] * params.out.row;
+      mass[h] = 0.f;
+      const uint16* source = out + row * params.out.row;
+      const auto take_pairs = [&](auto present) {
 #pragma unroll
-      for (int d = 0; d < kDimTiles; ++d) {
-        const int c = d * 8 + lane % 4 * 2;
-        uint32 x = 0;
-        if (c + 2 <= head_dim) {
-          x = *reinterpret_cast<const uint32*>(source + c);
-        } else if (c < head_dim) {
-          x = source[c];
+        for (int d = 0; d < kDimTiles; ++d) {
+          const uint32 x = present(d) ? *reinterpret_cast<const uint32*>(source + d * 8) : 0;
+          acc[d * 4 + 2 * h] = Element::low(x) * ml.y;
+          acc[d * 4 + 2 * h + 1] = Element::high(x) * ml.y;
         }
-        acc[d * 4 + 2 * h] = Element::low(x) * ml.y;
-        acc[d * 4 + 2 * h + 1] = Element::high(x) * ml.y;
+      };
+      if (head_dim == kHeadDim) {
+        take_pairs([](int) { return true; });
+      } else {  // a multiple of 8
+        take_pairs([&](int d) { return d * 8 < head_dim; });
       }
     }
   }
 
   // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN. Where the next value tile, which is masked row by row,
-  // holds values that are not finite, their keys are added by plain arithmetic to just the rows that see them and leave
-  // the product. Both warpgroups come here for the same tiles. Row r sees `limit + r` keys of the tile.
+  // holds values that are not finite (checker_sm90.cuh looks), their keys are added by plain arithmetic to just the rows
+  // that see them and leave the product. Both warpgroups come here for the same tiles. Row r sees `limit` keys of the
+  // tile, or `limit + r` if causal.
   __device__ __forceinline__ void guard_values(int limit) {
-    constexpr int kChunks = kHeadDim / 8, kLane = kHeadDim / 32;  // 16-byte chunks of a row; its elements in a lane
-    constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
+    constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
+    barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
+    const bool finite = *static_cast<volatile uint32*>(&shared.v_nonfinite[check_ring.slot]) == 0;
+    check_ring.advance();
+    if (finite) return;
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
     const uint32 tile = shared_address(shared.v[v_ring.slot]);
-    const int thread = threadIdx.x % kWarpgroup;
-    uint32 carries = 0;  // into the sign, where an exponent is all ones
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint4 x = load_shared_16(tile + (i * kWarpgroup + thread) * 16);
-      carries |= ((x.x & kExponents) + kLowest) | ((x.y & kExponents) + kLowest);
-      carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
-    }
-    if (!named_or(kScan + group, kWarpgroup, carries & 0x80008000u)) return;
 
     // This lane's part of a row of v: kLane elements, the same for every row but for the swizzle.
     const auto part = [&](int key) {
@@ -258,7 +253,7 @@ struct Consumer {
           if (j == key / 8) pair = x;
         }
         pair = __shfl_sync(kFullWarp, pair, key % 8 / 2, 4);
-        if (key >= limit + first_row + 8 * h) continue;
+        if (key >= limit + (params.geometry.is_causal ? first_row + 8 * h : 0)) continue;
         const float weight = key % 2 ? Element::high(pair) : Element::low(pair);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
@@ -279,65 +274,148 @@ struct Consumer {
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
-  // Walks `tiles` key tiles. Row r sees the first `limit` keys, or `limit + r` with kCausal. With kStops, ends one key
-  // tile after the first that adds too little to each of the first `rows` rows. Returns the number of tiles visited.
-  template <bool kCausal, bool kStops>
-  __device__ __forceinline__ int walk(int tiles, int limit, int rows) {
-    if (tiles == 0) {
-      release_q();
-      return 0;
+  // Copies that the producer had started before it saw the stop, past the `visited` tiles of `tiles`.
+  __device__ __forceinline__ void drop_keys(int visited, int tiles) {
+    for (int i = min(tiles, visited + kStages - 1) - visited; i > 0; --i) {
+      barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
+      release_k();
     }
-    const auto guard = [&](int masked_tile) {
-      const int first_limit = limit - masked_tile * kBlockN;
-      if (kCausal && params.geometry.is_causal && first_limit < kBlockN) guard_values(first_limit);
-    };
-    issue_scores();
-    pass_turn();
-    wgmma_wait<0>();
-    release_k();
-    softmax<kCausal>(limit);
-    rescale();  // of what pass 1 left
-    pack();
+  }
+  __device__ __forceinline__ void drop_values(int visited, int tiles) {
+    for (int i = min(tiles, visited + kStages - 2) - visited; i > 0; --i) {
+      barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+      release_v();
+    }
+  }
 
+  // Walks the key tiles of a q tile from the second on; the first one's weights are in p. Row r sees the first `limit`
+  // keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each of the
+  // first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
+  template <bool kFirst>
+  __device__ __forceinline__ int walk(uint32 slot, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
-      if (kStops && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
-      guard(tile - 1);
-      issue_scores();
+      if (!kFirst && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
+      if (kFirst) guard(limit - (tile - 1) * kBlockN);
+      issue_scores(slot);
       issue_output();
       pass_turn();
-      if (kStops) vote(rows, tile - 1);  // here, as it runs under the products
+      if (!kFirst) vote(rows, tile - 1);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
-      softmax<kCausal>(limit - tile * kBlockN);
+      softmax<kFirst>(limit - tile * kBlockN);
       wgmma_wait<0>();
       release_v();
       rescale();
       pack();
     }
-    release_q();
-    guard(tile - 1);
-    issue_output();
-    if (kStops) {
-      vote(rows, tile - 1);
-    } else {
-      look(rows);
-    }
+    release(shared.q_empty[slot]);
+    if (kFirst) guard(limit - (tile - 1) * kBlockN);
+    return tile;
+  }
+  __device__ __forceinline__ void guard(int limit) {
+    if (limit < kBlockN) guard_values(limit);
+  }
+
+  // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
+  // together, like those of any two key tiles.
+  template <class Rows>
+  __device__ __forceinline__ void run_first() {
+    uint32 slot = 0, item = 0;
+    int work = take(item);
+    if (work < 0) return;
+    wait_for_queries(item);
+    issue_scores(slot);
+    pass_turn();
+    start_empty();
     wgmma_wait<0>();
-    release_v();
-    if (kStops) {
+    release_k();
+    softmax<true>(Rows(params, work).limit(params.geometry));
+    clear_output();
+    pack();
+    for (;;) {
+      const Rows rows(params, work);
+      const int position[2] = {rows(first_row), rows(first_row + 8)};
+      walk<true>(slot, rows.key_tiles(params.geometry), rows.limit(params.geometry), rows.count);
+      const int next = take(++item);
+      if (next < 0) {
+        issue_output();
+        look(rows.count);
+        wgmma_wait<0>();
+        store<true>(rows, position, m, l);
+        return;
+      }
+      wait_for_queries(item);
+      issue_scores(slot ^ 1);
+      issue_output();
+      pass_turn();
+      look(rows.count);
+      const float done_m[2] = {m[0], m[1]}, done_l[2] = {l[0], l[1]};
+      start_empty();
+      wgmma_wait<1>();
+      release_k();
+      softmax<true>(Rows(params, next).limit(params.geometry));
+      wgmma_wait<0>();
+      release_v();
+      store<true>(rows, position, done_m, done_l);
+      release(shared.work_empty[slot]);
+      clear_output();
+      pack();
+      work = next;
+      slot ^= 1;
+    }
+  }
+
+  // Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to
+  // come: nobody knew when this one would stop.
+  template <class Rows>
+  __device__ __forceinline__ void run_second() {
+    for (uint32 item = 0;; ++item) {
+      const uint32 slot = item % 2;
+      const int work = take(item);
+      if (work < 0) return;
+      const Rows rows(params, work);
+      const int tiles = rows.key_tiles(params.geometry), limit = rows.limit(params.geometry);
+      wait_for_queries(item);
+      const int position[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      issue_scores(slot);
+      pass_turn();
+      resume(rows, position);
+      wgmma_wait<0>();
+      release_k();
+      softmax<false>(limit);
+      rescale();
+      pack();
+      const int visited = walk<false>(slot, tiles, limit, rows.count);
+      issue_output();
+      vote(rows.count, visited - 1);
+      voted += visited;
+      wgmma_wait<0>();
+      release_v();
       // Copies that the producer had started before it saw the stop.
-      for (int i = min(tiles, tile + kStages - 1) - tile; i > 0; --i) {
+      for (int i = min(tiles, visited + kStages - 1) - visited; i > 0; --i) {
         barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
         release_k();
       }
-      for (int i = min(tiles, tile + kStages - 2) - tile; i > 0; --i) {
+      for (int i = min(tiles, visited + kStages - 2) - visited; i > 0; --i) {
         barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
         release_v();
       }
-      voted += tile;
+      const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      store<false>(rows, stored, m, l);
+      if (threadIdx.x == kWarpgroup) rows.visited(params) = visited;
+      release(shared.work_empty[slot]);
     }
-    return tile;
+  }
+
+  __device__ __forceinline__ void wait_for_queries(uint32 item) const {
+    barrier_wait(shared.q_full[item % 2], item / 2 & 1);
+  }
+
+  // The block's q tile `item`, or -1 after the last.
+  __device__ __forceinline__ int take(uint32 item) const {
+    barrier_wait(shared.work_full[item % 2], item / 2 & 1);
+    return shared.work[item % 2];
   }
 
   // One row of out. Neighbouring lanes exchange halves of two dim tiles, so that a lane has 4 consecutive elements of
@@ -358,19 +436,21 @@ struct Consumer {
     }
   }
 
-  // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
-  template <bool kKeepState>
-  __device__ __forceinline__ void store(const QueryTile& tile, const int (&position)[2]) {
+  // out = acc / l and lse of a q tile with the state (final_m, final_l), at the rows' own positions. Pass 1 keeps the state
+  // for pass 2.
+  template <bool kFirst>
+  __device__ __forceinline__ void store(const QueryTile& tile, const int (&position)[2], const float (&final_m)[2],
+                                        const float (&final_l)[2]) {
     const int64 state_row = static_cast<int64>(tile.head) * params.geometry.seqlen_q;
     uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float inverse = l[h] == 0.f ? 0.f : 1.f / l[h];
+      const float inverse = final_l[h] == 0.f ? 0.f : 1.f / final_l[h];
       if (position[h] >= 0 && lane % 4 == 0) {
-        if (kKeepState) params.state[state_row + position[h]] = make_float2(m[h], l[h]);
+        if (kFirst && params.state) params.state[state_row + position[h]] = make_float2(final_m[h], final_l[h]);
         if (params.lse)
           params.lse[state_row + position[h]] =
-              l[h] == 0.f ? -infinity() : (m[h] + __log2f(l[h])) * 0.69314718055994531f;
+              final_l[h] == 0.f ? -infinity() : (final_m[h] + __log2f(final_l[h])) * 0.69314718055994531f;
       }
       if (params.geometry.head_dim == kHeadDim) {
         store_row<true>(out, position[h], h, inverse);

@@ -29,6 +29,7 @@ struct Chunk {
   int first_head, heads;
   int first_segment, segments;
   int shared_heads;  // consecutive heads that read one KV head and divide `heads`
+  int near_heads;    // consecutive heads whose keys L2 holds at once; divides `heads`
 
   // Row of a (head, segment) pair in the chunk's scores and key orders.
   __device__ __forceinline__ int64 row(int head, int n) const {
@@ -54,16 +55,21 @@ __device__ __forceinline__ uint32 block_index() {
   return x;
 }
 
-// Neighbouring blocks share keys for L2: tiles of a segment, then the query heads of a KV head, then
-// segments from the longest prefix to the shortest, then KV heads.
+// Longest work first, and neighbouring blocks share keys in L2: the tiles of a segment from the last, and near heads; then
+// segments from the longest prefix to the shortest, then other heads. kTilesFirst: tiles of a segment that walk one list of
+// keys go side by side; otherwise heads do, so that the longest tiles of all of them come first.
+template <bool kTilesFirst>
 __device__ __forceinline__ QueryTile query_tile(const Chunk& chunk, int tiles, uint32 block) {
   QueryTile t;
-  t.tile = block % tiles;
-  block /= tiles;
-  const int shared = block % chunk.shared_heads;
-  block /= chunk.shared_heads;
+  const int inner = kTilesFirst ? tiles : chunk.near_heads, outer = kTilesFirst ? chunk.near_heads : tiles;
+  const int first = block % inner;
+  block /= inner;
+  const int second = block % outer;
+  block /= outer;
+  t.tile = tiles - 1 - (kTilesFirst ? first : second);
   t.segment = chunk.first_segment + chunk.segments - 1 - static_cast<int>(block % chunk.segments);
-  t.head = chunk.first_head + static_cast<int>(block / chunk.segments) * chunk.shared_heads + shared;
+  t.head = chunk.first_head + static_cast<int>(block / chunk.segments) * chunk.near_heads +
+           (kTilesFirst ? second : first);
   return t;
 }
 

@@ -20,6 +20,12 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+// Arrives and announces `bytes` that copies by tensor maps will bring.
+__device__ __forceinline__ void barrier_expect(uint64& barrier, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
 // Waits for the phase of parity `parity` to complete.
 __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
   asm volatile(
@@ -38,6 +44,22 @@ __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
 // Makes this thread's ordinary writes visible to wgmma of those that a barrier tells of them.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- tensor maps ---
+// What describes an array of four axes and a box of it to the copy engine; the driver writes it (s2o_cupy/tensor_maps.py).
+struct alignas(64) TensorMap {
+  uint64 opaque[16];
+};
+
+// Starts the copy of a box to shared memory, reported to `barrier` in bytes; what lies outside of the array is zeros.
+__device__ __forceinline__ void copy_box(uint32 shared, const TensorMap& map, uint64& barrier, int column, int row,
+                                         int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
 // --- named barriers: a warpgroup waits where the other has arrived ---
 __device__ __forceinline__ void named_sync(int barrier, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -45,18 +67,6 @@ __device__ __forceinline__ void named_sync(int barrier, int count) {
 
 __device__ __forceinline__ void named_arrive(int barrier, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// Waits like named_sync; is `mine` other than 0 in any thread?
-__device__ __forceinline__ bool named_or(int barrier, int count, uint32 mine) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred in, out;\nsetp.ne.u32 in, %3, 0;\n"
-      "barrier.cta.red.or.pred out, %1, %2, in;\nselp.s32 %0, 1, 0, out;\n}"
-      : "=r"(any)
-      : "r"(barrier), "r"(count), "r"(mine)
-      : "memory");
-  return any;
 }
 
 template <int kRegisters>

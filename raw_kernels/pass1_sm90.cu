@@ -8,8 +8,8 @@
 namespace s2o {
 
 template <class Traits>
-__device__ __forceinline__ void pass1_sm90(const AttentionParams& params, typename Traits::Shared& shared) {
-  sm90::attend<Traits, ConsecutiveRows<sm90::kBlockM>, true>(params, shared);
+__device__ __forceinline__ void pass1_sm90(const MappedAttentionParams& params, typename Traits::Shared& shared) {
+  sm90::attend_first<Traits>(params, shared);
 }
 
 }  // namespace s2o

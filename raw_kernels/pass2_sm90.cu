@@ -11,7 +11,7 @@ namespace s2o {
 
 template <class Traits>
 __device__ __forceinline__ void pass2_sm90(const AttentionParams& params, typename Traits::Shared& shared) {
-  sm90::attend<Traits, OrderedRows<sm90::kBlockM>, false>(params, shared);
+  sm90::attend_second<Traits>(params, shared);
 }
 
 }  // namespace s2o

@@ -1,6 +1,6 @@
-// The Hopper tile's producer: one warpgroup that takes q tiles and copies rows of q, k and v into shared memory.
+// The producer of pass 2 on Hopper: one warpgroup that takes q tiles and gathers rows of q, k and v into shared memory.
 #pragma once
-#include "shared_sm90.cuh"
+#include "work_sm90.cuh"
 
 namespace s2o {
 namespace sm90 {
@@ -58,39 +58,48 @@ struct CopyLayout {
   }
 };
 
-// The next q tile that has work, or -1.
-template <class Rows, bool kOrdered>
-__device__ __forceinline__ int next_work(const AttentionParams& params) {
-  for (;;) {
-    const int work = atomicAdd(params.next_work, 1);
-    if (work >= params.works) return -1;
-    const Rows rows(params, work);
-    // Pass 1 writes the (empty) state of rows without keys, too.
-    if (rows.count > 0 && (!kOrdered || rows.keys(params.geometry) > 0)) return work;
-  }
+// Takes the next q tile early, as the counter's answer takes a while; one thread.
+template <class Rows, class Shared>
+__device__ __forceinline__ void take_next(const AttentionParams& params, Shared& shared) {
+  const int work = next_work<Rows>(params);
+  shared.next.work = work;
+  if (work < 0) return;
+  const Rows rows(params, work);
+  shared.next.q_order = rows.order;
+  shared.next.k_order = rows.key_order(params);
+  shared.next.begin = rows.begin;
+  shared.next.rows = rows.count;
+  shared.next.keys = rows.keys(params.geometry);
 }
 
-template <class Traits, class Rows, bool kOrdered>
-__device__ __forceinline__ void produce(const AttentionParams& params, typename Traits::Shared& shared) {
+// Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
+// as the copy it serves. `row`: the one this thread keeps.
+template <class Shared>
+__device__ __forceinline__ void look_up_next(Shared& shared, int row) {
+  named_sync(kNext, kWarpgroup);  // take_next is done
+  if (shared.next.work < 0) return;
+  const int thread = threadIdx.x % kWarpgroup;
+  shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
+  shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
+}
+
+template <class Traits, class Rows>
+__device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages;
   const Geometry& g = params.geometry;
   const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   const auto units = [](int64 row_stride) { return static_cast<uint32>(row_stride / 8); };  // of 16 bytes
   const uint32 q_units = units(params.q.row), k_units = units(params.k.row), v_units = units(params.v.row);
-  if (thread == 0) {
-    shared.work[0] = next_work<Rows, kOrdered>(params);
-    barrier_arrive(shared.work_full[0]);
-  }
+  if (thread == 0) publish(shared, 0, next_work<Rows>(params));
   Ring<kStages> k_ring, v_ring;
-  Ring<1> q_ring;  // shared memory holds one q tile
   uint32 voted = 0;  // key tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
     const uint32 slot = item % 2, item_parity = item / 2 & 1;
     barrier_wait(shared.work_full[slot], item_parity);
     const int work = shared.work[slot];
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(shared.work_empty[slot]);
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty[slot]);
     if (work < 0) return;
 
     const Rows rows(params, work);
@@ -99,24 +108,19 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const auto key = [&](int tile) {
       const int i = tile * kBlockN + row;
-      if (i >= count) return -1;
-      if constexpr (kOrdered) {
-        return rows.key_order(params)[i];
-      } else {
-        return g.dense_begin(rows.segment) + i;
-      }
+      return i < count ? rows.key_order(params)[i] : -1;
     };
 
-    int ahead = key(0), now = -1;
-    const int position = rows(row);
+    const int position = item == 0 ? rows(row) : shared.next.row[threadIdx.x];
+    int ahead = item == 0 ? key(0) : shared.next.key[threadIdx.x], now = -1;
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
     // A stop at key tile t means that t + 1 is the last. It is read kStages + 1 tiles later, when t's copies have been
     // used for sure; past the end of the list only to know whether consumers stopped short of it.
-    constexpr int kPastEnd = kOrdered ? kStages - 2 : 0;
+    constexpr int kPastEnd = kStages - 2;
     for (; tile <= tiles + kPastEnd; ++tile) {
-      if (kOrdered && tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
+      if (tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
       if (tile > tiles) continue;
       const int before = now;
       if (tile < tiles) {
@@ -128,29 +132,23 @@ __device__ __forceinline__ void produce(const AttentionParams& params, typename 
         k_ring.advance();
       }
       if (tile == 0) {
-        barrier_wait(shared.q_empty, q_ring.parity ^ 1);
+        barrier_wait(shared.q_empty[slot], item_parity ^ 1);
         shared.rows[slot][row] = position;
-        layout.gather(shared_address(shared.q), params.q.at(batch, rows.head_in_batch(params.heads)), q_units, position,
-                      whole_rows && rows.count == kBlockM);
-        barrier_arrive_after_copies(shared.q_full);
-        barrier_arrive(shared.q_full);
-        q_ring.advance();
+        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)), q_units,
+                      position, whole_rows && rows.count == kBlockM);
+        barrier_arrive_after_copies(shared.q_full[slot]);
+        barrier_arrive(shared.q_full[slot]);
+        if (threadIdx.x == 0) take_next<Rows>(params, shared);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
+        if (tile == 1) look_up_next(shared, row);
       }
     }
     voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
-
-    if (thread == 0) {
-      const int next = next_work<Rows, kOrdered>(params);
-      const uint32 other = (item + 1) % 2;
-      barrier_wait(shared.work_empty[other], ((item + 1) / 2 & 1) ^ 1);
-      shared.work[other] = next;
-      barrier_arrive(shared.work_full[other]);
-    }
+    if (threadIdx.x == 0) publish(shared, item + 1, shared.next.work);
   }
 }
 

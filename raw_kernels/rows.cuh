@@ -7,9 +7,10 @@ namespace s2o {
 // Pass 1: row r is query first + r.
 template <int kBlockM>
 struct ConsecutiveRows : QueryTile {
+  static constexpr bool kOrdered = false;
   int first, count;
   __device__ __forceinline__ ConsecutiveRows(const AttentionParams& p, uint32 work)
-      : QueryTile(query_tile(p.chunk, p.tiles, work)),
+      : QueryTile(query_tile<false>(p.chunk, p.tiles, work)),
         first(p.geometry.query_begin(segment) + tile * kBlockM),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
   __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
@@ -22,15 +23,18 @@ struct ConsecutiveRows : QueryTile {
   __device__ __forceinline__ int keys(const Geometry& g) const {
     return g.is_causal ? limit(g) + count - 1 : limit(g);
   }
+  // Tiles of kBlockM keys. Where there are none one is read, of which no row sees a key.
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const { return max(1, (keys(g) + kBlockM - 1) / kBlockM); }
 };
 
 // Pass 2: row r is query begin + order[r].
 template <int kBlockM>
 struct OrderedRows : QueryTile {
+  static constexpr bool kOrdered = true;
   const int* order;
   int begin, count;
   __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 work)
-      : QueryTile(query_tile(p.chunk, p.tiles, work)),
+      : QueryTile(query_tile<true>(p.chunk, p.tiles, work)),
         order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
         begin(p.geometry.query_begin(segment)),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
@@ -42,6 +46,7 @@ struct OrderedRows : QueryTile {
   // Every row sees every candidate.
   __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
   __device__ __forceinline__ int keys(const Geometry& g) const { return g.candidates(segment); }
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const { return (keys(g) + kBlockM - 1) / kBlockM; }
   // Positions of the candidates, most important first: [k_order_stride]
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.row(head, segment) * p.k_order_stride;

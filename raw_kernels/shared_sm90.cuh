@@ -5,17 +5,33 @@
 #include "rows.cuh"
 
 namespace s2o {
+
+// Pass 1's parameters on Hopper: the arrays once more, as the copy engine reads them.
+struct MappedAttentionParams {
+  TensorMap q, k, v;
+  AttentionParams attention;
+};
+
 namespace sm90 {
 
 constexpr int kBlockM = 128, kBlockN = 128;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kCheckers = 3;   // warps of pass 1's producer that do not copy
+constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;    // 128 and 256 threads share 65,536
+constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1
 constexpr int kAtomBytes = 128 * 128;
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
-// Each has one for either warpgroup, but kTake: a turn to issue products, a look for values that are not finite.
-enum NamedBarrier { kTurn = 1, kScan = 3, kTake = 5 };
+// kTurn has one for either warpgroup.
+enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
+
+// What the gathering producer knows of its next q tile before that is published.
+struct NextTile {
+  const int *q_order, *k_order;
+  int work, begin, rows, keys;
+  int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
+};
 
 template <class Element_, int kHeadDim_, int kStages_>
 struct Traits {
@@ -26,15 +42,18 @@ struct Traits {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
 
   struct Shared {
-    uint16 q[kBlockM * kHeadDim];
+    uint16 q[2][kBlockM * kHeadDim];
     uint16 k[kStages][kBlockN * kHeadDim];
     uint16 v[kStages][kBlockN * kHeadDim];
-    int rows[2][kBlockM];            // query positions of this q tile and the next, -1 past the segment
+    int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
     int work[2];                     // this q tile and the next; -1 at the end
+    NextTile next;                   // pass 2
+    uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
     // Barriers: full = copies have landed, empty = all readers are done.
-    uint64 q_full, q_empty;
+    uint64 q_full[2], q_empty[2];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    uint64 v_checked[2];
     uint64 voted[kVoteSlots];
     uint64 work_full[2], work_empty[2];
   };
@@ -59,23 +78,27 @@ __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
   return *static_cast<volatile uint64*>(&shared.votes[tile % kVoteSlots]) == 0x0101010101010101ull;
 }
 
-template <class Traits>
+// kGathers: all threads of the producer copy, or one of them by tensor maps.
+template <class Traits, bool kGathers>
 __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
-    // Each producer thread arrives twice for q: for the positions it wrote and for its copies.
-    barrier_init(shared.q_full, 2 * kWarpgroup);
-    barrier_init(shared.q_empty, kConsumerWarps);
+    constexpr int kCopiers = kGathers ? kWarpgroup : 1;
+    for (int s = 0; s < 2; ++s) {
+      // Each gathering thread arrives twice for q: for the positions it wrote and for its copies.
+      barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
+      barrier_init(shared.q_empty[s], kConsumerWarps);
+      barrier_init(shared.work_full[s], 1);
+      barrier_init(shared.work_empty[s], kConsumerWarps + (kGathers ? 4 : kCheckers));
+      barrier_init(shared.v_checked[s], kCheckers);
+      shared.v_nonfinite[s] = 0;
+    }
     for (int s = 0; s < Traits::kStages; ++s) {
-      barrier_init(shared.k_full[s], kWarpgroup);
-      barrier_init(shared.v_full[s], kWarpgroup);
+      barrier_init(shared.k_full[s], kCopiers);
+      barrier_init(shared.v_full[s], kCopiers);
       barrier_init(shared.k_empty[s], kConsumerWarps);
       barrier_init(shared.v_empty[s], kConsumerWarps);
     }
     for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], kConsumerWarps);
-    for (int s = 0; s < 2; ++s) {
-      barrier_init(shared.work_full[s], 1);
-      barrier_init(shared.work_empty[s], kConsumerWarps + 4);
-    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -31,10 +31,12 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16"}
 MIN_COMPUTE_CAPABILITY = 80
 
+TENSOR_MAP_BYTES = 128
+
 # --- Parameter structs, field by field as in the .cu files; a static_assert compares the sizes. ---
 _TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
 _GEOMETRY = [(name, "i4") for name in ("seqlen_q", "seqlen_k", "segment", "window", "is_causal", "head_dim")]
-_CHUNK = [(name, "i4") for name in ("first_head", "heads", "first_segment", "segments", "shared_heads")]
+_CHUNK = [(name, "i4") for name in ("first_head", "heads", "first_segment", "segments", "shared_heads", "near_heads")]
 ATTENTION_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k", "v", "out")),
@@ -48,6 +50,15 @@ ATTENTION_PARAMS = np.dtype(
         ("tau", "f4"),
     ],
     align=True,
+)
+# Tensor maps stand first, as they are aligned to 64 bytes; the struct's size is a multiple of that too.
+MAPPED_ATTENTION_PARAMS = np.dtype(
+    {
+        "names": ["maps", "attention"],
+        "formats": [f"V{3 * TENSOR_MAP_BYTES}", ATTENTION_PARAMS],
+        "offsets": [0, 3 * TENSOR_MAP_BYTES],
+        "itemsize": 3 * TENSOR_MAP_BYTES + -(-ATTENTION_PARAMS.itemsize // 64) * 64,
+    }
 )
 RANK_QUERIES_PARAMS = np.dtype(
     [
@@ -96,11 +107,11 @@ FAMILIES = {
     "pass1": _Family("pass1.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     **{
-        name: _Family(
-            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 384, 1,
-            "sm90::Traits<{element}, {head_dim}, {stages}>", "sm_90a",
+        name: _Family(f"{name}.cu", params, struct, 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}>", "sm_90a")
+        for name, params, struct in (
+            ("pass1_sm90", MAPPED_ATTENTION_PARAMS, "MappedAttentionParams"),
+            ("pass2_sm90", ATTENTION_PARAMS, "AttentionParams"),
         )
-        for name in ("pass1_sm90", "pass2_sm90")
     },
     **{
         name: _Family(

@@ -14,6 +14,7 @@ from . import kernels
 from .plan import SCORE_KEYS, SCORE_ROWS, STEP, Chunk, DeviceLimits, LaunchPlan, make_plan
 from .problem import Problem
 from .spec import LOG2E, S2OConfig
+from .tensor_maps import tensor_map
 
 __all__ = ["run"]
 
@@ -138,7 +139,7 @@ class _Call:
 
     @staticmethod
     def _chunk(chunk: Chunk) -> tuple[int, ...]:
-        return chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments, chunk.shared_heads
+        return chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments, chunk.shared_heads, chunk.near_heads
 
     def _attention_params(
         self, chunk: Chunk, tiles: int, q: Array, k: Array, v: Array, out: Array, lse: Array | None, visited: Array
@@ -175,6 +176,11 @@ class _Call:
     def pass1(self, q: Array, k: Array, v: Array, out: Array, lse: Array | None, visited: Array) -> None:
         tiles = self.plan.pass1_tiles
         params = self._attention_params(self.plan.whole, tiles, q, k, v, out, lse, visited)
+        if self.plan.pass1.function == "pass1_sm90":
+            maps = b"".join(tensor_map(_tensor(x)[0], x.shape, _tensor(x)[1:], 128) for x in (q, k, v))
+            full = np.zeros((), kernels.MAPPED_ATTENTION_PARAMS)
+            full["maps"], full["attention"] = np.void(maps), params
+            params = full
         self._launch_attention(self.plan.pass1, self.plan.whole.rows * tiles, params)
         self.observe("pass1", {"out": out, "state": self.state, "plan": self.plan})
 

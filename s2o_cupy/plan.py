@@ -22,6 +22,7 @@ BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
 BYTES_PER_PART = KEY_BUCKETS * 2  # 16-bit counters of a block of the counting sort
 MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
+NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
 RANK_THREADS, SORT_WARPS = 256, 8
 
 
@@ -46,8 +47,8 @@ class Chunk:
     """The (head, segment) pairs of one round of ordering and pass 2.
 
     ``heads`` flattened (batch, head) pairs from ``first_head``, ``segments`` segments from ``first_segment``;
-    ``shared_heads`` consecutive heads read one KV head. ``stride`` elements from one pair's scores and order to
-    the next's.
+    ``shared_heads`` consecutive heads read one KV head; the keys of ``near_heads`` consecutive ones fit in L2.
+    ``stride`` elements from one pair's scores and order to the next's.
     """
 
     first_head: int
@@ -55,6 +56,7 @@ class Chunk:
     first_segment: int
     segments: int
     shared_heads: int
+    near_heads: int
     stride: int
 
     @property
@@ -140,9 +142,10 @@ SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
-    tiles = (1 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
-    rows, work, votes, barriers = 2 * HOPPER_BLOCK * 4, 2 * 4, 4 * 8, (2 + 4 * HOPPER_STAGES + 4 + 4) * 8
-    shared = tiles + rows + work + votes + barriers
+    tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
+    rows, work, votes, barriers = 2 * HOPPER_BLOCK * 4, 2 * 4, 2 * 4 + 4 * 8, (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
+    next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
+    shared = tiles + rows + work + next_tile + votes + barriers
     return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, shared_bytes=shared)
 
 
@@ -205,6 +208,17 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
+def _near_heads(problem: Problem, heads: int) -> int:
+    """How many of ``heads`` query heads run at a time: the more, the better the longest tiles are spread, as long as
+    L2 holds their keys and values."""
+    group = problem.heads // problem.kv_heads
+    if heads % group:
+        return 1
+    kv_bytes = 2 * problem.seqlen_k * problem.head_dim * 2
+    fits = max(1, NEAR_BYTES // kv_bytes)
+    return group * max(n for n in range(1, heads // group + 1) if heads // group % n == 0 and n <= fits)
+
+
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
     """Rounds from the last segment to the first, each within the workspace if one row fits."""
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
@@ -229,7 +243,8 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
         begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
         for first_head in range(0, heads, heads_each):
             count = min(heads_each, heads - first_head)
-            chunks.append(Chunk(first_head, count, begin, end - begin, shared, stride))
+            near = _near_heads(problem, count)
+            chunks.append(Chunk(first_head, count, begin, end - begin, shared, near, stride))
         end = begin
     return tuple(chunks)
 
@@ -275,7 +290,9 @@ def make_plan(
         key_scores=_key_scores(problem.dtype, head_dim, aligned),
         key_counts=_key_counts(),
         key_order=_key_order(),
-        whole=Chunk(0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, 0),
+        whole=Chunk(
+            0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0
+        ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
         stop_lag=STOP_LAG[path],

@@ -1,0 +1,49 @@
+// Pass 1's second job beside its consumers: warps of the producer that look for NaN and infinities in value tiles that are
+// masked row by row, where a weight of 0 would turn them into NaN for rows that do not see them.
+#pragma once
+#include "work_sm90.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+template <class Traits, class Rows>
+__device__ __forceinline__ void check_values(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kChunks = kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
+  constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
+  const int warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+  Ring<2> check_ring;
+  uint32 values = 0;  // value tiles of the q tiles before this one
+  for (uint32 item = 0;; ++item) {
+    const uint32 slot = item % 2;
+    barrier_wait(shared.work_full[slot], item / 2 & 1);
+    const int work = shared.work[slot];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.work_empty[slot]);
+    if (work < 0) return;
+    const Rows rows(params, work);
+    const int tiles = rows.key_tiles(params.geometry);
+    for (int tile = rows.limit(params.geometry) / kBlockN; tile < tiles; ++tile) {
+      const uint32 stage = (values + tile) % Traits::kStages;
+      barrier_wait(shared.v_full[stage], (values + tile) / Traits::kStages & 1);
+      const uint32 data = shared_address(shared.v[stage]);
+      uint32 carries = 0;  // into the sign, where an exponent is all ones
+#pragma unroll 4
+      for (int i = threadIdx.x - 32; i < kChunks; i += kCheckers * 32) {
+        const uint4 x = load_shared_16(data + i * 16);
+        carries |= ((x.x & kExponents) + kLowest) | ((x.y & kExponents) + kLowest);
+        carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
+      }
+      const bool nonfinite = __any_sync(kFullWarp, carries & 0x80008000u);
+      if (lane == 0) {
+        reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite[check_ring.slot])[warp] = nonfinite;
+        barrier_arrive(shared.v_checked[check_ring.slot]);
+      }
+      check_ring.advance();
+    }
+    values += tiles;
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o

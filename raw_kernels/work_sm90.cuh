@@ -1,0 +1,29 @@
+// Which q tiles a persistent block of the Hopper kernels takes: each the next one of the launch.
+#pragma once
+#include "shared_sm90.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+// The next q tile that has work, or -1. Pass 1 also takes rows without keys: their state is to be written.
+template <class Rows>
+__device__ __forceinline__ int next_work(const AttentionParams& params) {
+  for (;;) {
+    const int work = atomicAdd(params.next_work, 1);
+    if (work >= params.works) return -1;
+    const Rows rows(params, work);
+    if (rows.count > 0 && (!Rows::kOrdered || rows.keys(params.geometry) > 0)) return work;
+  }
+}
+
+// Tells the block its q tile `item`; one thread of the producer.
+template <class Shared>
+__device__ __forceinline__ void publish(Shared& shared, uint32 item, int work) {
+  const uint32 slot = item % 2;
+  barrier_wait(shared.work_empty[slot], (item / 2 & 1) ^ 1);
+  shared.work[slot] = work;
+  barrier_arrive(shared.work_full[slot]);
+}
+
+}  // namespace sm90
+}  // namespace s2o
