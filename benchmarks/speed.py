@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
+from s2o_cupy.interop import address, operand
 from s2o_cupy.pipeline import run
 from s2o_cupy.problem import Problem
 from s2o_cupy.spec import PATHS
@@ -40,10 +41,10 @@ def parts_ms(
     batch, heads, length, head_dim = q.shape
     problem = Problem(batch, heads, k.shape[1], length, length, head_dim, str(q.dtype)[6:], True, head_dim**-0.5)
     nq, nk, nv = (cupy.from_dlpack(x) for x in (q, k, v))
-    out = cupy.empty_like(nq)
+    out, visited = cupy.empty_like(nq), cupy.empty(problem.visited_shape(config), np.int32)
+    operands = (operand(nq, "BHSD"), operand(nk, "BHSD"), operand(nv, "BHSD"), operand(out, "BHSD"))
     times: dict[str, list[float]] = {"ordering": [], "pass1": [], "pass2": []}
-    of_stage = {"pass1": "pass1", "rank_queries": "ordering", "rank_keys": "ordering", "pass2": "pass2"}
-    visited = None
+    of_stage = {"pass1": "pass1", "pass2": "pass2"}
     for repeat in range(repeats + 2):
         marks: list[tuple[str, Any]] = [("begin", cupy.cuda.Event())]
         marks[0][1].record()
@@ -51,9 +52,10 @@ def parts_ms(
         def observe(stage: str, _: Any, marks: list[tuple[str, Any]] = marks) -> None:
             event = cupy.cuda.Event()
             event.record()
-            marks.append((of_stage[stage], event))
+            marks.append((of_stage.get(stage, "ordering"), event))
 
-        visited = run(nq, nk, nv, out, None, problem, config, observe)
+        stream = cupy.cuda.get_current_stream().ptr
+        run(operands, 0, address(visited), problem, config, stream=stream, observe=observe)
         marks[-1][1].synchronize()
         if repeat >= 2:
             total = dict.fromkeys(times, 0.0)

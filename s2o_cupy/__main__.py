@@ -12,6 +12,7 @@ from typing import Any
 
 from . import __version__, inputs
 from .kernels import ARCHITECTURES
+from .plan import DENSE_UP_TO
 from .spec import PATHS, RANKS, S2OConfig, S2OError
 
 __all__ = ["main"]
@@ -218,6 +219,7 @@ CONFIG_HELP = {
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
     "path": "GPU kernels",
+    "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
 }
 
 
@@ -228,6 +230,10 @@ def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
         said, kind = default, type(default)
         if field.name == "representatives":
             default, said = None, "1, or 16 with --rank max"
+        if default is None:
+            kind = int
+        if field.name == "dense_up_to" and default is None:
+            said = f"{DENSE_UP_TO}, and any at tau 0"
         options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
         if field.name in CHOICES:
             options["choices"] = CHOICES[field.name]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from . import interop
-from .interop import Device, Output
-from .problem import Problem, validate
+from .interop import Device, Framework, Output
+from .problem import Problem, cached_validate
 from .spec import S2OConfig, check_tau
 from .stats import S2OStats
 
@@ -126,15 +125,10 @@ def s2o_attention(
     backend = _parse_backend(backend, device)
     if stream is not None and device.kind == "cpu":
         raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
-    problem = validate(
-        [framework.shape(x) for x in (q, k, v)],
-        [framework.dtype(x) for x in (q, k, v)],
-        config=config,
-        backend=backend,
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-    )
+    problem = cached_validate(
+        tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
+        is_causal, scale,
+    )  # fmt: skip
     shape = framework.shape(q)
     if out is not None:
         interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shape, problem.dtype, device)
@@ -151,23 +145,24 @@ def s2o_attention(
             rows = (problem.batch, problem.heads, problem.seqlen_q)
             lse = framework.output(rows[-len(shape) + 1 :], "float32", q, host=host)
 
-        if problem.empty or problem.seqlen_k == 0:
-            visited = _without_keys(o, lse, problem, config)
+        visited = None
+        if return_stats:
+            visited = framework.output(problem.visited_shape(config), "int32", q, host=host)
+
+        natives = () if problem.empty or problem.seqlen_k == 0 else (q, k, v)
+        natives = tuple(framework.contiguous_last_axis(framework.native(x, host=host)) for x in natives)
+        if not natives:
+            _without_keys(framework, o, lse, visited)
+        elif host:
+            _run_reference(natives, o, lse, visited, problem, config, layout)
         else:
-            natives = [_bhsd(framework.native(x, host=host), layout) for x in (q, k, v)]
-            visited = _runner(backend)(
-                *map(_contiguous_last_axis, natives),
-                _bhsd(o.native, layout),
-                None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
-                problem,
-                config,
-                keep_visited=return_stats,
-            )
+            _run_kernels(framework, natives, o, lse, visited, problem, config, layout)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
         if return_stats:
-            results.append(S2OStats(framework.export(visited, q), problem, config))
+            assert visited is not None
+            results.append(S2OStats(visited.finish(), problem, config))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -197,15 +192,55 @@ def _parse_backend(backend: Any, device: Device) -> str:
     return backend
 
 
-def _runner(backend: str) -> Callable[..., Any]:
-    if backend == "numpy":
-        from . import numpy_pipeline
+def _run_reference(
+    natives: tuple[Any, ...],
+    o: Output,
+    lse: Output | None,
+    visited: Output | None,
+    problem: Problem,
+    config: S2OConfig,
+    layout: str,
+) -> None:
+    from . import numpy_pipeline
 
-        return numpy_pipeline.run
+    q, k, v = (_bhsd(x, layout) for x in natives)
+    found = numpy_pipeline.run(
+        q,
+        k,
+        v,
+        _bhsd(o.native, layout),
+        None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
+        problem,
+        config,
+    )
+    if visited is not None:
+        visited.native[...] = found
+
+
+def _run_kernels(
+    framework: Framework,
+    natives: tuple[Any, ...],
+    o: Output,
+    lse: Output | None,
+    visited: Output | None,
+    problem: Problem,
+    config: S2OConfig,
+    layout: str,
+) -> None:
     interop.import_cupy()
     from . import pipeline
 
-    return pipeline.run
+    address = lambda x: 0 if x is None else interop.address(x.native)  # noqa: E731
+    q, k, v = (interop.operand(x, layout) for x in natives)
+    pipeline.run(
+        (q, k, v, interop.operand(o.native, layout)),
+        address(lse),
+        address(visited),
+        problem,
+        config,
+        stream=framework.stream(),
+        memory=framework.memory(natives[0]) or pipeline.allocate,
+    )
 
 
 def _bhsd(x: Any, layout: str) -> Any:
@@ -215,15 +250,8 @@ def _bhsd(x: Any, layout: str) -> Any:
     return x.transpose(0, 2, 1, 3) if layout == "BSHD" else x
 
 
-def _contiguous_last_axis(x: Any) -> Any:
-    """``x``, copied only if its last axis is strided: kernels read rows in vectors."""
-    return x if x.shape[-1] == 1 or x.strides[-1] == x.itemsize else x.copy()
-
-
-def _without_keys(o: Output, lse: Output | None, problem: Problem, config: S2OConfig) -> Any:
+def _without_keys(framework: Framework, o: Output, lse: Output | None, visited: Output | None) -> None:
     """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched."""
-    if o.native.size:
-        o.native.fill(0)
-    if lse is not None and lse.native.size:
-        lse.native.fill(float("-inf"))
-    return interop.native_module(o.native).zeros(problem.visited_shape(config), "int32")
+    for output, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
+        if output is not None and 0 not in output.native.shape:
+            framework.fill(output.native, value)

@@ -21,7 +21,7 @@ from .spec import S2OConfig
 __all__ = ["CONFIG", "run", "table"]
 
 # Smaller segments and tiles than the library's defaults, which are meant for contexts of 8K and more.
-CONFIG = S2OConfig(segment=256, tau=0.02, block_m=64, block_n=64)
+CONFIG = S2OConfig(segment=256, tau=0.02, block_m=64, block_n=64, dense_up_to=0)
 
 SWEEP = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 

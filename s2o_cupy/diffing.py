@@ -157,7 +157,9 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     import cupy
 
     from . import pipeline
+    from .interop import address, operand
 
+    config = replace(config, dense_up_to=0)  # every stage is to be seen
     geometry = problem.geometry(config)
     batch, heads, segments = problem.batch, problem.heads, geometry.segments
     representatives = config.representatives or 1
@@ -176,22 +178,26 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     )
 
     def observe(stage: str, arrays: Mapping[str, Any]) -> None:
-        host = {name: cupy.asnumpy(x) for name, x in arrays.items() if isinstance(x, cupy.ndarray)}
+        def host(name: str) -> Array:
+            return cupy.asnumpy(arrays[name])
+
         if stage == "pass1":
-            state = host["state"].reshape(batch, heads, problem.seqlen_q, 2)
-            stages.o1, stages.m1, stages.l1 = host["out"], state[..., 0] * np.float32(LN2), state[..., 1]
+            stages.o1 = cupy.asnumpy(out)
+            if "state" in arrays:
+                state = host("state").reshape(batch, heads, problem.seqlen_q, 2)
+                stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
             stages.stop_lag = arrays["plan"].stop_lag
         elif stage == "rank_queries":
-            parts = [host[name].view(q.dtype).astype(np.float32) for name in ("high", "low")]
+            parts = [host(name).view(q.dtype).astype(np.float32) for name in ("high", "low")]
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
                 means = parts[0] + parts[1]
             stages.reps = means.reshape(batch, heads, segments, representatives, -1)[..., :head_dim]
-            stages.q_order = host["q_order"].reshape(stages.q_order.shape)
+            stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             shape = (chunk.heads, chunk.segments, chunk.stride)
             used = chunk.rows * chunk.stride
-            scores, orders = (host[name][:used].reshape(shape) for name in ("scores", "k_order"))
+            scores, orders = (host(name)[:used].reshape(shape) for name in ("scores", "k_order"))
             for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
                 count, positions = geometry.candidates(n), _candidates(n, geometry)
                 for i in range(chunk.heads):
@@ -201,7 +207,10 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
 
     out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
     lse = cupy.full(q.shape[:3], np.nan, np.float32)
-    visited = pipeline.run(q, k, v, out, lse, problem, config, observe)
+    visited = cupy.empty(problem.visited_shape(config), np.int32)
+    operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
+    stream = cupy.cuda.get_current_stream().ptr
+    pipeline.run(operands, address(lse), address(visited), problem, config, stream=stream, observe=observe)
     stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))
     return stages
 

@@ -9,6 +9,7 @@ imports none of CuPy, PyTorch and JAX.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -20,17 +21,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .operand import Operand
 from .spec import S2OError
 
 __all__ = [
     "Device",
     "Framework",
     "Output",
+    "address",
     "check_out",
     "common_framework",
     "framework_of",
     "import_cupy",
-    "native_module",
+    "operand",
     "stream_handle",
     "to_host",
 ]
@@ -109,11 +112,12 @@ def _prepare_cupy_cache() -> None:
         os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # only looked at
 
 
-def native_module(native: Any) -> Any:
-    """numpy or cupy, whichever the native array is of."""
-    return np if isinstance(native, np.ndarray) else import_cupy()
+@functools.lru_cache
+def dtype_name(dtype: np.dtype) -> str:
+    return dtype.name  # which NumPy makes up anew each time
 
 
+@functools.lru_cache
 def numpy_dtype(name: str) -> np.dtype:
     if name == "bfloat16":  # NumPy has none of its own; CuPy shares this one
         import ml_dtypes
@@ -190,7 +194,7 @@ class Framework:
         raise NotImplementedError
 
     def dtype(self, x: Any) -> str:
-        return x.dtype.name
+        return dtype_name(x.dtype)
 
     def shape(self, x: Any) -> tuple[int, ...]:
         return tuple(x.shape)
@@ -207,12 +211,27 @@ class Framework:
         yield
 
     def native(self, x: Any, *, host: bool) -> Any:
-        """``x`` as a numpy.ndarray (``host``; a copy only if x is on a GPU) or as a cupy.ndarray view."""
+        """``x`` as a numpy.ndarray (``host``; a copy only if x is on a GPU) or as what kernels can be pointed at."""
         raise NotImplementedError
 
     def export(self, native: Any, like: Any) -> Any:
         """A native array as the caller's array on the device of ``like``."""
         raise NotImplementedError
+
+    def contiguous_last_axis(self, native: Any) -> Any:
+        """``native``, copied only if its last axis is strided: kernels read rows in vectors."""
+        return native if native.shape[-1] == 1 or native.strides[-1] == native.itemsize else native.copy()
+
+    def stream(self) -> int:
+        """The handle of the stream to launch on, inside `scope`."""
+        return import_cupy().cuda.get_current_stream().ptr
+
+    def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
+        """Where a call's workspace comes from, as pipeline.Memory; None: CuPy's pool."""
+        return None
+
+    def fill(self, native: Any, value: float) -> None:
+        native.fill(value)
 
     def store(self, native: np.ndarray, out: Any) -> None:
         """Copy a host array into the caller's GPU array."""
@@ -310,7 +329,7 @@ class TorchFramework(Framework):
         return Device(x.device.type, x.device.index or 0)
 
     def dtype(self, x: Any) -> str:
-        return str(x.dtype).removeprefix("torch.")
+        return torch_dtype_name(x.dtype)
 
     def extent(self, x: Any) -> Extent:
         size = x.element_size()
@@ -335,16 +354,39 @@ class TorchFramework(Framework):
                 for x in arrays:
                     x.record_stream(given)
                 stack.enter_context(torch.cuda.stream(given))
-            if not host:
-                stack.enter_context(cupy_scope(device, handle))
             yield
+
+    def stream(self) -> int:
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream
+
+    def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
+        import torch
+
+        def allocate(nbytes: int) -> tuple[int, Any]:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+            return memory.data_ptr(), memory
+
+        return allocate
+
+    def contiguous_last_axis(self, native: Any) -> Any:
+        if isinstance(native, np.ndarray):
+            return super().contiguous_last_axis(native)
+        return native if native.shape[-1] == 1 or native.stride(-1) == 1 else native.contiguous()
+
+    def fill(self, native: Any, value: float) -> None:
+        if isinstance(native, np.ndarray):
+            native.fill(value)
+        else:
+            native.fill_(value)
 
     def native(self, x: Any, *, host: bool) -> Any:
         import torch
 
         x = x.detach()  # refused by check() where it would matter
         if not host:
-            return import_cupy().from_dlpack(x)
+            return x
         x = x.cpu()
         if x.dtype == torch.bfloat16:  # NumPy imports none: carry the bits as int16
             return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
@@ -354,7 +396,7 @@ class TorchFramework(Framework):
         import torch
 
         if not isinstance(native, np.ndarray):
-            return torch.from_dlpack(native)
+            return native
         if native.dtype.name == "bfloat16":
             return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16).to(like.device)
         return torch.from_numpy(native).to(like.device)
@@ -365,7 +407,7 @@ class TorchFramework(Framework):
     def output(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
         import torch
 
-        # torch's own allocator, also under graph capture; CuPy writes through DLPack
+        # torch's own allocator, also under graph capture
         out = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
         return self.output_into(out, host=host)
 
@@ -502,6 +544,11 @@ FRAMEWORKS: tuple[Framework, ...] = (
 )
 
 
+@functools.lru_cache
+def torch_dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _is_instance(x: Any, module: str, type_name: str) -> bool:
     """isinstance against a type of a module that may not be imported (then x cannot be its)."""
     kind = getattr(sys.modules.get(module), type_name, None)
@@ -513,6 +560,16 @@ def framework_of(name: str, x: Any) -> Framework:
         if framework.owns(x):
             return framework
     raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: {ACCEPTED}")
+
+
+def operand(native: Any, layout: str) -> Operand:
+    """Where a native array on a GPU lies, its axes ordered as ``layout`` says."""
+    extent = framework_of("array", native).extent(native)
+    return Operand.of(extent.pointer, extent.shape, extent.strides, layout, extent.itemsize)
+
+
+def address(native: Any) -> int:
+    return framework_of("array", native).extent(native).pointer
 
 
 def common_framework(q: Any, k: Any, v: Any) -> tuple[Framework, Device]:

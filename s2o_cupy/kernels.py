@@ -23,7 +23,7 @@ import numpy as np
 
 from .spec import KERNEL_CONSTANTS, S2OError
 
-__all__ = ["ARCHITECTURES", "CompiledKernel", "Kernel", "architecture_path", "compile_all", "launch", "render"]
+__all__ = ["ARCHITECTURES", "CompiledKernel", "Kernel", "architecture_path", "compile_all", "load", "render"]
 
 ENTRY = "s2o_{function}"
 OPTIONS = ("-std=c++17", "-default-device")
@@ -95,11 +95,6 @@ class _Family:
     blocks_per_multiprocessor: int  # that the registers must allow
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
-
-    @functools.cached_property
-    def opaque(self) -> np.dtype[Any]:
-        """The parameter struct as bytes without fields."""
-        return np.dtype(f"V{self.params.itemsize}")
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
@@ -281,14 +276,6 @@ def load(kernel: Kernel, device: int) -> Any:
             function.max_dynamic_shared_size_bytes = kernel.shared_bytes
         _loaded[kernel, device] = function
         return function
-
-
-def launch(kernel: Kernel, blocks: int, params: np.ndarray[Any, Any], device: int) -> None:
-    """Launch on CuPy's current stream. ``params`` is a 0-d array of the family's struct, passed by value."""
-    if blocks > 0:  # CuPy turns an empty grid into one block
-        # As plain bytes: CuPy asks NumPy to describe an argument's fields at each launch, which takes 30 microseconds.
-        struct = params.view(kernel.family.opaque)
-        load(kernel, device)((blocks,), (kernel.family.threads,), (struct,), shared_mem=kernel.shared_bytes)
 
 
 # --- Compiling without a GPU ---

@@ -5,9 +5,8 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
@@ -73,7 +72,8 @@ class Chunk:
 class LaunchPlan:
     """Kernels, grid sizes and rounds of one call on the GPU."""
 
-    geometry: Geometry
+    geometry: Geometry  # a dense call's has one segment and no candidate
+    dense: bool
     tiles: int  # pass-2 tiles of a full segment
     pass1_tiles: int
     pass1: Kernel
@@ -88,6 +88,11 @@ class LaunchPlan:
     sort_slots: int
     stop_lag: int  # of pass 2, spec.STOP_LAG
     persistent_blocks: int  # of a kernel that takes q tiles from a counter
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether pass 1 leaves (m, l) behind: for pass 2, and always on the portable path."""
+        return bool(self.chunks) or self.pass1.function == "pass1"
 
     @property
     def workspace_elements(self) -> int:
@@ -158,7 +163,7 @@ def hopper_refusal(
     if not aligned:
         return "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple of 8"
     if not compact:
-        return "rows of q, k or v are in descending order of address or more than 64 GiB apart"
+        return "rows, heads or batches of q, k or v are in descending order of address, or rows more than 64 GiB apart"
     if problem.scale <= 0:
         return f"scale is {problem.scale}, not positive"
     if problem.scale < SMALLEST_SCALE:  # a masked score, minus infinity, times 0 would be NaN
@@ -249,7 +254,18 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
     return tuple(chunks)
 
 
-@functools.lru_cache(maxsize=256)
+# Keys up to which dense attention is at least as fast as ordering and stopping: on an H200 with the model trace of
+# docs/kernels.md, 8,192 keys take the same time either way, and dense attention makes no error.
+DENSE_UP_TO = 8192
+
+
+def is_dense(problem: Problem, config: S2OConfig) -> bool:
+    """Whether the call is plain dense attention: one pass, no order."""
+    if config.dense_up_to is None:
+        return config.tau == 0 or problem.seqlen_k <= DENSE_UP_TO
+    return problem.seqlen_k <= config.dense_up_to
+
+
 def make_plan(
     problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True
 ) -> LaunchPlan:
@@ -257,10 +273,13 @@ def make_plan(
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
     """
+    dense = is_dense(problem, config)
     geometry = problem.geometry(config)
+    if dense:  # one segment, whose own keys and window are all keys
+        geometry = replace(geometry, segment=max(1, problem.seqlen_q), window=problem.seqlen_k)
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
     block_m1 = pass1_block_m(limits.compute_capability)
-    sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()
+    sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()  # at most MAX_SEGMENT
     assert config.representatives is not None
     tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(block_m1)
     grid = heads * max(2, geometry.segments * max(pass1_tiles, tiles, config.representatives))
@@ -281,6 +300,7 @@ def make_plan(
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
     return LaunchPlan(
         geometry=geometry,
+        dense=dense,
         tiles=tiles,
         pass1_tiles=pass1_tiles,
         pass1=pass1,

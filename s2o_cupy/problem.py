@@ -5,6 +5,7 @@ Standard library only: no array and no GPU is needed to check a call.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
 
-__all__ = ["BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
+__all__ = ["cached_validate", "BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
 BACKEND_DTYPES = {
@@ -90,6 +91,27 @@ def validate(
     if backend == "cupy":
         _check_gpu_blocks(config)
     return problem
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # typed: 1 is not True
+def _validate(
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, layout: str, is_causal: bool,
+    scale: float | None,
+) -> Problem:  # fmt: skip
+    return validate(
+        shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale
+    )
+
+
+def cached_validate(shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, *options: Any) -> Problem:
+    """`validate`, remembered; ``options``: backend, layout, is_causal, scale."""
+    try:
+        return _validate(shapes, dtypes, config, *options)
+    except TypeError:  # not accepted, or not hashable, which validate has better words for
+        backend, layout, is_causal, scale = options
+        return validate(
+            shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale
+        )
 
 
 def _check_layout(layout: Any) -> None:

@@ -96,12 +96,16 @@ class S2OConfig:
         Runs of consecutive queries that ``rank="max"`` averages; default 16. 1 for ``rank="mean"``.
     window : int, default 0
         Keys just before the segment that are attended densely as well.
-    workspace_bytes : int, default 1 GiB
+    workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
         one segment of one head always fits.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). "hopper" by name is an error where it cannot run.
+    dense_up_to : int, optional
+        Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
+        Default: what was measured (plan.DENSE_UP_TO), and any length at tau 0, which is dense by definition. 0: never.
+        The reference on the CPU ignores it.
 
     Raises
     ------
@@ -116,8 +120,9 @@ class S2OConfig:
     rank: str = "mean"
     representatives: int | None = None
     window: int = 0
-    workspace_bytes: int = 1 << 30
+    workspace_bytes: int = 256 << 20
     path: str = "auto"
+    dense_up_to: int | None = None
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)
@@ -136,6 +141,8 @@ class S2OConfig:
             )
         _require_int("window", self.window, 0)
         _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
+        if self.dense_up_to is not None:
+            _require_int("dense_up_to", self.dense_up_to, 0)
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
 

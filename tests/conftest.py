@@ -13,14 +13,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import S2OConfig, plan, s2o_attention
 from s2o_cupy.metrics import rel_l2
 from s2o_cupy.reference.dense import dense_attention
 
+# Tests are short, and most are about S2O: without the shortcut to dense attention unless they ask for it.
+plan.DENSE_UP_TO = 0
+
 # Small enough for many segments and tiles in short sequences, large enough for the GPU.
-SMALL = S2OConfig(segment=128, tau=0.05, block_m=64, block_n=64)
+SMALL = S2OConfig(segment=128, tau=0.05, block_m=64, block_n=64, dense_up_to=0)
 # The same with the one tile size of the Hopper kernels.
-SMALL_HOPPER = S2OConfig(segment=128, tau=0.05, block_m=128, block_n=128)
+SMALL_HOPPER = S2OConfig(segment=128, tau=0.05, block_m=128, block_n=128, dense_up_to=0)
 
 
 def has_gpu() -> bool:

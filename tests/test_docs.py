@@ -168,7 +168,7 @@ def test_the_table_of_the_configuration():
     section = text_of(ROOT / "README.md").split("### S2OConfig", 1)[1].split("\n#", 1)[0]
     told = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
     expected = [(field.name, field.default) for field in fields(S2OConfig)]
-    value = lambda text: 1 << 30 if text == "1 GiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
+    value = lambda text: 256 << 20 if text == "256 MiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
     assert [(name, value(default)) for name, default in told] == expected
 
 
@@ -205,7 +205,7 @@ def test_rounds_of_the_workspace():
     page = text_of(ROOT / "docs" / "ordering.md")
     assert f"that is {candidates / 1e6:.0f} million" in page
     assert f"takes {spec.SORT_PART:,} candidates" in " ".join(page.split())
-    assert {3: "makes three rounds", 4: "makes four rounds"}[len(plan.chunks)] in " ".join(page.split())
+    assert {9: "makes nine rounds", 10: "makes ten rounds"}[len(plan.chunks)] in " ".join(page.split())
 
 
 # ---------------------------------------------------------------- links and pictures

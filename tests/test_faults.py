@@ -133,13 +133,18 @@ FAULTS = [
          "> limit + (causal ? first_row"),
         ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
         ("the sum is not rescaled", "pass 1 state", "mass[h] = mass[h] * shrink[h]", "mass[h] = mass[h]"),
-        ("rows of k are swizzled wrongly", "pass 1 state", "((c % 8 ^ (row & 7)) << 4)", "((c % 8 ^ (row & 3)) << 4)"),
+        ("half of head_dim comes twice", "pass 1 state", "map, full, column, row", "map, full, 0, row"),
         ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
-        ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / l[h];\n      if",
-         "0.f : 1.01f / l[h];\n      if"),
+        ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / final_l[h];\n      if",
+         "0.f : 1.01f / final_l[h];\n      if"),
+    ),
+    *_faults(
+        "pass1_sm90", replace(HOPPER, poison=("v", 1390, float("nan"))),
+        ("nobody looks for NaN", "pass 1 output", "__any_sync(kFullWarp, carries & 0x80008000u)", "false"),
     ),
     *_faults(
         "pass2_sm90", HOPPER,
+        ("rows are swizzled wrongly", "stop", "((c % 8 ^ (row & 7)) << 4)", "((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
         ("the mass before the tile is not rescaled", "stop", "      l[h] *= shrink[h];\n", ""),
@@ -171,6 +176,8 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         pytest.skip("no GPU: cupy.is_available() is False")
     if fault.path == "hopper" and not has_hopper():
         pytest.skip("needs compute capability 9.0")
+    from s2o_cupy import pipeline
+
     good = kernels.render
 
     def render(kernel):
@@ -178,7 +185,11 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
     monkeypatch.setattr(kernels, "render", render)
     monkeypatch.setattr(kernels, "_loaded", {})
-    report = run_diff(fault.case, fault.path)
+    pipeline.clear_cache()
+    try:
+        report = run_diff(fault.case, fault.path)
+    finally:
+        pipeline.clear_cache()
     found = [row.stage for row in report.rows if not row.ok]
     assert found and found[0] == fault.stage, report.table()
 

@@ -19,8 +19,8 @@ from s2o_cupy import S2OConfig, diff, s2o_attention
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
-PORTABLE = S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable")
-HOPPER = S2OConfig(segment=256, tau=0.05, path="hopper")
+PORTABLE = S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0)
+HOPPER = S2OConfig(segment=256, tau=0.05, path="hopper", dense_up_to=0)
 
 
 @pytest.fixture(params=["portable", "hopper"])

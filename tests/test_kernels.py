@@ -180,11 +180,6 @@ def test_other_errors_are_not_hidden(pretended, monkeypatch):
     assert kernels._loaded == {}
 
 
-def test_nothing_is_launched_for_no_block(monkeypatch):
-    monkeypatch.setattr(kernels, "load", lambda *arguments: pytest.fail("loaded"))
-    kernels.launch(SMALL, 0, None, 0)  # type: ignore[arg-type]
-
-
 # ---------------------------------------------------------------- compiling; `s2o compile` does it for all
 
 

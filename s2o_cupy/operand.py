@@ -1,0 +1,55 @@
+"""Where an array lies, as kernels see it: an address and strides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ITEM_BYTES", "Operand"]
+
+ITEM_BYTES = 2  # of float16 and bfloat16
+ALIGNMENT = 16  # bytes that one copy takes
+NO_ROW = 2**32 - 1  # stands for a row that is not there among the Hopper producer's offsets
+MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
+
+
+class Operand(NamedTuple):
+    """A [batch, heads, seqlen, head_dim] array of 16-bit elements on a GPU with a contiguous last axis.
+
+    ``strides`` of the first three axes in elements, 0 where an axis has one element.
+    """
+
+    pointer: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+
+    @staticmethod
+    def of(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], layout: str, unit: int) -> Operand:
+        """From a shape in ``layout``, with or without the batch axis, and strides of which ``unit`` make an element."""
+        if len(shape) == 3:
+            shape, strides = (1, *shape), (0, *strides)
+        b, x, y, d = shape
+        sb, sx, sy, _ = strides
+        if layout == "BSHD":
+            x, y, sx, sy = y, x, sy, sx
+        return Operand(
+            pointer,
+            (b, x, y, d),
+            (sb // unit if b > 1 else 0, sx // unit if x > 1 else 0, sy // unit if y > 1 else 0),
+        )
+
+    @property
+    def tensor(self) -> tuple[int, int, int, int]:
+        """The kernels' Tensor without its address, which is known only at the call."""
+        return 0, *self.strides
+
+    def is_aligned(self) -> bool:
+        """Rows are whole chunks of 16 bytes: what the fast copies need. (The address apart.)"""
+        return all(n * ITEM_BYTES % ALIGNMENT == 0 for n in (*self.strides, self.shape[3]))
+
+    def is_compact(self) -> bool:
+        """What the Hopper producers need: offsets of rows from the first, in chunks of 16 bytes, fit in 32 bits; and
+        tensor maps: no stride is negative or 1 TiB."""
+        rows, stride = self.shape[2], self.strides[2]
+        if not 0 <= stride * ITEM_BYTES * max(0, rows - 1) < ALIGNMENT * NO_ROW:
+            return False
+        return all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)

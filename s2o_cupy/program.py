@@ -1,0 +1,244 @@
+"""From a plan to launches: each kernel's parameters, and where in the workspace its arrays lie.
+
+No array and no GPU: addresses are filled in at each call (pipeline.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import kernels
+from .operand import Operand
+from .plan import SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
+from .problem import Problem
+from .spec import LOG2E, S2OConfig
+
+__all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
+
+Params = Any  # a 0-d array of a kernel's parameter struct
+ALIGNMENT = 256  # bytes, of an array in the workspace
+
+# What a pointer of a parameter struct starts from.
+BASES = ("q", "k", "v", "out", "lse", "visited", "workspace")
+
+
+class Place(NamedTuple):
+    """An array in the workspace."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Everything that lives between the stages of a call, in one piece of memory."""
+
+    places: dict[str, Place]
+    zeroed: int  # leading bytes that must be 0 at the start
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a call. ``pointers``: (byte offset in params, base, bytes from the base)."""
+
+    stage: str
+    kernel: kernels.Kernel
+    blocks: int
+    params: Params
+    pointers: tuple[tuple[int, str, int], ...]
+    chunk: Chunk | None = None
+
+
+def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
+    """Counters come first: they start from 0."""
+    heads, geometry = problem.batch * problem.heads, plan.geometry
+    chunk_rows = sum(chunk.rows for chunk in plan.chunks)
+    arrays: list[tuple[str, tuple[int, ...], str]] = [
+        ("next_work", (1 + len(plan.chunks),), "int32"),  # a counter for each launch of pass 1 or 2
+        ("visited", problem.visited_shape(config), "int32"),  # where the caller does not ask for it
+        ("range", (chunk_rows, 2), "uint32"),  # of each row's scores: the kernel grows it from 0
+    ]
+    counters = len(arrays)
+    if plan.keeps_state:
+        arrays.append(("state", (heads, problem.seqlen_q, 2), "float32"))  # (m in log2 units, l)
+    if plan.chunks:
+        width = plan.pass1.head_dim
+        representatives = (heads, geometry.segments, config.representatives or 1, width)
+        arrays += [
+            ("guide", (problem.batch * problem.kv_heads, 2, width), "float32"),
+            ("high", representatives, "uint16"),
+            ("low", representatives, "uint16"),
+            ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
+            ("scores", (plan.workspace_elements,), "float32"),  # [chunk rows, stride]
+            ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
+            ("counts", (plan.count_elements,), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
+        ]
+    places: dict[str, Place] = {}
+    end = zeroed = 0
+    for i, (name, shape, dtype) in enumerate(arrays):
+        places[name] = Place(end, shape, dtype)
+        end += -(-places[name].nbytes // ALIGNMENT) * ALIGNMENT
+        if i < counters:
+            zeroed = end
+    return Workspace(places, zeroed, end)
+
+
+def launches(
+    plan: LaunchPlan,
+    problem: Problem,
+    config: S2OConfig,
+    operands: dict[str, Operand],
+    memory: Workspace,
+    aligned: bool,
+) -> tuple[Launch, ...]:
+    """All launches of a call in order. ``operands``: q, k, v and out, of which only the strides are read."""
+    builder = _Builder(plan, problem, config, operands, memory, aligned)
+    found = [builder.pass1()]
+    if plan.chunks:
+        found += builder.rank_queries()
+        for chunk in plan.chunks:
+            found += builder.rank_keys(chunk)
+            found.append(builder.pass2(chunk))
+    return tuple(found)
+
+
+class _Builder:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        problem: Problem,
+        config: S2OConfig,
+        operands: dict[str, Operand],
+        memory: Workspace,
+        aligned: bool,
+    ) -> None:
+        self.plan, self.problem, self.config, self.memory, self.aligned = plan, problem, config, memory, aligned
+        self.tensors = {name: x.tensor for name, x in operands.items()}
+        g = plan.geometry
+        window = min(g.window, g.seqlen_k)  # the same keys, and 32 bits hold it
+        self.geometry = (g.seqlen_q, g.seqlen_k, g.segment, window, g.is_causal, problem.head_dim)
+        self.attention_launches = self.ranked_rows = 0
+
+    def _launch(
+        self, stage: str, kernel: kernels.Kernel, blocks: int, params: Params, chunk: Chunk | None = None, **extra: int
+    ) -> Launch:
+        """``extra``: bytes further into the array that a pointer of this name reads."""
+        pointers = []
+        fields = params.dtype.fields
+        if "attention" in fields:
+            shift, fields = fields["attention"][1], kernels.ATTENTION_PARAMS.fields
+        else:
+            shift = 0
+        for name, (_, offset, *_) in fields.items():
+            if name in BASES:  # of the caller; a tensor's address stands first in it
+                pointers.append((shift + offset, name, 0))
+            elif name in self.memory.places:
+                pointers.append((shift + offset, "workspace", self.memory.places[name].offset + extra.get(name, 0)))
+        return Launch(stage, kernel, blocks, params, tuple(pointers), chunk)
+
+    @staticmethod
+    def _chunk(chunk: Chunk) -> tuple[int, ...]:
+        return (
+            chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments, chunk.shared_heads, chunk.near_heads
+        )  # fmt: skip
+
+    def _attention(self, stage: str, kernel: kernels.Kernel, chunk: Chunk, tiles: int) -> Launch:
+        p, works = self.problem, chunk.rows * tiles
+        params = np.array(
+            (
+                *(self.tensors[name] for name in ("q", "k", "v", "out")),
+                *(0,) * 6,
+                chunk.stride,
+                self.geometry,
+                self._chunk(chunk),
+                p.heads,
+                p.kv_heads,
+                tiles,
+                max(1, self.config.block_n // STEP),
+                works,
+                abs(p.scale) * LOG2E,
+                0x80008000 if p.scale < 0 else 0,
+                self.config.tau,
+            ),
+            kernels.ATTENTION_PARAMS,
+        )
+        family = kernel.family
+        if family.params is kernels.MAPPED_ATTENTION_PARAMS:
+            mapped = np.zeros((), family.params)
+            mapped["attention"] = params
+            params = mapped
+        blocks = min(works, self.plan.persistent_blocks) if family.arch == "sm_90a" else works
+        counter = self.attention_launches * 4
+        self.attention_launches += 1
+        return self._launch(stage, kernel, blocks, params, chunk, next_work=counter)
+
+    def pass1(self) -> Launch:
+        return self._attention("pass1", self.plan.pass1, self.plan.whole, self.plan.pass1_tiles)
+
+    def pass2(self, chunk: Chunk) -> Launch:
+        return self._attention("pass2", self.plan.pass2, chunk, self.plan.tiles)
+
+    def rank_queries(self) -> list[Launch]:
+        p, plan, config = self.problem, self.plan, self.config
+        params = np.array(
+            (
+                self.tensors["q"],
+                self.tensors["k"],
+                *(0,) * 4,
+                self.geometry,
+                p.heads,
+                p.kv_heads,
+                config.representatives,
+                config.run,
+                plan.sort_slots,
+                self.aligned,
+                -1.0 if p.scale < 0 else 1.0,
+            ),
+            kernels.RANK_QUERIES_PARAMS,
+        )
+        return [
+            self._launch("guides", plan.guides, p.batch * p.kv_heads * 2, params),
+            self._launch("rank_queries", plan.rank_queries, plan.whole.rows, params),
+        ]
+
+    def rank_keys(self, chunk: Chunk) -> list[Launch]:
+        p, plan, config = self.problem, self.plan, self.config
+        row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
+        key_blocks = -(-chunk.stride // SCORE_KEYS)
+        params = np.array(
+            (
+                self.tensors["k"],
+                *(0,) * 6,
+                chunk.stride,
+                self.geometry,
+                self._chunk(chunk),
+                p.heads,
+                p.kv_heads,
+                config.representatives,
+                config.run,
+                row_blocks,
+                key_blocks,
+                chunk.parts,
+            ),
+            kernels.RANK_KEYS_PARAMS,
+        )
+        first = self.ranked_rows * 8  # bytes of the rows' ranges before this chunk
+        self.ranked_rows += chunk.rows
+        return [
+            self._launch(stage, kernel, blocks, params, chunk, range=first)
+            for stage, kernel, blocks in (
+                ("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
+                ("key_counts", plan.key_counts, chunk.rows * chunk.parts),
+                ("rank_keys", plan.key_order, chunk.rows * chunk.parts),
+            )
+        ]
