@@ -1,11 +1,12 @@
 // Scores of a segment's candidates and their order (the paper's Algorithm 1, lines 16-20).
 //
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
-//               matrix product on tensor cores: the representative is split into two 16-bit parts, so that only
-//               the accumulation rounds
-//   key_counts, key_order: a stable counting sort of each row's candidates over kKeyBuckets equal parts of the row's
-//               own score range, highest first; reference/s2o.py: order_keys defines it. No atomic decides a place:
-//               the order is the same on every run.
+//               matrix product on tensor cores
+//   key_counts, key_bases, key_order: a stable counting sort of each row's candidates; reference/s2o.py: order_keys
+//               defines it. key_counts: how many candidates of each part of a row fall into each of kKeyBuckets equal
+//               parts of the row's own score range. key_bases: which of these buckets become one, and where in the row
+//               each part's candidates of a merged bucket begin. key_order: the order. No atomic decides a place: the
+//               order is the same on every run.
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
@@ -17,15 +18,15 @@ constexpr int kScoreRows = 16 * kWarps;  // (head, segment) rows of a block
 constexpr int kScoreSteps = 8;           // key steps of a block
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / 32;
-constexpr int kSortBatch = 8;            // scores that a thread of key_order has in flight
 
 struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  const uint16* high;      // [batch * heads, segments, representatives, kHeadDim]
-  const uint16* low;
+  const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
   float* scores;           // [chunk rows, stride] by key position
   uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
   uint16* counts;          // [chunk rows, parts, kKeyBuckets]
+  uint16* merged;          // [chunk rows, kKeyBuckets]: the merged bucket of each
+  uint32* bases;           // [chunk rows, parts, kOrderBuckets]: the place in the row of the part's first candidate
   int* k_order;            // [chunk rows, stride]
   int64 stride;            // a multiple of kStep
   Geometry geometry;
@@ -97,23 +98,19 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
     cp_async_commit();
   };
   // Fragments of a representative: a[16 rows, 16 dims] for each 16 dims.
-  uint32 high[Traits::kHeadDim / 16][4], low[Traits::kHeadDim / 16][4];
+  uint32 mean[Traits::kHeadDim / 16][4];
   const auto load_representative = [&](int r) {
-    const uint32 *from_high[2], *from_low[2];
+    const uint32* from[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int64 row = (static_cast<int64>(head[h]) * g.segments() + segment[h]) * p.representatives +
                         (r * p.run < g.query_count(segment[h]) ? r : 0);
-      from_high[h] = reinterpret_cast<const uint32*>(p.high + row * Traits::kHeadDim) + lane % 4;
-      from_low[h] = reinterpret_cast<const uint32*>(p.low + row * Traits::kHeadDim) + lane % 4;
+      from[h] = reinterpret_cast<const uint32*>(p.means + row * Traits::kHeadDim) + lane % 4;
     }
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        high[c][i] = from_high[i % 2][c * 8 + i / 2 * 4];
-        low[c][i] = from_low[i % 2][c * 8 + i / 2 * 4];
-      }
+      for (int i = 0; i < 4; ++i) mean[c][i] = from[i % 2][c * 8 + i / 2 * 4];
   };
 
   load(0);
@@ -134,10 +131,8 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
           uint32 x[4];
           ldmatrix_x4(x, chunk_address<Traits>(shared_address(shared.k[step % 2]), j * 8 + lane % 8 + lane / 16 * 8,
                                                c * 2 + lane / 8 % 2));
-          Element::mma(s[j], high[c], x[0], x[1]);
-          Element::mma(s[j + 1], high[c], x[2], x[3]);
-          Element::mma(s[j], low[c], x[0], x[1]);
-          Element::mma(s[j + 1], low[c], x[2], x[3]);
+          Element::mma(s[j], mean[c], x[0], x[1]);
+          Element::mma(s[j + 1], mean[c], x[2], x[3]);
         }
       // A run that is empty is stood in for by the first, which changes no maximum.
 #pragma unroll
@@ -226,39 +221,12 @@ struct Buckets {
     factor = spread > 0.f && spread < infinity() ? __fdiv_rn(static_cast<float>(spec::kKeyBuckets), spread) : 0.f;
     if (factor == infinity()) factor = 0.f;
   }
-  __device__ __forceinline__ int operator()(float score) const {
-    if (score == -infinity()) return spec::kKeyBuckets - 1;
-    if (!(score < infinity()) || factor == 0.f) return 0;  // NaN and +inf come first
-    const int bucket = static_cast<int>(__fmul_rn(__fsub_rn(high, score), factor));
-    return min(max(bucket, 0), spec::kKeyBuckets - 1);
+  __device__ __forceinline__ uint32 operator()(float score) const {
+    // The conversion turns NaN, which is 0 times infinity too, and what is negative, that is +inf, to 0.
+    const uint32 part = min(__float2uint_rz(__fmul_rn(__fsub_rn(high, score), factor)), spec::kKeyBuckets - 1u);
+    return score == -infinity() ? spec::kKeyBuckets - 1u : part;
   }
 };
-
-// Calls visit(index in the part, score) for candidates [begin, end) of the part, kLanes threads one each, in ascending
-// order, with kSortBatch loads in flight.
-template <int kLanes, class Visit>
-__device__ __forceinline__ void for_each_score(const float* scores, const RowPart& where, int lane, int begin, int end,
-                                               Visit visit) {
-  float batch[kSortBatch], ahead[kSortBatch];
-  const auto load = [&](int base) {
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) {
-      const int c = base + i * kLanes + lane;
-      ahead[i] = c < end ? scores[where.key(where.first + c)] : 0.f;
-    }
-  };
-  load(begin);
-  for (int base = begin; base < end; base += kSortBatch * kLanes) {
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) batch[i] = ahead[i];
-    load(base + kSortBatch * kLanes);
-#pragma unroll
-    for (int i = 0; i < kSortBatch; ++i) {
-      const int c = base + i * kLanes + lane;
-      if (c < end) visit(c, batch[i]);
-    }
-  }
-}
 
 struct CountShared {
   uint32 count[spec::kKeyBuckets];
@@ -271,30 +239,145 @@ __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared&
   for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) shared.count[b] = 0;
   __syncthreads();
   const Buckets bucket(p.range[where.row]);
-  for_each_score<kSortThreads>(p.scores + where.row * p.stride, where, threadIdx.x, 0, where.count,
-                               [&](int, float score) { atomicAdd(shared.count + bucket(score), 1u); });
+  const float* scores = p.scores + where.row * p.stride;
+  // Four neighbours stand side by side but for the gap that the dense keys leave.
+  const bool whole = where.dense_keys == 0 || where.first + where.count <= where.dense_begin;
+#pragma unroll 4
+  for (int c = threadIdx.x * 4; c < where.count; c += kSortThreads * 4) {
+    float each[4];
+    if (whole && c + 4 <= where.count) {
+      const float4 x = *reinterpret_cast<const float4*>(scores + where.first + c);
+      each[0] = x.x, each[1] = x.y, each[2] = x.z, each[3] = x.w;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) each[e] = scores[where.key(where.first + min(c + e, where.count - 1))];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (c + e < where.count) atomicAdd(shared.count + bucket(each[e]), 1u);
+  }
   __syncthreads();
-  uint16* counts = where.counts(p, where.part);
-  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) counts[b] = static_cast<uint16>(shared.count[b]);
+  uint32* counts = reinterpret_cast<uint32*>(where.counts(p, where.part));
+  for (int b = threadIdx.x; b < spec::kKeyBuckets / 2; b += kSortThreads)
+    counts[b] = shared.count[2 * b] | shared.count[2 * b + 1] << 16;
+}
+
+// The sum over the block's threads before this one.
+__device__ __forceinline__ uint32 exclusive_sum(uint32 mine, uint32 (&of_warp)[kSortWarps]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32 sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32 x = __shfl_up_sync(kFullWarp, sum, step);
+    if (lane >= step) sum += x;
+  }
+  __syncthreads();  // nobody still reads of_warp
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  uint32 before = 0;
+#pragma unroll
+  for (int w = 0; w < kSortWarps; ++w)
+    if (w < warp) before += of_warp[w];
+  return before + sum - mine;
+}
+
+// The bucket of a place in a list of `candidates`; reference/s2o.py: rank_bucket.
+__device__ __forceinline__ uint32 rank_bucket(uint32 rank, int candidates) {
+  const uint32 place = rank >> max(32 - __clz(candidates - 1) - spec::kOrderReachBits, 0);
+  const int octave = max(31 - __clz(max(place, 1u)) - spec::kOrderStepBits, 0);
+  // Past the end, where empty buckets begin, it would be one more.
+  return min((octave << spec::kOrderStepBits) + (place >> octave), spec::kOrderBuckets - 1u);
+}
+
+struct BaseShared {
+  uint32 count[spec::kOrderBuckets];
+  uint32 of_warp[kSortWarps];
+};
+
+// Block: a row. merged[row, bucket] and bases[row, part, merged bucket].
+__device__ __forceinline__ void key_bases(const RankKeysParams& p, BaseShared& shared) {
+  constexpr int kBucketsOfThread = spec::kKeyBuckets / kSortThreads;
+  static_assert(kBucketsOfThread == 8, "a thread reads the counts of its buckets in one load and writes 8 bytes");
+  static_assert(spec::kOrderBuckets == 2 * kSortThreads, "a thread has two merged buckets");
+  uint2* mine_of_row = reinterpret_cast<uint2*>(shared.count) + threadIdx.x;
+  const int64 row = blockIdx.x;
+  const int segment = p.chunk.first_segment + static_cast<int>(row % p.chunk.segments);
+  const int candidates = p.geometry.candidates(segment);
+  if (candidates <= 0) return;
+  const int parts = (candidates + spec::kSortPart - 1) / spec::kSortPart;
+  const uint16* counts = p.counts + row * p.parts * spec::kKeyBuckets + threadIdx.x * kBucketsOfThread;
+  uint32 mine[kBucketsOfThread];
+  const auto read = [&](int part) {
+    const uint4 x = *reinterpret_cast<const uint4*>(counts + part * spec::kKeyBuckets);
+    const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < kBucketsOfThread; ++i) mine[i] = pairs[i / 2] >> (i % 2 * 16) & 0xffffu;
+  };
+
+  uint32 in_row[kBucketsOfThread] = {}, sum = 0;
+  for (int part = 0; part < parts; ++part) {
+    read(part);
+#pragma unroll
+    for (int i = 0; i < kBucketsOfThread; ++i) in_row[i] += mine[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) sum += in_row[i];
+  uint32 rank = exclusive_sum(sum, shared.of_warp);
+  uint32 merged[kBucketsOfThread], packed[4] = {};
+  *mine_of_row = make_uint2(0, 0);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) {
+    merged[i] = rank_bucket(rank, candidates);
+    packed[i / 2] |= merged[i] << (i % 2 * 16);
+    rank += in_row[i];
+    if (in_row[i]) atomicAdd(shared.count + merged[i], in_row[i]);
+  }
+  *reinterpret_cast<uint4*>(p.merged + row * spec::kKeyBuckets + threadIdx.x * kBucketsOfThread) =
+      make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  __syncthreads();
+  uint2 place;  // of this thread's two merged buckets
+  place.x = exclusive_sum(mine_of_row->x + mine_of_row->y, shared.of_warp);
+  place.y = place.x + mine_of_row->x;
+  for (int part = 0; part < parts; ++part) {
+    *reinterpret_cast<uint2*>(p.bases + (row * p.parts + part) * spec::kOrderBuckets + threadIdx.x * 2) = place;
+    read(part);
+    __syncthreads();
+    *mine_of_row = make_uint2(0, 0);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kBucketsOfThread; ++i)
+      if (mine[i]) atomicAdd(shared.count + merged[i], mine[i]);
+    __syncthreads();
+    place.x += mine_of_row->x;
+    place.y += mine_of_row->y;
+  }
 }
 
 struct SortShared {
-  uint16 bucket[spec::kSortPart];              // of each candidate of the part
-  uint16 sorted[spec::kSortPart];              // the part's candidates in their order
-  uint16 next[kSortWarps][spec::kKeyBuckets];  // a warp's candidates of a bucket: how many, then the next one's place
-  uint32 base[spec::kKeyBuckets];              // from a candidate's place in the part to its place in the row
-  uint32 total[kSortWarps][2];
+  uint16 bucket[spec::kSortPart];                // merged, of each candidate of the part
+  uint16 rank[spec::kSortPart];                  // of its warp's candidates in the bucket, how many come before it
+  uint16 sorted[spec::kSortPart];                // the part's candidates in their order
+  uint16 merged[spec::kKeyBuckets];
+  uint16 next[kSortWarps][spec::kOrderBuckets];  // the place of a warp's next candidate of a bucket
+  uint32 base[spec::kOrderBuckets];              // from a candidate's place in the part to its place in the row
+  uint32 of_warp[kSortWarps];
 };
 
-// Lanes of `active` whose low bits of x equal this lane's.
+// Lanes of `active` whose low bits of x equal this lane's. In PTX, as a compiler tests each bit twice.
 template <int kBits>
 __device__ __forceinline__ uint32 match(uint32 active, uint32 x) {
   uint32 peers = active;
 #pragma unroll
   for (int bit = 0; bit < kBits; ++bit) {
-    const bool set = x >> bit & 1;
-    const uint32 with = __ballot_sync(kFullWarp, set);
-    peers &= set ? with : ~with;
+    asm volatile(
+        "{\n.reg .pred set;\n.reg .b32 bits, with, invert;\n"
+        "and.b32 bits, %1, %2;\nsetp.ne.b32 set, bits, 0;\n"
+        "vote.sync.ballot.b32 with, set, 0xffffffff;\n"
+        "selp.b32 invert, 0, 0xffffffff, set;\n"
+        "lop3.b32 %0, %0, with, invert, 0x60;\n}"  // peers & (with ^ invert)
+        : "+r"(peers)
+        : "r"(x), "r"(1 << bit));
   }
   return peers;
 }
@@ -302,96 +385,83 @@ __device__ __forceinline__ uint32 match(uint32 active, uint32 x) {
 // k_order[row, place] of the part's candidates. Each warp has its own run of them and keeps their order in a bucket.
 // They are sorted in shared memory first: neighbours of a bucket are then written together, not one by one.
 __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& shared) {
-  constexpr int kBucketsOfThread = spec::kKeyBuckets / kSortThreads, kPartOfWarp = spec::kSortPart / kSortWarps;
-  static_assert(kBucketsOfThread % 8 == 0, "a thread reads the counts of its buckets 8 at a time");
+  constexpr int kPartOfWarp = spec::kSortPart / kSortWarps, kOfLane = kPartOfWarp / 32, kLoads = 8, kBucketBits = 9;
+  static_assert(spec::kOrderBuckets == 1 << kBucketBits, "lanes compare so many bits");
+  static_assert(spec::kOrderBuckets == 2 * kSortThreads && spec::kKeyBuckets == 8 * kSortThreads, "a thread's share");
+  static_assert(kOfLane % kLoads == 0, "loads come in whole batches");
   const RowPart where(p);
   if (where.count <= 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32* words = reinterpret_cast<uint32*>(&shared.next[0][0]);
-  for (int i = threadIdx.x; i < kSortWarps * spec::kKeyBuckets / 2; i += kSortThreads) words[i] = 0;
+  for (int i = threadIdx.x; i < kSortWarps * spec::kOrderBuckets / 2; i += kSortThreads) words[i] = 0;
+  const uint4* merged = reinterpret_cast<const uint4*>(p.merged + where.row * spec::kKeyBuckets);
+  reinterpret_cast<uint4*>(shared.merged)[threadIdx.x] = merged[threadIdx.x];
+  const uint2* bases = reinterpret_cast<const uint2*>(
+      p.bases + (where.row * p.parts + where.part) * spec::kOrderBuckets);
+  const uint2 base = bases[threadIdx.x];
   __syncthreads();
 
-  // Buckets of the warp's candidates, and how many each holds, two 16-bit counters a word.
+  // The warp's candidates 32 at a time: their buckets, and how many of the warp's stand before each in its bucket.
   const Buckets bucket(p.range[where.row]);
-  const int begin = min(warp * kPartOfWarp, where.count), end = min(begin + kPartOfWarp, where.count);
-  uint32* mine = words + warp * (spec::kKeyBuckets / 2);
-  for_each_score<32>(p.scores + where.row * p.stride, where, lane, begin, end, [&](int c, float score) {
-    const int b = bucket(score);
-    shared.bucket[c] = static_cast<uint16>(b);
-    atomicAdd(mine + b / 2, b % 2 ? 0x10000u : 1u);
-  });
-
-  // Where buckets begin: in the row (candidates in buckets before, and of earlier parts in the same one), in the part.
-  uint32 in_row[kBucketsOfThread] = {}, in_part[kBucketsOfThread] = {}, earlier[kBucketsOfThread] = {};
-  const int first_bucket = threadIdx.x * kBucketsOfThread;
-  for (int part = 0; part < where.parts; ++part) {
-    const uint4* counts = reinterpret_cast<const uint4*>(where.counts(p, part) + first_bucket);
-#pragma unroll
-    for (int i = 0; i < kBucketsOfThread; i += 8) {
-      const uint4 x = counts[i / 8];
-      const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const uint32 count = pairs[j / 2] >> (j % 2 * 16) & 0xffffu;
-        in_row[i + j] += count;
-        if (part < where.part) earlier[i + j] += count;
-        if (part == where.part) in_part[i + j] = count;
-      }
-    }
-  }
-  uint32 sum[2] = {0, 0}, before[2];  // row, part
-#pragma unroll
-  for (int i = 0; i < kBucketsOfThread; ++i) {
-    sum[0] += in_row[i];
-    sum[1] += in_part[i];
-  }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    before[k] = sum[k];  // inclusive over the warp's threads
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const uint32 x = __shfl_up_sync(kFullWarp, before[k], step);
-      if (lane >= step) before[k] += x;
-    }
-    if (lane == 31) shared.total[warp][k] = before[k];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    before[k] -= sum[k];
-    for (int w = 0; w < warp; ++w) before[k] += shared.total[w][k];
-  }
-#pragma unroll
-  for (int i = 0; i < kBucketsOfThread; ++i) {
-    shared.base[first_bucket + i] = before[0] + earlier[i] - before[1];
-    uint32 place = before[1];
-#pragma unroll
-    for (int w = 0; w < kSortWarps; ++w) {
-      const uint32 here = shared.next[w][first_bucket + i];
-      shared.next[w][first_bucket + i] = static_cast<uint16>(place);
-      place += here;
-    }
-    before[0] += in_row[i];
-    before[1] += in_part[i];
-  }
-  __syncthreads();
-
-  // Sort the part.
+  const float* scores = p.scores + where.row * p.stride;
+  const int first = warp * kPartOfWarp + lane, count = where.count - first;  // candidates of this lane: i < count
+  const uint32 lower_lanes = (1u << lane) - 1;
   uint16* next = shared.next[warp];
-  for (int base = begin; base < end; base += 32) {
-    const int c = base + lane;
-    const bool active = c < end;
-    const uint32 b = active ? shared.bucket[c] : 0;
-    const uint32 peers = match<spec::kKeyBucketBits>(__ballot_sync(kFullWarp, active), b);
-    const int rank = __popc(peers & ((1u << lane) - 1));
-    uint32 place = 0;
-    if (active) place = next[b] + rank;
-    __syncwarp();
-    if (active) {
-      if (rank == 0) next[b] = static_cast<uint16>(place + __popc(peers));
-      shared.sorted[place] = static_cast<uint16>(c);
+  float ahead[kLoads];
+  const auto load = [&](int i) {
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int c = (i + j) * 32;
+      ahead[j] = c < count ? scores[where.key(where.first + first + c)] : 0.f;
     }
-    __syncwarp();
+  };
+  load(0);
+  for (int i = 0; i < kOfLane && i * 32 < count + lane; i += kLoads) {
+    float batch[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) batch[j] = ahead[j];
+    if (i + kLoads < kOfLane) load(i + kLoads);
+    uint16* of_bucket = shared.bucket + first + i * 32;
+    uint16* of_rank = shared.rank + first + i * 32;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const bool active = (i + j) * 32 < count;
+      const uint32 b = shared.merged[bucket(batch[j])];
+      const uint32 peers = match<kBucketBits>(__ballot_sync(kFullWarp, active), b);
+      const uint32 lower = peers & lower_lanes, earlier = next[b];
+      __syncwarp();
+      if (active) {
+        of_bucket[j * 32] = static_cast<uint16>(b);
+        of_rank[j * 32] = static_cast<uint16>(earlier + __popc(lower));
+        if (lower == 0) next[b] = static_cast<uint16>(earlier + __popc(peers));
+      }
+      __syncwarp();
+    }
+  }
+  __syncthreads();
+
+  // Where each warp's candidates of a bucket begin in the part.
+  // Two 16-bit counters a word, of this thread's two buckets: no sum over the part exceeds 16 bits.
+  uint32 of_warp[kSortWarps], in_part = 0;
+#pragma unroll
+  for (int w = 0; w < kSortWarps; ++w) {
+    of_warp[w] = words[w * (spec::kOrderBuckets / 2) + threadIdx.x];
+    in_part += of_warp[w];
+  }
+  const uint32 before = exclusive_sum((in_part & 0xffffu) + (in_part >> 16), shared.of_warp);
+  uint32 place = before | before + (in_part & 0xffffu) << 16;
+  shared.base[threadIdx.x * 2] = base.x - (place & 0xffffu);
+  shared.base[threadIdx.x * 2 + 1] = base.y - (place >> 16);
+#pragma unroll
+  for (int w = 0; w < kSortWarps; ++w) {
+    words[w * (spec::kOrderBuckets / 2) + threadIdx.x] = place;
+    place += of_warp[w];
+  }
+  __syncthreads();
+#pragma unroll 8
+  for (int i = 0; i < kOfLane; ++i) {
+    const int c = first + i * 32;
+    if (i * 32 < count) shared.sorted[next[shared.bucket[c]] + shared.rank[c]] = static_cast<uint16>(c);
   }
   __syncthreads();
 

@@ -1,8 +1,8 @@
 // What ordering needs of the queries (the paper's Algorithm 1, lines 6-14), in float32.
 //
 //   guides:       mean of the leading keys of each KV head           -> guide [batch * kv_heads, 2, kHeadDim]
-//   rank_queries: means of runs of consecutive queries of a segment  -> high, low [batch * heads, segments,
-//                 representatives, kHeadDim], two 16-bit parts whose sum is the mean to 16 bits or more;
+//   rank_queries: means of runs of consecutive queries of a segment  -> means [batch * heads, segments,
+//                 representatives, kHeadDim], rounded to the input's dtype;
 //                 queries of a segment by their dot product with the guide, descending, ties ascending
 //                                                                    -> q_order [batch * heads, segments, segment]
 #include "geometry.cuh"
@@ -16,8 +16,7 @@ struct RankQueriesParams {
   Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
   float* guide;            // [batch * kv_heads, 2, kHeadDim]: of segment 0 and of the others
-  uint16* high;            // [batch * heads, segments, representatives, kHeadDim]
-  uint16* low;
+  uint16* means;           // [batch * heads, segments, representatives, kHeadDim]
   int* q_order;            // [batch * heads, segments, segment]
   Geometry geometry;
   int heads, kv_heads;
@@ -128,12 +127,8 @@ __device__ __forceinline__ void rank_queries(const RankQueriesParams& p, typenam
     const float sum = block_sum<Traits>(total, shared.sums);
     if (threadIdx.x < Traits::kHeadDim) {
       const float mean = sum / (end - begin) * p.sign;
-      const uint16 high = static_cast<uint16>(Traits::Element::pack(mean, 0.f));
-      const float kept = Traits::Element::to_float(high);
-      const float rest = fabsf(kept) < infinity() ? mean - kept : 0.f;  // infinity less itself is NaN
       const int64 target = (static_cast<int64>(blockIdx.x) * p.representatives + run) * Traits::kHeadDim + threadIdx.x;
-      p.high[target] = high;
-      p.low[target] = static_cast<uint16>(Traits::Element::pack(rest, 0.f));
+      p.means[target] = static_cast<uint16>(Traits::Element::pack(mean, 0.f));
     }
   }
   for (int i = count + threadIdx.x; i < p.sort_slots; i += kRankThreads) slots[i] = ~0ull;

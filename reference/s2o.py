@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import KEY_BUCKETS, Geometry, S2OConfig
+from ..spec import KEY_BUCKETS, ORDER_REACH_BITS, ORDER_STEP_BITS, Geometry, S2OConfig
 from .dense import Array, check_shapes, compute_dtype, visible_keys, weighted_sum
 
 __all__ = [
@@ -35,8 +35,10 @@ __all__ = [
     "pass1",
     "pass2",
     "query_order",
+    "rank_bucket",
     "representatives",
     "s2o",
+    "score_buckets",
 ]
 
 ROWS = 512  # query rows that pass 1 takes at once; it bounds memory and skips keys past the diagonal
@@ -149,9 +151,22 @@ def key_scores(reps: Array, counts: Array, k: Array, n: int, geometry: Geometry)
     return scores
 
 
+def rank_bucket(rank: Array, candidates: int) -> Array:
+    """The bucket, below ORDER_BUCKETS, of a place in a list of ``candidates``, growing with it.
+
+    One for each place at first and then ``2**ORDER_STEP_BITS`` for each doubling; if that would not reach the end of
+    the list, one for each 2, 4, 8 ... places at first. Integers in, integers out.
+    """
+    first = max(0, (candidates - 1).bit_length() - ORDER_REACH_BITS)  # log2 of the places in the first buckets
+    place = np.asarray(rank, np.int64) >> first
+    exponent = np.frexp(np.maximum(place, 1).astype(np.float64))[1].astype(np.int64) - 1  # floor(log2)
+    octave = np.maximum(exponent - ORDER_STEP_BITS, 0)
+    return (octave << ORDER_STEP_BITS) + (place >> octave)
+
+
 @quiet
-def order_keys(scores: Array) -> Array:
-    """Descending order in ``KEY_BUCKETS`` equal parts of each row's own range (Algorithm 1, line 19).
+def score_buckets(scores: Array) -> Array:
+    """The part of its row's own range that each score falls into, from the top: int32 [..., C].
 
     ``scores`` is float32 [..., C]. With hi and lo the extremes of a row's finite scores, all in float32::
 
@@ -159,10 +174,7 @@ def order_keys(scores: Array) -> Array:
         bucket = clamp(int((hi - score) * factor), 0, KEY_BUCKETS - 1)
 
     NaN and +inf go to bucket 0, -inf to the last. Finite scores all go to bucket 0 when the range is 0 or
-    not finite, or so small that factor is not. Inside a bucket positions ascend: a counting sort. Given
-    the same scores any IEEE machine finds the same order, bit for bit.
-
-    Returns int32 [..., C] candidate indices.
+    not finite, or so small that factor is not.
     """
     scores = np.asarray(scores, np.float32)
     finite = np.isfinite(scores)  # [..., C]
@@ -173,8 +185,27 @@ def order_keys(scores: Array) -> Array:
     part = np.where(spread, (hi - scores) * factor, np.float32(0))  # [..., C] float32
     bucket = np.clip(part.astype(np.int32), 0, KEY_BUCKETS - 1)
     bucket[np.isneginf(scores)] = KEY_BUCKETS - 1
-    # A stable sort of 16-bit integers is a radix sort.
-    return np.argsort(bucket.astype(np.uint16), axis=-1, kind="stable").astype(np.int32)
+    return bucket
+
+
+def order_keys(scores: Array) -> Array:
+    """Descending order of float32 scores [..., C], in buckets (Algorithm 1, line 19).
+
+    Candidates go by :func:`score_buckets`. Buckets whose first candidates' ranks fall into one :func:`rank_bucket`
+    become one, and inside it positions ascend: a counting sort. Given the same scores any IEEE machine finds the same
+    order, bit for bit.
+
+    Returns int32 [..., C] candidate indices.
+    """
+    bucket = score_buckets(scores)  # [..., C]
+    rows = bucket.reshape(math.prod(bucket.shape[:-1]), bucket.shape[-1])
+    order = np.empty(rows.shape, np.int32)
+    for i, row in enumerate(rows):
+        count = np.bincount(row, minlength=KEY_BUCKETS)
+        merged = rank_bucket(np.cumsum(count) - count, len(row))  # [KEY_BUCKETS] ascending
+        # A stable sort of 16-bit integers is a radix sort.
+        order[i] = np.argsort(merged[row].astype(np.uint16), kind="stable")
+    return order.reshape(bucket.shape)
 
 
 def key_order(reps: Array, counts: Array, k: Array, geometry: Geometry) -> list[Array]:

@@ -188,9 +188,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
                 stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
             stages.stop_lag = arrays["plan"].stop_lag
         elif stage == "rank_queries":
-            parts = [host(name).view(q.dtype).astype(np.float32) for name in ("high", "low")]
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
-                means = parts[0] + parts[1]
+                means = host("means").view(q.dtype).astype(np.float32)
             stages.reps = means.reshape(batch, heads, segments, representatives, -1)[..., :head_dim]
             stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "rank_keys":
@@ -284,11 +283,11 @@ def compare(
     done = iter(range(1, total + 1))
     step = (lambda: progress(next(done), total)) if progress else (lambda: None)
 
-    # Representatives: a float32 mean, kept in two 16-bit parts (unit ** 2), its sum rounded `run` times at worst.
+    # Representatives: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
     reps, counts = s2o.representatives(q, geometry, config)
     present = counts > 0  # [N, R]
     magnitude = s2o.representatives(np.abs(q), geometry, config)[0]
-    allowed = magnitude * (2 * unit**2 + UNIT32 * (config.run + 2)) + smallest
+    allowed = magnitude * (unit + UNIT32 * (config.run + 2)) + smallest
     ordered = any(geometry.candidates(n) for n in range(segments))
     if ordered:
         rows.floats("representatives", stages.reps[:, :, present], reps[:, :, present], allowed[:, :, present])
@@ -299,7 +298,7 @@ def compare(
         rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
     step()
 
-    # Scores given the GPU's representatives: the two parts' products are exact, 2 * head_dim sums round.
+    # Scores given the GPU's representatives: products are exact, head_dim sums round.
     worst_part: list[Array] = []
     for n in range(segments):
         mine = stages.reps.astype(np.float64)
@@ -307,9 +306,8 @@ def compare(
         bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry)
         with np.errstate(invalid="ignore"):
             off = np.abs(stages.scores[n].astype(np.float64) - want)
-            part = off / (bound * (2 * head_dim + 2) * UNIT32 + 1e-30)
-        # An infinite score is NaN where the products with the two parts have different signs.
-        part[(stages.scores[n] == want) | (np.isnan(stages.scores[n]) & ~np.isfinite(want))] = 0
+            part = off / (bound * (head_dim + 2) * UNIT32 + 1e-30)
+        part[(stages.scores[n] == want) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
         worst_part.append(np.where(np.isnan(part), np.inf, part))
     flat = _flatten(worst_part)
     rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, candidate]" if flat.size else "")

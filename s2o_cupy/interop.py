@@ -89,6 +89,8 @@ class Output:
 
 
 def import_cupy() -> Any:
+    if "cupy" in sys.modules and sys.modules["cupy"] is not None:
+        return sys.modules["cupy"]
     _prepare_cupy_cache()
     try:
         import cupy
@@ -163,6 +165,9 @@ class _ExternalStream:
 def cupy_scope(device: Device, stream: Any) -> Iterator[Any]:
     """CuPy's current device and stream (None: leave its current stream); both are restored."""
     cupy = import_cupy()
+    if stream is None and cupy.cuda.runtime.getDevice() == device.ordinal:
+        yield cupy
+        return
     with ExitStack() as stack:
         stack.enter_context(cupy.cuda.Device(device.ordinal))  # an external stream knows no device
         if stream is not None:
@@ -555,9 +560,17 @@ def _is_instance(x: Any, module: str, type_name: str) -> bool:
     return kind is not None and isinstance(x, kind)
 
 
+_owner_of_type: dict[type, Framework] = {}
+
+
 def framework_of(name: str, x: Any) -> Framework:
+    try:
+        return _owner_of_type[type(x)]
+    except KeyError:
+        pass
     for framework in FRAMEWORKS:
         if framework.owns(x):
+            _owner_of_type[type(x)] = framework  # who owns an array is a matter of its type
             return framework
     raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: {ACCEPTED}")
 
@@ -574,25 +587,25 @@ def address(native: Any) -> int:
 
 def common_framework(q: Any, k: Any, v: Any) -> tuple[Framework, Device]:
     """The one framework and the one device of q, k and v."""
-    arrays = {"q": q, "k": k, "v": v}
-    owners = {name: framework_of(name, x) for name, x in arrays.items()}
-    framework = owners["q"]
-    if any(owner is not framework for owner in owners.values()):
-        came = ", ".join(f"{name} {owner.name}" for name, owner in owners.items())
+    arrays = (("q", q), ("k", k), ("v", v))
+    owners = [framework_of(name, x) for name, x in arrays]
+    framework = owners[0]
+    if any(owner is not framework for owner in owners):
+        came = ", ".join(f"{name} {owner.name}" for (name, _), owner in zip(arrays, owners, strict=True))
         raise TypeError(
             f"s2o_attention: q, k and v come from different frameworks: {came}; accepted: one framework "
             "for all three (convert with its from_dlpack, without a copy)"
         )
-    for name, x in arrays.items():
+    for name, x in arrays:
         framework.check(name, x)
-    devices = {name: framework.device(x) for name, x in arrays.items()}
-    if len(set(devices.values())) > 1:
-        came = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    devices = [framework.device(x) for _, x in arrays]
+    if not devices[0] == devices[1] == devices[2]:
+        came = ", ".join(f"{name} on {device}" for (name, _), device in zip(arrays, devices, strict=True))
         raise ValueError(
             f"s2o_attention: q, k and v are on different devices: {came}; accepted: one device for all three "
             "(move them with .to, jax.device_put or cupy.asarray)"
         )
-    return framework, devices["q"]
+    return framework, devices[0]
 
 
 def check_out(
@@ -615,25 +628,33 @@ def check_out(
         raise ValueError(f"s2o_attention: out is on {framework.device(out)}; accepted: {device} as q")
     if not framework.writeable(out):
         raise ValueError("s2o_attention: out is read-only; accepted: a writeable array")
-    extent = framework.extent(out)
+    problem = _place_problem(framework.extent(out), tuple((name, framework.extent(x)) for name, x in inputs.items()))
+    if problem:
+        raise ValueError(f"s2o_attention: out{problem}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_problem(extent: Extent, inputs: tuple[tuple[str, Extent], ...]) -> str | None:
+    """Why nothing can be written there, or None."""
     if 0 in extent.shape:
-        return  # no element, no place in memory
+        return None  # no element, no place in memory
     if extent.shape[-1] > 1 and extent.strides[-1] != extent.itemsize:
-        raise ValueError(
-            f"s2o_attention: out has a stride of {extent.strides[-1]} bytes on its last axis; "
+        return (
+            f" has a stride of {extent.strides[-1]} bytes on its last axis; "
             f"accepted: a contiguous last axis ({extent.itemsize} bytes)"
         )
     if extent.overlaps_itself():
-        raise ValueError(
-            f"s2o_attention: out's strides {extent.strides} (bytes) put several elements in one place; "
+        return (
+            f"'s strides {extent.strides} (bytes) put several elements in one place; "
             "accepted: an array whose elements are distinct in memory"
         )
-    for name, x in inputs.items():
-        if extent.overlaps(framework.extent(x)):
-            raise ValueError(
-                f"s2o_attention: out and {name} overlap in memory (their first to last bytes); "
+    for name, x in inputs:
+        if extent.overlaps(x):
+            return (
+                f" and {name} overlap in memory (their first to last bytes); "
                 "accepted: an out that lies apart from q, k and v"
             )
+    return None
 
 
 def to_host(x: Any) -> np.ndarray:

@@ -63,7 +63,7 @@ MAPPED_ATTENTION_PARAMS = np.dtype(
 RANK_QUERIES_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k")),
-        *((name, "u8") for name in ("guide", "high", "low", "q_order")),
+        *((name, "u8") for name in ("guide", "means", "q_order")),
         ("geometry", np.dtype(_GEOMETRY)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "sort_slots", "aligned")),
         ("sign", "f4"),
@@ -73,7 +73,7 @@ RANK_QUERIES_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("high", "low", "scores", "range", "counts", "k_order")),
+        *((name, "u8") for name in ("means", "scores", "range", "counts", "merged", "bases", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -115,10 +115,11 @@ FAMILIES = {
         for name in ("guides", "rank_queries")
     },
     "key_scores": _Family(
-        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 1, "ScoreTraits<{element}, {head_dim}, {aligned}>"
+        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 3, "ScoreTraits<{element}, {head_dim}, {aligned}>"
     ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
-    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
+    "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
+    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
 }
 
 
@@ -184,7 +185,7 @@ def render(kernel: Kernel) -> str:
         "aligned": str(kernel.aligned).lower(),
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
-    plain = {"key_counts": "s2o::CountShared", "key_order": "s2o::SortShared"}
+    plain = {"key_counts": "s2o::CountShared", "key_bases": "s2o::BaseShared", "key_order": "s2o::SortShared"}
     shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     # A struct that ends in an open array is only the least that is needed.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import KEY_BUCKETS, SORT_PART, STOP_LAG, Geometry, S2OConfig
+from .spec import KEY_BUCKETS, ORDER_BUCKETS, SORT_PART, STOP_LAG, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
@@ -18,7 +18,8 @@ STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
-BYTES_PER_PART = KEY_BUCKETS * 2  # 16-bit counters of a block of the counting sort
+BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
+BYTES_PER_PART = KEY_BUCKETS * 2 + ORDER_BUCKETS * 4  # counters and places of a block of the counting sort
 MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
@@ -82,6 +83,7 @@ class LaunchPlan:
     rank_queries: Kernel
     key_scores: Kernel
     key_counts: Kernel
+    key_bases: Kernel
     key_order: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
@@ -91,8 +93,8 @@ class LaunchPlan:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether pass 1 leaves (m, l) behind: for pass 2, and always on the portable path."""
-        return bool(self.chunks) or self.pass1.function == "pass1"
+        """Whether pass 1 leaves (m, l) behind. After a dense call nobody reads it, but the portable kernel writes."""
+        return not self.dense or self.pass1.function == "pass1"
 
     @property
     def workspace_elements(self) -> int:
@@ -100,9 +102,9 @@ class LaunchPlan:
         return max((chunk.rows * chunk.stride for chunk in self.chunks), default=0)
 
     @property
-    def count_elements(self) -> int:
-        """Bucket counters of the largest chunk."""
-        return max((chunk.rows * chunk.parts * KEY_BUCKETS for chunk in self.chunks), default=0)
+    def part_elements(self) -> int:
+        """Blocks of the counting sort, of the largest chunk."""
+        return max((chunk.rows * chunk.parts for chunk in self.chunks), default=0)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -192,15 +194,20 @@ def _key_counts() -> Kernel:
     return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4)
 
 
+def _key_bases() -> Kernel:
+    return Kernel("key_bases", shared_bytes=ORDER_BUCKETS * 4 + SORT_WARPS * 4)
+
+
 def _key_order() -> Kernel:
-    shared = 2 * SORT_PART * 2 + SORT_WARPS * KEY_BUCKETS * 2 + KEY_BUCKETS * 4 + SORT_WARPS * 2 * 4
+    buckets = KEY_BUCKETS * 2 + SORT_WARPS * ORDER_BUCKETS * 2 + ORDER_BUCKETS * 4
+    shared = SORT_PART * 6 + buckets + SORT_WARPS * 4
     return Kernel("key_order", shared_bytes=shared)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Every kernel that `make_plan` may choose on an architecture."""
     limits = DeviceLimits.of_architecture(compute_capability)
-    kernels: list[Kernel] = [_key_counts(), _key_order()]
+    kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         for aligned in (True, False):
@@ -224,6 +231,17 @@ def _near_heads(problem: Problem, heads: int) -> int:
     return group * max(n for n in range(1, heads // group + 1) if heads // group % n == 0 and n <= fits)
 
 
+def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
+    """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of each
+    KV head come together to fill the blocks of key_scores."""
+    kv_heads = heads // group
+    for count in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
+        pairs_of_kv_head = group * min(segments, rows // (count * group))
+        if pairs_of_kv_head >= SCORE_ROWS * 3 // 4:
+            return count * group
+    return heads
+
+
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
     """Rounds from the last segment to the first, each within the workspace if one row fits."""
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
@@ -235,11 +253,12 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             continue
         keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
         stride = -(-keys // STEP) * STEP
-        row_bytes = stride * BYTES_PER_CANDIDATE + -(-stride // SORT_PART) * BYTES_PER_PART
+        row_bytes = stride * BYTES_PER_CANDIDATE + BYTES_PER_ROW + -(-stride // SORT_PART) * BYTES_PER_PART
         # No grid of a chunk has more blocks than elements.
         rows = max(1, min(config.workspace_bytes // row_bytes, MAX_GRID // stride))
         if rows >= heads:
-            segments, heads_each = min(end, rows // heads), heads
+            heads_each = _heads_of_a_round(heads, group, rows, end)
+            segments = min(end, rows // heads_each)
         else:
             # Whole groups of the heads that share a KV head, or single heads if not even one group fits.
             segments, heads_each = 1, rows // group * group or 1
@@ -309,6 +328,7 @@ def make_plan(
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=_key_scores(problem.dtype, head_dim, aligned),
         key_counts=_key_counts(),
+        key_bases=_key_bases(),
         key_order=_key_order(),
         whole=Chunk(
             0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0

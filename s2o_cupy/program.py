@@ -15,7 +15,7 @@ from . import kernels
 from .operand import Operand
 from .plan import SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
 from .problem import Problem
-from .spec import LOG2E, S2OConfig
+from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
 
@@ -76,12 +76,13 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
         representatives = (heads, geometry.segments, config.representatives or 1, width)
         arrays += [
             ("guide", (problem.batch * problem.kv_heads, 2, width), "float32"),
-            ("high", representatives, "uint16"),
-            ("low", representatives, "uint16"),
+            ("means", representatives, "uint16"),
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
             ("scores", (plan.workspace_elements,), "float32"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
-            ("counts", (plan.count_elements,), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
+            ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
+            ("merged", (max(chunk.rows for chunk in plan.chunks), KEY_BUCKETS), "uint16"),
+            ("bases", (plan.part_elements, ORDER_BUCKETS), "uint32"),  # [chunk rows, parts, ORDER_BUCKETS]
         ]
     places: dict[str, Place] = {}
     end = zeroed = 0
@@ -194,7 +195,7 @@ class _Builder:
             (
                 self.tensors["q"],
                 self.tensors["k"],
-                *(0,) * 4,
+                *(0,) * 3,
                 self.geometry,
                 p.heads,
                 p.kv_heads,
@@ -218,7 +219,7 @@ class _Builder:
         params = np.array(
             (
                 self.tensors["k"],
-                *(0,) * 6,
+                *(0,) * 7,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -239,6 +240,7 @@ class _Builder:
             for stage, kernel, blocks in (
                 ("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
                 ("key_counts", plan.key_counts, chunk.rows * chunk.parts),
+                ("key_bases", plan.key_bases, chunk.rows),
                 ("rank_keys", plan.key_order, chunk.rows * chunk.parts),
             )
         ]

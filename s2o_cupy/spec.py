@@ -30,8 +30,15 @@ __all__ = [
 KEY_BUCKET_BITS = 11
 KEY_BUCKETS = 1 << KEY_BUCKET_BITS
 
+# Of these, neighbours are put together again where their ranks are alike, 2**ORDER_STEP_BITS buckets for each doubling
+# of the rank (reference.s2o.rank_bucket): far down a list a fine order would buy nothing. ORDER_BUCKETS reach over
+# 2**ORDER_REACH_BITS places; of a longer list each first bucket holds several.
+ORDER_STEP_BITS = 6
+ORDER_BUCKETS = 512
+ORDER_REACH_BITS = ORDER_STEP_BITS - 1 + (ORDER_BUCKETS >> ORDER_STEP_BITS)
+
 # Candidates of a row that one block of the counting sort takes; its counters have 16 bits.
-SORT_PART = 12288
+SORT_PART = 6144
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
@@ -49,6 +56,9 @@ LN2 = math.log(2.0)
 KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyBucketBits": KEY_BUCKET_BITS,
     "kKeyBuckets": KEY_BUCKETS,
+    "kOrderBuckets": ORDER_BUCKETS,
+    "kOrderStepBits": ORDER_STEP_BITS,
+    "kOrderReachBits": ORDER_REACH_BITS,
     "kSortPart": SORT_PART,
 }
 

@@ -20,7 +20,7 @@ CALL = """
 import hashlib, os, sys
 import numpy as np
 from s2o_cupy import S2OConfig, s2o_attention
-config = S2OConfig(segment=64, tau=0.05, block_m=64, block_n=64, path="portable")
+config = S2OConfig(segment=64, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0)
 def call(seed=0):
     import cupy
     rng = np.random.default_rng(seed)

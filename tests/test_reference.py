@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from s2o_cupy.reference import compute_dtype, dense_attention, s2o
-from s2o_cupy.spec import KEY_BUCKETS, Geometry, S2OConfig
+from s2o_cupy.spec import KEY_BUCKETS, ORDER_BUCKETS, Geometry, S2OConfig
 
 
 class Case(NamedTuple):
@@ -453,7 +453,29 @@ def buckets(scores):
             result.append(0)
         else:
             result.append(min(int((max(finite) - x) * factor), KEY_BUCKETS - 1))
-    return result
+    # Buckets become one where the ranks of their first candidates do.
+    return [merged(sum(other < mine for other in result), len(scores)) for mine in result]
+
+
+def merged(rank, candidates):
+    """rank_bucket of one place: 128 buckets of equal width, then 64 for each doubling."""
+    bucket, width = 0, 1  # places of a bucket
+    while candidates > 8192 * width:
+        width *= 2
+    buckets = 128
+    while rank >= buckets * width:
+        rank -= buckets * width
+        bucket += buckets
+        width, buckets = 2 * width, 64
+    return bucket + rank // width
+
+
+@pytest.mark.parametrize("candidates", [1, 100, 128, 8192, 8193, 70_000, 2**20, 2**20 + 1, 2**31])
+def test_rank_bucket_element_by_element(candidates):
+    ranks = [rank for rank in (*range(0, 70_000, 31), 2**19 - 1, 2**19, 2**20) if rank < candidates] + [candidates - 1]
+    found = s2o.rank_bucket(np.array(ranks), candidates).tolist()
+    assert found == [merged(rank, candidates) for rank in ranks]
+    assert max(found) < ORDER_BUCKETS
 
 
 @given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=50)))
@@ -494,9 +516,11 @@ def test_order_keys_treats_rows_apart():
     order = s2o.order_keys(scores)
     for b, h in np.ndindex(2, 3):
         np.testing.assert_array_equal(order[b, h], s2o.order_keys(scores[b, h]))
-        # Descending to within one bucket.
-        gaps = np.diff(scores[b, h][order[b, h]])
-        assert gaps.max() <= np.ptp(scores[b, h]) / KEY_BUCKETS * 1.001
+        # A candidate stands within a 64th of its true rank, or as far as the keys of its own part of the range.
+        ranked = scores[b, h][order[b, h]]
+        above = (scores[b, h] > ranked[:, None]).sum(axis=1)
+        near = (abs(scores[b, h] - ranked[:, None]) <= np.ptp(scores[b, h]) / KEY_BUCKETS * 1.001).sum(axis=1)
+        assert (above <= np.arange(500) * 65 / 64 + near).all()
 
 
 def test_key_order_is_absolute_and_skips_the_dense_keys():
