@@ -114,6 +114,8 @@ def check_command(command):
             pytest.fail(f"s2o takes no such arguments: {command}")
     elif words[0] == "python":
         source = text_of(ROOT / words[1])
+        if words[1].startswith("benchmarks/"):  # options that they share
+            source += text_of(ROOT / "benchmarks" / "_common.py")
         for option in re.findall(r"--([\w-]+)", " ".join(words[2:])):
             assert re.search(rf'"(--)?{option}"', source), f"{words[1]} has no --{option}"
     elif words[:2] == ["pip", "install"]:
