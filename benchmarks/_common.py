@@ -1,42 +1,134 @@
-"""What every benchmark shares: inputs, timing, an exact answer to compare with, and where a figure came from."""
+"""What every benchmark shares: arguments, where a figure came from, timing, and the search for a tau."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
-import importlib.util
 import json
+import math
 import os
 import pathlib
+import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from s2o_cupy import S2OConfig  # noqa: E402
+from s2o_cupy.info import gpu_problem  # noqa: E402
+from s2o_cupy.spec import PATHS  # noqa: E402
 
-def provenance() -> dict[str, Any]:
+# ---------------------------------------------------------------- arguments
+
+
+def integers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return [x for x in text.split(",") if x]
+
+
+def parse_order(text: str) -> dict[str, Any]:
+    """ "rank:representatives:window:segment", all but the rank optional."""
+    rank, *rest = text.split(":")
+    fields = ("representatives", "window", "segment")
+    order: dict[str, Any]
+    try:
+        order = {"rank": rank, **{name: int(x) for name, x in zip(fields, rest, strict=False)}}
+        S2OConfig(**order)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    if len(rest) > len(fields):
+        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:representatives[:window[:segment]]]")
+    return order
+
+
+def orders(text: str) -> list[dict[str, Any]]:
+    return [parse_order(x) for x in text.split(",")]
+
+
+def head_counts(text: str) -> list[tuple[int, int]]:
+    """ "32:8,8:2": query heads and KV heads."""
+    counts = []
+    for pair in text.split(","):
+        heads, kv_heads = map(int, pair.split(":"))
+        if kv_heads < 1 or heads < 1 or heads % kv_heads:
+            raise argparse.ArgumentTypeError(f"{pair}: accepted: heads:kv_heads, heads a multiple of kv_heads")
+        counts.append((heads, kv_heads))
+    return counts
+
+
+def add_s2o(parser: argparse.ArgumentParser) -> None:
+    """Options of every call but tau."""
+    parser.add_argument(
+        "--orders", type=orders, default=orders("mean"),
+        help="comma-separated rank[:representatives[:window[:segment]]]",
+    )  # fmt: skip
+    parser.add_argument("--path", choices=PATHS, default="auto")
+    parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
+
+
+def config_of(args: argparse.Namespace, order: dict[str, Any], **fields: Any) -> S2OConfig:
+    return S2OConfig(path=args.path, workspace_bytes=args.workspace_mib << 20, **order, **fields)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where a GPU is usable")
+
+
+def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Settle --device, or end with what is wrong with it."""
+    gpu = has_gpu()
+    args.device = args.device or ("cuda" if gpu else "cpu")
+    if args.device == "cuda" and not gpu:
+        parser.error("--device cuda needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
+    if args.device == "cuda" and args.dtype == "float32":
+        parser.error("--dtype float32 needs --device cpu: the kernels take float16 and bfloat16")
+
+
+def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments, and what every row has in common."""
+    kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot")}
+    shared = (k for k in ("segment", "rank", "window") if rows and k in rows[0])
+    return kept | {k: rows[0][k] for k in shared if len({row[k] for row in rows}) == 1}
+
+
+# ---------------------------------------------------------------- results
+
+
+def provenance(device: str = "cuda") -> dict[str, Any]:
     """Commit, device, versions and command of a run."""
     commit = os.environ.get("S2O_COMMIT", "")
     if not commit:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = asked.stdout.strip() or "unknown"
+    return {"commit": commit, "date": datetime.date.today().isoformat(), **_machine(device), "command": _command()}
+
+
+def _machine(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        return {"device": f"CPU ({platform.machine()})", "numpy": np.__version__}
     import cupy
+    import torch
 
     return {
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "cupy": cupy.__version__,
         "cuda_driver": cupy.cuda.runtime.driverGetVersion(),
-        "command": _command(),
     }
 
 
@@ -53,44 +145,62 @@ def write_json(path: str | None, result: dict[str, Any]) -> None:
         pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def random_input(length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Standard normal q [1, heads, length, head_dim] and k, v [1, kv_heads, length, head_dim] on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = lambda n: (1, n, length, head_dim)  # noqa: E731
-    return tuple(
-        torch.randn(shape(n), generator=generator, device="cuda", dtype=torch.float32).to(dtype)
-        for n in (heads, kv_heads, kv_heads)
+def describe(config: S2OConfig) -> dict[str, Any]:
+    """A row's part on how keys were ordered; "order" is as `parse_order` reads it."""
+    row = {name: getattr(config, name) for name in ("rank", "representatives", "window", "segment")}
+    return {"order": ":".join(map(str, row.values())), **row, "tau": config.tau}
+
+
+def ratios(row: dict[str, Any], baselines: Sequence[str], column: str = "ms") -> dict[str, float]:
+    """S2O's time over each baseline's, as columns x_NAME or, of queued times, x_NAME_queued."""
+    ending = column.removesuffix("ms")
+    return {
+        f"x_{name}_{ending}".rstrip("_"): row[f"s2o_{column}"] / row[f"{name}_{column}"]
+        for name in baselines
+        if row.get(f"{name}_{column}")
+    }
+
+
+Column = tuple[str, str, str]  # heading, key of a row, format
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> str:
+    """Rows as text; a column that no row has is left out."""
+    used = [c for c in columns if any(row.get(c[1]) is not None for row in rows)]
+    cells = [[heading for heading, _, _ in used]]
+    for row in rows:
+        cells.append(["" if row.get(key) is None else format(row[key], form) for _, key, form in used])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
     )
 
 
-def trace_input(source: str, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q, k, v of a recorded trace, cut to ``length`` tokens.
-
-    ``source`` is a trace file that `s2o_cupy.inputs.load` reads, or a Python file with a function
-    ``qkv_32_8(length)`` that returns q [1, 32, length, 128] and k, v [1, 8, length, 128] as tensors.
-    """
-    if source.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("trace_source", source)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return tuple(x.to("cuda", dtype) for x in module.qkv_32_8(length))
-    from s2o_cupy import inputs
-
-    arrays = [np.asarray(x, np.float32) for x in inputs.load(source)]
-    if arrays[0].shape[-2] < length:
-        raise ValueError(f"{source} has {arrays[0].shape[-2]} tokens; accepted: lengths up to that, got {length}")
-    return tuple(
-        torch.from_numpy(x if x.ndim == 4 else x[None])[:, :, :length].contiguous().to("cuda", dtype) for x in arrays
-    )
+# ---------------------------------------------------------------- measuring
 
 
-def time_ms(function: Callable[[], Any], repeats: int = 20, warmup: int = 3) -> float:
-    """Median milliseconds of the GPU, by events, over fresh launches."""
+def has_gpu() -> bool:
+    """Whether the kernels and a PyTorch to compare them with can run."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and gpu_problem() is None
+
+
+def time_ms(function: Callable[[], Any], repeats: int = 20, warmup: int = 3, limit_s: float = math.inf) -> float:
+    """Median milliseconds of the GPU, by events, over fresh launches; no more than three repeats past ``limit_s``."""
+    import torch
+
+    times: list[float] = []
+    began = time.perf_counter()
+    late = lambda: time.perf_counter() - began > limit_s  # noqa: E731
     for _ in range(warmup):
         function()
-    times = []
-    for _ in range(repeats):
+        torch.cuda.synchronize()
+        if late():
+            break
+    while len(times) < repeats and not (late() and len(times) >= 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         function()
@@ -100,34 +210,93 @@ def time_ms(function: Callable[[], Any], repeats: int = 20, warmup: int = 3) -> 
     return float(np.median(times))
 
 
-def dense_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int = 2048) -> torch.Tensor:
-    """Causal dense attention in float32 without TF32, [batch, heads, length, head_dim]; a chunk of rows at a time."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    length, group = q.shape[2], q.shape[1] // k.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            kh, vh = (x[b, h // group].float() for x in (k, v))
-            for begin in range(0, length, rows):
-                end = min(begin + rows, length)
-                s = (q[b, h, begin:end].float() * q.shape[-1] ** -0.5) @ kh[:end].T
-                s[:, begin:].masked_fill_(hidden[: end - begin, : end - begin], float("-inf"))
-                out[b, h, begin:end] = s.softmax(-1) @ vh[:end]
-    return out
+def queued_ms(function: Callable[[], Any], ms: float, groups: int = 5) -> float:
+    """Median milliseconds of a call among calls that wait for each other on the GPU, about 20 ms of them a group.
+
+    A call goes before the first event, so that the host is ahead from the start: its time counts only where it is
+    longer than the GPU's. ``ms`` is what `time_ms` found.
+    """
+    import torch
+
+    calls, times = max(2, min(50, math.ceil(20 / ms))), []
+    for _ in range(groups):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        function()
+        begin.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls)
+    return float(np.median(times))
 
 
-def rel_l2(x: torch.Tensor, exact: torch.Tensor) -> float:
-    """||x - exact|| / ||exact|| over all elements, accumulated in float64 head by head."""
-    error = total = 0.0
-    for b in range(x.shape[0]):
-        for h in range(x.shape[1]):
-            reference = exact[b, h].double()
-            error += float((x[b, h].double() - reference).square().sum())
-            total += float(reference.square().sum())
-    return (error / total) ** 0.5
+def host_us(function: Callable[[], Any], ms: float) -> float:
+    """Median microseconds until a call on an idle GPU returns to the caller. ``ms`` is what `time_ms` found."""
+    import torch
+
+    times = []
+    for _ in range(max(5, min(50, math.ceil(1000 / ms)))):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return float(np.median(times)) * 1e6
+
+
+def release_memory() -> None:
+    """Give the GPU back what the pools of PyTorch and CuPy hold and nobody uses; each sees only its own."""
+    import cupy
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def extra_gib(function: Callable[[], Any]) -> float:
+    """Memory that a call takes from the GPU beside the array it returns: the most it had, as pools keep what they
+    took."""
+    import torch
+
+    release_memory()
+    before = torch.cuda.mem_get_info()[0]
+    out = function()
+    torch.cuda.synchronize()
+    return (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
 
 
 def causal_flop(batch: int, heads: int, length: int, head_dim: int) -> float:
     """Floating-point operations of both matrix products of dense causal attention."""
     return 4.0 * batch * heads * head_dim * (length * (length + 1) / 2)
+
+
+def find_tau(
+    measure: Callable[[float], float],
+    target: float,
+    *,
+    rising: bool,
+    low: float = 1e-6,
+    high: float = 1.0,
+    tolerance: float = 0.02,
+    steps: int = 16,
+) -> float:
+    """The tau between ``low`` and ``high`` at which ``measure`` is nearest to ``target``, by bisection.
+
+    ``rising``: whether it rises with tau (an error does) or falls (a density). It may do so in steps; a target
+    that is out of reach gives a tau near one end.
+    """
+    best, distance = low, math.inf
+    for _ in range(steps):
+        tau = float(f"{math.sqrt(low * high):.3g}")  # as it will be told
+        value = measure(tau)
+        if abs(value - target) < distance:
+            best, distance = tau, abs(value - target)
+        if distance <= tolerance * target:
+            break
+        if (value > target) == rising:
+            high = tau
+        else:
+            low = tau
+    return best

@@ -1,165 +1,229 @@
 """Time s2o_attention and its parts against dense attention, on one GPU, in one run.
 
     python benchmarks/speed.py --lengths 8192,32768,131072 --input trace.npz --json benchmarks/results/speed.json
+    python benchmarks/speed.py --lengths 8192,32768 --head-counts 32:8,8:2,64:8 --head-dims 64,128
+    python benchmarks/speed.py --lengths 32768,131072 --random-order 0.05,0.1,0.3
 
 Prints a table and writes JSON. Every figure is the median of many warmed-up launches; ratios are taken inside the
 run. ``pass 2`` is judged by its floating-point rate on the tiles it visited.
+
+NAME_ms is a call by itself, launching included where the GPU waits for it; NAME_queued_ms a call among calls that wait
+for the GPU, which is what it costs inside a model; host_us how long the host is busy with a call (on PyTorch tensors;
+host_us_cupy on CuPy arrays). FlashAttention-3 is a baseline where it is installed.
+
+--random-order times nothing but pass 2, on random q, k and v, with key orders drawn at random and tau set so that
+about so large a share of the pairs is computed: what gathering costs whatever the input.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import _baselines
 import _common
+import _exact
+import _sources
 import cupy
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from _random_order import RandomOrders, expected_tau
 
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
 from s2o_cupy.interop import address, operand
 from s2o_cupy.pipeline import run
 from s2o_cupy.problem import Problem
-from s2o_cupy.spec import PATHS
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-BASELINES = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+Row = dict[str, Any]
 
 
-def dense(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+class Pipeline:
+    """The stages of a call on q, k and v, with an observer that may change what a stage left."""
 
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, change: Callable[..., None] | None = None
+    ) -> None:
+        batch, heads, length, head_dim = q.shape
+        dtype, scale = str(q.dtype)[6:], head_dim**-0.5
+        self.problem = Problem(batch, heads, k.shape[1], length, length, head_dim, dtype, True, scale)
+        self.q, self.k, self.v = (cupy.from_dlpack(x) for x in (q, k, v))
+        self.out, self.change = cupy.empty_like(self.q), change
+        q, k, v, out = (operand(x, "BHSD") for x in (self.q, self.k, self.v, self.out))
+        self.operands = q, k, v, out
 
-def parts_ms(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: S2OConfig, repeats: int
-) -> tuple[dict[str, float], float, float]:
-    """Median milliseconds of ordering, pass 1 and pass 2; density; and the (query, key) pairs that pass 2 computed."""
-    batch, heads, length, head_dim = q.shape
-    problem = Problem(batch, heads, k.shape[1], length, length, head_dim, str(q.dtype)[6:], True, head_dim**-0.5)
-    nq, nk, nv = (cupy.from_dlpack(x) for x in (q, k, v))
-    out, visited = cupy.empty_like(nq), cupy.empty(problem.visited_shape(config), np.int32)
-    operands = (operand(nq, "BHSD"), operand(nk, "BHSD"), operand(nv, "BHSD"), operand(out, "BHSD"))
-    times: dict[str, list[float]] = {"ordering": [], "pass1": [], "pass2": []}
-    of_stage = {"pass1": "pass1", "pass2": "pass2"}
-    for repeat in range(repeats + 2):
-        marks: list[tuple[str, Any]] = [("begin", cupy.cuda.Event())]
-        marks[0][1].record()
-
-        def observe(stage: str, _: Any, marks: list[tuple[str, Any]] = marks) -> None:
-            event = cupy.cuda.Event()
-            event.record()
-            marks.append((of_stage.get(stage, "ordering"), event))
-
+    def run(self, config: S2OConfig, observe: Callable[..., None] | None) -> cupy.ndarray:
+        visited = cupy.empty(self.problem.visited_shape(config), np.int32)
         stream = cupy.cuda.get_current_stream().ptr
-        run(operands, 0, address(visited), problem, config, stream=stream, observe=observe)
-        marks[-1][1].synchronize()
-        if repeat >= 2:
-            total = dict.fromkeys(times, 0.0)
-            for (_, before), (part, after) in itertools.pairwise(marks):
-                total[part] += cupy.cuda.get_elapsed_time(before, after)
-            for part, ms in total.items():
-                times[part].append(ms)
-    density, geometry = S2OStats(visited, problem, config).density, problem.geometry(config)
-    pairs = batch * heads * (density * geometry.causal_pairs() - geometry.dense_pairs())
-    return {part: float(np.median(ms)) for part, ms in times.items()}, density, pairs
+        run(self.operands, 0, address(visited), self.problem, config, stream=stream, observe=observe)
+        return visited
 
+    def stats(self, config: S2OConfig) -> S2OStats:
+        return S2OStats(self.run(config, self.change), self.problem, config)
 
-def parse_order(text: str) -> dict[str, Any]:
-    """ "rank:representatives:window:segment", all but the rank optional."""
-    rank, *rest = text.split(":")
-    names = ("representatives", "window", "segment")
-    return {"rank": rank, **{name: int(x) for name, x in zip(names, rest, strict=False)}}
+    def parts_ms(self, config: S2OConfig, repeats: int) -> dict[str, float]:
+        """Median milliseconds of ordering, pass 1 and pass 2."""
+        times: dict[str, list[float]] = {"ordering": [], "pass1": [], "pass2": []}
+        for repeat in range(repeats + 2):
+            marks: list[tuple[str, Any]] = []
+
+            def mark(part: str, marks: list[tuple[str, Any]] = marks) -> None:
+                event = cupy.cuda.Event()
+                event.record()
+                marks.append((part, event))
+
+            def observe(stage: str, arrays: Mapping[str, Any], mark: Callable[[str], None] = mark) -> None:
+                mark(stage if stage in times else "ordering")
+                if self.change:
+                    self.change(stage, arrays)
+                    mark("change")
+
+            mark("begin")
+            self.run(config, observe)
+            marks[-1][1].synchronize()
+            if repeat >= 2:
+                total = dict.fromkeys((*times, "change"), 0.0)
+                for (_, before), (part, after) in itertools.pairwise(marks):
+                    total[part] += cupy.cuda.get_elapsed_time(before, after)
+                for part in times:
+                    times[part].append(total[part])
+        return {part: float(np.median(ms)) for part, ms in times.items()}
+
+    def pass2(self, config: S2OConfig, ms: float) -> Row:
+        """Density, and the rate of pass 2 on the (query, key) pairs that it computes."""
+        density, geometry = self.stats(config).density, self.problem.geometry(config)
+        heads = self.problem.batch * self.problem.heads
+        pairs = heads * (density * geometry.causal_pairs() - geometry.dense_pairs())
+        return {"density": density, "pass2_tflops": 4 * self.problem.head_dim * pairs / ms / 1e9 if ms else 0.0}
 
 
 class Input:
     """q, k and v of one length, and what is measured on them once: dense baselines and the exact output."""
 
-    def __init__(self, args: argparse.Namespace, length: int) -> None:
-        dtype = DTYPES[args.dtype]
-        if args.input == "random":
-            q, k, v = _common.random_input(length, args.heads, args.kv_heads, args.head_dim, dtype)
-        else:
-            q, k, v = _common.trace_input(args.input, length, dtype)
+    def __init__(self, args: argparse.Namespace, length: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        q, k, v = _sources.load(_sources.Case(args.input, length), args.dtype, "cuda", **sizes)
         self.args, self.q, self.k, self.v = args, q, k, v
         self.batch, self.heads, self.length, self.head_dim = q.shape
         self.flop = _common.causal_flop(self.batch, self.heads, length, self.head_dim)
-        self.row: dict[str, Any] = {
+        self.row: Row = {
             "length": length, "heads": self.heads, "kv_heads": k.shape[1], "head_dim": self.head_dim,
         }  # fmt: skip
-        self.exact = _common.dense_float32(q, k, v) if args.error else None
-        for name in args.baselines:
-            baseline = partial(dense, BASELINES[name], q, k, v)
+        self.exact = _exact.dense(q, k, v) if args.error else None
+        self.baselines = args.baselines
+        for name in self.baselines:
+            baseline = partial(_baselines.available()[name], q, k, v)
             ms = _common.time_ms(baseline, args.repeats)
             self.row |= {f"{name}_ms": ms, f"{name}_tflops": self.flop / ms / 1e9}
+            self.row[f"{name}_queued_ms"] = _common.queued_ms(baseline, ms)
             if self.exact is not None:
-                self.row[f"{name}_rel_l2"] = _common.rel_l2(baseline(), self.exact)
+                self.row[f"{name}_rel_l2"] = self.rel_l2(baseline())
 
-    def measure(self, order: dict[str, Any], tau: float) -> dict[str, Any]:
+    def rel_l2(self, o: torch.Tensor) -> float:
+        return _exact.pooled(_exact.sums(o, self.exact))["rel_l2"]
+
+    def measure(self, order: dict[str, Any], tau: float) -> Row:
         args, q, k, v = self.args, self.q, self.k, self.v
-        config = S2OConfig(tau=tau, path=args.path, workspace_bytes=args.workspace_mib << 20, **order)
-        row = {
-            **self.row,
-            "tau": tau, "rank": config.rank, "representatives": config.representatives,
-            "window": config.window, "segment": config.segment,
-        }  # fmt: skip
-        row["s2o_ms"] = _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)
-        parts, row["density"], pairs = parts_ms(q, k, v, config, args.repeats)
+        config = _common.config_of(args, order, tau=tau)
+        row = {**self.row, **_common.describe(config)}
+        call = partial(s2o_attention, q, k, v, config=config)
+        row["s2o_ms"] = _common.time_ms(call, args.repeats)
+        row["s2o_queued_ms"] = _common.queued_ms(call, row["s2o_ms"])
+        row["host_us"] = _common.host_us(call, row["s2o_ms"])
+        pipeline = Pipeline(q, k, v)
+        of_cupy = partial(s2o_attention, pipeline.q, pipeline.k, pipeline.v, config=config)
+        row["host_us_cupy"] = _common.host_us(of_cupy, row["s2o_ms"])
+        parts = pipeline.parts_ms(config, args.repeats)
         row |= {f"{part}_ms": ms for part, ms in parts.items()}
-        row["pass2_tflops"] = 4 * self.head_dim * pairs / parts["pass2"] / 1e9 if parts["pass2"] else 0.0
-        for name in args.baselines:
-            row[f"x_{name}"] = row["s2o_ms"] / row[f"{name}_ms"]
-            row[f"pass2_rate_x_{name}"] = row["pass2_tflops"] / row[f"{name}_tflops"]
+        row |= pipeline.pass2(config, parts["pass2"])
+        row |= _common.ratios(row, self.baselines) | _common.ratios(row, self.baselines, "queued_ms")
+        row |= self.rates(row)
         if self.exact is not None:
-            row["rel_l2"] = _common.rel_l2(s2o_attention(q, k, v, config=config), self.exact)
+            row["rel_l2"] = self.rel_l2(call())
         if args.memory:
-            torch.cuda.empty_cache()
-            cupy.get_default_memory_pool().free_all_blocks()
-            before = torch.cuda.mem_get_info()[0]
-            out = s2o_attention(q, k, v, config=config)
-            torch.cuda.synchronize()
-            row["extra_gib"] = (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
+            row["extra_gib"] = _common.extra_gib(call)
         return row
 
+    def measure_random_order(self, order: dict[str, Any], densities: list[float]) -> list[Row]:
+        """Pass 2 alone, at about each of the densities."""
+        rows = []
+        config = _common.config_of(self.args, order)
+        pipeline = Pipeline(self.q, self.k, self.v)
+        geometry = pipeline.problem.geometry(config)
+        pipeline.change = RandomOrders(geometry)
+        for density in densities:
+            # Where all scores were equal it would be this; those of random q and k are nearly so.
+            tau = expected_tau(density, geometry, config)
+            tau = _common.find_tau(
+                lambda tau: pipeline.stats(_common.config_of(self.args, order, tau=tau)).density,
+                density, rising=False, low=tau / 8, high=tau * 8,
+            )  # fmt: skip
+            config = _common.config_of(self.args, order, tau=tau)
+            row = {**self.row, **_common.describe(config), "order": "random", "target_density": density}
+            row["pass2_ms"] = pipeline.parts_ms(config, self.args.repeats)["pass2"]
+            row |= pipeline.pass2(config, row["pass2_ms"])
+            rows.append(row | self.rates(row))
+        return rows
 
-def main() -> None:
+    def rates(self, row: Row) -> dict[str, float]:
+        """The rate of pass 2 over each baseline's."""
+        return {f"pass2_rate_x_{name}": row["pass2_tflops"] / row[f"{name}_tflops"] for name in self.baselines}
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    integers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    numbers = lambda text: [float(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--input", default="random", help='"random", a trace file, or a .py with qkv_32_8(length)')
-    parser.add_argument("--lengths", type=integers, default=[8192, 32768, 131072])
-    parser.add_argument("--taus", type=numbers, default=[0.01])
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--orders", type=lambda text: [parse_order(x) for x in text.split(",")], default=[parse_order("mean")],
-        help="comma-separated rank[:representatives[:window[:segment]]]",
-    )  # fmt: skip
-    parser.add_argument("--path", choices=PATHS, default="auto")
-    parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
-    parser.add_argument("--baselines", type=lambda text: text.split(","), default=list(BASELINES))
+    parser.add_argument("--input", default="random", help=f"{_sources.HELP} (default: %(default)s)")
+    parser.add_argument("--lengths", type=_common.integers, default=[8192, 32768, 131072])
+    parser.add_argument("--taus", type=_common.numbers, default=[0.01])
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--heads", type=int, default=32, help="of a pattern (default: %(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="of a pattern (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="of a pattern (default: %(default)s)")
+    parser.add_argument("--head-counts", type=_common.head_counts, help="several heads:kv_heads, such as 32:8,8:2")
+    parser.add_argument("--head-dims", type=_common.integers, help="several, such as 64,128")
+    _common.add_s2o(parser)
+    parser.add_argument("--baselines", type=_common.names, help="of cudnn, flash2 and flash3; default: those there are")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--error", action="store_true", help="compare with float32 dense attention (slow)")
     parser.add_argument("--memory", action="store_true", help="memory in use beyond inputs and output")
+    parser.add_argument("--random-order", type=_common.numbers, help="densities, such as 0.05,0.1,0.3: see above")
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
+    patterned = args.input in _sources.PATTERNS
+    if (args.head_counts or args.head_dims) and not patterned:
+        parser.error(f"--head-counts, --head-dims: {args.input} has its own; accepted with a pattern")
+    if args.random_order and args.input != "random":
+        parser.error("--random-order: accepted with --input random")
+    return args
 
-    rows = []
-    for length in args.lengths:
-        source = Input(args, length)
-        for order, tau in itertools.product(args.orders, args.taus):
-            rows.append(source.measure(order, tau))
-            said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in rows[-1].items())
-            print(" ".join(said), flush=True)
-    settings = {k: v for k, v in vars(args).items() if k not in ("json", "input")}
-    # What every row has in common.
-    settings |= {k: rows[0][k] for k in ("segment", "rank", "window") if len({row[k] for row in rows}) == 1}
-    _common.write_json(args.json, {**_common.provenance(), "settings": settings, "rows": rows})
+
+def main() -> None:
+    args = parse()
+    found = _baselines.available()
+    args.baselines = [name for name in args.baselines or found if name in found]
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+        print(" ".join(said), flush=True)
+
+    counts = args.head_counts or [(args.heads, args.kv_heads)]
+    for head_dim, (heads, kv_heads), length in itertools.product(
+        args.head_dims or [args.head_dim], counts, args.lengths
+    ):
+        source = Input(args, length, heads, kv_heads, head_dim)
+        for order in args.orders:
+            if args.random_order:
+                for row in source.measure_random_order(order, args.random_order):
+                    add(row)
+            else:
+                for tau in args.taus:
+                    add(source.measure(order, tau))
+    result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
+    _common.write_json(args.json, result)
 
 
 if __name__ == "__main__":

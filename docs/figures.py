@@ -8,8 +8,8 @@ A page names a table by a pair of comments; what stands between them is replaced
     <!-- figures:NAME VIEW -->
     <!-- /figures -->
 
-NAME is a file benchmarks/results/NAME.json as benchmarks/speed.py writes it, VIEW one of VIEWS below ("time" where it
-is left out). Without the file the text is "Not measured yet."
+NAME is a file benchmarks/results/NAME.json as a script of benchmarks/ writes it, VIEW one of VIEWS below ("time" where
+it is left out). Without the file the text is "Not measured yet."
 """
 
 from __future__ import annotations
@@ -83,6 +83,28 @@ VIEWS: dict[str, list[Column]] = {
         ("S2O ms", _key("s2o_ms"), "ms"),
         ("ordering ms", _key("ordering_ms"), "ms"),
     ],
+    # Calls that wait for each other on the GPU, and how long a call keeps the host busy.
+    "queued": [
+        *_TOKENS,
+        ("S2O ms, queued", _key("s2o_queued_ms"), "ms"),
+        ("cuDNN ms, queued", _key("cudnn_queued_ms"), "ms"),
+        ("FlashAttention-2 ms, queued", _key("flash2_queued_ms"), "ms"),
+        ("FlashAttention-3 ms, queued", _key("flash3_queued_ms"), "ms"),
+        ("S2O / cuDNN", _key("x_cudnn_queued"), ".3f"),
+        ("host µs, PyTorch", _key("host_us"), ".0f"),
+        ("host µs, CuPy", _key("host_us_cupy"), ".0f"),
+    ],
+    # Cost against length, from benchmarks/scaling.py.
+    "scaling": [
+        ("fixed", _key("goal"), "s"),
+        *_TOKENS,
+        ("rel_l2", _key("rel_l2"), "error"),
+        ("S2O ms", _key("s2o_ms"), "ms"),
+        ("cuDNN ms", _key("cudnn_ms"), "ms"),
+        ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
+        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+        ("extra GiB", _key("extra_gib"), ".2f"),
+    ],
     "ordering": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),
@@ -92,6 +114,7 @@ VIEWS: dict[str, list[Column]] = {
 }
 # Shown where rows differ in them, else said once below the table.
 _CONDITIONS: list[Column] = [
+    ("input", _key("input"), "s"), ("from token", _key("offset"), ",d"), ("layers", _key("layers"), "s"),
     ("query heads", _key("heads"), "d"), ("KV heads", _key("kv_heads"), "d"), ("head_dim", _key("head_dim"), "d")
 ]  # fmt: skip
 

@@ -270,7 +270,7 @@ def builtin(
     name : str
         "trace": attention inputs of a small language model (4 heads, 2 KV heads, 2,816 tokens,
         head_dim 128, bfloat16; see data/README.md). Else a synthetic pattern of :mod:`s2o_cupy.patterns`:
-        "random", "diffuse", "sinks", "stripes", "slash", "local" or "needle".
+        "random", "diffuse", "sinks", "stripes", "slash", "slashes", "local", "blocks", "needle" or "mixture".
     length : int, optional
         Tokens. Of the trace the first ones; default all of it, for a pattern 2,048.
     heads, kv_heads, head_dim : int, optional

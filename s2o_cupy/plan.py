@@ -232,8 +232,8 @@ def _near_heads(problem: Problem, heads: int) -> int:
 
 
 def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
-    """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of each
-    KV head come together to fill the blocks of key_scores."""
+    """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of
+    each KV head come together to fill the blocks of key_scores."""
     kv_heads = heads // group
     for count in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
         pairs_of_kv_head = group * min(segments, rows // (count * group))

@@ -114,6 +114,8 @@ def check_command(command):
             pytest.fail(f"s2o takes no such arguments: {command}")
     elif words[0] == "python":
         source = text_of(ROOT / words[1])
+        if words[1].startswith("benchmarks/"):  # options that they share
+            source += text_of(ROOT / "benchmarks" / "_common.py")
         for option in re.findall(r"--([\w-]+)", " ".join(words[2:])):
             assert re.search(rf'"(--)?{option}"', source), f"{words[1]} has no --{option}"
     elif words[:2] == ["pip", "install"]:
@@ -205,7 +207,7 @@ def test_rounds_of_the_workspace():
     page = text_of(ROOT / "docs" / "ordering.md")
     assert f"that is {candidates / 1e6:.0f} million" in page
     assert f"takes {spec.SORT_PART:,} candidates" in " ".join(page.split())
-    assert {9: "makes nine rounds", 10: "makes ten rounds", 11: "makes eleven rounds"}[len(plan.chunks)] in " ".join(page.split())
+    assert f"makes {len(plan.chunks)} rounds" in " ".join(page.split())
 
 
 # ---------------------------------------------------------------- links and pictures

@@ -95,7 +95,8 @@ FAULTS = [
     ),
     *_faults(
         "key_order", MEAN,
-        ("a bucket's keys stand backwards", "key order", "lower = peers & lower_lanes,", "lower = peers & ~(2 * lower_lanes + 1),"),
+        ("a bucket's keys stand backwards", "key order", "lower = peers & lower_lanes,",
+         "lower = peers & ~(2 * lower_lanes + 1),"),
         ("neighbours are written the other way round", "key order", "order[shared.base[shared.bucket[c]] + i]",
          "order[(shared.base[shared.bucket[c]] + i) ^ 1]"),
     ),

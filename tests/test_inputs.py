@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import inputs, metrics
+from s2o_cupy import inputs, metrics, patterns
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -289,6 +289,36 @@ def test_slash(maps):
         assert mass.max(1).mean() > 0.95
 
 
+def test_slashes(maps):
+    for mass in maps["slashes"]:
+        share = np.bincount(distance(mass).clip(0).ravel(), mass.ravel())  # of each distance
+        assert np.sort(share)[-3:].sum() > 0.95 * share.sum()
+        assert np.sort(share)[-3:].min() > 0.1 * share.sum()
+    assert len({int(np.bincount(distance(m).clip(0).ravel(), m.ravel()).argmax()) for m in maps["slashes"]}) == 2
+
+
+def test_blocks(maps):
+    for mass in maps["blocks"]:
+        of_block = mass.reshape(len(mass), -1, 64).sum(2)  # [query, block]
+        own = np.arange(512, 1024) // 64
+        at = np.take_along_axis(of_block, own[:, None], 1)[:, 0]
+        assert 0.1 < at.mean() < 0.5  # of the own block half the keys, in the mean, are later
+        assert np.sort(of_block)[:, -2:].sum(1).min() > 0.9
+        other = np.where(np.arange(16) == own[:, None], 0, of_block).argmax(1)
+        assert all(len(set(other[own == b])) == 1 for b in set(own))  # its queries agree on the earlier one
+        assert len(set(other)) > 2
+
+
+def test_mixture(maps):
+    even, peaked = maps["mixture"]
+    for mass in (even, peaked):
+        assert 0.05 < mass[:, :4].sum(1).mean() < 0.6
+        near = (mass * (distance(mass) < 64)).sum(1).mean()
+        assert 0.05 < near < 0.8
+        assert (mass[:, 4:] * (distance(mass) >= 64)[:, 4:]).sum(1).mean() > 0.1
+    assert effective_keys(even) > 3 * effective_keys(peaked)
+
+
 def test_local(maps):
     for mass in maps["local"]:
         assert (mass * (distance(mass) < 128)).sum(1).min() > 0.95
@@ -311,6 +341,28 @@ def test_every_pattern(name):
     same, other = inputs.builtin(name, 65), inputs.builtin(name, 65, seed=1)
     assert_same(inputs.builtin(name, 65), same)
     assert metrics.rel_l2(other.v, same.v) > 1
+
+
+def test_patterns_of_another_framework():
+    """What draws the numbers decides the framework; the rest is the same arithmetic."""
+    torch = pytest.importorskip("torch")
+
+    class Random:
+        def __init__(self):
+            self.rng = np.random.default_rng(0)
+
+        def standard_normal(self, size, dtype):
+            return torch.from_numpy(self.rng.standard_normal(size, dtype))
+
+        def permutation(self, x):
+            return torch.from_numpy(self.rng.permutation(x))
+
+    for name, pattern in patterns.PATTERNS.items():
+        found = pattern(Random(), 300, 4, 2, 64)
+        expected = inputs.builtin(name, 300, heads=4, kv_heads=2, head_dim=64)
+        for x, y in zip(found, expected, strict=True):
+            assert isinstance(x, torch.Tensor)
+            assert metrics.rel_l2(x.numpy(), y[0]) < 1e-5, name
 
 
 def test_builtin_refuses():
