@@ -78,10 +78,15 @@ def add_s2o(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--path", choices=PATHS, default="auto")
     parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
+    parser.add_argument(
+        "--dense-up-to", type=int, help="keys up to which the call is plain dense attention; default: the library's"
+    )
 
 
 def config_of(args: argparse.Namespace, order: dict[str, Any], **fields: Any) -> S2OConfig:
-    return S2OConfig(path=args.path, workspace_bytes=args.workspace_mib << 20, **order, **fields)
+    return S2OConfig(
+        path=args.path, workspace_bytes=args.workspace_mib << 20, dense_up_to=args.dense_up_to, **order, **fields
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ from _random_order import RandomOrders, expected_tau
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
 from s2o_cupy.interop import address, operand
 from s2o_cupy.pipeline import run
+from s2o_cupy.plan import is_dense
 from s2o_cupy.problem import Problem
 
 Row = dict[str, Any]
@@ -91,12 +92,15 @@ class Pipeline:
                     times[part].append(total[part])
         return {part: float(np.median(ms)) for part, ms in times.items()}
 
-    def pass2(self, config: S2OConfig, ms: float) -> Row:
-        """Density, and the rate of pass 2 on the (query, key) pairs that it computes."""
+    def rates(self, config: S2OConfig, parts: dict[str, float]) -> Row:
+        """Density, and the rates of both passes on the (query, key) pairs that they have to compute."""
         density, geometry = self.stats(config).density, self.problem.geometry(config)
-        heads = self.problem.batch * self.problem.heads
-        pairs = heads * (density * geometry.causal_pairs() - geometry.dense_pairs())
-        return {"density": density, "pass2_tflops": 4 * self.problem.head_dim * pairs / ms / 1e9 if ms else 0.0}
+        dense = is_dense(self.problem, config)
+        first = geometry.causal_pairs() if dense else geometry.dense_pairs()
+        pairs = {"pass1": first, "pass2": density * geometry.causal_pairs() - first}
+        flop = 4 * self.problem.head_dim * self.problem.batch * self.problem.heads
+        rates = {f"{part}_tflops": flop * pairs[part] / ms / 1e9 for part, ms in parts.items() if part in pairs and ms}
+        return {"density": density, "dense": dense, **rates}
 
 
 class Input:
@@ -137,7 +141,7 @@ class Input:
         row["host_us_cupy"] = _common.host_us(of_cupy, row["s2o_ms"])
         parts = pipeline.parts_ms(config, args.repeats)
         row |= {f"{part}_ms": ms for part, ms in parts.items()}
-        row |= pipeline.pass2(config, parts["pass2"])
+        row |= pipeline.rates(config, parts)
         row |= _common.ratios(row, self.baselines) | _common.ratios(row, self.baselines, "queued_ms")
         row |= self.rates(row)
         if self.exact is not None:
@@ -149,6 +153,7 @@ class Input:
     def measure_random_order(self, order: dict[str, Any], densities: list[float]) -> list[Row]:
         """Pass 2 alone, at about each of the densities."""
         rows = []
+        self.args.dense_up_to = 0
         config = _common.config_of(self.args, order)
         pipeline = Pipeline(self.q, self.k, self.v)
         geometry = pipeline.problem.geometry(config)
@@ -163,13 +168,18 @@ class Input:
             config = _common.config_of(self.args, order, tau=tau)
             row = {**self.row, **_common.describe(config), "order": "random", "target_density": density}
             row["pass2_ms"] = pipeline.parts_ms(config, self.args.repeats)["pass2"]
-            row |= pipeline.pass2(config, row["pass2_ms"])
+            row |= pipeline.rates(config, {"pass2": row["pass2_ms"]})
             rows.append(row | self.rates(row))
         return rows
 
     def rates(self, row: Row) -> dict[str, float]:
-        """The rate of pass 2 over each baseline's."""
-        return {f"pass2_rate_x_{name}": row["pass2_tflops"] / row[f"{name}_tflops"] for name in self.baselines}
+        """The rates of the passes over each baseline's."""
+        return {
+            f"{part}_rate_x_{name}": row[f"{part}_tflops"] / row[f"{name}_tflops"]
+            for part in ("pass1", "pass2")
+            for name in self.baselines
+            if f"{part}_tflops" in row
+        }
 
 
 def parse() -> argparse.Namespace:

@@ -340,7 +340,7 @@ def test_random_orders_are_permutations():
     torch = pytest.importorskip("torch")
     geometry = Geometry(1000, 1000, 128)
     orders = _random_order.RandomOrders(geometry, "cpu")
-    chunk = Chunk(first_head=0, heads=3, first_segment=2, segments=4, shared_heads=1, stride=640)
+    chunk = Chunk(first_head=0, heads=3, first_segment=2, segments=4, shared_heads=1, near_heads=1, stride=640)
     order = orders.draw(chunk)
     assert order.dtype == torch.int32
     rows = order.reshape(3, 4, 640)

@@ -91,7 +91,7 @@ FAULTS = [
     ),
     *_faults(
         "key_bases", Case(seqlen_q=100, seqlen_k=30_000, head_dim=8, segment=64),
-        ("parts of a row start alike", "key order", "place.x += mine_of_row->x;\n", ""),
+        ("ranks count by halves", "key order", "rank_bucket(rank, candidates);", "rank_bucket(rank / 2, candidates);"),
     ),
     *_faults(
         "key_order", MEAN,
