@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -165,9 +165,6 @@ class _ExternalStream:
 def cupy_scope(device: Device, stream: Any) -> Iterator[Any]:
     """CuPy's current device and stream (None: leave its current stream); both are restored."""
     cupy = import_cupy()
-    if stream is None and cupy.cuda.runtime.getDevice() == device.ordinal:
-        yield cupy
-        return
     with ExitStack() as stack:
         stack.enter_context(cupy.cuda.Device(device.ordinal))  # an external stream knows no device
         if stream is not None:
@@ -210,10 +207,9 @@ class Framework:
     def writeable(self, x: Any) -> bool:
         return True
 
-    @contextmanager
-    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> Iterator[None]:
+    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         """Device and stream to run on; ``host``: the NumPy backend will do the work."""
-        yield
+        return nullcontext()
 
     def native(self, x: Any, *, host: bool) -> Any:
         """``x`` as a numpy.ndarray (``host``; a copy only if x is on a GPU) or as what kernels can be pointed at."""
@@ -298,10 +294,10 @@ class CupyFramework(Framework):
     def extent(self, x: Any) -> Extent:
         return Extent(x.data.ptr, x.shape, x.strides, x.itemsize)
 
-    @contextmanager
-    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> Iterator[None]:
-        with cupy_scope(device, stream):
-            yield
+    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
+        if stream is None and import_cupy().cuda.runtime.getDevice() == device.ordinal:
+            return nullcontext()
+        return cupy_scope(device, stream)
 
     def native(self, x: Any, *, host: bool) -> Any:
         return x.get() if host else x
@@ -340,11 +336,15 @@ class TorchFramework(Framework):
         size = x.element_size()
         return Extent(x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), size)
 
+    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
+        import torch
+
+        if device.kind == "cpu" or (stream is None and torch.cuda.current_device() == device.ordinal):
+            return nullcontext()
+        return self._other_scope(device, stream, arrays)
+
     @contextmanager
-    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> Iterator[None]:
-        if device.kind == "cpu":
-            yield
-            return
+    def _other_scope(self, device: Device, stream: Any, arrays: Sequence[Any]) -> Iterator[None]:
         import torch
 
         with ExitStack() as stack:
@@ -414,6 +414,8 @@ class TorchFramework(Framework):
 
         # torch's own allocator, also under graph capture
         out = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+        if not host:
+            return Output(out, lambda: out)
         return self.output_into(out, host=host)
 
 
@@ -577,8 +579,8 @@ def framework_of(name: str, x: Any) -> Framework:
 
 def operand(native: Any, layout: str) -> Operand:
     """Where a native array on a GPU lies, its axes ordered as ``layout`` says."""
-    extent = framework_of("array", native).extent(native)
-    return Operand.of(extent.pointer, extent.shape, extent.strides, layout, extent.itemsize)
+    pointer, shape, strides, itemsize = framework_of("array", native).extent(native)
+    return Operand.of(pointer, shape, strides, layout, itemsize)
 
 
 def address(native: Any) -> int:

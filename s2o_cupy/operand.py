@@ -31,11 +31,9 @@ class Operand(NamedTuple):
         sb, sx, sy, _ = strides
         if layout == "BSHD":
             x, y, sx, sy = y, x, sy, sx
-        return Operand(
-            pointer,
-            (b, x, y, d),
-            (sb // unit if b > 1 else 0, sx // unit if x > 1 else 0, sy // unit if y > 1 else 0),
-        )
+        if unit != 1:
+            sb, sx, sy = sb // unit, sx // unit, sy // unit
+        return Operand(pointer, (b, x, y, d), (sb if b > 1 else 0, sx if x > 1 else 0, sy if y > 1 else 0))
 
     @property
     def tensor(self) -> tuple[int, int, int, int]:

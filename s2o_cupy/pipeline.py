@@ -155,7 +155,8 @@ class _Program:
         # Pass 1 on Hopper begins with three tensor maps of 128 bytes; 0: it takes none.
         mapped = steps[0].kernel.family.params is kernels.MAPPED_ATTENTION_PARAMS
         self.map_words = kernels.TENSOR_MAP_BYTES // 8 if mapped else 0
-        self.mapped: tuple[int, ...] = ()  # the addresses that the maps in the buffer are of
+        self.bases: tuple[int, ...] = ()  # the addresses in the buffer
+        self.mapped: tuple[int, ...] = ()  # and those that its maps are of
         self.lock = threading.RLock()  # the buffer is one for all threads
 
     def run(
@@ -180,9 +181,11 @@ class _Program:
                 runtime.memsetAsync(visited, 0, nbytes, stream)
         else:
             visited = address + self.workspace.places["visited"].offset
-        table = np.array((q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address), np.uint64)
+        bases = (q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address)
         with self.lock:
-            self.buffer[self.at] = table[self.base] + self.delta
+            if bases != self.bases:
+                self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
+                self.bases = bases
             if self.map_words and (q.pointer, k.pointer, v.pointer) != self.mapped:
                 self._write_maps((q, k, v))
             if observe is None:

@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
@@ -42,6 +42,13 @@ class Problem:
     dtype: str
     is_causal: bool
     scale: float
+
+    def __hash__(self) -> int:  # kept: calls look their preparation up by it
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def empty(self) -> bool:

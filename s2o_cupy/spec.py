@@ -6,10 +6,11 @@ read these definitions, so that each is written once.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 __all__ = [
@@ -155,6 +156,13 @@ class S2OConfig:
             _require_int("dense_up_to", self.dense_up_to, 0)
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+
+    def __hash__(self) -> int:  # kept: calls look their preparation up by it
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def run(self) -> int:
