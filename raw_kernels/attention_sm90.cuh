@@ -31,11 +31,11 @@ __device__ __forceinline__ void attend_first(const MappedAttentionParams& params
     if (threadIdx.x < 32) {
       produce_by_tensor_maps<Traits, Rows>(params, shared);
     } else {
-      check_values<Traits, Rows>(params.attention, shared);
+      check_values<Traits>(shared);
     }
   } else {
     registers_grow<kFirstConsumerRegisters>();
-    Consumer<Traits>(shared, params.attention).template run_first<Rows>();
+    Consumer<Traits>(shared, params.attention).run_first();
   }
 }
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void attend_second(const AttentionParams& params, typ
     produce_by_gathering<Traits, Rows>(params, shared);
   } else {
     registers_grow<kConsumerRegisters>();
-    Consumer<Traits>(shared, params).template run_second<Rows>();
+    Consumer<Traits>(shared, params).run_second();
   }
 }
 

@@ -6,8 +6,8 @@
 namespace s2o {
 namespace sm90 {
 
-template <class Traits, class Rows>
-__device__ __forceinline__ void check_values(const AttentionParams& params, typename Traits::Shared& shared) {
+template <class Traits>
+__device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
   constexpr int kChunks = kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
   constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
@@ -17,13 +17,12 @@ __device__ __forceinline__ void check_values(const AttentionParams& params, type
   for (uint32 item = 0;; ++item) {
     const uint32 slot = item % 2;
     barrier_wait(shared.work_full[slot], item / 2 & 1);
-    const int work = shared.work[slot];
+    const int work = shared.work[slot], tiles = shared.items[slot].key_tiles;
+    const int first_masked = shared.items[slot].limit / kBlockN;
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.work_empty[slot]);
     if (work < 0) return;
-    const Rows rows(params, work);
-    const int tiles = rows.key_tiles(params.geometry);
-    for (int tile = rows.limit(params.geometry) / kBlockN; tile < tiles; ++tile) {
+    for (int tile = first_masked; tile < tiles; ++tile) {
       const uint32 stage = (values + tile) % Traits::kStages;
       barrier_wait(shared.v_full[stage], (values + tile) / Traits::kStages & 1);
       const uint32 data = shared_address(shared.v[stage]);

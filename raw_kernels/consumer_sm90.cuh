@@ -1,6 +1,6 @@
 // The Hopper tile's consumers: two warpgroups of 64 query rows each, products by wgmma and online softmax.
 #pragma once
-#include "shared_sm90.cuh"
+#include "work_sm90.cuh"
 
 namespace s2o {
 namespace sm90 {
@@ -40,11 +40,17 @@ struct Consumer {
   __device__ __forceinline__ void await_turn() const { named_sync(kTurn + group, kConsumers * kWarpgroup); }
   __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + 1 - group, kConsumers * kWarpgroup); }
 
-  // s = q k^T of the next key tile and the q tile in `slot`, in flight.
-  __device__ __forceinline__ void issue_scores(uint32 slot) {
+  // Descriptor of this warpgroup's rows of the q tile in `slot`.
+  __device__ __forceinline__ uint32 queries(uint32 slot) const {
+    uint32 q = tile_descriptor(shared_address(shared.q[slot]) + group * 64 * 128, 0);
+    asm volatile("" : "+r"(q));  // or it is computed anew for each key tile, while the other warpgroup waits
+    return q;
+  }
+
+  // s = q k^T of the next key tile, in flight.
+  __device__ __forceinline__ void issue_scores(uint32 q) {
     barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
     await_turn();
-    const uint32 q = tile_descriptor(shared_address(shared.q[slot]) + group * 64 * 128, 0);
     const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
     wgmma_fence();
 #pragma unroll
@@ -189,9 +195,9 @@ struct Consumer {
   }
 
   // Takes up the state that pass 1 left: acc = out * l. Nobody stores a row that is not there (-1): it reads the first.
-  __device__ __forceinline__ void resume(const QueryTile& tile, const int (&position)[2]) {
+  __device__ __forceinline__ void resume(const Item& tile, const int (&position)[2]) {
     const int head_dim = params.geometry.head_dim;
-    const uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads)) + lane % 4 * 2;
+    const uint16* out = params.out.at(tile.batch, tile.head_in_batch) + lane % 4 * 2;
     const float2* state = params.state + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -292,12 +298,12 @@ struct Consumer {
   // keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each of the
   // first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
   template <bool kFirst>
-  __device__ __forceinline__ int walk(uint32 slot, int tiles, int limit, int rows) {
+  __device__ __forceinline__ int walk(uint32 slot, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
       if (!kFirst && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
       if (kFirst) guard(limit - (tile - 1) * kBlockN);
-      issue_scores(slot);
+      issue_scores(q);
       issue_output();
       pass_turn();
       if (!kFirst) vote(rows, tile - 1);  // here, as it runs under the products
@@ -319,76 +325,74 @@ struct Consumer {
 
   // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
   // together, like those of any two key tiles.
-  template <class Rows>
   __device__ __forceinline__ void run_first() {
     uint32 slot = 0, item = 0;
-    int work = take(item);
-    if (work < 0) return;
+    if (!take(item)) return;
     wait_for_queries(item);
-    issue_scores(slot);
+    uint32 q = queries(slot);
+    issue_scores(q);
     pass_turn();
     start_empty();
     wgmma_wait<0>();
     release_k();
-    softmax<true>(Rows(params, work).limit(params.geometry));
+    softmax<true>(shared.items[slot].limit);
     clear_output();
     pack();
     for (;;) {
-      const Rows rows(params, work);
-      const int position[2] = {rows(first_row), rows(first_row + 8)};
-      walk<true>(slot, rows.key_tiles(params.geometry), rows.limit(params.geometry), rows.count);
-      const int next = take(++item);
-      if (next < 0) {
+      const Item& tile = shared.items[slot];
+      const int rows = tile.rows;
+      const int position[2] = {position_of(tile, first_row), position_of(tile, first_row + 8)};
+      walk<true>(slot, q, tile.key_tiles, tile.limit, rows);
+      if (!take(++item)) {
         issue_output();
-        look(rows.count);
+        look(rows);
         wgmma_wait<0>();
-        store<true>(rows, position, m, l);
+        store<true>(tile, position, m, l);
         return;
       }
       wait_for_queries(item);
-      issue_scores(slot ^ 1);
+      q = queries(slot ^ 1);
+      issue_scores(q);
       issue_output();
       pass_turn();
-      look(rows.count);
+      look(rows);
       const float done_m[2] = {m[0], m[1]}, done_l[2] = {l[0], l[1]};
       start_empty();
       wgmma_wait<1>();
       release_k();
-      softmax<true>(Rows(params, next).limit(params.geometry));
+      softmax<true>(shared.items[slot ^ 1].limit);
       wgmma_wait<0>();
       release_v();
-      store<true>(rows, position, done_m, done_l);
+      store<true>(tile, position, done_m, done_l);
       release(shared.work_empty[slot]);
       clear_output();
       pack();
-      work = next;
       slot ^= 1;
     }
   }
 
   // Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to
   // come: nobody knew when this one would stop.
-  template <class Rows>
   __device__ __forceinline__ void run_second() {
     for (uint32 item = 0;; ++item) {
       const uint32 slot = item % 2;
-      const int work = take(item);
-      if (work < 0) return;
-      const Rows rows(params, work);
-      const int tiles = rows.key_tiles(params.geometry), limit = rows.limit(params.geometry);
+      if (!take(item)) return;
+      const Item tile = describe(params, OrderedRows<kBlockM>(params, shared.work[slot]));
+      const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
       wait_for_queries(item);
       const int position[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
-      issue_scores(slot);
+      const uint32 q = queries(slot);
+      issue_scores(q);
       pass_turn();
-      resume(rows, position);
+      resume(tile, position);
       wgmma_wait<0>();
       release_k();
       softmax<false>(limit);
       rescale();
       pack();
-      const int visited = walk<false>(slot, tiles, limit, rows.count);
+      const int visited = walk<false>(slot, q, tiles, limit, rows);
       issue_output();
-      vote(rows.count, visited - 1);
+      vote(rows, visited - 1);
       voted += visited;
       wgmma_wait<0>();
       release_v();
@@ -402,8 +406,8 @@ struct Consumer {
         release_v();
       }
       const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
-      store<false>(rows, stored, m, l);
-      if (threadIdx.x == kWarpgroup) rows.visited(params) = visited;
+      store<false>(tile, stored, m, l);
+      if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = visited;
       release(shared.work_empty[slot]);
     }
   }
@@ -412,10 +416,15 @@ struct Consumer {
     barrier_wait(shared.q_full[item % 2], item / 2 & 1);
   }
 
-  // The block's q tile `item`, or -1 after the last.
-  __device__ __forceinline__ int take(uint32 item) const {
-    barrier_wait(shared.work_full[item % 2], item / 2 & 1);
-    return shared.work[item % 2];
+  // Waits for the block's q tile number `n`; false after the last.
+  __device__ __forceinline__ bool take(uint32 n) const {
+    barrier_wait(shared.work_full[n % 2], n / 2 & 1);
+    return shared.work[n % 2] >= 0;
+  }
+
+  // The query of a row of pass 1, -1 past the segment.
+  static __device__ __forceinline__ int position_of(const Item& tile, int row) {
+    return row < tile.rows ? tile.first + row : -1;
   }
 
   // One row of out. Neighbouring lanes exchange halves of two dim tiles, so that a lane has 4 consecutive elements of
@@ -439,10 +448,10 @@ struct Consumer {
   // out = acc / l and lse of a q tile with the state (final_m, final_l), at the rows' own positions. Pass 1 keeps the state
   // for pass 2.
   template <bool kFirst>
-  __device__ __forceinline__ void store(const QueryTile& tile, const int (&position)[2], const float (&final_m)[2],
+  __device__ __forceinline__ void store(const Item& tile, const int (&position)[2], const float (&final_m)[2],
                                         const float (&final_l)[2]) {
     const int64 state_row = static_cast<int64>(tile.head) * params.geometry.seqlen_q;
-    uint16* out = params.out.at(tile.batch(params.heads), tile.head_in_batch(params.heads));
+    uint16* out = params.out.at(tile.batch, tile.head_in_batch);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float inverse = final_l[h] == 0.f ? 0.f : 1.f / final_l[h];

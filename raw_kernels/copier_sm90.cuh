@@ -22,10 +22,14 @@ __device__ __forceinline__ void produce_by_tensor_maps(const MappedAttentionPara
   Ring<Traits::kStages> k_ring, v_ring;
   int work = next_work<Rows>(p);
   for (uint32 item = 0;; ++item) {
-    publish(shared, item, work);
-    if (work < 0) return;
+    if (work < 0) {
+      publish(shared, item, work);
+      return;
+    }
     const uint32 slot = item % 2;
     const Rows rows(p, work);
+    const Item described = describe(p, rows);
+    publish(shared, item, work, &described);
     const int batch = rows.batch(p.heads), head = rows.head_in_batch(p.heads);
     const int kv_head = rows.kv_head(p.heads, p.kv_heads), first_key = g.dense_begin(rows.segment);
     const int tiles = rows.key_tiles(g);

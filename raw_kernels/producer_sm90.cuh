@@ -68,8 +68,8 @@ __device__ __forceinline__ void take_next(const AttentionParams& params, Shared&
   shared.next.q_order = rows.order;
   shared.next.k_order = rows.key_order(params);
   shared.next.begin = rows.begin;
-  shared.next.rows = rows.count;
   shared.next.keys = rows.keys(params.geometry);
+  shared.next.rows = rows.count;
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
@@ -91,7 +91,10 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   const auto units = [](int64 row_stride) { return static_cast<uint32>(row_stride / 8); };  // of 16 bytes
   const uint32 q_units = units(params.q.row), k_units = units(params.k.row), v_units = units(params.v.row);
-  if (thread == 0) publish(shared, 0, next_work<Rows>(params));
+  if (thread == 0) {
+    take_next<Rows>(params, shared);
+    publish(shared, 0, shared.next.work);
+  }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // key tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {

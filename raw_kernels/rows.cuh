@@ -14,6 +14,8 @@ struct ConsecutiveRows : QueryTile {
         first(p.geometry.query_begin(segment) + tile * kBlockM),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
   __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+  __device__ __forceinline__ int first_query() const { return first; }
+  __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
 
   // Row r sees the first `limit + r` (causal) or `limit` keys from dense_begin on; the tile reads `keys` of them.
   __device__ __forceinline__ int limit(const Geometry& g) const {
@@ -42,6 +44,7 @@ struct OrderedRows : QueryTile {
     return static_cast<int64>(head) * p.geometry.segments() + segment;
   }
   __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
+  __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every candidate.
   __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
@@ -51,9 +54,11 @@ struct OrderedRows : QueryTile {
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.row(head, segment) * p.k_order_stride;
   }
-  __device__ __forceinline__ int& visited(const AttentionParams& p) const {
-    return p.visited[order_row(p) * p.tiles + tile];
+  // Where in `visited` the number of key tiles goes: fewer than the blocks of a grid, so that 32 bits hold it.
+  __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
+    return static_cast<int>(order_row(p) * p.tiles + tile);
   }
+  __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
 };
 
 }  // namespace s2o

@@ -26,6 +26,15 @@ constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahe
 // kTurn has one for either warpgroup.
 enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
 
+// What a consumer has to know of its q tile. In pass 1, of short tiles, the producer works it out for all.
+struct Item {
+  int head, batch, head_in_batch;   // head: flattened
+  int first;                        // pass 1: the query of row 0
+  int rows;
+  int limit, key_tiles;             // see Rows
+  int visited;                      // pass 2: where to say how many key tiles were visited
+};
+
 // What the gathering producer knows of its next q tile before that is published.
 struct NextTile {
   const int *q_order, *k_order;
@@ -47,6 +56,7 @@ struct Traits {
     uint16 v[kStages][kBlockN * kHeadDim];
     int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
     int work[2];                     // this q tile and the next; -1 at the end
+    Item items[2];                   // pass 1: the same, worked out
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop

@@ -16,12 +16,27 @@ __device__ __forceinline__ int next_work(const AttentionParams& params) {
   }
 }
 
-// Tells the block its q tile `item`; one thread of the producer.
+template <class Rows>
+__device__ __forceinline__ Item describe(const AttentionParams& params, const Rows& rows) {
+  Item item;
+  item.head = rows.head;
+  item.batch = rows.batch(params.heads);
+  item.head_in_batch = rows.head_in_batch(params.heads);
+  item.first = rows.first_query();
+  item.rows = rows.count;
+  item.limit = rows.limit(params.geometry);
+  item.key_tiles = rows.key_tiles(params.geometry);
+  item.visited = rows.visited_index(params);
+  return item;
+}
+
+// Tells the block its q tile number `n`; one thread of the producer.
 template <class Shared>
-__device__ __forceinline__ void publish(Shared& shared, uint32 item, int work) {
-  const uint32 slot = item % 2;
-  barrier_wait(shared.work_empty[slot], (item / 2 & 1) ^ 1);
+__device__ __forceinline__ void publish(Shared& shared, uint32 n, int work, const Item* item = nullptr) {
+  const uint32 slot = n % 2;
+  barrier_wait(shared.work_empty[slot], (n / 2 & 1) ^ 1);
   shared.work[slot] = work;
+  if (item) shared.items[slot] = *item;
   barrier_arrive(shared.work_full[slot]);
 }
 

@@ -150,7 +150,9 @@ SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
-    rows, work, votes, barriers = 2 * HOPPER_BLOCK * 4, 2 * 4, 2 * 4 + 4 * 8, (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
+    item = 8 * 4
+    rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * (4 + item), 2 * 4 + 4 * 8
+    barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
     return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, shared_bytes=shared)
