@@ -109,14 +109,15 @@ def test_layouts(rng, ndim):
 
 
 def test_s2o_results_merge(device, qkv):
-    """Keys in two calls at tau 0, in each backend's dtype; o comes back in it."""
+    """A chunk's own keys, causally, and the cache before it without a mask, in each backend's dtype."""
     q, k, v = qkv(130, 400, heads=4, kv_heads=2)
     a, b, c = (device.array(x) for x in (q, k, v))
     one = s2o_attention(a, b[:, :, :270], c[:, :, :270], tau=0, config=device.config, is_causal=False, return_lse=True)
     other = s2o_attention(a, b[:, :, 270:], c[:, :, 270:], tau=0, config=device.config, return_lse=True)
     o, lse = merge_states(*one, *other)
     assert o.dtype == device.dtype and lse.dtype == np.float32
-    device.assert_dense(device.host(o), q, k, v)
+    # Two parts, each rounded to the dtype, and the result: three roundings where one call makes one.
+    assert rel_l2(device.host(o), device.exact(q, k, v)) <= 3 * device.tolerance(q, k, v)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
