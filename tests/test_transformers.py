@@ -346,8 +346,11 @@ def test_a_name_again_replaces(logits, ids):
 
 def test_what_register_refuses():
     for match, arguments in (
-        ("name is 'sdpa'; accepted: a name that transformers has not given", {"name": "sdpa"}),
+        ("name is 'sdpa'; accepted: letters, .* and not a name that transformers has given", {"name": "sdpa"}),
+        ("name is 'eager'; accepted", {"name": "eager"}),
         ("name is ''", {"name": ""}),
+        (r"name is 'paged\|s2o'", {"name": "paged|s2o"}),
+        (r"name is \['s2o'\]", {"name": ["s2o"]}),
         ("min_seqlen is -1; accepted: an integer >= 0", {"min_seqlen": -1}),
         ("min_seqlen is 1.5; accepted", {"min_seqlen": 1.5}),
     ):

@@ -186,7 +186,8 @@ _library = torch.library.Library("s2o_cupy", "DEF")
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, bool is_causal, str layout, bool return_lse, "
     + ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
-    + ") -> (Tensor o, Tensor lse)"
+    + ") -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("s2o_cupy::attention", _fake, lib=_library)

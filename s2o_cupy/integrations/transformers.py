@@ -7,6 +7,7 @@ scaled_dot_product_attention ("sdpa"). Importing this imports PyTorch and transf
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -67,9 +68,14 @@ def register(
     TypeError, ValueError
         The message names the argument, what came and what is accepted.
     """
-    found = AttentionInterface._global_mapping.get(name)
-    if not isinstance(name, str) or not name or (found is not None and not isinstance(found, S2OAttention)):
-        raise ValueError(f"register: name is {name!r}; accepted: a name that transformers has not given already")
+    taken = name == "eager" or (
+        isinstance(name, str) and not isinstance(AttentionInterface._global_mapping.get(name), S2OAttention | None)
+    )
+    if taken or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(
+            f"register: name is {name!r}; accepted: letters, digits, '_', '-' and '.', "
+            "and not a name that transformers has given already"
+        )
     if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
         raise ValueError(f"register: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
     registered = S2OAttention(LayerConfigs.parse(config, per_layer), min_seqlen)
