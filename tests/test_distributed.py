@@ -263,5 +263,31 @@ def test_two_gpus(torch, tmp_path, monkeypatch, split):
     run_ranks(_equal_to_one_process, 2, tmp_path, [2000], [split], "bfloat16", "cuda")
 
 
+def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch):
+    """Not that of a chunk's keys, which are fewer: a GPU would else compute early chunks otherwise than in one call."""
+    import s2o_cupy.integrations.distributed as module
+
+    seen = []
+
+    def spy(q, k, v, *, out, config, **options):
+        seen.append(config)
+        return out
+
+    monkeypatch.setattr(module, "s2o_attention", spy)
+    monkeypatch.setattr("s2o_cupy.plan.DENSE_UP_TO", 8192)
+    for seqlen, config, expected in (
+        (5000, S2OConfig(), 5000),
+        (9000, S2OConfig(), 0),
+        (9000, S2OConfig(tau=0), 9000),
+        (5000, S2OConfig(dense_up_to=0), 0),
+        (5000, S2OConfig(tau=0, dense_up_to=4999), 0),
+        (5000, S2OConfig(dense_up_to=5000), 5000),
+    ):
+        seen.clear()
+        q = torch.zeros(1, 1, seqlen, 8)
+        parallel(seqlen, config=config).attention(q, q, q)
+        assert seen == [replace(config, dense_up_to=expected)] * 2
+
+
 def test_config_decides_the_chunks(torch):
     assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512)

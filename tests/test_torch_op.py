@@ -68,6 +68,7 @@ configs = st.builds(
     window=st.integers(0, 2**40),
     workspace_bytes=st.integers(1 << 20, 1 << 50),
     path=st.sampled_from(["auto", "portable", "hopper"]),
+    dense_up_to=st.none() | st.integers(0, 1 << 20),
 )
 
 

@@ -6,13 +6,15 @@ Importing this imports PyTorch. torch.distributed moves the data; what is here i
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..attention import s2o_attention
-from ..problem import validate
+from ..plan import is_dense
+from ..problem import Problem, validate
 from ..spec import S2OConfig
 from .zigzag import Zigzag
 
@@ -185,20 +187,28 @@ class SequenceParallel:
         TypeError, ValueError, S2OError
             As :func:`s2o_cupy.s2o_attention`, before anything is sent.
         """
-        self._check(q, k, v, scale, layout)
+        problem = self._check(q, k, v, scale, layout)
         batched = q.ndim == 4
         q, k, v = (x if batched else x[None] for x in (q, k, v))
         if layout == "BHSD":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        run = self._by_sequence if self.split == "sequence" else self._by_heads
-        o, lse = run(q, k, v, scale, return_lse)
+        if self.split == "sequence":
+            o, lse = self._by_sequence(q, k, v, scale, return_lse, self._chunk_config(problem))
+        else:
+            o, lse = self._by_heads(q, k, v, scale, return_lse)
         if layout == "BHSD":
             o = o.transpose(1, 2)
         if not batched:
             o, lse = o[0], None if lse is None else lse[0]
         return (o, lse) if return_lse else o
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, layout: str) -> None:
+    def _chunk_config(self, problem: Problem) -> S2OConfig:
+        """What a part of the sequence runs with: a GPU decides on dense attention by the length of the whole."""
+        seqlen = self.zigzag.seqlen
+        dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), self.config)
+        return replace(self.config, dense_up_to=seqlen if dense else 0)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, layout: str) -> Problem:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
@@ -230,8 +240,11 @@ class SequenceParallel:
                 f'SequenceParallel: split is "heads" with {problem.kv_heads} kv_heads on {self.world_size} ranks; '
                 'accepted: kv_heads a multiple of the ranks, or split="sequence"'
             )
+        return problem
 
-    def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, return_lse: bool) -> tuple[Tensor, Any]:
+    def _by_sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Any, return_lse: bool, config: S2OConfig
+    ) -> tuple[Tensor, Any]:
         """Every rank's keys and values to all, in the sequence's order; then this rank's queries, a call a chunk."""
         batch, _, kv_heads, head_dim = k.shape
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
@@ -249,7 +262,7 @@ class SequenceParallel:
                 if arrival.begin < end and arrival.owner != self.rank:
                     arrival.wait()
             keys, values = kv[:end].permute(1, 2, 0, 3, 4)
-            options = {"config": self.config, "scale": scale, "layout": "BSHD", "out": o[:, rows]}
+            options = {"config": config, "scale": scale, "layout": "BSHD", "out": o[:, rows]}
             found = s2o_attention(q[:, rows], keys, values, return_lse=return_lse, **options)
             if return_lse:
                 lse.append(found[1])
