@@ -9,7 +9,7 @@
 # no package index, packages of $(PYTHON) are used.
 #
 #   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
-#   INTEROP=1           also install PyTorch and JAX for the CPU and test with their arrays
+#   INTEROP=1           also install PyTorch, JAX and transformers for the CPU and test with them
 #   PYTEST="-m 'not slow' -x"   more arguments for pytest
 
 SHELL := /bin/bash

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
-import numpy as np
 
 from s2o_cupy import inputs
 
@@ -53,8 +51,7 @@ def main() -> None:
     if args.heads:
         qkv = keep_heads(qkv, [int(h) for h in args.heads.split(",")])
     qkv = inputs.QKV(*(x[:, :, : args.length].astype(ml_dtypes.bfloat16) for x in qkv))
-    planes: dict[str, Any] = dict(inputs.pack(qkv))
-    np.savez_compressed(args.output, **planes)
+    inputs.save(args.output, qkv)
     shapes = ", ".join(f"{key} {x.shape}" for key, x in zip("qkv", qkv, strict=True))
     print(f"{args.output}: {shapes}, bfloat16, {Path(args.output).stat().st_size / 2**20:.2f} MiB")
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import numpy as np
 
 from . import patterns
 
-__all__ = ["QKV", "builtin", "cast", "load", "names", "pack", "unpack"]
+__all__ = ["QKV", "builtin", "cast", "load", "names", "pack", "save", "unpack"]
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -30,6 +31,7 @@ ACCEPTED = (
 )
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_SAFETENSORS = {"BF16": _BFLOAT16, "F16": np.float16, "F32": np.float32, "F64": np.float64}  # its names
 _ALIASES = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
 
 
@@ -80,6 +82,48 @@ def load(path: Paths) -> QKV:
         arrays = dict(zip("qkv", map(_load_npy, paths), strict=True))
         name = ", ".join(map(str, paths))
     return _check(name, QKV(**{key: _as_float(name, key, arrays[key]) for key in "qkv"}))
+
+
+def save(path: str | os.PathLike[str], qkv: QKV) -> None:
+    """Write q, k and v to a file that :func:`load` reads.
+
+    Parameters
+    ----------
+    path : path
+        ``.npz``, in which bfloat16 is packed and compressed, or ``.safetensors``, which is larger and faster.
+    qkv : QKV
+        Arrays as :func:`load` returns them.
+
+    Raises
+    ------
+    ValueError
+        The file's ending is not accepted, or the arrays do not fit together.
+    """
+    target = Path(path)
+    qkv = _check(str(target), QKV(*qkv))
+    if target.suffix == ".npz":
+        planes: dict[str, Any] = pack(qkv) if qkv.q.dtype == _BFLOAT16 else qkv._asdict()
+        np.savez_compressed(target, **planes)
+    elif target.suffix == ".safetensors":
+        _save_safetensors(target, qkv)
+    else:
+        raise ValueError(f"{target}: a file that ends in {target.suffix or 'nothing'!r}; accepted: .npz, .safetensors")
+
+
+def _save_safetensors(path: Path, qkv: QKV) -> None:
+    """Length of a JSON header, the header, bytes: safetensors.numpy knows no bfloat16 of ml_dtypes."""
+    header, offset = {}, 0
+    for key, array in qkv._asdict().items():
+        end = offset + array.nbytes
+        dtype = next(name for name, known in _SAFETENSORS.items() if known == array.dtype)
+        header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in qkv:
+            np.ascontiguousarray(array).tofile(file)
 
 
 def _load_file(path: Path) -> Mapping[str, Any]:
@@ -155,14 +199,12 @@ def _load_safetensors(path: Path) -> Mapping[str, Any]:
         raise ImportError(f"{path}: reading it needs safetensors; remedy: pip install safetensors") from error
     with _reading(path, ".safetensors file"):
         stored = dict(deserialize(path.read_bytes()))
-    # safetensors.numpy knows no bfloat16, so the bytes are viewed here.
-    dtypes = {"BF16": _BFLOAT16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 
     def view(key: str) -> np.ndarray:
         tensor = stored[key]
-        if tensor["dtype"] not in dtypes:
-            raise ValueError(f"{path}: {key} is {tensor['dtype']}; accepted: {', '.join(dtypes)}")
-        return np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"])
+        if tensor["dtype"] not in _SAFETENSORS:
+            raise ValueError(f"{path}: {key} is {tensor['dtype']}; accepted: {', '.join(_SAFETENSORS)}")
+        return np.frombuffer(tensor["data"], _SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
 
     return {key: view(name) for key, name in _pick(path, stored).items()}
 

@@ -62,6 +62,9 @@ def imported(code):
             modules.add((node.module or "").split(".")[0])
             if node.module == "s2o_cupy":
                 ours |= {alias.name for alias in node.names}
+            if (node.module or "").startswith("s2o_cupy.integrations."):
+                name = str(node.module).split(".")[2]
+                modules.add({"distributed": "torch"}.get(name, name))
     return modules, ours
 
 
@@ -72,7 +75,7 @@ def test_code_runs(page, line, code, tmp_path, monkeypatch):
     if ("cupy" in modules or "diff" in ours) and not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")
     for module in modules - {"s2o_cupy"}:
-        pytest.importorskip(module)
+        pytest.importorskip(module, {"transformers": "5.16"}.get(module))
     monkeypatch.chdir(tmp_path)
     exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": "__main__"})
 
@@ -112,12 +115,13 @@ def check_command(command):
             cli._parser().parse_args(words[1 if words[0] == "s2o" else 3 :])
         except SystemExit:
             pytest.fail(f"s2o takes no such arguments: {command}")
-    elif words[0] == "python":
-        source = text_of(ROOT / words[1])
-        if words[1].startswith("benchmarks/"):  # options that they share
+    elif words[0] in ("python", "torchrun"):
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        source = text_of(ROOT / words[script])
+        if words[script].startswith("benchmarks/"):  # options that they share
             source += text_of(ROOT / "benchmarks" / "_common.py")
-        for option in re.findall(r"--([\w-]+)", " ".join(words[2:])):
-            assert re.search(rf'"(--)?{option}"', source), f"{words[1]} has no --{option}"
+        for option in re.findall(r"--([\w-]+)", " ".join(words[script + 1 :])):
+            assert re.search(rf'"(--)?{option}"', source), f"{words[script]} has no --{option}"
     elif words[:2] == ["pip", "install"]:
         for extra in re.findall(r"\[(.*?)\]", command):
             assert set(extra.split(",")) <= extras(), extra

@@ -44,6 +44,20 @@ def test_import_is_light():
     assert "s2o_cupy.reference" not in loaded
 
 
+def test_integrations_import_only_their_framework():
+    loaded = loaded_after("from s2o_cupy.integrations import head_groups, zigzag")
+    assert loaded.isdisjoint(HEAVY)
+    for module, framework in (("torch", "torch"), ("distributed", "torch"), ("transformers", "transformers")):
+        pytest.importorskip(framework, {"transformers": "5.16"}.get(framework))
+        loaded = loaded_after(f"import s2o_cupy.integrations.{module}")
+        assert loaded & set(HEAVY) == {framework, "torch"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_else_imports_the_integrations(path):
+    assert not any("integrations" in name.split(".") for name in imports_of(path))
+
+
 def test_a_cpu_call_loads_no_gpu_library():
     code = """
 import numpy, s2o_cupy
@@ -94,7 +108,7 @@ def test_kernels_and_reference_are_found():
 
 def test_public_names():
     assert s2o_cupy.__version__.count(".") == 2
-    for name in ("s2o_attention", "S2OConfig", "S2OStats", "S2OError"):
+    for name in ("s2o_attention", "merge_states", "S2OConfig", "S2OStats", "S2OError"):
         assert name in s2o_cupy.__all__
         assert getattr(s2o_cupy, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -56,6 +56,25 @@ def test_npz(tmp_path, given):
     assert_same(inputs.load([tmp_path / "a.npz"]), given)
 
 
+@pytest.mark.parametrize("ending", [".npz", ".safetensors"])
+def test_save(tmp_path, given, ending):
+    if ending == ".safetensors":
+        pytest.importorskip("safetensors")
+    inputs.save(tmp_path / f"a{ending}", given)
+    assert_same(inputs.load(tmp_path / f"a{ending}"), given)
+    turned = inputs.QKV(*(x[0].swapaxes(-1, -2).copy().swapaxes(-1, -2) for x in given))  # no batch, not in C order
+    inputs.save(str(tmp_path / f"b{ending}"), turned)
+    assert_same(inputs.load(tmp_path / f"b{ending}"), turned)
+
+
+def test_what_save_refuses(tmp_path, given):
+    with pytest.raises(ValueError, match=r"a\.pt: a file that ends in '\.pt'; accepted: \.npz, \.safetensors"):
+        inputs.save(tmp_path / "a.pt", given)
+    with pytest.raises(ValueError, match="accepted: heads a multiple of kv_heads"):
+        inputs.save(tmp_path / "a.npz", given._replace(q=given.q[:, :3]))
+    assert not list(tmp_path.iterdir())
+
+
 def test_npz_with_long_names(tmp_path, given):
     np.savez_compressed(tmp_path / "a.npz", query=given.q, key=given.k, value=given.v)
     assert_same(inputs.load(tmp_path / "a.npz"), given)

@@ -70,7 +70,7 @@ def test_wheel(built):
     assert {line.split()[1].split(">")[0].lower().replace("_", "-") for line in base} == {
         "numpy", "scipy", "ml-dtypes", "array-api-compat",
     }  # fmt: skip
-    for extra in ("cuda12", "cuda13", "compile", "plot", "test"):
+    for extra in ("cuda12", "cuda13", "compile", "torch", "transformers", "plot", "test"):
         assert f"Provides-Extra: {extra}" in metadata
 
 

@@ -1,0 +1,113 @@
+"""Queries, keys and values of a model's layers, as an input file for diff, benchmarks and tuning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..inputs import QKV, save
+from ..interop import to_host
+
+__all__ = ["capture"]
+
+NAME = "s2o_capture"
+_wanted: ContextVar[dict[int, QKV | None]] = ContextVar("s2o_capture")
+
+
+class _Captured(Exception):
+    """All layers have been seen: the rest of the model need not run."""
+
+
+def capture(
+    model: Any, input_ids: Any, layers: Sequence[int], path: str | os.PathLike[str] | None = None, **inputs: Any
+) -> QKV:
+    """What the attention of some layers gets, after the rotary embedding, for one prompt.
+
+    The model runs its ordinary attention, without gradients and without a cache, up to the last of the layers.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of transformers, with attention that goes through its AttentionInterface, as that of Llama does.
+    input_ids : Tensor, (batch, seqlen)
+        Tokens without padding, on the model's device.
+    layers : sequence of int
+        Which layers, counted from 0.
+    path : path, optional
+        Where to write a ``.npz`` or ``.safetensors`` file that :func:`s2o_cupy.inputs.load` reads.
+    **inputs
+        Further arguments of the model's forward.
+
+    Returns
+    -------
+    QKV
+        NumPy arrays q (batch, layers * heads, seqlen, head_dim), k and v (batch, layers * kv_heads, seqlen, head_dim)
+        in the model's dtype. Layers follow each other in the order given: head h of the i-th is i * heads + h.
+
+    Raises
+    ------
+    ValueError
+        A layer is not there or never ran, or the layers' heads differ; the message says what is accepted.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    layers = list(layers)
+    if not layers or not all(type(n) is int and 0 <= n < count for n in layers) or len(set(layers)) < len(layers):
+        raise ValueError(f"capture: layers is {layers}; accepted: different numbers from 0 to {count - 1}")
+    wanted: dict[int, QKV | None] = dict.fromkeys(layers)
+    token = _wanted.set(wanted)
+    try:
+        with _implementation(model), torch.no_grad():
+            model.base_model(input_ids, use_cache=False, **inputs)
+    except _Captured:
+        pass
+    finally:
+        _wanted.reset(token)
+    found = [x for x in wanted.values() if x is not None]
+    if len(found) < len(layers):
+        missing = [n for n, x in wanted.items() if x is None]
+        raise ValueError(f"capture: layers {missing} never called the AttentionInterface; accepted: others")
+    shapes = {(x.q.shape, x.k.shape) for x in found}
+    if len(shapes) > 1:
+        raise ValueError(f"capture: the layers have q and k of shapes {sorted(shapes)}; accepted: layers of one shape")
+    qkv = QKV(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
+    if path is not None:
+        save(path, qkv)
+    return qkv
+
+
+def _record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    wanted = _wanted.get()
+    layer = getattr(module, "layer_idx", None)
+    if layer in wanted and getattr(module, "is_causal", True):
+        wanted[layer] = QKV(*(to_host(x) for x in (query, key, value)))
+        if all(x is not None for x in wanted.values()):
+            raise _Captured
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(NAME, _record)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def _implementation(model: Any) -> Iterator[None]:
+    """The recording attention in all parts of a model, and then what each had."""
+    config = model.config
+    before = {"": config._attn_implementation}
+    for part in config.sub_configs:
+        if getattr(config, part, None) is not None:
+            before[part] = getattr(config, part)._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,67 @@
+"""A causal mask that takes no memory until something computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["CausalMask"]
+
+
+class CausalMask(torch.Tensor):  # type: ignore[misc]
+    """Stands for a bool mask (batch, 1, seqlen_q, seqlen_k), True where a query may see a key.
+
+    The last query sees the first ``keys`` keys, each query before it one less; what is behind them (free places of a
+    static cache) no query sees. At 100,000 queries and keys the mask itself would be 10 GB. It has its shape, dtype
+    and device, and may move to another device; any other operation makes the mask and computes with that.
+    """
+
+    keys: int
+
+    @staticmethod
+    def __new__(cls, batch: int, seqlen_q: int, seqlen_k: int, keys: int, device: Any) -> CausalMask:
+        # What went past __torch_function__ would read this one element: nothing is visible.
+        element = torch.zeros((), dtype=torch.bool, device=device)
+        mask = torch.Tensor._make_subclass(cls, element.expand(batch, 1, seqlen_q, seqlen_k))
+        mask.keys = keys
+        return mask
+
+    def make(self) -> Any:
+        """The mask as an ordinary tensor."""
+        seqlen_q, seqlen_k = self.shape[-2:]
+        rows = torch.arange(self.keys - seqlen_q, self.keys, device=self.device)
+        visible = torch.arange(seqlen_k, device=self.device) <= rows[:, None]
+        return visible.expand(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _KNOWN or (func.__name__ == "__get__" and func not in _VIEWS):
+                return func(*args, **kwargs)
+            if func in _SAME:
+                return args[0]
+            if func is torch.Tensor.to:
+                device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+                if dtype in (None, torch.bool):
+                    return args[0]._on(device)
+            if func is torch.Tensor.__setitem__ or (func.__name__[-1] == "_" and func.__name__[-2:] != "__"):
+                raise TypeError(f"CausalMask: {func.__name__} would write to a mask that is not in memory; use .make()")
+            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.make, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _on(self, device: Any) -> CausalMask:
+        if device in (None, self.device):
+            return self
+        batch, _, seqlen_q, seqlen_k = self.shape
+        return CausalMask(batch, seqlen_q, seqlen_k, self.keys, device)
+
+
+# What is known without a mask in memory. Any getter but those of views of the data is.
+_KNOWN = tuple(
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point", "_is_view")
+)
+_VIEWS = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
+_SAME = (torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.detach)  # as nothing writes to it

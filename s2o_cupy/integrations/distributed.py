@@ -1,0 +1,344 @@
+"""Prefill of one long sequence on several GPUs, over a torch.distributed group (NCCL, or gloo on the CPU).
+
+Importing this imports PyTorch. torch.distributed moves the data; what is here is who computes what, and when.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..attention import s2o_attention
+from ..plan import is_dense
+from ..problem import Problem, validate
+from ..spec import S2OConfig
+from .zigzag import Zigzag
+
+__all__ = ["SequenceParallel"]
+
+Tensor = Any  # torch.Tensor
+SPLITS = ("sequence", "heads")
+
+
+class SequenceParallel:
+    """Causal S2O attention of a sequence whose rows are spread over the ranks of a group.
+
+    Rank r of P has two of 2 P chunks of the sequence, the r-th and the r-th from the end, each a whole number of
+    segments: as much causal work for every rank. Results are those of one call on one GPU, bit for bit.
+
+    - ``split="sequence"``: every rank attends its own queries, with all heads. Keys and values are broadcast chunk by
+      chunk while earlier ones are being attended to; each rank ends up with all of them in memory.
+    - ``split="heads"``: rows are exchanged for heads, each rank attends the whole sequence with its share of the heads,
+      and rows come back. It needs kv_heads to be a multiple of the ranks.
+
+    Without an initialised process group there is one rank, and nothing is sent.
+
+    Parameters
+    ----------
+    seqlen : int
+        Tokens of the whole sequence, >= 0.
+    group : torch.distributed.ProcessGroup, optional
+        Default: all processes.
+    config : S2OConfig, optional
+        The same on all ranks.
+    split : {"sequence", "heads"}, default "sequence"
+
+    Attributes
+    ----------
+    rank, world_size : int
+        In the group.
+    length : int
+        Rows of this rank.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The message names the argument, what came and what is accepted.
+
+    Examples
+    --------
+    One process; under torchrun the same lines give each process its part:
+
+    >>> import torch
+    >>> from s2o_cupy.integrations.distributed import SequenceParallel
+    >>> parallel = SequenceParallel(1000)
+    >>> q, k, v = (parallel.shard(x, axis=2) for x in torch.randn(3, 1, 2, 1000, 64))
+    >>> o = parallel.gather(parallel.attention(q, k, v), axis=2)
+    >>> o.shape
+    torch.Size([1, 2, 1000, 64])
+    """
+
+    def __init__(
+        self, seqlen: int, *, group: Any = None, config: S2OConfig | None = None, split: str = "sequence"
+    ) -> None:
+        if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 0:
+            raise ValueError(f"SequenceParallel: seqlen is {seqlen!r}; accepted: an integer >= 0")
+        config = S2OConfig() if config is None else config
+        if not isinstance(config, S2OConfig):
+            raise TypeError(f"SequenceParallel: config is a {type(config).__name__}; accepted: S2OConfig or None")
+        if split not in SPLITS:
+            raise ValueError(f"SequenceParallel: split is {split!r}; accepted: {', '.join(map(repr, SPLITS))}")
+        connected = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.config = config
+        self.split = split
+        self.rank: int = dist.get_rank(group) if connected else 0
+        self.world_size: int = dist.get_world_size(group) if connected else 1
+        if self.rank < 0:
+            raise ValueError("SequenceParallel: group does not hold this process; accepted: a group that does")
+        self.zigzag = Zigzag(seqlen, self.world_size, config.segment)
+        self.length = self.zigzag.length(self.rank)
+
+    # ---------------------------------------------------------------- rows
+
+    def positions(self, device: Any = None) -> Tensor:
+        """Positions of this rank's rows in the sequence, int64 (length,): a model's position_ids."""
+        return _positions(self.zigzag, self.rank, device)
+
+    def shard(self, x: Tensor, axis: int) -> Tensor:
+        """This rank's rows of a tensor that every rank has. Nothing is sent."""
+        self._check_length("shard", x, axis, self.zigzag.seqlen)
+        return torch.cat([x.narrow(axis, begin, end - begin) for begin, end in self.zigzag.rows(self.rank)], axis)
+
+    def scatter(self, x: Tensor | None, axis: int, src: int = 0) -> Tensor:
+        """This rank's rows of a tensor that only rank ``src`` of the group has; others give None.
+
+        The result is on the device of ``x``: on other ranks, if that is a GPU, on their current one.
+        """
+        if self.rank == src and x is None:
+            raise ValueError(f"scatter: x is None on rank {src}, the source; accepted: a tensor")
+        if x is not None:
+            self._check_length("scatter", x, axis, self.zigzag.seqlen)
+        if self.world_size == 1:
+            return self.shard(x, axis)
+        what = [None if x is None else (tuple(x.shape), x.dtype, x.device.type)]
+        dist.broadcast_object_list(what, group=self.group, group_src=src)
+        assert what[0] is not None
+        shape, dtype, kind = what[0]
+        axis %= len(shape)
+        rest = shape[:axis] + shape[axis + 1 :]
+        longest = max(map(self.zigzag.length, range(self.world_size)))
+        received = torch.empty((longest, *rest), dtype=dtype, device=x.device if x is not None else kind)
+        sent = None
+        if self.rank == src:
+            assert x is not None
+            sent = [torch.zeros_like(received) for _ in range(self.world_size)]
+            for rank, rows in enumerate(sent):
+                at = _positions(self.zigzag, rank, x.device)
+                rows[: len(at)] = x.movedim(axis, 0)[at]
+            sent = [_bytes(rows) for rows in sent]
+        dist.scatter(_bytes(received), sent, group=self.group, group_src=src)
+        return received[: self.length].movedim(0, axis).contiguous()
+
+    def gather(self, x: Tensor, axis: int) -> Tensor:
+        """The whole tensor, on every rank, of which each has its rows."""
+        self._check_length("gather", x, axis, self.length)
+        rows = x.movedim(axis, 0)
+        whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
+        whole[self.positions(x.device)] = rows
+        for arrival in self._broadcast_chunks(whole):
+            arrival.wait()
+        return whole.movedim(0, axis).contiguous()
+
+    def _check_length(self, name: str, x: Tensor, axis: int, expected: int) -> None:
+        if x.shape[axis] != expected:
+            raise ValueError(
+                f"{name}: x is {tuple(x.shape)}, {x.shape[axis]} rows on axis {axis}; accepted: {expected} rows "
+                f"on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
+            )
+
+    # ---------------------------------------------------------------- attention
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        layout: str = "BHSD",
+        return_lse: bool = False,
+    ) -> Any:
+        """Causal attention of this rank's rows to all rows of the sequence. All ranks call it together.
+
+        Parameters
+        ----------
+        q : Tensor, (batch, heads, length, head_dim)
+            This rank's rows, early chunk first, as :meth:`shard` and :meth:`scatter` give them.
+        k, v : Tensor, (batch, kv_heads, length, head_dim)
+            The same rows, in q's dtype and on its device.
+        scale : float, optional
+            Default 1 / sqrt(head_dim).
+        layout : {"BHSD", "BSHD"}, default "BHSD"
+            "BSHD" is (batch, length, heads, head_dim). The batch axis may be left out.
+        return_lse : bool, default False
+
+        Returns
+        -------
+        o : Tensor, of q's shape, dtype and device; in memory it is (batch, length, heads, head_dim)
+        lse : float32 Tensor (batch, heads, length), if ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError, S2OError
+            As :func:`s2o_cupy.s2o_attention`, before anything is sent.
+        """
+        problem = self._check(q, k, v, scale, layout)
+        batched = q.ndim == 4
+        q, k, v = (x if batched else x[None] for x in (q, k, v))
+        if layout == "BHSD":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.split == "sequence":
+            o, lse = self._by_sequence(q, k, v, scale, return_lse, self._chunk_config(problem))
+        else:
+            o, lse = self._by_heads(q, k, v, scale, return_lse)
+        if layout == "BHSD":
+            o = o.transpose(1, 2)
+        if not batched:
+            o, lse = o[0], None if lse is None else lse[0]
+        return (o, lse) if return_lse else o
+
+    def _chunk_config(self, problem: Problem) -> S2OConfig:
+        """What a part of the sequence runs with: a GPU decides on dense attention by the length of the whole."""
+        seqlen = self.zigzag.seqlen
+        dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), self.config)
+        return replace(self.config, dense_up_to=seqlen if dense else 0)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, layout: str) -> Problem:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
+                    f"call it under torch.no_grad(), or pass {name}.detach()"
+                )
+        if not q.device == k.device == v.device:
+            raise ValueError(
+                f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, "
+                f"v on {v.device}; accepted: one device for all three"
+            )
+        problem = validate(
+            [tuple(x.shape) for x in (q, k, v)],
+            [str(x.dtype).removeprefix("torch.") for x in (q, k, v)],
+            config=self.config,
+            backend="cupy" if q.device.type == "cuda" else "numpy",
+            layout=layout,
+            scale=scale,
+        )
+        if not problem.seqlen_q == problem.seqlen_k == self.length:
+            raise ValueError(
+                f"s2o_attention: q has {problem.seqlen_q} rows, k and v have {problem.seqlen_k}; accepted: "
+                f"{self.length} on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
+            )
+        if self.split == "heads" and problem.kv_heads % self.world_size:
+            raise ValueError(
+                f'SequenceParallel: split is "heads" with {problem.kv_heads} kv_heads on {self.world_size} ranks; '
+                'accepted: kv_heads a multiple of the ranks, or split="sequence"'
+            )
+        return problem
+
+    def _by_sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Any, return_lse: bool, config: S2OConfig
+    ) -> tuple[Tensor, Any]:
+        """Every rank's keys and values to all, in the sequence's order; then this rank's queries, a call a chunk."""
+        batch, _, kv_heads, head_dim = k.shape
+        # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
+        kv = k.new_empty((self.zigzag.seqlen, 2, batch, kv_heads, head_dim))
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        spans = self._spans()
+        for (begin, end), rows in spans:
+            for i, x in enumerate((k, v)):
+                kv[begin:end, i] = x[:, rows].transpose(0, 1)
+        arrivals = self._broadcast_chunks(kv)
+
+        lse = []
+        for (_, end), rows in spans:  # the early chunk while later ones are on their way
+            for arrival in arrivals:
+                if arrival.begin < end and arrival.owner != self.rank:
+                    arrival.wait()
+            keys, values = kv[:end].permute(1, 2, 0, 3, 4)
+            options = {"config": config, "scale": scale, "layout": "BSHD", "out": o[:, rows]}
+            found = s2o_attention(q[:, rows], keys, values, return_lse=return_lse, **options)
+            if return_lse:
+                lse.append(found[1])
+        for arrival in arrivals:  # also those that nothing here needs: kv goes after this
+            arrival.wait()
+        return o, torch.cat(lse, -1) if return_lse else None
+
+    def _spans(self) -> list[tuple[tuple[int, int], slice]]:
+        """For each chunk of this rank its positions, and where its rows are among this rank's."""
+        early, late = self.zigzag.rows(self.rank)
+        middle = early[1] - early[0]
+        return [(early, slice(0, middle)), (late, slice(middle, self.length))]
+
+    def _broadcast_chunks(self, whole: Tensor) -> list[_Arrival]:
+        """Start to send and receive all rows of ``whole``, of which this rank has filled in its own."""
+        arrivals = []
+        for chunk in range(self.zigzag.count) if self.world_size > 1 else ():
+            (begin, end), owner = self.zigzag.bounds(chunk), self.zigzag.owner(chunk)
+            if begin < end:
+                rows = _bytes(whole[begin:end])
+                work = dist.broadcast(rows, group=self.group, group_src=owner, async_op=True)
+                arrivals.append(_Arrival(begin, owner, work))
+        return arrivals
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, return_lse: bool) -> tuple[Tensor, Any]:
+        """Rows for heads; the whole sequence of a share of the heads; heads for rows."""
+        ranks = self.world_size
+        shares = [x.shape[2] // ranks for x in (q, k, v)]
+        order = torch.cat([_positions(self.zigzag, rank, q.device) for rank in range(ranks)])
+        # [rank, length, batch, its heads of q, k and v, head_dim]
+        sent = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], 3).permute(2, 1, 0, 3, 4)
+        received = self._all_to_all(sent.flatten(0, 1), to_rows=False)
+        whole = torch.empty_like(received)
+        whole[order] = received
+        options = {"config": self.config, "scale": scale, "layout": "BSHD"}
+        found = s2o_attention(*whole.transpose(0, 1).split(shares, 2), return_lse=return_lse, **options)
+        o, lse = found if return_lse else (found, None)
+
+        def back(x: Tensor) -> Tensor:
+            """[seqlen, batch, a share of the heads, ...] -> [length, batch, heads, ...]"""
+            x = self._all_to_all(x[order], to_rows=True).unflatten(0, (ranks, self.length))
+            return x.movedim(0, 2).flatten(2, 3)
+
+        o = back(o.transpose(0, 1)).transpose(0, 1).contiguous()
+        return o, None if lse is None else back(lse.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
+
+    def _all_to_all(self, sent: Tensor, *, to_rows: bool) -> Tensor:
+        """Rows of all ranks for this rank's heads, or the other way round (``to_rows``); ranks in turn on axis 0."""
+        if self.world_size == 1:
+            return sent
+        here = [self.length] * self.world_size
+        all_rows = [self.zigzag.length(rank) for rank in range(self.world_size)]
+        given, taken = (all_rows, here) if to_rows else (here, all_rows)
+        received = sent.new_empty((sum(taken), *sent.shape[1:]))
+        row = math.prod(sent.shape[1:]) * sent.element_size()
+        dist.all_to_all_single(
+            _bytes(received), _bytes(sent.contiguous()), [n * row for n in taken], [n * row for n in given], self.group
+        )
+        return received
+
+
+class _Arrival(NamedTuple):
+    """A chunk on its way."""
+
+    begin: int
+    owner: int
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+def _positions(zigzag: Zigzag, rank: int, device: Any) -> Tensor:
+    return torch.cat([torch.arange(begin, end, device=device) for begin, end in zigzag.rows(rank)])
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor's bytes: what every backend can move, whatever the dtype."""
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,115 @@
+"""Which configuration each layer and head runs with, and which heads can share a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec import S2OConfig
+
+__all__ = ["HeadGroup", "LayerConfigs", "head_groups"]
+
+Index = slice | list[int]
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads that one call takes, in the order that grouped-query attention needs, and their KV heads.
+
+    Indices are slices where heads are evenly spaced, so that arrays are viewed and not copied.
+    """
+
+    config: S2OConfig
+    heads: Index
+    kv_heads: Index
+
+
+@functools.lru_cache(maxsize=1024)
+def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGroup, ...]:
+    """The fewest calls that give query head ``h`` the config ``configs[h]``.
+
+    A call needs as many query heads of one KV head as of another, so heads of one config may take several calls.
+    """
+    shared = len(configs) // kv_heads
+    members: dict[tuple[S2OConfig, int], dict[int, list[int]]] = {}
+    for config in dict.fromkeys(configs):
+        for kv in range(kv_heads):
+            heads = [h for h in range(kv * shared, (kv + 1) * shared) if configs[h] == config]
+            if heads:
+                members.setdefault((config, len(heads)), {})[kv] = heads
+    return tuple(
+        HeadGroup(config, _index([h for heads in group.values() for h in heads]), _index(list(group)))
+        for (config, _), group in members.items()
+    )
+
+
+def _index(numbers: list[int]) -> Index:
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    even = range(numbers[0], numbers[-1] + 1, step)
+    return slice(even.start, even.stop, even.step) if list(even) == numbers else numbers
+
+
+@dataclass(frozen=True)
+class LayerConfigs:
+    """A config for every layer and head: ``(layer, head)`` if it is named, else ``layer``, else the default."""
+
+    default: S2OConfig
+    layers: Mapping[int, S2OConfig | None]  # None: not S2O
+    heads: Mapping[int, Mapping[int, S2OConfig]]  # layer -> head -> config
+
+    @classmethod
+    def parse(cls, config: Any, per_layer: Any) -> LayerConfigs:
+        """Raises TypeError or ValueError that names the entry, what came and what is accepted."""
+        config = S2OConfig() if config is None else config
+        if not isinstance(config, S2OConfig):
+            raise TypeError(f"register: config is a {type(config).__name__}; accepted: S2OConfig or None")
+        if per_layer is not None and not isinstance(per_layer, Mapping):
+            raise TypeError(
+                f"register: per_layer is a {type(per_layer).__name__}; accepted: a mapping of layer or (layer, head) "
+                "to S2OConfig"
+            )
+        layers: dict[int, S2OConfig | None] = {}
+        heads: dict[int, dict[int, S2OConfig]] = {}
+        for key, value in (per_layer or {}).items():
+            pair = key if isinstance(key, tuple) else (key,)
+            if len(pair) not in (1, 2) or not all(type(n) is int and n >= 0 for n in pair):
+                raise ValueError(
+                    f"register: per_layer has the key {key!r}; accepted: a layer or a (layer, head), counted from 0"
+                )
+            if len(pair) == 1 and (value is None or isinstance(value, S2OConfig)):
+                layers[pair[0]] = value
+            elif len(pair) == 2 and isinstance(value, S2OConfig):
+                heads.setdefault(pair[0], {})[pair[1]] = value
+            else:
+                raise TypeError(
+                    f"register: per_layer[{key!r}] is a {type(value).__name__}; accepted: S2OConfig"
+                    + (", or None for the model's ordinary attention" if len(pair) == 1 else "")
+                )
+        for layer in heads:
+            if layer in layers and layers[layer] is None:
+                raise ValueError(
+                    f"register: per_layer[{layer}] is None, and there are entries for heads of layer {layer}; "
+                    "accepted: None for the layer alone (S2OConfig(tau=0) is dense attention for a head)"
+                )
+        return cls(config, layers, heads)
+
+    @property
+    def last_layer(self) -> int:
+        """The last layer that is named, -1 without any."""
+        return max((*self.layers, *self.heads), default=-1)
+
+    def groups(self, layer: int, heads: int, kv_heads: int) -> tuple[HeadGroup, ...] | None:
+        """The calls of a layer; None if it is not to run S2O."""
+        config = self.layers.get(layer, self.default)
+        if config is None:
+            return None
+        named = self.heads.get(layer)
+        if not named:
+            return (HeadGroup(config, slice(0, heads, 1), slice(0, kv_heads, 1)),)
+        if max(named) >= heads:
+            raise ValueError(
+                f"register: per_layer names head {max(named)} of layer {layer}; accepted: 0 to {heads - 1}"
+            )
+        return head_groups(tuple(named.get(h, config) for h in range(heads)), kv_heads)

@@ -1,0 +1,193 @@
+"""The PyTorch operator ``torch.ops.s2o_cupy.attention``: one call that torch.compile and torch.export keep whole.
+
+Each field of an S2OConfig is an argument of the operator, so that a graph can hold it. Importing this imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import torch
+
+from ..attention import s2o_attention
+from ..problem import LAYOUTS, validate
+from ..spec import S2OConfig, check_tau
+
+__all__ = ["attention"]
+
+Tensor = Any  # torch.Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    config: S2OConfig | None = None,
+    tau: float | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+) -> Any:
+    """S2O attention of PyTorch tensors as one operator, for code that goes through ``torch.compile``.
+
+    Outside of a graph it is :func:`s2o_cupy.s2o_attention` with a few microseconds on top. Inference only.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, heads, seqlen_q, head_dim)
+        float16 or bfloat16; on the CPU also float32 and float64. The batch axis may be left out of q, k and v alike.
+    k, v : Tensor, (batch, kv_heads, seqlen_k, head_dim)
+        On q's device, in q's dtype; heads is a multiple of kv_heads.
+    config : S2OConfig, optional
+    tau : float, optional
+        Overrides ``config.tau``.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    is_causal : bool, default True
+        Aligned bottom-right; seqlen_k >= seqlen_q.
+    layout : {"BHSD", "BSHD"}, default "BHSD"
+    return_lse : bool, default False
+
+    Returns
+    -------
+    o : Tensor, of q's shape, dtype and device, contiguous, from PyTorch's allocator
+    lse : float32 Tensor (batch, heads, seqlen_q), if ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted, or a tensor requires grad while gradients are enabled. While a graph is
+        compiled with ``fullgraph=True``, PyTorch's own error holds the message.
+    S2OError
+        The machine cannot run the call.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from s2o_cupy.integrations.torch import attention
+    >>> q, k, v = torch.randn(3, 1, 2, 128, 64)
+    >>> attention(q, k, v).shape
+    torch.Size([1, 2, 128, 64])
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
+                f"call it under torch.no_grad(), or pass {name}.detach()"
+            )
+    if config is None:
+        config = _DEFAULT
+    elif not isinstance(config, S2OConfig):
+        raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
+    if layout not in LAYOUTS:
+        raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
+    scalars = [getattr(config, name) for name in _NAMES]
+    if tau is not None:
+        scalars[_TAU] = check_tau(tau, "s2o_attention")
+    o, lse = torch.ops.s2o_cupy.attention.default(
+        q, k, v, _scale(scale), is_causal, layout, bool(return_lse), *scalars
+    )
+    return (o, lse) if return_lse else o
+
+
+def _scale(scale: Any) -> Any:
+    if scale is None or type(scale) is float:
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"s2o_attention: scale is {scale!r} ({type(scale).__name__}); "
+            "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
+        )
+    return float(scale)
+
+
+# ---------------------------------------------------------------- configs as scalars
+
+_SCHEMA_TYPES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str"}
+_SCHEMA_TYPES |= {kind | None: f"{name}?" for kind, name in _SCHEMA_TYPES.items()}
+
+_HINTS = get_type_hints(S2OConfig)
+_NAMES = tuple(field.name for field in fields(S2OConfig))
+_TAU = _NAMES.index("tau")
+_DEFAULT = S2OConfig()
+
+
+@functools.lru_cache(maxsize=256)
+def _config(*scalars: Any) -> S2OConfig:
+    return S2OConfig(**dict(zip(_NAMES, scalars, strict=True)))
+
+
+# ---------------------------------------------------------------- the operator
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    layout: str,
+    return_lse: bool,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor]:
+    result = s2o_attention(
+        q,
+        k,
+        v,
+        config=_config(*scalars),
+        scale=scale,
+        is_causal=is_causal,
+        layout=layout,
+        return_lse=return_lse,
+    )
+    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    layout: str,
+    return_lse: bool,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor]:
+    """Shapes, dtypes and devices of the results without data; the same errors as a call."""
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, v on {v.device}; "
+            "accepted: one device for all three"
+        )
+    problem = validate(
+        [x.shape for x in (q, k, v)],
+        [str(x.dtype).removeprefix("torch.") for x in (q, k, v)],
+        config=_config(*scalars),
+        backend="cupy" if q.device.type == "cuda" else "numpy",
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+    )
+    rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+
+
+_library = torch.library.Library("s2o_cupy", "DEF")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, float? scale, bool is_causal, str layout, bool return_lse, "
+    + ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
+    + ") -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("attention", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("s2o_cupy::attention", _fake, lib=_library)

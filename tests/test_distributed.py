@@ -1,0 +1,293 @@
+"""Prefill over several processes: the bits of one process's call, however rows and heads are spread.
+
+Processes talk over gloo; on a machine with several GPUs the same runs over NCCL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMALL, has_gpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.integrations.zigzag import Zigzag
+
+SEGMENT = SMALL.segment
+
+# ---------------------------------------------------------------- who has which rows
+
+
+@given(st.integers(0, 5000), st.integers(1, 9), st.integers(1, 300))
+def test_chunks_are_whole_segments_of_the_sequence(seqlen, world_size, segment):
+    zigzag = Zigzag(seqlen, world_size, segment)
+    bounds = [zigzag.bounds(chunk) for chunk in range(zigzag.count)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == seqlen
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
+    assert all(begin % segment == 0 or begin == seqlen for begin, _ in bounds)
+    segments = [-(-(end - begin) // segment) for begin, end in bounds]
+    assert max(segments) - min(segments) <= 1
+    rows = sorted(span for rank in range(world_size) for span in zigzag.rows(rank))
+    assert rows == sorted(bounds)
+    for rank in range(world_size):
+        assert [zigzag.owner(chunk) for chunk in zigzag.chunks(rank)] == [rank, rank]
+    assert sum(zigzag.length(rank) for rank in range(world_size)) == seqlen
+    assert sum(zigzag.pairs(rank) for rank in range(world_size)) == seqlen * (seqlen + 1) // 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_work_is_even(world_size):
+    zigzag = Zigzag(131_072, world_size, 1024)
+    pairs = [zigzag.pairs(rank) for rank in range(world_size)]
+    assert max(pairs) == min(pairs)
+    uneven = Zigzag(100_000, world_size, 1024)
+    pairs = [uneven.pairs(rank) for rank in range(world_size)]
+    assert max(pairs) <= 1.2 * sum(pairs) / world_size
+
+
+# ---------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+def parallel(*arguments, **options):
+    from s2o_cupy.integrations.distributed import SequenceParallel
+
+    return SequenceParallel(*arguments, **options)
+
+
+@pytest.mark.parametrize("split", ["sequence", "heads"])
+def test_without_a_group(torch, qkv, split):
+    q, k, v = (torch.from_numpy(x) for x in qkv(700, heads=4, kv_heads=2))
+    alone = parallel(700, config=SMALL, split=split)
+    assert (alone.rank, alone.world_size, alone.length) == (0, 1, 700)
+    for helper in (alone.shard, alone.scatter, alone.gather):
+        assert torch.equal(helper(q, 2), q)
+    o, lse = alone.attention(q, k, v, scale=0.3, return_lse=True)
+    for x, y in zip((o, lse), s2o_attention(q, k, v, config=SMALL, scale=0.3, return_lse=True), strict=True):
+        assert torch.equal(x, y)
+    turned = [x.transpose(1, 2)[0] for x in (q, k, v)]
+    assert torch.equal(alone.attention(*turned, scale=0.3, layout="BSHD"), o.transpose(1, 2)[0])
+
+
+def test_what_is_refused(torch):
+    for match, options in (
+        (r"seqlen is -1; accepted: an integer >= 0", {"seqlen": -1}),
+        (r"seqlen is 1.5; accepted", {"seqlen": 1.5}),
+        (r"split is 'rows'; accepted: 'sequence', 'heads'", {"seqlen": 8, "split": "rows"}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            parallel(**options)
+    with pytest.raises(TypeError, match="config is a float; accepted: S2OConfig or None"):
+        parallel(8, config=0.1)
+    x = torch.zeros(1, 2, 8, 16)
+    alone = parallel(9)
+    with pytest.raises(ValueError, match=r"x is \(1, 2, 8, 16\), 8 rows on axis 2; accepted: 9 rows on rank 0 of 1"):
+        alone.shard(x, 2)
+    with pytest.raises(ValueError, match=r"gather: x is .*accepted: 9 rows"):
+        alone.gather(x, 2)
+    with pytest.raises(ValueError, match="scatter: x is None on rank 0, the source"):
+        alone.scatter(None, 2)
+    with pytest.raises(ValueError, match="q has 8 rows, k and v have 8; accepted: 9 on rank 0 of 1, for"):
+        alone.attention(x, x, x)
+    with pytest.raises(TypeError, match="k is a ndarray; accepted: a torch.Tensor"):
+        alone.attention(x, x.numpy(), x)
+    with pytest.raises(ValueError, match="v requires grad.*inference only"):
+        alone.attention(x, x, x.clone().requires_grad_())
+    with pytest.raises(ValueError, match="q on cpu, k on meta, v on cpu; accepted: one device"):
+        alone.attention(x, x.to("meta"), x)
+    with pytest.raises(ValueError, match="accepted: heads a multiple of kv_heads"):
+        alone.attention(x[:, :1], x, x)
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def run_ranks(function, world_size, folder, *arguments):
+    import torch.multiprocessing as multiprocessing
+
+    multiprocessing.spawn(_rank, (world_size, str(folder), function, arguments), nprocs=world_size)
+
+
+def _rank(rank, world_size, folder, function, arguments):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    backend = os.environ.get("S2O_TEST_BACKEND", "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    try:
+        function(rank, world_size, Path(folder), *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def _cases(seqlen, dtype, device):
+    """q, k, v of every process alike; keys differ in importance, so that S2O stops early."""
+    import torch
+
+    rng = np.random.default_rng(7)
+    batch = 2 if seqlen < 100 else 1
+    q, k, v = (rng.standard_normal((batch, heads, seqlen, 64), dtype=np.float32) for heads in (4, 2, 2))
+    importance = rng.standard_normal((batch, 2, seqlen, 1), dtype=np.float32)
+    direction = np.float32(np.sqrt(3) * 64**-0.25)
+    host = (q + direction, k + importance * direction, v)
+    return [torch.from_numpy(x).to(device, getattr(torch, dtype)) for x in host]
+
+
+def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, device):
+    import torch
+
+    for seqlen in seqlens:
+        q, k, v = _cases(seqlen, dtype, device)
+        *expected, stats = s2o_attention(q, k, v, config=SMALL, return_lse=True, return_stats=True)
+        assert stats.density < 1 or seqlen < 500
+        for split in splits:
+            both = parallel(seqlen, config=SMALL, split=split)
+            assert (both.rank, both.world_size) == (rank, world_size)
+            mine = [both.shard(x, 2) for x in (q, k, v)]
+            assert torch.equal(q[:, :, both.positions(q.device)], mine[0])
+            o, lse = both.attention(*mine, return_lse=True)
+            assert o.shape == mine[0].shape and o.dtype == q.dtype
+            assert torch.equal(both.gather(o, 2), expected[0]), (seqlen, split)
+            assert torch.equal(both.gather(lse, 2), expected[1]), (seqlen, split)
+            if seqlen == seqlens[-1]:
+                turned = [x.transpose(1, 2) for x in mine]
+                assert torch.equal(both.attention(*turned, layout="BSHD").transpose(1, 2), o)
+                assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
+
+
+def _helpers(rank, world_size, folder):
+    import torch
+
+    both = parallel(1000, config=SMALL)
+    for dtype in (torch.bfloat16, torch.int64, torch.bool):
+        x = torch.arange(3 * 1000 * 2).reshape(3, 1000, 2).to(dtype)
+        for src in range(world_size):
+            mine = both.scatter(x if rank == src else None, -2, src=src)
+            assert torch.equal(mine, both.shard(x, 1)) and mine.dtype == dtype
+        assert torch.equal(both.gather(mine, 1), x)
+    line = torch.arange(1000)
+    assert torch.equal(both.scatter(line if rank == 0 else None, 0), both.positions())
+    assert torch.equal(both.gather(both.positions(), 0), line)
+
+
+def _refused(rank, world_size, folder):
+    import torch
+
+    x = torch.zeros(1, 3, 500, 16)
+    by_heads = parallel(500, config=SMALL, split="heads")
+    with pytest.raises(ValueError, match='split is "heads" with 3 kv_heads on 2 ranks; accepted: kv_heads a'):
+        by_heads.attention(*(by_heads.shard(x, 2) for _ in range(3)))
+    with pytest.raises(ValueError, match=rf"accepted: {by_heads.length} on rank {rank} of 2, for a sequence of 500"):
+        by_heads.attention(x, x, x)
+
+
+def _later_rows_are_waited_for(rank, world_size, folder):
+    """A rank whose early chunk needs nothing of others computes it before anything has arrived."""
+    import torch.distributed as dist
+
+    import s2o_cupy.integrations.distributed as module
+
+    q, k, v = _cases(4 * SEGMENT, "float32", "cpu")
+    both = parallel(4 * SEGMENT, config=SMALL)
+    log = []
+    broadcast, attend = dist.broadcast, module.s2o_attention
+
+    class Logged:
+        def __init__(self, chunk, work):
+            self.chunk, self.work = chunk, work
+
+        def wait(self):
+            log.append(f"wait {self.chunk}")
+            self.work.wait()
+
+    def start(*arguments, **options):
+        assert options["async_op"]
+        log.append("start")
+        return Logged(log.count("start") - 1, broadcast(*arguments, **options))
+
+    def compute(q, k, v, **options):
+        log.append(f"attend {k.shape[1] // SEGMENT}")
+        return attend(q, k, v, **options)
+
+    module.dist.broadcast, module.s2o_attention = start, compute
+    both.attention(*(both.shard(x, 2) for x in (q, k, v)))
+    module.dist.broadcast, module.s2o_attention = broadcast, attend
+    first = log.index(f"attend {rank + 1}")
+    assert log[:4] == ["start"] * 4
+    assert log[4:first] == ["wait 0"] * rank  # rank 0 waits for nothing, rank 1 for the chunk before its own
+    assert {"wait 1", "wait 2"} <= set(log[first:]) if rank == 0 else "wait 2" not in log[: log.index("attend 3")]
+
+
+def test_two_processes(torch, tmp_path):
+    """Lengths that divide evenly, that do not, and that leave chunks empty."""
+    seqlens = [8 * SEGMENT, 1000, 3 * SEGMENT, 50]
+    run_ranks(_equal_to_one_process, 2, tmp_path, seqlens, ["sequence", "heads"], "float32", "cpu")
+
+
+@pytest.mark.slow
+def test_three_processes(torch, tmp_path):
+    run_ranks(_equal_to_one_process, 3, tmp_path, [1000, 100], ["sequence"], "bfloat16", "cpu")
+
+
+def test_helpers(torch, tmp_path):
+    run_ranks(_helpers, 2, tmp_path)
+
+
+def test_errors_come_before_anything_is_sent(torch, tmp_path):
+    run_ranks(_refused, 2, tmp_path)
+
+
+def test_computing_overlaps_sending(torch, tmp_path):
+    run_ranks(_later_rows_are_waited_for, 2, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", ["sequence", "heads"])
+def test_two_gpus(torch, tmp_path, monkeypatch, split):
+    if not has_gpu() or torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
+        pytest.skip("needs two GPUs, CuPy, and PyTorch with NCCL")
+    monkeypatch.setenv("S2O_TEST_BACKEND", "nccl")
+    run_ranks(_equal_to_one_process, 2, tmp_path, [2000], [split], "bfloat16", "cuda")
+
+
+def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch):
+    """Not that of a chunk's keys, which are fewer: a GPU would else compute early chunks otherwise than in one call."""
+    import s2o_cupy.integrations.distributed as module
+
+    seen = []
+
+    def spy(q, k, v, *, out, config, **options):
+        seen.append(config)
+        return out
+
+    monkeypatch.setattr(module, "s2o_attention", spy)
+    monkeypatch.setattr("s2o_cupy.plan.DENSE_UP_TO", 8192)
+    for seqlen, config, expected in (
+        (5000, S2OConfig(), 5000),
+        (9000, S2OConfig(), 0),
+        (9000, S2OConfig(tau=0), 9000),
+        (5000, S2OConfig(dense_up_to=0), 0),
+        (5000, S2OConfig(tau=0, dense_up_to=4999), 0),
+        (5000, S2OConfig(dense_up_to=5000), 5000),
+    ):
+        seen.clear()
+        q = torch.zeros(1, 1, seqlen, 8)
+        parallel(seqlen, config=config).attention(q, q, q)
+        assert seen == [replace(config, dense_up_to=expected)] * 2
+
+
+def test_config_decides_the_chunks(torch):
+    assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512)

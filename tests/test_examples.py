@@ -1,0 +1,92 @@
+"""The examples run from end to end, small and on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs a source checkout")
+
+
+def run(script, *arguments, ranks=0):
+    """What a script prints, from a process of its own or several of torchrun's, without a GPU."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def llama():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", "5.16")
+    return runpy.run_path(str(EXAMPLES / "llama.py"))
+
+
+def test_llama(llama, capsys):
+    """At tau 0 S2O's loss is that of dense attention; else it is close, and not the same."""
+    arguments = ["--tokens", "700", "--device", "cpu", "--repeats", "1", "--tau"]
+    dense = llama["main"]([*arguments, "0"])
+    assert abs(dense["s2o"][1] - dense["sdpa"][1]) < 1e-5
+    sparse = llama["main"]([*arguments, "0.5"])
+    assert sparse["sdpa"][1] == dense["sdpa"][1]
+    assert 0 < abs(sparse["s2o"][1] - dense["sdpa"][1]) < 0.05
+    assert 5 < dense["sdpa"][1] < 6.5  # bytes, by a model that knows nothing: ln(256) is 5.5
+    printed = capsys.readouterr().out
+    assert printed.startswith("tiny random Llama, 700 tokens, float32, cpu\n")
+    assert len(re.findall(r"^ +(sdpa|s2o) +[\d.]+ +[\d,]+ +\d\.\d{5}$", printed, re.MULTILINE)) == 4
+    assert "not all layers" not in printed
+
+
+def test_llama_says_where_s2o_did_not_run(llama, capsys):
+    llama["main"](["--tokens", "300", "--device", "cpu", "--repeats", "1", "--min-seqlen", "1000"])
+    assert "not all layers ran S2O: {'short': 4}" in capsys.readouterr().out
+
+
+def test_llama_with_a_model_and_a_text(llama, tmp_path, capsys):
+    """A folder as from_pretrained takes it, with a tokenizer of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "model"
+    llama["tiny_model"]().save_pretrained(folder)
+    letters = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    (tmp_path / "text").write_text("some words of a book " * 20)
+    options = ["--model", str(folder), "--text", str(tmp_path / "text"), "--device", "cpu", "--repeats", "1"]
+    found = llama["main"]([*options, "--tokens", "300", "--segment", "64", "--min-seqlen", "128", "--tau", "0"])
+    assert abs(found["s2o"][1] - found["sdpa"][1]) < 1e-5
+    with pytest.raises(SystemExit, match="--tokens 3000: the text has 420; give fewer"):
+        llama["main"]([*options, "--tokens", "3000"])
+
+
+def test_llama_by_itself():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", "5.16")
+    assert "tokens/s" in run("llama.py", "--tokens", "200", "--repeats", "1")
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("split", ["sequence", "heads"])
+def test_multi_gpu(ranks, split):
+    pytest.importorskip("torch")
+    printed = run("multi_gpu.py", "--tokens", "700", "--split", split, "--repeats", "1", "--check", ranks=ranks)
+    backend = "gloo" if ranks else "no group"
+    assert printed.startswith(f"{max(1, ranks)} x CPU ({backend}), split {split}, 700 tokens, 4 heads over 2,")
+    assert len(re.findall(r"[\d.]+ ms, [\d,]+ tokens/s", printed)) == 2
+    assert printed.endswith("the same bits\n")

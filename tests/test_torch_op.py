@@ -1,0 +1,289 @@
+"""The PyTorch operator: what s2o_attention gives, whole in compiled and exported graphs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from conftest import SMALL, has_gpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s2o_cupy import S2OConfig, s2o_attention
+
+torch = pytest.importorskip("torch")
+
+from s2o_cupy.integrations.torch import attention  # noqa: E402
+
+BACKENDS = [
+    "eager",
+    "aot_eager",
+    pytest.param("inductor", marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def tensors(request, qkv):
+    """tensors(seqlen_q, seqlen_k=None, ...) -> q, k, v; float32 on the CPU, bfloat16 on a GPU."""
+    if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
+        pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
+    dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
+    return lambda *lengths, **shape: [torch.from_numpy(x).to(request.param, dtype) for x in qkv(*lengths, **shape)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(torch.nn.Module):  # type: ignore[name-defined, misc]
+    """A model's use: the config is an attribute, and other operators are around the call."""
+
+    def __init__(self, config: S2OConfig | None = None) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, q, k, v, **options):
+        result = attention(q * 1, k, v, config=self.config, **options)
+        return result[0] + 1 if isinstance(result, tuple) else result + 1
+
+
+configs = st.builds(
+    S2OConfig,
+    segment=st.integers(1, 8192),
+    tau=st.one_of(st.floats(0, 1e300), st.just(math.inf), st.integers(0, 3)),
+    block_m=st.integers(1, 1024),
+    block_n=st.integers(1, 1024),
+    rank=st.just("max"),
+    representatives=st.one_of(st.none(), st.integers(1, 64)),
+    window=st.integers(0, 2**40),
+    workspace_bytes=st.integers(1 << 20, 1 << 50),
+    path=st.sampled_from(["auto", "portable", "hopper"]),
+    dense_up_to=st.none() | st.integers(0, 1 << 20),
+)
+
+
+def operator_arguments(q, k, v, config, *, layout="BHSD", return_lse=False):
+    return q, k, v, None, True, layout, return_lse, *(getattr(config, field.name) for field in fields(config))
+
+
+def assert_equal(x, y):
+    assert x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
+    assert torch.equal(x, y)
+
+
+# ---------------------------------------------------------------- the same as s2o_attention
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("batch", [True, False])
+def test_same_results_as_the_call(tensors, layout, batch):
+    q, k, v = tensors(200, 300, batch=2 if batch else 1, heads=4, kv_heads=2)
+    if not batch:
+        q, k, v = q[0], k[0], v[0]
+    if layout == "BSHD":
+        q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+    options = {"config": SMALL, "tau": 0.2, "scale": 0.3, "layout": layout}
+    o, lse = attention(q, k, v, return_lse=True, **options)
+    for x, y in zip((o, lse), s2o_attention(q, k, v, return_lse=True, **options), strict=True):
+        assert_equal(x, y)
+    assert o.is_contiguous()
+    assert_equal(attention(q, k, v, **options), o)
+    full = attention(q, k, v, config=SMALL, is_causal=False, layout=layout)
+    assert_equal(full, s2o_attention(q, k, v, config=SMALL, is_causal=False, layout=layout))
+    assert_equal(attention(q, k, v, layout=layout), s2o_attention(q, k, v, layout=layout))
+
+
+def test_operator_obeys_pytorchs_rules(tensors):
+    """Schema, fake implementation and tracing, static and dynamic, by PyTorch's own checker."""
+    q, k, v = tensors(100, 200, heads=4, kv_heads=2)
+    for layout, return_lse in (("BHSD", True), ("BSHD", True), ("BHSD", False)):
+        given = [x.transpose(1, 2) for x in (q, k, v)] if layout == "BSHD" else [q, k, v]
+        arguments = operator_arguments(*given, SMALL, layout=layout, return_lse=return_lse)
+        torch.library.opcheck(torch.ops.s2o_cupy.attention.default, arguments)
+
+
+def test_every_field_of_a_config_is_an_argument():
+    names = [argument.name for argument in torch.ops.s2o_cupy.attention.default._schema.arguments]
+    assert names[-len(fields(S2OConfig)) :] == [field.name for field in fields(S2OConfig)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(configs)
+def test_a_config_arrives_as_it_was(config):
+    seen = []
+
+    def call(q, k, v, *, config, **options):
+        seen.append(config)
+        return q
+
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("s2o_cupy.integrations.torch.s2o_attention", call)
+        attention(q, q, q, config=config)
+        attention(q, q, q, config=config, tau=0.75)
+    assert seen == [config, replace(config, tau=0.75)]
+
+
+# ---------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_graph(tensors, backend):
+    q, k, v = tensors(200, heads=4, kv_heads=2)
+    model = Layer(SMALL)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert_equal(compiled(q, k, v), model(q, k, v))
+    for options in ({"tau": 0.5}, {"scale": 0.3}, {"is_causal": False}, {"return_lse": True}):
+        assert_equal(compiled(q, k, v, **options), model(q, k, v, **options))
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    assert_equal(compiled(*turned, layout="BSHD"), model(*turned, layout="BSHD"))
+    assert_equal(torch.compile(Layer(), fullgraph=True, backend=backend)(q, k, v), Layer()(q, k, v))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_config_is_another_graph(tensors, backend, dynamic):
+    """Scalars in a graph are constants: they may not outlive the config."""
+    q, k, v = tensors(900, heads=2)
+    model = Layer(replace(SMALL, tau=0))
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    before = compiled(q, k, v)
+    for change in ({"tau": 0.05}, {"tau": math.inf}, {"tau": 1e-3, "segment": 64}, {"segment": 256}):
+        model.config = replace(SMALL, **change)
+        assert_equal(compiled(q, k, v), model(q, k, v))
+        assert not torch.equal(compiled(q, k, v), before)
+    model.config = replace(SMALL, tau=0)  # equal, though another object
+    assert_equal(compiled(q, k, v), before)
+
+
+def test_lengths_share_a_graph(tensors):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(Layer(SMALL), fullgraph=True, dynamic=True, backend=backend)
+    for length in (150, 250, 301, 400):
+        given = tensors(length)
+        assert_equal(compiled(*given), Layer(SMALL)(*given))
+    assert len(graphs) == 1
+
+
+def test_export(tensors, tmp_path):
+    q, k, v = tensors(200)
+    exported = torch.export.export(Layer(SMALL), (q, k, v))
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    assert_equal(loaded(q, k, v), Layer(SMALL)(q, k, v))
+
+
+def test_shapes_without_data(tensors):
+    meta = [x.to("meta") for x in tensors(20, 30, heads=4, kv_heads=2)]
+    o, lse = attention(*meta, return_lse=True)
+    assert (o.shape, o.dtype, o.device.type) == (meta[0].shape, meta[0].dtype, "meta")
+    assert (lse.shape, lse.dtype) == ((1, 4, 20), torch.float32)
+    with pytest.raises(ValueError, match="q has 4 heads, k and v have 3; accepted: heads a multiple of kv_heads"):
+        attention(meta[0], *(x.expand(1, 2, 30, 64).repeat(1, 2, 1, 1)[:, :3] for x in meta[1:]))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_gradients(tensors):
+    q, k, v = tensors(20)
+    k.requires_grad_()
+    with pytest.raises(ValueError, match=r"k requires grad.*inference only.*torch.no_grad\(\), or pass k.detach\(\)"):
+        attention(q, k, v)
+    with pytest.raises(ValueError, match="k requires grad.*inference only"):
+        torch.ops.s2o_cupy.attention(*operator_arguments(q, k, v, SMALL))
+    with pytest.raises(ValueError, match="k requires grad"):
+        torch.compile(Layer(SMALL), backend="eager")(q, k, v)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="k requires grad|raised exception"):
+        torch.compile(Layer(SMALL), fullgraph=True, backend="aot_eager")(q, k, v)
+    with torch.no_grad():
+        o = torch.compile(Layer(SMALL), fullgraph=True, backend="aot_eager")(q, k, v)
+        assert not o.requires_grad
+        assert_equal(o, Layer(SMALL)(q, k.detach(), v))
+
+
+def test_bad_arguments(tensors):
+    q, k, v = tensors(20)
+    for error, match, options in (
+        (TypeError, "scale is '1' .*; accepted: a finite Python number", {"scale": "1"}),
+        (ValueError, "scale is nan; accepted: a finite number", {"scale": math.nan}),
+        (TypeError, "tau is 'x' .*; accepted: a number >= 0", {"tau": "x"}),
+        (ValueError, "tau is -1; accepted: a number >= 0", {"tau": -1}),
+        (ValueError, "layout is 'SBHD'; accepted: 'BHSD' or 'BSHD'", {"layout": "SBHD"}),
+        (TypeError, "is_causal is 1; accepted: True or False", {"is_causal": 1}),
+        (TypeError, "config is a dict; accepted: S2OConfig or None", {"config": {}}),
+    ):
+        with pytest.raises(error, match=match):
+            attention(q, k, v, **options)
+    with pytest.raises(TypeError, match=r"k is a ndarray; accepted: a torch.Tensor"):
+        attention(q, np.zeros((1, 1, 20, 64)), v)
+    with pytest.raises(ValueError, match="q on cpu, k on meta, v on .*; accepted: one device"):
+        attention(q.cpu(), k.to("meta"), v.to("meta"))
+    assert_equal(attention(q, k, v, scale=np.float32(0.5)), attention(q, k, v, scale=0.5))
+
+
+def test_errors_of_shapes_come_when_a_graph_is_made(tensors):
+    q, k, v = tensors(20)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="accepted: the same shape for both"):
+        torch.compile(Layer(), fullgraph=True, backend="eager")(q, k, v[:, :, :10])
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_overhead_on_the_host():
+    """At most 30 us over s2o_attention, on a call that launches nothing."""
+    q = torch.zeros(1, 2, 0, 64)
+    config = replace(SMALL, tau=0.25)
+
+    def microseconds(call):
+        best = math.inf
+        for _ in range(20):
+            begin = time.perf_counter()
+            for _ in range(200):
+                call(q, q, q, config=config)
+            best = min(best, (time.perf_counter() - begin) / 200 * 1e6)
+        return best
+
+    microseconds(attention)
+    assert microseconds(attention) - microseconds(s2o_attention) < 30
+
+
+@pytest.mark.gpu
+def test_the_callers_stream(qkv):
+    """A graph that is captured on a side stream: nothing of a call may run elsewhere."""
+    if not (has_gpu() and torch.cuda.is_available()):
+        pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
+    q, k, v = (torch.from_numpy(x).to("cuda", torch.bfloat16) for x in qkv(1500, heads=4))
+    config = replace(SMALL, segment=256)
+    expected = attention(q, k, v, config=config)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late = q * 1
+        o = attention(late, k, v, config=config)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(o, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(q, k, v, config=config)
+    o.zero_()
+    graph.replay()
+    assert torch.equal(o, expected)

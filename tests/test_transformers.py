@@ -1,0 +1,491 @@
+"""S2O in Hugging Face models: the same logits as their own attention at tau 0, and that attention where S2O cannot."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import SMALL
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from s2o_cupy import S2OConfig, inputs, s2o_attention
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", "5.16")
+
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+import s2o_cupy.integrations.transformers as integration  # noqa: E402
+from s2o_cupy.integrations.causal_mask import CausalMask  # noqa: E402
+from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+
+DENSE = replace(SMALL, segment=64, tau=0.0)
+LENGTH = 500
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, eos_token_id=None, bos_token_id=None, **options)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 97, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def logits(model):
+    """logits(implementation, ids, ...) of the model."""
+
+    def run(implementation, ids, **options):
+        model.set_attn_implementation(implementation)
+        return model(ids, **options).logits
+
+    yield run
+    model.set_attn_implementation("sdpa")
+
+
+def assert_close(x, y, atol=3e-6):
+    torch.testing.assert_close(x, y, rtol=1e-5, atol=atol)
+
+
+# ---------------------------------------------------------------- prefill
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_dense_at_tau_0(logits, ids, batch):
+    s2o = register(config=DENSE, min_seqlen=100)
+    ids = torch.cat([ids, ids.flip(1)])[:batch]
+    assert_close(logits("s2o", ids), logits("sdpa", ids))
+    assert s2o.calls == {"s2o": 3}
+
+
+def test_an_all_ones_attention_mask_is_no_mask(logits, ids):
+    s2o = register(config=DENSE, min_seqlen=100)
+    assert_close(logits("s2o", ids, attention_mask=torch.ones_like(ids)), logits("sdpa", ids))
+    assert s2o.calls == {"s2o": 3}
+
+
+def test_chosen_when_a_model_is_made(ids):
+    s2o = register("s2o_other", DENSE, min_seqlen=100)
+    model = llama(attn_implementation="s2o_other")
+    assert_close(model(ids).logits, llama()(ids).logits)
+    assert s2o.calls == {"s2o": 3}
+
+
+def test_sparse_is_what_s2o_attention_gives(model, ids, logits):
+    """Layer by layer, on what the layers get; with the model's own scale and in its layout."""
+    sparse_config = replace(SMALL, tau=0.5)
+    register(config=sparse_config, min_seqlen=100)
+    seen = []
+
+    def spy(q, k, v, **options):
+        o = s2o_attention(q, k, v, **options)
+        seen.append((q, k, v, o, options))
+        return o
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "attention", spy)
+        sparse = logits("s2o", ids)
+    assert len(seen) == 3
+    q, k, v = capture(model, ids, [0])
+    first, options = [x.transpose(1, 2).numpy() for x in seen[0][:4]], seen[0][4]
+    for x, y in zip(first, (q, k, v), strict=False):
+        np.testing.assert_array_equal(x, y)
+    assert options == {"config": sparse_config, "scale": 16**-0.5, "layout": "BSHD"}
+    assert seen[0][3].is_contiguous()
+    assert not torch.allclose(sparse, logits("sdpa", ids), atol=1e-5)
+
+
+def test_layers_and_heads(model, ids, logits):
+    """A head's output is what S2O with its own config gives it alone."""
+    sparse, other = replace(SMALL, tau=0.5), replace(SMALL, segment=64, tau=0.1)
+    per_layer = {0: None, 1: sparse, (1, 2): other, (2, 0): other, (2, 3): other}
+    s2o = register(config=DENSE, per_layer=per_layer, min_seqlen=100)
+    query, key, value = (torch.from_numpy(x) for x in capture(model, ids, [1]))
+    for layer, expected in ((1, [sparse, sparse, other, sparse]), (2, [other, DENSE, DENSE, other])):
+        module = model.model.layers[layer].self_attn
+        o, weights = s2o(module, query, key, value, None, scaling=0.25, dropout=0.0)
+        assert weights is None and o.shape == (1, LENGTH, 4, 16) and o.is_contiguous()
+        for h, config in enumerate(expected):
+            one = (query[:, h : h + 1], key[:, h // 2 :][:, :1], value[:, h // 2 :][:, :1])
+            alone = s2o_attention(*one, config=config, scale=0.25)
+            torch.testing.assert_close(o[:, :, h], alone[:, 0], rtol=0, atol=0)
+    s2o.calls.clear()
+    logits("s2o", ids)
+    assert s2o.calls == {"s2o": 2, "layer": 1}
+
+
+def test_a_layer_or_head_that_is_not_there(ids, logits):
+    register(config=DENSE, per_layer={3: SMALL}, min_seqlen=100)
+    with pytest.raises(ValueError, match="per_layer names layer 3; accepted: 0 to 2"):
+        logits("s2o", ids)
+    register(config=DENSE, per_layer={(0, 4): SMALL}, min_seqlen=100)
+    with pytest.raises(ValueError, match="per_layer names head 4 of layer 0; accepted: 0 to 3"):
+        logits("s2o", ids)
+    s2o = register(config=DENSE, per_layer={0: SMALL}, min_seqlen=100)
+    with pytest.raises(ValueError, match="per_layer names layers, but Identity has no layer_idx"):
+        q = torch.zeros(1, 1, 200, 8)
+        s2o(torch.nn.Identity(), q, q, q, None)
+
+
+# ---------------------------------------------------------------- caches
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_prefill_in_chunks(model, ids, logits, kind, mask):
+    """No mask of queries x keys is made, and the result is that of the whole prompt."""
+    s2o = register(config=DENSE, min_seqlen=100)
+    whole = logits("sdpa", ids)
+    cache = (
+        transformers.DynamicCache(config=model.config)
+        if kind == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 50)
+    )
+    parts = []
+    for begin, end in ((0, 200), (200, 328), (328, 499), (499, 500)):
+        options = {"attention_mask": torch.ones(1, end, dtype=torch.long)} if mask else {}
+        parts.append(logits("s2o", ids[:, begin:end], past_key_values=cache, **options))
+    assert_close(torch.cat(parts, 1), whole)
+    assert s2o.calls == {"s2o": 9, "decoding": 3}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(model, ids, cache):
+    s2o = register(config=DENSE, min_seqlen=100)
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    expected = model.generate(ids, **options)
+    model.set_attn_implementation("s2o")
+    assert torch.equal(model.generate(ids, **options), expected)
+    model.set_attn_implementation("sdpa")
+    assert s2o.calls == {"s2o": 3, "decoding": 9}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_chunks_that_s2o_does_not_take(model, ids, logits, kind):
+    """sdpa gets the same meaning without a mask in memory: short chunks, and a model in training."""
+    s2o = register(config=DENSE, min_seqlen=10_000)
+    whole = logits("sdpa", ids)
+    cache = (
+        transformers.DynamicCache(config=model.config)
+        if kind == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 50)
+    )
+    parts = [logits("s2o", ids[:, a:b], past_key_values=cache) for a, b in ((0, 10), (10, 300), (300, 500))]
+    assert_close(torch.cat(parts, 1), whole)
+    assert s2o.calls == {"short": 9}
+
+
+# ---------------------------------------------------------------- what sdpa does instead
+
+
+def test_padding(logits, ids):
+    s2o = register(config=DENSE, min_seqlen=100)
+    ids = torch.cat([ids, ids.flip(1)])
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    assert torch.equal(logits("s2o", ids, attention_mask=mask), logits("sdpa", ids, attention_mask=mask))
+    assert s2o.calls == {"mask": 3}
+
+
+def test_padding_beside_a_cache(model, logits, ids):
+    s2o = register(config=DENSE, min_seqlen=100)
+    ids = torch.cat([ids, ids.flip(1)])
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    found = []
+    for implementation in ("s2o", "sdpa"):
+        cache = transformers.DynamicCache(config=model.config)
+        for begin, end in ((0, 200), (200, 500)):
+            part = logits(implementation, ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+        found.append(part)
+    assert torch.equal(*found)
+    assert s2o.calls == {"mask": 6}
+
+
+def test_packed_sequences(logits, ids):
+    s2o = register(config=DENSE, min_seqlen=100)
+    positions = torch.cat([torch.arange(200), torch.arange(300)])[None]
+    options = {"position_ids": positions, "use_cache": False}
+    assert torch.equal(logits("s2o", ids, **options), logits("sdpa", ids, **options))
+    assert s2o.calls == {"mask": 3}
+
+
+def test_masks_of_the_callers(logits, ids):
+    s2o = register(config=DENSE, min_seqlen=100)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[..., 5] = False
+    mask[..., 5, 5] = True
+    assert torch.equal(logits("s2o", ids, attention_mask=mask), logits("sdpa", ids, attention_mask=mask))
+    assert s2o.calls == {"mask": 3}
+
+
+def test_sliding_windows(ids):
+    """Layers with a window keep it by sdpa's mask; the others, and prompts within the window, are S2O's."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=200, eos_token_id=None, bos_token_id=None,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    s2o = register(config=DENSE, min_seqlen=100)
+    expected = {n: model(ids[:, :n]).logits for n in (LENGTH, 150)}
+    model.set_attn_implementation("s2o")
+    assert_close(model(ids).logits, expected[LENGTH])
+    assert s2o.calls == {"s2o": 2, "mask": 1}
+    s2o.calls.clear()
+    assert_close(model(ids[:, :150]).logits, expected[150])
+    assert s2o.calls == {"s2o": 3}
+    s2o.calls.clear()
+    cache = transformers.DynamicCache(config=config)
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 150), (150, 350), (350, 500))]
+    assert_close(torch.cat(parts, 1), expected[LENGTH])
+    assert s2o.calls == {"s2o": 7, "mask": 2}
+
+
+def test_training(ids):
+    """Dropout and gradients are sdpa's; in evaluation S2O says why it is not used."""
+    model = llama(attention_dropout=0.5, attn_implementation="s2o")
+    s2o = register(config=DENSE, min_seqlen=100)
+    with torch.enable_grad():
+        model.train()
+        model(ids, labels=ids).loss.backward()
+        assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+        assert s2o.calls == {"dropout": 3}
+        model.eval()
+        with pytest.warns(UserWarning, match="gradients are enabled.*torch.no_grad"):
+            model(ids, labels=ids).loss.backward()
+        assert s2o.calls == {"dropout": 3, "gradients": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    assert s2o.calls["s2o"] == 3
+
+
+def test_each_reason_by_itself(qkv):
+    """The output is sdpa's, bit for bit, and the reason is counted."""
+    q, k, v = (torch.from_numpy(x) for x in qkv(200, heads=4, kv_heads=2))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+
+    def agree(reason, q=q, k=k, v=v, mask=None, min_seqlen=100, config=DENSE, **options):
+        s2o = register(config=config, min_seqlen=min_seqlen)
+        o, _ = s2o(module, q, k, v, mask, **options)
+        assert torch.equal(o, integration.sdpa_attention_forward(module, q, k, v, mask, **options)[0])
+        assert s2o.calls == {reason: 1}
+
+    agree("not causal", is_causal=False)
+    agree("decoding", q=q[:, :, :1])
+    agree("short", min_seqlen=201)
+    agree("few queries", config=replace(DENSE, block_m=256))
+    agree("sliding window", sliding_window=199)
+    agree("position bias", position_bias=torch.zeros(1, 4, 200, 200))
+    wide = [torch.cat([x, x, x], -1) for x in (q, k, v)]
+    agree("shape", *wide)
+    agree("shape", v=v[..., :32])
+    agree("shape", q=q, k=k.expand(2, -1, -1, -1).contiguous(), v=v.expand(2, -1, -1, -1).contiguous())
+    s2o = register(config=DENSE, min_seqlen=200)
+    s2o(module, q, k, v, None, sliding_window=200)
+    assert s2o.calls == {"s2o": 1}
+
+
+def test_dtypes_of_a_device():
+    s2o = register(config=DENSE, min_seqlen=100)
+    q = torch.zeros(1, 1, 200, 8, device="meta")
+    module = torch.nn.Module()
+    s2o(module, q, q, q, None)
+    assert s2o.calls == {"device or dtype": 1}
+
+
+def test_soft_capped_scores_are_refused(ids):
+    config = transformers.Gemma2Config(**SIZES, head_dim=16)
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    register(config=DENSE, min_seqlen=100)
+    model.set_attn_implementation("s2o")
+    with pytest.raises(ValueError, match=r"Gemma2Attention asks for soft-capped scores \(softcap\), which neither"):
+        model(ids)
+
+
+def test_attention_sinks_are_refused():
+    s2o = register(config=DENSE, min_seqlen=100)
+    q = torch.zeros(1, 1, 200, 8)
+    with pytest.raises(ValueError, match=r"Identity asks for attention sinks \(s_aux\)"):
+        s2o(torch.nn.Identity(), q, q, q, None, s_aux=torch.zeros(1))
+
+
+# ---------------------------------------------------------------- registering
+
+
+def test_a_name_again_replaces(logits, ids):
+    first, second = register(config=DENSE, min_seqlen=100), register(config=DENSE, min_seqlen=100)
+    logits("s2o", ids)
+    assert (first.calls, second.calls) == (Counter(), {"s2o": 3})
+
+
+def test_what_register_refuses():
+    for match, arguments in (
+        ("name is 'sdpa'; accepted: letters, .* and not a name that transformers has given", {"name": "sdpa"}),
+        ("name is 'eager'; accepted", {"name": "eager"}),
+        ("name is ''", {"name": ""}),
+        (r"name is 'paged\|s2o'", {"name": "paged|s2o"}),
+        (r"name is \['s2o'\]", {"name": ["s2o"]}),
+        ("min_seqlen is -1; accepted: an integer >= 0", {"min_seqlen": -1}),
+        ("min_seqlen is 1.5; accepted", {"min_seqlen": 1.5}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            register(**arguments)
+    with pytest.raises(TypeError, match="config is a dict"):
+        register(config={})
+    assert register().min_seqlen == 8192 and register().configs.default == S2OConfig()
+
+
+# ---------------------------------------------------------------- the mask
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    q_length=st.integers(1, 12), seen=st.integers(0, 12), free=st.integers(0, 5), kv_offset=st.integers(0, 4),
+    masked=st.sampled_from(["none", "ones", "some"]), window=st.none() | st.integers(1, 30), static=st.booleans(),
+)  # fmt: skip
+def test_masks_mean_what_sdpas_mean(q_length, seen, free, kv_offset, masked, window, static):
+    """Made or not, for any cache: the same keys are visible as in sdpa's mask when that may leave nothing out."""
+    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+    assume(q_length > 1 or not free)  # a decoding step in a static cache asks for a mask
+    kv_offset = min(kv_offset, seen)
+    kv_length = seen + q_length - kv_offset + free
+    attention_mask = None if masked == "none" else torch.ones(2, seen + q_length, dtype=torch.bool)
+    if masked == "some":
+        attention_mask[1, 0] = False
+    arguments = {
+        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "attention_mask": attention_mask,
+        "q_offset": torch.tensor(seen) if static else seen, "kv_offset": kv_offset, "local_size": window,
+        "mask_function": causal_mask_function if window is None else sliding_window_causal_mask_function(window),
+    }  # fmt: skip
+    made = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    found = integration.causal_mask(**arguments)
+    if found is None:  # then sdpa reads it so, and S2O does too
+        assert sdpa_mask(**arguments) is None
+        found = CausalMask(2, q_length, kv_length, q_length if q_length > 1 else kv_length, "cpu")
+    assert (found.shape, found.dtype) == (made.shape, torch.bool)
+    assert torch.equal(found.logical_or(torch.zeros(())), made)
+    assert torch.equal(integration.causal_mask(**arguments, allow_is_causal_skip=False), made)
+
+
+def test_a_mask_that_is_not_in_memory():
+    mask = CausalMask(2, 3, 6, 5, "cpu")
+    made = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]).bool().expand(2, 1, 3, 6)
+    assert torch.equal(mask.make(), made)
+    assert mask.stride() == (0, 0, 0, 0)  # one element
+    for same in (mask.contiguous(), mask.to("cpu"), mask.clone(), mask.to(torch.bool), mask.to("meta")):
+        assert isinstance(same, CausalMask) and same.keys == 5 and same.shape == made.shape
+    assert mask.to("meta").device.type == "meta"
+    for computed, expected in (
+        (~mask, ~made), (mask & made, made), (mask[:1, :, 1:], made[:1, :, 1:]), (mask.to(torch.float32), made.float()),
+        (torch.where(mask, 0.0, -1.0), torch.where(made, 0.0, -1.0)), (mask.mT, made.mT), (mask.data, made),
+    ):  # fmt: skip
+        assert type(computed) is torch.Tensor
+        assert torch.equal(computed, expected)
+    q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 6, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(q, k, k, attn_mask=mask), attend(q, k, k, attn_mask=made))
+    for write in (lambda: mask.fill_(False), lambda: mask.__setitem__(0, False)):
+        with pytest.raises(TypeError, match="would write to a mask that is not in memory"):
+            write()
+    assert torch.equal(mask.make(), made)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+def test_compiled_prefill(model, ids, logits):
+    """Whole graphs that hold the operator: a prompt, and a chunk whose mask was made outside of the graph."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(sum("s2o_cupy.attention" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    register(config=DENSE, min_seqlen=100)
+    expected = logits("s2o", ids)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(ids, past_key_values=transformers.DynamicCache(config=model.config)).logits, expected)
+    assert graphs == [3]
+    graphs.clear()
+    mask = CausalMask(1, LENGTH, LENGTH + 20, LENGTH, "cpu")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 20)
+    assert torch.equal(compiled(ids, attention_mask=mask, past_key_values=cache).logits, expected)
+    assert graphs == [3]
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- capture
+
+
+def test_capture(model, ids, tmp_path):
+    """What reaches a layer's attention, after the rotary embedding; the rest of the model does not run."""
+    before = model.config._attn_implementation
+    ran = []
+    hook = model.model.layers[2].register_forward_hook(lambda *_: ran.append(2))
+    q, k, v = capture(model, ids, [1, 0], tmp_path / "trace.npz")
+    hook.remove()
+    assert not ran and model.config._attn_implementation == before
+    assert q.shape == (1, 8, LENGTH, 16) and k.shape == v.shape == (1, 4, LENGTH, 16)
+    layer = model.model.layers[0]
+    hidden = layer.input_layernorm(model.model.embed_tokens(ids))
+    shape = (1, LENGTH, -1, 16)
+    attend = layer.self_attn
+    cos, sin = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    first_q, first_k = apply_rotary_pos_emb(
+        attend.q_proj(hidden).view(shape).transpose(1, 2), attend.k_proj(hidden).view(shape).transpose(1, 2), cos, sin
+    )
+    np.testing.assert_array_equal(q[:, 4:], first_q)  # layer 0 was named second
+    np.testing.assert_array_equal(k[:, 2:], first_k)
+    np.testing.assert_array_equal(v[:, 2:], attend.v_proj(hidden).view(shape).transpose(1, 2))
+    for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(x, y)
+
+
+def test_capture_in_bfloat16(ids, tmp_path):
+    model = llama(dtype=torch.bfloat16).to(torch.bfloat16)
+    model.set_attn_implementation("eager")
+    q, k, v = capture(model, ids[:, :50], [2], tmp_path / "trace.npz")
+    assert model.config._attn_implementation == "eager"
+    assert q.dtype == k.dtype == v.dtype == np.dtype(ml_dtypes.bfloat16)
+    for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
+        assert x.tobytes() == y.tobytes() and x.shape == y.shape
+
+
+def test_what_capture_refuses(model, ids, tmp_path):
+    for layers in ([], [3], [-1], [0, 0], [True], ["0"]):
+        with pytest.raises(ValueError, match=r"layers is .*; accepted: different numbers from 0 to 2"):
+            capture(model, ids, layers)
+    with pytest.raises(ValueError, match=r"trace.pt: a file that ends in '.pt'; accepted: .npz, .safetensors"):
+        capture(model, ids[:, :8], [0], tmp_path / "trace.pt")
+    assert model.config._attn_implementation == "sdpa"
