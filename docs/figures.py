@@ -69,6 +69,7 @@ VIEWS: dict[str, list[Column]] = {
         ("pass 2 ms", _key("pass2_ms"), "ms"),
         ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
         ("cuDNN TFLOP/s", _key("cudnn_tflops"), ".0f"),
+        ("pass 1 / cuDNN", _ratio("pass1_tflops", "cudnn_tflops"), ".2f"),
         ("pass 2 / cuDNN", _ratio("pass2_tflops", "cudnn_tflops"), ".2f"),
     ],
     # Kinds of order, in files whose rows name them.
