@@ -95,6 +95,7 @@ class _Family:
     blocks_per_multiprocessor: int  # that the registers must allow
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
+    blocks_unaligned: int | None = None  # instead, where copies go element by element
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
@@ -115,7 +116,8 @@ FAMILIES = {
         for name in ("guides", "rank_queries")
     },
     "key_scores": _Family(
-        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 3, "ScoreTraits<{element}, {head_dim}, {aligned}>"
+        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 3, "ScoreTraits<{element}, {head_dim}, {aligned}>",
+        blocks_unaligned=2,
     ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
@@ -138,6 +140,10 @@ class Kernel:
     @property
     def family(self) -> _Family:
         return FAMILIES[self.function]
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        return (not self.aligned and self.family.blocks_unaligned) or self.family.blocks_per_multiprocessor
 
     @property
     def name(self) -> str:
@@ -199,7 +205,7 @@ def render(kernel: Kernel) -> str:
             '"plan.py counts the shared memory differently");',
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
-            f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
+            f'extern "C" __global__ void __launch_bounds__({family.threads}, {kernel.blocks_per_multiprocessor})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             "  extern __shared__ __align__(1024) unsigned char shared[];",
             f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",
