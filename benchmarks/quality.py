@@ -151,6 +151,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", help="draw error against time, or on a CPU against density, into this .png")
     args = parser.parse_args(argv)
     _common.check_device(parser, args)
+    if args.dense_up_to is None:
+        args.dense_up_to = 0  # orders are to be judged, at short lengths too
     args.input = [x for name in args.input for x in (PATTERNS if name == "patterns" else [name])]
     return args
 
