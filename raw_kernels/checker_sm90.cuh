@@ -12,7 +12,7 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
   constexpr int kChunks = kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
   constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
   const int warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
-  Ring<1> check_ring;
+  Ring<2> check_ring;
   uint32 values = 0;  // value tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
     const uint32 slot = item % 2;
@@ -23,7 +23,6 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
     if (lane == 0) barrier_arrive(shared.work_empty[slot]);
     if (work < 0) return;
     for (int tile = first_masked; tile < tiles; ++tile) {
-      barrier_wait(shared.v_check_read, check_ring.parity ^ 1);
       const uint32 stage = (values + tile) % Traits::kStages;
       barrier_wait(shared.v_full[stage], (values + tile) / Traits::kStages & 1);
       const uint32 data = shared_address(shared.v[stage]);
@@ -36,8 +35,8 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
       }
       const bool nonfinite = __any_sync(kFullWarp, carries & 0x80008000u);
       if (lane == 0) {
-        reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite)[warp] = nonfinite;
-        barrier_arrive(shared.v_checked);
+        reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite[check_ring.slot])[warp] = nonfinite;
+        barrier_arrive(shared.v_checked[check_ring.slot]);
       }
       check_ring.advance();
     }

@@ -23,7 +23,7 @@ struct Consumer {
   Shared& shared;
   const AttentionParams& params;
   Ring<kStages> k_ring, v_ring;
-  Ring<1> check_ring;
+  Ring<2> check_ring;
   uint32 voted = 0;
   int group, lane, first_row;  // first_row: this thread's, of the q tile
 
@@ -229,6 +229,10 @@ struct Consumer {
   // tile, or `limit + r` if causal.
   __device__ __forceinline__ void guard_values(int limit) {
     constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
+    barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
+    const bool finite = *static_cast<volatile uint32*>(&shared.v_nonfinite[check_ring.slot]) == 0;
+    check_ring.advance();
+    if (finite) return;
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
     const uint32 tile = shared_address(shared.v[v_ring.slot]);
 
@@ -316,11 +320,7 @@ struct Consumer {
     return tile;
   }
   __device__ __forceinline__ void guard(int limit) {
-    if (limit >= kBlockN) return;
-    barrier_wait(shared.v_checked, check_ring.parity);
-    if (*static_cast<volatile uint32*>(&shared.v_nonfinite) != 0) guard_values(limit);
-    release(shared.v_check_read);
-    check_ring.advance();
+    if (limit < kBlockN) guard_values(limit);
   }
 
   // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight

@@ -58,13 +58,12 @@ struct Traits {
     int work[2];                     // this q tile and the next; -1 at the end
     Item items[2];                   // pass 1: the same, worked out
     NextTile next;                   // pass 2
-    uint32 v_nonfinite;              // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
-    uint32 padding;
+    uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
     // Barriers: full = copies have landed, empty = all readers are done.
     uint64 q_full[2], q_empty[2];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    uint64 v_checked, v_check_read;
+    uint64 v_checked[2];
     uint64 voted[kVoteSlots];
     uint64 work_full[2], work_empty[2];
   };
@@ -100,6 +99,8 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.q_empty[s], kConsumerWarps);
       barrier_init(shared.work_full[s], 1);
       barrier_init(shared.work_empty[s], kConsumerWarps + (kGathers ? 4 : kCheckers));
+      barrier_init(shared.v_checked[s], kCheckers);
+      shared.v_nonfinite[s] = 0;
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       barrier_init(shared.k_full[s], kCopiers);
@@ -107,9 +108,6 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.k_empty[s], kConsumerWarps);
       barrier_init(shared.v_empty[s], kConsumerWarps);
     }
-    barrier_init(shared.v_checked, kCheckers);
-    barrier_init(shared.v_check_read, kConsumerWarps);
-    shared.v_nonfinite = 0;
     for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], kConsumerWarps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -95,7 +95,7 @@ class _Family:
     blocks_per_multiprocessor: int  # that the registers must allow
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
-    blocks_unaligned: int | None = None  # instead, where copies go element by element
+    blocks_unaligned: int | None = None  # where copies go element by element, from 10.0 on: ptxas spills with more
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
@@ -142,8 +142,10 @@ class Kernel:
         return FAMILIES[self.function]
 
     @property
-    def blocks_per_multiprocessor(self) -> int:
-        return (not self.aligned and self.family.blocks_unaligned) or self.family.blocks_per_multiprocessor
+    def blocks_per_multiprocessor(self) -> str:
+        """A constant expression of CUDA C++."""
+        blocks, unaligned = self.family.blocks_per_multiprocessor, self.family.blocks_unaligned
+        return str(blocks) if self.aligned or unaligned is None else f"(__CUDA_ARCH__ >= 1000 ? {unaligned} : {blocks})"
 
     @property
     def name(self) -> str:
