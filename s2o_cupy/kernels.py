@@ -73,12 +73,25 @@ RANK_QUERIES_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("means", "scores", "range", "counts", "merged", "bases", "k_order")),
+        *((name, "u8") for name in ("means", "fine", "scores", "range", "counts", "merged", "bases", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
         *((name, "i4") for name in ("row_blocks", "key_blocks", "parts")),
+    ],
+    align=True,
+)
+RANK_FINE_PARAMS = np.dtype(
+    [
+        *((name, _TENSOR) for name in ("q", "k")),
+        *((name, "u8") for name in ("deficits", "fine", "norms", "scores", "range")),
+        ("stride", "i8"),
+        ("geometry", np.dtype(_GEOMETRY)),
+        ("chunk", np.dtype(_CHUNK)),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "survey_run")),
+        *((name, "i4") for name in ("first_ordered", "surveys", "key_blocks", "aligned")),
+        *((name, "f4") for name in ("scale_log2", "sign")),
     ],
     align=True,
 )
@@ -119,6 +132,13 @@ FAMILIES = {
         "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 3, "ScoreTraits<{element}, {head_dim}, {aligned}>",
         blocks_unaligned=2,
     ),
+    **{
+        name: _Family(
+            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 32 * warps, 16 // warps,
+            "FineTraits<{element}, {head_dim}, " + f"{warps}>",
+        )
+        for name, warps in (("survey", 8), ("fine_norms", 16), ("fine_scores", 16))
+    },
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),

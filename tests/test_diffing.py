@@ -35,16 +35,24 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     if scale < 0:
         q, scale = -q, -scale
     geometry = problem.geometry(config)
-    reps, counts = s2o.representatives(q, geometry, config)
+    reps, counts = s2o.representatives(q, geometry, config.coarse)
     q_order = s2o.query_order(q, k, geometry)
     scores = [s2o.key_scores(reps, counts, k, n, geometry) for n in range(geometry.segments)]
+    deficits = None
+    if config.surveys(scale):
+        deficits = s2o.survey(q, k, geometry, config, scale)
+        fine = s2o.fine_segments(deficits, geometry)
+        scores = [
+            np.where(fine[:, :, n, None], s2o.fine_scores(q, k, n, geometry, config, scale), coarse)
+            for n, coarse in enumerate(scores)
+        ]
     k_order = [s2o.candidate_positions(n, geometry)[s2o.order_keys(x)] for n, x in enumerate(scores)]
     state1 = s2o.pass1(q, k, v, geometry, scale)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
     state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale)
     o, lse = s2o.finish(state2)
-    return GpuStages(reps, q_order, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+    return GpuStages(reps, q_order, scores, deficits, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
 
 
 def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True):

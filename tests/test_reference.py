@@ -526,7 +526,7 @@ def test_order_keys_treats_rows_apart():
 def test_key_order_is_absolute_and_skips_the_dense_keys():
     q, k, _, config = make(Case(config={"window": 3}))
     geometry = Geometry(40, 40, 16, 3, is_causal=False)
-    order = s2o.key_order(*s2o.representatives(q, geometry, config), k, geometry)
+    order = s2o.key_order(q, k, geometry, config, q.shape[-1] ** -0.5)
     for n, keys in enumerate(order):
         dense = range(*geometry.dense_keys(n))
         assert keys.dtype == np.int32
