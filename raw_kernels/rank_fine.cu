@@ -9,7 +9,7 @@
 //   fine_scores: the largest score over a fine segment's representatives, each less its norm
 //                                                                     -> scores, range: in place of key_scores'
 //
-// A block holds representatives as fragments in registers, a warp 16 of them, and walks keys 64 at a time.
+// A block holds representatives as fragments in registers, a warp 16 or 32 of them, and walks keys 64 at a time.
 #include "geometry.cuh"
 #include "sortable.cuh"
 
@@ -40,14 +40,15 @@ struct RankFineParams {
   float sign;                // of scale
 };
 
-template <class Element_, int kHeadDim_, int kWarps_>
+template <class Element_, int kHeadDim_, int kTiles_>
 struct FineTraits {
   using Element = Element_;
-  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
-  static constexpr int kReps = 16 * kWarps;  // representatives of a block: as many as there may be
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kTiles = kTiles_;           // 16-row mma tiles of a warp
+  static constexpr int kReps = 16 * kTiles * kWarps;  // representatives of a block: as many as there may be
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kChunks = kHeadDim / 8;
-  static constexpr int kStages = kWarps / 4;
+  static constexpr int kStages = 2 * kTiles;
   static_assert(kStages * kFineStep == kReps, "steps of keys reuse the memory of representatives");
 
   struct Shared {
@@ -87,11 +88,12 @@ struct Sample {
   __device__ __forceinline__ float weight() const { return static_cast<float>(candidates) / count; }
 };
 
-// Means of runs of queries in a block's registers: a warp has 16 of them.
+// Means of runs of queries in a block's registers: a warp has 16 * kTiles of them.
 template <class Traits>
 struct Representatives {
   using Element = typename Traits::Element;
-  uint32 a[Traits::kHeadDim / 16][4];
+  static constexpr int kTiles = Traits::kTiles;
+  uint32 a[kTiles][Traits::kHeadDim / 16][4];
 
   // `queries` rows from q on; a representative whose run is empty repeats the first of all, which changes no maximum.
   __device__ __forceinline__ void load(typename Traits::Shared& shared, const uint16* q, int64 row_stride, int queries,
@@ -122,23 +124,28 @@ struct Representatives {
       store_shared_16(row_chunk<Traits>(tile, slot, chunk), make_uint4(packed[0], packed[1], packed[2], packed[3]));
     }
     __syncthreads();
-    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kTiles;
 #pragma unroll
-    for (int c = 0; c < Traits::kHeadDim / 16; ++c)
-      ldmatrix_x4(a[c], row_chunk<Traits>(tile, warp_row + lane % 16, c * 2 + lane / 16));
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+        ldmatrix_x4(a[i][c], row_chunk<Traits>(tile, warp_row + i * 16 + lane % 16, c * 2 + lane / 16));
     __syncthreads();  // the rows' memory is free
   }
 
   // s[representatives, 16 keys from 8 * j on] += dot products with the keys of a step
-  __device__ __forceinline__ void products(float (&s)[2][4], uint32 keys, int j) const {
+  __device__ __forceinline__ void products(float (&s)[kTiles][2][4], uint32 keys, int j) const {
     const int lane = threadIdx.x % 32;
     const uint32 of_lane = row_chunk<Traits>(keys, j * 8 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
       uint32 b[4];
       ldmatrix_x4(b, of_lane ^ c * 32);  // chunk 2 * c further
-      Element::mma(s[0], a[c], b[0], b[1]);
-      Element::mma(s[1], a[c], b[2], b[3]);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        Element::mma(s[i][0], a[i][c], b[0], b[1]);
+        Element::mma(s[i][1], a[i][c], b[2], b[3]);
+      }
     }
   }
 };
@@ -182,36 +189,31 @@ __device__ __forceinline__ void walk_keys(typename Traits::Shared& shared, const
   __syncthreads();
 }
 
-// x[j][e]: of key 8 * j + lane % 4 * 2 + e, spread over the 8 lanes of equal lane % 4. Leaves two keys' totals in every
-// lane and returns the key of the first, the second is the next one.
+// x[j][e]: of key 8 * j + lane % 4 * 2 + e of 32, spread over the 8 lanes of equal lane % 4. Every lane gets one key's
+// total, that of joined_key().
 template <class Join>
-__device__ __forceinline__ int join_rows(float (&x)[kFineStep / 8][2], float (&total)[2], Join join) {
-  const int lane = threadIdx.x % 32;
-  float half[4][2], quarter[2][2];
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const bool high = lane & 16;
-      const float mine = high ? x[j + 4][e] : x[j][e], theirs = high ? x[j][e] : x[j + 4][e];
-      half[j][e] = join(mine, __shfl_xor_sync(kFullWarp, theirs, 16));
-    }
+__device__ __forceinline__ float join_rows(const float (&x)[4][2], Join join) {
+  const uint32 lane = threadIdx.x % 32;
+  float half[2][2], quarter[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const bool high = lane & 8;
-      const float mine = high ? half[j + 2][e] : half[j][e], theirs = high ? half[j][e] : half[j + 2][e];
-      quarter[j][e] = join(mine, __shfl_xor_sync(kFullWarp, theirs, 8));
+      const float mine = lane & 16 ? x[j + 2][e] : x[j][e], theirs = lane & 16 ? x[j][e] : x[j + 2][e];
+      half[j][e] = join(mine, __shfl_xor_sync(kFullWarp, theirs, 16));
     }
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const bool high = lane & 4;
-    const float mine = high ? quarter[1][e] : quarter[0][e], theirs = high ? quarter[0][e] : quarter[1][e];
-    total[e] = join(mine, __shfl_xor_sync(kFullWarp, theirs, 4));
+    const float mine = lane & 8 ? half[1][e] : half[0][e], theirs = lane & 8 ? half[0][e] : half[1][e];
+    quarter[e] = join(mine, __shfl_xor_sync(kFullWarp, theirs, 8));
   }
-  const int tile = (lane & 16 ? 4 : 0) + (lane & 8 ? 2 : 0) + (lane & 4 ? 1 : 0);
-  return tile * 8 + lane % 4 * 2;
+  const float mine = lane & 4 ? quarter[1] : quarter[0], theirs = lane & 4 ? quarter[0] : quarter[1];
+  return join(mine, __shfl_xor_sync(kFullWarp, theirs, 4));
+}
+
+__device__ __forceinline__ int joined_key() {
+  const int lane = threadIdx.x % 32;
+  return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
 }
 
 // Online log-sum-exp of a warp's representatives, of which a thread has a part of two: lane / 4 and lane / 4 + 8.
@@ -290,9 +292,9 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
   walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, steps, sampled, [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kFineStep / 8; j += 2) {
-      float s[2][4] = {};
+      float s[1][2][4] = {};
       reps.products(s, keys, j);
-      mass.add(s, p.scale_log2, sample.weight(), [&](int, int t, int e) {
+      mass.add(s[0], p.scale_log2, sample.weight(), [&](int, int t, int e) {
         return step * kFineStep + (j + t) * 8 + lane % 4 * 2 + e < sample.count;
       });
     }
@@ -303,9 +305,9 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
                     [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kFineStep / 8; j += 2) {
-      float s[2][4] = {};
+      float s[1][2][4] = {};
       reps.products(s, keys, j);
-      mass.add(s, p.scale_log2, kOwnStep, [&](int h, int t, int e) {
+      mass.add(s[0], p.scale_log2, kOwnStep, [&](int h, int t, int e) {
         const int i = step * kFineStep + (j + t) * 8 + lane % 4 * 2 + e;
         const int last = min((warp * 16 + h * 8 + lane / 4 + 1) * run, queries) - 1;  // query of the run
         return i < own && (!g.is_causal || own_key(i) <= g.query_begin(n) + last + g.offset());
@@ -326,30 +328,30 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
   };
   walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, steps, sampled, [&](int step, uint32 keys) {
     if (step > 0) gather_step(step - 1);
-    float weights[kFineStep / 8][2], scores[kFineStep / 8][2];
 #pragma unroll
-    for (int j = 0; j < kFineStep / 8; j += 2) {
-      float s[2][4] = {};
-      reps.products(s, keys, j);
+    for (int first = 0; first < kFineStep / 8; first += 4) {
+      float weights[4][2], scores[4][2];
 #pragma unroll
-      for (int t = 0; t < 2; ++t)
+      for (int j = 0; j < 4; j += 2) {
+        float s[1][2][4] = {};
+        reps.products(s, keys, first + j);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          weights[j + t][e] = scores[j + t][e] = 0.f;
+        for (int t = 0; t < 2; ++t)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if (warp * 16 + h * 8 + lane / 4 >= present) continue;
-            const float x = s[t][2 * h + e], score = x * p.scale_log2;
-            scores[j + t][e] += x;
-            if (fabsf(score) < infinity()) weights[j + t][e] += exp2_approx(score - norm[h]);
+          for (int e = 0; e < 2; ++e) {
+            weights[j + t][e] = scores[j + t][e] = 0.f;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              if (warp * 16 + h * 8 + lane / 4 >= present) continue;
+              const float x = s[0][t][2 * h + e], score = x * p.scale_log2;
+              scores[j + t][e] += x;
+              if (fabsf(score) < infinity()) weights[j + t][e] += exp2_approx(score - norm[h]);
+            }
           }
-        }
+      }
+      shared.part[step % 2][0][warp][first * 8 + joined_key()] = join_rows(weights, add);
+      shared.part[step % 2][1][warp][first * 8 + joined_key()] = join_rows(scores, add);
     }
-    float total[2];
-    int key = join_rows(weights, total, add);
-    *reinterpret_cast<float2*>(&shared.part[step % 2][0][warp][key]) = make_float2(total[0], total[1]);
-    key = join_rows(scores, total, add);
-    *reinterpret_cast<float2*>(&shared.part[step % 2][1][warp][key]) = make_float2(total[0], total[1]);
   });
   gather_step(steps - 1);
   __syncthreads();
@@ -399,25 +401,29 @@ __device__ __forceinline__ void fine_norms(const RankFineParams& p, typename Tra
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Representatives<Traits> reps;
   reps.load(shared, q, p.q.row, queries, p.run, p);
-  Mass mass;
+  Mass mass[Traits::kTiles];
   walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, (sample.count + kFineStep - 1) / kFineStep,
                     [&](int i) { return sample.position(i); }, [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kFineStep / 8; j += 2) {
-      float s[2][4] = {};
+      float s[Traits::kTiles][2][4] = {};
       reps.products(s, keys, j);
-      mass.add(s, p.scale_log2, 1.f, [&](int, int t, int e) {
-        return step * kFineStep + (j + t) * 8 + lane % 4 * 2 + e < sample.count;
-      });
+#pragma unroll
+      for (int i = 0; i < Traits::kTiles; ++i)
+        mass[i].add(s[i], p.scale_log2, 1.f, [&](int, int t, int e) {
+          return step * kFineStep + (j + t) * 8 + lane % 4 * 2 + e < sample.count;
+        });
     }
   });
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int r = warp * 16 + h * 8 + lane / 4;
-    const float norm = mass.log2(h) / p.scale_log2;
-    if (lane % 4 == 0 && r < p.representatives)
-      p.norms[static_cast<int64>(blockIdx.x) * p.representatives + r] = norm;
-  }
+  for (int i = 0; i < Traits::kTiles; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = (warp * Traits::kTiles + i) * 16 + h * 8 + lane / 4;
+      const float norm = mass[i].log2(h) / p.scale_log2;
+      if (lane % 4 == 0 && r < p.representatives)
+        p.norms[static_cast<int64>(blockIdx.x) * p.representatives + r] = norm;
+    }
 }
 
 // Block: a row of the chunk and kFineBlockSteps steps of keys.
@@ -444,13 +450,15 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
   float largest = -infinity(), smallest = infinity();
   Representatives<Traits> reps;
   reps.load(shared, q, p.q.row, queries, p.run, p);
-  float norm[2];
+  float norm[Traits::kTiles][2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    int r = warp * 16 + h * 8 + lane / 4;
-    if (r * p.run >= queries) r = 0;
-    norm[h] = p.norms[pair * p.representatives + r];
-  }
+  for (int i = 0; i < Traits::kTiles; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int r = (warp * Traits::kTiles + i) * 16 + h * 8 + lane / 4;
+      if (r * p.run >= queries) r = 0;
+      norm[i][h] = p.norms[pair * p.representatives + r];
+    }
   const auto write_step = [&](int step) {  // when everybody has written its part of it
     const int i = step * kFineStep + static_cast<int>(threadIdx.x);
     if (threadIdx.x >= kFineStep || i >= keys) return;
@@ -467,23 +475,31 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
   walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, steps, [&](int i) { return i < keys ? i : -1; },
                     [&](int step, uint32 address) {
     if (step > 0) write_step(step - 1);
-    float best[kFineStep / 8][2];
 #pragma unroll
-    for (int j = 0; j < kFineStep / 8; j += 2) {
-      float s[2][4];
+    for (int first = 0; first < kFineStep / 8; first += 4) {
+      float best[4][2];
 #pragma unroll
-      for (int t = 0; t < 2; ++t)
+      for (int j = 0; j < 4; j += 2) {
+        float s[Traits::kTiles][2][4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[t][e] = -norm[e / 2];
-      reps.products(s, address, j);
+        for (int i = 0; i < Traits::kTiles; ++i)
 #pragma unroll
-      for (int t = 0; t < 2; ++t)
+          for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) best[j + t][e] = larger_or_nan(s[t][e], s[t][2 + e]);
+            for (int e = 0; e < 4; ++e) s[i][t][e] = -norm[i][e / 2];
+        reps.products(s, address, first + j);
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            best[j + t][e] = larger_or_nan(s[0][t][e], s[0][t][2 + e]);
+#pragma unroll
+            for (int i = 1; i < Traits::kTiles; ++i)
+              best[j + t][e] = larger_or_nan(best[j + t][e], larger_or_nan(s[i][t][e], s[i][t][2 + e]));
+          }
+      }
+      shared.part[step % 2][0][warp][first * 8 + joined_key()] = join_rows(best, larger_or_nan);
     }
-    float total[2];
-    const int key = join_rows(best, total, larger_or_nan);
-    *reinterpret_cast<float2*>(&shared.part[step % 2][0][warp][key]) = make_float2(total[0], total[1]);
   });
   write_step(steps - 1);
   __syncthreads();

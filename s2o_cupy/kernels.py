@@ -134,10 +134,10 @@ FAMILIES = {
     ),
     **{
         name: _Family(
-            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 32 * warps, 16 // warps,
-            "FineTraits<{element}, {head_dim}, " + f"{warps}>",
+            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256, 2,
+            "FineTraits<{element}, {head_dim}, " + f"{tiles}>",
         )
-        for name, warps in (("survey", 8), ("fine_norms", 16), ("fine_scores", 16))
+        for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
     },
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),

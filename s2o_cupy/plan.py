@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from .kernels import FAMILIES, Kernel
+from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
 from .spec import KEY_BUCKETS, ORDER_BUCKETS, SORT_PART, STOP_LAG, SURVEY_SAMPLES, Geometry, S2OConfig
 
@@ -198,8 +198,8 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
 
 def _rank_fine(function: str, dtype: str, head_dim: int) -> Kernel:
     """Its shared memory is sizeof(FineTraits::Shared)."""
-    warps = FAMILIES[function].threads // 32
-    rows, parts = 16 * warps * head_dim * 2, 4 * warps * STEP * 4
+    warps, tiles = RANK_THREADS // 32, 1 if function == "survey" else 2
+    rows, parts = 16 * tiles * warps * head_dim * 2, 4 * warps * STEP * 4
     shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4
     return Kernel(function, dtype, head_dim, shared_bytes=shared)
 
