@@ -1,6 +1,7 @@
 """The GPU backend: order, pass 1 and pass 2, launched on the current device.
 
-What depends on the problem alone is made once and cached; a call fills in addresses and launches.
+What depends on the problem alone is made once and cached; a call fills in addresses and launches. One of many launches
+that comes again with the same addresses is a graph by then (replay.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .operand import Operand
 from .plan import DeviceLimits, make_plan
 from .problem import Problem
 from .program import BASES, Workspace, launches, workspace
+from .replay import GRAPH_LAUNCHES, Replay
 from .spec import S2OConfig
 from .tensor_maps import tensor_map
 
@@ -112,7 +114,7 @@ def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Any:
 
 
 def clear_cache() -> None:
-    """Forget every prepared call and the kernels that it holds."""
+    """Forget every prepared call and the kernels and graphs that it holds."""
     _program.cache_clear()
 
 
@@ -157,7 +159,8 @@ class _Program:
         self.map_words = kernels.TENSOR_MAP_BYTES // 8 if mapped else 0
         self.bases: tuple[int, ...] = ()  # the addresses in the buffer
         self.mapped: tuple[int, ...] = ()  # and those that its maps are of
-        self.lock = threading.RLock()  # the buffer is one for all threads
+        self.lock = threading.RLock()  # the buffer and the graphs are one for all threads
+        self.replay = Replay(cupy.cuda) if len(steps) > GRAPH_LAUNCHES else None
 
     def run(
         self,
@@ -168,8 +171,27 @@ class _Program:
         memory: Memory,
         observe: Observer | None,
     ) -> None:
-        q, k, v, out = operands
         address, keeper = memory(self.workspace.nbytes)
+        q, k, v, out = operands
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address)
+        with self.lock:
+            if observe is not None:
+                self._begin(operands, addresses, stream)
+                self._run_observed(address, keeper, stream, observe)
+            elif self.replay is None:
+                self._launch(operands, addresses, stream)
+            else:
+                self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
+
+    def _launch(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
+        """Also into a graph, which copies parameters as any launch does: the buffer is free for other addresses."""
+        self._begin(operands, addresses, stream)
+        for launch, arguments, _ in self.steps:
+            driver.launchKernel(*launch, stream, arguments, 0)
+
+    def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
+        """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
+        *others, visited, address = addresses
         # First of all, as it also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         if visited:
@@ -181,18 +203,12 @@ class _Program:
                 runtime.memsetAsync(visited, 0, nbytes, stream)
         else:
             visited = address + self.workspace.places["visited"].offset
-        bases = (q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address)
-        with self.lock:
-            if bases != self.bases:
-                self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
-                self.bases = bases
-            if self.map_words and (q.pointer, k.pointer, v.pointer) != self.mapped:
-                self._write_maps((q, k, v))
-            if observe is None:
-                for launch, arguments, _ in self.steps:
-                    driver.launchKernel(*launch, stream, arguments, 0)
-            else:
-                self._run_observed(address, keeper, stream, observe)
+        bases = (*others, visited, address)
+        if bases != self.bases:
+            self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
+            self.bases = bases
+        if self.map_words and addresses[:3] != self.mapped:
+            self._write_maps(operands[:3])
 
     def _write_maps(self, operands: tuple[Operand, ...]) -> None:
         for i, x in enumerate(operands):

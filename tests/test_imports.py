@@ -12,7 +12,7 @@ import pytest
 import s2o_cupy
 
 PACKAGE = Path(s2o_cupy.__file__).parent
-GPU_PATH = ("attention", "interop", "problem", "spec", "stats", "pipeline", "plan", "kernels")
+GPU_PATH = ("attention", "interop", "problem", "spec", "stats", "pipeline", "replay", "plan", "kernels")
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")
 
 
