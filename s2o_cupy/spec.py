@@ -61,7 +61,7 @@ SURVEY_RUNS = 128  # of queries: the representatives of a survey
 SURVEY_SAMPLES = 1024  # candidates looked at, at most
 SURVEY_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
 SURVEY_FRONT = 10  # the best tenth of the sample is compared
-SURVEY_DEFICIT = 5243 / 2**20  # mass, 0.005, that the mean's best tenth may miss before the segment is ordered finely
+SURVEY_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before the segment is ordered finely
 SMALLEST_FINE_SCALE = 1e-30  # with a smaller one norms in units of a dot product could overflow; all scores are alike then
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.

@@ -313,7 +313,7 @@ def test_chunks():
 
 def test_density_of_chunks_is_that_of_one_call(qkv):
     q, k, v = qkv(600, heads=4, kv_heads=2, head_dim=32)
-    config = S2OConfig(segment=64, tau=0.1, block_m=32, block_n=32)
+    config = S2OConfig(segment=64, tau=0.1, block_m=32, block_n=32, rank="mean")
     o, stats = s2o_attention(q, k, v, config=config, return_stats=True)
     out = np.full_like(o, np.nan)
     attend = lambda *x, **options: s2o_attention(*x, config=config, return_stats=True, **options)  # noqa: E731

@@ -160,14 +160,14 @@ def cases(draw, /, **fixed):
     is_causal = draw(st.booleans())
     kv_heads = draw(st.integers(1, 2))
     seqlen_q = draw(st.integers(1, 60))
-    rank = draw(st.sampled_from(["mean", "max"]))
+    rank = draw(st.sampled_from(["mean", "max", "auto"]))
     config = {
         "segment": draw(st.integers(1, 40)),
         "block_m": draw(st.integers(1, 20)),
         "block_n": draw(st.integers(1, 20)),
         "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
         "rank": rank,
-        "representatives": draw(st.integers(1, 20)) if rank == "max" else None,
+        "representatives": draw(st.integers(1, 20)) if rank != "mean" else None,
     }
     values = {
         "heads": kv_heads * draw(st.integers(1, 3)),
