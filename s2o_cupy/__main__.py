@@ -214,7 +214,7 @@ CONFIG_HELP = {
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
     "block_m": "queries that stop together",
     "block_n": "keys between two looks at the stop rule",
-    "rank": "score of a key: product with the mean of the queries; the largest with several means; the better of such two",
+    "rank": "score of a key: product with the mean query; the largest with several means; auto: many, if it pays",
     "representatives": "means of --rank max or auto",
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",

@@ -99,16 +99,18 @@ RANK_FINE_PARAMS = np.dtype(
 
 @dataclass(frozen=True)
 class _Family:
-    """What the instantiations of one kernel function share."""
+    """What the instantiations of one kernel function share.
+
+    Blocks differ by architecture where some version of ptxas spills registers with more.
+    """
 
     source: str
     params: np.dtype[Any]
     params_type: str
     threads: int
-    blocks_per_multiprocessor: int  # that the registers must allow
+    blocks_per_multiprocessor: int | str  # that the registers must allow; a string is CUDA C++
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
-    blocks_unaligned: int | None = None  # where copies go element by element, from 10.0 on: ptxas spills with more
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
@@ -129,12 +131,12 @@ FAMILIES = {
         for name in ("guides", "rank_queries")
     },
     "key_scores": _Family(
-        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 3, "ScoreTraits<{element}, {head_dim}, {aligned}>",
-        blocks_unaligned=2,
+        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 ? 2 : 3)",
+        "ScoreTraits<{element}, {head_dim}, {aligned}>",
     ),
     **{
         name: _Family(
-            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256, 2,
+            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256, "(__CUDA_ARCH__ == 900 ? 2 : 1)",
             "FineTraits<{element}, {head_dim}, " + f"{tiles}>",
         )
         for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
@@ -160,12 +162,6 @@ class Kernel:
     @property
     def family(self) -> _Family:
         return FAMILIES[self.function]
-
-    @property
-    def blocks_per_multiprocessor(self) -> str:
-        """A constant expression of CUDA C++."""
-        blocks, unaligned = self.family.blocks_per_multiprocessor, self.family.blocks_unaligned
-        return str(blocks) if self.aligned or unaligned is None else f"(__CUDA_ARCH__ >= 1000 ? {unaligned} : {blocks})"
 
     @property
     def name(self) -> str:
@@ -227,7 +223,7 @@ def render(kernel: Kernel) -> str:
             '"plan.py counts the shared memory differently");',
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
-            f'extern "C" __global__ void __launch_bounds__({family.threads}, {kernel.blocks_per_multiprocessor})',
+            f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             "  extern __shared__ __align__(1024) unsigned char shared[];",
             f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",

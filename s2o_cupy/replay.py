@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["GRAPHS", "GRAPH_LAUNCHES", "Replay"]
 
-GRAPH_LAUNCHES = 8  # kernels of a call up to which a graph would save the host little
+GRAPH_LAUNCHES = 4  # kernels of a call up to which a graph would save the host little
 GRAPHS = 8  # of a prepared call
 
 

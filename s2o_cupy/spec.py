@@ -53,8 +53,8 @@ RANKS = ("mean", "max", "auto")
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
-# rank="auto" (reference.s2o.survey and fine_segments are the definition). Every SURVEY_EVERY-th segment is surveyed, and
-# the last SURVEY_WINDOW surveys before a segment decide on it.
+# rank="auto" (reference.s2o.survey and fine_segments are the definition). Every SURVEY_EVERY-th segment is surveyed,
+# and the last SURVEY_WINDOW surveys before a segment decide on it.
 SURVEY_EVERY = 4
 SURVEY_WINDOW = 4
 SURVEY_RUNS = 128  # of queries: the representatives of a survey
@@ -62,7 +62,7 @@ SURVEY_SAMPLES = 1024  # candidates looked at, at most
 SURVEY_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
 SURVEY_FRONT = 10  # the best tenth of the sample is compared
 SURVEY_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before the segment is ordered finely
-SMALLEST_FINE_SCALE = 1e-30  # with a smaller one norms in units of a dot product could overflow; all scores are alike then
+SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow with a smaller one; all scores are alike
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {

@@ -18,7 +18,7 @@ LENGTH, DISTANCE = 1500, 700
 
 @pytest.fixture
 def slash(rng):
-    """q, k, v in which every query of head 0 wants one key of its own, DISTANCE before it; head 1's want the same few."""
+    """q, k, v in which every query of head 0 wants one key of its own, DISTANCE before it; head 1's the same."""
     directions = rng.standard_normal((LENGTH + DISTANCE, 64), np.float32)
     directions *= 8 / np.linalg.norm(directions, axis=1, keepdims=True)
     k = np.concatenate([directions[:LENGTH], np.zeros((LENGTH, 64), np.float32)], axis=1)
@@ -75,7 +75,7 @@ def test_scores_are_the_largest_log_weights(rng):
 
 
 def test_fewer_keys_are_visited(device, slash, config):
-    """Where queries disagree far fewer keys are visited for an error that is still small; where they agree, the same."""
+    """Where queries disagree far fewer keys are visited for a small error; where they agree, as many."""
     q, k, v = slash
     config = replace(config, segment=128, tau=0.05)
     exact = device.exact(q, k, v)
