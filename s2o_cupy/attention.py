@@ -120,11 +120,9 @@ def s2o_attention(
     >>> lse.shape, stats.visited.shape, stats.density
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
-    config = _parse_config(config, tau)
+    config = parse_config(config, tau)
     framework, device = interop.common_framework(q, k, v)
-    backend = _parse_backend(backend, device)
-    if stream is not None and device.kind == "cpu":
-        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
+    backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
         is_causal, scale,
@@ -152,7 +150,7 @@ def s2o_attention(
         natives = () if problem.empty or problem.seqlen_k == 0 else (q, k, v)
         natives = tuple(framework.contiguous_last_axis(framework.native(x, host=host)) for x in natives)
         if not natives:
-            _without_keys(framework, o, lse, visited)
+            without_keys(framework, *(None if x is None else x.native for x in (o, lse, visited)))
         elif host:
             _run_reference(natives, o, lse, visited, problem, config, layout)
         else:
@@ -166,7 +164,7 @@ def s2o_attention(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _parse_config(config: Any, tau: Any) -> S2OConfig:
+def parse_config(config: Any, tau: Any) -> S2OConfig:
     if config is None:
         config = S2OConfig()
     elif not isinstance(config, S2OConfig):
@@ -174,7 +172,7 @@ def _parse_config(config: Any, tau: Any) -> S2OConfig:
     return config if tau is None else replace(config, tau=check_tau(tau, "s2o_attention"))
 
 
-def _parse_backend(backend: Any, device: Device) -> str:
+def parse_backend(backend: Any, device: Device, stream: Any) -> str:
     """ "cupy" or "numpy"."""
     if backend not in BACKENDS:
         raise ValueError(f"s2o_attention: backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
@@ -187,6 +185,8 @@ def _parse_backend(backend: Any, device: Device) -> str:
             's2o_attention: backend is "cupy", but q, k and v are on the CPU; '
             'move them to a GPU (cupy.asarray, .to("cuda"), jax.device_put), or pass backend="auto"'
         )
+    if stream is not None and device.kind == "cpu":
+        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
     if backend == "auto":
         return "cupy" if device.kind == "cuda" else "numpy"
     return backend
@@ -203,12 +203,12 @@ def _run_reference(
 ) -> None:
     from . import numpy_pipeline
 
-    q, k, v = (_bhsd(x, layout) for x in natives)
+    q, k, v = (bhsd(x, layout) for x in natives)
     found = numpy_pipeline.run(
         q,
         k,
         v,
-        _bhsd(o.native, layout),
+        bhsd(o.native, layout),
         None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
         problem,
         config,
@@ -243,15 +243,15 @@ def _run_kernels(
     )
 
 
-def _bhsd(x: Any, layout: str) -> Any:
+def bhsd(x: Any, layout: str) -> Any:
     """A view [batch, heads, seqlen, head_dim] of an array in the caller's layout."""
     if x.ndim == 3:
         x = x[None]
     return x.transpose(0, 2, 1, 3) if layout == "BSHD" else x
 
 
-def _without_keys(framework: Framework, o: Output, lse: Output | None, visited: Output | None) -> None:
-    """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched."""
-    for output, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
-        if output is not None and 0 not in output.native.shape:
-            framework.fill(output.native, value)
+def without_keys(framework: Framework, o: Any, lse: Any, visited: Any) -> None:
+    """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched. Arrays are native."""
+    for native, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
+        if native is not None and 0 not in native.shape:
+            framework.fill(native, value)

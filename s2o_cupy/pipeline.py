@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -24,7 +24,7 @@ from .replay import GRAPH_LAUNCHES, Replay
 from .spec import S2OConfig
 from .tensor_maps import tensor_map
 
-__all__ = ["Memory", "Operands", "allocate", "clear_cache", "run"]
+__all__ = ["Call", "Memory", "Operands", "allocate", "clear_cache", "run", "run_in_turn"]
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 # Returns the address of so many bytes on the current device and an object that keeps them.
@@ -75,15 +75,52 @@ def run(
     tiles visited. ``stream`` is a handle.
     Nothing waits for the GPU.
     """
-    q, k, v, out = operands
-    aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
-    program = _program(
-        problem, config, runtime.getDevice(), aligned, (q.strides, k.strides, v.strides, out.strides)
-    )
+    program = _prepared(operands, problem, config, runtime.getDevice())
     program.run(operands, lse, visited, stream, memory, observe)
 
 
-@functools.lru_cache(maxsize=256)
+class Call(NamedTuple):
+    """One of several problems; ``lse`` and ``visited`` as in `run`, but for the distance between lse's heads."""
+
+    operands: Operands
+    lse: int
+    visited: int
+    problem: Problem
+
+
+def run_in_turn(
+    calls: Sequence[Call], config: S2OConfig, *, lse_stride: int, stream: int, memory: Memory = allocate
+) -> None:
+    """Run problems of batch 1 one after the other, in one workspace of the largest need.
+
+    The heads of each ``lse`` [heads, seqlen_q] lie ``lse_stride`` elements apart. Nothing is launched before all calls
+    are prepared, and nothing waits for the GPU.
+    """
+    device = runtime.getDevice()
+    programs = [_prepared(call.operands, call.problem, config, device) for call in calls]
+    workspace_bytes = max(program.workspace.nbytes for program in programs)
+    # Kernels write a contiguous lse, so one with gaps between its heads is written behind the workspace and copied.
+    gaps = [bool(x.lse) and x.problem.heads > 1 and x.problem.seqlen_q != lse_stride for x in calls]
+    rows_bytes = [4 * call.problem.seqlen_q for call in calls]
+    lse_bytes = max(x.problem.heads * n * gap for x, n, gap in zip(calls, rows_bytes, gaps, strict=True))
+    address, keeper = memory(workspace_bytes + lse_bytes)
+    shared = lambda nbytes: (address, keeper)  # noqa: E731
+    for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
+        lse = address + workspace_bytes if gap else call.lse
+        program.run(call.operands, lse, call.visited, stream, shared, None)
+        if gap:
+            runtime.memcpy2DAsync(
+                call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
+            )
+
+
+def _prepared(operands: Operands, problem: Problem, config: S2OConfig, device: int) -> _Program:
+    q, k, v, out = operands
+    aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
+    return _program(problem, config, device, aligned, (q.strides, k.strides, v.strides, out.strides))
+
+
+@functools.lru_cache(maxsize=1024)  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...]
 ) -> _Program:
