@@ -204,6 +204,13 @@ def _rank_fine(function: str, dtype: str, head_dim: int) -> Kernel:
     return Kernel(function, dtype, head_dim, shared_bytes=shared)
 
 
+def _hopper_fine_scores(dtype: str, head_dim: int) -> Kernel:
+    """Its shared memory is sizeof(FineScoresTraits::Shared)."""
+    representatives, stages = 256, 2
+    tiles = (representatives + stages * STEP) * head_dim * 2
+    return Kernel("fine_scores_sm90", dtype, head_dim, shared_bytes=tiles + representatives * 4 + 4 * 4 + 2 * 4)
+
+
 def _key_counts() -> Kernel:
     return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4)
 
@@ -232,6 +239,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
             kernels += [_hopper(name, dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90")]
+            kernels.append(_hopper_fine_scores(dtype, head_dim))
     return tuple(kernels)
 
 
@@ -329,9 +337,11 @@ def make_plan(
         path = "portable"
         pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits)
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
+        fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim)
     else:
         path = "hopper"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
+        fine_scores = _hopper_fine_scores(problem.dtype, head_dim)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -342,7 +352,7 @@ def make_plan(
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
         survey=_rank_fine("survey", problem.dtype, head_dim),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim),
-        fine_scores=_rank_fine("fine_scores", problem.dtype, head_dim),
+        fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=_key_scores(problem.dtype, head_dim, aligned),
         key_counts=_key_counts(),
