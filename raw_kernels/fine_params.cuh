@@ -26,10 +26,4 @@ struct RankFineParams {
   float sign;                // of scale
 };
 
-__device__ __forceinline__ float larger_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 }  // namespace s2o

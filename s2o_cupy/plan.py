@@ -17,6 +17,7 @@ __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
+HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
@@ -196,6 +197,11 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
     return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
 
 
+def _hopper_key_scores(dtype: str, head_dim: int) -> Kernel:
+    """Its shared memory is sizeof(KeyScoresTraits::Shared)."""
+    return Kernel("key_scores_sm90", dtype, head_dim, shared_bytes=(SCORE_ROWS + 2 * 128) * head_dim * 2)
+
+
 def _rank_fine(function: str, dtype: str, head_dim: int) -> Kernel:
     """Its shared memory is sizeof(FineTraits::Shared)."""
     warps, tiles = RANK_THREADS // 32, 1 if function == "survey" else 2
@@ -239,7 +245,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
             kernels += [_hopper(name, dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90")]
-            kernels.append(_hopper_fine_scores(dtype, head_dim))
+            kernels += [_hopper_key_scores(dtype, head_dim), _hopper_fine_scores(dtype, head_dim)]
     return tuple(kernels)
 
 
@@ -330,6 +336,8 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
+    key_scores = _key_scores(problem.dtype, head_dim, aligned)
+    fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim)
     refusal = hopper_refusal(problem, config, limits, aligned, compact)
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
@@ -337,11 +345,12 @@ def make_plan(
         path = "portable"
         pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits)
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
-        fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim)
     else:
         path = "hopper"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim)
+        if config.coarse.representatives == 1:
+            key_scores = _hopper_key_scores(problem.dtype, head_dim)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -354,7 +363,7 @@ def make_plan(
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim),
         fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
-        key_scores=_key_scores(problem.dtype, head_dim, aligned),
+        key_scores=key_scores,
         key_counts=_key_counts(),
         key_bases=_key_bases(),
         key_order=_key_order(),
