@@ -134,9 +134,12 @@ def _rank(rank, world_size, folder, function, arguments):
 
     torch.set_num_threads(1)
     backend = os.environ.get("S2O_TEST_BACKEND", "gloo")
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, device_id=device
+    )
     try:
         function(rank, world_size, Path(folder), *arguments)
     finally:
