@@ -289,8 +289,9 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             heads_each = _heads_of_a_round(heads, group, rows, end)
             segments = min(end, rows // heads_each)
         else:
-            # Whole groups of the heads that share a KV head, or single heads if not even one group fits.
-            segments, heads_each = 1, rows // group * group or 1
+            # Whole groups of the heads that share a KV head, evenly, or single heads if not even one group fits.
+            groups, fit = heads // group, rows // group
+            segments, heads_each = 1, -(-groups // -(-groups // fit)) * group if fit else 1
         shared = group if heads_each % group == 0 else 1
         # Without candidates, leading segments need no round.
         begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
