@@ -38,6 +38,7 @@ MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "representatives": 3})  # fmt: skip
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
+FINE = replace(HOPPER, seqlen_q=1023, options={})  # the second segment, the first with candidates
 
 
 def _faults(function: str | tuple[str, ...], case: Case, *rows: tuple[str, str, str, str]) -> list[Fault]:
@@ -135,7 +136,7 @@ FAULTS = [
         ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
     ),
     *_faults(
-        "key_scores_sm90", HOPPER,
+        "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
         ("keys stand in the order in which they are copied", "key scores", "(i & ~31) + (i & 6) * 4 + (i & 24) / 4 + (i & 1)",
          "i"),
         ("a column is read twice", "key scores", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
@@ -143,12 +144,11 @@ FAULTS = [
         ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
     ),
     *_faults(
-        "fine_scores_sm90", replace(HOPPER, options={"rank": "auto"}),
+        "fine_scores_sm90", FINE,
         ("a norm is left out", "key scores", "[j * 4 + 2 * h] - norm.x", "[j * 4 + 2 * h]"),
         ("half of the representatives do not count", "key scores", "half * (128 * 128)", "0"),
         ("a mean divides by a full run's length", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
         ("lanes keep their maxima to themselves", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
-        ("a share begins a step late", "key scores", "shared.step = first;", "shared.step = first + 1;"),
         ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
     ),
     *_faults(
