@@ -18,6 +18,7 @@ STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
+SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
@@ -81,6 +82,8 @@ class LaunchPlan:
     pass1_tiles: int
     pass1: Kernel
     pass2: Kernel
+    block_sums: Kernel
+    candidate_means: Kernel
     guides: Kernel
     survey: Kernel
     fine_norms: Kernel
@@ -193,6 +196,10 @@ def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> 
     return Kernel(function, dtype, head_dim, shared_bytes=shared)
 
 
+def _remainder(function: str, dtype: str, head_dim: int) -> Kernel:
+    return Kernel(function, dtype, head_dim, shared_bytes=RANK_THREADS * 8 * 4)
+
+
 def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
     return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
 
@@ -237,6 +244,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
+        kernels += [_remainder(name, dtype, head_dim) for name in ("block_sums", "candidate_means")]
         kernels += [_rank_fine(name, dtype, head_dim) for name in ("survey", "fine_norms", "fine_scores")]
         for aligned in (True, False):
             kernels.append(_key_scores(dtype, head_dim, aligned))
@@ -359,6 +367,8 @@ def make_plan(
         pass1_tiles=pass1_tiles,
         pass1=pass1,
         pass2=pass2,
+        block_sums=_remainder("block_sums", problem.dtype, head_dim),
+        candidate_means=_remainder("candidate_means", problem.dtype, head_dim),
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
         survey=_rank_fine("survey", problem.dtype, head_dim),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim),
