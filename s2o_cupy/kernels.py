@@ -142,7 +142,9 @@ FAMILIES = {
         for name in ("guides", "rank_queries")
     },
     **{
-        name: _Family("remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, 1, "RemainderTraits<{element}, {head_dim}>")
+        name: _Family(
+            "remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, 1, "RemainderTraits<{element}, {head_dim}>"
+        )
         for name in ("block_sums", "candidate_means")
     },
     "key_scores": _Family(

@@ -678,7 +678,7 @@ def test_without_a_remainder_unvisited_keys_count_for_nothing(rng):
 
 
 def test_equal_keys_need_no_visit(rng):
-    """Where all candidates have one score, their mean stands for them exactly: mass at any tau, output if v is alike."""
+    """Where all candidates are alike, their mean stands for them exactly, at any tau."""
     q, k, v = (rng.standard_normal((1, 2, 300, 8)) for _ in range(3))
     k[:] = k[:, :, :1]
     v[:] = v[:, :, :1]
