@@ -484,7 +484,8 @@ def pass2(
 
             rest = geometry.candidates(n) - j * block_n
             if rest > 0 and config.adds_remainder:
-                m, mass, acc = add_remainder(m, mass, acc, rows @ mean_k[b, h // group] * scale, rest, mean_v[b, h // group])
+                mean = rows @ mean_k[b, h // group] * scale  # [M]
+                m, mass, acc = add_remainder(m, mass, acc, mean, rest, mean_v[b, h // group])
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
         if progress is not None:
