@@ -5,6 +5,21 @@
 namespace s2o {
 namespace sm90 {
 
+// From a head's first row to a slot's, in units of 16 bytes; the plan sees to it that 32 bits hold it.
+template <bool kPaged>
+struct RowUnits {
+  const Pages& pages;
+  uint32 row, page;
+
+  template <class T>
+  __device__ __forceinline__ RowUnits(const Pages& pages_, const Tensor<T>& x)
+      : pages(pages_), row(static_cast<uint32>(x.row / 8)), page(static_cast<uint32>(x.batch / 8)) {}
+  __device__ __forceinline__ uint32 operator()(int slot) const {
+    if constexpr (kPaged) return (slot >> pages.shift) * page + pages.in_page(slot) * row;
+    return static_cast<uint32>(slot) * row;
+  }
+};
+
 // Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
 // lane also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
 template <int kHeadDim>
@@ -31,12 +46,11 @@ struct CopyLayout {
     return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
   }
   // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros, which kFull excludes.
-  // A row begins `row_units` times 16 bytes after the one before it; the plan sees to it that 32 bits hold its offset.
-  template <bool kFull>
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept) const {
+  template <bool kFull, class Units>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const Units& units_of, int kept) const {
     uint64 base = __cvta_generic_to_global(data + chunk);
     asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
-    const uint32 offset = kept < 0 ? ~0u : static_cast<uint32>(kept) * row_units;
+    const uint32 offset = kept < 0 ? ~0u : units_of(kept);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const uint32 units = __shfl_sync(kFullWarp, offset, pass, kLanes);
@@ -49,18 +63,20 @@ struct CopyLayout {
       }
     }
   }
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept, bool full) const {
+  template <class Units>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const Units& units_of, int kept,
+                                         bool full) const {
     if (full) {
-      gather<true>(tile, data, row_units, kept);
+      gather<true>(tile, data, units_of, kept);
     } else {
-      gather<false>(tile, data, row_units, kept);
+      gather<false>(tile, data, units_of, kept);
     }
   }
 };
 
 // Takes the next q tile early, as the counter's answer takes a while; one thread.
-template <class Rows, class Shared>
-__device__ __forceinline__ void take_next(const AttentionParams& params, Shared& shared) {
+template <class Traits, class Rows>
+__device__ __forceinline__ void take_next(const AttentionParams& params, typename Traits::Shared& shared) {
   const int work = next_work<Rows>(params);
   shared.next.work = work;
   if (work < 0) return;
@@ -70,29 +86,34 @@ __device__ __forceinline__ void take_next(const AttentionParams& params, Shared&
   shared.next.begin = rows.begin;
   shared.next.keys = rows.keys(params.geometry);
   shared.next.rows = rows.count;
+  if (Traits::kPaged) shared.next_pages = params.pages.of(rows.batch(params.heads));
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
 // as the copy it serves. `row`: the one this thread keeps.
-template <class Shared>
-__device__ __forceinline__ void look_up_next(Shared& shared, int row) {
+template <class Traits>
+__device__ __forceinline__ void look_up_next(const Pages& pages, typename Traits::Shared& shared, int row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
   if (shared.next.work < 0) return;
   const int thread = threadIdx.x % kWarpgroup;
   shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
-  shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
+  int key = row < shared.next.keys ? shared.next.k_order[row] : -1;
+  if (Traits::kPaged && key >= 0) key = pages.slot(shared.next_pages, key);
+  shared.next.key[thread] = key;
 }
 
 template <class Traits, class Rows>
 __device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages;
+  constexpr bool kPaged = Traits::kPaged;
   const Geometry& g = params.geometry;
+  const Pages& pages = params.pages;
   const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
-  const auto units = [](int64 row_stride) { return static_cast<uint32>(row_stride / 8); };  // of 16 bytes
-  const uint32 q_units = units(params.q.row), k_units = units(params.k.row), v_units = units(params.v.row);
+  const RowUnits<false> q_units(pages, params.q);
+  const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
   if (thread == 0) {
-    take_next<Rows>(params, shared);
+    take_next<Traits, Rows>(params, shared);
     publish(shared, 0, shared.next.work);
   }
   Ring<kStages> k_ring, v_ring;
@@ -107,10 +128,11 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
 
     const Rows rows(params, work);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
-    const uint16 *k = params.k.at(batch, kv_head), *v = params.v.at(batch, kv_head);
+    const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const auto key = [&](int tile) {
       const int i = tile * kBlockN + row;
+      if constexpr (kPaged) return i < count ? pages.slot(pages.of(batch), rows.key_order(params)[i]) : -1;
       return i < count ? rows.key_order(params)[i] : -1;
     };
 
@@ -141,13 +163,13 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
                       position, whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
-        if (threadIdx.x == 0) take_next<Rows>(params, shared);
+        if (threadIdx.x == 0) take_next<Traits, Rows>(params, shared);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
-        if (tile == 1) look_up_next(shared, row);
+        if (tile == 1) look_up_next<Traits>(pages, shared, row);
       }
     }
     voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;

@@ -5,7 +5,7 @@
 //                 representatives, kHeadDim], rounded to the input's dtype;
 //                 queries of a segment by their dot product with the guide, descending, ties ascending
 //                                                                    -> q_order [batch * heads, segments, segment]
-#include "geometry.cuh"
+#include "pages.cuh"
 #include "sortable.cuh"
 
 namespace s2o {
@@ -24,12 +24,14 @@ struct RankQueriesParams {
   int sort_slots;          // segment rounded up to a power of two
   int aligned;             // every row of q and k starts on 16 bytes
   float sign;              // -1 where scale < 0: importance then falls with the dot product
+  Pages pages;             // of a paged cache
 };
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kPaged_>
 struct RankTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kPaged = kPaged_;               // of guides: k is a paged cache
   static constexpr int kLanes = kHeadDim / 8;           // threads of a row, 8 elements each
   static constexpr int kRows = kRankThreads / kLanes;   // rows that a block reads at a time
 
@@ -78,12 +80,15 @@ __device__ __forceinline__ void guides(const RankQueriesParams& p, typename Trai
   const int kv_head = blockIdx.x / 2, which = blockIdx.x % 2;
   if (which >= p.geometry.segments()) return;
   const int count = p.geometry.guide_keys(which), lane = threadIdx.x % Traits::kLanes;
-  const uint16* k = p.k.at(kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const int batch = kv_head / p.kv_heads;
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
   float total[8] = {};
 #pragma unroll 4
   for (int r = threadIdx.x / Traits::kLanes; r < count; r += Traits::kRows) {
     float x[8];
-    read_row<Traits>(x, k + r * p.k.row, lane, p.geometry.head_dim, p.aligned);
+    const uint16* row = k + r * p.k.row;
+    if constexpr (Traits::kPaged) row = k + p.pages.offset(p.k, p.pages.slot(p.pages.of(batch), r));
+    read_row<Traits>(x, row, lane, p.geometry.head_dim, p.aligned);
 #pragma unroll
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from .attention import s2o_attention
 from .merge import merge_states
+from .paged import s2o_attention_paged
 from .spec import S2OConfig, S2OError
 from .stats import S2OStats
 
 if TYPE_CHECKING:
     from .diffing import diff
 
-__all__ = ["S2OConfig", "S2OError", "S2OStats", "__version__", "diff", "merge_states", "s2o_attention"]
+__all__ = [
+    "S2OConfig", "S2OError", "S2OStats", "__version__", "diff", "merge_states", "s2o_attention", "s2o_attention_paged",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 # In a source checkout raw_kernels/ and reference/ stand beside this folder; installed, inside it.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from . import interop
-from .interop import Device, Framework, Output
+from .interop import Device, Framework
 from .problem import Problem, cached_validate
 from .spec import S2OConfig, check_tau
 from .stats import S2OStats
@@ -120,21 +122,46 @@ def s2o_attention(
     >>> lse.shape, stats.visited.shape, stats.density
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
-    config = _parse_config(config, tau)
-    framework, device = interop.common_framework(q, k, v)
-    backend = _parse_backend(backend, device)
-    if stream is not None and device.kind == "cpu":
-        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
+    config = parse_config(config, tau)
+    framework, device = interop.common_framework(q=q, k=k, v=v)
+    backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
         is_causal, scale,
     )  # fmt: skip
+    host = backend == "numpy"
+    return attend(
+        framework, device, {"q": q, "k": k, "v": v}, problem, config,
+        functools.partial(_run_reference if host else _run_kernels, framework, problem, config, layout),
+        host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
+    )  # fmt: skip
+
+
+# run(natives, o, lse, visited): computes on native arrays and writes o, and lse and visited unless they are None.
+Run = Callable[[tuple[Any, ...], Any, Any, Any], None]
+
+
+def attend(
+    framework: Framework,
+    device: Device,
+    inputs: dict[str, Any],
+    problem: Problem,
+    config: S2OConfig,
+    run: Run,
+    *,
+    host: bool,
+    out: Any,
+    stream: Any,
+    return_lse: bool,
+    return_stats: bool,
+) -> Any:
+    """The outputs that the caller wants, written by ``run`` on the device and stream of the call. ``inputs``: checked
+    arrays of the caller, q first."""
+    q = inputs["q"]
     shape = framework.shape(q)
     if out is not None:
-        interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shape, problem.dtype, device)
-
-    host = backend == "numpy"
-    arrays = (q, k, v) if out is None else (q, k, v, out)
+        interop.check_out(out, framework, inputs, shape, problem.dtype, device)
+    arrays = (*inputs.values(),) if out is None else (*inputs.values(), out)
     with framework.scope(device, stream, arrays, host=host):
         if out is None:
             o = framework.output(shape, problem.dtype, q, host=host)
@@ -149,14 +176,12 @@ def s2o_attention(
         if return_stats:
             visited = framework.output(problem.visited_shape(config), "int32", q, host=host)
 
-        natives = () if problem.empty or problem.seqlen_k == 0 else (q, k, v)
-        natives = tuple(framework.contiguous_last_axis(framework.native(x, host=host)) for x in natives)
-        if not natives:
-            _without_keys(framework, o, lse, visited)
-        elif host:
-            _run_reference(natives, o, lse, visited, problem, config, layout)
+        natives = [x.native if x is not None else None for x in (o, lse, visited)]
+        if problem.empty or problem.seqlen_k == 0:
+            without_keys(framework, *natives)
         else:
-            _run_kernels(framework, natives, o, lse, visited, problem, config, layout)
+            given = (framework.native(x, host=host) for x in inputs.values())
+            run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
@@ -166,7 +191,7 @@ def s2o_attention(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _parse_config(config: Any, tau: Any) -> S2OConfig:
+def parse_config(config: Any, tau: Any) -> S2OConfig:
     if config is None:
         config = S2OConfig()
     elif not isinstance(config, S2OConfig):
@@ -174,7 +199,7 @@ def _parse_config(config: Any, tau: Any) -> S2OConfig:
     return config if tau is None else replace(config, tau=check_tau(tau, "s2o_attention"))
 
 
-def _parse_backend(backend: Any, device: Device) -> str:
+def parse_backend(backend: Any, device: Device, stream: Any) -> str:
     """ "cupy" or "numpy"."""
     if backend not in BACKENDS:
         raise ValueError(f"s2o_attention: backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
@@ -187,53 +212,36 @@ def _parse_backend(backend: Any, device: Device) -> str:
             's2o_attention: backend is "cupy", but q, k and v are on the CPU; '
             'move them to a GPU (cupy.asarray, .to("cuda"), jax.device_put), or pass backend="auto"'
         )
+    if stream is not None and device.kind == "cpu":
+        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
     if backend == "auto":
         return "cupy" if device.kind == "cuda" else "numpy"
     return backend
 
 
 def _run_reference(
-    natives: tuple[Any, ...],
-    o: Output,
-    lse: Output | None,
-    visited: Output | None,
-    problem: Problem,
-    config: S2OConfig,
-    layout: str,
-) -> None:
+    framework: Framework, problem: Problem, config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any,
+    visited: Any,
+) -> None:  # fmt: skip
     from . import numpy_pipeline
 
-    q, k, v = (_bhsd(x, layout) for x in natives)
-    found = numpy_pipeline.run(
-        q,
-        k,
-        v,
-        _bhsd(o.native, layout),
-        None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
-        problem,
-        config,
-    )
+    q, k, v, o = (_bhsd(x, layout) for x in (*natives, o))
+    lse = None if lse is None else lse.reshape(problem.batch, problem.heads, problem.seqlen_q)
+    found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
     if visited is not None:
-        visited.native[...] = found
+        visited[...] = found
 
 
 def _run_kernels(
-    framework: Framework,
-    natives: tuple[Any, ...],
-    o: Output,
-    lse: Output | None,
-    visited: Output | None,
-    problem: Problem,
-    config: S2OConfig,
-    layout: str,
-) -> None:
+    framework: Framework, problem: Problem, config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any,
+    visited: Any,
+) -> None:  # fmt: skip
     interop.import_cupy()
     from . import pipeline
 
-    address = lambda x: 0 if x is None else interop.address(x.native)  # noqa: E731
-    q, k, v = (interop.operand(x, layout) for x in natives)
+    q, k, v, out = (interop.operand(x, layout) for x in (*natives, o))
     pipeline.run(
-        (q, k, v, interop.operand(o.native, layout)),
+        (q, k, v, out),
         address(lse),
         address(visited),
         problem,
@@ -243,6 +251,11 @@ def _run_kernels(
     )
 
 
+def address(native: Any) -> int:
+    """Where an output lies; 0: it is not wanted."""
+    return 0 if native is None else interop.address(native)
+
+
 def _bhsd(x: Any, layout: str) -> Any:
     """A view [batch, heads, seqlen, head_dim] of an array in the caller's layout."""
     if x.ndim == 3:
@@ -250,8 +263,8 @@ def _bhsd(x: Any, layout: str) -> Any:
     return x.transpose(0, 2, 1, 3) if layout == "BSHD" else x
 
 
-def _without_keys(framework: Framework, o: Output, lse: Output | None, visited: Output | None) -> None:
+def without_keys(framework: Framework, o: Any, lse: Any, visited: Any) -> None:
     """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched."""
     for output, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
-        if output is not None and 0 not in output.native.shape:
-            framework.fill(output.native, value)
+        if output is not None and 0 not in output.shape:
+            framework.fill(output, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ITEM_BYTES", "Operand"]
+__all__ = ["ITEM_BYTES", "Operand", "Paging"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
 ALIGNMENT = 16  # bytes that one copy takes
@@ -15,7 +15,8 @@ MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
 class Operand(NamedTuple):
     """A [batch, heads, seqlen, head_dim] array of 16-bit elements on a GPU with a contiguous last axis.
 
-    ``strides`` of the first three axes in elements, 0 where an axis has one element.
+    ``strides`` of the first three axes in elements, 0 where an axis has one element. Keys and values in a paged cache
+    are [pages, kv_heads, page_size, head_dim].
     """
 
     pointer: int
@@ -47,7 +48,22 @@ class Operand(NamedTuple):
     def is_compact(self) -> bool:
         """What the Hopper producers need: offsets of rows from the first, in chunks of 16 bytes, fit in 32 bits; and
         tensor maps: no stride is negative or 1 TiB."""
-        rows, stride = self.shape[2], self.strides[2]
-        if not 0 <= stride * ITEM_BYTES * max(0, rows - 1) < ALIGNMENT * NO_ROW:
-            return False
-        return all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)
+        return self._reaches(2) and all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)
+
+    def is_compact_cache(self) -> bool:
+        """The same of a paged cache, whose rows are those of all pages and which has no tensor map."""
+        return min(self.strides) >= 0 and self._reaches(0, 2)
+
+    def _reaches(self, *axes: int) -> bool:
+        """Whether 32 bits hold the offsets along ``axes``."""
+        reach = sum(self.strides[axis] * max(0, self.shape[axis] - 1) for axis in axes)
+        return 0 <= reach * ITEM_BYTES < ALIGNMENT * NO_ROW
+
+
+class Paging(NamedTuple):
+    """The page table of a paged cache, int32 [batch, at least the pages of seqlen_k] on the GPU."""
+
+    pointer: int
+    stride: int  # entries from one sequence's to the next's
+    page_size: int  # a power of two
+    pages: int  # of the cache

@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from . import kernels
-from .operand import Operand
+from .operand import Operand, Paging
 from .plan import DeviceLimits, make_plan
 from .problem import Problem
 from .program import BASES, Workspace, launches, workspace
@@ -63,10 +63,12 @@ def run(
     config: S2OConfig,
     *,
     stream: int,
+    paging: Paging | None = None,
     memory: Memory = allocate,
     observe: Observer | None = None,
 ) -> None:
-    """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim].
+    """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
+    to a cache: k and v [pages, kv_heads, page_size, head_dim].
 
     ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
@@ -76,26 +78,27 @@ def run(
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
     program = _program(
-        problem, config, runtime.getDevice(), aligned, (q.strides, k.strides, v.strides, out.strides)
-    )
-    program.run(operands, lse, visited, stream, memory, observe)
+        problem, config, runtime.getDevice(), aligned, (q.strides, k.strides, v.strides, out.strides),
+        None if paging is None else paging._replace(pointer=0),
+    )  # fmt: skip
+    program.run(operands, 0 if paging is None else paging.pointer, lse, visited, stream, memory, observe)
 
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...]
-) -> _Program:
+    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
+    paging: Paging | None,
+) -> _Program:  # fmt: skip
     """``strides`` of q, k, v and out."""
-    shape = lambda heads, length: (problem.batch, heads, length, problem.head_dim)  # noqa: E731
-    shapes = (
-        shape(problem.heads, problem.seqlen_q),
-        *(shape(problem.kv_heads, problem.seqlen_k),) * 2,
-        shape(problem.heads, problem.seqlen_q),
-    )
+    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
+    if paging is not None:
+        of_k = (paging.pages, problem.kv_heads, paging.page_size, problem.head_dim)
+    shapes = (of_q, of_k, of_k, of_q)
     operands = {
         name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
     }
-    return _Program(problem, config, device, aligned, operands)
+    return _Program(problem, config, device, aligned, operands, paging)
 
 
 @functools.cache  # captured graphs copy from it
@@ -120,14 +123,17 @@ class _Program:
     """A prepared call: all parameter structs in one buffer, in which a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand]
-    ) -> None:
+        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
+        paging: Paging | None,
+    ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
-        compact = all(x.is_compact() for x in operands.values())
+        cached = () if paging is None else ("k", "v")
+        compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
-        self.plan = make_plan(problem, config, device_limits(device), aligned, compact)
+        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, paging is not None)
         self.workspace: Workspace = workspace(self.plan, problem, config)
-        steps = [x for x in launches(self.plan, problem, config, operands, self.workspace, aligned) if x.blocks > 0]
+        planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging)
+        steps = [x for x in planned if x.blocks > 0]
         self.device = device
 
         # Structs on 64 bytes each, then the array of their addresses that a launch is given.
@@ -162,6 +168,7 @@ class _Program:
     def run(
         self,
         operands: Operands,
+        page_table: int,
         lse: int,
         visited: int,
         stream: int,
@@ -181,7 +188,7 @@ class _Program:
                 runtime.memsetAsync(visited, 0, nbytes, stream)
         else:
             visited = address + self.workspace.places["visited"].offset
-        bases = (q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address)
+        bases = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
         with self.lock:
             if bases != self.bases:
                 self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta

@@ -114,7 +114,7 @@ def padded_head_dim(head_dim: int) -> int:
 def _attention_shared(head_dim: int, block_m: int, stages: int) -> int:
     """sizeof(AttentionTraits::Shared)."""
     tiles = (block_m + 2 * stages * STEP) * head_dim * 2
-    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * STEP * 4, block_m * 4, 8, 3 * 8, 8
+    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * STEP * 4, block_m * 4, 8, 4 * 8, 8
     return tiles + ring + p_column + nonfinite + pointers + first_key
 
 
@@ -136,10 +136,12 @@ def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool 
     return max((stages for stages, n in blocks.items() if n >= wanted), default=1)
 
 
-def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits) -> Kernel:
+def _attention(
+    function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits, paged: bool = False
+) -> Kernel:
     stages = stages_for(head_dim, block_m, limits, aligned)
     shared = _attention_shared(head_dim, block_m, stages)
-    return Kernel(function, dtype, head_dim, aligned, block_m, stages, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, aligned, block_m, stages, paged, shared)
 
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
@@ -147,15 +149,17 @@ HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
-def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
+def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
+    if paged and function == "pass1_sm90":
+        function = "pass1_paged_sm90"  # copies by another producer
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
     item = 8 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * (4 + item), 2 * 4 + 4 * 8
     barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
-    next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
+    next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4 + 8
     shared = tiles + rows + work + next_tile + votes + barriers
-    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, paged=paged, shared_bytes=shared)
 
 
 def hopper_refusal(
@@ -182,14 +186,14 @@ def pass1_block_m(compute_capability: int) -> int:
     return 64 if compute_capability >= 120 else 128
 
 
-def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> Kernel:
+def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int, paged: bool = False) -> Kernel:
     rows = RANK_THREADS // (head_dim // 8)
     shared = rows * head_dim * 4 + sort_slots * 8
-    return Kernel(function, dtype, head_dim, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
-def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
-    return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
+def _key_scores(dtype: str, head_dim: int, aligned: bool, paged: bool = False) -> Kernel:
+    return Kernel("key_scores", dtype, head_dim, aligned, paged=paged, shared_bytes=2 * STEP * head_dim * 2 + 16)
 
 
 def _key_counts() -> Kernel:
@@ -209,16 +213,18 @@ def _key_order() -> Kernel:
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Every kernel that `make_plan` may choose on an architecture."""
     limits = DeviceLimits.of_architecture(compute_capability)
+    block_m1 = pass1_block_m(compute_capability)
     kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
-        for aligned in (True, False):
-            kernels.append(_key_scores(dtype, head_dim, aligned))
-            kernels.append(_attention("pass1", dtype, head_dim, aligned, pass1_block_m(compute_capability), limits))
-            kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
+        kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
+        for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
+            kernels.append(_key_scores(dtype, head_dim, aligned, paged))
+            for name, block_m in (("pass1", block_m1), *(("pass2", block_m) for block_m in GPU_BLOCK_M)):
+                kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, paged))
     if compute_capability == 90:
-        for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
-            kernels += [_hopper(name, dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90")]
+        for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), (64, 128), (False, True)):
+            kernels += [_hopper(name, dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90")]
     return tuple(kernels)
 
 
@@ -288,12 +294,18 @@ def is_dense(problem: Problem, config: S2OConfig) -> bool:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, paged: bool = False
 ) -> LaunchPlan:
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
+    ``paged``: k and v are a paged cache.
     """
+    if paged and not aligned:
+        raise ValueError(
+            "s2o_attention_paged: a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
+            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
+        )
     dense = is_dense(problem, config)
     geometry = problem.geometry(config)
     if dense:  # one segment, whose own keys and window are all keys
@@ -314,11 +326,11 @@ def make_plan(
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     if config.path == "portable" or refusal:
         path = "portable"
-        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits)
-        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
+        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, paged)
+        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, paged)
     else:
         path = "hopper"
-        pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90"))
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -326,9 +338,9 @@ def make_plan(
         pass1_tiles=pass1_tiles,
         pass1=pass1,
         pass2=pass2,
-        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
+        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, paged),
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
-        key_scores=_key_scores(problem.dtype, head_dim, aligned),
+        key_scores=_key_scores(problem.dtype, head_dim, aligned, paged),
         key_counts=_key_counts(),
         key_bases=_key_bases(),
         key_order=_key_order(),

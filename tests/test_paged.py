@@ -1,0 +1,478 @@
+"""Keys and values in the pages of a cache: the bits of the same call on one array, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SMALL, Device, has_gpu, has_hopper
+
+import s2o_cupy
+from s2o_cupy import S2OConfig, interop, kernels, program, s2o_attention, s2o_attention_paged
+from s2o_cupy.operand import Operand, Paging
+from s2o_cupy.plan import DeviceLimits, kernels_for, make_plan
+from s2o_cupy.problem import Problem
+
+NOWHERE = 1 << 30  # an entry that must not be read
+
+
+def paged(x: np.ndarray, table: np.ndarray, pages: int, page_size: int, layout: str, lengths: list[int]) -> np.ndarray:
+    """A cache that holds x [batch, kv_heads, seqlen_k, head_dim] as ``table`` says, and NaN wherever no key is."""
+    cache = np.full((pages, page_size, x.shape[1], x.shape[3]), np.nan, x.dtype)
+    for sequence, entries, length in zip(x, table, lengths, strict=True):
+        for position in range(length):
+            cache[entries[position // page_size], position % page_size] = sequence[:, position]
+    return np.ascontiguousarray(cache.swapaxes(1, 2)) if layout == "HND" else cache
+
+
+def random_table(rng: np.random.Generator, lengths: list[int], page_size: int) -> tuple[np.ndarray, int]:
+    """(page table with entries to spare, pages of the cache, some of them unused)."""
+    counts = [-(-length // page_size) for length in lengths]
+    pages = sum(counts) + 3
+    table = np.full((len(lengths), max(counts) + 2), NOWHERE, np.int32)
+    order = iter(rng.permutation(pages))
+    for entries, count in zip(table, counts, strict=True):
+        entries[:count] = [next(order) for _ in range(count)]
+    return table, pages
+
+
+def bits(device: Device, x: Any) -> np.ndarray:
+    host = x if isinstance(x, np.ndarray) else x.get()
+    return host.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[host.dtype.itemsize])
+
+
+def assert_same_bits(
+    device: Device, q: Any, k: Any, v: Any, rng: Any, page_size: int, layout: str, **options: Any
+) -> tuple[Any, ...]:
+    """The paged call and the call on one array, in this device's dtype; the arrays of the paged one."""
+    options.setdefault("config", device.config)
+    q, k, v = (np.asarray(x).astype(device.dtype) for x in (q, k, v))
+    lengths = [k.shape[2]] * len(k)
+    table, pages = random_table(rng, lengths, page_size)
+    arrays = [device.xp.asarray(x) for x in (q, k, v)]
+    caches = [device.xp.asarray(paged(x, table, pages, page_size, layout, lengths)) for x in (k, v)]
+    inputs = (arrays[0], *caches, device.xp.asarray(table))
+    out = device.poisoned(q.shape)
+    found = s2o_attention_paged(
+        *inputs, seqlen_k=k.shape[2], layout=layout, out=out, return_lse=True, return_stats=True, **options
+    )
+    assert found[0] is out
+    expected = s2o_attention(*arrays, return_lse=True, return_stats=True, **options)
+    for x, y in ((found[0], expected[0]), (found[1], expected[1]), (found[2].visited, expected[2].visited)):
+        np.testing.assert_array_equal(bits(device, x), bits(device, y))
+    assert found[2].density == expected[2].density
+    return inputs
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pages(device, qkv, rng, page_size, layout, head_dim):
+    q, k, v = qkv(301, 779, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    assert_same_bits(device, q, k, v, rng, page_size, layout)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((1, 1), {}),
+        ((1, 300), {}),
+        ((128, 128), {}),
+        ((700, 700), {}),
+        ((257, 1000), {"tau": 0}),
+        ((200, 333), {"tau": 10.0}),
+        ((700, 700), {"config": {"window": 30}}),
+        ((500, 700), {"config": {"rank": "max", "representatives": 3, "segment": 100}}),
+        ((700, 1100), {"config": {"dense_up_to": 10_000}}),
+        ((300, 700), {"is_causal": False}),
+        ((700, 300), {"is_causal": False}),
+        ((300, 700), {"scale": -0.1}),
+        ((300, 2), {"is_causal": False}),
+    ],
+    ids=str,
+)
+def test_problems(device, qkv, rng, lengths, options):
+    options = dict(options)
+    options["config"] = replace(device.config, **options.get("config", {}))
+    q, k, v = qkv(*lengths, heads=3, kv_heads=3, head_dim=72)
+    assert_same_bits(device, q, k, v, rng, 16, "NHD", **options)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("row", [5, 299, 650, 699])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite(device, qkv, rng, name, row, value):
+    """At the diagonal they are taken out of the product for rows that do not see them."""
+    arrays = dict(zip("qkv", qkv(700, heads=2, head_dim=128), strict=True))
+    arrays[name][:, -1, row, 77] = value
+    with np.errstate(invalid="ignore"):
+        assert_same_bits(device, *arrays.values(), rng, 32, "NHD")
+
+
+def test_sequences_of_their_own_lengths(device, qkv, rng):
+    lengths = [400, 400, 123, 0, 801]
+    q, k, v = (x.astype(device.dtype) for x in qkv(90, 801, batch=5, heads=4, kv_heads=2))
+    table, pages = random_table(rng, lengths, 64)
+    caches = [device.xp.asarray(paged(x, table, pages, 64, "NHD", lengths)) for x in (k, v)]
+    q, k, v, table = map(device.xp.asarray, (q, k, v, table))
+    options = {"config": device.config, "is_causal": False, "return_lse": True}
+    o, lse = s2o_attention_paged(q, *caches, table, seqlen_k=lengths, **options)
+    for b, n in enumerate(lengths):
+        expected = s2o_attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], **options)
+        for x, y in zip((o[b : b + 1], lse[b : b + 1]), expected, strict=True):
+            np.testing.assert_array_equal(bits(device, x), bits(device, y))
+    again = s2o_attention_paged(q, *caches, table, seqlen_k=np.array(lengths), **options)
+    np.testing.assert_array_equal(bits(device, o), bits(device, again[0]))
+
+
+def test_a_cache_of_both_and_other_strides(device, qkv, rng):
+    """k and v side by side in each page, q and out as (batch, seqlen, heads, head_dim), a slice of a wider table."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(300, heads=4, kv_heads=2, batch=2))
+    table, pages = random_table(rng, [300, 300], 16)
+    both = np.stack([paged(x, table, pages, 16, "NHD", [300, 300]) for x in (k, v)], axis=1)
+    both = device.xp.asarray(both)  # [pages, 2, page_size, kv_heads, head_dim]
+    wide = device.xp.asarray(np.concatenate([table, table], axis=1))[:, : table.shape[1]]
+    turned = device.xp.asarray(np.ascontiguousarray(q.swapaxes(1, 2))).swapaxes(1, 2)
+    out = device.poisoned((2, 300, 4, 64)).swapaxes(1, 2)
+    s2o_attention_paged(turned, both[:, 0], both[:, 1], wide, seqlen_k=300, config=device.config, out=out)
+    expected = s2o_attention(*map(device.xp.asarray, (q, k, v)), config=device.config)
+    np.testing.assert_array_equal(bits(device, device.xp.ascontiguousarray(out)), bits(device, expected))
+
+
+def test_pages_that_sequences_share(device, qkv):
+    """A common prefix: entries may repeat."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(100, 640, batch=2, heads=2))
+    k[1, :, :512], v[1, :, :512] = k[0, :, :512], v[0, :, :512]
+    table = np.array([[7, 3, 1, 2, 5], [7, 3, 1, 2, 0]], np.int32)
+    caches = [device.xp.asarray(paged(x, table, 8, 128, "HND", [640, 640])) for x in (k, v)]
+    options = {"config": device.config}
+    o = s2o_attention_paged(
+        device.xp.asarray(q), *caches, device.xp.asarray(table), seqlen_k=640, layout="HND", **options
+    )
+    expected = s2o_attention(*map(device.xp.asarray, (q, k, v)), **options)
+    np.testing.assert_array_equal(bits(device, o), bits(device, expected))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 10, 64), (2, 0, 10, 64), (2, 2, 0, 64)])
+def test_nothing_to_compute(device, shape):
+    cache = device.array(np.zeros((4, 16, max(1, shape[1]), 64)))
+    table = device.xp.zeros((shape[0], 2), np.int32)
+    o, lse = s2o_attention_paged(device.array(np.zeros(shape)), cache, cache, table, seqlen_k=20, return_lse=True)
+    assert o.shape == shape and lse.shape == shape[:3]
+
+
+# ---------------------------------------------------------------- on a GPU alone
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def big(request):
+    """A device and a configuration with several q tiles for each multiprocessor."""
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if request.param == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    import ml_dtypes
+
+    config = S2OConfig(segment=256, tau=0.05, path=request.param, dense_up_to=0)
+    return Device("cuda", np.dtype(ml_dtypes.bfloat16), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"dense_up_to": 10_000}, {"workspace_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_many_tiles(big, qkv, rng, page_size, changes):
+    q, k, v = qkv(1700, 2300, heads=32, kv_heads=8, head_dim=128)
+    assert_same_bits(big, q, k, v, rng, page_size, "NHD", config=replace(big.config, **changes))
+
+
+@pytest.mark.gpu
+def test_100_repeats_of_a_busy_gpu(big, qkv, rng):
+    import cupy
+    from conftest import spin
+
+    q, k, v = qkv(1500, heads=32, kv_heads=8, head_dim=128)
+    inputs = assert_same_bits(big, q, k, v, rng, 16, "NHD")
+    options = {"seqlen_k": 1500, "config": big.config}
+    o = s2o_attention_paged(*inputs, **options)
+    with cupy.cuda.Stream(non_blocking=True):
+        spin(milliseconds=1000, blocks=60)  # half of the GPU is elsewhere
+    equal = [(s2o_attention_paged(*inputs, **options).view(np.uint16) == o.view(np.uint16)).all() for _ in range(100)]
+    assert all(map(bool, equal))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph(big, qkv, rng):
+    """Replays follow the page table."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        inputs = assert_same_bits(big, *qkv(1024, heads=4, head_dim=128), rng, 128, "NHD")
+        options = {"seqlen_k": 1024, "config": big.config}
+        stream.begin_capture()
+        o = s2o_attention_paged(*inputs, **options)
+        graph = stream.end_capture()
+        table = inputs[3]
+        for _ in range(3):
+            table[:, :8] = cupy.roll(table[:, :8], 1, axis=1)
+            graph.launch(stream=stream)
+            assert bool((o.view(np.uint16) == s2o_attention_paged(*inputs, **options).view(np.uint16)).all())
+
+
+@pytest.mark.gpu
+def test_what_the_gpu_refuses(big):
+    import cupy
+
+    q, cache, table = (
+        cupy.zeros(s, t) for s, t in (((1, 2, 40, 66), big.dtype), ((4, 16, 2, 66), big.dtype), ((1, 4), np.int32))
+    )
+    options = {"seqlen_k": 60, "config": big.config}
+    with pytest.raises(ValueError, match=r"k_pages has a stride of .* bytes on its last axis; accepted: a contiguous"):
+        twice = cupy.zeros((4, 16, 2, 132), big.dtype)[..., ::2]
+        s2o_attention_paged(q, twice, twice, table, **options)
+    with pytest.raises(ValueError, match=r"does not start on 16 bytes, or head_dim \(66\) is no multiple of 8"):
+        s2o_attention_paged(q, cache, cache, table, **options)
+    with pytest.raises(ValueError, match="does not start on 16 bytes"):
+        s2o_attention_paged(q[..., 1:65], cache[..., :64], cache[..., :64], table, **options)
+
+
+# ---------------------------------------------------------------- frameworks
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks(framework, where, qkv, rng):
+    library = pytest.importorskip(framework)
+    q, k, v = (x.astype(np.float16) for x in qkv(200, 500, heads=4, kv_heads=2))
+    table, pages = random_table(rng, [500], 32)
+    host = (q, *(paged(x, table, pages, 32, "NHD", [500]) for x in (k, v)), table)
+    if where == "gpu" and not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if framework == "torch":
+        if where == "gpu" and not library.cuda.is_available():
+            pytest.skip("this PyTorch has no CUDA")
+        inputs = [library.from_numpy(x).to("cuda" if where == "gpu" else "cpu") for x in host]
+        back = lambda x: x.cpu().numpy()  # noqa: E731
+    else:
+        try:
+            inputs = [library.device_put(x, library.devices(where)[0]) for x in host]
+        except RuntimeError:
+            pytest.skip("this JAX has no such device")
+        back = np.asarray
+    if where == "gpu":
+        import cupy
+
+        host = tuple(map(cupy.asarray, host))
+    o = s2o_attention_paged(*inputs, seqlen_k=500, config=SMALL)
+    expected = s2o_attention_paged(*host, seqlen_k=500, config=SMALL)
+    assert type(o) is type(inputs[0])
+    np.testing.assert_array_equal(back(o), expected if where == "cpu" else expected.get())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    cache = np.zeros((6, 16, 2, 64), np.float32)
+    given = {
+        "q": np.zeros((2, 4, 30, 64), np.float32), "k_pages": cache, "v_pages": cache,
+        "page_table": np.zeros((2, 3), np.int32), "seqlen_k": 40,
+    }  # fmt: skip
+    return given | changes
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layout": "BHSD"}, ValueError, "layout is 'BHSD'; accepted: 'NHD' or 'HND'"),
+        ({"q": zeros(4, 30, 64)}, ValueError, r"q has 3 axes, shape \(4, 30, 64\); accepted: \(batch, heads, seqlen_q"),
+        ({"k_pages": zeros(6, 16, 128)}, ValueError, r"k_pages has 3 axes.*\(pages, page_size, kv_heads, head_dim\)"),
+        ({"v_pages": zeros(6, 16, 128)}, ValueError, "v_pages has 3 axes"),
+        ({"v_pages": zeros(5, 16, 2, 64)}, ValueError, r"k_pages is \(6, 16, 2, 64\) and v_pages is \(5, 16, 2, 64\)"),
+        ({"page_table": zeros(2, 3)}, TypeError, "page_table is float32; accepted: int32"),
+        ({"page_table": zeros(2, 3, dtype=np.int64)}, TypeError, "page_table is int64; accepted: int32"),
+        ({"page_table": zeros(6, dtype=np.int32)}, ValueError, r"page_table has 1 axes.*\(batch, pages_per_sequence\)"),
+        ({"page_table": zeros(3, 3, dtype=np.int32)}, ValueError, "page_table has batch 3, q has 2; accepted"),
+        ({"page_table": [[0, 1, 2]]}, TypeError, "page_table is a list; accepted: NumPy"),
+        ({"q": zeros(2, 4, 30, 64, dtype=np.float16)}, TypeError, "q float16, k_pages float32, v_pages float32; acc"),
+        ({"layout": "HND"}, ValueError, r"page_size is 2 \(axis 2 of k_pages, layout 'HND'\); accepted: a power"),
+        ({"k_pages": zeros(6, 24, 2, 64), "v_pages": zeros(6, 24, 2, 64)}, ValueError, "page_size is 24 .*at least 16"),
+        ({"k_pages": zeros(6, 8, 2, 64), "v_pages": zeros(6, 8, 2, 64)}, ValueError, "page_size is 8 .*at least 16"),
+        ({"k_pages": zeros(0, 16, 2, 64), "v_pages": zeros(0, 16, 2, 64)}, ValueError, "k_pages 0 pages; accepted"),
+        ({"seqlen_k": 49}, ValueError, "seqlen_k is 49, but page_table has 3 pages of 16 keys.*accepted: seqlen_k <= "),
+        ({"seqlen_k": -1}, ValueError, "seqlen_k is or holds -1; accepted: an integer >= 0"),
+        ({"seqlen_k": 40.0}, TypeError, "seqlen_k is or holds a float; accepted: an integer >= 0 on the host"),
+        ({"seqlen_k": True}, TypeError, "seqlen_k is or holds a bool"),
+        ({"seqlen_k": [40, None]}, TypeError, "seqlen_k is or holds a NoneType"),
+        ({"seqlen_k": np.array(40)}, TypeError, "seqlen_k is or holds a ndarray"),
+        ({"seqlen_k": [40]}, ValueError, r"seqlen_k has 1 lengths; accepted: an integer, or 2 \(the batch\)"),
+        ({"seqlen_k": [40, 41], "return_stats": True}, ValueError, r"return_stats with seqlen_k \[40, 41\]; accepted"),
+        ({"seqlen_k": 29}, ValueError, "seqlen_q 30 exceeds seqlen_k 29"),
+        ({"q": zeros(2, 3, 30, 64)}, ValueError, "q has 3 heads, k and v have 2"),
+        ({"q": zeros(2, 4, 30, 32)}, ValueError, "q has head_dim 32, k and v have 64"),
+        ({"out": zeros(2, 4, 30, 32)}, ValueError, r"out has shape \(2, 4, 30, 32\)"),
+        ({"config": 3}, TypeError, "config is a int"),
+        ({"backend": "cupy"}, ValueError, "backend is \"cupy\", but q, k and v are on the CPU"),
+        ({"stream": 0}, ValueError, "stream is given"),
+    ],
+)  # fmt: skip
+def test_refused(changes, error, message):
+    with pytest.raises(error, match=f"^s2o_attention(_paged)?: .*{message}") as caught:
+        s2o_attention_paged(**arguments(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_in_the_cache_is_refused():
+    cache = zeros(8, 16, 4, 64)
+    out = cache.reshape(2, 4, 64, 64)[:, :, :30]
+    with pytest.raises(ValueError, match="out and v_pages overlap in memory"):
+        s2o_attention_paged(**arguments(k_pages=zeros(8, 16, 4, 64), v_pages=cache, out=out))
+
+
+def test_a_cache_of_too_many_keys():
+    cache = np.broadcast_to(zeros(1, 16, 2, 64), (1 << 27, 16, 2, 64))
+    with pytest.raises(ValueError, match=r"k_pages has 134217728 pages of 16 keys; accepted: up to \d+ keys"):
+        s2o_attention_paged(**arguments(k_pages=cache, v_pages=cache))
+
+
+# ---------------------------------------------------------------- plans and kernels, without a GPU
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """NumPy arrays that claim to be on a GPU; what the pipeline is given, call by call."""
+    calls: list[Any] = []
+
+    def run(operands, lse, visited, problem, config, *, stream, paging, memory):
+        calls.append((operands, lse, visited, problem, paging))
+
+    pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
+    pipeline.run, pipeline.allocate = run, None
+    monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
+    monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
+    monkeypatch.setattr(interop, "import_cupy", lambda: np)
+    monkeypatch.setattr(interop.NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(interop.NumpyFramework, "device", lambda self, x: interop.Device("cuda", 0))
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_the_gpu_backend_gets(pretended_gpu, layout):
+    at = lambda x: x.__array_interface__["data"][0]  # noqa: E731
+    q, cache = zeros(4, 4, 30, 64, dtype=np.float16), zeros(9, 2, 32, 2, 64, dtype=np.float16)
+    k, v = (cache[:, i] if layout == "NHD" else cache[:, i].swapaxes(1, 2) for i in range(2))
+    table = zeros(4, 7, dtype=np.int32)[:, :5]
+    out = np.empty_like(q)
+    inputs = (q, k, v, table)
+    s2o_attention_paged(*inputs, seqlen_k=[40, 40, 50, 40], layout=layout, out=out, return_lse=True)
+    s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, out=out)
+    lengths = [(0, 2, 40), (2, 1, 50), (3, 1, 40), (0, 4, 160)]
+    assert len(pretended_gpu) == len(lengths)
+    for (first, batch, seqlen_k), (operands, lse, visited, problem, paging) in zip(lengths, pretended_gpu, strict=True):
+        assert (problem.batch, problem.heads, problem.kv_heads) == (batch, 4, 2)
+        assert (problem.seqlen_q, problem.seqlen_k, problem.head_dim) == (30, seqlen_k, 64)
+        assert [x.pointer for x in operands] == [at(q[first:]), at(k), at(v), at(out[first:])]
+        assert operands[0].shape == operands[3].shape == (batch, 4, 30, 64)
+        for x in operands[1:3]:  # [pages, kv_heads, page_size, head_dim]
+            assert (x.shape, x.strides) == ((9, 2, 32, 64), (2 * 32 * 2 * 64, 64, 2 * 64))
+        assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
+        assert (lse != 0) == (seqlen_k != 160) and visited == 0
+    assert pretended_gpu[1][1] - pretended_gpu[0][1] == 2 * 4 * 30 * 4
+
+
+@pytest.mark.parametrize("path", ["auto", "portable"])
+def test_what_the_kernels_get(path):
+    config = S2OConfig(path=path, dense_up_to=0)
+    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, True)
+    of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
+    operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
+    operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
+    paging = Paging(0, 100, 64, 90)
+    steps = program.launches(plan, PROBLEM, config, operands, program.workspace(plan, PROBLEM, config), True, paging)
+    for step in steps:
+        params = step.params
+        assert params["pages"].tolist() == (0, 100, 6)
+        assert params["k"].tolist() == (0, 16384, 128, 256)
+        addresses = {offset: base for offset, base, further in step.pointers if further == 0}
+        assert addresses[params.dtype.fields["pages"][1]] == "pages"
+        assert addresses[params.dtype.fields["k"][1]] == "k"
+    assert {step.kernel.paged for step in steps} == {True, False}
+
+
+PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
+STAGES = ("pass1", "pass2", "guides", "rank_queries", "key_scores", "key_counts", "key_bases", "key_order")
+
+
+@pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("path", ["auto", "portable"])
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
+    """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
+    config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
+    problem = replace(PROBLEM, head_dim=head_dim)
+    plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (True, False))
+    assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
+    ahead = {kernel.name for kernel in kernels_for(compute_capability)}
+    for stage in STAGES:
+        kernel = getattr(plan, stage)
+        assert kernel.name in ahead
+        assert kernel.paged == (stage in ("pass1", "pass2", "guides", "key_scores"))
+        assert kernel.paged or kernel == getattr(other, stage)
+    hopper = compute_capability == 90 and path == "auto" and block_m == 128
+    assert plan.pass1.function == ("pass1_paged_sm90" if hopper else "pass1")
+
+
+def test_a_plan_of_unaligned_rows_is_refused():
+    with pytest.raises(ValueError, match="a row of q, k_pages, v_pages or out does not start on 16 bytes"):
+        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "compact"),
+    [
+        ((1000, 8, 16, 128), (16384, 128, 1024), True),  # NHD
+        ((1000, 8, 16, 128), (16384, 2048, 128), True),  # HND
+        ((1000, 8, 16, 128), (-16384, 2048, 128), False),
+        ((1000, 8, 16, 128), (16384, -2048, 128), False),
+        ((2**21, 8, 16, 128), (16384, 2048, 128), True),  # just below 64 GiB
+        ((2**21 + 1, 8, 16, 128), (16384, 2048, 128), False),
+        ((1, 8, 2**25, 128), (0, 128, 1024), True),
+        ((2, 8, 2**25, 128), (2**35, 128, 1024), False),
+    ],
+)
+def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
+    assert Operand(0, shape, strides).is_compact_cache() is compact
+
+
+def test_names_of_kernels():
+    names = {kernel.name for kernel in kernels_for(90) if kernel.paged}
+    assert all("paged" in name and "unaligned" not in name for name in names)
+    assert {"pass1_paged_sm90-bfloat16-d128-s2", "pass2_sm90-bfloat16-d128-s2-paged"} <= names
+    assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_paged_kernels_compile(monkeypatch, arch):
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"no CuPy with NVRTC: {error}")
+    capability = int(arch[3:5])
+    chosen = [k for k in kernels_for(capability) if k.paged and (k.dtype, k.head_dim) == ("bfloat16", 128)]
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: tuple(chosen))
+    for compiled in kernels.compile_all([arch]):
+        assert (compiled.spill_bytes, compiled.warnings) == (0, ()), compiled.name
