@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Dense = Callable[[Any, Any, Any], Any]
@@ -16,14 +16,52 @@ FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "
 
 def available() -> dict[str, Dense]:
     """Baselines by the names that columns of results start with."""
-    from torch.nn.attention import SDPBackend
-
-    found: dict[str, Dense] = {
-        "flash2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-        "cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    }
+    found: dict[str, Dense] = {name: functools.partial(_sdpa, backend) for name, backend in sdpa_backends().items()}
     flash3 = _flash3()
     return found | ({"flash3": flash3} if flash3 else {})
+
+
+def sdpa_backends() -> dict[str, Any]:
+    """Those of PyTorch's scaled_dot_product_attention, as `torch.nn.attention.sdpa_kernel` takes them."""
+    from torch.nn.attention import SDPBackend
+
+    return {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def flash2_lower_right(q: Any, k: Any, v: Any) -> Any:
+    """FlashAttention-2 of the last queries of a longer sequence; cuDNN's mask is aligned top-left only."""
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    return scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), enable_gqa=True)
+
+
+def varlen(q: Any, k: Any, v: Any, cu_seqlens: Sequence[int]) -> Callable[[], Any] | None:
+    """PyTorch's causal attention of packed sequences, q (total, heads, head_dim), ready to call; None without one.
+
+    KV heads are repeated here, outside of the call, where it takes as many of them as query heads only.
+    """
+    import torch
+
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    cu = torch.tensor(list(cu_seqlens), dtype=torch.int32, device=q.device)
+    longest = int(cu.diff().max())
+    for repeat in (1, q.shape[1] // k.shape[1]):
+        keys, values = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+        call = functools.partial(varlen_attn, q, keys, values, cu, cu, longest, longest, **options)
+        try:
+            call()
+        except (RuntimeError, ValueError, NotImplementedError):
+            continue
+        return call
+    return None
 
 
 TITLES = {"cudnn": "cuDNN", "flash2": "FlashAttention-2", "flash3": "FlashAttention-3"}

@@ -103,9 +103,13 @@ def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error("--dtype float32 needs --device cpu: the kernels take float16 and bfloat16")
 
 
+# Arguments that are paths, of which a result keeps the names, in its command.
+FILES = ("weights", "tokens", "loader")
+
+
 def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The arguments, and what every row has in common."""
-    kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot")}
+    kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot", *FILES)}
     shared = (k for k in ("segment", "rank", "window") if rows and k in rows[0])
     return kept | {k: rows[0][k] for k in shared if len({row[k] for row in rows}) == 1}
 
@@ -270,6 +274,20 @@ def extra_gib(function: Callable[[], Any]) -> float:
     out = function()
     torch.cuda.synchronize()
     return (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
+
+
+def peak_gib(function: Callable[[], Any], but: Sequence[Any] = ()) -> float:
+    """The most memory of the GPU that is in use during a call: what PyTorch holds before it, and what it takes.
+
+    ``but``: tensors there that are the benchmark's own business.
+    """
+    import torch
+
+    release_memory()
+    held, before = torch.cuda.memory_allocated() - sum(x.nbytes for x in but), torch.cuda.mem_get_info()[0]
+    function()
+    torch.cuda.synchronize()
+    return (held + before - torch.cuda.mem_get_info()[0]) / 2**30
 
 
 def causal_flop(batch: int, heads: int, length: int, head_dim: int) -> float:

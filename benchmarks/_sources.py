@@ -131,12 +131,18 @@ def _file(case: Case) -> list[Any]:
     return [x[:, :, case.offset : case.offset + length] for x in (q, k, v)]
 
 
-def _program(case: Case) -> list[Any]:
-    """What the file's qkv_32_8 returns; it is given no more arguments than the case needs."""
-    spec = importlib.util.spec_from_file_location("trace_source", case.input)
+def module_of(path: str) -> Any:
+    """A Python file as a module."""
+    spec = importlib.util.spec_from_file_location("trace_source", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def _program(case: Case) -> list[Any]:
+    """What the file's qkv_32_8 returns; it is given no more arguments than the case needs."""
+    module = module_of(case.input)
     if case.layers is not None:
         found = module.qkv_32_8(case.length, case.offset, case.layers)
     elif case.offset:

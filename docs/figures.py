@@ -45,6 +45,7 @@ def _ratio(above: str, below: str) -> Callable[[Row], Any]:
 
 _TOKENS: list[Column] = [
     ("tokens", _key("length"), ",d"),
+    ("rank", _key("rank"), "s"),
     ("tau", _key("tau"), "g"),
     ("density", _key("density"), ".3f"),
 ]
@@ -74,7 +75,6 @@ VIEWS: dict[str, list[Column]] = {
     ],
     # Kinds of order, in files whose rows name them.
     "error": [
-        ("rank", _key("rank"), "s"),
         ("segment", _key("segment"), "d"),
         ("representatives", _key("representatives"), "d"),
         ("window", _key("window"), "d"),
@@ -83,6 +83,27 @@ VIEWS: dict[str, list[Column]] = {
         ("rel_l1", _key("rel_l1"), "error"),
         ("S2O ms", _key("s2o_ms"), "ms"),
         ("ordering ms", _key("ordering_ms"), "ms"),
+    ],
+    # Inputs of several kinds, from benchmarks/quality.py.
+    "inputs": [
+        ("input", _key("input"), "s"),
+        *_TOKENS,
+        ("rel_l2", _key("rel_l2"), "error"),
+        ("S2O ms", _key("s2o_ms"), "ms"),
+        ("cuDNN ms", _key("cudnn_ms"), "ms"),
+        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+    ],
+    # A language model from end to end, from benchmarks/model.py.
+    "model": [
+        ("tokens", _key("length"), ",d"),
+        ("attention", _key("attention"), "s"),
+        ("rank", _key("rank"), "s"),
+        ("tau", _key("tau"), "g"),
+        ("density", _key("density"), ".3f"),
+        ("nats a token", _key("loss"), ".4f"),
+        ("more than cuDNN's", _key("loss_difference"), "+.4f"),
+        ("prefill ms", _key("prefill_ms"), "ms"),
+        ("of it attention", _key("attention_ms"), "ms"),
     ],
     # Calls that wait for each other on the GPU, and how long a call keeps the host busy.
     "queued": [

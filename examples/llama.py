@@ -26,14 +26,14 @@ from s2o_cupy.integrations.transformers import register
 LOGITS = 2048  # rows whose logits are in memory at a time
 
 
-def tiny_model() -> Any:
+def tiny_model(dtype: Any = torch.float32) -> Any:
     """Two layers over bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM._from_config(config, dtype=dtype)
 
 
 def text_of(path: str | None, length: int) -> str:
@@ -96,8 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, tuple[float, float
     min_seqlen = (128 if tiny else 8192) if args.min_seqlen is None else args.min_seqlen
 
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-    model = tiny_model() if tiny else AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    model = model.to(args.device, dtype).eval()
+    model = tiny_model(dtype) if tiny else AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    # No .to(dtype): that would round the frequencies of the rotary embedding too, which must stay float32.
+    model = model.to(args.device).eval()
     ids = tokens_of(args.model, args.text, count).to(args.device)
 
     s2o = register("s2o", S2OConfig(segment=segment, tau=args.tau), min_seqlen=min_seqlen)

@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gpu = device.type == "cuda"
     tokens = args.tokens or (131_072 if gpu else 2048)
     heads, kv_heads = args.heads or (32 if gpu else 4), args.kv_heads or (8 if gpu else 2)
-    config = S2OConfig(segment=args.segment or (1024 if gpu else 128), tau=args.tau)
+    # With rank="auto" a chunk's first segments may be ordered otherwise than in one call.
+    config = S2OConfig(segment=args.segment or (1024 if gpu else 128), tau=args.tau, rank="mean")
     parallel = SequenceParallel(tokens, config=config, split=args.split)
     with torch.inference_mode():
         whole = make_input(tokens, heads, kv_heads, args.head_dim, device, seed=0)

@@ -22,6 +22,7 @@ constexpr int kSortWarps = kSortThreads / 32;
 struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
   const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
+  const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
   float* scores;           // [chunk rows, stride] by key position
   uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
   uint16* counts;          // [chunk rows, parts, kKeyBuckets]
@@ -86,9 +87,11 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
     segment[h] = p.chunk.first_segment + row / p.chunk.shared_heads;
   }
 
-  const auto valid = [&](int h) {
-    return first_row + static_cast<int>(threadIdx.x) / 32 * 16 + h * 8 + lane / 4 < rows;
-  };
+  bool valid[2];  // of these rows
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    valid[h] = first_row + static_cast<int>(threadIdx.x) / 32 * 16 + h * 8 + lane / 4 < rows &&
+               !(p.fine && p.fine[static_cast<int64>(head[h]) * g.segments() + segment[h]]);
 
   if (threadIdx.x == 0) shared.first_key = first_key;
   if (Traits::kPaged && threadIdx.x == 0) shared.pages = p.pages.of(first_head / p.heads);
@@ -146,7 +149,7 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (!valid(h)) continue;
+      if (!valid[h]) continue;
       const int end = g.is_causal ? g.candidates(segment[h]) : g.seqlen_k;
       const int dense_begin = g.dense_begin(segment[h]), dense_end = g.dense_end(segment[h]);
       float* target = p.scores + p.chunk.row(head[h], segment[h]) * p.stride;
@@ -176,7 +179,7 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
       smallest[h] = fminf(smallest[h], __shfl_xor_sync(kFullWarp, smallest[h], step));
     }
     // The result of an integer maximum does not depend on the order of blocks.
-    if (valid(h) && lane % 4 == 0 && largest[h] >= smallest[h]) {
+    if (valid[h] && lane % 4 == 0 && largest[h] >= smallest[h]) {
       uint2* range = p.range + p.chunk.row(head[h], segment[h]);
       atomicMax(&range->x, sortable(largest[h]));
       atomicMax(&range->y, sortable(-smallest[h]));

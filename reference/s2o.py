@@ -1,6 +1,7 @@
 """S2O in NumPy: the definition, one function a stage.
 
     representatives -> key_scores -> order_keys  (key_order)    Algorithm 1 (ii)
+    survey -> fine_segments -> fine_scores                      in place of key_scores, with rank="auto" where it pays
     query_order                                                 Algorithm 1 (i)
     pass1                                                       Algorithm 2
     pass2, finish                                               Algorithm 3
@@ -21,13 +22,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import KEY_BUCKETS, ORDER_REACH_BITS, ORDER_STEP_BITS, Geometry, S2OConfig
+from ..spec import (
+    KEY_BUCKETS,
+    ORDER_REACH_BITS,
+    ORDER_STEP_BITS,
+    SURVEY_DEFICIT,
+    SURVEY_EVERY,
+    SURVEY_FRONT,
+    SURVEY_OWN_STEP,
+    SURVEY_SAMPLES,
+    SURVEY_WINDOW,
+    Geometry,
+    S2OConfig,
+)
 from .dense import Array, check_shapes, compute_dtype, visible_keys, weighted_sum
 
 __all__ = [
     "Result",
     "State",
     "candidate_positions",
+    "fine_scores",
+    "fine_segments",
     "finish",
     "key_order",
     "key_scores",
@@ -39,6 +54,7 @@ __all__ = [
     "representatives",
     "s2o",
     "score_buckets",
+    "survey",
 ]
 
 ROWS = 512  # query rows that pass 1 takes at once; it bounds memory and skips keys past the diagonal
@@ -208,15 +224,123 @@ def order_keys(scores: Array) -> Array:
     return order.reshape(bucket.shape)
 
 
-def key_order(reps: Array, counts: Array, k: Array, geometry: Geometry) -> list[Array]:
+def sample_positions(n: int, geometry: Geometry) -> Array:
+    """At most SURVEY_SAMPLES candidates of segment ``n``, evenly spread: key positions, int32 [C']."""
+    positions = candidate_positions(n, geometry)
+    step = max(1, -(-len(positions) // SURVEY_SAMPLES))
+    return positions[step // 2 :: step]
+
+
+def run_means(q: Array, run: int) -> tuple[Array, Array]:
+    """Means of runs of ``run`` consecutive rows of q [..., L, D]: [..., R, D], and the last row of each, int [R]."""
+    starts = np.arange(0, q.shape[-2], run)
+    last = np.minimum(starts + run, q.shape[-2]) - 1
+    return np.add.reduceat(q, starts, axis=-2) / (last - starts + 1).astype(q.dtype)[:, None], last
+
+
+def _log_mass(scores: Array, weight: float = 1.0) -> Array:
+    """ln(weight * sum exp) over the last axis of finite scores, -inf where there is none."""
+    scores = np.where(np.isfinite(scores), scores, -np.inf)
+    top = scores.max(axis=-1, initial=-np.inf)
+    base = np.where(np.isneginf(top), 0, top)
+    return base + np.log(weight * np.exp(scores - base[..., None]).sum(axis=-1))
+
+
+@quiet
+def survey(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
+    """How much softmax mass an order by the mean query would find late: deficits, float32 [B, H, surveys].
+
+    For each of ``geometry.surveyed()``: representatives of ``config.survey_run`` queries score a sample of the
+    segment's candidates. A candidate's mass is what they give it on average, of all that they see: the sample, taken
+    for all candidates, and of the keys that pass 1 reads every SURVEY_OWN_STEP-th, taken for all of those. The deficit
+    is the mass of the SURVEY_FRONT-th part of the sample that has the most, less that of the part that the mean of the
+    scores puts first. Scores that are not finite give no mass; NaN comes first in the mean's order.
+    """
+    batch, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    surveyed = geometry.surveyed()
+    deficits = np.zeros((batch, heads, len(surveyed)), np.float32)
+    for i, n in enumerate(surveyed):
+        (first, end), (dense_begin, dense_end) = geometry.queries(n), geometry.dense_keys(n)
+        sample, own = sample_positions(n, geometry), np.arange(dense_begin, dense_end, SURVEY_OWN_STEP)
+        if len(sample) == 0:
+            continue
+        weight = geometry.candidates(n) / len(sample)
+        best = max(1, len(sample) // SURVEY_FRONT)
+        for b, h in np.ndindex(batch, heads):
+            kh = k[b, h // group]
+            reps, last = run_means(q[b, h, first:end], config.survey_run)  # [R, D], [R]
+            scores = reps @ kh[sample].T * scale  # [R, C']
+            own_scores = reps @ kh[own].T * scale  # [R, keys]
+            if geometry.is_causal:
+                own_scores = np.where(own <= (first + last + geometry.offset)[:, None], own_scores, -np.inf)
+            norm = np.logaddexp(_log_mass(scores, weight), _log_mass(own_scores, SURVEY_OWN_STEP))  # [R]
+            norm = np.where(np.isneginf(norm), 0, norm)
+            mass = np.where(np.isfinite(scores), np.exp(scores - norm[:, None]), 0).sum(axis=0)  # [C']
+            mean = scores.sum(axis=0)  # [C'] times R
+            front = [mass[np.lexsort((-x, ~np.isnan(x)))[:best]].sum() for x in (mass, mean)]
+            deficits[b, h, i] = (front[0] - front[1]) * weight / len(reps)
+    return deficits
+
+
+def fine_segments(deficits: Array, geometry: Geometry) -> Array:
+    """Which segments ``rank="auto"`` orders by :func:`fine_scores`: bool [B, H, N].
+
+    Those before which their head's latest SURVEY_WINDOW surveys found a mean deficit above SURVEY_DEFICIT, and the
+    first of all, which no survey precedes. A survey sees keys of its own segment, so it says nothing about that one.
+    """
+    surveyed = geometry.surveyed()
+    fine = np.zeros((*deficits.shape[:2], geometry.segments), bool)
+    for n in range(geometry.first_ordered, geometry.segments):
+        before = -(-(n - surveyed.start) // SURVEY_EVERY)
+        count = min(before, SURVEY_WINDOW)
+        total = np.zeros(deficits.shape[:2], np.float32)
+        for i in range(before - count, before):
+            total += deficits[:, :, i]
+        fine[:, :, n] = total > np.float32(count) * np.float32(SURVEY_DEFICIT) if count else True
+    return fine & np.array([geometry.candidates(n) > 0 for n in range(geometry.segments)], bool)
+
+
+@quiet
+def fine_scores(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
+    """The largest logarithm of a softmax weight that a representative of segment ``n`` gives each candidate.
+
+    Representatives are means of ``config.run`` queries; their weights are of the sample of candidates that
+    :func:`survey` sees. In units of a dot product, that is divided by ``scale``, which is positive. NaN wins.
+
+    Returns float32 [B, H, C], candidates in ascending position.
+    """
+    batch, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    positions, sample = candidate_positions(n, geometry), sample_positions(n, geometry)
+    first, end = geometry.queries(n)
+    found = np.empty((batch, heads, len(positions)), np.float32)
+    for b, h in np.ndindex(batch, heads):
+        kh = k[b, h // group]
+        reps = run_means(q[b, h, first:end], config.run)[0]  # [R, D]
+        norm = _log_mass(reps @ kh[sample].T * scale) / scale  # [R]
+        norm = np.where(np.isneginf(norm), 0, norm)
+        found[b, h] = (reps @ kh[positions].T - norm[:, None]).max(axis=0)
+    return found
+
+
+def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> list[Array]:
     """Candidates of each segment, most important first (Algorithm 1, lines 15-20).
 
     Returns N arrays int32 [B, H, C] of absolute key positions.
     """
-    return [
-        candidate_positions(n, geometry)[order_keys(key_scores(reps, counts, k, n, geometry))]
-        for n in range(geometry.segments)
-    ]
+    reps, counts = representatives(q, geometry, config.coarse)
+    batch, heads = q.shape[:2]
+    fine = np.zeros((batch, heads, geometry.segments), bool)
+    if config.surveys(scale):
+        fine = fine_segments(survey(q, k, geometry, config, scale), geometry)
+    orders = []
+    for n in range(geometry.segments):
+        scores = key_scores(reps, counts, k, n, geometry)
+        if fine[:, :, n].any():
+            scores = np.where(fine[:, :, n, None], fine_scores(q, k, n, geometry, config, scale), scores)
+        orders.append(candidate_positions(n, geometry)[order_keys(scores)])
+    return orders
 
 
 # ---------------------------------------------------------------- step 2: attention
@@ -384,7 +508,7 @@ def s2o(
     geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal)
 
     q_order = query_order(q, k, geometry)
-    k_order = key_order(*representatives(q, geometry, config), k, geometry)
+    k_order = key_order(q, k, geometry, config, scale)
     state1 = pass1(q, k, v, geometry, scale)
     state2, visited = pass2(q, k, v, state1, q_order, k_order, geometry, config, scale, progress=progress)
     return Result(*finish(state2), visited, q_order, k_order, state1)

@@ -13,13 +13,22 @@ from .merge import merge_states
 from .paged import s2o_attention_paged
 from .spec import S2OConfig, S2OError
 from .stats import S2OStats
+from .varlen import s2o_attention_varlen
 
 if TYPE_CHECKING:
     from .diffing import diff
 
 __all__ = [
-    "S2OConfig", "S2OError", "S2OStats", "__version__", "diff", "merge_states", "s2o_attention", "s2o_attention_paged",
-]  # fmt: skip
+    "S2OConfig",
+    "S2OError",
+    "S2OStats",
+    "__version__",
+    "diff",
+    "merge_states",
+    "s2o_attention",
+    "s2o_attention_paged",
+    "s2o_attention_varlen",
+]
 __version__ = "0.1.0"
 
 # In a source checkout raw_kernels/ and reference/ stand beside this folder; installed, inside it.

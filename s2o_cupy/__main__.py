@@ -214,8 +214,8 @@ CONFIG_HELP = {
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
     "block_m": "queries that stop together",
     "block_n": "keys between two looks at the stop rule",
-    "rank": "score of a key: product with the mean of the queries, or the largest with several means",
-    "representatives": "means of --rank max",
+    "rank": "score of a key: product with the mean query; the largest with several means; auto: many, if it pays",
+    "representatives": "means of --rank max or auto",
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
     "path": "GPU kernels",
@@ -229,7 +229,7 @@ def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
         default = getattr(defaults, field.name)
         said, kind = default, type(default)
         if field.name == "representatives":
-            default, said = None, "1, or 16 with --rank max"
+            default, said = None, "256, 16 with --rank max, 1 with mean"
         if default is None:
             kind = int
         if field.name == "dense_up_to" and default is None:

@@ -225,7 +225,7 @@ def _run_reference(
 ) -> None:  # fmt: skip
     from . import numpy_pipeline
 
-    q, k, v, o = (_bhsd(x, layout) for x in (*natives, o))
+    q, k, v, o = (bhsd(x, layout) for x in (*natives, o))
     lse = None if lse is None else lse.reshape(problem.batch, problem.heads, problem.seqlen_q)
     found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
     if visited is not None:
@@ -256,7 +256,7 @@ def address(native: Any) -> int:
     return 0 if native is None else interop.address(native)
 
 
-def _bhsd(x: Any, layout: str) -> Any:
+def bhsd(x: Any, layout: str) -> Any:
     """A view [batch, heads, seqlen, head_dim] of an array in the caller's layout."""
     if x.ndim == 3:
         x = x[None]
@@ -264,7 +264,7 @@ def _bhsd(x: Any, layout: str) -> Any:
 
 
 def without_keys(framework: Framework, o: Any, lse: Any, visited: Any) -> None:
-    """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched."""
-    for output, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
-        if output is not None and 0 not in output.shape:
-            framework.fill(output, value)
+    """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched. Arrays are native."""
+    for native, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
+        if native is not None and 0 not in native.shape:
+            framework.fill(native, value)

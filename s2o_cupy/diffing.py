@@ -25,6 +25,7 @@ Progress = Callable[[int, int], None]
 # Relative size of half a unit in the last place.
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT32 = 2.0**-24
+SURVEY_SLACK = 0.02
 
 
 @dataclass
@@ -34,6 +35,7 @@ class GpuStages:
     reps: Array  # [B, H, N, R, D]
     q_order: Array  # int32 [B, H, N, S]
     scores: list[Array]  # N times [B, H, C]
+    deficits: Array | None  # [B, H, surveys], of rank="auto"
     k_order: list[Array]  # N times int32 [B, H, C], key positions
     o1: Array  # [B, H, Lq, D], of the input's dtype
     m1: Array  # [B, H, Lq], natural log
@@ -162,12 +164,13 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     config = replace(config, dense_up_to=0)  # every stage is to be seen
     geometry = problem.geometry(config)
     batch, heads, segments = problem.batch, problem.heads, geometry.segments
-    representatives = config.representatives or 1
+    representatives = config.coarse.representatives or 1
     head_dim = problem.head_dim
     stages = GpuStages(
         reps=np.zeros((batch, heads, segments, representatives, head_dim), np.float32),
         q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
         scores=[np.empty((batch, heads, geometry.candidates(n)), np.float32) for n in range(segments)],
+        deficits=None,
         k_order=[np.empty((batch, heads, geometry.candidates(n)), np.int32) for n in range(segments)],
         o1=None,
         m1=None,
@@ -192,6 +195,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
                 means = host("means").view(q.dtype).astype(np.float32)
             stages.reps = means.reshape(batch, heads, segments, representatives, -1)[..., :head_dim]
             stages.q_order = host("q_order").reshape(stages.q_order.shape)
+        elif stage == "survey":
+            stages.deficits = host("deficits").reshape(batch, heads, -1)
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             shape = (chunk.heads, chunk.segments, chunk.stride)
@@ -284,10 +289,10 @@ def compare(
     step = (lambda: progress(next(done), total)) if progress else (lambda: None)
 
     # Representatives: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
-    reps, counts = s2o.representatives(q, geometry, config)
+    reps, counts = s2o.representatives(q, geometry, config.coarse)
     present = counts > 0  # [N, R]
-    magnitude = s2o.representatives(np.abs(q), geometry, config)[0]
-    allowed = magnitude * (unit + UNIT32 * (config.run + 2)) + smallest
+    magnitude = s2o.representatives(np.abs(q), geometry, config.coarse)[0]
+    allowed = magnitude * (unit + UNIT32 * (config.coarse.run + 2)) + smallest
     ordered = any(geometry.candidates(n) for n in range(segments))
     if ordered:
         rows.floats("representatives", stages.reps[:, :, present], reps[:, :, present], allowed[:, :, present])
@@ -298,15 +303,31 @@ def compare(
         rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
     step()
 
-    # Scores given the GPU's representatives: products are exact, head_dim sums round.
+    # Deficits, within SURVEY_SLACK: a survey rounds its representatives as above, and what stands at the edge of the
+    # best tenth is then in it or not. They only say which segments are fine, exactly, given the GPU's.
+    fine = np.zeros((problem.batch, problem.heads, segments), bool)
+    if stages.deficits is not None:
+        want = s2o.survey(q, k, geometry, config, scale)
+        rows.floats("survey", stages.deficits, want, np.full(want.shape, SURVEY_SLACK), "mass that the mean misses")
+        fine = s2o.fine_segments(stages.deficits, geometry)
+
+    # Scores given the GPU's representatives: products are exact, head_dim sums round. Of fine segments its
+    # representatives are not seen: they are rounded to the dtype, and so are their norms' scores.
     worst_part: list[Array] = []
     for n in range(segments):
         mine = stages.reps.astype(np.float64)
         want = s2o.key_scores(mine, counts, k, n, geometry)
         bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry)
+        bound = bound * (head_dim + 2) * UNIT32 + 1e-30
+        if fine[:, :, n].any():
+            finely = s2o.fine_scores(q, k, n, geometry, config, scale)
+            rounding = _fine_bound(q, k, n, geometry, config) * (2 * unit + (head_dim + config.run) * UNIT32)
+            norms = 2.0**-16 / scale  # of exp2 and log2
+            want = np.where(fine[:, :, n, None], finely, want)
+            bound = np.where(fine[:, :, n, None], rounding[..., None] + norms + smallest, bound)
         with np.errstate(invalid="ignore"):
             off = np.abs(stages.scores[n].astype(np.float64) - want)
-            part = off / (bound * (head_dim + 2) * UNIT32 + 1e-30)
+            part = off / bound
         part[(stages.scores[n] == want) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
         worst_part.append(np.where(np.isnan(part), np.inf, part))
     flat = _flatten(worst_part)
@@ -358,6 +379,18 @@ def compare(
     rows.floats("lse", stages.lse, lse, _lse_allowed(lse, reach))
     step()
     return DiffReport(tuple(rows.rows), S2OStats(stages.visited, problem, config).density, problem, config)
+
+
+def _fine_bound(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
+    """Bound [B, H] on the sum of magnitudes in a dot product of a key with a mean of segment ``n``'s queries."""
+    from .reference import s2o
+
+    first, end = geometry.queries(n)
+    with np.errstate(invalid="ignore", over="ignore"):
+        reps = s2o.run_means(np.abs(np.where(np.isfinite(q[:, :, first:end]), q[:, :, first:end], 0)), config.run)[0]
+        largest = np.abs(np.where(np.isfinite(k), k, 0)).max(axis=2)  # [B, Hkv, D]
+        largest = np.repeat(largest, q.shape[1] // k.shape[1], axis=1)  # [B, H, D]
+        return (reps * largest[:, :, None]).sum(axis=-1).max(axis=-1)
 
 
 def _flatten(parts: list[Array]) -> Array:

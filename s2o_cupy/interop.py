@@ -227,6 +227,10 @@ class Framework:
         """The handle of the stream to launch on, inside `scope`."""
         return import_cupy().cuda.get_current_stream().ptr
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph."""
+        return import_cupy().cuda.get_current_stream().is_capturing()
+
     def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
         """Where a call's workspace comes from, as pipeline.Memory; None: CuPy's pool."""
         return None
@@ -365,6 +369,11 @@ class TorchFramework(Framework):
         import torch
 
         return torch.cuda.current_stream().cuda_stream
+
+    def is_capturing(self) -> bool:
+        import torch
+
+        return torch.cuda.is_current_stream_capturing()
 
     def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
         import torch

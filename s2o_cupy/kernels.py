@@ -76,7 +76,7 @@ RANK_QUERIES_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("means", "scores", "range", "counts", "merged", "bases", "k_order")),
+        *((name, "u8") for name in ("means", "fine", "scores", "range", "counts", "merged", "bases", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -86,20 +86,36 @@ RANK_KEYS_PARAMS = np.dtype(
     ],
     align=True,
 )
+RANK_FINE_PARAMS = np.dtype(
+    [
+        *((name, _TENSOR) for name in ("q", "k")),
+        *((name, "u8") for name in ("deficits", "fine", "norms", "scores", "range")),
+        ("stride", "i8"),
+        ("geometry", np.dtype(_GEOMETRY)),
+        ("chunk", np.dtype(_CHUNK)),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "survey_run")),
+        *((name, "i4") for name in ("first_ordered", "surveys", "key_blocks", "aligned")),
+        *((name, "f4") for name in ("scale_log2", "sign")),
+        ("pages", _PAGES),
+    ],
+    align=True,
+)
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What the instantiations of one kernel function share."""
+    """What the instantiations of one kernel function share.
+
+    Blocks differ by architecture where some version of ptxas spills registers with more.
+    """
 
     source: str
     params: np.dtype[Any]
     params_type: str
     threads: int
-    blocks_per_multiprocessor: int  # that the registers must allow
+    blocks_per_multiprocessor: int | str  # that the registers must allow; a string is CUDA C++
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
-    blocks_unaligned: int | None = None  # where copies go element by element, from 10.0 on: ptxas spills with more
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {paged}>"
@@ -124,9 +140,16 @@ FAMILIES = {
         for name in ("guides", "rank_queries")
     },
     "key_scores": _Family(
-        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 3,
-        "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>", blocks_unaligned=2,
+        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 ? 2 : 3)",
+        "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>",
     ),
+    **{
+        name: _Family(
+            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256, "(__CUDA_ARCH__ == 900 ? 2 : 1)",
+            f"FineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
+        )
+        for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
+    },
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
@@ -149,12 +172,6 @@ class Kernel:
     @property
     def family(self) -> _Family:
         return FAMILIES[self.function]
-
-    @property
-    def blocks_per_multiprocessor(self) -> str:
-        """A constant expression of CUDA C++."""
-        blocks, unaligned = self.family.blocks_per_multiprocessor, self.family.blocks_unaligned
-        return str(blocks) if self.aligned or unaligned is None else f"(__CUDA_ARCH__ >= 1000 ? {unaligned} : {blocks})"
 
     @property
     def name(self) -> str:
@@ -219,7 +236,7 @@ def render(kernel: Kernel) -> str:
             '"plan.py counts the shared memory differently");',
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
-            f'extern "C" __global__ void __launch_bounds__({family.threads}, {kernel.blocks_per_multiprocessor})',
+            f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             "  extern __shared__ __align__(1024) unsigned char shared[];",
             f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",

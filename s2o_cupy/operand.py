@@ -41,6 +41,14 @@ class Operand(NamedTuple):
         """The kernels' Tensor without its address, which is known only at the call."""
         return 0, *self.strides
 
+    def rows(self, begin: int, end: int) -> Operand:
+        """The part whose seqlen axis runs from ``begin`` to ``end``."""
+        batch, heads, _, head_dim = self.shape
+        sb, sh, ss = self.strides
+        rows = end - begin
+        pointer = self.pointer + begin * ss * ITEM_BYTES
+        return Operand(pointer, (batch, heads, rows, head_dim), (sb, sh, ss if rows > 1 else 0))
+
     def is_aligned(self) -> bool:
         """Rows are whole chunks of 16 bytes: what the fast copies need. (The address apart.)"""
         return all(n * ITEM_BYTES % ALIGNMENT == 0 for n in (*self.strides, self.shape[3]))

@@ -1,14 +1,15 @@
 """The GPU backend: order, pass 1 and pass 2, launched on the current device.
 
-What depends on the problem alone is made once and cached; a call fills in addresses and launches.
+What depends on the problem alone is made once and cached; a call fills in addresses and launches. One of many launches
+that comes again with the same addresses is a graph by then (replay.py).
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -19,10 +20,11 @@ from .operand import Operand, Paging
 from .plan import DeviceLimits, make_plan
 from .problem import Problem
 from .program import BASES, Workspace, launches, workspace
+from .replay import GRAPH_LAUNCHES, Replay
 from .spec import S2OConfig
 from .tensor_maps import tensor_map
 
-__all__ = ["Memory", "Operands", "allocate", "clear_cache", "run"]
+__all__ = ["Call", "Memory", "Operands", "allocate", "clear_cache", "run", "run_in_turn"]
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 # Returns the address of so many bytes on the current device and an object that keeps them.
@@ -75,16 +77,57 @@ def run(
     tiles visited. ``stream`` is a handle.
     Nothing waits for the GPU.
     """
+    program = _prepared(operands, paging, problem, config, runtime.getDevice())
+    program.run(operands, paging, lse, visited, stream, memory, observe)
+
+
+class Call(NamedTuple):
+    """One of several problems; as in `run`, but for the distance between lse's heads."""
+
+    operands: Operands
+    lse: int
+    visited: int
+    problem: Problem
+    paging: Paging | None = None
+
+
+def run_in_turn(
+    calls: Sequence[Call], config: S2OConfig, *, lse_stride: int, stream: int, memory: Memory = allocate
+) -> None:
+    """Run problems one after the other, in one workspace of the largest need.
+
+    The heads of each ``lse`` [batch, heads, seqlen_q] lie ``lse_stride`` elements apart; with a batch there is no gap
+    between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU.
+    """
+    device = runtime.getDevice()
+    programs = [_prepared(call.operands, call.paging, call.problem, config, device) for call in calls]
+    workspace_bytes = max(program.workspace.nbytes for program in programs)
+    # Kernels write a contiguous lse, so one with gaps between its heads is written behind the workspace and copied.
+    gaps = [bool(x.lse) and x.problem.heads > 1 and x.problem.seqlen_q != lse_stride for x in calls]
+    rows_bytes = [4 * call.problem.seqlen_q for call in calls]
+    lse_bytes = max(x.problem.heads * n * gap for x, n, gap in zip(calls, rows_bytes, gaps, strict=True))
+    address, keeper = memory(workspace_bytes + lse_bytes)
+    shared = lambda nbytes: (address, keeper)  # noqa: E731
+    for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
+        lse = address + workspace_bytes if gap else call.lse
+        program.run(call.operands, call.paging, lse, call.visited, stream, shared, None)
+        if gap:
+            runtime.memcpy2DAsync(
+                call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
+            )
+
+
+def _prepared(
+    operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int
+) -> _Program:
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
-    program = _program(
-        problem, config, runtime.getDevice(), aligned, (q.strides, k.strides, v.strides, out.strides),
-        None if paging is None else paging._replace(pointer=0),
-    )  # fmt: skip
-    program.run(operands, 0 if paging is None else paging.pointer, lse, visited, stream, memory, observe)
+    if paging is not None:
+        paging = paging._replace(pointer=0)
+    return _program(problem, config, device, aligned, (q.strides, k.strides, v.strides, out.strides), paging)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
     paging: Paging | None,
@@ -115,7 +158,7 @@ def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Any:
 
 
 def clear_cache() -> None:
-    """Forget every prepared call and the kernels that it holds."""
+    """Forget every prepared call and the kernels and graphs that it holds."""
     _program.cache_clear()
 
 
@@ -163,20 +206,41 @@ class _Program:
         self.map_words = kernels.TENSOR_MAP_BYTES // 8 if mapped else 0
         self.bases: tuple[int, ...] = ()  # the addresses in the buffer
         self.mapped: tuple[int, ...] = ()  # and those that its maps are of
-        self.lock = threading.RLock()  # the buffer is one for all threads
+        self.lock = threading.RLock()  # the buffer and the graphs are one for all threads
+        self.replay = Replay(cupy.cuda) if len(steps) > GRAPH_LAUNCHES else None
 
     def run(
         self,
         operands: Operands,
-        page_table: int,
+        paging: Paging | None,
         lse: int,
         visited: int,
         stream: int,
         memory: Memory,
         observe: Observer | None,
     ) -> None:
-        q, k, v, out = operands
         address, keeper = memory(self.workspace.nbytes)
+        q, k, v, out = operands
+        page_table = 0 if paging is None else paging.pointer
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
+        with self.lock:
+            if observe is not None:
+                self._begin(operands, addresses, stream)
+                self._run_observed(address, keeper, stream, observe)
+            elif self.replay is None:
+                self._launch(operands, addresses, stream)
+            else:
+                self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
+
+    def _launch(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
+        """Also into a graph, which copies parameters as any launch does: the buffer is free for other addresses."""
+        self._begin(operands, addresses, stream)
+        for launch, arguments, _ in self.steps:
+            driver.launchKernel(*launch, stream, arguments, 0)
+
+    def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
+        """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
+        *others, visited, address = addresses
         # First of all, as it also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         if visited:
@@ -188,18 +252,12 @@ class _Program:
                 runtime.memsetAsync(visited, 0, nbytes, stream)
         else:
             visited = address + self.workspace.places["visited"].offset
-        bases = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
-        with self.lock:
-            if bases != self.bases:
-                self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
-                self.bases = bases
-            if self.map_words and (q.pointer, k.pointer, v.pointer) != self.mapped:
-                self._write_maps((q, k, v))
-            if observe is None:
-                for launch, arguments, _ in self.steps:
-                    driver.launchKernel(*launch, stream, arguments, 0)
-            else:
-                self._run_observed(address, keeper, stream, observe)
+        bases = (*others, visited, address)
+        if bases != self.bases:
+            self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
+            self.bases = bases
+        if self.map_words and addresses[:3] != self.mapped:
+            self._write_maps(operands[:3])
 
     def _write_maps(self, operands: tuple[Operand, ...]) -> None:
         for i, x in enumerate(operands):

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import KEY_BUCKETS, ORDER_BUCKETS, SORT_PART, STOP_LAG, Geometry, S2OConfig
+from .spec import KEY_BUCKETS, ORDER_BUCKETS, SORT_PART, STOP_LAG, SURVEY_SAMPLES, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
 STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
+FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
 BYTES_PER_PART = KEY_BUCKETS * 2 + ORDER_BUCKETS * 4  # counters and places of a block of the counting sort
@@ -80,6 +81,9 @@ class LaunchPlan:
     pass1: Kernel
     pass2: Kernel
     guides: Kernel
+    survey: Kernel
+    fine_norms: Kernel
+    fine_scores: Kernel
     rank_queries: Kernel
     key_scores: Kernel
     key_counts: Kernel
@@ -196,6 +200,14 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool, paged: bool = False) -
     return Kernel("key_scores", dtype, head_dim, aligned, paged=paged, shared_bytes=2 * STEP * head_dim * 2 + 16)
 
 
+def _rank_fine(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
+    """Its shared memory is sizeof(FineTraits::Shared)."""
+    warps, tiles = RANK_THREADS // 32, 1 if function == "survey" else 2
+    rows, parts = 16 * tiles * warps * head_dim * 2, 4 * warps * STEP * 4
+    shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4
+    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
+
+
 def _key_counts() -> Kernel:
     return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4)
 
@@ -218,6 +230,8 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
+        for name, paged in itertools.product(("survey", "fine_norms", "fine_scores"), (False, True)):
+            kernels.append(_rank_fine(name, dtype, head_dim, paged))
         for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
             kernels.append(_key_scores(dtype, head_dim, aligned, paged))
             for name, block_m in (("pass1", block_m1), *(("pass2", block_m) for block_m in GPU_BLOCK_M)):
@@ -313,9 +327,9 @@ def make_plan(
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
     block_m1 = pass1_block_m(limits.compute_capability)
     sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()  # at most MAX_SEGMENT
-    assert config.representatives is not None
+    assert config.coarse.representatives is not None
     tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(block_m1)
-    grid = heads * max(2, geometry.segments * max(pass1_tiles, tiles, config.representatives))
+    grid = heads * max(2, geometry.segments * max(pass1_tiles, tiles, config.coarse.representatives))
     if grid > MAX_GRID:
         raise ValueError(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
@@ -339,6 +353,9 @@ def make_plan(
         pass1=pass1,
         pass2=pass2,
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, paged),
+        survey=_rank_fine("survey", problem.dtype, head_dim, paged),
+        fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim, paged),
+        fine_scores=_rank_fine("fine_scores", problem.dtype, head_dim, paged),
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=_key_scores(problem.dtype, head_dim, aligned, paged),
         key_counts=_key_counts(),

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
+from .plan import FINE_KEYS, SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
 from .problem import Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
@@ -73,7 +73,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
         arrays.append(("state", (heads, problem.seqlen_q, 2), "float32"))  # (m in log2 units, l)
     if plan.chunks:
         width = plan.pass1.head_dim
-        representatives = (heads, geometry.segments, config.representatives or 1, width)
+        representatives = (heads, geometry.segments, config.coarse.representatives or 1, width)
         arrays += [
             ("guide", (problem.batch * problem.kv_heads, 2, width), "float32"),
             ("means", representatives, "uint16"),
@@ -83,6 +83,12 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
             ("merged", (max(chunk.rows for chunk in plan.chunks), KEY_BUCKETS), "uint16"),
             ("bases", (plan.part_elements, ORDER_BUCKETS), "uint32"),  # [chunk rows, parts, ORDER_BUCKETS]
+        ]
+    if plan.chunks and config.surveys(problem.scale):
+        arrays += [
+            ("deficits", (heads, len(geometry.surveyed())), "float32"),
+            ("fine", (heads, geometry.segments), "int32"),
+            ("norms", (heads, geometry.segments, config.representatives or 1), "float32"),
         ]
     places: dict[str, Place] = {}
     end = zeroed = 0
@@ -109,6 +115,8 @@ def launches(
     found = [builder.pass1()]
     if plan.chunks:
         found += builder.rank_queries()
+        if config.surveys(problem.scale):
+            found += builder.surveys()
         for chunk in plan.chunks:
             found += builder.rank_keys(chunk)
             found.append(builder.pass2(chunk))
@@ -204,8 +212,8 @@ class _Builder:
                 self.geometry,
                 p.heads,
                 p.kv_heads,
-                config.representatives,
-                config.run,
+                config.coarse.representatives,
+                config.coarse.run,
                 plan.sort_slots,
                 self.aligned,
                 -1.0 if p.scale < 0 else 1.0,
@@ -218,14 +226,15 @@ class _Builder:
             self._launch("rank_queries", plan.rank_queries, plan.whole.rows, params),
         ]
 
-    def rank_keys(self, chunk: Chunk) -> list[Launch]:
-        p, plan, config = self.problem, self.plan, self.config
-        row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
-        key_blocks = -(-chunk.stride // SCORE_KEYS)
+    def _fine(self, chunk: Chunk) -> tuple[Params, int]:
+        """Parameters of the kernels of rank_fine.cu, and the blocks of fine_scores for a row."""
+        p, config, geometry = self.problem, self.config, self.plan.geometry
+        key_blocks = -(-chunk.stride // FINE_KEYS)
         params = np.array(
             (
+                self.tensors["q"],
                 self.tensors["k"],
-                *(0,) * 7,
+                *(0,) * 5,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -233,6 +242,42 @@ class _Builder:
                 p.kv_heads,
                 config.representatives,
                 config.run,
+                config.survey_run,
+                geometry.first_ordered,
+                len(geometry.surveyed()),
+                key_blocks,
+                self.aligned,
+                abs(p.scale) * LOG2E,
+                -1.0 if p.scale < 0 else 1.0,
+                self.pages,
+            ),
+            kernels.RANK_FINE_PARAMS,
+        )
+        return params, key_blocks
+
+    def surveys(self) -> list[Launch]:
+        plan, params = self.plan, self._fine(self.plan.whole)[0]
+        surveys = self.problem.batch * self.problem.heads * len(plan.geometry.surveyed())
+        return [
+            self._launch("survey", plan.survey, surveys, params),
+            self._launch("fine_norms", plan.fine_norms, plan.whole.rows, params),
+        ]
+
+    def rank_keys(self, chunk: Chunk) -> list[Launch]:
+        p, plan, config = self.problem, self.plan, self.config
+        row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
+        key_blocks = -(-chunk.stride // SCORE_KEYS)
+        params = np.array(
+            (
+                self.tensors["k"],
+                *(0,) * 8,
+                chunk.stride,
+                self.geometry,
+                self._chunk(chunk),
+                p.heads,
+                p.kv_heads,
+                config.coarse.representatives,
+                config.coarse.run,
                 row_blocks,
                 key_blocks,
                 chunk.parts,
@@ -242,12 +287,16 @@ class _Builder:
         )
         first = self.ranked_rows * 8  # bytes of the rows' ranges before this chunk
         self.ranked_rows += chunk.rows
+        steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)]
+        if config.surveys(p.scale):
+            fine, blocks = self._fine(chunk)
+            steps.append(("fine_scores", plan.fine_scores, chunk.rows * blocks, fine))
         return [
-            self._launch(stage, kernel, blocks, params, chunk, range=first)
-            for stage, kernel, blocks in (
-                ("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
-                ("key_counts", plan.key_counts, chunk.rows * chunk.parts),
-                ("key_bases", plan.key_bases, chunk.rows),
-                ("rank_keys", plan.key_order, chunk.rows * chunk.parts),
+            self._launch(stage, kernel, blocks, its_params, chunk, range=first)
+            for stage, kernel, blocks, its_params in (
+                *steps,
+                ("key_counts", plan.key_counts, chunk.rows * chunk.parts, params),
+                ("key_bases", plan.key_bases, chunk.rows, params),
+                ("rank_keys", plan.key_order, chunk.rows * chunk.parts, params),
             )
         ]

@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = [
@@ -48,10 +48,21 @@ PATHS = ("auto", "portable", "hopper")
 
 MAX_HEAD_DIM = 128
 MAX_SEGMENT = 8192  # a segment's query scores are sorted in shared memory, 8 bytes each
-MAX_REPRESENTATIVES = 64
-RANKS = ("mean", "max")
+MAX_REPRESENTATIVES = {"max": 64, "auto": 256}
+RANKS = ("mean", "max", "auto")
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+
+# rank="auto" (reference.s2o.survey and fine_segments are the definition). Every SURVEY_EVERY-th segment is surveyed,
+# and the last SURVEY_WINDOW surveys before a segment decide on it.
+SURVEY_EVERY = 4
+SURVEY_WINDOW = 4
+SURVEY_RUNS = 128  # of queries: the representatives of a survey
+SURVEY_SAMPLES = 1024  # candidates looked at, at most
+SURVEY_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
+SURVEY_FRONT = 10  # the best tenth of the sample is compared
+SURVEY_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before the segment is ordered finely
+SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow with a smaller one; all scores are alike
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
@@ -61,6 +72,12 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kOrderStepBits": ORDER_STEP_BITS,
     "kOrderReachBits": ORDER_REACH_BITS,
     "kSortPart": SORT_PART,
+    "kSurveyEvery": SURVEY_EVERY,
+    "kSurveyWindow": SURVEY_WINDOW,
+    "kSurveySamples": SURVEY_SAMPLES,
+    "kSurveyOwnStep": SURVEY_OWN_STEP,
+    "kSurveyFront": SURVEY_FRONT,
+    "kSurveyDeficit": round(SURVEY_DEFICIT * 2**20),
 }
 
 
@@ -100,11 +117,14 @@ class S2OConfig:
         Queries of a tile that stop together. The GPU takes 64 or 128.
     block_n : int, default 128
         Keys of a tile between two looks at the stop rule. The GPU takes multiples of 64 up to 1024.
-    rank : {"mean", "max"}, default "mean"
+    rank : {"auto", "mean", "max"}, default "auto"
         A key's score: "mean" (the paper, Algorithm 1), its dot product with the mean of the segment's
-        queries; "max", the largest of its dot products with ``representatives`` means of equal runs.
+        queries; "max", the largest of its dot products with ``representatives`` means of equal runs. "auto": "mean",
+        but where samples say that this would miss keys, the largest logarithm of a softmax weight that any of many
+        representatives gives the key.
     representatives : int, optional
-        Runs of consecutive queries that ``rank="max"`` averages; default 16. 1 for ``rank="mean"``.
+        Runs of consecutive queries that are averaged; default 16 for ``rank="max"``, 256 for "auto" (at most a
+        segment's queries), 1 for "mean".
     window : int, default 0
         Keys just before the segment that are attended densely as well.
     workspace_bytes : int, default 256 MiB
@@ -128,7 +148,7 @@ class S2OConfig:
     tau: float = 0.01
     block_m: int = 128
     block_n: int = 128
-    rank: str = "mean"
+    rank: str = "auto"
     representatives: int | None = None
     window: int = 0
     workspace_bytes: int = 256 << 20
@@ -143,12 +163,13 @@ class S2OConfig:
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         if self.representatives is None:
-            object.__setattr__(self, "representatives", 1 if self.rank == "mean" else min(16, self.segment))
-        _require_int("representatives", self.representatives, 1, MAX_REPRESENTATIVES)
+            default = {"mean": 1, "max": 16, "auto": 256}[self.rank]
+            object.__setattr__(self, "representatives", min(default, self.segment))
+        _require_int("representatives", self.representatives, 1, MAX_REPRESENTATIVES.get(self.rank))
         if self.rank == "mean" and self.representatives != 1:
             raise ValueError(
                 f"S2OConfig: representatives is {self.representatives} with rank='mean', which has one; "
-                "accepted: 1, or rank='max'"
+                "accepted: 1, or rank='max' or 'auto'"
             )
         _require_int("window", self.window, 0)
         _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
@@ -169,6 +190,20 @@ class S2OConfig:
         """Queries behind one representative: equal runs, the last may be shorter."""
         assert self.representatives is not None
         return -(-self.segment // self.representatives)
+
+    @property
+    def survey_run(self) -> int:
+        """Queries behind a representative of a survey."""
+        return -(-self.segment // SURVEY_RUNS)
+
+    @functools.cached_property
+    def coarse(self) -> S2OConfig:
+        """How segments are ordered that are not fine: as this says, or with ``rank="auto"`` by the mean."""
+        return replace(self, rank="mean", representatives=1) if self.rank == "auto" else self
+
+    def surveys(self, scale: float) -> bool:
+        """Whether segments are surveyed at all."""
+        return self.rank == "auto" and abs(scale) >= SMALLEST_FINE_SCALE
 
 
 @dataclass(frozen=True)
@@ -207,6 +242,15 @@ class Geometry:
         """How many keys pass 2 may visit: those before the dense ones; without causality also those after."""
         begin, end = self.dense_keys(n)
         return begin if self.is_causal else self.seqlen_k - (end - begin)
+
+    @property
+    def first_ordered(self) -> int:
+        """The first segment with candidates, or ``segments``."""
+        return next((n for n in range(self.segments) if self.candidates(n) > 0), self.segments)
+
+    def surveyed(self) -> range:
+        """The segments that ``rank="auto"`` surveys."""
+        return range(self.first_ordered, self.segments, SURVEY_EVERY)
 
     def guide_keys(self, n: int) -> int:
         """Leading keys whose mean orders the queries: one segment of them, never a future one."""

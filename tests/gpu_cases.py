@@ -142,6 +142,13 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"rank": "max", "representatives": 64}, "segment": 20, "seqlen_q": 111},
     {"options": {"rank": "max", "representatives": 1}},
     {"options": {"rank": "max", "representatives": 5}, "is_causal": False, "seqlen_k": 500},
+    {"options": {"rank": "mean"}},
+    {"options": {"rank": "mean"}, "is_causal": False, "head_dim": 128},
+    {"options": {"representatives": 7}, "seqlen_q": 1500, "head_dim": 128},
+    {"options": {"representatives": 256}, "segment": 20, "seqlen_q": 311},
+    {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},  # several surveys
+    {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs and samples
+    {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
     # Windows.
     {"options": {"window": 1}},
     {"options": {"window": 50}, "head_dim": 128},

@@ -268,7 +268,7 @@ def test_segments_are_sampled_evenly():
 @pytest.mark.parametrize("window", [0, 24])
 def test_a_segment_by_itself_is_the_whole_call_s(qkv, window):
     q, k, v = qkv(500, heads=4, kv_heads=2, head_dim=32)
-    config = S2OConfig(segment=64, window=window, tau=0.1, block_m=32, block_n=32)
+    config = S2OConfig(segment=64, window=window, tau=0.1, block_m=32, block_n=32, rank="mean")
     sample = scaling.Sample(q, k, v, config.segment, 3)
     assert sample.rows == 3 * 64
     o = s2o_attention(q, k, v, config=config)

@@ -52,9 +52,11 @@ def test_any_cuts_and_segments(cuts, segment, window, seed):
 
 
 def test_same_bits_in_whole_segments(device, qkv):
-    """With chunks of whole segments a sparse result is that of one call too, orders and stops included."""
+    """With chunks of whole segments a sparse result is that of one call too, orders and stops included, if segments are
+    ordered without regard to those before them."""
+    mean = replace(device.config, rank="mean", representatives=None)
     q, k, v = qkv(LENGTH, heads=4, kv_heads=2)
-    for config in (device.config, replace(device.config, window=50), replace(device.config, rank="max")):
+    for config in (mean, replace(mean, window=50), replace(mean, rank="max", representatives=16)):
         segment = config.segment
         one = in_chunks(device, q, k, v, (), config=config)
         for cuts in ((segment,), (2 * segment, 3 * segment), tuple(range(segment, LENGTH, segment))):

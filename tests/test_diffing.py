@@ -17,11 +17,12 @@ from s2o_cupy.problem import Problem
 from s2o_cupy.reference import s2o
 
 STAGES = (
-    "representatives", "query order", "key scores", "key order",
+    "representatives", "query order", "survey", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
-    "paper": S2OConfig(segment=64, tau=0.05, block_m=16, block_n=32),
+    "paper": S2OConfig(segment=64, tau=0.05, block_m=16, block_n=32, rank="mean"),
+    "auto": S2OConfig(segment=16, tau=0.05, block_m=16, block_n=32, representatives=5),
     "max": S2OConfig(segment=48, tau=0.02, block_m=32, block_n=32, rank="max", representatives=5, window=20),
     "dense": S2OConfig(segment=64, tau=0, block_m=64, block_n=64),
 }
@@ -35,16 +36,24 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     if scale < 0:
         q, scale = -q, -scale
     geometry = problem.geometry(config)
-    reps, counts = s2o.representatives(q, geometry, config)
+    reps, counts = s2o.representatives(q, geometry, config.coarse)
     q_order = s2o.query_order(q, k, geometry)
     scores = [s2o.key_scores(reps, counts, k, n, geometry) for n in range(geometry.segments)]
+    deficits = None
+    if config.surveys(scale):
+        deficits = s2o.survey(q, k, geometry, config, scale)
+        fine = s2o.fine_segments(deficits, geometry)
+        scores = [
+            np.where(fine[:, :, n, None], s2o.fine_scores(q, k, n, geometry, config, scale), coarse)
+            for n, coarse in enumerate(scores)
+        ]
     k_order = [s2o.candidate_positions(n, geometry)[s2o.order_keys(x)] for n, x in enumerate(scores)]
     state1 = s2o.pass1(q, k, v, geometry, scale)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
     state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale)
     o, lse = s2o.finish(state2)
-    return GpuStages(reps, q_order, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+    return GpuStages(reps, q_order, scores, deficits, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
 
 
 def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True):
@@ -61,7 +70,7 @@ def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_cau
 def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     stages, problem = make(config, dtype, is_causal=is_causal)
     report = compare(stages, *problem)
-    assert [row.stage for row in report.rows] == list(STAGES)
+    assert [row.stage for row in report.rows] == [s for s in STAGES if s != "survey" or config.rank == "auto"]
     assert report.ok, report.table()
     assert 0 < report.density <= 1
 
@@ -92,6 +101,7 @@ def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
 FAULTS = {
     "representatives": lambda s: larger(s.reps, (1, 2, 1, 0)),
     "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
+    "survey": lambda s: s.deficits.__iadd__(0.1),
     "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),
     "key order": lambda s: swap(s.k_order[2], (0, 0, 1), (0, 0, 60)),
     "pass 1 state": lambda s: larger(s.l1, (0, 3, 11)),
@@ -104,7 +114,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_is_found_where_it_is(stage: str) -> None:
-    stages, problem = make(CONFIGS["paper"])
+    stages, problem = make(CONFIGS["auto" if stage == "survey" else "paper"])
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)

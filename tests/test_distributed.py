@@ -65,15 +65,19 @@ def parallel(*arguments, **options):
     return SequenceParallel(*arguments, **options)
 
 
+# Segments of a chunk are ordered without regard to those before it.
+MEAN = replace(SMALL, rank="mean", representatives=None)
+
+
 @pytest.mark.parametrize("split", ["sequence", "heads"])
 def test_without_a_group(torch, qkv, split):
     q, k, v = (torch.from_numpy(x) for x in qkv(700, heads=4, kv_heads=2))
-    alone = parallel(700, config=SMALL, split=split)
+    alone = parallel(700, config=MEAN, split=split)
     assert (alone.rank, alone.world_size, alone.length) == (0, 1, 700)
     for helper in (alone.shard, alone.scatter, alone.gather):
         assert torch.equal(helper(q, 2), q)
     o, lse = alone.attention(q, k, v, scale=0.3, return_lse=True)
-    for x, y in zip((o, lse), s2o_attention(q, k, v, config=SMALL, scale=0.3, return_lse=True), strict=True):
+    for x, y in zip((o, lse), s2o_attention(q, k, v, config=MEAN, scale=0.3, return_lse=True), strict=True):
         assert torch.equal(x, y)
     turned = [x.transpose(1, 2)[0] for x in (q, k, v)]
     assert torch.equal(alone.attention(*turned, scale=0.3, layout="BSHD"), o.transpose(1, 2)[0])
@@ -151,10 +155,10 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
 
     for seqlen in seqlens:
         q, k, v = _cases(seqlen, dtype, device)
-        *expected, stats = s2o_attention(q, k, v, config=SMALL, return_lse=True, return_stats=True)
+        *expected, stats = s2o_attention(q, k, v, config=MEAN, return_lse=True, return_stats=True)
         assert stats.density < 1 or seqlen < 500
         for split in splits:
-            both = parallel(seqlen, config=SMALL, split=split)
+            both = parallel(seqlen, config=MEAN, split=split)
             assert (both.rank, both.world_size) == (rank, world_size)
             mine = [both.shard(x, 2) for x in (q, k, v)]
             assert torch.equal(q[:, :, both.positions(q.device)], mine[0])
@@ -171,7 +175,7 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
 def _helpers(rank, world_size, folder):
     import torch
 
-    both = parallel(1000, config=SMALL)
+    both = parallel(1000, config=MEAN)
     for dtype in (torch.bfloat16, torch.int64, torch.bool):
         x = torch.arange(3 * 1000 * 2).reshape(3, 1000, 2).to(dtype)
         for src in range(world_size):
@@ -187,7 +191,7 @@ def _refused(rank, world_size, folder):
     import torch
 
     x = torch.zeros(1, 3, 500, 16)
-    by_heads = parallel(500, config=SMALL, split="heads")
+    by_heads = parallel(500, config=MEAN, split="heads")
     with pytest.raises(ValueError, match='split is "heads" with 3 kv_heads on 2 ranks; accepted: kv_heads a'):
         by_heads.attention(*(by_heads.shard(x, 2) for _ in range(3)))
     with pytest.raises(ValueError, match=rf"accepted: {by_heads.length} on rank {rank} of 2, for a sequence of 500"):
@@ -201,7 +205,7 @@ def _later_rows_are_waited_for(rank, world_size, folder):
     import s2o_cupy.integrations.distributed as module
 
     q, k, v = _cases(4 * SEGMENT, "float32", "cpu")
-    both = parallel(4 * SEGMENT, config=SMALL)
+    both = parallel(4 * SEGMENT, config=MEAN)
     log = []
     broadcast, attend = dist.broadcast, module.s2o_attention
 

@@ -198,7 +198,7 @@ def test_numbers_of_the_definition():
     readme = text_of(ROOT / "README.md")
     assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in readme
     assert f"1 to {spec.MAX_SEGMENT}." in readme
-    assert f"up to {spec.MAX_REPRESENTATIVES}." in readme
+    assert f"up to {spec.MAX_REPRESENTATIVES['max']}, or {spec.MAX_REPRESENTATIVES['auto']} with" in readme
 
 
 def test_rounds_of_the_workspace():

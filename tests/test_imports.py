@@ -12,7 +12,7 @@ import pytest
 import s2o_cupy
 
 PACKAGE = Path(s2o_cupy.__file__).parent
-GPU_PATH = ("attention", "interop", "problem", "spec", "stats", "pipeline", "plan", "kernels")
+GPU_PATH = ("attention", "interop", "problem", "spec", "stats", "pipeline", "replay", "plan", "kernels", "varlen")
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")
 
 
@@ -108,7 +108,7 @@ def test_kernels_and_reference_are_found():
 
 def test_public_names():
     assert s2o_cupy.__version__.count(".") == 2
-    for name in ("s2o_attention", "merge_states", "S2OConfig", "S2OStats", "S2OError"):
+    for name in ("s2o_attention", "s2o_attention_varlen", "merge_states", "S2OConfig", "S2OStats", "S2OError"):
         assert name in s2o_cupy.__all__
         assert getattr(s2o_cupy, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import has_gpu, spin
 
-from s2o_cupy import S2OError, interop, s2o_attention
+from s2o_cupy import S2OError, interop, s2o_attention, s2o_attention_varlen
 from s2o_cupy.interop import Extent, stream_handle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -149,6 +149,45 @@ def test_same_bits_in_the_callers_framework(library, expected, config, dtype):
         assert got_o.devices() == given[0].devices()
     for x, before in zip(given, host, strict=True):
         np.testing.assert_array_equal(library.host(x.array if isinstance(x, Producer) else x), before)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=lambda d: d.name)
+def test_packed_sequences(library, qkv, config, dtype):
+    """The bits of native arrays, with cu_seqlens of this framework too."""
+    if not served(library, dtype):
+        pytest.skip(f"{library.name} on {library.device} has no {dtype.name}")
+    host = [np.ascontiguousarray(x[0].swapaxes(0, 1)).astype(dtype) for x in qkv(300, 400, heads=4, kv_heads=2)]
+    starts = [0, 1, 1, 170, 300], [0, 20, 20, 220, 400]
+    native = Library("native", library.device)
+    options = {"config": config, "return_lse": True, "return_stats": True}
+    o, lse, stats = s2o_attention_varlen(*map(native.make, host), *starts, **options)
+    given = [library.make(x) for x in host]
+    for cu_seqlens in (starts, [library.make(np.array(x, np.int32)) for x in starts]):
+        got_o, got_lse, got_stats = s2o_attention_varlen(*given, *cu_seqlens, **options)
+        if library.name != "dlpack":
+            assert all(type(x) is type(given[0]) for x in (got_o, got_lse, got_stats[0].visited))
+        np.testing.assert_array_equal(library.host(got_o), native.host(o))
+        np.testing.assert_array_equal(library.host(got_lse), native.host(lse))
+        for x, y in zip(got_stats, stats, strict=True):
+            np.testing.assert_array_equal(library.host(x.visited), native.host(y.visited))
+    if library.name != "jax":
+        out = library.make(np.full_like(host[0], np.nan))
+        assert s2o_attention_varlen(*given, *starts, config=config, out=out) is out
+        np.testing.assert_array_equal(library.host(out), native.host(o))
+    if library.device == "cuda":
+        got = s2o_attention_varlen(*given, *starts, config=config, backend="numpy")
+        np.testing.assert_array_equal(
+            library.host(got), s2o_attention_varlen(*host, *starts, config=config)
+        )
+
+
+def test_cu_seqlens_that_have_no_values():
+    jax, torch = pytest.importorskip("jax"), pytest.importorskip("torch")
+    x = np.zeros((4, 1, 8), np.float32)
+    with pytest.raises(TypeError, match="cu_seqlens_q is a JAX tracer"):
+        jax.jit(lambda starts: s2o_attention_varlen(x, x, x, starts))(jax.numpy.array([0, 4]))
+    with pytest.raises(ValueError, match="cu_seqlens_k is on meta; accepted: the host"):
+        s2o_attention_varlen(x, x, x, [0, 4], torch.zeros(2, dtype=torch.int64, device="meta"))
 
 
 def test_bfloat16_through_jax(config, qkv):

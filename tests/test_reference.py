@@ -160,14 +160,14 @@ def cases(draw, /, **fixed):
     is_causal = draw(st.booleans())
     kv_heads = draw(st.integers(1, 2))
     seqlen_q = draw(st.integers(1, 60))
-    rank = draw(st.sampled_from(["mean", "max"]))
+    rank = draw(st.sampled_from(["mean", "max", "auto"]))
     config = {
         "segment": draw(st.integers(1, 40)),
         "block_m": draw(st.integers(1, 20)),
         "block_n": draw(st.integers(1, 20)),
         "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
         "rank": rank,
-        "representatives": draw(st.integers(1, 20)) if rank == "max" else None,
+        "representatives": draw(st.integers(1, 20)) if rank != "mean" else None,
     }
     values = {
         "heads": kv_heads * draw(st.integers(1, 3)),
@@ -526,7 +526,7 @@ def test_order_keys_treats_rows_apart():
 def test_key_order_is_absolute_and_skips_the_dense_keys():
     q, k, _, config = make(Case(config={"window": 3}))
     geometry = Geometry(40, 40, 16, 3, is_causal=False)
-    order = s2o.key_order(*s2o.representatives(q, geometry, config), k, geometry)
+    order = s2o.key_order(q, k, geometry, config, q.shape[-1] ** -0.5)
     for n, keys in enumerate(order):
         dense = range(*geometry.dense_keys(n))
         assert keys.dtype == np.int32

@@ -13,11 +13,11 @@ from conftest import SMALL, has_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
 
 torch = pytest.importorskip("torch")
 
-from s2o_cupy.integrations.torch import attention  # noqa: E402
+from s2o_cupy.integrations.torch import attention, attention_varlen  # noqa: E402
 
 BACKENDS = [
     "eager",
@@ -195,6 +195,92 @@ def test_shapes_without_data(tensors):
     assert (lse.shape, lse.dtype) == ((1, 4, 20), torch.float32)
     with pytest.raises(ValueError, match="q has 4 heads, k and v have 3; accepted: heads a multiple of kv_heads"):
         attention(meta[0], *(x.expand(1, 2, 30, 64).repeat(1, 2, 1, 1)[:, :3] for x in meta[1:]))
+
+
+# ---------------------------------------------------------------- packed sequences
+
+
+class PackedLayer(torch.nn.Module):  # type: ignore[name-defined, misc]
+    def forward(self, q, k, v, *cu_seqlens):
+        return attention_varlen(q * 1, k, v, *cu_seqlens, config=SMALL) + 1
+
+
+@pytest.fixture
+def packed(tensors):
+    """packed(total_q, total_k) -> q, k, v [total, heads, head_dim]."""
+    return lambda *totals: [x[0].transpose(0, 1).contiguous() for x in tensors(*totals, heads=4, kv_heads=2)]
+
+
+STARTS = [0, 1, 1, 200], [0, 30, 100, 300]
+
+
+def test_packed_same_results_as_the_call(packed):
+    q, k, v = packed(200, 300)
+    for options in ({}, {"tau": 0.2, "scale": 0.3}, {"is_causal": False}):
+        o, lse = attention_varlen(q, k, v, *STARTS, config=SMALL, return_lse=True, **options)
+        expected = s2o_attention_varlen(q, k, v, *STARTS, config=SMALL, return_lse=True, **options)
+        assert_equal(o, expected[0])
+        assert_equal(lse, expected[1])
+        assert o.is_contiguous()
+        assert_equal(attention_varlen(q, k, v, *STARTS, config=SMALL, **options), o)
+    own = q, k[:200], v[:200], (0, 50, 200)
+    assert_equal(attention_varlen(*own), s2o_attention_varlen(*own))
+
+
+def test_packed_operator_obeys_pytorchs_rules(packed):
+    q, k, v = packed(200, 300)
+    config = [getattr(SMALL, field.name) for field in fields(SMALL)]
+    operator = torch.ops.s2o_cupy.attention_varlen.default
+    torch.library.opcheck(operator, (q, k, v, *STARTS, None, True, True, *config))
+    torch.library.opcheck(operator, (q, k[:200], v[:200], [0, 50, 200], None, 0.3, True, False, *config))
+    names = [argument.name for argument in operator._schema.arguments]
+    assert names[-len(config) :] == [field.name for field in fields(S2OConfig)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_whole_graph(packed, backend):
+    given = packed(200, 300)
+    compiled = torch.compile(PackedLayer(), fullgraph=True, backend=backend)
+    for starts in (STARTS, ([0, 150, 200], [0, 150, 300])):
+        assert_equal(compiled(*given, *starts), PackedLayer()(*given, *starts))
+    exported = torch.export.export(PackedLayer(), (*given, *STARTS)).module()
+    assert_equal(exported(*given, *STARTS), PackedLayer()(*given, *STARTS))
+
+
+def test_packed_lengths_share_a_graph(packed):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(PackedLayer(), fullgraph=True, dynamic=True, backend=backend)
+    for total, first in ((150, 40), (250, 130), (301, 7), (400, 300)):
+        given = packed(total, total + 77)
+        starts = [0, first, total], [0, first + 33, total + 77]
+        assert_equal(compiled(*given, *starts), PackedLayer()(*given, *starts))
+    assert len(graphs) == 1
+
+
+def test_packed_arguments_that_are_refused(packed):
+    q, k, v = packed(20, 30)
+    starts = [0, 20], [0, 30]
+    with pytest.raises(TypeError, match="cu_seqlens_q is a Tensor; accepted: a list or tuple of integers"):
+        attention_varlen(q, k, v, torch.tensor(starts[0]), starts[1])
+    with pytest.raises(ValueError, match="cu_seqlens_k ends with 29; accepted: 0, then ascending to 30"):
+        attention_varlen(q, k, v, [0, 20], [0, 29])
+    with pytest.raises(ValueError, match=r"q has 4 axes, .*; accepted: 3 axes \(total_q, heads, head_dim\)"):
+        attention_varlen(q[None], k, v, *starts)
+    with pytest.raises(ValueError, match="tau is -1; accepted: a number >= 0"):
+        attention_varlen(q, k, v, *starts, tau=-1)
+    meta = [x.to("meta") for x in (q, k, v)]
+    o, lse = attention_varlen(*meta, *starts, return_lse=True)
+    assert (o.shape, lse.shape, lse.dtype) == (q.shape, (4, 20), torch.float32)
+    with pytest.raises(ValueError, match=r"k is \(30, 2, 64\) and v is \(20, 2, 64\)"):
+        attention_varlen(*meta[:2], meta[2][:20], *starts)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="q requires grad.*inference only"):
+        attention_varlen(q, k, v, *starts)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -1,4 +1,5 @@
-"""The PyTorch operator ``torch.ops.s2o_cupy.attention``: one call that torch.compile and torch.export keep whole.
+"""PyTorch operators, ``torch.ops.s2o_cupy.attention`` and ``attention_varlen``: calls that torch.compile and
+torch.export keep whole.
 
 Each field of an S2OConfig is an argument of the operator, so that a graph can hold it. Importing this imports PyTorch.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -15,8 +17,9 @@ import torch
 from ..attention import s2o_attention
 from ..problem import LAYOUTS, validate
 from ..spec import S2OConfig, check_tau
+from ..varlen import check_packed, s2o_attention_varlen
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_varlen"]
 
 Tensor = Any  # torch.Tensor
 
@@ -74,6 +77,73 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([1, 2, 128, 64])
     """
+    scalars = _parse(q, k, v, config, tau, is_causal)
+    if layout not in LAYOUTS:
+        raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+    o, lse = torch.ops.s2o_cupy.attention.default(
+        q, k, v, _scale(scale), is_causal, layout, bool(return_lse), *scalars
+    )
+    return (o, lse) if return_lse else o
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int] | None = None,
+    *,
+    config: S2OConfig | None = None,
+    tau: float | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+) -> Any:
+    """S2O attention of packed sequences as one operator: :func:`s2o_cupy.s2o_attention_varlen` on PyTorch tensors.
+
+    Parameters
+    ----------
+    q : Tensor, (total_q, heads, head_dim)
+    k, v : Tensor, (total_k, kv_heads, head_dim)
+    cu_seqlens_q : list or tuple of integers, (batch + 1,)
+        Where each sequence begins in q, and total_q. Not a tensor: the host needs the lengths.
+    cu_seqlens_k : list or tuple of integers, optional
+        The same for k and v; default ``cu_seqlens_q``.
+    config, tau, scale, is_causal, return_lse
+        As of :func:`attention`.
+
+    Returns
+    -------
+    o : Tensor, of q's shape, dtype and device, contiguous, from PyTorch's allocator
+    lse : float32 Tensor (heads, total_q), if ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError, S2OError
+        As of :func:`attention`. What is wrong with cu_seqlens shows when a graph runs, not when it is made.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from s2o_cupy.integrations.torch import attention_varlen
+    >>> q, k, v = torch.randn(3, 128, 2, 64)
+    >>> attention_varlen(q, k, v, [0, 28, 128]).shape
+    torch.Size([128, 2, 64])
+    """
+    scalars = _parse(q, k, v, config, tau, is_causal)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not (isinstance(x, (list, tuple)) or (x is None and name == "cu_seqlens_k")):
+            raise TypeError(
+                f"s2o_attention_varlen: {name} is a {type(x).__name__}; accepted: a list or tuple of integers"
+            )
+    o, lse = torch.ops.s2o_cupy.attention_varlen.default(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, _scale(scale), is_causal, bool(return_lse), *scalars
+    )
+    return (o, lse) if return_lse else o
+
+
+def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> list[Any]:
+    """Check what the operators' schemas cannot; the config's fields, ``tau`` put in."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
@@ -86,17 +156,12 @@ def attention(
         config = _DEFAULT
     elif not isinstance(config, S2OConfig):
         raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    if layout not in LAYOUTS:
-        raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
     scalars = [getattr(config, name) for name in _NAMES]
     if tau is not None:
         scalars[_TAU] = check_tau(tau, "s2o_attention")
-    o, lse = torch.ops.s2o_cupy.attention.default(
-        q, k, v, _scale(scale), is_causal, layout, bool(return_lse), *scalars
-    )
-    return (o, lse) if return_lse else o
+    return scalars
 
 
 def _scale(scale: Any) -> Any:
@@ -163,16 +228,12 @@ def _fake(
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     """Shapes, dtypes and devices of the results without data; the same errors as a call."""
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, v on {v.device}; "
-            "accepted: one device for all three"
-        )
+    _check_devices(q, k, v)
     problem = validate(
         [x.shape for x in (q, k, v)],
-        [str(x.dtype).removeprefix("torch.") for x in (q, k, v)],
+        _dtypes(q, k, v),
         config=_config(*scalars),
-        backend="cupy" if q.device.type == "cuda" else "numpy",
+        backend=_backend(q),
         layout=layout,
         is_causal=is_causal,
         scale=scale,
@@ -182,12 +243,80 @@ def _fake(
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
 
 
+def _run_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int] | None,
+    scale: float | None,
+    is_causal: bool,
+    return_lse: bool,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor]:
+    result = s2o_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        config=_config(*scalars),
+        scale=scale,
+        is_causal=is_causal,
+        return_lse=return_lse,
+    )
+    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+
+
+def _fake_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int] | None,
+    scale: float | None,
+    is_causal: bool,
+    return_lse: bool,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor]:
+    """As `_fake`, but blind to cu_seqlens: a graph that asked for their order would be one for these lengths alone."""
+    _check_devices(q, k, v)
+    shapes = tuple(tuple(x.shape) for x in (q, k, v))
+    problem = check_packed(shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale)
+    rows = (problem.heads, q.shape[0]) if return_lse else (0,)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+
+
+def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, v on {v.device}; "
+            "accepted: one device for all three"
+        )
+
+
+def _dtypes(*tensors: Tensor) -> tuple[str, ...]:
+    return tuple(str(x.dtype).removeprefix("torch.") for x in tensors)
+
+
+def _backend(q: Tensor) -> str:
+    return "cupy" if q.device.type == "cuda" else "numpy"
+
+
 _library = torch.library.Library("s2o_cupy", "DEF")
+_CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, bool is_causal, str layout, bool return_lse, "
-    + ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
-    + ") -> (Tensor o, Tensor lse)",
+    f"{_CONFIG}) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("s2o_cupy::attention", _fake, lib=_library)
+_library.define(
+    "attention_varlen(Tensor q, Tensor k, Tensor v, SymInt[] cu_seqlens_q, SymInt[]? cu_seqlens_k, float? scale, "
+    f"bool is_causal, bool return_lse, {_CONFIG}) -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("attention_varlen", _run_varlen, "CompositeExplicitAutograd")
+torch.library.register_fake("s2o_cupy::attention_varlen", _fake_varlen, lib=_library)

@@ -1,0 +1,324 @@
+"""Packed sequences: each is a view into the packed arrays, and they run one after the other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import numbers
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from . import interop
+from .attention import bhsd, parse_backend, parse_config, without_keys
+from .interop import Framework, Output
+from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
+from .spec import S2OConfig
+from .stats import S2OStats
+
+__all__ = ["check_packed", "s2o_attention_varlen"]
+
+INTEGERS = "a list or tuple of integers, or a one-dimensional array of int32 or int64"
+
+
+def s2o_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    tau: float | None = None,
+    config: S2OConfig | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """S2O attention of several sequences of any lengths that are packed one behind the other.
+
+    The same, bit for bit, as :func:`s2o_cupy.s2o_attention` on each sequence. Nothing is copied or padded: sequence i
+    is ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]`` with ``k[cu_seqlens_k[i]:cu_seqlens_k[i + 1]]``, where it lies.
+
+    Parameters
+    ----------
+    q : array, (total_q, heads, head_dim)
+        Frameworks, devices and dtypes are those of :func:`s2o_cupy.s2o_attention`.
+    k, v : array, (total_k, kv_heads, head_dim)
+    cu_seqlens_q : list, tuple, or int32 or int64 array, (batch + 1,)
+        Where each sequence begins in q, and total_q: 0, then ascending. Equal neighbours are an empty sequence. Best
+        on the host: an array on a GPU is copied there, for which the host waits, and while a CUDA graph is captured it
+        is refused. A graph keeps the lengths that it was captured with.
+    cu_seqlens_k : like cu_seqlens_q, optional
+        The same for k and v; default ``cu_seqlens_q``.
+    tau, config, scale, stream, backend
+        As in :func:`s2o_cupy.s2o_attention`; the same for all sequences.
+    is_causal : bool, default True
+        Aligned bottom-right in each sequence, which then has at least as many keys as queries.
+    return_lse : bool, default False
+        Also return the log-sum-exp of each row's scores.
+    return_stats : bool, default False
+        Also return what was visited.
+    out : array, optional
+        Where to write the output: like q, as in :func:`s2o_cupy.s2o_attention`.
+
+    Returns
+    -------
+    o : array, like q
+    lse : float32 array (heads, total_q), if ``return_lse``
+        As flash-attn's functions for packed sequences return it. -inf, with o = 0, for a row that has no key.
+    stats : list of S2OStats, one for each sequence, if ``return_stats``
+        Several results come as a tuple in this order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before anything is launched. An argument is not accepted; the message names it, what came and what is accepted.
+    S2OError
+        The machine cannot run the call.
+
+    Notes
+    -----
+    On a GPU the sequences take turns on one stream and in one workspace, sized to the largest need: the kernels of
+    a sequence are launched for it alone. Many short sequences therefore neither fill a large GPU nor hide the cost of
+    their launches.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import s2o_attention, s2o_attention_varlen
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((500, 4, 64), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 500, 2, 64), dtype=np.float32)
+    >>> o, lse = s2o_attention_varlen(q, k, v, [0, 200, 500], return_lse=True)
+    >>> o.shape, lse.shape
+    ((500, 4, 64), (4, 500))
+    >>> bool((o[200:] == s2o_attention(q[200:], k[200:], v[200:], layout="BSHD")).all())
+    True
+    """
+    config = parse_config(config, tau)
+    framework, device = interop.common_framework(q=q, k=k, v=v)
+    backend = parse_backend(backend, device, stream)
+    shapes = tuple(map(framework.shape, (q, k, v)))
+    dtypes = tuple(map(framework.dtype, (q, k, v)))
+    base = check_packed(shapes, dtypes, config, backend, is_causal, scale)
+    starts_q = _parse_starts("cu_seqlens_q", cu_seqlens_q)
+    starts_k = None if cu_seqlens_k is None else _parse_starts("cu_seqlens_k", cu_seqlens_k)
+    sequences = _split(base, shapes[0][0], shapes[1][0], starts_q, starts_k)
+    if out is not None:
+        interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
+
+    host = backend == "numpy"
+    arrays = (q, k, v) if out is None else (q, k, v, out)
+    with framework.scope(device, stream, arrays, host=host):
+        if out is None:
+            o = framework.output(shapes[0], base.dtype, q, host=host)
+        else:
+            o = framework.output_into(out, host=host)
+        lse = None
+        if return_lse:
+            lse = framework.output((base.heads, shapes[0][0]), "float32", q, host=host)
+
+        visited: list[Output | None] = [None] * len(sequences)
+        if return_stats:
+            visited = [framework.output(x.problem.visited_shape(config), "int32", q, host=host) for x in sequences]
+
+        work: Work = []
+        idle: Work = []  # without a query, or without a key
+        for x, output in zip(sequences, visited, strict=True):
+            (idle if x.problem.empty or x.problem.seqlen_k == 0 else work).append((x, output))
+        if work:
+            natives = [framework.contiguous_last_axis(framework.native(x, host=host)) for x in (q, k, v)]
+            if host:
+                _run_reference(natives, o, lse, work, config)
+            else:
+                _run_kernels(framework, natives, o, lse, work, config)
+        for x, output in idle:
+            part_lse = None if lse is None else lse.native[:, x.rows_q]
+            without_keys(framework, o.native[x.rows_q], part_lse, None if output is None else output.native)
+        results = [o.finish()]
+        if lse is not None:
+            results.append(lse.finish())
+        if return_stats:
+            pairs = zip(visited, sequences, strict=True)
+            results.append([S2OStats(output.finish(), x.problem, config) for output, x in pairs if output])
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+# ---------------------------------------------------------------- what came
+
+
+class Sequence(NamedTuple):
+    """Rows of one sequence in the packed arrays, half-open, and its problem."""
+
+    begin_q: int
+    end_q: int
+    begin_k: int
+    end_k: int
+    problem: Problem
+
+    @property
+    def rows_q(self) -> slice:
+        return slice(self.begin_q, self.end_q)
+
+    @property
+    def rows_k(self) -> slice:
+        return slice(self.begin_k, self.end_k)
+
+
+Work = list[tuple[Sequence, Output | None]]  # sequences, and where visited goes
+
+
+def check_packed(
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, is_causal: Any, scale: Any
+) -> Problem:
+    """What all sequences have in common: a problem without queries and keys."""
+    for name, shape in zip("qkv", shapes, strict=True):
+        if len(shape) != 3:
+            heads = "heads" if name == "q" else "kv_heads"
+            raise ValueError(
+                f"s2o_attention_varlen: {name} has {len(shape)} axes, shape {tuple(shape)}; accepted: 3 axes "
+                f"(total_{'q' if name == 'q' else 'k'}, {heads}, head_dim), sequences packed one behind the other"
+            )
+    if shapes[1] != shapes[2]:
+        raise ValueError(
+            f"s2o_attention_varlen: k is {tuple(shapes[1])} and v is {tuple(shapes[2])} as "
+            "(total_k, kv_heads, head_dim); accepted: the same shape for both"
+        )
+    without_rows = tuple((0, *shape[1:]) for shape in shapes)
+    return cached_validate(without_rows, dtypes, config, backend, "BSHD", is_causal, scale)
+
+
+def _parse_starts(name: str, x: Any) -> tuple[int, ...]:
+    """cu_seqlens as integers on the host."""
+    if isinstance(x, (list, tuple, range)):
+        for i, n in enumerate(x):
+            if type(n) is not int and (isinstance(n, bool) or not isinstance(n, numbers.Integral)):
+                raise TypeError(f"s2o_attention_varlen: {name}[{i}] is a {type(n).__name__}; accepted: {INTEGERS}")
+        return tuple(map(int, x))
+    try:
+        framework = interop.framework_of(name, x)
+    except TypeError:
+        raise TypeError(f"s2o_attention_varlen: {name} is a {type(x).__name__}; accepted: {INTEGERS}") from None
+    framework.check(name, x)
+    device, dtype, shape = framework.device(x), framework.dtype(x), framework.shape(x)
+    if dtype not in ("int32", "int64"):
+        raise TypeError(f"s2o_attention_varlen: {name} is {dtype}; accepted: {INTEGERS}")
+    if len(shape) != 1:
+        raise ValueError(f"s2o_attention_varlen: {name} has shape {shape}; accepted: (batch + 1,)")
+    if device.kind not in ("cpu", "cuda"):
+        raise ValueError(f"s2o_attention_varlen: {name} is on {device}; accepted: the host (best) or an NVIDIA GPU")
+    if device.kind == "cuda" and framework.is_capturing():
+        raise ValueError(
+            f"s2o_attention_varlen: {name} is on {device} while a CUDA graph is captured, so its values cannot be "
+            "read; accepted: a list, tuple or array on the host (the graph keeps these lengths)"
+        )
+    return tuple(interop.to_host(x).tolist())
+
+
+@functools.lru_cache(maxsize=64)  # the layers of a model share it
+def _split(
+    base: Problem, total_q: int, total_k: int, starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None
+) -> tuple[Sequence, ...]:
+    _check_starts("cu_seqlens_q", starts_q, "q", total_q)
+    if starts_k is None:
+        if total_k != total_q:
+            raise ValueError(
+                f"s2o_attention_varlen: cu_seqlens_k is None, but q has {total_q} rows and k {total_k}; "
+                "accepted: None only for sequences with as many keys as queries"
+            )
+        starts_k = starts_q
+    else:
+        _check_starts("cu_seqlens_k", starts_k, "k", total_k)
+    if len(starts_q) != len(starts_k):
+        raise ValueError(
+            f"s2o_attention_varlen: cu_seqlens_q has {len(starts_q)} entries, cu_seqlens_k {len(starts_k)}; "
+            "accepted: batch + 1 in both"
+        )
+    problems: dict[tuple[int, int], Problem] = {}
+    sequences = []
+    rows = zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True)
+    for i, ((begin_q, end_q), (begin_k, end_k)) in enumerate(rows):
+        lengths = end_q - begin_q, end_k - begin_k
+        if lengths not in problems:
+            _check_lengths(i, *lengths, base.is_causal)
+            problems[lengths] = replace(base, seqlen_q=lengths[0], seqlen_k=lengths[1])
+        sequences.append(Sequence(begin_q, end_q, begin_k, end_k, problems[lengths]))
+    return tuple(sequences)
+
+
+def _check_starts(name: str, starts: tuple[int, ...], array: str, total: int) -> None:
+    accepted = f"accepted: 0, then ascending to {total}, the rows of {array}"
+    if not starts or starts[0] != 0:
+        came = f"begins with {starts[0]}" if starts else "is empty"
+        raise ValueError(f"s2o_attention_varlen: {name} {came}; {accepted}")
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if begin > end:
+            raise ValueError(
+                f"s2o_attention_varlen: {name} descends from {begin} to {end} at sequence {i}; {accepted}"
+            )
+    if starts[-1] != total:
+        raise ValueError(f"s2o_attention_varlen: {name} ends with {starts[-1]}; {accepted}")
+
+
+def _check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
+    longest = max(seqlen_q, seqlen_k)
+    if longest > MAX_SEQLEN:
+        raise ValueError(f"s2o_attention_varlen: sequence {i} has {longest} rows; accepted: up to {MAX_SEQLEN}")
+    if is_causal and seqlen_q > seqlen_k:
+        raise ValueError(
+            f"s2o_attention_varlen: sequence {i} has {seqlen_q} queries and {seqlen_k} keys; accepted with "
+            "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
+            "(the last query sees the last key)"
+        )
+
+
+# ---------------------------------------------------------------- the sequences in turn
+
+
+def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> None:
+    from . import numpy_pipeline
+
+    q, k, v = natives
+    for x, output in work:
+        found = numpy_pipeline.run(
+            bhsd(q[x.rows_q], "BSHD"),
+            bhsd(k[x.rows_k], "BSHD"),
+            bhsd(v[x.rows_k], "BSHD"),
+            bhsd(o.native[x.rows_q], "BSHD"),
+            None if lse is None else lse.native[None, :, x.rows_q],  # [1, heads, seqlen_q]
+            x.problem,
+            config,
+        )
+        if output is not None:
+            output.native[...] = found
+
+
+def _run_kernels(
+    framework: Framework, natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig
+) -> None:
+    interop.import_cupy()
+    from . import pipeline
+
+    q, k, v, out = (interop.operand(x, "BSHD") for x in (*natives, o.native))
+    first_lse = 0 if lse is None else interop.address(lse.native)
+    calls = []
+    for x, output in work:
+        rows_q, rows_k = (x.begin_q, x.end_q), (x.begin_k, x.end_k)
+        calls.append(
+            pipeline.Call(
+                (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q)),
+                first_lse and first_lse + 4 * x.begin_q,
+                0 if output is None else interop.address(output.native),
+                x.problem,
+            )
+        )
+    pipeline.run_in_turn(
+        calls,
+        config,
+        lse_stride=out.shape[2],  # total_q
+        stream=framework.stream(),
+        memory=framework.memory(natives[0]) or pipeline.allocate,
+    )
