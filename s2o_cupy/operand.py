@@ -7,6 +7,7 @@ from typing import NamedTuple
 __all__ = ["ITEM_BYTES", "Operand", "Paging"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
+ENTRY_BYTES = 4  # of a page table
 ALIGNMENT = 16  # bytes that one copy takes
 NO_ROW = 2**32 - 1  # stands for a row that is not there among the Hopper producer's offsets
 MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
@@ -49,6 +50,12 @@ class Operand(NamedTuple):
         pointer = self.pointer + begin * ss * ITEM_BYTES
         return Operand(pointer, (batch, heads, rows, head_dim), (sb, sh, ss if rows > 1 else 0))
 
+    def sequences(self, begin: int, end: int) -> Operand:
+        """The part whose batch axis runs from ``begin`` to ``end``."""
+        batch = end - begin
+        pointer = self.pointer + begin * self.strides[0] * ITEM_BYTES
+        return Operand(pointer, (batch, *self.shape[1:]), (self.strides[0] if batch > 1 else 0, *self.strides[1:]))
+
     def is_aligned(self) -> bool:
         """Rows are whole chunks of 16 bytes: what the fast copies need. (The address apart.)"""
         return all(n * ITEM_BYTES % ALIGNMENT == 0 for n in (*self.strides, self.shape[3]))
@@ -75,3 +82,8 @@ class Paging(NamedTuple):
     stride: int  # entries from one sequence's to the next's
     page_size: int  # a power of two
     pages: int  # of the cache
+
+    def sequences(self, begin: int, end: int) -> Paging:
+        """The page table of some of the sequences."""
+        pointer = self.pointer + begin * self.stride * ENTRY_BYTES
+        return self._replace(pointer=pointer, stride=self.stride if end - begin > 1 else 0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import interop
 from .attention import address, attend, parse_backend, parse_config, without_keys
 from .interop import Framework
+from .lengths import INTEGERS, is_integer, parse_integers
 from .operand import Paging
 from .problem import MAX_SEQLEN, Problem, cached_validate
 from .spec import S2OConfig
@@ -21,7 +21,6 @@ __all__ = ["s2o_attention_paged"]
 
 # A layout of pages -> the same order of axes as one of q, k and v, with pages for the batch.
 LAYOUTS = {"NHD": "BSHD", "HND": "BHSD"}
-MIN_PAGE_SIZE = 16
 
 
 def s2o_attention_paged(
@@ -52,14 +51,16 @@ def s2o_attention_paged(
         Queries, the last of each sequence if causal. On the GPU rows of q, of both caches and of the output start on
         16 bytes and head_dim is a multiple of 8. A view in another order of axes costs nothing.
     k_pages, v_pages : array, (pages, page_size, kv_heads, head_dim)
-        The cache, of q's framework, device and dtype. page_size is a power of two, at least 16. Strides are read
-        in place but for the last axis, which is contiguous.
+        The cache, of q's framework, device and dtype. page_size is a power of two. Strides are read in place but for
+        the last axis, which is contiguous.
     page_table : int32 array, (batch, pages_per_sequence)
         On q's device: entry i of a sequence is the page of its keys i * page_size and on. Only the entries of the
-        first seqlen_k keys are read. They are not checked, which would wait for the GPU: an entry that is no page of
-        the cache reads memory of others.
-    seqlen_k : int or sequence of batch ints
-        Keys of each sequence, on the host. Neighbouring sequences of one length share a launch.
+        first seqlen_k keys are read. On the GPU they are not checked, as the host would wait for it: an entry that is
+        no page of the cache reads memory that is not the cache's.
+    seqlen_k : int, or list, tuple, or int32 or int64 array, (batch,)
+        Keys of each sequence. Neighbours of one length share their launches; others take turns. Best on the host: an
+        array on a GPU is copied there, for which the host waits, and while a CUDA graph is captured it is refused.
+        A graph keeps the lengths that it was captured with, and follows the page table.
     layout : {"NHD", "HND"}, default "NHD"
         Order of the axes of a page; "HND" is (pages, kv_heads, page_size, head_dim).
     return_stats : bool, default False
@@ -111,9 +112,7 @@ def s2o_attention_paged(
         problems[length] = cached_validate(
             (shape, of_k, of_k), (framework.dtype(q),) * 3, config, backend, "BHSD", is_causal, scale
         )
-    run = functools.partial(
-        _run_reference if host else _run_kernels, framework, problems, lengths, config, LAYOUTS[layout]
-    )
+    run = functools.partial(_run, framework, problems, lengths, config, LAYOUTS[layout], host)
     return attend(
         framework, device, inputs, problems[longest], config, run,
         host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
@@ -154,10 +153,10 @@ def _check(framework: Framework, inputs: dict[str, Any], seqlen_k: Any, layout: 
             f"s2o_attention_paged: page_table has batch {batch}, q has {shapes['q'][0]}; accepted: the same batch"
         )
     pages, page_size = shapes["k_pages"][0], shapes["k_pages"][1 if layout == "NHD" else 2]
-    if page_size < MIN_PAGE_SIZE or page_size & (page_size - 1):
+    if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(
             f"s2o_attention_paged: page_size is {page_size} (axis {1 if layout == 'NHD' else 2} of k_pages, layout "
-            f"{layout!r}); accepted: a power of two, at least {MIN_PAGE_SIZE}"
+            f"{layout!r}); accepted: a power of two"
         )
     if pages * page_size > MAX_SEQLEN:
         raise ValueError(
@@ -174,20 +173,19 @@ def _check(framework: Framework, inputs: dict[str, Any], seqlen_k: Any, layout: 
 
 
 def _lengths(seqlen_k: Any, batch: int) -> list[int]:
-    """One length for each sequence. What lies on a device is refused: reading it would wait for the device."""
-    listed = isinstance(seqlen_k, (list, tuple)) or (isinstance(seqlen_k, np.ndarray) and seqlen_k.ndim == 1)
-    lengths = list(seqlen_k) if listed else [seqlen_k]
-    accepted = "accepted: an integer >= 0 on the host, or a list of one for each sequence"
+    """One length for each sequence."""
+    if is_integer(seqlen_k):
+        lengths = [int(seqlen_k)] * batch
+    else:
+        lengths = list(parse_integers("s2o_attention_paged", "seqlen_k", seqlen_k, "batch", f"an integer, {INTEGERS}"))
+        if len(lengths) != batch:
+            raise ValueError(
+                f"s2o_attention_paged: seqlen_k has {len(lengths)} lengths; accepted: an integer, or {batch}, the batch"
+            )
     for x in lengths:
-        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-            raise TypeError(f"s2o_attention_paged: seqlen_k is or holds a {type(x).__name__}; {accepted}")
         if x < 0:
-            raise ValueError(f"s2o_attention_paged: seqlen_k is or holds {x}; {accepted}")
-    if listed and len(lengths) != batch:
-        raise ValueError(
-            f"s2o_attention_paged: seqlen_k has {len(lengths)} lengths; accepted: an integer, or {batch} (the batch)"
-        )
-    return [int(x) for x in lengths] * (1 if listed else batch)
+            raise ValueError(f"s2o_attention_paged: seqlen_k is or holds {x}; accepted: integers >= 0")
+    return lengths
 
 
 def _check_rows(framework: Framework, inputs: dict[str, Any]) -> None:
@@ -201,42 +199,77 @@ def _check_rows(framework: Framework, inputs: dict[str, Any]) -> None:
             )
 
 
-def _groups(
-    framework: Framework, problems: dict[int, Problem], lengths: list[int], q: Any, table: Any, outputs: tuple[Any, ...]
-) -> Iterator[tuple[Problem, Any, Any, list[Any]]]:
-    """Problem, q, page table and outputs of each run of sequences of one length; those without keys are done."""
+def _groups(problems: dict[int, Problem], lengths: list[int]) -> tuple[list[Group], list[slice]]:
+    """Runs of sequences of one length; and those without keys."""
+    groups, idle = [], []
     first = 0
     for length, same in itertools.groupby(lengths):
-        part = slice(first, first + len(list(same)))
-        first = part.stop
-        mine = [None if x is None else x[part] for x in outputs]
-        if length == 0:
-            without_keys(framework, *mine)
+        end = first + len(list(same))
+        if length:
+            groups.append(Group(first, end, replace(problems[length], batch=end - first)))
         else:
-            yield replace(problems[length], batch=part.stop - part.start), q[part], table[part], mine
+            idle.append(slice(first, end))
+        first = end
+    return groups, idle
 
 
-def _run_reference(
+class Group(NamedTuple):
+    """Sequences from ``first`` to ``end``, half-open."""
+
+    first: int
+    end: int
+    problem: Problem
+
+
+def _run(
     framework: Framework,
     problems: dict[int, Problem],
     lengths: list[int],
     config: S2OConfig,
     layout: str,
+    host: bool,
     natives: tuple[Any, ...],
     *outputs: Any,
+) -> None:
+    groups, idle = _groups(problems, lengths)
+    if host:
+        _check_entries(natives[1], natives[3], lengths, layout)
+        _run_reference(groups, config, layout, natives, *outputs)
+    else:
+        _run_kernels(framework, groups, config, layout, natives, *outputs)
+    for part in idle:
+        without_keys(framework, *(None if x is None else x[part] for x in outputs))
+
+
+def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], layout: str) -> None:
+    """On the host, where nobody waits for them."""
+    pages, page_size = k_pages.shape[0], k_pages.shape[1 if layout == "BSHD" else 2]
+    for b, (entries, length) in enumerate(zip(table, lengths, strict=True)):
+        for i, page in enumerate(entries[: -(-length // page_size)].tolist()):
+            if not 0 <= page < pages:
+                raise ValueError(
+                    f"s2o_attention_paged: page_table[{b}, {i}] is {page}; accepted: 0 to {pages - 1}, the pages of "
+                    f"k_pages, in the entries of the first seqlen_k ({length}) keys"
+                )
+
+
+def _run_reference(
+    groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any
 ) -> None:
     """The reference on the keys and values that it gathers."""
     from . import numpy_pipeline
 
     q, k_pages, v_pages, table = natives
-    for problem, mine, entries, (o, lse, visited) in _groups(framework, problems, lengths, q, table, outputs):
-        k, v = (_gathered(x, entries, problem.seqlen_k, layout) for x in (k_pages, v_pages))
-        found = numpy_pipeline.run(mine, k, v, o, lse, problem, config)
+    for first, end, problem in groups:
+        part = slice(first, end)
+        k, v = (gathered(x, table[part], problem.seqlen_k, layout) for x in (k_pages, v_pages))
+        mine = None if lse is None else lse[part]
+        found = numpy_pipeline.run(q[part], k, v, o[part], mine, problem, config)
         if visited is not None:
-            visited[...] = found
+            visited[part] = found
 
 
-def _gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str) -> np.ndarray:
+def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str) -> np.ndarray:
     """[batch, kv_heads, seqlen_k, head_dim] of the pages that ``entries`` [batch, pages_per_sequence] name."""
     pages = pages if layout == "BSHD" else pages.swapaxes(1, 2)  # [pages, page_size, kv_heads, head_dim]
     page_size, kv_heads, head_dim = pages.shape[1:]
@@ -245,30 +278,31 @@ def _gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str
 
 
 def _run_kernels(
-    framework: Framework,
-    problems: dict[int, Problem],
-    lengths: list[int],
-    config: S2OConfig,
-    layout: str,
-    natives: tuple[Any, ...],
-    *outputs: Any,
-) -> None:
+    framework: Framework, groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any,
+    lse: Any, visited: Any,
+) -> None:  # fmt: skip
     interop.import_cupy()
     from . import pipeline
 
-    q, k_pages, v_pages, table = natives
-    k, v = (interop.operand(x, layout) for x in (k_pages, v_pages))
-    stream, memory = framework.stream(), framework.memory(q) or pipeline.allocate
-    for problem, mine, entries, (o, lse, visited) in _groups(framework, problems, lengths, q, table, outputs):
-        extent = interop.framework_of("page_table", entries).extent(entries)
-        stride = extent.strides[0] // extent.itemsize if problem.batch > 1 else 0
-        pipeline.run(
-            (interop.operand(mine, "BHSD"), k, v, interop.operand(o, "BHSD")),
-            address(lse),
-            address(visited),
+    q, out = (interop.operand(x, "BHSD") for x in (natives[0], o))
+    k, v = (interop.operand(x, layout) for x in natives[1:3])
+    table = interop.framework_of("page_table", natives[3]).extent(natives[3])
+    paging = Paging(table.pointer, table.strides[0] // table.itemsize, k.shape[2], k.shape[0])
+    first_lse, lse_bytes = address(lse), 4 * q.shape[1] * q.shape[2]  # of a sequence
+    calls = [
+        pipeline.Call(
+            (q.sequences(first, end), k, v, out.sequences(first, end)),
+            first_lse and first_lse + first * lse_bytes,
+            address(visited),  # of all: without lengths of their own they are one group
             problem,
-            config,
-            stream=stream,
-            paging=Paging(extent.pointer, stride, k.shape[2], k.shape[0]),
-            memory=memory,
+            paging.sequences(first, end),
         )
+        for first, end, problem in groups
+    ]
+    pipeline.run_in_turn(
+        calls,
+        config,
+        lse_stride=q.shape[2],
+        stream=framework.stream(),
+        memory=framework.memory(natives[0]) or pipeline.allocate,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from dataclasses import replace
@@ -71,7 +72,7 @@ def assert_same_bits(
 # ---------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_pages(device, qkv, rng, page_size, layout, head_dim):
@@ -90,6 +91,8 @@ def test_pages(device, qkv, rng, page_size, layout, head_dim):
         ((200, 333), {"tau": 10.0}),
         ((700, 700), {"config": {"window": 30}}),
         ((500, 700), {"config": {"rank": "max", "representatives": 3, "segment": 100}}),
+        ((500, 700), {"config": {"rank": "mean", "representatives": 1}}),
+        ((1100, 1900), {"config": {"rank": "auto", "segment": 64}}),  # several surveys
         ((700, 1100), {"config": {"dense_up_to": 10_000}}),
         ((300, 700), {"is_causal": False}),
         ((700, 300), {"is_causal": False}),
@@ -306,17 +309,23 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ({"page_table": zeros(3, 3, dtype=np.int32)}, ValueError, "page_table has batch 3, q has 2; accepted"),
         ({"page_table": [[0, 1, 2]]}, TypeError, "page_table is a list; accepted: NumPy"),
         ({"q": zeros(2, 4, 30, 64, dtype=np.float16)}, TypeError, "q float16, k_pages float32, v_pages float32; acc"),
-        ({"layout": "HND"}, ValueError, r"page_size is 2 \(axis 2 of k_pages, layout 'HND'\); accepted: a power"),
-        ({"k_pages": zeros(6, 24, 2, 64), "v_pages": zeros(6, 24, 2, 64)}, ValueError, "page_size is 24 .*at least 16"),
-        ({"k_pages": zeros(6, 8, 2, 64), "v_pages": zeros(6, 8, 2, 64)}, ValueError, "page_size is 8 .*at least 16"),
+        (
+            {"layout": "HND", "k_pages": zeros(6, 2, 12, 64), "v_pages": zeros(6, 2, 12, 64)}, ValueError,
+            r"page_size is 12 \(axis 2 of k_pages, layout 'HND'\); accepted: a power",
+        ),
+        ({"k_pages": zeros(6, 24, 2, 64), "v_pages": zeros(6, 24, 2, 64)}, ValueError, "page_size is 24 .*of two"),
+        ({"k_pages": zeros(6, 0, 2, 64), "v_pages": zeros(6, 0, 2, 64)}, ValueError, "page_size is 0 .*of two"),
+        ({"page_table": np.full((2, 3), 6, np.int32)}, ValueError, r"page_table\[0, 0\] is 6; accepted: 0 to 5"),
+        ({"page_table": np.full((2, 3), -1, np.int32)}, ValueError, r"page_table\[0, 0\] is -1; accepted"),
         ({"k_pages": zeros(0, 16, 2, 64), "v_pages": zeros(0, 16, 2, 64)}, ValueError, "k_pages 0 pages; accepted"),
         ({"seqlen_k": 49}, ValueError, "seqlen_k is 49, but page_table has 3 pages of 16 keys.*accepted: seqlen_k <= "),
-        ({"seqlen_k": -1}, ValueError, "seqlen_k is or holds -1; accepted: an integer >= 0"),
-        ({"seqlen_k": 40.0}, TypeError, "seqlen_k is or holds a float; accepted: an integer >= 0 on the host"),
-        ({"seqlen_k": True}, TypeError, "seqlen_k is or holds a bool"),
-        ({"seqlen_k": [40, None]}, TypeError, "seqlen_k is or holds a NoneType"),
-        ({"seqlen_k": np.array(40)}, TypeError, "seqlen_k is or holds a ndarray"),
-        ({"seqlen_k": [40]}, ValueError, r"seqlen_k has 1 lengths; accepted: an integer, or 2 \(the batch\)"),
+        ({"seqlen_k": -1}, ValueError, "seqlen_k is or holds -1; accepted: integers >= 0"),
+        ({"seqlen_k": 40.0}, TypeError, "seqlen_k is a float; accepted: an integer, a list or tuple of integers, or"),
+        ({"seqlen_k": True}, TypeError, "seqlen_k is a bool"),
+        ({"seqlen_k": [40, None]}, TypeError, r"seqlen_k\[1\] is a NoneType"),
+        ({"seqlen_k": np.array(40)}, ValueError, r"seqlen_k has shape \(\); accepted: \(batch,\)"),
+        ({"seqlen_k": np.array([40.0, 40.0])}, TypeError, "seqlen_k is float64; accepted: an integer, a list"),
+        ({"seqlen_k": [40]}, ValueError, r"seqlen_k has 1 lengths; accepted: an integer, or 2, the batch"),
         ({"seqlen_k": [40, 41], "return_stats": True}, ValueError, r"return_stats with seqlen_k \[40, 41\]; accepted"),
         ({"seqlen_k": 29}, ValueError, "seqlen_q 30 exceeds seqlen_k 29"),
         ({"q": zeros(2, 3, 30, 64)}, ValueError, "q has 3 heads, k and v have 2"),
@@ -351,14 +360,15 @@ def test_a_cache_of_too_many_keys():
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """NumPy arrays that claim to be on a GPU; what the pipeline is given, call by call."""
-    calls: list[Any] = []
+    """NumPy arrays that claim to be on a GPU; what the pipeline is given, a list of problems for each call."""
+    calls: list[list[Any]] = []
 
-    def run(operands, lse, visited, problem, config, *, stream, paging, memory):
-        calls.append((operands, lse, visited, problem, paging))
+    def run_in_turn(problems, config, *, lse_stride, stream, memory):
+        assert lse_stride == problems[0][0][0].shape[2]
+        calls.append(problems)
 
     pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
-    pipeline.run, pipeline.allocate = run, None
+    pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
     monkeypatch.setattr(interop, "import_cupy", lambda: np)
@@ -378,8 +388,9 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
     s2o_attention_paged(*inputs, seqlen_k=[40, 40, 50, 40], layout=layout, out=out, return_lse=True)
     s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, out=out)
     lengths = [(0, 2, 40), (2, 1, 50), (3, 1, 40), (0, 4, 160)]
-    assert len(pretended_gpu) == len(lengths)
-    for (first, batch, seqlen_k), (operands, lse, visited, problem, paging) in zip(lengths, pretended_gpu, strict=True):
+    assert [len(call) for call in pretended_gpu] == [3, 1]  # one call for all lengths
+    problems = list(itertools.chain(*pretended_gpu))
+    for (first, batch, seqlen_k), (operands, lse, visited, problem, paging) in zip(lengths, problems, strict=True):
         assert (problem.batch, problem.heads, problem.kv_heads) == (batch, 4, 2)
         assert (problem.seqlen_q, problem.seqlen_k, problem.head_dim) == (30, seqlen_k, 64)
         assert [x.pointer for x in operands] == [at(q[first:]), at(k), at(v), at(out[first:])]
@@ -388,7 +399,7 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
             assert (x.shape, x.strides) == ((9, 2, 32, 64), (2 * 32 * 2 * 64, 64, 2 * 64))
         assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
         assert (lse != 0) == (seqlen_k != 160) and visited == 0
-    assert pretended_gpu[1][1] - pretended_gpu[0][1] == 2 * 4 * 30 * 4
+    assert problems[1][1] - problems[0][1] == 2 * 4 * 30 * 4
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
