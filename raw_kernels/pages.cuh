@@ -35,25 +35,13 @@ __device__ __forceinline__ const uint16* head_rows(const Tensor<const uint16>& x
   return x.at(kPaged ? 0 : batch, kv_head);
 }
 
-// Those rows by position from `first` on, in one array or through the page table.
-template <bool kPaged>
-struct KeyRows {
-  const uint16* data;
+// Where they lie in a paged cache, by position from `first` on.
+struct PagedRows {
   const Tensor<const uint16>& x;
   const Pages& pages;
-  const int* entries;
-  int first;
-
-  __device__ __forceinline__ KeyRows(const Tensor<const uint16>& x_, const Pages& pages_, int batch, int kv_head,
-                                     int first_ = 0)
-      : data(head_rows<kPaged>(x_, batch, kv_head) + (kPaged ? 0 : first_ * x_.row)),
-        x(x_),
-        pages(pages_),
-        entries(kPaged ? pages_.of(batch) : nullptr),
-        first(first_) {}
-  __device__ __forceinline__ const uint16* operator()(int i) const {
-    if constexpr (kPaged) return data + pages.offset(x, pages.slot(entries, first + i));
-    return data + i * x.row;
+  int batch, first;
+  __device__ __forceinline__ int64 offset(int i) const {
+    return pages.offset(x, pages.slot(pages.of(batch), first + i));
   }
 };
 

@@ -94,12 +94,14 @@ __device__ __forceinline__ void take_next(const AttentionParams& params, typenam
 template <class Traits>
 __device__ __forceinline__ void look_up_next(const Pages& pages, typename Traits::Shared& shared, int row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
-  if (shared.next.work < 0) return;
-  const int thread = threadIdx.x % kWarpgroup;
-  shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
-  int key = row < shared.next.keys ? shared.next.k_order[row] : -1;
-  if (Traits::kPaged && key >= 0) key = pages.slot(shared.next_pages, key);
-  shared.next.key[thread] = key;
+  if (shared.next.work >= 0) {
+    const int thread = threadIdx.x % kWarpgroup;
+    shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
+    int key = row < shared.next.keys ? shared.next.k_order[row] : -1;
+    if (Traits::kPaged && key >= 0) key = pages.slot(shared.next_pages, key);
+    shared.next.key[thread] = key;
+  }
+  named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
 
 template <class Traits, class Rows>

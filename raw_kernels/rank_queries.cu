@@ -80,12 +80,16 @@ __device__ __forceinline__ void guides(const RankQueriesParams& p, typename Trai
   const int kv_head = blockIdx.x / 2, which = blockIdx.x % 2;
   if (which >= p.geometry.segments()) return;
   const int count = p.geometry.guide_keys(which), lane = threadIdx.x % Traits::kLanes;
-  const KeyRows<Traits::kPaged> k(p.k, p.pages, kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const int batch = kv_head / p.kv_heads;
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
+  const PagedRows pages{p.k, p.pages, batch, 0};
   float total[8] = {};
 #pragma unroll 4
   for (int r = threadIdx.x / Traits::kLanes; r < count; r += Traits::kRows) {
     float x[8];
-    read_row<Traits>(x, k(r), lane, p.geometry.head_dim, p.aligned);
+    const uint16* row = k + r * p.k.row;
+    if constexpr (Traits::kPaged) row = k + pages.offset(r);
+    read_row<Traits>(x, row, lane, p.geometry.head_dim, p.aligned);
 #pragma unroll
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }

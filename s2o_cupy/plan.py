@@ -208,6 +208,14 @@ def _rank_fine(function: str, dtype: str, head_dim: int, paged: bool = False) ->
     return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
+def _hopper_fine_scores(dtype: str, head_dim: int, paged: bool = False) -> Kernel:
+    """Its shared memory is sizeof(FineScoresTraits::Shared)."""
+    representatives, stages = 256, 2
+    tiles = (representatives + stages * STEP) * head_dim * 2
+    shared = tiles + representatives * 4 + 4 * 4 + 2 * 4
+    return Kernel("fine_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
+
+
 def _key_counts() -> Kernel:
     return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4)
 
@@ -239,6 +247,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), (64, 128), (False, True)):
             kernels += [_hopper(name, dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90")]
+            kernels.append(_hopper_fine_scores(dtype, head_dim, paged))
     return tuple(kernels)
 
 
@@ -342,9 +351,11 @@ def make_plan(
         path = "portable"
         pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, paged)
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, paged)
+        fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     else:
         path = "hopper"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90"))
+        fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -355,7 +366,7 @@ def make_plan(
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, paged),
         survey=_rank_fine("survey", problem.dtype, head_dim, paged),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim, paged),
-        fine_scores=_rank_fine("fine_scores", problem.dtype, head_dim, paged),
+        fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=_key_scores(problem.dtype, head_dim, aligned, paged),
         key_counts=_key_counts(),

@@ -227,7 +227,7 @@ class _Builder:
         ]
 
     def _fine(self, chunk: Chunk) -> tuple[Params, int]:
-        """Parameters of the kernels of rank_fine.cu, and the blocks of fine_scores for a row."""
+        """Parameters of the kernels of rank_fine.cu, and the blocks of fine_scores."""
         p, config, geometry = self.problem, self.config, self.plan.geometry
         key_blocks = -(-chunk.stride // FINE_KEYS)
         params = np.array(
@@ -253,7 +253,9 @@ class _Builder:
             ),
             kernels.RANK_FINE_PARAMS,
         )
-        return params, key_blocks
+        if self.plan.fine_scores.family.arch == "sm_90a":  # shares all rows' work among blocks that run at once
+            return params, 2 * self.plan.persistent_blocks
+        return params, chunk.rows * key_blocks
 
     def surveys(self) -> list[Launch]:
         plan, params = self.plan, self._fine(self.plan.whole)[0]
@@ -290,7 +292,7 @@ class _Builder:
         steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)]
         if config.surveys(p.scale):
             fine, blocks = self._fine(chunk)
-            steps.append(("fine_scores", plan.fine_scores, chunk.rows * blocks, fine))
+            steps.append(("fine_scores", plan.fine_scores, blocks, fine))
         return [
             self._launch(stage, kernel, blocks, its_params, chunk, range=first)
             for stage, kernel, blocks, its_params in (
