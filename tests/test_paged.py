@@ -11,34 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import SMALL, Device, has_gpu, has_hopper
+from gpu_cases import CASES
+from pages import differing, fits_pages, paged, random_table
 
 import s2o_cupy
 from s2o_cupy import S2OConfig, interop, kernels, program, s2o_attention, s2o_attention_paged
 from s2o_cupy.operand import Operand, Paging
 from s2o_cupy.plan import DeviceLimits, kernels_for, make_plan
 from s2o_cupy.problem import Problem
-
-NOWHERE = 1 << 30  # an entry that must not be read
-
-
-def paged(x: np.ndarray, table: np.ndarray, pages: int, page_size: int, layout: str, lengths: list[int]) -> np.ndarray:
-    """A cache that holds x [batch, kv_heads, seqlen_k, head_dim] as ``table`` says, and NaN wherever no key is."""
-    cache = np.full((pages, page_size, x.shape[1], x.shape[3]), np.nan, x.dtype)
-    for sequence, entries, length in zip(x, table, lengths, strict=True):
-        for position in range(length):
-            cache[entries[position // page_size], position % page_size] = sequence[:, position]
-    return np.ascontiguousarray(cache.swapaxes(1, 2)) if layout == "HND" else cache
-
-
-def random_table(rng: np.random.Generator, lengths: list[int], page_size: int) -> tuple[np.ndarray, int]:
-    """(page table with entries to spare, pages of the cache, some of them unused)."""
-    counts = [-(-length // page_size) for length in lengths]
-    pages = sum(counts) + 3
-    table = np.full((len(lengths), max(counts) + 2), NOWHERE, np.int32)
-    order = iter(rng.permutation(pages))
-    for entries, count in zip(table, counts, strict=True):
-        entries[:count] = [next(order) for _ in range(count)]
-    return table, pages
 
 
 def bits(device: Device, x: Any) -> np.ndarray:
@@ -196,6 +176,47 @@ def test_many_tiles(big, qkv, rng, page_size, changes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if fits_pages(case)])
+def test_every_branch(big, name):
+    case, path = CASES[name], big.config.path
+    if path == "hopper" and not case.hopper:
+        pytest.skip("the Hopper kernels do not take it")
+    assert differing(case, path) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [24, 96])
+def test_pages_far_apart(big, qkv, rng, gib):
+    """Past 2^31 elements; and past 64 GiB, which the Hopper kernels do not take."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    if cupy.cuda.runtime.memGetInfo()[0] < (gib + 2) * 2**30:
+        pytest.skip(f"needs {gib + 2} GiB of free GPU memory")
+    q, k, v = (x.astype(big.dtype) for x in qkv(300, 700, heads=4, kv_heads=2, head_dim=128))
+    table, pages = random_table(rng, [700], 64)
+    stride = gib * 2**30 // pages // 16 * 16  # bytes
+    memory = cupy.empty(pages * stride, np.uint8)
+    caches = []
+    for i, x in enumerate((k, v)):
+        cache = paged(x, table, pages, 64, "NHD", [700])
+        part = memory[i * cache[0].nbytes :].view(big.dtype)
+        caches.append(cupy.lib.stride_tricks.as_strided(part, cache.shape, (stride, *cache.strides[1:])))
+        caches[-1][...] = cupy.asarray(cache)
+    config = big.config
+    if gib > 64 and config.path == "hopper":
+        with pytest.raises(ValueError, match="rows more than 64 GiB apart"):
+            s2o_attention_paged(cupy.asarray(q), *caches, cupy.asarray(table), seqlen_k=700, config=config)
+        config = replace(config, path="portable")
+    o = s2o_attention_paged(cupy.asarray(q), *caches, cupy.asarray(table), seqlen_k=700, config=config)
+    expected = s2o_attention(*map(cupy.asarray, (q, k, v)), config=config)
+    np.testing.assert_array_equal(bits(big, o), bits(big, expected))
+    del caches, memory, part
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
 def test_100_repeats_of_a_busy_gpu(big, qkv, rng):
     import cupy
     from conftest import spin
@@ -227,6 +248,38 @@ def test_a_captured_graph(big, qkv, rng):
             table[:, :8] = cupy.roll(table[:, :8], 1, axis=1)
             graph.launch(stream=stream)
             assert bool((o.view(np.uint16) == s2o_attention_paged(*inputs, **options).view(np.uint16)).all())
+
+
+@pytest.mark.gpu
+def test_replays_see_the_page_table(big, qkv, rng):
+    """Calls with the same arrays, which are replayed from the third on."""
+    import cupy
+
+    inputs = assert_same_bits(big, *qkv(2000, heads=4, head_dim=128), rng, 128, "NHD")
+    options = {"seqlen_k": 2000, "config": big.config}
+    table, out = inputs[3], cupy.empty_like(inputs[0])
+    for _ in range(6):
+        table[:, :15] = cupy.roll(table[:, :15], 1, axis=1)  # the last page is not full
+        s2o_attention_paged(*inputs, out=out, **options)
+        expected = s2o_attention_paged(*inputs[:3], table.copy(), **options)
+        assert bool((out.view(np.uint16) == expected.view(np.uint16)).all())
+
+
+@pytest.mark.gpu
+def test_a_refusal_comes_before_any_launch(big, qkv, rng):
+    """The second of two lengths is not aligned: nothing of the first is written."""
+    import cupy
+
+    cache = cupy.zeros((8, 64, 1, 128), big.dtype)
+    table = cupy.arange(8, dtype=np.int32).reshape(2, 4)
+    memory = cupy.zeros(2 * 2 * 100 * 128 + 4, big.dtype)
+    bytes_of = lambda *strides: tuple(2 * n for n in strides)  # noqa: E731
+    q = cupy.lib.stride_tricks.as_strided(memory, (2, 2, 100, 128), bytes_of(2 * 100 * 128 + 4, 100 * 128, 128, 1))
+    out = big.poisoned(q.shape)
+    before = bits(big, out)
+    with pytest.raises(ValueError, match="does not start on 16 bytes"):
+        s2o_attention_paged(q, cache, cache, table, seqlen_k=[200, 256], config=big.config, out=out)
+    np.testing.assert_array_equal(bits(big, out), before)
 
 
 @pytest.mark.gpu
