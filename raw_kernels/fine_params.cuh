@@ -27,10 +27,4 @@ struct RankFineParams {
   Pages pages;               // of a paged cache
 };
 
-__device__ __forceinline__ float larger_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 }  // namespace s2o

@@ -6,8 +6,8 @@
 // take turns by themselves: while one looks for maxima, the other multiplies. Blocks share the steps of all fine rows
 // evenly, whichever rows these are: nobody on the host knows.
 #include "fine_params.cuh"
-#include "hopper.cuh"
 #include "sortable.cuh"
+#include "wgmma_tile.cuh"
 
 namespace s2o {
 
@@ -21,7 +21,6 @@ struct FineScoresTraits {
   static constexpr bool kPaged = kPaged_;  // k is a paged cache
 
   struct Shared {
-    // In atoms of 64 columns, swizzled as wgmma reads them: chunk c of row r stands at c ^ (r & 7).
     uint16 reps[kFineReps * kHeadDim];
     uint16 keys[kStages][kFineKeys * kHeadDim];
     float norms[kFineReps];
@@ -29,12 +28,6 @@ struct FineScoresTraits {
     int row, step;  // where the block begins, and the next fine row
   };
 };
-
-// Of a tile of kRows rows: where the 16-byte chunk of a row stands.
-template <int kRows>
-__device__ __forceinline__ uint32 atom_chunk(uint32 tile, int row, int chunk) {
-  return tile + chunk / 8 * (kRows * 128) + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
-}
 
 // Steps of keys that a row of the chunk takes: 0 if it is not fine.
 __device__ __forceinline__ int fine_steps(const RankFineParams& p, int row) {
@@ -197,11 +190,10 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
-      const uint32 at = descriptor_at(a, c / 4 * (kFineKeys * 128) + c % 4 * 32);
+      const uint32 at = descriptor_at(a, atom_columns<kFineKeys>(c));
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        Wgmma<Element>::ss(d[half], at, descriptor_at(b, c / 4 * (kFineReps * 128) + half * (128 * 128) + c % 4 * 32),
-                           c > 0);
+        Wgmma<Element>::ss(d[half], at, descriptor_at(b, atom_columns<kFineReps>(c) + half * (128 * 128)), c > 0);
     }
     wgmma_commit();
     load(step + 1);

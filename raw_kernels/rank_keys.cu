@@ -10,6 +10,7 @@
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
+#include "rank_keys_params.cuh"
 #include "sortable.cuh"
 
 namespace s2o {
@@ -18,27 +19,6 @@ constexpr int kScoreRows = 16 * kWarps;  // (head, segment) rows of a block
 constexpr int kScoreSteps = 8;           // key steps of a block
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / 32;
-
-struct RankKeysParams {
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
-  const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
-  float* scores;           // [chunk rows, stride] by key position
-  uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
-  uint16* counts;          // [chunk rows, parts, kKeyBuckets]
-  uint16* merged;          // [chunk rows, kKeyBuckets]: the merged bucket of each
-  uint32* bases;           // [chunk rows, parts, kOrderBuckets]: the place in the row of the part's first candidate
-  int* k_order;            // [chunk rows, stride]
-  int64 stride;            // a multiple of kStep
-  Geometry geometry;
-  Chunk chunk;
-  int heads, kv_heads;
-  int representatives, run;
-  int row_blocks;          // blocks of kScoreRows rows that cover the rows of one KV head
-  int key_blocks;          // blocks of kScoreSteps * kStep keys that cover the keys
-  int parts;               // parts of kSortPart candidates of the longest row
-  Pages pages;             // of a paged cache
-};
 
 template <class Element_, int kHeadDim_, bool kAligned_, bool kPaged_>
 struct ScoreTraits {
@@ -51,12 +31,6 @@ struct ScoreTraits {
     const int* pages;  // as in attention.cuh
   };
 };
-
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 
 // Block: kScoreRows rows of the heads that share a KV head (heads fastest, so that a block's prefixes are alike)
 // and kScoreSteps steps of keys. A warp has 16 rows.
@@ -145,7 +119,7 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) best[j][e] = r == 0 ? s[j][e] : max_or_nan(best[j][e], s[j][e]);
+        for (int e = 0; e < 4; ++e) best[j][e] = r == 0 ? s[j][e] : larger_or_nan(best[j][e], s[j][e]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -1,4 +1,4 @@
-// Floats as sortable integers, and a small sort in shared memory.
+// Floats as sortable integers, their maximum, and a small sort in shared memory.
 #pragma once
 #include "ptx.cuh"
 
@@ -15,6 +15,13 @@ __device__ __forceinline__ uint32 sortable(float x) {
 // The float that sortable() turned into `bits`, unless it was NaN.
 __device__ __forceinline__ float from_sortable(uint32 bits) {
   return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
+}
+
+// The larger of two; NaN if one is.
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
 }
 
 // Sorts a power of two of slots ascending with the whole block.

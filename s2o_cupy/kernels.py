@@ -154,6 +154,10 @@ FAMILIES = {
         "fine_scores_sm90.cu", RANK_FINE_PARAMS, "RankFineParams", 128, 2,
         "FineScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
+    "key_scores_sm90": _Family(
+        "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 2,
+        "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
+    ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),

@@ -17,6 +17,7 @@ __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
+HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
@@ -200,6 +201,12 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool, paged: bool = False) -
     return Kernel("key_scores", dtype, head_dim, aligned, paged=paged, shared_bytes=2 * STEP * head_dim * 2 + 16)
 
 
+def _hopper_key_scores(dtype: str, head_dim: int, paged: bool = False) -> Kernel:
+    """Its shared memory is sizeof(KeyScoresTraits::Shared)."""
+    shared = (SCORE_ROWS + 2 * 128) * head_dim * 2
+    return Kernel("key_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
+
+
 def _rank_fine(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """Its shared memory is sizeof(FineTraits::Shared)."""
     warps, tiles = RANK_THREADS // 32, 1 if function == "survey" else 2
@@ -247,7 +254,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), (64, 128), (False, True)):
             kernels += [_hopper(name, dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90")]
-            kernels.append(_hopper_fine_scores(dtype, head_dim, paged))
+            kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
 
@@ -344,6 +351,8 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
+    key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
+    fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     refusal = hopper_refusal(problem, config, limits, aligned, compact)
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
@@ -351,11 +360,12 @@ def make_plan(
         path = "portable"
         pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, paged)
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, paged)
-        fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     else:
         path = "hopper"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90"))
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
+        if config.coarse.representatives == 1:
+            key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -368,7 +378,7 @@ def make_plan(
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim, paged),
         fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
-        key_scores=_key_scores(problem.dtype, head_dim, aligned, paged),
+        key_scores=key_scores,
         key_counts=_key_counts(),
         key_bases=_key_bases(),
         key_order=_key_order(),

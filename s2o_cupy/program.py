@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import FINE_KEYS, SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
+from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
 from .problem import Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
@@ -268,7 +268,8 @@ class _Builder:
     def rank_keys(self, chunk: Chunk) -> list[Launch]:
         p, plan, config = self.problem, self.plan, self.config
         row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
-        key_blocks = -(-chunk.stride // SCORE_KEYS)
+        hopper = plan.key_scores.family.arch == "sm_90a"
+        key_blocks = -(-chunk.stride // (HOPPER_SCORE_KEYS if hopper else SCORE_KEYS))
         params = np.array(
             (
                 self.tensors["k"],
