@@ -10,7 +10,7 @@ struct RankFineParams {
   float* deficits;         // [batch * heads, surveys]
   int* fine;               // [batch * heads, segments]: 1 if fine
   float* norms;            // [batch * heads, segments, representatives], in units of a dot product
-  float* scores;           // [chunk rows, stride] by key position
+  uint16* scores;          // [chunk rows, stride] by key position, see RankKeysParams
   uint2* range;            // [chunk rows], see RankKeysParams
   int64 stride;
   Geometry geometry;

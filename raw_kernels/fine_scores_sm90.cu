@@ -159,7 +159,7 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
     if constexpr (Traits::kPaged) return k + pages.offset(key);
     return k + key * p.k.row;
   };
-  float* scores = p.scores + static_cast<int64>(row) * p.stride;
+  uint16* scores = p.scores + static_cast<int64>(row) * p.stride;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = threadIdx.x % Traits::kChunks;
 
   const auto load = [&](int at) {
@@ -221,9 +221,9 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
     }
     const int h = lane % 4, key = step * kFineKeys + warp * 16 + h * 8 + lane / 4;
     if (h < 2 && key < keys) {
-      const float x = h ? of_key[1] : of_key[0];
-      scores[key] = x;
-      if (fabsf(x) < infinity() && (g.is_causal || key < dense_begin || key >= dense_end)) {
+      const float x = (h ? of_key[1] : of_key[0]) * p.scale_log2;
+      scores[key] = static_cast<uint16>(Float16::pack(x, 0.f));
+      if (finite_score(x) && (g.is_causal || key < dense_begin || key >= dense_end)) {
         largest = fmaxf(largest, x);
         smallest = fminf(smallest, x);
       }
@@ -235,10 +235,7 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
     smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
   }
-  if (lane == 0 && largest >= smallest) {
-    atomicMax(&p.range[row].x, sortable(largest));
-    atomicMax(&p.range[row].y, sortable(-smallest));
-  }
+  if (lane == 0) grow_range(p.range + row, largest, smallest);
 }
 
 template <class Traits>

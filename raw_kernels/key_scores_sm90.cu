@@ -1,9 +1,9 @@
 // key_scores on Hopper, of one representative a segment (rank_keys.cu has the portable one): by wgmma.
 //
-//   scores[row, key] = dot product of key with the representative of row's segment
+//   scores[row, key] = dot product of key with the representative of row's segment, times scale_log2, as float16
 //
 // A block of one warpgroup takes kRows (head, segment) rows of one KV head, the rows of the product, and walks keys,
-// kTile at a time. Keys stand in shared memory in an order that gives each thread four neighbours to write at once.
+// kTile at a time. Keys stand in shared memory in an order that gives each thread eight neighbours to write at once.
 #include "rank_keys_params.cuh"
 #include "sortable.cuh"
 #include "wgmma_tile.cuh"
@@ -23,9 +23,9 @@ struct KeyScoresTraits {
   };
 };
 
-// Where key i of a tile stands: wgmma gives a thread columns 2 t, 2 t + 1 of each 8, which are then keys 4 t .. 4 t + 3
-// of each 16.
-__device__ __forceinline__ int row_of_key(int i) { return (i & ~15) + (i & 2) * 4 + (i & 12) / 2 + (i & 1); }
+// Where key i of a tile stands: wgmma gives a thread columns 2 t, 2 t + 1 of each 8, which are then keys 8 t .. 8 t + 7
+// of each 32.
+__device__ __forceinline__ int row_of_key(int i) { return (i & ~31) + (i & 6) * 4 + (i & 24) / 4 + (i & 1); }
 
 template <class Traits>
 __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
   // This thread's rows: lane / 4 and lane / 4 + 8 of the warp's 16.
   bool valid[2];
   int end[2], dense_begin[2], dense_end[2];  // keys from first_key on
-  float* target[2];
+  uint16* target[2];
   float largest[2] = {-infinity(), -infinity()}, smallest[2] = {infinity(), infinity()};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -111,35 +111,34 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll
+    for (int i = 0; i < 64; ++i) d[i] *= p.scale_log2;
+#pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (!valid[h]) continue;
-      const int first = tile * kTile + lane % 4 * 4;
-      if (g.is_causal && (tile + 1) * kTile <= end[h]) {  // all keys are candidates
+      const bool whole = g.is_causal && (tile + 1) * kTile <= end[h];  // all keys are candidates
 #pragma unroll
-        for (int j = 0; j < kTile / 16; ++j) {
-          const float x[4] = {d[8 * j + 2 * h], d[8 * j + 2 * h + 1], d[8 * j + 4 + 2 * h], d[8 * j + 5 + 2 * h]};
-          *reinterpret_cast<float4*>(target[h] + first + j * 16) = make_float4(x[0], x[1], x[2], x[3]);
+      for (int j = 0; j < kTile / 32; ++j) {
+        const int key = tile * kTile + j * 32 + lane % 4 * 8;
+        const auto x = [&](int i) { return d[16 * j + i / 2 * 4 + 2 * h + i % 2]; };
+        // What is past the end of the row's candidates is never read.
+        if (key < end[h])
+          *reinterpret_cast<uint4*>(target[h] + key) = make_uint4(Float16::pack(x(0), x(1)), Float16::pack(x(2), x(3)),
+                                                                  Float16::pack(x(4), x(5)), Float16::pack(x(6), x(7)));
+        if (whole) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (fabsf(x[e]) < infinity()) {
-              largest[h] = fmaxf(largest[h], x[e]);
-              smallest[h] = fminf(smallest[h], x[e]);
+          for (int i = 0; i < 8; ++i)
+            if (finite_score(x(i))) {
+              largest[h] = fmaxf(largest[h], x(i));
+              smallest[h] = fminf(smallest[h], x(i));
             }
-        }
-      } else {
+        } else {
 #pragma unroll
-        for (int j = 0; j < kTile / 16; ++j) {
-          const float x[4] = {d[8 * j + 2 * h], d[8 * j + 2 * h + 1], d[8 * j + 4 + 2 * h], d[8 * j + 5 + 2 * h]};
-          const int key = first + j * 16;
-          // What is past the end of the row's candidates is never read.
-          if (key < end[h]) *reinterpret_cast<float4*>(target[h] + key) = make_float4(x[0], x[1], x[2], x[3]);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int at = key + e;
+          for (int i = 0; i < 8; ++i) {
+            const int at = key + i;
             const bool candidate = at < end[h] && (g.is_causal || at < dense_begin[h] || at >= dense_end[h]);
-            if (candidate && fabsf(x[e]) < infinity()) {
-              largest[h] = fmaxf(largest[h], x[e]);
-              smallest[h] = fminf(smallest[h], x[e]);
+            if (candidate && finite_score(x(i))) {
+              largest[h] = fmaxf(largest[h], x(i));
+              smallest[h] = fminf(smallest[h], x(i));
             }
           }
         }
@@ -154,12 +153,8 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
       largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], step));
       smallest[h] = fminf(smallest[h], __shfl_xor_sync(kFullWarp, smallest[h], step));
     }
-    // The result of an integer maximum does not depend on the order of blocks.
-    if (valid[h] && lane % 4 == 0 && largest[h] >= smallest[h]) {
-      uint2* range = p.range + (target[h] - first_key - p.scores) / p.stride;
-      atomicMax(&range->x, sortable(largest[h]));
-      atomicMax(&range->y, sortable(-smallest[h]));
-    }
+    if (valid[h] && lane % 4 == 0)
+      grow_range(p.range + (target[h] - first_key - p.scores) / p.stride, largest[h], smallest[h]);
   }
 }
 

@@ -424,7 +424,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
   const PagedRows pages{p.k, p.pages, batch, first_key};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int dense_begin = g.dense_begin(n), dense_end = g.dense_end(n);
-  float* scores = p.scores + p.chunk.row(head, n) * p.stride + first_key;
+  uint16* scores = p.scores + p.chunk.row(head, n) * p.stride + first_key;
   const int steps = (keys + kFineStep - 1) / kFineStep;
   float largest = -infinity(), smallest = infinity();
   Representatives<Traits> reps;
@@ -444,9 +444,10 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
     float best = shared.part[step % 2][0][0][threadIdx.x];
 #pragma unroll
     for (int w = 1; w < Traits::kWarps; ++w) best = larger_or_nan(best, shared.part[step % 2][0][w][threadIdx.x]);
-    scores[i] = best;
+    best *= p.scale_log2;
+    scores[i] = static_cast<uint16>(Float16::pack(best, 0.f));
     const int key = first_key + i;
-    if (fabsf(best) < infinity() && (g.is_causal || key < dense_begin || key >= dense_end)) {
+    if (finite_score(best) && (g.is_causal || key < dense_begin || key >= dense_end)) {
       largest = fmaxf(largest, best);
       smallest = fminf(smallest, best);
     }
@@ -488,11 +489,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
     smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
   }
-  if (lane == 0 && largest >= smallest) {
-    uint2* range = p.range + p.chunk.row(head, n);
-    atomicMax(&range->x, sortable(largest));
-    atomicMax(&range->y, sortable(-smallest));
-  }
+  if (lane == 0) grow_range(p.range + p.chunk.row(head, n), largest, smallest);
 }
 
 }  // namespace s2o

@@ -8,7 +8,7 @@ struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
   const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
-  float* scores;           // [chunk rows, stride] by key position
+  uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
   uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
   uint16* counts;          // [chunk rows, parts, kKeyBuckets]
   uint16* merged;          // [chunk rows, kKeyBuckets]: the merged bucket of each
@@ -22,6 +22,7 @@ struct RankKeysParams {
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys
   int parts;               // parts of kSortPart candidates of the longest row
+  float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
 };
 

@@ -24,6 +24,17 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return y;
 }
 
+// Whether a score is finite as a float16, to which it is rounded.
+__device__ __forceinline__ bool finite_score(float x) { return fabsf(x) < 65520.f; }
+
+// The extremes of a row's finite scores, grown by atomics; `range` is (sortable(s), sortable(-s)), from 0 on. The result
+// of an integer maximum does not depend on the order of blocks. Rounding is monotone, so it comes last.
+__device__ __forceinline__ void grow_range(uint2* range, float largest, float smallest) {
+  if (largest < smallest) return;  // nothing was finite
+  atomicMax(&range->x, sortable(Float16::low(Float16::pack(largest, 0.f))));
+  atomicMax(&range->y, sortable(-Float16::low(Float16::pack(smallest, 0.f))));
+}
+
 // Sorts a power of two of slots ascending with the whole block.
 __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
   for (int size = 2; size <= count; size *= 2) {

@@ -122,7 +122,34 @@ def s2o_attention(
     >>> lse.shape, stats.visited.shape, stats.density
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
-    config = parse_config(config, tau)
+    return attend(
+        q, k, v, config=parse_config(config, tau), scale=scale, is_causal=is_causal, layout=layout,
+        return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend,
+    )  # fmt: skip
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    config: S2OConfig,
+    scale: float | None = None,
+    is_causal: bool = True,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+    await_keys: Callable[[], None] | None = None,
+) -> Any:
+    """`s2o_attention`, while keys and values are on their way.
+
+    ``await_keys`` is called once, on the device and stream of the call, before anything reads keys or values before
+    those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
+    called where there is nothing to compute.
+    """
     framework, device = interop.common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
@@ -130,9 +157,10 @@ def s2o_attention(
         is_causal, scale,
     )  # fmt: skip
     host = backend == "numpy"
-    return attend(
+    run = _run_reference if host else _run_kernels
+    return with_outputs(
         framework, device, {"q": q, "k": k, "v": v}, problem, config,
-        functools.partial(_run_reference if host else _run_kernels, framework, problem, config, layout),
+        functools.partial(run, framework, problem, config, layout, await_keys),
         host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
     )  # fmt: skip
 
@@ -141,7 +169,7 @@ def s2o_attention(
 Run = Callable[[tuple[Any, ...], Any, Any, Any], None]
 
 
-def attend(
+def with_outputs(
     framework: Framework,
     device: Device,
     inputs: dict[str, Any],
@@ -220,11 +248,13 @@ def parse_backend(backend: Any, device: Device, stream: Any) -> str:
 
 
 def _run_reference(
-    framework: Framework, problem: Problem, config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any,
-    visited: Any,
+    framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
+    natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
 ) -> None:  # fmt: skip
     from . import numpy_pipeline
 
+    if await_keys is not None:
+        await_keys()
     q, k, v, o = (bhsd(x, layout) for x in (*natives, o))
     lse = None if lse is None else lse.reshape(problem.batch, problem.heads, problem.seqlen_q)
     found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
@@ -233,8 +263,8 @@ def _run_reference(
 
 
 def _run_kernels(
-    framework: Framework, problem: Problem, config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any,
-    visited: Any,
+    framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
+    natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
 ) -> None:  # fmt: skip
     interop.import_cupy()
     from . import pipeline
@@ -248,6 +278,7 @@ def _run_kernels(
         config,
         stream=framework.stream(),
         memory=framework.memory(natives[0]) or pipeline.allocate,
+        await_keys=await_keys,
     )
 
 

@@ -82,6 +82,7 @@ RANK_KEYS_PARAMS = np.dtype(
         ("chunk", np.dtype(_CHUNK)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
         *((name, "i4") for name in ("row_blocks", "key_blocks", "parts")),
+        ("scale_log2", "f4"),
         ("pages", _PAGES),
     ],
     align=True,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import interop
-from .attention import address, attend, parse_backend, parse_config, without_keys
+from .attention import address, parse_backend, parse_config, with_outputs, without_keys
 from .interop import Framework
 from .lengths import INTEGERS, is_integer, parse_integers
 from .operand import Paging
@@ -113,7 +113,7 @@ def s2o_attention_paged(
             (shape, of_k, of_k), (framework.dtype(q),) * 3, config, backend, "BHSD", is_causal, scale
         )
     run = functools.partial(_run, framework, problems, lengths, config, LAYOUTS[layout], host)
-    return attend(
+    return with_outputs(
         framework, device, inputs, problems[longest], config, run,
         host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
     )  # fmt: skip

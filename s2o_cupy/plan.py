@@ -19,7 +19,7 @@ SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
-BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
+BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
 BYTES_PER_PART = KEY_BUCKETS * 2 + ORDER_BUCKETS * 4  # counters and places of a block of the counting sort
 MAX_GRID = 2**31 - 1
@@ -298,8 +298,9 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             heads_each = _heads_of_a_round(heads, group, rows, end)
             segments = min(end, rows // heads_each)
         else:
-            # Whole groups of the heads that share a KV head, or single heads if not even one group fits.
-            segments, heads_each = 1, rows // group * group or 1
+            # Whole groups of the heads that share a KV head, evenly, or single heads if not even one group fits.
+            groups, fit = heads // group, rows // group
+            segments, heads_each = 1, -(-groups // -(-groups // fit)) * group if fit else 1
         shared = group if heads_each % group == 0 else 1
         # Without candidates, leading segments need no round.
         begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)

@@ -78,7 +78,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("guide", (problem.batch * problem.kv_heads, 2, width), "float32"),
             ("means", representatives, "uint16"),
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
-            ("scores", (plan.workspace_elements,), "float32"),  # [chunk rows, stride]
+            ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
             ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
             ("merged", (max(chunk.rows for chunk in plan.chunks), KEY_BUCKETS), "uint16"),
@@ -284,6 +284,7 @@ class _Builder:
                 row_blocks,
                 key_blocks,
                 chunk.parts,
+                abs(p.scale) * LOG2E,
                 self.pages,
             ),
             kernels.RANK_KEYS_PARAMS,
