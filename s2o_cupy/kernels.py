@@ -129,7 +129,7 @@ FAMILIES = {
         )
         for name, params, struct in (
             ("pass1_sm90", MAPPED_ATTENTION_PARAMS, "MappedAttentionParams"),
-            ("pass1_paged_sm90", ATTENTION_PARAMS, "AttentionParams"),
+            ("pass1_gathered_sm90", ATTENTION_PARAMS, "AttentionParams"),
             ("pass2_sm90", ATTENTION_PARAMS, "AttentionParams"),
         )
     },
@@ -194,7 +194,7 @@ class Kernel:
             parts.append(f"s{self.stages}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
-        if self.paged and "_paged" not in self.function:
+        if self.paged:
             parts.append("paged")
         return "-".join(parts)
 

@@ -6,6 +6,7 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from .kernels import Kernel
@@ -93,6 +94,7 @@ class LaunchPlan:
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
+    map_rows: int  # rows of a box of pass 1's tensor maps of keys and values (Hopper)
     stop_lag: int  # of pass 2, spec.STOP_LAG
     persistent_blocks: int  # of a kernel that takes q tiles from a counter
 
@@ -151,13 +153,25 @@ def _attention(
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
+SWIZZLE_ROWS = 8  # after which the swizzle of a tile repeats
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
+
+
+def page_box(geometry: Geometry, page_size: int) -> int:
+    """Rows of a page that the copy engine brings at once in pass 1; 0: it cannot, and rows are gathered.
+
+    Boxes of a tile must begin where those of a page do, and are whole rows of the swizzle's pattern.
+    """
+    box = min(HOPPER_BLOCK, page_size)
+    if geometry.window >= geometry.seqlen_k:  # every segment begins with key 0
+        starts = 0
+    else:
+        starts = math.gcd(geometry.segment, geometry.offset - geometry.window)
+    return 0 if box < SWIZZLE_ROWS or starts % box else box
 
 
 def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
-    if paged and function == "pass1_sm90":
-        function = "pass1_paged_sm90"  # copies by another producer
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
     item = 8 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * (4 + item), 2 * 4 + 4 * 8
@@ -254,6 +268,8 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), (64, 128), (False, True)):
             kernels += [_hopper(name, dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90")]
+            if paged:
+                kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, paged))
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
@@ -325,13 +341,14 @@ def is_dense(problem: Problem, config: S2OConfig) -> bool:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, paged: bool = False
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, page_size: int = 0
 ) -> LaunchPlan:
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
-    ``paged``: k and v are a paged cache.
+    ``page_size``: of a paged cache that k and v are, or 0.
     """
+    paged = page_size > 0
     if paged and not aligned:
         raise ValueError(
             "s2o_attention_paged: a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
@@ -352,6 +369,7 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
+    map_rows = page_box(geometry, page_size) if paged else HOPPER_BLOCK
     key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
     fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     refusal = hopper_refusal(problem, config, limits, aligned, compact)
@@ -363,7 +381,8 @@ def make_plan(
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, paged)
     else:
         path = "hopper"
-        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90"))
+        name1 = "pass1_gathered_sm90" if paged and not map_rows else "pass1_sm90"
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in (name1, "pass2_sm90"))
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
         if config.coarse.representatives == 1:
             key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)
@@ -388,6 +407,7 @@ def make_plan(
         ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
+        map_rows=map_rows,
         stop_lag=STOP_LAG[path],
         persistent_blocks=limits.multiprocessors,
     )

@@ -52,11 +52,12 @@ def assert_same_bits(
 # ---------------------------------------------------------------- the same bits
 
 
+@pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])  # on Hopper pass 1 gathers, or copies boxes
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_pages(device, qkv, rng, page_size, layout, head_dim):
-    q, k, v = qkv(301, 779, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
+    q, k, v = qkv(*lengths, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
     assert_same_bits(device, q, k, v, rng, page_size, layout)
 
 
@@ -169,9 +170,10 @@ def big(request):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"dense_up_to": 10_000}, {"workspace_bytes": 1 << 20}], ids=str)
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_many_tiles(big, qkv, rng, page_size, changes):
-    q, k, v = qkv(1700, 2300, heads=32, kv_heads=8, head_dim=128)
+@pytest.mark.parametrize("page_size", [8, 16, 128])
+@pytest.mark.parametrize("lengths", [(1700, 2300), (1700, 2212)])
+def test_many_tiles(big, qkv, rng, lengths, page_size, changes):
+    q, k, v = qkv(*lengths, heads=32, kv_heads=8, head_dim=128)
     assert_same_bits(big, q, k, v, rng, page_size, "NHD", config=replace(big.config, **changes))
 
 
@@ -411,6 +413,18 @@ def test_a_cache_of_too_many_keys():
 # ---------------------------------------------------------------- plans and kernels, without a GPU
 
 
+def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
+    """Before, they are read, for which the host waits."""
+    arrays = [zeros(2, 4, 30, 64, dtype=np.float16), *[zeros(6, 16, 2, 64, dtype=np.float16)] * 2]
+    arrays.append(zeros(2, 3, dtype=np.int32))
+    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: False)
+    s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
+    assert [problem.seqlen_k for _, _, _, problem, _ in pretended_gpu[0]] == [40, 48]
+    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: True)
+    with pytest.raises(ValueError, match="seqlen_k is on cuda:0 while a CUDA graph is captured.*; accepted: a list"):
+        s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
+
+
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """NumPy arrays that claim to be on a GPU; what the pipeline is given, a list of problems for each call."""
@@ -458,24 +472,27 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
 @pytest.mark.parametrize("path", ["auto", "portable"])
 def test_what_the_kernels_get(path):
     config = S2OConfig(path=path, dense_up_to=0)
-    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, True)
+    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
     of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
     operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
     paging = Paging(0, 100, 64, 90)
     steps = program.launches(plan, PROBLEM, config, operands, program.workspace(plan, PROBLEM, config), True, paging)
     for step in steps:
-        params = step.params
+        params, shift = step.params, 0
+        if "attention" in params.dtype.fields:
+            params, shift = params["attention"], params.dtype.fields["attention"][1]
         assert params["pages"].tolist() == (0, 100, 6)
         assert params["k"].tolist() == (0, 16384, 128, 256)
         addresses = {offset: base for offset, base, further in step.pointers if further == 0}
-        assert addresses[params.dtype.fields["pages"][1]] == "pages"
-        assert addresses[params.dtype.fields["k"][1]] == "k"
+        assert addresses[shift + params.dtype.fields["pages"][1]] == "pages"
+        assert addresses[shift + params.dtype.fields["k"][1]] == "k"
     assert {step.kernel.paged for step in steps} == {True, False}
 
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
-STAGES = ("pass1", "pass2", "guides", "rank_queries", "key_scores", "key_counts", "key_bases", "key_order")
+READERS = ("pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "key_scores")  # of k or v
+STAGES = (*READERS, "rank_queries", "key_counts", "key_bases", "key_order")
 
 
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
@@ -486,21 +503,49 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim)
-    plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (True, False))
+    plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (16, 0))
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for stage in STAGES:
         kernel = getattr(plan, stage)
         assert kernel.name in ahead
-        assert kernel.paged == (stage in ("pass1", "pass2", "guides", "key_scores"))
+        assert kernel.paged == (stage in READERS)
         assert kernel.paged or kernel == getattr(other, stage)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128
-    assert plan.pass1.function == ("pass1_paged_sm90" if hopper else "pass1")
+    assert plan.pass1.function == ("pass1_sm90" if hopper else "pass1")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "page_size", "rows"),
+    [
+        ((5000, 5000), {}, 16, 16),
+        ((5000, 5000), {}, 8, 8),
+        ((5000, 5000), {}, 4, 0),  # less than the swizzle's pattern
+        ((5000, 5000), {}, 256, 128),
+        ((500, 5000), {}, 16, 0),  # the first query stands at 4,500
+        ((500, 5000), {}, 4, 0),
+        ((504, 5000), {}, 16, 16),
+        ((504, 5000), {}, 32, 0),
+        ((504, 5000), {"tau": 0, "dense_up_to": None}, 32, 32),  # reads from key 0 on
+        ((500, 5000), {"window": 5000}, 16, 16),
+        ((500, 5000), {"window": 500}, 16, 16),
+        ((5000, 5000), {"segment": 100}, 16, 0),
+        ((5000, 5000), {"segment": 100}, 4, 0),
+    ],
+)
+def test_which_pages_the_copy_engine_brings(lengths, options, page_size, rows):
+    config = S2OConfig(**{"dense_up_to": 0, **options})
+    problem = replace(PROBLEM, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
+    assert plan.map_rows == rows
+    assert plan.pass1.function == ("pass1_sm90" if rows else "pass1_gathered_sm90")
+    starts = {plan.geometry.dense_keys(n)[0] for n in range(plan.geometry.segments)}
+    assert not rows or all(start % rows == 0 for start in starts)
 
 
 def test_a_plan_of_unaligned_rows_is_refused():
     with pytest.raises(ValueError, match="a row of q, k_pages, v_pages or out does not start on 16 bytes"):
-        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, True)
+        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, 16)
 
 
 @pytest.mark.parametrize(
@@ -523,7 +568,8 @@ def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
 def test_names_of_kernels():
     names = {kernel.name for kernel in kernels_for(90) if kernel.paged}
     assert all("paged" in name and "unaligned" not in name for name in names)
-    assert {"pass1_paged_sm90-bfloat16-d128-s2", "pass2_sm90-bfloat16-d128-s2-paged"} <= names
+    hopper = ("pass1_sm90", "pass1_gathered_sm90", "pass2_sm90")
+    assert {f"{function}-bfloat16-d128-s2-paged" for function in hopper} <= names
     assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
 
 
