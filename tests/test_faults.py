@@ -137,7 +137,7 @@ FAULTS = [
     ),
     *_faults(
         "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
-        ("keys stand in the order in which they are copied", "key scores", "(i & ~31) + (i & 6) * 4 + (i & 24) / 4 + (i & 1)",
+        ("keys stand as they are copied", "key scores", "(i & ~31) + (i & 6) * 4 + (i & 24) / 4 + (i & 1)",
          "i"),
         ("a column is read twice", "key scores", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
         ("a row has its neighbour's keys", "key scores", "2 * h + i % 2]; }", "2 * (1 - h) + i % 2]; }"),
@@ -147,8 +147,8 @@ FAULTS = [
         "fine_scores_sm90", FINE,
         ("a norm is left out", "key scores", "[j * 4 + 2 * h] - norm.x", "[j * 4 + 2 * h]"),
         ("half of the representatives do not count", "key scores", "half * (128 * 128)", "0"),
-        ("a mean divides by a full run's length", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
-        ("lanes keep their maxima to themselves", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
+        ("a mean is of a full run", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
+        ("lanes keep their maxima", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
         ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
     ),
     *_faults(
