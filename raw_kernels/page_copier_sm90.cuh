@@ -44,16 +44,16 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     __syncwarp();
     const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
     const int first_key = g.dense_begin(rows.segment) + lane * box, tiles = rows.key_tiles(g);
-    const auto key = [&](int tile) {  // the slot of the first row of this lane's box; -1 past the end
+    const auto key = [&](int tile) {  // the first row of this lane's box; -1 past the end
       const int position = first_key + tile * kBlockN;
-      return copies && position < g.seqlen_k ? pages.slot(pages.of(batch), position) : -1;
+      return copies && position < g.seqlen_k ? position : -1;
     };
-    int ahead = key(0), now = -1;
+    int page = pages.page(pages.of(batch), key(0)), now = -1;  // page: of the next tile, on its way
     for (int tile = 0; tile <= tiles; ++tile) {
       const int before = now;
       if (tile < tiles) {
-        now = ahead;
-        if (tile + 1 < tiles) ahead = key(tile + 1);
+        now = pages.slot_in(page, key(tile));
+        if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         copy(shared.k[k_ring.slot], params.k, shared.k_full[k_ring.slot], now, kv_head);
         k_ring.advance();

@@ -17,6 +17,13 @@ struct Pages {
   __device__ __forceinline__ int slot(const int* entries, int position) const {
     return entries[position >> shift] << shift | in_page(position);
   }
+  // The same in two steps, of which the second waits for the first one's load; -1 of -1.
+  __device__ __forceinline__ int page(const int* entries, int position) const {
+    return position < 0 ? 0 : entries[position >> shift];
+  }
+  __device__ __forceinline__ int slot_in(int page, int position) const {
+    return position < 0 ? -1 : page << shift | in_page(position);
+  }
   // The slots of four positions, -1 of -1.
   __device__ __forceinline__ int4 slots(const int* entries, int4 p) const {
     const auto slot_or_none = [&](int position) { return position < 0 ? -1 : slot(entries, position); };

@@ -75,8 +75,8 @@ struct CopyLayout {
 };
 
 // Takes the next q tile early, as the counter's answer takes a while; one thread.
-template <class Traits, class Rows>
-__device__ __forceinline__ void take_next(const AttentionParams& params, typename Traits::Shared& shared) {
+template <class Rows, class Shared>
+__device__ __forceinline__ void take_next(const AttentionParams& params, Shared& shared) {
   const int work = next_work<Rows>(params);
   shared.next.work = work;
   if (work < 0) return;
@@ -86,20 +86,17 @@ __device__ __forceinline__ void take_next(const AttentionParams& params, typenam
   shared.next.begin = rows.begin;
   shared.next.keys = rows.keys(params.geometry);
   shared.next.rows = rows.count;
-  if (Traits::kPaged) shared.next_pages = params.pages.of(rows.batch(params.heads));
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
 // as the copy it serves. `row`: the one this thread keeps.
-template <class Traits>
-__device__ __forceinline__ void look_up_next(const Pages& pages, typename Traits::Shared& shared, int row) {
+template <class Shared>
+__device__ __forceinline__ void look_up_next(Shared& shared, int row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
   if (shared.next.work >= 0) {
     const int thread = threadIdx.x % kWarpgroup;
     shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
-    int key = row < shared.next.keys ? shared.next.k_order[row] : -1;
-    if (Traits::kPaged && key >= 0) key = pages.slot(shared.next_pages, key);
-    shared.next.key[thread] = key;
+    shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
@@ -115,7 +112,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
   if (thread == 0) {
-    take_next<Traits, Rows>(params, shared);
+    take_next<Rows>(params, shared);
     publish(shared, 0, shared.next.work);
   }
   Ring<kStages> k_ring, v_ring;
@@ -134,12 +131,16 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const auto key = [&](int tile) {
       const int i = tile * kBlockN + row;
-      if constexpr (kPaged) return i < count ? pages.slot(pages.of(batch), rows.key_order(params)[i]) : -1;
       return i < count ? rows.key_order(params)[i] : -1;
     };
 
     const int position = item == 0 ? rows(row) : shared.next.row[threadIdx.x];
     int ahead = item == 0 ? key(0) : shared.next.key[threadIdx.x], now = -1;
+    [[maybe_unused]] int page, far;  // kPaged: the page of the key ahead, and the key after that, both on their way
+    if constexpr (kPaged) {
+      page = pages.page(pages.of(batch), ahead);
+      far = key(1);
+    }
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
@@ -152,11 +153,20 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
       const int before = now;
       if (tile < tiles) {
         now = ahead;
-        if (tile + 1 < tiles) ahead = key(tile + 1);
+        if constexpr (kPaged) {
+          now = pages.slot_in(page, ahead);
+        } else if (tile + 1 < tiles) {
+          ahead = key(tile + 1);
+        }
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
+        if constexpr (kPaged) {
+          ahead = far;
+          page = pages.page(pages.of(batch), ahead);
+          far = key(tile + 2);
+        }
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], item_parity ^ 1);
@@ -165,13 +175,13 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
                       position, whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
-        if (threadIdx.x == 0) take_next<Traits, Rows>(params, shared);
+        if (threadIdx.x == 0) take_next<Rows>(params, shared);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
-        if (tile == 1) look_up_next<Traits>(pages, shared, row);
+        if (tile == 1) look_up_next(shared, row);
       }
     }
     voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;

@@ -67,7 +67,6 @@ struct Traits {
     uint64 v_checked[2];
     uint64 voted[kVoteSlots];
     uint64 work_full[2], work_empty[2];
-    const int* next_pages;           // pass 2 of a paged cache: of the next q tile's sequence
   };
 };
 

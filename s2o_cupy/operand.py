@@ -63,11 +63,14 @@ class Operand(NamedTuple):
     def is_compact(self) -> bool:
         """What the Hopper producers need: offsets of rows from the first, in chunks of 16 bytes, fit in 32 bits; and
         tensor maps: no stride is negative or 1 TiB."""
-        return self._reaches(2) and all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)
+        return self._reaches(2) and self._maps()
 
     def is_compact_cache(self) -> bool:
-        """The same of a paged cache, whose rows are those of all pages and which has no tensor map."""
-        return min(self.strides) >= 0 and self._reaches(0, 2)
+        """The same of a paged cache, whose rows are those of all pages."""
+        return self._reaches(0, 2) and self._maps()
+
+    def _maps(self) -> bool:
+        return all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)
 
     def _reaches(self, *axes: int) -> bool:
         """Whether 32 bits hold the offsets along ``axes``."""

@@ -176,7 +176,7 @@ def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Ke
     item = 8 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * (4 + item), 2 * 4 + 4 * 8
     barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
-    next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4 + 8
+    next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
     return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, paged=paged, shared_bytes=shared)
 
