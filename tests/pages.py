@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 from gpu_cases import Case
@@ -48,11 +49,11 @@ def differing(case: Case, path: str) -> list[str]:
     table, pages = random_table(rng, lengths, page_size)
     arrays = [cupy.asarray(x) for x in (q, k, v)]
     caches = [cupy.asarray(paged(x, table, pages, page_size, layout, lengths)) for x in (k, v)]
-    options = {"config": case.config(path), "is_causal": case.is_causal, "scale": case.scale}
+    options: dict[str, Any] = {"config": case.config(path), "is_causal": case.is_causal, "scale": case.scale}
     options |= {"return_lse": True, "return_stats": True}
     expected = s2o_attention(*arrays, **options)
     found = s2o_attention_paged(
-        arrays[0], *caches, cupy.asarray(table), seqlen_k=k.shape[2], layout=layout, **options
+        arrays[0], caches[0], caches[1], cupy.asarray(table), seqlen_k=k.shape[2], layout=layout, **options
     )
     as_bytes = lambda x: cupy.ascontiguousarray(x).view(np.uint8)  # noqa: E731
     pairs = {"o": (found[0], expected[0]), "lse": (found[1], expected[1])}
