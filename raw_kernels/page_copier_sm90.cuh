@@ -22,10 +22,11 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     __syncwarp();
     if (!copies) return;
     const int page = slot < 0 ? 0 : slot >> pages.shift;
-    const int row = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
+    const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
 #pragma unroll
     for (int column = 0; column < Traits::kHeadDim; column += 64)
-      copy_box(shared_address(tile) + column / 64 * kAtomBytes + lane * box * 128, map, full, column, row, kv_head, page);
+      copy_box(shared_address(tile) + column / 64 * kAtomBytes + lane * box * 128, map, full, column, begin, kv_head,
+               page);
   };
   Ring<Traits::kStages> k_ring, v_ring;
   int work = lane == 0 ? next_work<Rows>(p) : 0;
