@@ -19,6 +19,7 @@ STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
+SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
@@ -82,6 +83,8 @@ class LaunchPlan:
     pass1_tiles: int
     pass1: Kernel
     pass2: Kernel
+    block_sums: Kernel
+    candidate_means: Kernel
     guides: Kernel
     survey: Kernel
     fine_norms: Kernel
@@ -211,6 +214,10 @@ def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int, pag
     return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
+def _remainder(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
+    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=RANK_THREADS * 8 * 4)
+
+
 def _key_scores(dtype: str, head_dim: int, aligned: bool, paged: bool = False) -> Kernel:
     return Kernel("key_scores", dtype, head_dim, aligned, paged=paged, shared_bytes=2 * STEP * head_dim * 2 + 16)
 
@@ -259,6 +266,8 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
+        for name, paged in itertools.product(("block_sums", "candidate_means"), (False, True)):
+            kernels.append(_remainder(name, dtype, head_dim, paged))
         for name, paged in itertools.product(("survey", "fine_norms", "fine_scores"), (False, True)):
             kernels.append(_rank_fine(name, dtype, head_dim, paged))
         for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
@@ -393,6 +402,8 @@ def make_plan(
         pass1_tiles=pass1_tiles,
         pass1=pass1,
         pass2=pass2,
+        block_sums=_remainder("block_sums", problem.dtype, head_dim, paged),
+        candidate_means=_remainder("candidate_means", problem.dtype, head_dim, paged),
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, paged),
         survey=_rank_fine("survey", problem.dtype, head_dim, paged),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim, paged),
