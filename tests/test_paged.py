@@ -74,6 +74,7 @@ def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
         ((500, 700), {"config": {"rank": "max", "representatives": 3, "segment": 100}}),
         ((500, 700), {"config": {"rank": "mean", "representatives": 1}}),
         ((1100, 1900), {"config": {"rank": "auto", "segment": 64}}),  # several surveys
+        ((500, 700), {"config": {"remainder": "none"}}),
         ((700, 1100), {"config": {"dense_up_to": 10_000}}),
         ((300, 700), {"is_causal": False}),
         ((700, 300), {"is_causal": False}),
@@ -491,7 +492,9 @@ def test_what_the_kernels_get(path):
 
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
-READERS = ("pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "key_scores")  # of k or v
+READERS = (  # of k or v
+    "pass1", "pass2", "guides", "block_sums", "candidate_means", "survey", "fine_norms", "fine_scores", "key_scores",
+)
 STAGES = (*READERS, "rank_queries", "key_counts", "key_bases", "key_order")
 
 
