@@ -297,12 +297,9 @@ def _near_heads(problem: Problem, heads: int) -> int:
 def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
     """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of
     each KV head come together to fill the blocks of key_scores."""
-    kv_heads = heads // group
-    for count in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
-        pairs_of_kv_head = group * min(segments, rows // (count * group))
-        if pairs_of_kv_head >= SCORE_ROWS * 3 // 4:
-            return count * group
-    return heads
+    counts = [n for n in range(1, heads // group + 1) if heads // group % n == 0]  # of KV heads
+    filled = {n: min(group * min(segments, rows // (n * group)), SCORE_ROWS * 3 // 4) for n in counts}
+    return group * max(counts, key=lambda n: (filled[n], n))
 
 
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
