@@ -1,7 +1,8 @@
-"""S2O as a server calls it, on one GPU: a prompt in chunks against the cache, and a packed batch of sequences.
+"""S2O as a server calls it, on one GPU: a prompt in chunks, a packed batch of sequences, and a paged cache.
 
     python benchmarks/serving.py --input trace.npz --length 131072 --chunk 8192 --json serving.json
     python benchmarks/serving.py --input qkv.py --parts packed --sequences 16 --taus 0.01
+    python benchmarks/serving.py --input trace.npz --parts paged --page-sizes 16,64 --json paged.json
 
 chunked: the queries of each chunk attend to all keys up to its end, in one call a chunk; beside it the whole prompt in
 one call, FlashAttention-2 on the same chunks (cuDNN cannot: its mask is aligned top-left) and dense attention at once.
@@ -11,8 +12,13 @@ sequence alone (the sum of separate timings, and all of them queued), dense atte
 PyTorch's varlen_attn where there is one. Each sequence is a piece of --input, run as a text of its own where that is a
 .py.
 
-Errors are rel_l2 to dense attention in float32. "pass" says that chunks or packing give what the plain calls give: at
-tau 0 outputs that differ by no more than rounding (unit roundoff, as rel_l2), else density and error within 10 %.
+paged: the first chunk, the last one against all keys, and the whole prompt, by s2o_attention_paged from a cache whose
+pages lie in no order; beside it the same call on one array, and pages gathered into one array first. "pass" wants the
+same bits and at most 10 % more time than on one array.
+
+Errors are rel_l2 to dense attention in float32. Elsewhere "pass" says that chunks or packing give what the plain calls
+give: at tau 0 outputs that differ by no more than rounding (unit roundoff, as rel_l2), else density and error within
+10 %.
 Ratios: S2O's time over the other's. Needs PyTorch with CUDA, and CuPy.
 """
 
@@ -29,17 +35,18 @@ from typing import Any
 import _baselines
 import _common
 import _exact
+import _paged
 import _sources
 import numpy as np
 
 import s2o_cupy
-from s2o_cupy import S2OConfig, S2OStats, s2o_attention
+from s2o_cupy import S2OConfig, S2OStats, s2o_attention, s2o_attention_paged
 from s2o_cupy.patterns import PATTERNS
 from s2o_cupy.progress import Report, progress
 
 Row = dict[str, Any]
 Step = Callable[[str], None]
-SLACK = 0.1  # of density and error
+SLACK = 0.1  # of density and error, and of what pages cost
 
 ERRORS: list[_common.Column] = [
     ("density", "density", ".4f"),
@@ -85,9 +92,24 @@ PACKED: list[_common.Column] = [
     *ERRORS,
     ("varlen_attn's rel_l2", "varlen_rel_l2", ".5f"),
 ]
+PAGED: list[_common.Column] = [
+    ("call", "call", "s"),
+    ("queries", "seqlen_q", ",d"),
+    ("keys", "seqlen_k", ",d"),
+    ("page size", "page_size", "d"),
+    ("order", "order", "s"),
+    ("tau", "tau", "g"),
+    ("paged ms", "s2o_ms", ".3f"),
+    ("one array ms", "plain_ms", ".3f"),
+    ("gathered first ms", "gather_ms", ".3f"),
+    ("/ one array", "x_plain", ".3f"),
+    ("/ gathered first", "x_gather", ".3f"),
+    ("within 10 %", "cost_like", "s"),
+    ("same bits", "bits_like", "s"),
+]
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- all
 
 
 def pooled_density(stats: Sequence[S2OStats]) -> float:
@@ -96,9 +118,12 @@ def pooled_density(stats: Sequence[S2OStats]) -> float:
     return sum(x.density * n for x, n in zip(stats, pairs, strict=True)) / sum(pairs)
 
 
+def said(good: bool) -> str:
+    return "pass" if good else "FAIL"
+
+
 def verdicts(row: Row, roundoff: float) -> dict[str, str]:
     """Whether a row is like the plain calls."""
-    said = lambda good: "pass" if good else "FAIL"  # noqa: E731
     if row["tau"] == 0:
         return {"difference_like": said(row["difference"] <= roundoff)}
     near = lambda key: said(abs(row[key] / row[f"plain_{key}"] - 1) <= SLACK)  # noqa: E731
@@ -308,6 +333,57 @@ def error(o: Sequence[Any], exact: Sequence[Any]) -> float:
     return rel_l2([_exact.sums(*pair) for pair in zip(o, exact, strict=True)])
 
 
+# ---------------------------------------------------------------- a paged cache
+
+
+def paged_calls(length: int, chunk: int) -> dict[str, tuple[int, int]]:
+    """Queries from, to: they see the keys up to there."""
+    found = {"prompt": (0, length)}
+    return {"first chunk": (0, chunk), "last chunk": (length - chunk, length)} | found if chunk < length else found
+
+
+def run_paged(args: argparse.Namespace, step: Step, device: str = "cuda") -> list[Row]:
+    import torch
+
+    step("paged: input")
+    case = _sources.Case(args.input, args.length)
+    q, k, v = _sources.load(case, args.dtype, device, **sizes(args))
+    common: Row = case.row() | heads_of(q, k) | {"part": "paged", "length": args.length}
+    step("paged: pages")
+    caches = [_paged.Cache(k, v, page_size, args.seed) for page_size in args.page_sizes]
+    rows = []
+    for config in s2o_configs(args):
+        described = common | _common.describe(config)
+        step(f"paged: {described['order']}, tau {config.tau:g}")
+        for name, (begin, end) in paged_calls(args.length, args.chunk).items():
+            queries = q[:, :, begin:end]
+            out = torch.empty_like(queries)
+            attend = partial(s2o_attention, config=config, out=out)
+            plain = partial(attend, queries, k[:, :, :end], v[:, :, :end])
+            row = described | {"call": name, "seqlen_q": end - begin, "seqlen_k": end}
+            for cache in caches:
+                rows.append(row | measure_paged(args, cache, queries, end, config, plain, attend))
+    return rows
+
+
+def measure_paged(
+    args: argparse.Namespace, cache: _paged.Cache, q: Any, seqlen_k: int, config: S2OConfig, plain: Callable[[], Any],
+    attend: Callable[..., Any],
+) -> Row:  # fmt: skip
+    """``plain()`` and ``attend(q, k, v)`` write the same memory."""
+    call = partial(
+        s2o_attention_paged, q, cache.k, cache.v, cache.table, seqlen_k=seqlen_k, layout=cache.layout, config=config
+    )
+    expected = plain().clone()
+    row: Row = {"page_size": cache.page_size, "same_bits": bool((call() == expected).all())}
+    call = partial(call, out=plain())
+    row["s2o_ms"] = _common.time_ms(call, args.repeats)
+    row["gather_ms"] = _common.time_ms(lambda: attend(q, *cache.gathered(seqlen_k)), args.repeats)
+    row["plain_ms"] = _common.time_ms(plain, args.repeats)
+    row |= ratios(row, ("plain", "gather"))
+    return row | {"bits_like": said(row["same_bits"]), "cost_like": said(row["x_plain"] <= 1 + SLACK)}
+
+
 # ---------------------------------------------------------------- the script
 
 
@@ -320,7 +396,7 @@ def heads_of(q: Any, k: Any) -> Row:
     return {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[3]}
 
 
-PARTS: dict[str, Callable[..., list[Row]]] = {"chunked": run_chunked, "packed": run_packed}
+PARTS: dict[str, Callable[..., list[Row]]] = {"chunked": run_chunked, "packed": run_packed, "paged": run_paged}
 
 
 def run(args: argparse.Namespace, report: Report) -> list[Row]:
@@ -337,11 +413,12 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", default="mixture", help=f"{_sources.HELP} (default: %(default)s)")
-    parser.add_argument("--parts", type=_common.names, default=[*PARTS], help="chunked, packed or both (default)")
+    parser.add_argument("--parts", type=_common.names, default=[*PARTS], help="chunked, packed, paged (default: all)")
     parser.add_argument("--length", type=int, default=131072, help="of the prompt, and of all packed sequences")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and patterns (default: %(default)s)")
+    parser.add_argument("--page-sizes", type=_common.integers, default=[16, 64, 256], help="(default: 16,64,256)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths, pages and patterns (default: %(default)s)")
     parser.add_argument("--taus", type=_common.numbers, default=[0.0, S2OConfig.tau])
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--heads", type=int, default=32, help="of a pattern (default: %(default)s)")
@@ -367,7 +444,7 @@ def main() -> None:
         print("this s2o_cupy has no s2o_attention_varlen: packed batches run one by one only", file=sys.stderr)
     with progress("serving") as report:
         rows = run(args, report)
-    for part, columns in (("chunked", CHUNKED), ("packed", PACKED)):
+    for part, columns in (("chunked", CHUNKED), ("packed", PACKED), ("paged", PAGED)):
         if found := [row for row in rows if row["part"] == part]:
             print(f"{part}\n{_common.table(found, columns)}\n")
 

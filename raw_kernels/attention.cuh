@@ -14,19 +14,21 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kStep = 64;  // keys of one step of the main loop
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kStages_, bool kAligned_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kStages_, bool kAligned_, bool kPaged_>
 struct AttentionTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kStages = kStages_;    // steps of K and of V in shared memory
   static constexpr bool kAligned = kAligned_; // every row starts on 16 bytes, and head_dim is a multiple of 8
+  static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
   static constexpr int kRowTiles = kBlockM / kWarps / 16;  // 16-row mma tiles of a warp
   static constexpr int kKeyTiles = kStep / 8;
   static constexpr int kDimTiles = kHeadDim / 8;
   static constexpr int kIndexSlots = 2 * kStages + 2;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
   static_assert(kBlockM == 64 || kBlockM == 128, "a warp holds 16 or 32 query rows");
+  static_assert(kAligned || !kPaged, "rows of a paged cache start on 16 bytes");
 
   struct Shared {
     uint16 q[kBlockM * kHeadDim];          // the tile's queries; at the end, its outputs
@@ -36,10 +38,11 @@ struct AttentionTraits {
     float p_column[kBlockM];               // one key's weights (only where v is not finite)
     uint64 nonfinite;                      // keys of the step whose v is not finite
     // What only the copies need is read back for each step: the registers belong to acc and the scores.
-    const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head
+    const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head, or its first row in a cache
     const uint16* v_rows;
     const int* order;                      // [k_order_stride] of the block's segment (pass 2)
     int first_key;                         // (pass 1)
+    const int* pages;                      // of the block's sequence (kPaged)
   };
 };
 
@@ -53,12 +56,15 @@ template <class Traits>
 struct ContiguousKeys {
   typename Traits::Shared& shared;
   int count;
+  const Pages& pages;
   __device__ __forceinline__ void prefetch(int) const {}
-  // Positions of keys 4 * r4 .. 4 * r4 + 3 of a step; -1 past the end.
+  // Slots of keys 4 * r4 .. 4 * r4 + 3 of a step; -1 past the end.
   __device__ __forceinline__ int4 quad(int step, int r4) const {
     const int j = step * kStep + r4 * 4, begin = shared.first_key;
-    return make_int4(j < count ? begin + j : -1, j + 1 < count ? begin + j + 1 : -1,
-                     j + 2 < count ? begin + j + 2 : -1, j + 3 < count ? begin + j + 3 : -1);
+    const int4 p = make_int4(j < count ? begin + j : -1, j + 1 < count ? begin + j + 1 : -1,
+                             j + 2 < count ? begin + j + 2 : -1, j + 3 < count ? begin + j + 3 : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
+    return p;
   }
 };
 
@@ -67,6 +73,7 @@ template <class Traits>
 struct OrderedKeys {
   typename Traits::Shared& shared;
   int count;
+  const Pages& pages;
   __device__ __forceinline__ void prefetch(int step) const {
     if (threadIdx.x < kStep / 4 && step * kStep < count)
       cp_async_16(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x * 4]),
@@ -75,15 +82,18 @@ struct OrderedKeys {
   __device__ __forceinline__ int4 quad(int step, int r4) const {
     const int4 p = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
     const int j = step * kStep + r4 * 4;
-    return make_int4(j < count ? p.x : -1, j + 1 < count ? p.y : -1, j + 2 < count ? p.z : -1,
-                     j + 3 < count ? p.w : -1);
+    const int4 q = make_int4(j < count ? p.x : -1, j + 1 < count ? p.y : -1, j + 2 < count ? p.z : -1,
+                             j + 3 < count ? p.w : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, q);
+    return q;
   }
 };
 
-// Starts the copy of one step of keys (or values) into shared memory.
+// Starts the copy of one step of keys (or values) into shared memory. `x`: all of them.
 template <class Traits, class Keys>
-__device__ __forceinline__ void load_step(uint32 tile, const uint16* data, int64 row_stride, int head_dim,
+__device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const Tensor<const uint16>& x, int head_dim,
                                           const Keys& keys, int step) {
+  const int64 row_stride = x.row;
   constexpr int kChunks = Traits::kHeadDim / 8;
   constexpr int kRows = kStep * kChunks / kThreads;  // rows of a thread: 8 or 4, neighbours
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
@@ -95,6 +105,7 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, int64
       const uint32 target = chunk_address<Traits>(tile, first + i + j, chunk);
       const int key = j == 0 ? quad.x : j == 1 ? quad.y : j == 2 ? quad.z : quad.w;
       const uint16* row = data + static_cast<int64>(max(key, 0)) * row_stride;
+      if constexpr (Traits::kPaged) row = data + keys.pages.offset(x, max(key, 0));
       if constexpr (Traits::kAligned) {
         const bool present = key >= 0 && chunk * 8 < head_dim;
         cp_async_16_or_zeros(target, present ? row + chunk * 8 : row, present);
@@ -195,8 +206,9 @@ struct AttentionTile {
   __device__ __forceinline__ void point_to_keys(const QueryTile& query, int first_key, const int* order) {
     if (threadIdx.x != 0) return;
     const int batch = query.batch(params.heads), kv_head = query.kv_head(params.heads, params.kv_heads);
-    shared.k_rows = params.k.at(batch, kv_head);
-    shared.v_rows = params.v.at(batch, kv_head);
+    shared.k_rows = head_rows<Traits::kPaged>(params.k, batch, kv_head);
+    shared.v_rows = head_rows<Traits::kPaged>(params.v, batch, kv_head);
+    if (Traits::kPaged) shared.pages = params.pages.of(batch);
     shared.first_key = first_key;
     shared.order = order;
   }
@@ -381,12 +393,12 @@ struct AttentionTile {
     const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
     const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
     const auto load_k = [&](int step) {
-      if (step < steps) load_step<Traits>(k_tile(step), shared.k_rows, params.k.row, head_dim, keys, step);
+      if (step < steps) load_step<Traits>(k_tile(step), shared.k_rows, params.k, head_dim, keys, step);
       keys.prefetch(step + kStages);
       cp_async_commit();
     };
     const auto load_v = [&](int step) {
-      if (step < steps) load_step<Traits>(v_tile(step), shared.v_rows, params.v.row, head_dim, keys, step);
+      if (step < steps) load_step<Traits>(v_tile(step), shared.v_rows, params.v, head_dim, keys, step);
       cp_async_commit();
     };
 

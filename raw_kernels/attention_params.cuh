@@ -1,13 +1,13 @@
 // What pass 1 and pass 2 are given, on every architecture.
 #pragma once
-#include "geometry.cuh"
+#include "pages.cuh"
 
 namespace s2o {
 
 struct AttentionParams {
   Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  Tensor<const uint16> v;  // [batch, kv_heads, seqlen_k, head_dim]
+  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
+  Tensor<const uint16> v;  // like k
   Tensor<uint16> out;      // [batch, heads, seqlen_q, head_dim]; between the passes, pass 1's own output
   float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
   float* lse;              // [batch * heads, seqlen_q], or null
@@ -27,6 +27,7 @@ struct AttentionParams {
   float scale_log2;        // |scale| * log2(e)
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;
+  Pages pages;             // of a paged cache
 };
 
 // The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the

@@ -16,6 +16,8 @@
 #include "checker_sm90.cuh"
 #include "consumer_sm90.cuh"
 #include "copier_sm90.cuh"
+#include "page_copier_sm90.cuh"
+#include "pager_sm90.cuh"
 #include "producer_sm90.cuh"
 
 namespace s2o {
@@ -29,13 +31,31 @@ __device__ __forceinline__ void attend_first(const MappedAttentionParams& params
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kCopierRegisters>();
     if (threadIdx.x < 32) {
-      produce_by_tensor_maps<Traits, Rows>(params, shared);
+      if constexpr (Traits::kPaged) {
+        produce_by_page_maps<Traits, Rows>(params, shared);
+      } else {
+        produce_by_tensor_maps<Traits, Rows>(params, shared);
+      }
     } else {
       check_values<Traits>(shared);
     }
   } else {
     registers_grow<kFirstConsumerRegisters>();
     Consumer<Traits>(shared, params.attention).run_first();
+  }
+}
+
+// One block of pass 1 of a paged cache: consecutive rows, gathered through the page table.
+template <class Traits>
+__device__ __forceinline__ void attend_first_in_pages(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = ConsecutiveRows<kBlockM>;
+  initialise<Traits, true>(shared);
+  if (threadIdx.x < kWarpgroup) {
+    registers_shrink<kProducerRegisters>();
+    produce_from_pages<Traits, Rows>(params, shared);
+  } else {
+    registers_grow<kConsumerRegisters>();
+    Consumer<Traits>(shared, params).run_first();
   }
 }
 

@@ -6,12 +6,32 @@
 namespace s2o {
 namespace sm90 {
 
+// Tells the consumers whether the value tile in `stage`, which has landed, holds any; the producer's warps but the first.
 template <class Traits>
-__device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
+__device__ __forceinline__ void check_tile(typename Traits::Shared& shared, uint32 stage, Ring<2>& check_ring) {
   using Element = typename Traits::Element;
   constexpr int kChunks = kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
   constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
   const int warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+  const uint32 data = shared_address(shared.v[stage]);
+  uint32 carries = 0;  // into the sign, where an exponent is all ones
+#pragma unroll 4
+  for (int i = threadIdx.x - 32; i < kChunks; i += kCheckers * 32) {
+    const uint4 x = load_shared_16(data + i * 16);
+    carries |= ((x.x & kExponents) + kLowest) | ((x.y & kExponents) + kLowest);
+    carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
+  }
+  const bool nonfinite = __any_sync(kFullWarp, carries & 0x80008000u);
+  if (lane == 0) {
+    reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite[check_ring.slot])[warp] = nonfinite;
+    barrier_arrive(shared.v_checked[check_ring.slot]);
+  }
+  check_ring.advance();
+}
+
+template <class Traits>
+__device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
+  const int lane = threadIdx.x % 32;
   Ring<2> check_ring;
   uint32 values = 0;  // value tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
@@ -25,20 +45,7 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
     for (int tile = first_masked; tile < tiles; ++tile) {
       const uint32 stage = (values + tile) % Traits::kStages;
       barrier_wait(shared.v_full[stage], (values + tile) / Traits::kStages & 1);
-      const uint32 data = shared_address(shared.v[stage]);
-      uint32 carries = 0;  // into the sign, where an exponent is all ones
-#pragma unroll 4
-      for (int i = threadIdx.x - 32; i < kChunks; i += kCheckers * 32) {
-        const uint4 x = load_shared_16(data + i * 16);
-        carries |= ((x.x & kExponents) + kLowest) | ((x.y & kExponents) + kLowest);
-        carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
-      }
-      const bool nonfinite = __any_sync(kFullWarp, carries & 0x80008000u);
-      if (lane == 0) {
-        reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite[check_ring.slot])[warp] = nonfinite;
-        barrier_arrive(shared.v_checked[check_ring.slot]);
-      }
-      check_ring.advance();
+      check_tile<Traits>(shared, stage, check_ring);
     }
     values += tiles;
   }

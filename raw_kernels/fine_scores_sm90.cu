@@ -14,10 +14,11 @@ namespace s2o {
 constexpr int kFineReps = 256, kFineKeys = 64, kFineThreads = 128;
 constexpr int kFewestFineSteps = 16;  // of a block: reading the queries of a row takes as long as these
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kPaged_>
 struct FineScoresTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kStages = 2;
+  static constexpr bool kPaged = kPaged_;  // k is a paged cache
 
   struct Shared {
     uint16 reps[kFineReps * kHeadDim];
@@ -152,7 +153,12 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
   const int keys = g.is_causal ? g.candidates(n) : g.seqlen_k;
   const int dense_begin = g.dense_begin(n), dense_end = g.dense_end(n);
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
-  const uint16* k = p.k.at(batch, head % p.heads / (p.heads / p.kv_heads));
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
+  const PagedRows pages{p.k, p.pages, batch, 0};
+  const auto key_row = [&](int key) {
+    if constexpr (Traits::kPaged) return k + pages.offset(key);
+    return k + key * p.k.row;
+  };
   uint16* scores = p.scores + static_cast<int64>(row) * p.stride;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = threadIdx.x % Traits::kChunks;
 
@@ -163,7 +169,7 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
       for (int i = 0; i < kPasses; ++i) {
         const int r = threadIdx.x / Traits::kChunks + i * (kFineThreads / Traits::kChunks), key = at * kFineKeys + r;
         const bool present = key < keys && chunk * 8 < g.head_dim;
-        cp_async_16_or_zeros(atom_chunk<kFineKeys>(tile, r, chunk), present ? k + key * p.k.row + chunk * 8 : k, present);
+        cp_async_16_or_zeros(atom_chunk<kFineKeys>(tile, r, chunk), present ? key_row(key) + chunk * 8 : k, present);
       }
     }
     cp_async_commit();

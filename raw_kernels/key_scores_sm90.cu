@@ -10,10 +10,11 @@
 
 namespace s2o {
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kPaged_>
 struct KeyScoresTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8;
+  static constexpr bool kPaged = kPaged_;  // k is a paged cache
   static constexpr int kThreads = 128, kRows = 64, kTile = 128, kTiles = 8, kStages = 2;
 
   struct Shared {
@@ -54,7 +55,14 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
   for (int r = slot; r < kRows; r += kAtATime)
     cp_async_16(atom_chunk<kRows>(shared_address(shared.means), r, chunk),
                 p.means + pair_of(first_row + r) * Traits::kHeadDim + chunk * 8);
-  const uint16* k = p.k.at(first_head / p.heads, first_head % p.heads / (p.heads / p.kv_heads)) + first_key * p.k.row;
+  const int batch = first_head / p.heads;
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, first_head % p.heads / (p.heads / p.kv_heads));
+  if (!Traits::kPaged) k += first_key * p.k.row;
+  const PagedRows pages{p.k, p.pages, batch, first_key};
+  const auto key_row = [&](int key) {
+    if constexpr (Traits::kPaged) return k + pages.offset(key);
+    return k + key * p.k.row;
+  };
   const int tiles = (keys + kTile - 1) / kTile;
   const auto load = [&](int tile) {
     if (tile < tiles) {
@@ -63,7 +71,7 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
         const int key = tile * kTile + i;
         const bool present = key < keys && chunk * 8 < g.head_dim;
         cp_async_16_or_zeros(atom_chunk<kTile>(shared_address(shared.keys[tile % 2]), row_of_key(i), chunk),
-                             present ? k + key * p.k.row + chunk * 8 : k, present);
+                             present ? key_row(key) + chunk * 8 : k, present);
       }
     }
     cp_async_commit();

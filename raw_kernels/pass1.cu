@@ -20,7 +20,8 @@ __device__ __forceinline__ void pass1(const AttentionParams& params, typename Tr
     if (rows.count <= 0) return;
     attention.load_queries(rows);
     attention.point_to_keys(rows, g.dense_begin(rows.segment), nullptr);
-    attention.template walk<true, false>(ContiguousKeys<Traits>{shared, rows.keys(g)}, rows.limit(g), rows.count);
+    attention.template walk<true, false>(ContiguousKeys<Traits>{shared, rows.keys(g), params.pages}, rows.limit(g),
+                                         rows.count);
   }
   attention.template store<true>(Rows(params, block_index()));
 }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void pass2(const AttentionParams& params, typename Tr
     attention.load_queries(rows);
     attention.resume(rows);
     attention.point_to_keys(rows, 0, rows.key_order(params));
-    visited = attention.template walk<false, true>(OrderedKeys<Traits>{shared, count}, count, rows.count);
+    visited = attention.template walk<false, true>(OrderedKeys<Traits>{shared, count, params.pages}, count, rows.count);
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;

@@ -5,6 +5,21 @@
 namespace s2o {
 namespace sm90 {
 
+// From a head's first row to a slot's, in units of 16 bytes; the plan sees to it that 32 bits hold it.
+template <bool kPaged>
+struct RowUnits {
+  const Pages& pages;
+  uint32 row, page;
+
+  template <class T>
+  __device__ __forceinline__ RowUnits(const Pages& pages_, const Tensor<T>& x)
+      : pages(pages_), row(static_cast<uint32>(x.row / 8)), page(static_cast<uint32>(x.batch / 8)) {}
+  __device__ __forceinline__ uint32 operator()(int slot) const {
+    if constexpr (kPaged) return (slot >> pages.shift) * page + pages.in_page(slot) * row;
+    return static_cast<uint32>(slot) * row;
+  }
+};
+
 // Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
 // lane also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
 template <int kHeadDim>
@@ -31,12 +46,11 @@ struct CopyLayout {
     return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
   }
   // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros, which kFull excludes.
-  // A row begins `row_units` times 16 bytes after the one before it; the plan sees to it that 32 bits hold its offset.
-  template <bool kFull>
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept) const {
+  template <bool kFull, class Units>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const Units& units_of, int kept) const {
     uint64 base = __cvta_generic_to_global(data + chunk);
     asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
-    const uint32 offset = kept < 0 ? ~0u : static_cast<uint32>(kept) * row_units;
+    const uint32 offset = kept < 0 ? ~0u : units_of(kept);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const uint32 units = __shfl_sync(kFullWarp, offset, pass, kLanes);
@@ -49,11 +63,13 @@ struct CopyLayout {
       }
     }
   }
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 row_units, int kept, bool full) const {
+  template <class Units>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const Units& units_of, int kept,
+                                         bool full) const {
     if (full) {
-      gather<true>(tile, data, row_units, kept);
+      gather<true>(tile, data, units_of, kept);
     } else {
-      gather<false>(tile, data, row_units, kept);
+      gather<false>(tile, data, units_of, kept);
     }
   }
 };
@@ -88,11 +104,13 @@ __device__ __forceinline__ void look_up_next(Shared& shared, int row) {
 template <class Traits, class Rows>
 __device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages;
+  constexpr bool kPaged = Traits::kPaged;
   const Geometry& g = params.geometry;
+  const Pages& pages = params.pages;
   const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
-  const auto units = [](int64 row_stride) { return static_cast<uint32>(row_stride / 8); };  // of 16 bytes
-  const uint32 q_units = units(params.q.row), k_units = units(params.k.row), v_units = units(params.v.row);
+  const RowUnits<false> q_units(pages, params.q);
+  const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
   if (thread == 0) {
     take_next<Rows>(params, shared);
     publish(shared, 0, shared.next.work);
@@ -109,7 +127,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
 
     const Rows rows(params, work);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
-    const uint16 *k = params.k.at(batch, kv_head), *v = params.v.at(batch, kv_head);
+    const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const auto key = [&](int tile) {
       const int i = tile * kBlockN + row;
@@ -118,6 +136,11 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
 
     const int position = item == 0 ? rows(row) : shared.next.row[threadIdx.x];
     int ahead = item == 0 ? key(0) : shared.next.key[threadIdx.x], now = -1;
+    [[maybe_unused]] int page, far;  // kPaged: the page of the key ahead, and the key after that, both on their way
+    if constexpr (kPaged) {
+      page = pages.page(pages.of(batch), ahead);
+      far = key(1);
+    }
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
@@ -130,11 +153,20 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
       const int before = now;
       if (tile < tiles) {
         now = ahead;
-        if (tile + 1 < tiles) ahead = key(tile + 1);
+        if constexpr (kPaged) {
+          now = pages.slot_in(page, ahead);
+        } else if (tile + 1 < tiles) {
+          ahead = key(tile + 1);
+        }
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
+        if constexpr (kPaged) {
+          ahead = far;
+          page = pages.page(pages.of(batch), ahead);
+          far = key(tile + 2);
+        }
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], item_parity ^ 1);

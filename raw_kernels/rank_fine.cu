@@ -18,10 +18,11 @@ namespace s2o {
 constexpr int kFineStep = 64;         // keys of a step
 constexpr int kFineBlockSteps = 64;   // steps of a block of fine_scores
 
-template <class Element_, int kHeadDim_, int kTiles_>
+template <class Element_, int kHeadDim_, int kTiles_, bool kPaged_>
 struct FineTraits {
   using Element = Element_;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr bool kPaged = kPaged_;          // k is a paged cache
   static constexpr int kTiles = kTiles_;           // 16-row mma tiles of a warp
   static constexpr int kReps = 16 * kTiles * kWarps;  // representatives of a block: as many as there may be
   static constexpr int kHeadDim = kHeadDim_;
@@ -125,7 +126,8 @@ struct Representatives {
 // Walks `steps` steps of keys through a ring in shared memory: position(i) is key i, or -1; use(step, address).
 template <class Traits, class Position, class Use>
 __device__ __forceinline__ void walk_keys(typename Traits::Shared& shared, const uint16* k, int64 row_stride,
-                                          int head_dim, bool aligned, int steps, Position position, Use use) {
+                                          PagedRows pages, int head_dim, bool aligned, int steps, Position position,
+                                          Use use) {
   constexpr int kStages = Traits::kStages, kRows = kFineStep * Traits::kChunks / Traits::kThreads;
   const uint32 tile = shared_address(shared.rows);
   const int chunk = threadIdx.x % Traits::kChunks;
@@ -137,6 +139,7 @@ __device__ __forceinline__ void walk_keys(typename Traits::Shared& shared, const
         const int row = threadIdx.x / Traits::kChunks + i * (Traits::kThreads / Traits::kChunks);
         const int key = position(step * kFineStep + row);
         const uint16* source = k + max(key, 0) * row_stride;
+        if constexpr (Traits::kPaged) source = k + pages.offset(max(key, 0));
         const uint32 target = row_chunk<Traits>(address(step), row, chunk);
         if (aligned) {
           const bool present = key >= 0 && chunk * 8 < head_dim;
@@ -252,7 +255,8 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
   }
   const int batch = head / p.heads, queries = g.query_count(n), run = p.survey_run;
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
-  const uint16* k = p.k.at(batch, head % p.heads / (p.heads / p.kv_heads));
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
+  const PagedRows pages{p.k, p.pages, batch, 0};
   Representatives<Traits> reps;
   reps.load(shared, q, p.q.row, queries, run, p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, present = (queries + run - 1) / run;
@@ -261,7 +265,7 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
   Mass mass;
   const auto sampled = [&](int i) { return sample.position(i); };
   const int steps = (sample.count + kFineStep - 1) / kFineStep;
-  walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, steps, sampled, [&](int step, uint32 keys) {
+  walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, steps, sampled, [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kFineStep / 8; j += 2) {
       float s[1][2][4] = {};
@@ -273,7 +277,7 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
   });
   const int own = (sample.dense_keys + kOwnStep - 1) / kOwnStep;
   const auto own_key = [&](int i) { return i < own ? sample.dense_begin + i * kOwnStep : -1; };
-  walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, (own + kFineStep - 1) / kFineStep, own_key,
+  walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, (own + kFineStep - 1) / kFineStep, own_key,
                     [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kFineStep / 8; j += 2) {
@@ -298,7 +302,7 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
     for (int w = 0; w < Traits::kWarps; ++w) total += shared.part[step % 2][what][w][key];
     (what ? shared.mean : shared.mass)[step * kFineStep + key] = total;
   };
-  walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, steps, sampled, [&](int step, uint32 keys) {
+  walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, steps, sampled, [&](int step, uint32 keys) {
     if (step > 0) gather_step(step - 1);
 #pragma unroll
     for (int first = 0; first < kFineStep / 8; first += 4) {
@@ -369,12 +373,13 @@ __device__ __forceinline__ void fine_norms(const RankFineParams& p, typename Tra
   if (!fine) return;
   const int batch = head / p.heads, queries = g.query_count(n);
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
-  const uint16* k = p.k.at(batch, head % p.heads / (p.heads / p.kv_heads));
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
+  const PagedRows pages{p.k, p.pages, batch, 0};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Representatives<Traits> reps;
   reps.load(shared, q, p.q.row, queries, p.run, p);
   Mass mass[Traits::kTiles];
-  walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, (sample.count + kFineStep - 1) / kFineStep,
+  walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, (sample.count + kFineStep - 1) / kFineStep,
                     [&](int i) { return sample.position(i); }, [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kFineStep / 8; j += 2) {
@@ -414,7 +419,9 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
 
   const int batch = head / p.heads, queries = g.query_count(n);
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
-  const uint16* k = p.k.at(batch, head % p.heads / (p.heads / p.kv_heads)) + first_key * p.k.row;
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
+  if (!Traits::kPaged) k += first_key * p.k.row;
+  const PagedRows pages{p.k, p.pages, batch, first_key};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int dense_begin = g.dense_begin(n), dense_end = g.dense_end(n);
   uint16* scores = p.scores + p.chunk.row(head, n) * p.stride + first_key;
@@ -445,7 +452,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
       smallest = fminf(smallest, best);
     }
   };
-  walk_keys<Traits>(shared, k, p.k.row, g.head_dim, p.aligned, steps, [&](int i) { return i < keys ? i : -1; },
+  walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, steps, [&](int i) { return i < keys ? i : -1; },
                     [&](int step, uint32 address) {
     if (step > 0) write_step(step - 1);
 #pragma unroll

@@ -20,14 +20,15 @@ constexpr int kScoreSteps = 8;           // key steps of a block
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / 32;
 
-template <class Element_, int kHeadDim_, bool kAligned_>
+template <class Element_, int kHeadDim_, bool kAligned_, bool kPaged_>
 struct ScoreTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kAligned = kAligned_;
+  static constexpr bool kAligned = kAligned_, kPaged = kPaged_;
   struct Shared {
     uint16 k[2][kStep * kHeadDim];
     int first_key;
+    const int* pages;  // as in attention.cuh
   };
 };
 
@@ -67,12 +68,14 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
                !(p.fine && p.fine[static_cast<int64>(head[h]) * g.segments() + segment[h]]);
 
   if (threadIdx.x == 0) shared.first_key = first_key;
+  if (Traits::kPaged && threadIdx.x == 0) shared.pages = p.pages.of(first_head / p.heads);
   __syncthreads();
-  const uint16* k = p.k.at(first_head / p.heads, first_head % p.heads / (p.heads / p.kv_heads));
-  const ContiguousKeys<Traits> source{shared, keys};
+  const uint16* k =
+      head_rows<Traits::kPaged>(p.k, first_head / p.heads, first_head % p.heads / (p.heads / p.kv_heads));
+  const ContiguousKeys<Traits> source{shared, keys, p.pages};
   const int steps = (keys + kStep - 1) / kStep;
   const auto load = [&](int step) {
-    if (step < steps) load_step<Traits>(shared_address(shared.k[step % 2]), k, p.k.row, g.head_dim, source, step);
+    if (step < steps) load_step<Traits>(shared_address(shared.k[step % 2]), k, p.k, g.head_dim, source, step);
     cp_async_commit();
   };
   // Fragments of a representative: a[16 rows, 16 dims] for each 16 dims.

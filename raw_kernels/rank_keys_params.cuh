@@ -1,11 +1,11 @@
 // What the kernels that order keys are given (rank_keys.cu, key_scores_sm90.cu).
 #pragma once
-#include "geometry.cuh"
+#include "pages.cuh"
 
 namespace s2o {
 
 struct RankKeysParams {
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
+  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
   const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
   uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
@@ -23,6 +23,7 @@ struct RankKeysParams {
   int key_blocks;          // and the keys
   int parts;               // parts of kSortPart candidates of the longest row
   float scale_log2;        // |scale| * log2(e)
+  Pages pages;             // of a paged cache
 };
 
 }  // namespace s2o

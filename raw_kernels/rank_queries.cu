@@ -6,6 +6,7 @@
 //                 queries of a segment by their dot product with the guide, descending, ties ascending
 //                                                                    -> q_order [batch * heads, segments, segment]
 //                 scores of the mean candidate (remainder.cu)        -> remainder [batch * heads, seqlen_q]
+#include "pages.cuh"
 #include "row_sums.cuh"
 #include "sortable.cuh"
 
@@ -26,10 +27,12 @@ struct RankQueriesParams {
   int aligned;             // every row of q and k starts on 16 bytes
   float sign;              // -1 where scale < 0: importance then falls with the dot product
   float scale_log2;        // |scale| * log2(e)
+  Pages pages;             // of a paged cache
 };
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kPaged_>
 struct RankTraits : RowTraits<Element, kHeadDim> {
+  static constexpr bool kPaged = kPaged_;  // of guides: k is a paged cache
   struct Shared {
     float sums[RowTraits<Element, kHeadDim>::kSums];
     uint64 slots[1];  // [sort_slots] of rank_queries
@@ -42,12 +45,16 @@ __device__ __forceinline__ void guides(const RankQueriesParams& p, typename Trai
   const int kv_head = blockIdx.x / 2, which = blockIdx.x % 2;
   if (which >= p.geometry.segments()) return;
   const int count = p.geometry.guide_keys(which), lane = threadIdx.x % Traits::kLanes;
-  const uint16* k = p.k.at(kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const int batch = kv_head / p.kv_heads;
+  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
+  const PagedRows pages{p.k, p.pages, batch, 0};
   float total[8] = {};
 #pragma unroll 4
   for (int r = threadIdx.x / Traits::kLanes; r < count; r += Traits::kRows) {
     float x[8];
-    read_row<Traits>(x, k + r * p.k.row, lane, p.geometry.head_dim, p.aligned);
+    const uint16* row = k + r * p.k.row;
+    if constexpr (Traits::kPaged) row = k + pages.offset(r);
+    read_row<Traits>(x, row, lane, p.geometry.head_dim, p.aligned);
 #pragma unroll
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }

@@ -6,6 +6,7 @@
 //
 // Blocks stand at multiples of kSumBlock in the sequence and are added in order, so a sum over the first keys is the same
 // in every call that has them: a prompt in chunks gets the means of the whole.
+#include "pages.cuh"
 #include "row_sums.cuh"
 
 namespace s2o {
@@ -13,18 +14,20 @@ namespace s2o {
 constexpr int kSumBlock = 256;
 
 struct RemainderParams {
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  Tensor<const uint16> v;  // [batch, kv_heads, seqlen_k, head_dim]
+  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
+  Tensor<const uint16> v;  // like k
   float* sums;             // [batch * kv_heads, blocks, (k, v), kHeadDim]
   float* candidate_means;  // [batch * kv_heads, segments, (k, v), kHeadDim]
   Geometry geometry;
   int kv_heads;
   int blocks;              // of kSumBlock keys
   int aligned;             // every row of k and v starts on 16 bytes
+  Pages pages;             // of a paged cache
 };
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kPaged_>
 struct RemainderTraits : RowTraits<Element, kHeadDim> {
+  static constexpr bool kPaged = kPaged_;  // k and v are a paged cache
   struct Shared {
     float sums[RowTraits<Element, kHeadDim>::kSums];
   };
@@ -35,13 +38,16 @@ template <class Traits>
 __device__ __forceinline__ void block_sums(const RemainderParams& p, typename Traits::Shared& shared) {
   const int which = blockIdx.x % 2, block = blockIdx.x / 2 % p.blocks, kv_head = blockIdx.x / 2 / p.blocks;
   const Tensor<const uint16>& tensor = which ? p.v : p.k;
-  const uint16* rows = tensor.at(kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const uint16* rows = head_rows<Traits::kPaged>(tensor, kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const PagedRows pages{tensor, p.pages, kv_head / p.kv_heads, 0};
   const int lane = threadIdx.x % Traits::kLanes, end = min((block + 1) * kSumBlock, p.geometry.seqlen_k);
   float total[8] = {};
 #pragma unroll 4
   for (int r = block * kSumBlock + threadIdx.x / Traits::kLanes; r < end; r += Traits::kRows) {
     float x[8];
-    read_row<Traits>(x, rows + r * tensor.row, lane, p.geometry.head_dim, p.aligned);
+    const uint16* row = rows + r * tensor.row;
+    if constexpr (Traits::kPaged) row = rows + pages.offset(r);
+    read_row<Traits>(x, row, lane, p.geometry.head_dim, p.aligned);
 #pragma unroll
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }
@@ -52,7 +58,7 @@ __device__ __forceinline__ void block_sums(const RemainderParams& p, typename Tr
 // This thread's part of the sum of element threadIdx.x % kHeadDim over the first `keys` rows.
 template <class Traits>
 __device__ __forceinline__ float sum_of_first(const RemainderParams& p, const float* sums, const uint16* rows,
-                                              int64 row_stride, int keys) {
+                                              int64 row_stride, const PagedRows& pages, int keys) {
   constexpr int kParts = kRankThreads / Traits::kHeadDim;
   const int d = threadIdx.x % Traits::kHeadDim, part = threadIdx.x / Traits::kHeadDim, whole = keys / kSumBlock;
   float sum = 0.f;
@@ -60,8 +66,13 @@ __device__ __forceinline__ float sum_of_first(const RemainderParams& p, const fl
   for (int b = part; b < whole; b += kParts) sum += sums[static_cast<int64>(b) * 2 * Traits::kHeadDim + d];
   if (d < p.geometry.head_dim) {
 #pragma unroll 4
-    for (int r = whole * kSumBlock + part; r < keys; r += kParts)
-      sum += Traits::Element::to_float(rows[r * row_stride + d]);
+    for (int r = whole * kSumBlock + part; r < keys; r += kParts) {
+      if constexpr (Traits::kPaged) {
+        sum += Traits::Element::to_float(rows[pages.offset(r) + d]);
+      } else {
+        sum += Traits::Element::to_float(rows[r * row_stride + d]);
+      }
+    }
   }
   return sum;
 }
@@ -72,12 +83,13 @@ __device__ __forceinline__ void candidate_means(const RemainderParams& p, typena
   const Geometry& g = p.geometry;
   const int which = blockIdx.x % 2, n = blockIdx.x / 2 % g.segments(), kv_head = blockIdx.x / 2 / g.segments();
   const Tensor<const uint16>& tensor = which ? p.v : p.k;
-  const uint16* rows = tensor.at(kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const uint16* rows = head_rows<Traits::kPaged>(tensor, kv_head / p.kv_heads, kv_head % p.kv_heads);
+  const PagedRows pages{tensor, p.pages, kv_head / p.kv_heads, 0};
   const float* sums = p.sums + (static_cast<int64>(kv_head) * p.blocks * 2 + which) * Traits::kHeadDim;
-  float sum = sum_of_first<Traits>(p, sums, rows, tensor.row, g.dense_begin(n));
+  float sum = sum_of_first<Traits>(p, sums, rows, tensor.row, pages, g.dense_begin(n));
   if (!g.is_causal) {
-    sum += sum_of_first<Traits>(p, sums, rows, tensor.row, g.seqlen_k);
-    sum -= sum_of_first<Traits>(p, sums, rows, tensor.row, g.dense_end(n));
+    sum += sum_of_first<Traits>(p, sums, rows, tensor.row, pages, g.seqlen_k);
+    sum -= sum_of_first<Traits>(p, sums, rows, tensor.row, pages, g.dense_end(n));
   }
   shared.sums[threadIdx.x] = sum;
   __syncthreads();

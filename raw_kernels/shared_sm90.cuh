@@ -18,7 +18,7 @@ constexpr int kBlockM = 128, kBlockN = 128;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
-constexpr int kCheckers = 3;   // warps of pass 1's producer that do not copy
+constexpr int kCheckers = 3;   // warps of pass 1's producer: all but the one that copies by tensor maps
 constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;    // 128 and 256 threads share 65,536
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1
 constexpr int kAtomBytes = 128 * 128;
@@ -42,11 +42,12 @@ struct NextTile {
   int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
 };
 
-template <class Element_, int kHeadDim_, int kStages_>
+template <class Element_, int kHeadDim_, int kStages_, bool kPaged_>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
+  static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
 

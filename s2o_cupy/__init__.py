@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .attention import s2o_attention
 from .merge import merge_states
+from .paged import s2o_attention_paged
 from .spec import S2OConfig, S2OError
 from .stats import S2OStats
 from .varlen import s2o_attention_varlen
@@ -25,6 +26,7 @@ __all__ = [
     "diff",
     "merge_states",
     "s2o_attention",
+    "s2o_attention_paged",
     "s2o_attention_varlen",
 ]
 __version__ = "0.1.0"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from . import interop
-from .interop import Device, Framework, Output
+from .interop import Device, Framework
 from .problem import Problem, cached_validate
 from .spec import S2OConfig, check_tau
 from .stats import S2OStats
@@ -149,18 +150,46 @@ def attend(
     those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
     called where there is nothing to compute.
     """
-    framework, device = interop.common_framework(q, k, v)
+    framework, device = interop.common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
         is_causal, scale,
     )  # fmt: skip
+    host = backend == "numpy"
+    run = _run_reference if host else _run_kernels
+    return with_outputs(
+        framework, device, {"q": q, "k": k, "v": v}, problem, config,
+        functools.partial(run, framework, problem, config, layout, await_keys),
+        host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
+    )  # fmt: skip
+
+
+# run(natives, o, lse, visited): computes on native arrays and writes o, and lse and visited unless they are None.
+Run = Callable[[tuple[Any, ...], Any, Any, Any], None]
+
+
+def with_outputs(
+    framework: Framework,
+    device: Device,
+    inputs: dict[str, Any],
+    problem: Problem,
+    config: S2OConfig,
+    run: Run,
+    *,
+    host: bool,
+    out: Any,
+    stream: Any,
+    return_lse: bool,
+    return_stats: bool,
+) -> Any:
+    """The outputs that the caller wants, written by ``run`` on the device and stream of the call. ``inputs``: checked
+    arrays of the caller, q first."""
+    q = inputs["q"]
     shape = framework.shape(q)
     if out is not None:
-        interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shape, problem.dtype, device)
-
-    host = backend == "numpy"
-    arrays = (q, k, v) if out is None else (q, k, v, out)
+        interop.check_out(out, framework, inputs, shape, problem.dtype, device)
+    arrays = (*inputs.values(),) if out is None else (*inputs.values(), out)
     with framework.scope(device, stream, arrays, host=host):
         if out is None:
             o = framework.output(shape, problem.dtype, q, host=host)
@@ -175,16 +204,12 @@ def attend(
         if return_stats:
             visited = framework.output(problem.visited_shape(config), "int32", q, host=host)
 
-        natives = () if problem.empty or problem.seqlen_k == 0 else (q, k, v)
-        natives = tuple(framework.contiguous_last_axis(framework.native(x, host=host)) for x in natives)
-        if not natives:
-            without_keys(framework, *(None if x is None else x.native for x in (o, lse, visited)))
-        elif host:
-            if await_keys is not None:
-                await_keys()
-            _run_reference(natives, o, lse, visited, problem, config, layout)
+        natives = [x.native if x is not None else None for x in (o, lse, visited)]
+        if problem.empty or problem.seqlen_k == 0:
+            without_keys(framework, *natives)
         else:
-            _run_kernels(framework, natives, o, lse, visited, problem, config, layout, await_keys)
+            given = (framework.native(x, host=host) for x in inputs.values())
+            run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
@@ -223,48 +248,30 @@ def parse_backend(backend: Any, device: Device, stream: Any) -> str:
 
 
 def _run_reference(
-    natives: tuple[Any, ...],
-    o: Output,
-    lse: Output | None,
-    visited: Output | None,
-    problem: Problem,
-    config: S2OConfig,
-    layout: str,
-) -> None:
+    framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
+    natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
+) -> None:  # fmt: skip
     from . import numpy_pipeline
 
-    q, k, v = (bhsd(x, layout) for x in natives)
-    found = numpy_pipeline.run(
-        q,
-        k,
-        v,
-        bhsd(o.native, layout),
-        None if lse is None else lse.native.reshape(problem.batch, problem.heads, problem.seqlen_q),
-        problem,
-        config,
-    )
+    if await_keys is not None:
+        await_keys()
+    q, k, v, o = (bhsd(x, layout) for x in (*natives, o))
+    lse = None if lse is None else lse.reshape(problem.batch, problem.heads, problem.seqlen_q)
+    found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
     if visited is not None:
-        visited.native[...] = found
+        visited[...] = found
 
 
 def _run_kernels(
-    framework: Framework,
-    natives: tuple[Any, ...],
-    o: Output,
-    lse: Output | None,
-    visited: Output | None,
-    problem: Problem,
-    config: S2OConfig,
-    layout: str,
-    await_keys: Callable[[], None] | None,
-) -> None:
+    framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
+    natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
+) -> None:  # fmt: skip
     interop.import_cupy()
     from . import pipeline
 
-    address = lambda x: 0 if x is None else interop.address(x.native)  # noqa: E731
-    q, k, v = (interop.operand(x, layout) for x in natives)
+    q, k, v, out = (interop.operand(x, layout) for x in (*natives, o))
     pipeline.run(
-        (q, k, v, interop.operand(o.native, layout)),
+        (q, k, v, out),
         address(lse),
         address(visited),
         problem,
@@ -273,6 +280,11 @@ def _run_kernels(
         memory=framework.memory(natives[0]) or pipeline.allocate,
         await_keys=await_keys,
     )
+
+
+def address(native: Any) -> int:
+    """Where an output lies; 0: it is not wanted."""
+    return 0 if native is None else interop.address(native)
 
 
 def bhsd(x: Any, layout: str) -> Any:

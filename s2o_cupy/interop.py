@@ -603,27 +603,35 @@ def address(native: Any) -> int:
     return framework_of("array", native).extent(native).pointer
 
 
-def common_framework(q: Any, k: Any, v: Any) -> tuple[Framework, Device]:
+def common_framework(**inputs: Any) -> tuple[Framework, Device]:
     """The one framework and the one device of q, k and v."""
-    arrays = (("q", q), ("k", k), ("v", v))
+    arrays = tuple(inputs.items())
     owners = [framework_of(name, x) for name, x in arrays]
     framework = owners[0]
     if any(owner is not framework for owner in owners):
         came = ", ".join(f"{name} {owner.name}" for (name, _), owner in zip(arrays, owners, strict=True))
         raise TypeError(
-            f"s2o_attention: q, k and v come from different frameworks: {came}; accepted: one framework "
-            "for all three (convert with its from_dlpack, without a copy)"
+            f"s2o_attention: {_listed(inputs)} come from different frameworks: {came}; accepted: one framework "
+            f"for all {_COUNTS[len(arrays)]} (convert with its from_dlpack, without a copy)"
         )
     for name, x in arrays:
         framework.check(name, x)
     devices = [framework.device(x) for _, x in arrays]
-    if not devices[0] == devices[1] == devices[2]:
+    if any(device != devices[0] for device in devices):
         came = ", ".join(f"{name} on {device}" for (name, _), device in zip(arrays, devices, strict=True))
         raise ValueError(
-            f"s2o_attention: q, k and v are on different devices: {came}; accepted: one device for all three "
-            "(move them with .to, jax.device_put or cupy.asarray)"
+            f"s2o_attention: {_listed(inputs)} are on different devices: {came}; accepted: one device for all "
+            f"{_COUNTS[len(arrays)]} (move them with .to, jax.device_put or cupy.asarray)"
         )
     return framework, devices[0]
+
+
+_COUNTS = {3: "three", 4: "four"}
+
+
+def _listed(inputs: dict[str, Any]) -> str:
+    *names, last = inputs
+    return f"{', '.join(names)} and {last}"
 
 
 def check_out(

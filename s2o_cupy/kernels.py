@@ -36,6 +36,7 @@ TENSOR_MAP_BYTES = 128
 # --- Parameter structs, field by field as in the .cu files; a static_assert compares the sizes. ---
 _TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
 _GEOMETRY = [(name, "i4") for name in ("seqlen_q", "seqlen_k", "segment", "window", "is_causal", "head_dim")]
+_PAGES = np.dtype([("table", "u8"), ("stride", "i8"), ("shift", "i4")], align=True)
 _CHUNK = [(name, "i4") for name in ("first_head", "heads", "first_segment", "segments", "shared_heads", "near_heads")]
 ATTENTION_PARAMS = np.dtype(
     [
@@ -49,6 +50,7 @@ ATTENTION_PARAMS = np.dtype(
         ("scale_log2", "f4"),
         ("sign_mask", "u4"),
         ("tau", "f4"),
+        ("pages", _PAGES),
     ],
     align=True,
 )
@@ -68,6 +70,7 @@ RANK_QUERIES_PARAMS = np.dtype(
         ("geometry", np.dtype(_GEOMETRY)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "sort_slots", "aligned")),
         *((name, "f4") for name in ("sign", "scale_log2")),
+        ("pages", _PAGES),
     ],
     align=True,
 )
@@ -77,6 +80,7 @@ REMAINDER_PARAMS = np.dtype(
         *((name, "u8") for name in ("sums", "candidate_means")),
         ("geometry", np.dtype(_GEOMETRY)),
         *((name, "i4") for name in ("kv_heads", "blocks", "aligned")),
+        ("pages", _PAGES),
     ],
     align=True,
 )
@@ -90,6 +94,7 @@ RANK_KEYS_PARAMS = np.dtype(
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
         *((name, "i4") for name in ("row_blocks", "key_blocks", "parts")),
         ("scale_log2", "f4"),
+        ("pages", _PAGES),
     ],
     align=True,
 )
@@ -103,6 +108,7 @@ RANK_FINE_PARAMS = np.dtype(
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "survey_run")),
         *((name, "i4") for name in ("first_ordered", "surveys", "key_blocks", "aligned")),
         *((name, "f4") for name in ("scale_log2", "sign")),
+        ("pages", _PAGES),
     ],
     align=True,
 )
@@ -124,47 +130,52 @@ class _Family:
     arch: str | None = None  # the one architecture it is for
 
 
-_ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}>"
+_ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {paged}>"
 FAMILIES = {
     "pass1": _Family("pass1.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
     **{
-        name: _Family(f"{name}.cu", params, struct, 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}>", "sm_90a")
+        name: _Family(
+            f"{name}.cu", params, struct, 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>", "sm_90a"
+        )
         for name, params, struct in (
             ("pass1_sm90", MAPPED_ATTENTION_PARAMS, "MappedAttentionParams"),
+            ("pass1_gathered_sm90", ATTENTION_PARAMS, "AttentionParams"),
             ("pass2_sm90", ATTENTION_PARAMS, "AttentionParams"),
         )
     },
     **{
         name: _Family(
-            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1, "RankTraits<{element}, {head_dim}>"
+            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1,
+            "RankTraits<{element}, {head_dim}, {paged}>",
         )
         for name in ("guides", "rank_queries")
     },
     **{
         name: _Family(
-            "remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, 1, "RemainderTraits<{element}, {head_dim}>"
+            "remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, 1,
+            "RemainderTraits<{element}, {head_dim}, {paged}>",
         )
         for name in ("block_sums", "candidate_means")
     },
     "key_scores": _Family(
         "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 ? 2 : 3)",
-        "ScoreTraits<{element}, {head_dim}, {aligned}>",
+        "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>",
     ),
     **{
         name: _Family(
             "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256, "(__CUDA_ARCH__ == 900 ? 2 : 1)",
-            "FineTraits<{element}, {head_dim}, " + f"{tiles}>",
+            f"FineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
         )
         for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
     },
     "fine_scores_sm90": _Family(
         "fine_scores_sm90.cu", RANK_FINE_PARAMS, "RankFineParams", 128, 2,
-        "FineScoresTraits<{element}, {head_dim}>", "sm_90a",
+        "FineScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_scores_sm90": _Family(
         "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 2,
-        "KeyScoresTraits<{element}, {head_dim}>", "sm_90a",
+        "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
@@ -182,6 +193,7 @@ class Kernel:
     aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
     block_m: int = 128
     stages: int = 2
+    paged: bool = False  # k and v are a paged cache
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
 
     @property
@@ -200,6 +212,8 @@ class Kernel:
             parts.append(f"s{self.stages}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
+        if self.paged:
+            parts.append("paged")
         return "-".join(parts)
 
 
@@ -232,6 +246,7 @@ def render(kernel: Kernel) -> str:
         "block_m": kernel.block_m,
         "stages": kernel.stages,
         "aligned": str(kernel.aligned).lower(),
+        "paged": str(kernel.paged).lower(),
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
     plain = {"key_counts": "s2o::CountShared", "key_bases": "s2o::BaseShared", "key_order": "s2o::SortShared"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ITEM_BYTES", "Operand"]
+__all__ = ["ITEM_BYTES", "Operand", "Paging"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
+ENTRY_BYTES = 4  # of a page table
 ALIGNMENT = 16  # bytes that one copy takes
 NO_ROW = 2**32 - 1  # stands for a row that is not there among the Hopper producer's offsets
 MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
@@ -15,7 +16,8 @@ MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
 class Operand(NamedTuple):
     """A [batch, heads, seqlen, head_dim] array of 16-bit elements on a GPU with a contiguous last axis.
 
-    ``strides`` of the first three axes in elements, 0 where an axis has one element.
+    ``strides`` of the first three axes in elements, 0 where an axis has one element. Keys and values in a paged cache
+    are [pages, kv_heads, page_size, head_dim].
     """
 
     pointer: int
@@ -48,6 +50,12 @@ class Operand(NamedTuple):
         pointer = self.pointer + begin * ss * ITEM_BYTES
         return Operand(pointer, (batch, heads, rows, head_dim), (sb, sh, ss if rows > 1 else 0))
 
+    def sequences(self, begin: int, end: int) -> Operand:
+        """The part whose batch axis runs from ``begin`` to ``end``."""
+        batch = end - begin
+        pointer = self.pointer + begin * self.strides[0] * ITEM_BYTES
+        return Operand(pointer, (batch, *self.shape[1:]), (self.strides[0] if batch > 1 else 0, *self.strides[1:]))
+
     def is_aligned(self) -> bool:
         """Rows are whole chunks of 16 bytes: what the fast copies need. (The address apart.)"""
         return all(n * ITEM_BYTES % ALIGNMENT == 0 for n in (*self.strides, self.shape[3]))
@@ -55,7 +63,30 @@ class Operand(NamedTuple):
     def is_compact(self) -> bool:
         """What the Hopper producers need: offsets of rows from the first, in chunks of 16 bytes, fit in 32 bits; and
         tensor maps: no stride is negative or 1 TiB."""
-        rows, stride = self.shape[2], self.strides[2]
-        if not 0 <= stride * ITEM_BYTES * max(0, rows - 1) < ALIGNMENT * NO_ROW:
-            return False
+        return self._reaches(2) and self._maps()
+
+    def is_compact_cache(self) -> bool:
+        """The same of a paged cache, whose rows are those of all pages."""
+        return self._reaches(0, 2) and self._maps()
+
+    def _maps(self) -> bool:
         return all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)
+
+    def _reaches(self, *axes: int) -> bool:
+        """Whether 32 bits hold the offsets along ``axes``."""
+        reach = sum(self.strides[axis] * max(0, self.shape[axis] - 1) for axis in axes)
+        return 0 <= reach * ITEM_BYTES < ALIGNMENT * NO_ROW
+
+
+class Paging(NamedTuple):
+    """The page table of a paged cache, int32 [batch, at least the pages of seqlen_k] on the GPU."""
+
+    pointer: int
+    stride: int  # entries from one sequence's to the next's
+    page_size: int  # a power of two
+    pages: int  # of the cache
+
+    def sequences(self, begin: int, end: int) -> Paging:
+        """The page table of some of the sequences."""
+        pointer = self.pointer + begin * self.stride * ENTRY_BYTES
+        return self._replace(pointer=pointer, stride=self.stride if end - begin > 1 else 0)

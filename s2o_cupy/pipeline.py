@@ -16,7 +16,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from . import kernels
-from .operand import Operand
+from .operand import Operand, Paging
 from .plan import DeviceLimits, make_plan
 from .problem import Problem
 from .program import BASES, Workspace, launches, workspace
@@ -67,11 +67,13 @@ def run(
     config: S2OConfig,
     *,
     stream: int,
+    paging: Paging | None = None,
     memory: Memory = allocate,
     observe: Observer | None = None,
     await_keys: Await | None = None,
 ) -> None:
-    """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim].
+    """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
+    to a cache: k and v [pages, kv_heads, page_size, head_dim].
 
     ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
@@ -79,29 +81,30 @@ def run(
     queries' own, which may be after pass 1.
     Nothing waits for the GPU.
     """
-    program = _prepared(operands, problem, config, runtime.getDevice())
-    program.run(operands, lse, visited, stream, memory, observe, await_keys)
+    program = _prepared(operands, paging, problem, config, runtime.getDevice())
+    program.run(operands, paging, lse, visited, stream, memory, observe, await_keys)
 
 
 class Call(NamedTuple):
-    """One of several problems; ``lse`` and ``visited`` as in `run`, but for the distance between lse's heads."""
+    """One of several problems; as in `run`, but for the distance between lse's heads."""
 
     operands: Operands
     lse: int
     visited: int
     problem: Problem
+    paging: Paging | None = None
 
 
 def run_in_turn(
     calls: Sequence[Call], config: S2OConfig, *, lse_stride: int, stream: int, memory: Memory = allocate
 ) -> None:
-    """Run problems of batch 1 one after the other, in one workspace of the largest need.
+    """Run problems one after the other, in one workspace of the largest need.
 
-    The heads of each ``lse`` [heads, seqlen_q] lie ``lse_stride`` elements apart. Nothing is launched before all calls
-    are prepared, and nothing waits for the GPU.
+    The heads of each ``lse`` [batch, heads, seqlen_q] lie ``lse_stride`` elements apart; with a batch there is no gap
+    between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU.
     """
     device = runtime.getDevice()
-    programs = [_prepared(call.operands, call.problem, config, device) for call in calls]
+    programs = [_prepared(call.operands, call.paging, call.problem, config, device) for call in calls]
     workspace_bytes = max(program.workspace.nbytes for program in programs)
     # Kernels write a contiguous lse, so one with gaps between its heads is written behind the workspace and copied.
     gaps = [bool(x.lse) and x.problem.heads > 1 and x.problem.seqlen_q != lse_stride for x in calls]
@@ -111,34 +114,38 @@ def run_in_turn(
     shared = lambda nbytes: (address, keeper)  # noqa: E731
     for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
         lse = address + workspace_bytes if gap else call.lse
-        program.run(call.operands, lse, call.visited, stream, shared, None)
+        program.run(call.operands, call.paging, lse, call.visited, stream, shared, None)
         if gap:
             runtime.memcpy2DAsync(
                 call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
             )
 
 
-def _prepared(operands: Operands, problem: Problem, config: S2OConfig, device: int) -> _Program:
+def _prepared(
+    operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int
+) -> _Program:
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
-    return _program(problem, config, device, aligned, (q.strides, k.strides, v.strides, out.strides))
+    if paging is not None:
+        paging = paging._replace(pointer=0)
+    return _program(problem, config, device, aligned, (q.strides, k.strides, v.strides, out.strides), paging)
 
 
 @functools.lru_cache(maxsize=1024)  # packed sequences have many lengths
 def _program(
-    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...]
-) -> _Program:
+    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
+    paging: Paging | None,
+) -> _Program:  # fmt: skip
     """``strides`` of q, k, v and out."""
-    shape = lambda heads, length: (problem.batch, heads, length, problem.head_dim)  # noqa: E731
-    shapes = (
-        shape(problem.heads, problem.seqlen_q),
-        *(shape(problem.kv_heads, problem.seqlen_k),) * 2,
-        shape(problem.heads, problem.seqlen_q),
-    )
+    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
+    if paging is not None:
+        of_k = (paging.pages, problem.kv_heads, paging.page_size, problem.head_dim)
+    shapes = (of_q, of_k, of_k, of_q)
     operands = {
         name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
     }
-    return _Program(problem, config, device, aligned, operands)
+    return _Program(problem, config, device, aligned, operands, paging)
 
 
 @functools.cache  # captured graphs copy from it
@@ -163,14 +170,17 @@ class _Program:
     """A prepared call: all parameter structs in one buffer, in which a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand]
-    ) -> None:
+        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
+        paging: Paging | None,
+    ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
-        compact = all(x.is_compact() for x in operands.values())
+        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
+        compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
-        self.plan = make_plan(problem, config, device_limits(device), aligned, compact)
+        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
         self.workspace: Workspace = workspace(self.plan, problem, config)
-        steps = [x for x in launches(self.plan, problem, config, operands, self.workspace, aligned) if x.blocks > 0]
+        planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging)
+        steps = [x for x in planned if x.blocks > 0]
         self.device = device
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
@@ -208,6 +218,7 @@ class _Program:
     def run(
         self,
         operands: Operands,
+        paging: Paging | None,
         lse: int,
         visited: int,
         stream: int,
@@ -220,7 +231,8 @@ class _Program:
             await_keys = None
         address, keeper = memory(self.workspace.nbytes)
         q, k, v, out = operands
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address)
+        page_table = 0 if paging is None else paging.pointer
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
         with self.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)
@@ -263,8 +275,9 @@ class _Program:
             self._write_maps(operands[:3])
 
     def _write_maps(self, operands: tuple[Operand, ...]) -> None:
-        for i, x in enumerate(operands):
-            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, self.plan.pass1.block_m), np.uint64)
+        rows = (self.plan.pass1.block_m, self.plan.map_rows, self.plan.map_rows)
+        for i, (x, box) in enumerate(zip(operands, rows, strict=True)):
+            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, box), np.uint64)
             self.buffer[i * self.map_words : (i + 1) * self.map_words] = words
         self.mapped = tuple(x.pointer for x in operands)
 

@@ -6,6 +6,7 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from .kernels import Kernel
@@ -96,6 +97,7 @@ class LaunchPlan:
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
+    map_rows: int  # rows of a box of pass 1's tensor maps of keys and values (Hopper)
     stop_lag: int  # of pass 2, spec.STOP_LAG
     persistent_blocks: int  # of a kernel that takes q tiles from a counter
 
@@ -122,7 +124,7 @@ def padded_head_dim(head_dim: int) -> int:
 def _attention_shared(head_dim: int, block_m: int, stages: int) -> int:
     """sizeof(AttentionTraits::Shared)."""
     tiles = (block_m + 2 * stages * STEP) * head_dim * 2
-    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * STEP * 4, block_m * 4, 8, 3 * 8, 8
+    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * STEP * 4, block_m * 4, 8, 4 * 8, 8
     return tiles + ring + p_column + nonfinite + pointers + first_key
 
 
@@ -144,18 +146,34 @@ def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool 
     return max((stages for stages, n in blocks.items() if n >= wanted), default=1)
 
 
-def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits) -> Kernel:
+def _attention(
+    function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits, paged: bool = False
+) -> Kernel:
     stages = stages_for(head_dim, block_m, limits, aligned)
     shared = _attention_shared(head_dim, block_m, stages)
-    return Kernel(function, dtype, head_dim, aligned, block_m, stages, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, aligned, block_m, stages, paged, shared)
 
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
+SWIZZLE_ROWS = 8  # after which the swizzle of a tile repeats
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
-def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
+def page_box(geometry: Geometry, page_size: int) -> int:
+    """Rows of a page that the copy engine brings at once in pass 1; 0: it cannot, and rows are gathered.
+
+    Boxes of a tile must begin where those of a page do, and are whole rows of the swizzle's pattern.
+    """
+    box = min(HOPPER_BLOCK, page_size)
+    if geometry.window >= geometry.seqlen_k:  # every segment begins with key 0
+        starts = 0
+    else:
+        starts = math.gcd(geometry.segment, geometry.offset - geometry.window)
+    return 0 if box < SWIZZLE_ROWS or starts % box else box
+
+
+def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
     item = 8 * 4
@@ -163,7 +181,7 @@ def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
     barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
-    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, paged=paged, shared_bytes=shared)
 
 
 def hopper_refusal(
@@ -190,38 +208,40 @@ def pass1_block_m(compute_capability: int) -> int:
     return 64 if compute_capability >= 120 else 128
 
 
-def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> Kernel:
+def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int, paged: bool = False) -> Kernel:
     rows = RANK_THREADS // (head_dim // 8)
     shared = rows * head_dim * 4 + sort_slots * 8
-    return Kernel(function, dtype, head_dim, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
-def _remainder(function: str, dtype: str, head_dim: int) -> Kernel:
-    return Kernel(function, dtype, head_dim, shared_bytes=RANK_THREADS * 8 * 4)
+def _remainder(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
+    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=RANK_THREADS * 8 * 4)
 
 
-def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
-    return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
+def _key_scores(dtype: str, head_dim: int, aligned: bool, paged: bool = False) -> Kernel:
+    return Kernel("key_scores", dtype, head_dim, aligned, paged=paged, shared_bytes=2 * STEP * head_dim * 2 + 16)
 
 
-def _hopper_key_scores(dtype: str, head_dim: int) -> Kernel:
+def _hopper_key_scores(dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """Its shared memory is sizeof(KeyScoresTraits::Shared)."""
-    return Kernel("key_scores_sm90", dtype, head_dim, shared_bytes=(SCORE_ROWS + 2 * 128) * head_dim * 2)
+    shared = (SCORE_ROWS + 2 * 128) * head_dim * 2
+    return Kernel("key_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
-def _rank_fine(function: str, dtype: str, head_dim: int) -> Kernel:
+def _rank_fine(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """Its shared memory is sizeof(FineTraits::Shared)."""
     warps, tiles = RANK_THREADS // 32, 1 if function == "survey" else 2
     rows, parts = 16 * tiles * warps * head_dim * 2, 4 * warps * STEP * 4
     shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4
-    return Kernel(function, dtype, head_dim, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
-def _hopper_fine_scores(dtype: str, head_dim: int) -> Kernel:
+def _hopper_fine_scores(dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """Its shared memory is sizeof(FineScoresTraits::Shared)."""
     representatives, stages = 256, 2
     tiles = (representatives + stages * STEP) * head_dim * 2
-    return Kernel("fine_scores_sm90", dtype, head_dim, shared_bytes=tiles + representatives * 4 + 4 * 4 + 2 * 4)
+    shared = tiles + representatives * 4 + 4 * 4 + 2 * 4
+    return Kernel("fine_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
 def _key_counts() -> Kernel:
@@ -241,19 +261,25 @@ def _key_order() -> Kernel:
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Every kernel that `make_plan` may choose on an architecture."""
     limits = DeviceLimits.of_architecture(compute_capability)
+    block_m1 = pass1_block_m(compute_capability)
     kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
-        kernels += [_remainder(name, dtype, head_dim) for name in ("block_sums", "candidate_means")]
-        kernels += [_rank_fine(name, dtype, head_dim) for name in ("survey", "fine_norms", "fine_scores")]
-        for aligned in (True, False):
-            kernels.append(_key_scores(dtype, head_dim, aligned))
-            kernels.append(_attention("pass1", dtype, head_dim, aligned, pass1_block_m(compute_capability), limits))
-            kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
+        kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
+        for name, paged in itertools.product(("block_sums", "candidate_means"), (False, True)):
+            kernels.append(_remainder(name, dtype, head_dim, paged))
+        for name, paged in itertools.product(("survey", "fine_norms", "fine_scores"), (False, True)):
+            kernels.append(_rank_fine(name, dtype, head_dim, paged))
+        for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
+            kernels.append(_key_scores(dtype, head_dim, aligned, paged))
+            for name, block_m in (("pass1", block_m1), *(("pass2", block_m) for block_m in GPU_BLOCK_M)):
+                kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, paged))
     if compute_capability == 90:
-        for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
-            kernels += [_hopper(name, dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90")]
-            kernels += [_hopper_key_scores(dtype, head_dim), _hopper_fine_scores(dtype, head_dim)]
+        for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), (64, 128), (False, True)):
+            kernels += [_hopper(name, dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90")]
+            if paged:
+                kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, paged))
+            kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
 
@@ -321,12 +347,19 @@ def is_dense(problem: Problem, config: S2OConfig) -> bool:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, page_size: int = 0
 ) -> LaunchPlan:
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
+    ``page_size``: of a paged cache that k and v are, or 0.
     """
+    paged = page_size > 0
+    if paged and not aligned:
+        raise ValueError(
+            "s2o_attention_paged: a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
+            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
+        )
     dense = is_dense(problem, config)
     geometry = problem.geometry(config)
     if dense:  # one segment, whose own keys and window are all keys
@@ -342,21 +375,23 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
-    key_scores = _key_scores(problem.dtype, head_dim, aligned)
-    fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim)
+    map_rows = page_box(geometry, page_size) if paged else HOPPER_BLOCK
+    key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
+    fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     refusal = hopper_refusal(problem, config, limits, aligned, compact)
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     if config.path == "portable" or refusal:
         path = "portable"
-        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits)
-        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
+        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, paged)
+        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, paged)
     else:
         path = "hopper"
-        pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
-        fine_scores = _hopper_fine_scores(problem.dtype, head_dim)
+        name1 = "pass1_gathered_sm90" if paged and not map_rows else "pass1_sm90"
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in (name1, "pass2_sm90"))
+        fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
         if config.coarse.representatives == 1:
-            key_scores = _hopper_key_scores(problem.dtype, head_dim)
+            key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -364,11 +399,11 @@ def make_plan(
         pass1_tiles=pass1_tiles,
         pass1=pass1,
         pass2=pass2,
-        block_sums=_remainder("block_sums", problem.dtype, head_dim),
-        candidate_means=_remainder("candidate_means", problem.dtype, head_dim),
-        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
-        survey=_rank_fine("survey", problem.dtype, head_dim),
-        fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim),
+        block_sums=_remainder("block_sums", problem.dtype, head_dim, paged),
+        candidate_means=_remainder("candidate_means", problem.dtype, head_dim, paged),
+        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, paged),
+        survey=_rank_fine("survey", problem.dtype, head_dim, paged),
+        fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim, paged),
         fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=key_scores,
@@ -380,6 +415,7 @@ def make_plan(
         ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
+        map_rows=map_rows,
         stop_lag=STOP_LAG[path],
         persistent_blocks=limits.multiprocessors,
     )

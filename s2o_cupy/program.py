@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import kernels
-from .operand import Operand
+from .operand import Operand, Paging
 from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, STEP, SUM_KEYS, Chunk, LaunchPlan
 from .problem import Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
@@ -23,7 +23,7 @@ Params = Any  # a 0-d array of a kernel's parameter struct
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "v", "out", "lse", "visited", "workspace")
+BASES = ("q", "k", "v", "out", "pages", "lse", "visited", "workspace")
 
 
 class Place(NamedTuple):
@@ -114,9 +114,11 @@ def launches(
     operands: dict[str, Operand],
     memory: Workspace,
     aligned: bool,
+    paging: Paging | None = None,
 ) -> tuple[Launch, ...]:
-    """All launches of a call in order. ``operands``: q, k, v and out, of which only the strides are read."""
-    builder = _Builder(plan, problem, config, operands, memory, aligned)
+    """All launches of a call in order. ``operands``: q, k, v and out, of which only the strides are read. ``paging``:
+    where k and v are a paged cache; its address apart."""
+    builder = _Builder(plan, problem, config, operands, memory, aligned, paging)
     found = [builder.pass1()]
     if plan.chunks:
         if config.adds_remainder:
@@ -139,7 +141,9 @@ class _Builder:
         operands: dict[str, Operand],
         memory: Workspace,
         aligned: bool,
+        paging: Paging | None,
     ) -> None:
+        self.pages = (0, 0, 0) if paging is None else (0, paging.stride, paging.page_size.bit_length() - 1)
         self.plan, self.problem, self.config, self.memory, self.aligned = plan, problem, config, memory, aligned
         self.tensors = {name: x.tensor for name, x in operands.items()}
         g = plan.geometry
@@ -158,7 +162,7 @@ class _Builder:
         else:
             shift = 0
         for name, (_, offset, *_) in fields.items():
-            if name in BASES:  # of the caller; a tensor's address stands first in it
+            if name in BASES:  # of the caller; the address of a tensor or page table stands first in it
                 pointers.append((shift + offset, name, 0))
             elif name in self.memory.places:
                 pointers.append((shift + offset, "workspace", self.memory.places[name].offset + extra.get(name, 0)))
@@ -187,6 +191,7 @@ class _Builder:
                 abs(p.scale) * LOG2E,
                 0x80008000 if p.scale < 0 else 0,
                 self.config.tau,
+                self.pages,
             ),
             kernels.ATTENTION_PARAMS,
         )
@@ -210,7 +215,7 @@ class _Builder:
         p, plan = self.problem, self.plan
         blocks = -(-p.seqlen_k // SUM_KEYS)
         params = np.array(
-            (self.tensors["k"], self.tensors["v"], 0, 0, self.geometry, p.kv_heads, blocks, self.aligned),
+            (self.tensors["k"], self.tensors["v"], 0, 0, self.geometry, p.kv_heads, blocks, self.aligned, self.pages),
             kernels.REMAINDER_PARAMS,
         )
         pairs = 2 * p.batch * p.kv_heads  # k and v of each KV head
@@ -235,6 +240,7 @@ class _Builder:
                 self.aligned,
                 -1.0 if p.scale < 0 else 1.0,
                 abs(p.scale) * LOG2E,
+                self.pages,
             ),
             kernels.RANK_QUERIES_PARAMS,
         )
@@ -266,6 +272,7 @@ class _Builder:
                 self.aligned,
                 abs(p.scale) * LOG2E,
                 -1.0 if p.scale < 0 else 1.0,
+                self.pages,
             ),
             kernels.RANK_FINE_PARAMS,
         )
@@ -301,6 +308,7 @@ class _Builder:
                 key_blocks,
                 chunk.parts,
                 abs(p.scale) * LOG2E,
+                self.pages,
             ),
             kernels.RANK_KEYS_PARAMS,
         )

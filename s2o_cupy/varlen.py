@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-import numbers
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from . import interop
 from .attention import bhsd, parse_backend, parse_config, without_keys
 from .interop import Framework, Output
+from .lengths import parse_integers
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
 from .stats import S2OStats
 
 __all__ = ["check_packed", "s2o_attention_varlen"]
-
-INTEGERS = "a list or tuple of integers, or a one-dimensional array of int32 or int64"
 
 
 def s2o_attention_varlen(
@@ -99,13 +97,14 @@ def s2o_attention_varlen(
     True
     """
     config = parse_config(config, tau)
-    framework, device = interop.common_framework(q, k, v)
+    framework, device = interop.common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     shapes = tuple(map(framework.shape, (q, k, v)))
     dtypes = tuple(map(framework.dtype, (q, k, v)))
     base = check_packed(shapes, dtypes, config, backend, is_causal, scale)
-    starts_q = _parse_starts("cu_seqlens_q", cu_seqlens_q)
-    starts_k = None if cu_seqlens_k is None else _parse_starts("cu_seqlens_k", cu_seqlens_k)
+    parse_starts = functools.partial(parse_integers, "s2o_attention_varlen", axis="batch + 1")
+    starts_q = parse_starts("cu_seqlens_q", cu_seqlens_q)
+    starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
     sequences = _split(base, shapes[0][0], shapes[1][0], starts_q, starts_k)
     if out is not None:
         interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
@@ -189,33 +188,6 @@ def check_packed(
         )
     without_rows = tuple((0, *shape[1:]) for shape in shapes)
     return cached_validate(without_rows, dtypes, config, backend, "BSHD", is_causal, scale)
-
-
-def _parse_starts(name: str, x: Any) -> tuple[int, ...]:
-    """cu_seqlens as integers on the host."""
-    if isinstance(x, (list, tuple, range)):
-        for i, n in enumerate(x):
-            if type(n) is not int and (isinstance(n, bool) or not isinstance(n, numbers.Integral)):
-                raise TypeError(f"s2o_attention_varlen: {name}[{i}] is a {type(n).__name__}; accepted: {INTEGERS}")
-        return tuple(map(int, x))
-    try:
-        framework = interop.framework_of(name, x)
-    except TypeError:
-        raise TypeError(f"s2o_attention_varlen: {name} is a {type(x).__name__}; accepted: {INTEGERS}") from None
-    framework.check(name, x)
-    device, dtype, shape = framework.device(x), framework.dtype(x), framework.shape(x)
-    if dtype not in ("int32", "int64"):
-        raise TypeError(f"s2o_attention_varlen: {name} is {dtype}; accepted: {INTEGERS}")
-    if len(shape) != 1:
-        raise ValueError(f"s2o_attention_varlen: {name} has shape {shape}; accepted: (batch + 1,)")
-    if device.kind not in ("cpu", "cuda"):
-        raise ValueError(f"s2o_attention_varlen: {name} is on {device}; accepted: the host (best) or an NVIDIA GPU")
-    if device.kind == "cuda" and framework.is_capturing():
-        raise ValueError(
-            f"s2o_attention_varlen: {name} is on {device} while a CUDA graph is captured, so its values cannot be "
-            "read; accepted: a list, tuple or array on the host (the graph keeps these lengths)"
-        )
-    return tuple(interop.to_host(x).tolist())
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model share it

@@ -11,6 +11,7 @@ import time
 
 from conftest import has_gpu, has_hopper
 from gpu_cases import SANITIZED, run_diff
+from pages import differing, fits_pages
 
 
 def main() -> int:
@@ -33,6 +34,13 @@ def main() -> int:
             if not report.ok:
                 print(report.table(), flush=True)
                 failed += 1
+            if fits_pages(case):
+                start = time.perf_counter()
+                names = differing(case, path)
+                print(f"{path:8} {time.perf_counter() - start:6.1f} s  in pages", flush=True)
+                if names:
+                    print(f"other bits than in one array: {', '.join(names)}", flush=True)
+                    failed += 1
     return int(failed > 0)
 
 

@@ -74,11 +74,12 @@ def no_gpu_needed(torch, monkeypatch):
     monkeypatch.setattr(_baselines, "_flash3", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for module, names in ((model, ("run_model", "run_layer")), (serving, ("run_chunked", "run_packed"))):
+    for module, names in ((model, ("run_model", "run_layer")), (serving, ("run_chunked", "run_packed", "run_paged"))):
         for name in names:
             run = getattr(module, name)
             monkeypatch.setattr(module, name, lambda args, step, run=run: run(args, step, CPU))
-    monkeypatch.setattr(serving, "PARTS", {"chunked": serving.run_chunked, "packed": serving.run_packed})
+    parts = {"chunked": serving.run_chunked, "packed": serving.run_packed, "paged": serving.run_paged}
+    monkeypatch.setattr(serving, "PARTS", parts)
 
 
 @pytest.mark.parametrize("script", ["model.py", "serving.py"])
@@ -353,7 +354,8 @@ def test_serving(no_gpu_needed, monkeypatch, tmp_path, varlen):
     monkeypatch.setattr(s2o_cupy, "s2o_attention_varlen", varlen, raising=False)
     args = serving.parse([
         "--length", "700", "--chunk", "128", "--sequences", "5", "--heads", "4", "--kv-heads", "2", "--head-dim", "32",
-        "--orders", "mean:1:0:64", "--dense-up-to", "0", "--taus", "0,1000", "--json", str(tmp_path / "s.json"),
+        "--orders", "mean:1:0:64", "--dense-up-to", "0", "--taus", "0,1000", "--parts", "chunked,packed",
+        "--json", str(tmp_path / "s.json"),
     ])  # fmt: skip
     steps: list = []
     rows = serving.run(args, lambda *told: steps.append(told))
@@ -379,6 +381,29 @@ def test_serving(no_gpu_needed, monkeypatch, tmp_path, varlen):
     assert packed_sparse["plain_rel_l2"] > 2 * packed_exact["plain_rel_l2"]
     for columns in (serving.CHUNKED, serving.PACKED):
         assert len(_common.table(rows[:2], columns).splitlines()) == 3
+
+
+def test_serving_from_pages(no_gpu_needed, tmp_path):
+    args = serving.parse([
+        "--length", "500", "--chunk", "128", "--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--parts", "paged",
+        "--orders", "mean:1:0:64", "--taus", "0.1", "--page-sizes", "16,64", "--json", str(tmp_path / "s.json"),
+    ])  # fmt: skip
+    rows = serving.run(args, lambda *told: None)
+    lengths = {"first chunk": (128, 128), "last chunk": (128, 500), "prompt": (500, 500)}
+    assert [(row["call"], row["page_size"]) for row in rows] == list(itertools.product(lengths, (16, 64)))
+    for row in rows:
+        assert (row["seqlen_q"], row["seqlen_k"]) == lengths[row["call"]]
+        assert (row["bits_like"], row["cost_like"], row["x_plain"], row["x_gather"]) == ("pass", "pass", 1, 1)
+    assert len(_common.table(rows, serving.PAGED).splitlines()) == 1 + len(rows)
+    assert list(serving.paged_calls(100, 128)) == ["prompt"]
+
+
+def test_pages_of_a_benchmark(torch):
+    k, v = torch.randn(2, 1, 2, 100, 8)
+    cache = serving._paged.Cache(k, v, 16)
+    assert len(cache.k) == 14 and len(set(cache.table[0].tolist())) == 7
+    for x, y in zip(cache.gathered(90), (k, v), strict=True):
+        assert torch.equal(x, y[:, :, :90])
 
 
 def test_packed_sequences_are_pieces_of_the_input(torch, tmp_path, rng):

@@ -414,12 +414,12 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
         return allocations[-1].ctypes.data, allocations[-1]
 
     class Program:
-        def __init__(self, operands, problem, config, device):
+        def __init__(self, operands, paging, problem, config, device):
             assert not seen, "all are prepared before the first one runs"
             self.problem = problem
             self.workspace = types.SimpleNamespace(nbytes=needs[problem.seqlen_q])
 
-        def run(self, operands, lse, visited, stream, memory, observe):
+        def run(self, operands, paging, lse, visited, stream, memory, observe):
             address, _ = memory(self.workspace.nbytes)
             seen.append((address, lse, visited, stream, observe))
             rows = self.problem.seqlen_q

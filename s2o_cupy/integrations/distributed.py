@@ -246,7 +246,7 @@ class SequenceParallel:
                 f"{self.length} on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
             )
         if out is not None:
-            framework, device = common_framework(q, k, v)
+            framework, device = common_framework(q=q, k=k, v=v)
             check_out(out, framework, {"q": q, "k": k, "v": v}, tuple(q.shape), problem.dtype, device)
         if self.split == "heads" and problem.kv_heads % self.world_size:
             raise ValueError(

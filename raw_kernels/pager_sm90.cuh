@@ -1,0 +1,96 @@
+// The producer of pass 1 on Hopper where keys and values lie in pages and tiles may begin anywhere in one (else
+// page_copier_sm90.cuh): consecutive rows, gathered through the page table. It loads just what copier_sm90.cuh would from
+// one array, rows past a tile's own too, so that the consumers compute the same bits. Its warps copy and then look for NaN
+// and infinities: a value tile is checked after the copies that follow it were started, which is before any that wait for
+// its consumers.
+#pragma once
+#include "checker_sm90.cuh"
+#include "producer_sm90.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+template <class Traits, class Rows>
+__device__ __forceinline__ void produce_from_pages(const AttentionParams& params, typename Traits::Shared& shared) {
+  const Geometry& g = params.geometry;
+  const Pages& pages = params.pages;
+  const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
+  const int row = layout.kept_row();
+  const bool whole_rows = g.head_dim == Traits::kHeadDim;
+  const RowUnits<false> q_units(pages, params.q);
+  const RowUnits<true> k_units(pages, params.k), v_units(pages, params.v);
+  Ring<Traits::kStages> k_ring, v_ring, unchecked;  // unchecked: the value tile that is to be checked next
+  Ring<2> check_ring;
+  bool to_check = false;
+  const auto check = [&] {
+    if (to_check && threadIdx.x >= 32) {
+      barrier_wait(shared.v_full[unchecked.slot], unchecked.parity);
+      check_tile<Traits>(shared, unchecked.slot, check_ring);
+    }
+    to_check = false;
+  };
+  const auto announce = [&](uint32 item, int work) {
+    if (work < 0) {
+      publish(shared, item, work);
+    } else {
+      const Item described = describe(params, Rows(params, work));
+      publish(shared, item, work, &described);
+    }
+  };
+  if (threadIdx.x == 0) announce(0, next_work<Rows>(params));
+  for (uint32 item = 0;; ++item) {
+    const uint32 slot = item % 2;
+    barrier_wait(shared.work_full[slot], item / 2 & 1);
+    const int work = shared.work[slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty[slot]);
+    if (work < 0) {
+      check();
+      return;
+    }
+
+    const Rows rows(params, work);
+    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
+    const uint16 *k = head_rows<true>(params.k, batch, kv_head), *v = head_rows<true>(params.v, batch, kv_head);
+    const int first_key = g.dense_begin(rows.segment), tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
+    const auto key = [&](int tile) {
+      const int position = first_key + tile * kBlockN + row;
+      return position < g.seqlen_k ? pages.slot(pages.of(batch), position) : -1;
+    };
+    const auto full = [&](int tile) { return whole_rows && first_key + (tile + 1) * kBlockN <= g.seqlen_k; };
+    int ahead = key(0), now = -1, next = -1;
+    for (int tile = 0; tile <= tiles; ++tile) {
+      const int before = now;
+      if (tile < tiles) {
+        now = ahead;
+        if (tile + 1 < tiles) ahead = key(tile + 1);
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        k_ring.advance();
+      }
+      if (tile == 0) {
+        const int position = rows.first + row < g.seqlen_q ? rows.first + row : -1;
+        barrier_wait(shared.q_empty[slot], (item / 2 & 1) ^ 1);
+        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)), q_units,
+                      position, whole_rows && rows.first + kBlockM <= g.seqlen_q);
+        barrier_arrive_after_copies(shared.q_full[slot]);
+        barrier_arrive(shared.q_full[slot]);
+        if (threadIdx.x == 0) next = next_work<Rows>(params);
+        check();
+      } else {
+        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        check();
+        unchecked = v_ring;
+        to_check = tile - 1 >= first_masked;
+        v_ring.advance();
+      }
+    }
+    if (threadIdx.x == 0) announce(item + 1, next);
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o

@@ -1,0 +1,14 @@
+// Pass 1 on Hopper of a paged cache in which tiles of keys begin anywhere; the rest is pass1_sm90.cu's, bit for bit.
+//
+//   q [batch, heads, seqlen_q, head_dim], k and v [pages, kv_heads, page_size, head_dim] through pages.table
+//   -> out, normalised; state (m, l), which pass 2 resumes with acc = out * l; lse
+#include "attention_sm90.cuh"
+
+namespace s2o {
+
+template <class Traits>
+__device__ __forceinline__ void pass1_gathered_sm90(const AttentionParams& params, typename Traits::Shared& shared) {
+  sm90::attend_first_in_pages<Traits>(params, shared);
+}
+
+}  // namespace s2o

@@ -1,0 +1,591 @@
+"""Keys and values in the pages of a cache: the bits of the same call on one array, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SMALL, Device, has_gpu, has_hopper
+from gpu_cases import CASES
+from pages import differing, fits_pages, paged, random_table
+
+import s2o_cupy
+from s2o_cupy import S2OConfig, interop, kernels, program, s2o_attention, s2o_attention_paged
+from s2o_cupy.operand import Operand, Paging
+from s2o_cupy.plan import DeviceLimits, kernels_for, make_plan
+from s2o_cupy.problem import Problem
+
+
+def bits(device: Device, x: Any) -> np.ndarray:
+    host = x if isinstance(x, np.ndarray) else x.get()
+    return host.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[host.dtype.itemsize])
+
+
+def assert_same_bits(
+    device: Device, q: Any, k: Any, v: Any, rng: Any, page_size: int, layout: str, **options: Any
+) -> tuple[Any, ...]:
+    """The paged call and the call on one array, in this device's dtype; the arrays of the paged one."""
+    options.setdefault("config", device.config)
+    q, k, v = (np.asarray(x).astype(device.dtype) for x in (q, k, v))
+    lengths = [k.shape[2]] * len(k)
+    table, pages = random_table(rng, lengths, page_size)
+    arrays = [device.xp.asarray(x) for x in (q, k, v)]
+    caches = [device.xp.asarray(paged(x, table, pages, page_size, layout, lengths)) for x in (k, v)]
+    inputs = (arrays[0], *caches, device.xp.asarray(table))
+    out = device.poisoned(q.shape)
+    found = s2o_attention_paged(
+        *inputs, seqlen_k=k.shape[2], layout=layout, out=out, return_lse=True, return_stats=True, **options
+    )
+    assert found[0] is out
+    expected = s2o_attention(*arrays, return_lse=True, return_stats=True, **options)
+    for x, y in ((found[0], expected[0]), (found[1], expected[1]), (found[2].visited, expected[2].visited)):
+        np.testing.assert_array_equal(bits(device, x), bits(device, y))
+    assert found[2].density == expected[2].density
+    return inputs
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])  # on Hopper pass 1 gathers, or copies boxes
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
+    q, k, v = qkv(*lengths, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    assert_same_bits(device, q, k, v, rng, page_size, layout)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((1, 1), {}),
+        ((1, 300), {}),
+        ((128, 128), {}),
+        ((700, 700), {}),
+        ((257, 1000), {"tau": 0}),
+        ((200, 333), {"tau": 10.0}),
+        ((700, 700), {"config": {"window": 30}}),
+        ((500, 700), {"config": {"rank": "max", "representatives": 3, "segment": 100}}),
+        ((500, 700), {"config": {"rank": "mean", "representatives": 1}}),
+        ((1100, 1900), {"config": {"rank": "auto", "segment": 64}}),  # several surveys
+        ((500, 700), {"config": {"remainder": "none"}}),
+        ((700, 1100), {"config": {"dense_up_to": 10_000}}),
+        ((300, 700), {"is_causal": False}),
+        ((700, 300), {"is_causal": False}),
+        ((300, 700), {"scale": -0.1}),
+        ((300, 2), {"is_causal": False}),
+    ],
+    ids=str,
+)
+def test_problems(device, qkv, rng, lengths, options):
+    options = dict(options)
+    options["config"] = replace(device.config, **options.get("config", {}))
+    q, k, v = qkv(*lengths, heads=3, kv_heads=3, head_dim=72)
+    assert_same_bits(device, q, k, v, rng, 16, "NHD", **options)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("row", [5, 299, 650, 699])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite(device, qkv, rng, name, row, value):
+    """At the diagonal they are taken out of the product for rows that do not see them."""
+    arrays = dict(zip("qkv", qkv(700, heads=2, head_dim=128), strict=True))
+    arrays[name][:, -1, row, 77] = value
+    with np.errstate(invalid="ignore"):
+        assert_same_bits(device, *arrays.values(), rng, 32, "NHD")
+
+
+def test_sequences_of_their_own_lengths(device, qkv, rng):
+    lengths = [400, 400, 123, 0, 801]
+    q, k, v = (x.astype(device.dtype) for x in qkv(90, 801, batch=5, heads=4, kv_heads=2))
+    table, pages = random_table(rng, lengths, 64)
+    caches = [device.xp.asarray(paged(x, table, pages, 64, "NHD", lengths)) for x in (k, v)]
+    q, k, v, table = map(device.xp.asarray, (q, k, v, table))
+    options = {"config": device.config, "is_causal": False, "return_lse": True}
+    o, lse = s2o_attention_paged(q, *caches, table, seqlen_k=lengths, **options)
+    for b, n in enumerate(lengths):
+        expected = s2o_attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], **options)
+        for x, y in zip((o[b : b + 1], lse[b : b + 1]), expected, strict=True):
+            np.testing.assert_array_equal(bits(device, x), bits(device, y))
+    again = s2o_attention_paged(q, *caches, table, seqlen_k=np.array(lengths), **options)
+    np.testing.assert_array_equal(bits(device, o), bits(device, again[0]))
+
+
+def test_a_cache_of_both_and_other_strides(device, qkv, rng):
+    """k and v side by side in each page, q and out as (batch, seqlen, heads, head_dim), a slice of a wider table."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(300, heads=4, kv_heads=2, batch=2))
+    table, pages = random_table(rng, [300, 300], 16)
+    both = np.stack([paged(x, table, pages, 16, "NHD", [300, 300]) for x in (k, v)], axis=1)
+    both = device.xp.asarray(both)  # [pages, 2, page_size, kv_heads, head_dim]
+    wide = device.xp.asarray(np.concatenate([table, table], axis=1))[:, : table.shape[1]]
+    turned = device.xp.asarray(np.ascontiguousarray(q.swapaxes(1, 2))).swapaxes(1, 2)
+    out = device.poisoned((2, 300, 4, 64)).swapaxes(1, 2)
+    s2o_attention_paged(turned, both[:, 0], both[:, 1], wide, seqlen_k=300, config=device.config, out=out)
+    expected = s2o_attention(*map(device.xp.asarray, (q, k, v)), config=device.config)
+    np.testing.assert_array_equal(bits(device, device.xp.ascontiguousarray(out)), bits(device, expected))
+
+
+def test_pages_that_sequences_share(device, qkv):
+    """A common prefix: entries may repeat."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(100, 640, batch=2, heads=2))
+    k[1, :, :512], v[1, :, :512] = k[0, :, :512], v[0, :, :512]
+    table = np.array([[7, 3, 1, 2, 5], [7, 3, 1, 2, 0]], np.int32)
+    caches = [device.xp.asarray(paged(x, table, 8, 128, "HND", [640, 640])) for x in (k, v)]
+    options = {"config": device.config}
+    o = s2o_attention_paged(
+        device.xp.asarray(q), *caches, device.xp.asarray(table), seqlen_k=640, layout="HND", **options
+    )
+    expected = s2o_attention(*map(device.xp.asarray, (q, k, v)), **options)
+    np.testing.assert_array_equal(bits(device, o), bits(device, expected))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 10, 64), (2, 0, 10, 64), (2, 2, 0, 64)])
+def test_nothing_to_compute(device, shape):
+    cache = device.array(np.zeros((4, 16, max(1, shape[1]), 64)))
+    table = device.xp.zeros((shape[0], 2), np.int32)
+    o, lse = s2o_attention_paged(device.array(np.zeros(shape)), cache, cache, table, seqlen_k=20, return_lse=True)
+    assert o.shape == shape and lse.shape == shape[:3]
+
+
+# ---------------------------------------------------------------- on a GPU alone
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def big(request):
+    """A device and a configuration with several q tiles for each multiprocessor."""
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if request.param == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    import ml_dtypes
+
+    config = S2OConfig(segment=256, tau=0.05, path=request.param, dense_up_to=0)
+    return Device("cuda", np.dtype(ml_dtypes.bfloat16), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"dense_up_to": 10_000}, {"workspace_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("page_size", [8, 16, 128])
+@pytest.mark.parametrize("lengths", [(1700, 2300), (1700, 2212)])
+def test_many_tiles(big, qkv, rng, lengths, page_size, changes):
+    q, k, v = qkv(*lengths, heads=32, kv_heads=8, head_dim=128)
+    assert_same_bits(big, q, k, v, rng, page_size, "NHD", config=replace(big.config, **changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if fits_pages(case)])
+def test_every_branch(big, name):
+    case, path = CASES[name], big.config.path
+    if path == "hopper" and not case.hopper:
+        pytest.skip("the Hopper kernels do not take it")
+    assert differing(case, path) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [24, 96])
+def test_pages_far_apart(big, qkv, rng, gib):
+    """Past 2^31 elements; and past 64 GiB, which the Hopper kernels do not take."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    if cupy.cuda.runtime.memGetInfo()[0] < (gib + 2) * 2**30:
+        pytest.skip(f"needs {gib + 2} GiB of free GPU memory")
+    q, k, v = (x.astype(big.dtype) for x in qkv(300, 700, heads=4, kv_heads=2, head_dim=128))
+    table, pages = random_table(rng, [700], 64)
+    stride = gib * 2**30 // pages // 16 * 16  # bytes
+    memory = cupy.empty(pages * stride, np.uint8)
+    caches = []
+    for i, x in enumerate((k, v)):
+        cache = paged(x, table, pages, 64, "NHD", [700])
+        part = memory[i * cache[0].nbytes :].view(big.dtype)
+        caches.append(cupy.lib.stride_tricks.as_strided(part, cache.shape, (stride, *cache.strides[1:])))
+        caches[-1][...] = cupy.asarray(cache)
+    config = big.config
+    if gib > 64 and config.path == "hopper":
+        with pytest.raises(ValueError, match="rows more than 64 GiB apart"):
+            s2o_attention_paged(cupy.asarray(q), *caches, cupy.asarray(table), seqlen_k=700, config=config)
+        config = replace(config, path="portable")
+    o = s2o_attention_paged(cupy.asarray(q), *caches, cupy.asarray(table), seqlen_k=700, config=config)
+    expected = s2o_attention(*map(cupy.asarray, (q, k, v)), config=config)
+    np.testing.assert_array_equal(bits(big, o), bits(big, expected))
+    del caches, memory, part
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+def test_100_repeats_of_a_busy_gpu(big, qkv, rng):
+    import cupy
+    from conftest import spin
+
+    q, k, v = qkv(1500, heads=32, kv_heads=8, head_dim=128)
+    inputs = assert_same_bits(big, q, k, v, rng, 16, "NHD")
+    options = {"seqlen_k": 1500, "config": big.config}
+    o = s2o_attention_paged(*inputs, **options)
+    with cupy.cuda.Stream(non_blocking=True):
+        spin(milliseconds=1000, blocks=60)  # half of the GPU is elsewhere
+    equal = [(s2o_attention_paged(*inputs, **options).view(np.uint16) == o.view(np.uint16)).all() for _ in range(100)]
+    assert all(map(bool, equal))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph(big, qkv, rng):
+    """Replays follow the page table."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        inputs = assert_same_bits(big, *qkv(1024, heads=4, head_dim=128), rng, 128, "NHD")
+        options = {"seqlen_k": 1024, "config": big.config}
+        stream.begin_capture()
+        o = s2o_attention_paged(*inputs, **options)
+        graph = stream.end_capture()
+        table = inputs[3]
+        for _ in range(3):
+            table[:, :8] = cupy.roll(table[:, :8], 1, axis=1)
+            graph.launch(stream=stream)
+            assert bool((o.view(np.uint16) == s2o_attention_paged(*inputs, **options).view(np.uint16)).all())
+
+
+@pytest.mark.gpu
+def test_replays_see_the_page_table(big, qkv, rng):
+    """Calls with the same arrays, which are replayed from the third on."""
+    import cupy
+
+    inputs = assert_same_bits(big, *qkv(2000, heads=4, head_dim=128), rng, 128, "NHD")
+    options = {"seqlen_k": 2000, "config": big.config}
+    table, out = inputs[3], cupy.empty_like(inputs[0])
+    for _ in range(6):
+        table[:, :15] = cupy.roll(table[:, :15], 1, axis=1)  # the last page is not full
+        s2o_attention_paged(*inputs, out=out, **options)
+        expected = s2o_attention_paged(*inputs[:3], table.copy(), **options)
+        assert bool((out.view(np.uint16) == expected.view(np.uint16)).all())
+
+
+@pytest.mark.gpu
+def test_a_refusal_comes_before_any_launch(big, qkv, rng):
+    """The second of two lengths is not aligned: nothing of the first is written."""
+    import cupy
+
+    cache = cupy.zeros((8, 64, 1, 128), big.dtype)
+    table = cupy.arange(8, dtype=np.int32).reshape(2, 4)
+    memory = cupy.zeros(2 * 2 * 100 * 128 + 4, big.dtype)
+    bytes_of = lambda *strides: tuple(2 * n for n in strides)  # noqa: E731
+    q = cupy.lib.stride_tricks.as_strided(memory, (2, 2, 100, 128), bytes_of(2 * 100 * 128 + 4, 100 * 128, 128, 1))
+    out = big.poisoned(q.shape)
+    before = bits(big, out)
+    with pytest.raises(ValueError, match="does not start on 16 bytes"):
+        s2o_attention_paged(q, cache, cache, table, seqlen_k=[200, 256], config=big.config, out=out)
+    np.testing.assert_array_equal(bits(big, out), before)
+
+
+@pytest.mark.gpu
+def test_what_the_gpu_refuses(big):
+    import cupy
+
+    q, cache, table = (
+        cupy.zeros(s, t) for s, t in (((1, 2, 40, 66), big.dtype), ((4, 16, 2, 66), big.dtype), ((1, 4), np.int32))
+    )
+    options = {"seqlen_k": 60, "config": big.config}
+    with pytest.raises(ValueError, match=r"k_pages has a stride of .* bytes on its last axis; accepted: a contiguous"):
+        twice = cupy.zeros((4, 16, 2, 132), big.dtype)[..., ::2]
+        s2o_attention_paged(q, twice, twice, table, **options)
+    with pytest.raises(ValueError, match=r"does not start on 16 bytes, or head_dim \(66\) is no multiple of 8"):
+        s2o_attention_paged(q, cache, cache, table, **options)
+    with pytest.raises(ValueError, match="does not start on 16 bytes"):
+        s2o_attention_paged(q[..., 1:65], cache[..., :64], cache[..., :64], table, **options)
+
+
+# ---------------------------------------------------------------- frameworks
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks(framework, where, qkv, rng):
+    library = pytest.importorskip(framework)
+    q, k, v = (x.astype(np.float16) for x in qkv(200, 500, heads=4, kv_heads=2))
+    table, pages = random_table(rng, [500], 32)
+    host = (q, *(paged(x, table, pages, 32, "NHD", [500]) for x in (k, v)), table)
+    if where == "gpu" and not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if framework == "torch":
+        if where == "gpu" and not library.cuda.is_available():
+            pytest.skip("this PyTorch has no CUDA")
+        inputs = [library.from_numpy(x).to("cuda" if where == "gpu" else "cpu") for x in host]
+        back = lambda x: x.cpu().numpy()  # noqa: E731
+    else:
+        try:
+            inputs = [library.device_put(x, library.devices(where)[0]) for x in host]
+        except RuntimeError:
+            pytest.skip("this JAX has no such device")
+        back = np.asarray
+    if where == "gpu":
+        import cupy
+
+        host = tuple(map(cupy.asarray, host))
+    o = s2o_attention_paged(*inputs, seqlen_k=500, config=SMALL)
+    expected = s2o_attention_paged(*host, seqlen_k=500, config=SMALL)
+    assert type(o) is type(inputs[0])
+    np.testing.assert_array_equal(back(o), expected if where == "cpu" else expected.get())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    cache = np.zeros((6, 16, 2, 64), np.float32)
+    given = {
+        "q": np.zeros((2, 4, 30, 64), np.float32), "k_pages": cache, "v_pages": cache,
+        "page_table": np.zeros((2, 3), np.int32), "seqlen_k": 40,
+    }  # fmt: skip
+    return given | changes
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layout": "BHSD"}, ValueError, "layout is 'BHSD'; accepted: 'NHD' or 'HND'"),
+        ({"q": zeros(4, 30, 64)}, ValueError, r"q has 3 axes, shape \(4, 30, 64\); accepted: \(batch, heads, seqlen_q"),
+        ({"k_pages": zeros(6, 16, 128)}, ValueError, r"k_pages has 3 axes.*\(pages, page_size, kv_heads, head_dim\)"),
+        ({"v_pages": zeros(6, 16, 128)}, ValueError, "v_pages has 3 axes"),
+        ({"v_pages": zeros(5, 16, 2, 64)}, ValueError, r"k_pages is \(6, 16, 2, 64\) and v_pages is \(5, 16, 2, 64\)"),
+        ({"page_table": zeros(2, 3)}, TypeError, "page_table is float32; accepted: int32"),
+        ({"page_table": zeros(2, 3, dtype=np.int64)}, TypeError, "page_table is int64; accepted: int32"),
+        ({"page_table": zeros(6, dtype=np.int32)}, ValueError, r"page_table has 1 axes.*\(batch, pages_per_sequence\)"),
+        ({"page_table": zeros(3, 3, dtype=np.int32)}, ValueError, "page_table has batch 3, q has 2; accepted"),
+        ({"page_table": [[0, 1, 2]]}, TypeError, "page_table is a list; accepted: NumPy"),
+        ({"q": zeros(2, 4, 30, 64, dtype=np.float16)}, TypeError, "q float16, k_pages float32, v_pages float32; acc"),
+        (
+            {"layout": "HND", "k_pages": zeros(6, 2, 12, 64), "v_pages": zeros(6, 2, 12, 64)}, ValueError,
+            r"page_size is 12 \(axis 2 of k_pages, layout 'HND'\); accepted: a power",
+        ),
+        ({"k_pages": zeros(6, 24, 2, 64), "v_pages": zeros(6, 24, 2, 64)}, ValueError, "page_size is 24 .*of two"),
+        ({"k_pages": zeros(6, 0, 2, 64), "v_pages": zeros(6, 0, 2, 64)}, ValueError, "page_size is 0 .*of two"),
+        ({"page_table": np.full((2, 3), 6, np.int32)}, ValueError, r"page_table\[0, 0\] is 6; accepted: 0 to 5"),
+        ({"page_table": np.full((2, 3), -1, np.int32)}, ValueError, r"page_table\[0, 0\] is -1; accepted"),
+        ({"k_pages": zeros(0, 16, 2, 64), "v_pages": zeros(0, 16, 2, 64)}, ValueError, "k_pages 0 pages; accepted"),
+        ({"seqlen_k": 49}, ValueError, "seqlen_k is 49, but page_table has 3 pages of 16 keys.*accepted: seqlen_k <= "),
+        ({"seqlen_k": -1}, ValueError, "seqlen_k is or holds -1; accepted: integers >= 0"),
+        ({"seqlen_k": 40.0}, TypeError, "seqlen_k is a float; accepted: an integer, a list or tuple of integers, or"),
+        ({"seqlen_k": True}, TypeError, "seqlen_k is a bool"),
+        ({"seqlen_k": [40, None]}, TypeError, r"seqlen_k\[1\] is a NoneType"),
+        ({"seqlen_k": np.array(40)}, ValueError, r"seqlen_k has shape \(\); accepted: \(batch,\)"),
+        ({"seqlen_k": np.array([40.0, 40.0])}, TypeError, "seqlen_k is float64; accepted: an integer, a list"),
+        ({"seqlen_k": [40]}, ValueError, r"seqlen_k has 1 lengths; accepted: an integer, or 2, the batch"),
+        ({"seqlen_k": [40, 41], "return_stats": True}, ValueError, r"return_stats with seqlen_k \[40, 41\]; accepted"),
+        ({"seqlen_k": 29}, ValueError, "seqlen_q 30 exceeds seqlen_k 29"),
+        ({"q": zeros(2, 3, 30, 64)}, ValueError, "q has 3 heads, k and v have 2"),
+        ({"q": zeros(2, 4, 30, 32)}, ValueError, "q has head_dim 32, k and v have 64"),
+        ({"out": zeros(2, 4, 30, 32)}, ValueError, r"out has shape \(2, 4, 30, 32\)"),
+        ({"config": 3}, TypeError, "config is a int"),
+        ({"backend": "cupy"}, ValueError, "backend is \"cupy\", but q, k and v are on the CPU"),
+        ({"stream": 0}, ValueError, "stream is given"),
+    ],
+)  # fmt: skip
+def test_refused(changes, error, message):
+    with pytest.raises(error, match=f"^s2o_attention(_paged)?: .*{message}") as caught:
+        s2o_attention_paged(**arguments(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_in_the_cache_is_refused():
+    cache = zeros(8, 16, 4, 64)
+    out = cache.reshape(2, 4, 64, 64)[:, :, :30]
+    with pytest.raises(ValueError, match="out and v_pages overlap in memory"):
+        s2o_attention_paged(**arguments(k_pages=zeros(8, 16, 4, 64), v_pages=cache, out=out))
+
+
+def test_a_cache_of_too_many_keys():
+    cache = np.broadcast_to(zeros(1, 16, 2, 64), (1 << 27, 16, 2, 64))
+    with pytest.raises(ValueError, match=r"k_pages has 134217728 pages of 16 keys; accepted: up to \d+ keys"):
+        s2o_attention_paged(**arguments(k_pages=cache, v_pages=cache))
+
+
+# ---------------------------------------------------------------- plans and kernels, without a GPU
+
+
+def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
+    """Before, they are read, for which the host waits."""
+    arrays = [zeros(2, 4, 30, 64, dtype=np.float16), *[zeros(6, 16, 2, 64, dtype=np.float16)] * 2]
+    arrays.append(zeros(2, 3, dtype=np.int32))
+    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: False)
+    s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
+    assert [problem.seqlen_k for _, _, _, problem, _ in pretended_gpu[0]] == [40, 48]
+    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: True)
+    with pytest.raises(ValueError, match="seqlen_k is on cuda:0 while a CUDA graph is captured.*; accepted: a list"):
+        s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """NumPy arrays that claim to be on a GPU; what the pipeline is given, a list of problems for each call."""
+    calls: list[list[Any]] = []
+
+    def run_in_turn(problems, config, *, lse_stride, stream, memory):
+        assert lse_stride == problems[0][0][0].shape[2]
+        calls.append(problems)
+
+    pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
+    pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
+    monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
+    monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
+    monkeypatch.setattr(interop, "import_cupy", lambda: np)
+    monkeypatch.setattr(interop.NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(interop.NumpyFramework, "device", lambda self, x: interop.Device("cuda", 0))
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_the_gpu_backend_gets(pretended_gpu, layout):
+    at = lambda x: x.__array_interface__["data"][0]  # noqa: E731
+    q, cache = zeros(4, 4, 30, 64, dtype=np.float16), zeros(9, 2, 32, 2, 64, dtype=np.float16)
+    k, v = (cache[:, i] if layout == "NHD" else cache[:, i].swapaxes(1, 2) for i in range(2))
+    table = zeros(4, 7, dtype=np.int32)[:, :5]
+    out = np.empty_like(q)
+    inputs = (q, k, v, table)
+    s2o_attention_paged(*inputs, seqlen_k=[40, 40, 50, 40], layout=layout, out=out, return_lse=True)
+    s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, out=out)
+    lengths = [(0, 2, 40), (2, 1, 50), (3, 1, 40), (0, 4, 160)]
+    assert [len(call) for call in pretended_gpu] == [3, 1]  # one call for all lengths
+    problems = list(itertools.chain(*pretended_gpu))
+    for (first, batch, seqlen_k), (operands, lse, visited, problem, paging) in zip(lengths, problems, strict=True):
+        assert (problem.batch, problem.heads, problem.kv_heads) == (batch, 4, 2)
+        assert (problem.seqlen_q, problem.seqlen_k, problem.head_dim) == (30, seqlen_k, 64)
+        assert [x.pointer for x in operands] == [at(q[first:]), at(k), at(v), at(out[first:])]
+        assert operands[0].shape == operands[3].shape == (batch, 4, 30, 64)
+        for x in operands[1:3]:  # [pages, kv_heads, page_size, head_dim]
+            assert (x.shape, x.strides) == ((9, 2, 32, 64), (2 * 32 * 2 * 64, 64, 2 * 64))
+        assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
+        assert (lse != 0) == (seqlen_k != 160) and visited == 0
+    assert problems[1][1] - problems[0][1] == 2 * 4 * 30 * 4
+
+
+@pytest.mark.parametrize("path", ["auto", "portable"])
+def test_what_the_kernels_get(path):
+    config = S2OConfig(path=path, dense_up_to=0)
+    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
+    of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
+    operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
+    operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
+    paging = Paging(0, 100, 64, 90)
+    steps = program.launches(plan, PROBLEM, config, operands, program.workspace(plan, PROBLEM, config), True, paging)
+    for step in steps:
+        params, shift = step.params, 0
+        if "attention" in params.dtype.fields:
+            params, shift = params["attention"], params.dtype.fields["attention"][1]
+        assert params["pages"].tolist() == (0, 100, 6)
+        assert params["k"].tolist() == (0, 16384, 128, 256)
+        addresses = {offset: base for offset, base, further in step.pointers if further == 0}
+        assert addresses[shift + params.dtype.fields["pages"][1]] == "pages"
+        assert addresses[shift + params.dtype.fields["k"][1]] == "k"
+    assert {step.kernel.paged for step in steps} == {True, False}
+
+
+PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
+READERS = (  # of k or v
+    "pass1", "pass2", "guides", "block_sums", "candidate_means", "survey", "fine_norms", "fine_scores", "key_scores",
+)
+STAGES = (*READERS, "rank_queries", "key_counts", "key_bases", "key_order")
+
+
+@pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("path", ["auto", "portable"])
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
+    """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
+    config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
+    problem = replace(PROBLEM, head_dim=head_dim)
+    plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (16, 0))
+    assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
+    ahead = {kernel.name for kernel in kernels_for(compute_capability)}
+    for stage in STAGES:
+        kernel = getattr(plan, stage)
+        assert kernel.name in ahead
+        assert kernel.paged == (stage in READERS)
+        assert kernel.paged or kernel == getattr(other, stage)
+    hopper = compute_capability == 90 and path == "auto" and block_m == 128
+    assert plan.pass1.function == ("pass1_sm90" if hopper else "pass1")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "page_size", "rows"),
+    [
+        ((5000, 5000), {}, 16, 16),
+        ((5000, 5000), {}, 8, 8),
+        ((5000, 5000), {}, 4, 0),  # less than the swizzle's pattern
+        ((5000, 5000), {}, 256, 128),
+        ((500, 5000), {}, 16, 0),  # the first query stands at 4,500
+        ((500, 5000), {}, 4, 0),
+        ((504, 5000), {}, 16, 16),
+        ((504, 5000), {}, 32, 0),
+        ((504, 5000), {"tau": 0, "dense_up_to": None}, 32, 32),  # reads from key 0 on
+        ((500, 5000), {"window": 5000}, 16, 16),
+        ((500, 5000), {"window": 500}, 16, 16),
+        ((5000, 5000), {"segment": 100}, 16, 0),
+        ((5000, 5000), {"segment": 100}, 4, 0),
+    ],
+)
+def test_which_pages_the_copy_engine_brings(lengths, options, page_size, rows):
+    config = S2OConfig(**{"dense_up_to": 0, **options})
+    problem = replace(PROBLEM, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
+    assert plan.map_rows == rows
+    assert plan.pass1.function == ("pass1_sm90" if rows else "pass1_gathered_sm90")
+    starts = {plan.geometry.dense_keys(n)[0] for n in range(plan.geometry.segments)}
+    assert not rows or all(start % rows == 0 for start in starts)
+
+
+def test_a_plan_of_unaligned_rows_is_refused():
+    with pytest.raises(ValueError, match="a row of q, k_pages, v_pages or out does not start on 16 bytes"):
+        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "compact"),
+    [
+        ((1000, 8, 16, 128), (16384, 128, 1024), True),  # NHD
+        ((1000, 8, 16, 128), (16384, 2048, 128), True),  # HND
+        ((1000, 8, 16, 128), (-16384, 2048, 128), False),
+        ((1000, 8, 16, 128), (16384, -2048, 128), False),
+        ((2**21, 8, 16, 128), (16384, 2048, 128), True),  # just below 64 GiB
+        ((2**21 + 1, 8, 16, 128), (16384, 2048, 128), False),
+        ((1, 8, 2**25, 128), (0, 128, 1024), True),
+        ((2, 8, 2**25, 128), (2**35, 128, 1024), False),
+    ],
+)
+def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
+    assert Operand(0, shape, strides).is_compact_cache() is compact
+
+
+def test_names_of_kernels():
+    names = {kernel.name for kernel in kernels_for(90) if kernel.paged}
+    assert all("paged" in name and "unaligned" not in name for name in names)
+    hopper = ("pass1_sm90", "pass1_gathered_sm90", "pass2_sm90")
+    assert {f"{function}-bfloat16-d128-s2-paged" for function in hopper} <= names
+    assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_paged_kernels_compile(monkeypatch, arch):
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"no CuPy with NVRTC: {error}")
+    capability = int(arch[3:5])
+    chosen = [k for k in kernels_for(capability) if k.paged and (k.dtype, k.head_dim) == ("bfloat16", 128)]
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: tuple(chosen))
+    for compiled in kernels.compile_all([arch]):
+        assert (compiled.spill_bytes, compiled.warnings) == (0, ()), compiled.name
