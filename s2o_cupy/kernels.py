@@ -146,7 +146,7 @@ FAMILIES = {
     },
     **{
         name: _Family(
-            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1,
+            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 4,
             "RankTraits<{element}, {head_dim}, {paged}>",
         )
         for name in ("guides", "rank_queries")

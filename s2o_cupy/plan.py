@@ -296,9 +296,9 @@ def _near_heads(problem: Problem, heads: int) -> int:
 
 def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
     """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of
-    each KV head come together to fill the blocks of key_scores."""
+    each KV head come together to fill two blocks of key_scores, which read the same keys."""
     counts = [n for n in range(1, heads // group + 1) if heads // group % n == 0]  # of KV heads
-    filled = {n: min(group * min(segments, rows // (n * group)), SCORE_ROWS * 3 // 4) for n in counts}
+    filled = {n: min(group * min(segments, rows // (n * group)), 2 * SCORE_ROWS) for n in counts}
     return group * max(counts, key=lambda n: (filled[n], n))
 
 
@@ -318,7 +318,9 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
         rows = max(1, min(config.workspace_bytes // row_bytes, MAX_GRID // stride))
         if rows >= heads:
             heads_each = _heads_of_a_round(heads, group, rows, end)
-            segments = min(end, rows // heads_each)
+            segments, block = min(end, rows // heads_each), max(1, SCORE_ROWS // group)
+            if block < segments < end:
+                segments -= segments % block  # whole blocks of key_scores
         else:
             # Whole groups of the heads that share a KV head, evenly, or single heads if not even one group fits.
             groups, fit = heads // group, rows // group
