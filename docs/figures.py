@@ -127,6 +127,28 @@ VIEWS: dict[str, list[Column]] = {
         ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
         ("extra GiB", _key("extra_gib"), ".2f"),
     ],
+    # A paged cache against the same keys in one array, from benchmarks/serving.py.
+    "pages": [
+        ("call", _key("call"), "s"),
+        ("queries", _key("seqlen_q"), ",d"),
+        ("keys", _key("seqlen_k"), ",d"),
+        ("tau", _key("tau"), "g"),
+        ("page size", _key("page_size"), "d"),
+        ("paged ms", _key("s2o_ms"), "ms"),
+        ("one array ms", _key("plain_ms"), "ms"),
+        ("ratio", _key("x_plain"), ".2f"),
+        ("gathered first ms", _key("gather_ms"), "ms"),
+    ],
+    # Several GPUs against one, from benchmarks/many_gpus.py.
+    "gpus": [
+        *_TOKENS,
+        ("GPUs", _key("ranks"), "d"),
+        ("one GPU ms", _key("one_ms"), "ms"),
+        ("ms", _key("many_ms"), "ms"),
+        ("times as fast", _key("speedup"), ".2f"),
+        ("keys exchanged ms", _key("gather_ms"), "ms"),
+        ("rel_l2 to one GPU", _key("rel_l2"), "error"),
+    ],
     "ordering": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),

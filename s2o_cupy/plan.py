@@ -156,21 +156,21 @@ def _attention(
 
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
-SWIZZLE_ROWS = 8  # after which the swizzle of a tile repeats
+SMALLEST_BOX = 64  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
 def page_box(geometry: Geometry, page_size: int) -> int:
-    """Rows of a page that the copy engine brings at once in pass 1; 0: it cannot, and rows are gathered.
+    """Rows of a page that the copy engine brings at once in pass 1; 0: it does not, and rows are gathered.
 
-    Boxes of a tile must begin where those of a page do, and are whole rows of the swizzle's pattern.
+    Boxes of a tile must begin where those of a page do.
     """
     box = min(HOPPER_BLOCK, page_size)
     if geometry.window >= geometry.seqlen_k:  # every segment begins with key 0
         starts = 0
     else:
         starts = math.gcd(geometry.segment, geometry.offset - geometry.window)
-    return 0 if box < SWIZZLE_ROWS or starts % box else box
+    return 0 if box < SMALLEST_BOX or starts % box else box
 
 
 def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:

@@ -506,7 +506,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim)
-    plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (16, 0))
+    plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (64, 0))
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for stage in STAGES:
@@ -521,19 +521,18 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
 @pytest.mark.parametrize(
     ("lengths", "options", "page_size", "rows"),
     [
-        ((5000, 5000), {}, 16, 16),
-        ((5000, 5000), {}, 8, 8),
-        ((5000, 5000), {}, 4, 0),  # less than the swizzle's pattern
+        ((5000, 5000), {}, 64, 64),
+        ((5000, 5000), {}, 32, 0),  # so small ones are gathered faster
         ((5000, 5000), {}, 256, 128),
-        ((500, 5000), {}, 16, 0),  # the first query stands at 4,500
-        ((500, 5000), {}, 4, 0),
-        ((504, 5000), {}, 16, 16),
-        ((504, 5000), {}, 32, 0),
-        ((504, 5000), {"tau": 0, "dense_up_to": None}, 32, 32),  # reads from key 0 on
-        ((500, 5000), {"window": 5000}, 16, 16),
-        ((500, 5000), {"window": 500}, 16, 16),
-        ((5000, 5000), {"segment": 100}, 16, 0),
-        ((5000, 5000), {"segment": 100}, 4, 0),
+        ((500, 5000), {}, 64, 0),  # the first query stands at 4,500
+        ((520, 5000), {}, 64, 64),
+        ((520, 5000), {}, 256, 128),
+        ((456, 5000), {}, 64, 64),
+        ((456, 5000), {}, 128, 0),
+        ((456, 5000), {"tau": 0, "dense_up_to": None}, 128, 128),  # reads from key 0 on
+        ((500, 5000), {"window": 5000}, 64, 64),
+        ((500, 5000), {"window": 468}, 64, 64),
+        ((5000, 5000), {"segment": 100}, 64, 0),
     ],
 )
 def test_which_pages_the_copy_engine_brings(lengths, options, page_size, rows):
