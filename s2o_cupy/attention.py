@@ -43,7 +43,7 @@ def s2o_attention(
     Parameters
     ----------
     q : array, (batch, heads, seqlen_q, head_dim)
-        Queries. The batch axis may be left out of q, k and v alike. head_dim is 1 to 128.
+        Queries. The batch axis may be left out of q, k and v alike. head_dim is 1 to 256.
         float16 or bfloat16; on the CPU also float32 and float64.
     k, v : array, (batch, kv_heads, seqlen_k, head_dim)
         Keys and values of q's dtype; heads is a multiple of kv_heads (grouped-query attention).

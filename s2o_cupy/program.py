@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand
-from .plan import FINE_KEYS, SCORE_KEYS, SCORE_ROWS, STEP, Chunk, LaunchPlan
+from .plan import FINE_KEYS, SCORE_KEYS, SCORE_ROWS, Chunk, LaunchPlan
 from .problem import Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
@@ -173,7 +173,7 @@ class _Builder:
                 p.heads,
                 p.kv_heads,
                 tiles,
-                max(1, self.config.block_n // STEP),
+                max(1, self.config.block_n // kernel.step),
                 works,
                 abs(p.scale) * LOG2E,
                 0x80008000 if p.scale < 0 else 0,

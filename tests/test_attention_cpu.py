@@ -66,7 +66,7 @@ def test_grouped_query_attention(device, qkv, heads, kv_heads):
     device.assert_dense(device.attend(q, k, v, tau=0), q, k, v)
 
 
-@pytest.mark.parametrize("head_dim", [1, 7, 16, 63, 64, 65, 80, 96, 127, 128])
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 63, 64, 65, 80, 96, 127, 128, 129, 192, 256])
 def test_every_head_dim(device, qkv, head_dim):
     q, k, v = qkv(200, head_dim=head_dim)
     device.assert_dense(device.attend(q, k, v, tau=0), q, k, v)

@@ -77,6 +77,11 @@ FAULTS = [
         ("the range of scores is cut", "key order", "smallest[h] = fminf(smallest[h], x);", "smallest[h] = 0.f;"),
     ),
     *_faults(
+        ("fine_norms", "fine_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
+        ("half of the representatives come twice", "key scores", "kTiles + first) * 16 + slot % 16",
+         "kTiles) * 16 + slot % 16"),
+    ),
+    *_faults(
         ("key_counts", "key_order"), MEAN,
         ("buckets round to nearest", "key order", "__fmul_rn(__fsub_rn(high, score), factor)",
          "__fmul_rn(__fsub_rn(high, score), factor) + 0.5f"),

@@ -125,7 +125,7 @@ SHAPES = [
     Case(2, 8, 1),  # GQA 8:1, and MQA
     Case(2, 8, 4),
     Case(1, 3, 3),
-    *(Case(head_dim=d) for d in (1, 2, 7, 64, 128)),
+    *(Case(head_dim=d) for d in (1, 2, 7, 64, 128, 256)),
     Case(config={"segment": 1}),
     Case(config={"segment": 40}),
     Case(config={"segment": 1000}),

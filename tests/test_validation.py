@@ -42,9 +42,9 @@ def test_a_problem_is_plain_numbers():
         (Q, (2, 3, 300, 64), None, "q has 8 heads, k and v have 3; accepted: heads a multiple of kv_heads"),
         (Q, (2, 0, 300, 64), None, "q has 8 heads, k and v have 0"),
         (Q, (2, 2, 99, 64), None, "seqlen_q 100 exceeds seqlen_k 99; accepted with is_causal=True: seqlen_k"),
-        ((2, 8, 100, 0), (2, 2, 300, 0), None, "head_dim is 0; accepted: 1 to 128"),
-        ((2, 8, 100, 129), (2, 2, 300, 129), None, "head_dim is 129; accepted: 1 to 128 (the limit)"),
-        ((2, 8, 100, 256), (2, 2, 300, 256), None, "head_dim is 256; accepted: 1 to 128 (the limit)"),
+        ((2, 8, 100, 0), (2, 2, 300, 0), None, "head_dim is 0; accepted: 1 to 256"),
+        ((2, 8, 100, 257), (2, 2, 300, 257), None, "head_dim is 257; accepted: 1 to 256 (the limit)"),
+        ((2, 8, 100, 512), (2, 2, 300, 512), None, "head_dim is 512; accepted: 1 to 256 (the limit)"),
         (Q, (2, 2, 2**31, 64), None, "seqlen_k is 2147483648; accepted: up to 2147467264"),
     ],
 )

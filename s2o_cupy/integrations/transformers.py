@@ -93,7 +93,7 @@ class S2OAttention:
     - at least ``min_seqlen`` keys, and at least one tile (``block_m``) of queries: not a decoding step,
     - no padding, packed sequences, 4D or other masks in the batch; a sliding or chunked window only where all keys
       still lie in it,
-    - tensors that s2o_attention takes: head_dim up to 128, the same for values; float16 or bfloat16 on an NVIDIA GPU.
+    - tensors that s2o_attention takes: head_dim up to 256, the same for values; float16 or bfloat16 on an NVIDIA GPU.
 
     Prefill in chunks and into a static cache counts as causal: the queries are the last of the keys seen so far.
     Soft-capped scores and attention sinks are refused, as sdpa has neither.
