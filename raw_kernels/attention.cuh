@@ -202,7 +202,7 @@ struct AttentionTile {
     shared.order = order;
   }
 
-  // s[row, key] = scale_log2 * q k^T of one step
+  // s[row, key] = scale_log2 * q k^T of one step, or scale_log2 * tanh(cap_scale * q k^T)
   __device__ __forceinline__ void scores(float (&s)[kRowTiles][Traits::kKeyTiles][4], uint32 k_tile) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -234,7 +234,10 @@ struct AttentionTile {
 #pragma unroll
       for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][j][e] *= params.scale_log2;
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (spec::kSoftcap) s[i][j][e] = tanh_approx(s[i][j][e] * params.cap_scale);
+          s[i][j][e] *= params.scale_log2;
+        }
   }
 
   // Turns scores into weights, moves the state to the new maximum and packs the weights for the next product.

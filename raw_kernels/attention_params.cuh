@@ -22,9 +22,10 @@ struct AttentionParams {
   int tiles;               // q tiles of a full segment
   int steps_per_tile;      // block_n / 64: the stop rule looks once a key tile (portable)
   int works;               // q tiles of the launch (Hopper)
-  float scale_log2;        // |scale| * log2(e)
+  float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;
+  float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
 };
 
 }  // namespace s2o

@@ -87,6 +87,10 @@ struct Consumer {
   // `limit + r` with kCausal.
   template <bool kCausal>
   __device__ __forceinline__ void softmax(int limit) {
+    if constexpr (spec::kSoftcap) {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[i] = tanh_approx(s[i] * params.cap_scale);
+    }
     const bool causal = kCausal && params.geometry.is_causal;
     const bool masked = limit + (causal ? group * 64 : 0) < kBlockN;
     if (masked) {

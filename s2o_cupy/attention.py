@@ -24,6 +24,7 @@ def s2o_attention(
     tau: float | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     layout: str = "BHSD",
     return_lse: bool = False,
@@ -56,12 +57,14 @@ def s2o_attention(
         64 up to 1024.
     scale : float, optional
         Finite factor of the scores; default 1 / sqrt(head_dim).
+    softcap : float, default 0
+        Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 leaves them as they are. 0.001 to 1e6.
     is_causal : bool, default True
         Query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right); seqlen_k >= seqlen_q.
     layout : {"BHSD", "BSHD"}, default "BHSD"
         Order of the axes of q, k, v and the output; "BSHD" is (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
-        Also return the log-sum-exp of each row's scores.
+        Also return the log-sum-exp of each row's scores, capped ones with ``softcap``.
     return_stats : bool, default False
         Also return what was visited.
     out : array, optional
@@ -125,7 +128,7 @@ def s2o_attention(
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
-        is_causal, scale,
+        is_causal, scale, softcap,
     )  # fmt: skip
     shape = framework.shape(q)
     if out is not None:

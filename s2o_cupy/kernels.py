@@ -48,6 +48,7 @@ ATTENTION_PARAMS = np.dtype(
         ("scale_log2", "f4"),
         ("sign_mask", "u4"),
         ("tau", "f4"),
+        ("cap_scale", "f4"),
     ],
     align=True,
 )
@@ -162,6 +163,7 @@ class Kernel:
     block_m: int = 128
     stages: int = 2
     step: int = 64  # keys of a step of the main loop
+    softcap: bool = False  # scores are capped
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
 
     @property
@@ -188,6 +190,8 @@ class Kernel:
             parts.append(f"k{self.step}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
+        if self.softcap:
+            parts.append("softcap")
         return "-".join(parts)
 
 
@@ -214,6 +218,7 @@ def render(kernel: Kernel) -> str:
     """The complete CUDA C++ text of a kernel."""
     family = kernel.family
     constants = "\n".join(f"inline constexpr int {name} = {value};" for name, value in KERNEL_CONSTANTS.items())
+    constants += f"\ninline constexpr bool kSoftcap = {str(kernel.softcap).lower()};"
     fields = {
         "element": f"s2o::{ELEMENTS[kernel.dtype]}",
         "head_dim": kernel.head_dim,

@@ -148,10 +148,12 @@ def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool 
     return max((stages for stages, n in blocks.items() if n >= wanted), default=1)
 
 
-def _attention(function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits) -> Kernel:
+def _attention(
+    function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits, softcap: bool
+) -> Kernel:
     stages, step = stages_for(head_dim, block_m, limits, aligned), step_for(head_dim, block_m, limits)
     shared = _attention_shared(head_dim, block_m, stages, step)
-    return Kernel(function, dtype, head_dim, aligned, block_m, stages, step, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, aligned, block_m, stages, step, softcap, shared)
 
 
 HOPPER_HEAD_DIMS = (64, 128)
@@ -160,7 +162,7 @@ HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
-def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
+def _hopper(function: str, dtype: str, head_dim: int, softcap: bool) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
     item = 8 * 4
@@ -168,7 +170,7 @@ def _hopper(function: str, dtype: str, head_dim: int) -> Kernel:
     barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
-    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, shared_bytes=shared)
+    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, softcap=softcap, shared_bytes=shared)
 
 
 def hopper_refusal(
@@ -241,11 +243,12 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
         kernels += [_rank_fine(name, dtype, head_dim) for name in ("survey", "fine_norms", "fine_scores")]
         for aligned in (True, False):
             kernels.append(_key_scores(dtype, head_dim, aligned))
-            kernels.append(_attention("pass1", dtype, head_dim, aligned, pass1_block_m(head_dim, limits), limits))
-            kernels += [_attention("pass2", dtype, head_dim, aligned, block_m, limits) for block_m in GPU_BLOCK_M]
+        for aligned, softcap in itertools.product((True, False), (False, True)):
+            passes = [("pass1", pass1_block_m(head_dim, limits)), *(("pass2", block_m) for block_m in GPU_BLOCK_M)]
+            kernels += [_attention(name, dtype, head_dim, aligned, m, limits, softcap) for name, m in passes]
     if compute_capability == 90:
-        for dtype, head_dim in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS):
-            kernels += [_hopper(name, dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90")]
+        for dtype, head_dim, softcap in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
+            kernels += [_hopper(name, dtype, head_dim, softcap) for name in ("pass1_sm90", "pass2_sm90")]
     return tuple(kernels)
 
 
@@ -336,16 +339,16 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
-    refusal = hopper_refusal(problem, config, limits, aligned, compact)
+    refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     if config.path == "portable" or refusal:
         path = "portable"
-        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits)
-        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits)
+        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, softcap)
+        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, softcap)
     else:
         path = "hopper"
-        pass1, pass2 = (_hopper(name, problem.dtype, head_dim) for name in ("pass1_sm90", "pass2_sm90"))
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, softcap) for name in ("pass1_sm90", "pass2_sm90"))
     return LaunchPlan(
         geometry=geometry,
         dense=dense,

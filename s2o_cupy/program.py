@@ -14,7 +14,7 @@ import numpy as np
 from . import kernels
 from .operand import Operand
 from .plan import FINE_KEYS, SCORE_KEYS, SCORE_ROWS, Chunk, LaunchPlan
-from .problem import Problem
+from .problem import MAX_SCALE, Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
@@ -175,9 +175,10 @@ class _Builder:
                 tiles,
                 max(1, self.config.block_n // kernel.step),
                 works,
-                abs(p.scale) * LOG2E,
+                (p.softcap or abs(p.scale)) * LOG2E,
                 0x80008000 if p.scale < 0 else 0,
                 self.config.tau,
+                min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
             ),
             kernels.ATTENTION_PARAMS,
         )

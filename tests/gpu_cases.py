@@ -33,6 +33,7 @@ class Case:
     head_dim: int = 64
     is_causal: bool = True
     scale: float | None = None
+    softcap: float = 0.0
     segment: int = 128
     tau: float = 0.05
     block_m: int = 128
@@ -55,6 +56,7 @@ class Case:
             backend="cupy",
             is_causal=self.is_causal,
             scale=self.scale,
+            softcap=self.softcap,
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,6 +144,20 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"scale": -0.1, "options": {"rank": "max"}},
     {"scale": 1.0},
     {"scale": 1e-40},  # 0 in float32
+    # Capped scores.
+    *(
+        {"softcap": 5.0, "head_dim": head_dim, "dtype": dtype, "tau": 0.2, "seqlen_q": 900}
+        for head_dim in (64, 128, 256)
+        for dtype in DTYPES
+    ),
+    *({"softcap": softcap, "head_dim": 128, "scale": 1.0} for softcap in (1e-3, 50.0, 1e6)),
+    {"softcap": 2.0, "scale": -0.3, "head_dim": 80, "options": {"window": 30}},
+    {"softcap": 2.0, "block_m": 64, "block_n": 64, "head_dim": 128, "tau": 0.1, "seqlen_q": 700},
+    {"softcap": 2.0, "block_m": 64, "head_dim": 200, "arrange": "one element in", "tau": 0.1},
+    {"softcap": 2.0, "is_causal": False, "seqlen_k": 700, "tau": 0.2},
+    {"softcap": 2.0, "tau": 0.0, "head_dim": 33},
+    {"softcap": 2.0, "seqlen_q": 3000, "segment": 512, "head_dim": 128, "tau": 0.05},
+    *({"softcap": 2.0, "poison": (name, 200, value), "seqlen_q": 300} for name in "qkv" for value in (NAN, INF)),
     # Ranks; a short last segment leaves runs of queries short or empty.
     {"options": {"rank": "max"}},
     {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 128},
@@ -206,6 +222,7 @@ SANITIZED = (
     Case(seqlen_q=260, is_causal=False, batch=2, arrange="BSHD"),
     Case(seqlen_q=140, poison=("v", 130, NAN), head_dim=128),
     Case(seqlen_q=300, head_dim=256),
+    Case(seqlen_q=300, head_dim=128, softcap=3.0),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),

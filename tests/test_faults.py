@@ -136,6 +136,16 @@ FAULTS = [
         ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
     ),
     *_faults(
+        "pass1", replace(MEAN, softcap=3.0),
+        ("scores are not capped", "pass 1 state", "tanh_approx(s[i][j][e] * params.cap_scale)",
+         "s[i][j][e] * params.cap_scale"),
+    ),
+    *_faults(
+        "pass2", replace(MEAN, softcap=3.0),
+        ("scores are not capped", "stop", "tanh_approx(s[i][j][e] * params.cap_scale)",
+         "s[i][j][e] * params.cap_scale"),
+    ),
+    *_faults(
         "pass2", replace(MEAN, tau=1000.0),
         ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
     ),
@@ -153,6 +163,10 @@ FAULTS = [
     *_faults(
         "pass1_sm90", replace(HOPPER, poison=("v", 1390, float("nan"))),
         ("nobody looks for NaN", "pass 1 output", "__any_sync(kFullWarp, carries & 0x80008000u)", "false"),
+    ),
+    *_faults(
+        ("pass1_sm90", "pass2_sm90"), replace(HOPPER, softcap=3.0),
+        ("scores are not capped", "pass 1 state", "tanh_approx(s[i] * params.cap_scale)", "s[i] * params.cap_scale"),
     ),
     *_faults(
         "pass2_sm90", HOPPER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -282,10 +283,13 @@ def test_tiles_of_large_heads():
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 33, 64, 65, 80, 128, 129, 256])
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m):
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m, softcap):
     """``s2o compile`` misses none; only the sort's size, which the text does not hold, may differ."""
     config = S2OConfig(block_m=block_m, rank="max")
-    plan = plan_of(a_problem(head_dim=head_dim, seqlen_q=5000), config, compute_capability, aligned)
+    problem = replace(a_problem(head_dim=head_dim, seqlen_q=5000), softcap=softcap)
+    plan = plan_of(problem, config, compute_capability, aligned)
+    assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (

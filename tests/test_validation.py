@@ -81,6 +81,23 @@ def test_scale_is_finite(scale):
         problem(Q, K, scale=scale)
 
 
+def test_softcaps():
+    assert problem(Q, K).softcap == problem(Q, K, softcap=0).softcap == 0.0
+    assert problem(Q, K, softcap=np.float32(50)).softcap == 50.0
+
+
+@pytest.mark.parametrize("softcap", [float("nan"), float("inf"), -1.0, 1e-4, 2e6, 10**400])
+def test_softcaps_out_of_range(softcap):
+    with pytest.raises(ValueError, match=r"softcap is .*; accepted: 0 \(off\), or a number from 0.001 to 1e\+06"):
+        problem(Q, K, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", ["1", True, None, 1j, np.ones(1)])
+def test_softcaps_that_are_no_numbers(softcap):
+    with pytest.raises(TypeError, match=r"softcap is .*; accepted: 0 \(off\), or a number"):
+        problem(Q, K, softcap=softcap)
+
+
 @pytest.mark.parametrize("scale", ["1", True, 1j, np.ones(1)])
 def test_scale_is_a_number(scale):
     with pytest.raises(TypeError, match=r"scale is .*; accepted: a finite Python number"):
