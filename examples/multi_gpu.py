@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prefill attention of one long sequence on all GPUs of a machine: time, tokens/s, and the result of one GPU.
 
-    torchrun --nproc-per-node 8 examples/multi_gpu.py --tokens 262144
+    torchrun --nproc-per-node 8 examples/multi_gpu.py --tokens 1048576
     torchrun --nproc-per-node 8 examples/multi_gpu.py --tokens 262144 --split heads --check
     python examples/multi_gpu.py
 
@@ -29,9 +29,11 @@ def start() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", 0))
     if gpu:
         torch.cuda.set_device(local)
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if gpu else "gloo")
-    return torch.device("cuda", local) if gpu else torch.device("cpu")
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # keys leave before kernels that fill the GPU
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    return device
 
 
 def make_input(tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device, seed: int) -> list[Any]:

@@ -77,10 +77,12 @@ __device__ __forceinline__ void take_next(const AttentionParams& params, Shared&
 template <class Shared>
 __device__ __forceinline__ void look_up_next(Shared& shared, int row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
-  if (shared.next.work < 0) return;
-  const int thread = threadIdx.x % kWarpgroup;
-  shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
-  shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
+  if (shared.next.work >= 0) {
+    const int thread = threadIdx.x % kWarpgroup;
+    shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
+    shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
+  }
+  named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
 
 template <class Traits, class Rows>

@@ -10,35 +10,13 @@
 //                                                                     -> scores, range: in place of key_scores'
 //
 // A block holds representatives as fragments in registers, a warp 16 or 32 of them, and walks keys 64 at a time.
-#include "geometry.cuh"
+#include "fine_params.cuh"
 #include "sortable.cuh"
 
 namespace s2o {
 
 constexpr int kFineStep = 64;         // keys of a step
 constexpr int kFineBlockSteps = 64;   // steps of a block of fine_scores
-
-struct RankFineParams {
-  Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  float* deficits;         // [batch * heads, surveys]
-  int* fine;               // [batch * heads, segments]: 1 if fine
-  float* norms;            // [batch * heads, segments, representatives], in units of a dot product
-  float* scores;           // [chunk rows, stride] by key position
-  uint2* range;            // [chunk rows], see RankKeysParams
-  int64 stride;
-  Geometry geometry;
-  Chunk chunk;
-  int heads, kv_heads;
-  int representatives, run;  // of a fine segment
-  int survey_run;
-  int first_ordered;         // the first segment with candidates
-  int surveys;
-  int key_blocks;            // blocks of kFineBlockSteps steps that cover the keys
-  int aligned;               // every row of q and k starts on 16 bytes
-  float scale_log2;          // |scale| * log2(e)
-  float sign;                // of scale
-};
 
 template <class Element_, int kHeadDim_, int kTiles_>
 struct FineTraits {
@@ -66,12 +44,6 @@ struct FineTraits {
 template <class Traits>
 __device__ __forceinline__ uint32 row_chunk(uint32 tile, int row, int chunk) {
   return tile + row * (Traits::kHeadDim * 2) + ((chunk ^ (row & 7)) << 4);
-}
-
-__device__ __forceinline__ float larger_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
 }
 
 // The candidates of a segment of which every `step`-th is in the sample.
@@ -454,7 +426,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
   const uint16* k = p.k.at(batch, head % p.heads / (p.heads / p.kv_heads)) + first_key * p.k.row;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int dense_begin = g.dense_begin(n), dense_end = g.dense_end(n);
-  float* scores = p.scores + p.chunk.row(head, n) * p.stride + first_key;
+  uint16* scores = p.scores + p.chunk.row(head, n) * p.stride + first_key;
   const int steps = (keys + kFineStep - 1) / kFineStep;
   float largest = -infinity(), smallest = infinity();
   Representatives<Traits> reps;
@@ -474,9 +446,10 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
     float best = shared.part[step % 2][0][0][threadIdx.x];
 #pragma unroll
     for (int w = 1; w < Traits::kWarps; ++w) best = larger_or_nan(best, shared.part[step % 2][0][w][threadIdx.x]);
-    scores[i] = best;
+    best *= p.scale_log2;
+    scores[i] = static_cast<uint16>(Float16::pack(best, 0.f));
     const int key = first_key + i;
-    if (fabsf(best) < infinity() && (g.is_causal || key < dense_begin || key >= dense_end)) {
+    if (finite_score(best) && (g.is_causal || key < dense_begin || key >= dense_end)) {
       largest = fmaxf(largest, best);
       smallest = fminf(smallest, best);
     }
@@ -518,11 +491,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
     smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
   }
-  if (lane == 0 && largest >= smallest) {
-    uint2* range = p.range + p.chunk.row(head, n);
-    atomicMax(&range->x, sortable(largest));
-    atomicMax(&range->y, sortable(-smallest));
-  }
+  if (lane == 0) grow_range(p.range + p.chunk.row(head, n), largest, smallest);
 }
 
 }  // namespace s2o

@@ -1,7 +1,7 @@
 // Scores of a segment's candidates and their order (the paper's Algorithm 1, lines 16-20).
 //
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
-//               matrix product on tensor cores
+//               matrix product on tensor cores, as log2 of a softmax weight in float16
 //   key_counts, key_bases, key_order: a stable counting sort of each row's candidates; reference/s2o.py: order_keys
 //               defines it. key_counts: how many candidates of each part of a row fall into each of kKeyBuckets equal
 //               parts of the row's own score range. key_bases: which of these buckets become one, and where in the row
@@ -10,6 +10,7 @@
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
+#include "rank_keys_params.cuh"
 #include "sortable.cuh"
 
 namespace s2o {
@@ -21,26 +22,6 @@ constexpr int kScoreSteps = 8;           // key steps of a block
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / 32;
 
-struct RankKeysParams {
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
-  const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
-  const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
-  float* scores;           // [chunk rows, stride] by key position
-  uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
-  uint16* counts;          // [chunk rows, parts, kKeyBuckets]
-  uint16* merged;          // [chunk rows, kKeyBuckets]: the merged bucket of each
-  uint32* bases;           // [chunk rows, parts, kOrderBuckets]: the place in the row of the part's first candidate
-  int* k_order;            // [chunk rows, stride]
-  int64 stride;            // a multiple of kStep
-  Geometry geometry;
-  Chunk chunk;
-  int heads, kv_heads;
-  int representatives, run;
-  int row_blocks;          // blocks of kScoreRows rows that cover the rows of one KV head
-  int key_blocks;          // blocks of kScoreSteps * kStep keys that cover the keys
-  int parts;               // parts of kSortPart candidates of the longest row
-};
-
 template <class Element_, int kHeadDim_, bool kAligned_>
 struct ScoreTraits {
   using Element = Element_;
@@ -51,12 +32,6 @@ struct ScoreTraits {
     int first_key;
   };
 };
-
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 
 // Block: kScoreRows rows of the heads that share a KV head (heads fastest, so that a block's prefixes are alike)
 // and kScoreSteps steps of keys. A warp has 16 rows.
@@ -143,25 +118,25 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) best[j][e] = r == 0 ? s[j][e] : max_or_nan(best[j][e], s[j][e]);
+        for (int e = 0; e < 4; ++e) best[j][e] = r == 0 ? s[j][e] : larger_or_nan(best[j][e], s[j][e]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (!valid[h]) continue;
       const int end = g.is_causal ? g.candidates(segment[h]) : g.seqlen_k;
       const int dense_begin = g.dense_begin(segment[h]), dense_end = g.dense_end(segment[h]);
-      float* target = p.scores + p.chunk.row(head[h], segment[h]) * p.stride;
+      uint16* target = p.scores + p.chunk.row(head[h], segment[h]) * p.stride;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         const int key = first_key + step * kStep + j * 8 + lane % 4 * 2;
-        if (key < end) *reinterpret_cast<float2*>(target + key) = make_float2(best[j][2 * h], best[j][2 * h + 1]);
+        const float x[2] = {best[j][2 * h] * p.scale_log2, best[j][2 * h + 1] * p.scale_log2};
+        if (key < end) *reinterpret_cast<uint32*>(target + key) = Float16::pack(x[0], x[1]);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float x = best[j][2 * h + e];
           const bool candidate = key + e < end && (g.is_causal || key + e < dense_begin || key + e >= dense_end);
-          if (candidate && fabsf(x) < infinity()) {
-            largest[h] = fmaxf(largest[h], x);
-            smallest[h] = fminf(smallest[h], x);
+          if (candidate && finite_score(x[e])) {
+            largest[h] = fmaxf(largest[h], x[e]);
+            smallest[h] = fminf(smallest[h], x[e]);
           }
         }
       }
@@ -176,12 +151,8 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
       largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], step));
       smallest[h] = fminf(smallest[h], __shfl_xor_sync(kFullWarp, smallest[h], step));
     }
-    // The result of an integer maximum does not depend on the order of blocks.
-    if (valid[h] && lane % 4 == 0 && largest[h] >= smallest[h]) {
-      uint2* range = p.range + p.chunk.row(head[h], segment[h]);
-      atomicMax(&range->x, sortable(largest[h]));
-      atomicMax(&range->y, sortable(-smallest[h]));
-    }
+    if (valid[h] && lane % 4 == 0)
+      grow_range(p.range + p.chunk.row(head[h], segment[h]), largest[h], smallest[h]);
   }
 }
 
@@ -244,22 +215,27 @@ __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared&
   for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) shared.count[b] = 0;
   __syncthreads();
   const Buckets bucket(p.range[where.row]);
-  const float* scores = p.scores + where.row * p.stride;
-  // Four neighbours stand side by side but for the gap that the dense keys leave.
+  const uint16* scores = p.scores + where.row * p.stride;
+  // Eight neighbours stand side by side but for the gap that the dense keys leave.
   const bool whole = where.dense_keys == 0 || where.first + where.count <= where.dense_begin;
-#pragma unroll 4
-  for (int c = threadIdx.x * 4; c < where.count; c += kSortThreads * 4) {
-    float each[4];
-    if (whole && c + 4 <= where.count) {
-      const float4 x = *reinterpret_cast<const float4*>(scores + where.first + c);
-      each[0] = x.x, each[1] = x.y, each[2] = x.z, each[3] = x.w;
+#pragma unroll 3
+  for (int c = threadIdx.x * 8; c < where.count; c += kSortThreads * 8) {
+    uint32 pairs[4];
+    if (whole && c + 8 <= where.count) {
+      const uint4 x = *reinterpret_cast<const uint4*>(scores + where.first + c);
+      pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
     } else {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) each[e] = scores[where.key(where.first + min(c + e, where.count - 1))];
+      for (int e = 0; e < 8; e += 2) {
+        const auto score = [&](int i) -> uint32 { return scores[where.key(where.first + min(c + i, where.count - 1))]; };
+        pairs[e / 2] = score(e) | score(e + 1) << 16;
+      }
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (c + e < where.count) atomicAdd(shared.count + bucket(each[e]), 1u);
+    for (int e = 0; e < 8; ++e) {
+      const float score = e % 2 ? Float16::high(pairs[e / 2]) : Float16::low(pairs[e / 2]);
+      if (c + e < where.count) atomicAdd(shared.count + bucket(score), 1u);
+    }
   }
   __syncthreads();
   uint32* counts = reinterpret_cast<uint32*>(where.counts(p, where.part));
@@ -408,21 +384,21 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
 
   // The warp's candidates 32 at a time: their buckets, and how many of the warp's stand before each in its bucket.
   const Buckets bucket(p.range[where.row]);
-  const float* scores = p.scores + where.row * p.stride;
+  const uint16* scores = p.scores + where.row * p.stride;
   const int first = warp * kPartOfWarp + lane, count = where.count - first;  // candidates of this lane: i < count
   const uint32 lower_lanes = (1u << lane) - 1;
   uint16* next = shared.next[warp];
-  float ahead[kLoads];
+  uint16 ahead[kLoads];
   const auto load = [&](int i) {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int c = (i + j) * 32;
-      ahead[j] = c < count ? scores[where.key(where.first + first + c)] : 0.f;
+      ahead[j] = c < count ? scores[where.key(where.first + first + c)] : uint16{0};
     }
   };
   load(0);
   for (int i = 0; i < kOfLane && i * 32 < count + lane; i += kLoads) {
-    float batch[kLoads];
+    uint16 batch[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) batch[j] = ahead[j];
     if (i + kLoads < kOfLane) load(i + kLoads);
@@ -431,7 +407,7 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const bool active = (i + j) * 32 < count;
-      const uint32 b = shared.merged[bucket(batch[j])];
+      const uint32 b = shared.merged[bucket(Float16::to_float(batch[j]))];
       const uint32 peers = match<kBucketBits>(__ballot_sync(kFullWarp, active), b);
       const uint32 lower = peers & lower_lanes, earlier = next[b];
       __syncwarp();

@@ -1,4 +1,4 @@
-// Floats as sortable integers, and a small sort in shared memory.
+// Floats as sortable integers, their maximum, and a small sort in shared memory.
 #pragma once
 #include "ptx.cuh"
 
@@ -15,6 +15,24 @@ __device__ __forceinline__ uint32 sortable(float x) {
 // The float that sortable() turned into `bits`, unless it was NaN.
 __device__ __forceinline__ float from_sortable(uint32 bits) {
   return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
+}
+
+// The larger of two; NaN if one is.
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// Whether a score is finite as a float16, to which it is rounded.
+__device__ __forceinline__ bool finite_score(float x) { return fabsf(x) < 65520.f; }
+
+// The extremes of a row's finite scores, grown by atomics; `range` is (sortable(s), sortable(-s)), from 0 on. The result
+// of an integer maximum does not depend on the order of blocks. Rounding is monotone, so it comes last.
+__device__ __forceinline__ void grow_range(uint2* range, float largest, float smallest) {
+  if (largest < smallest) return;  // nothing was finite
+  atomicMax(&range->x, sortable(Float16::low(Float16::pack(largest, 0.f))));
+  atomicMax(&range->y, sortable(-Float16::low(Float16::pack(smallest, 0.f))));
 }
 
 // Sorts a power of two of slots ascending with the whole block.

@@ -1,6 +1,6 @@
 """S2O in NumPy: the definition, one function a stage.
 
-    representatives -> key_scores -> order_keys  (key_order)    Algorithm 1 (ii)
+    representatives -> key_scores -> log_weights -> order_keys  (key_order)    Algorithm 1 (ii)
     survey -> fine_segments -> fine_scores                      in place of key_scores, with rank="auto" where it pays
     query_order                                                 Algorithm 1 (i)
     pass1                                                       Algorithm 2
@@ -24,6 +24,7 @@ import numpy as np
 
 from ..spec import (
     KEY_BUCKETS,
+    LOG2E,
     ORDER_REACH_BITS,
     ORDER_STEP_BITS,
     SURVEY_DEFICIT,
@@ -46,6 +47,7 @@ __all__ = [
     "finish",
     "key_order",
     "key_scores",
+    "log_weights",
     "order_keys",
     "pass1",
     "pass2",
@@ -167,6 +169,17 @@ def key_scores(reps: Array, counts: Array, k: Array, n: int, geometry: Geometry)
     return scores
 
 
+@quiet
+def log_weights(scores: Array, scale: float) -> Array:
+    """Scores as :func:`order_keys` takes them: log2 of a softmax weight, rounded to float16 (2 bytes, not 4, for each
+    candidate of each segment).
+
+    ``scores`` is float32, in units of a dot product, ``scale`` not negative. Float16 tells weights of 2^8 apart by a
+    half percent; what is not finite in it is treated like an infinite score.
+    """
+    return (np.asarray(scores, np.float32) * np.float32(scale * LOG2E)).astype(np.float16)
+
+
 def rank_bucket(rank: Array, candidates: int) -> Array:
     """The bucket, below ORDER_BUCKETS, of a place in a list of ``candidates``, growing with it.
 
@@ -184,7 +197,7 @@ def rank_bucket(rank: Array, candidates: int) -> Array:
 def score_buckets(scores: Array) -> Array:
     """The part of its row's own range that each score falls into, from the top: int32 [..., C].
 
-    ``scores`` is float32 [..., C]. With hi and lo the extremes of a row's finite scores, all in float32::
+    ``scores`` is float16 or float32 [..., C]. With hi and lo the extremes of a row's finite scores, all in float32::
 
         factor = KEY_BUCKETS / (hi - lo)
         bucket = clamp(int((hi - score) * factor), 0, KEY_BUCKETS - 1)
@@ -205,7 +218,7 @@ def score_buckets(scores: Array) -> Array:
 
 
 def order_keys(scores: Array) -> Array:
-    """Descending order of float32 scores [..., C], in buckets (Algorithm 1, line 19).
+    """Descending order of scores [..., C], float16 or float32, in buckets (Algorithm 1, line 19).
 
     Candidates go by :func:`score_buckets`. Buckets whose first candidates' ranks fall into one :func:`rank_bucket`
     become one, and inside it positions ascend: a counting sort. Given the same scores any IEEE machine finds the same
@@ -339,7 +352,7 @@ def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: 
         scores = key_scores(reps, counts, k, n, geometry)
         if fine[:, :, n].any():
             scores = np.where(fine[:, :, n, None], fine_scores(q, k, n, geometry, config, scale), scores)
-        orders.append(candidate_positions(n, geometry)[order_keys(scores)])
+        orders.append(candidate_positions(n, geometry)[order_keys(log_weights(scores, scale))])
     return orders
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +124,35 @@ def s2o_attention(
     >>> lse.shape, stats.visited.shape, stats.density
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
-    config = parse_config(config, tau)
+    return attend(
+        q, k, v, config=parse_config(config, tau), scale=scale, softcap=softcap, is_causal=is_causal,
+        layout=layout, return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend,
+    )  # fmt: skip
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    config: S2OConfig,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    is_causal: bool = True,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+    await_keys: Callable[[], None] | None = None,
+) -> Any:
+    """`s2o_attention`, while keys and values are on their way.
+
+    ``await_keys`` is called once, on the device and stream of the call, before anything reads keys or values before
+    those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
+    called where there is nothing to compute.
+    """
     framework, device = interop.common_framework(q, k, v)
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
@@ -155,9 +184,11 @@ def s2o_attention(
         if not natives:
             without_keys(framework, *(None if x is None else x.native for x in (o, lse, visited)))
         elif host:
+            if await_keys is not None:
+                await_keys()
             _run_reference(natives, o, lse, visited, problem, config, layout)
         else:
-            _run_kernels(framework, natives, o, lse, visited, problem, config, layout)
+            _run_kernels(framework, natives, o, lse, visited, problem, config, layout, await_keys)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
@@ -229,6 +260,7 @@ def _run_kernels(
     problem: Problem,
     config: S2OConfig,
     layout: str,
+    await_keys: Callable[[], None] | None,
 ) -> None:
     interop.import_cupy()
     from . import pipeline
@@ -243,6 +275,7 @@ def _run_kernels(
         config,
         stream=framework.stream(),
         memory=framework.memory(natives[0]) or pipeline.allocate,
+        await_keys=await_keys,
     )
 
 

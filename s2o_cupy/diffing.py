@@ -15,7 +15,7 @@ import numpy as np
 
 from .interop import import_cupy
 from .problem import Problem, validate
-from .spec import LN2, Geometry, S2OConfig, S2OError
+from .spec import LN2, LOG2E, Geometry, S2OConfig, S2OError
 
 __all__ = ["DiffReport", "GpuStages", "Row", "capture", "compare", "diff"]
 
@@ -35,7 +35,7 @@ class GpuStages:
 
     reps: Array  # [B, H, N, R, D]
     q_order: Array  # int32 [B, H, N, S]
-    scores: list[Array]  # N times [B, H, C]
+    scores: list[Array]  # N times [B, H, C] float16
     deficits: Array | None  # [B, H, surveys], of rank="auto"
     k_order: list[Array]  # N times int32 [B, H, C], key positions
     o1: Array  # [B, H, Lq, D], of the input's dtype
@@ -172,7 +172,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     stages = GpuStages(
         reps=np.zeros((batch, heads, segments, representatives, head_dim), np.float32),
         q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
-        scores=[np.empty((batch, heads, geometry.candidates(n)), np.float32) for n in range(segments)],
+        scores=[np.empty((batch, heads, geometry.candidates(n)), np.float16) for n in range(segments)],
         deficits=None,
         k_order=[np.empty((batch, heads, geometry.candidates(n)), np.int32) for n in range(segments)],
         o1=None,
@@ -314,8 +314,10 @@ def compare(
         rows.floats("survey", stages.deficits, want, np.full(want.shape, SURVEY_SLACK), "mass that the mean misses")
         fine = s2o.fine_segments(stages.deficits, geometry)
 
-    # Scores given the GPU's representatives: products are exact, head_dim sums round. Of fine segments its
-    # representatives are not seen: they are rounded to the dtype, and so are their norms' scores.
+    # Scores given the GPU's representatives: products are exact, head_dim sums round, and once more to float16 in the
+    # end. Of fine segments its representatives are not seen: they are rounded to the dtype, and so are their norms'
+    # scores.
+    to_log2 = scale * LOG2E
     worst_part: list[Array] = []
     for n in range(segments):
         mine = stages.reps.astype(np.float64)
@@ -328,10 +330,13 @@ def compare(
             norms = 2.0**-16 / scale  # of exp2 and log2
             want = np.where(fine[:, :, n, None], finely, want)
             bound = np.where(fine[:, :, n, None], rounding[..., None] + norms + smallest, bound)
-        with np.errstate(invalid="ignore"):
+        want = want.astype(np.float64) * to_log2
+        bound = bound * to_log2 * (1 + 2 * UNIT32) + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
+        with np.errstate(invalid="ignore", over="ignore"):
+            rounded = want.astype(np.float16)
             off = np.abs(stages.scores[n].astype(np.float64) - want)
             part = off / bound
-        part[(stages.scores[n] == want) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
+        part[(stages.scores[n] == rounded) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
         worst_part.append(np.where(np.isnan(part), np.inf, part))
     flat = _flatten(worst_part)
     rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, candidate]" if flat.size else "")

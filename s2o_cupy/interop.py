@@ -343,16 +343,23 @@ class TorchFramework(Framework):
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         import torch
 
-        if device.kind == "cpu" or (stream is None and torch.cuda.current_device() == device.ordinal):
+        if device.kind == "cpu":
             return nullcontext()
-        return self._other_scope(device, stream, arrays)
+        # CuPy may come with a CUDA runtime of its own, whose current device need not be PyTorch's.
+        is_current = torch.cuda.current_device() == device.ordinal
+        is_current = is_current and (host or import_cupy().cuda.runtime.getDevice() == device.ordinal)
+        if stream is None and is_current:
+            return nullcontext()
+        return self._other_scope(device, stream, arrays, host)
 
     @contextmanager
-    def _other_scope(self, device: Device, stream: Any, arrays: Sequence[Any]) -> Iterator[None]:
+    def _other_scope(self, device: Device, stream: Any, arrays: Sequence[Any], host: bool) -> Iterator[None]:
         import torch
 
         with ExitStack() as stack:
             stack.enter_context(torch.cuda.device(device.ordinal))
+            if not host:
+                stack.enter_context(import_cupy().cuda.Device(device.ordinal))
             current = torch.cuda.current_stream()
             handle = current.cuda_stream if stream is None else stream_handle(stream)
             if handle != current.cuda_stream:

@@ -80,6 +80,7 @@ RANK_KEYS_PARAMS = np.dtype(
         ("chunk", np.dtype(_CHUNK)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
         *((name, "i4") for name in ("row_blocks", "key_blocks", "parts")),
+        ("scale_log2", "f4"),
     ],
     align=True,
 )
@@ -146,6 +147,14 @@ FAMILIES = {
         )
         for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
     },
+    "fine_scores_sm90": _Family(
+        "fine_scores_sm90.cu", RANK_FINE_PARAMS, "RankFineParams", 128, 2,
+        "FineScoresTraits<{element}, {head_dim}>", "sm_90a",
+    ),
+    "key_scores_sm90": _Family(
+        "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 2,
+        "KeyScoresTraits<{element}, {head_dim}>", "sm_90a",
+    ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),

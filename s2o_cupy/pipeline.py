@@ -31,6 +31,8 @@ Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 Memory = Callable[[int], tuple[int, Any]]
 # Called after each stage with its name and arrays; a tool's way to look inside (diffing, benchmarks).
 Observer = Callable[[str, Mapping[str, Any]], None]
+# Makes the stream wait until the keys and values before those of the queries are there.
+Await = Callable[[], None]
 
 
 @functools.lru_cache
@@ -67,16 +69,18 @@ def run(
     stream: int,
     memory: Memory = allocate,
     observe: Observer | None = None,
+    await_keys: Await | None = None,
 ) -> None:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim].
 
     ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
-    tiles visited. ``stream`` is a handle.
+    tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
+    queries' own, which may be after pass 1.
     Nothing waits for the GPU.
     """
     program = _prepared(operands, problem, config, runtime.getDevice())
-    program.run(operands, lse, visited, stream, memory, observe)
+    program.run(operands, lse, visited, stream, memory, observe, await_keys)
 
 
 class Call(NamedTuple):
@@ -168,6 +172,8 @@ class _Program:
         self.workspace: Workspace = workspace(self.plan, problem, config)
         steps = [x for x in launches(self.plan, problem, config, operands, self.workspace, aligned) if x.blocks > 0]
         self.device = device
+        # Whether pass 1 reads no keys but the queries' own.
+        self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
 
         # Structs on 64 bytes each, then the array of their addresses that a launch is given.
         offsets = np.cumsum([0] + [-(-x.params.nbytes // 64) * 64 for x in steps])
@@ -207,7 +213,11 @@ class _Program:
         stream: int,
         memory: Memory,
         observe: Observer | None,
+        await_keys: Await | None = None,
     ) -> None:
+        if await_keys is not None and not (self.own_keys_first and observe is None):
+            await_keys()
+            await_keys = None
         address, keeper = memory(self.workspace.nbytes)
         q, k, v, out = operands
         addresses = (q.pointer, k.pointer, v.pointer, out.pointer, lse, visited, address)
@@ -215,15 +225,20 @@ class _Program:
             if observe is not None:
                 self._begin(operands, addresses, stream)
                 self._run_observed(address, keeper, stream, observe)
-            elif self.replay is None:
-                self._launch(operands, addresses, stream)
+            elif self.replay is None or await_keys is not None:
+                self._launch(operands, addresses, stream, await_keys)
             else:
                 self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
 
-    def _launch(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
+    def _launch(
+        self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None
+    ) -> None:
         """Also into a graph, which copies parameters as any launch does: the buffer is free for other addresses."""
         self._begin(operands, addresses, stream)
-        for launch, arguments, _ in self.steps:
+        for launch, arguments, step in self.steps:
+            if await_keys is not None and step.stage != "pass1":
+                await_keys()
+                await_keys = None
             driver.launchKernel(*launch, stream, arguments, 0)
 
     def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:

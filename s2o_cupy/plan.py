@@ -18,8 +18,9 @@ HEAD_DIMS = (64, 128, 256)  # that kernels are compiled for
 STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
+HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
-BYTES_PER_CANDIDATE = 8  # a float32 score and an int32 position
+BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
 BYTES_PER_PART = KEY_BUCKETS * 2 + ORDER_BUCKETS * 4  # counters and places of a block of the counting sort
 MAX_GRID = 2**31 - 1
@@ -212,12 +213,24 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
     return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
 
 
+def _hopper_key_scores(dtype: str, head_dim: int) -> Kernel:
+    """Its shared memory is sizeof(KeyScoresTraits::Shared)."""
+    return Kernel("key_scores_sm90", dtype, head_dim, shared_bytes=(SCORE_ROWS + 2 * 128) * head_dim * 2)
+
+
 def _rank_fine(function: str, dtype: str, head_dim: int) -> Kernel:
     """Its shared memory is sizeof(FineTraits::Shared)."""
     warps, tiles = RANK_THREADS // 32, 1 if function == "survey" or head_dim > 128 else 2
     rows, parts = 16 * tiles * warps * head_dim * 2, 4 * warps * STEP * 4
     shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4
     return Kernel(function, dtype, head_dim, shared_bytes=shared)
+
+
+def _hopper_fine_scores(dtype: str, head_dim: int) -> Kernel:
+    """Its shared memory is sizeof(FineScoresTraits::Shared)."""
+    representatives, stages = 256, 2
+    tiles = (representatives + stages * STEP) * head_dim * 2
+    return Kernel("fine_scores_sm90", dtype, head_dim, shared_bytes=tiles + representatives * 4 + 4 * 4 + 2 * 4)
 
 
 def _key_counts() -> Kernel:
@@ -247,8 +260,10 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
             passes = [("pass1", pass1_block_m(head_dim, limits)), *(("pass2", block_m) for block_m in GPU_BLOCK_M)]
             kernels += [_attention(name, dtype, head_dim, aligned, m, limits, softcap) for name, m in passes]
     if compute_capability == 90:
-        for dtype, head_dim, softcap in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
-            kernels += [_hopper(name, dtype, head_dim, softcap) for name in ("pass1_sm90", "pass2_sm90")]
+        for dtype, head_dim in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS):
+            for softcap in (False, True):
+                kernels += [_hopper(name, dtype, head_dim, softcap) for name in ("pass1_sm90", "pass2_sm90")]
+            kernels += [_hopper_key_scores(dtype, head_dim), _hopper_fine_scores(dtype, head_dim)]
     return tuple(kernels)
 
 
@@ -292,8 +307,9 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             heads_each = _heads_of_a_round(heads, group, rows, end)
             segments = min(end, rows // heads_each)
         else:
-            # Whole groups of the heads that share a KV head, or single heads if not even one group fits.
-            segments, heads_each = 1, rows // group * group or 1
+            # Whole groups of the heads that share a KV head, evenly, or single heads if not even one group fits.
+            groups, fit = heads // group, rows // group
+            segments, heads_each = 1, -(-groups // -(-groups // fit)) * group if fit else 1
         shared = group if heads_each % group == 0 else 1
         # Without candidates, leading segments need no round.
         begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
@@ -339,6 +355,8 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
+    key_scores = _key_scores(problem.dtype, head_dim, aligned)
+    fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim)
     refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
@@ -349,6 +367,9 @@ def make_plan(
     else:
         path = "hopper"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim, softcap) for name in ("pass1_sm90", "pass2_sm90"))
+        fine_scores = _hopper_fine_scores(problem.dtype, head_dim)
+        if config.coarse.representatives == 1:
+            key_scores = _hopper_key_scores(problem.dtype, head_dim)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -359,9 +380,9 @@ def make_plan(
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
         survey=_rank_fine("survey", problem.dtype, head_dim),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim),
-        fine_scores=_rank_fine("fine_scores", problem.dtype, head_dim),
+        fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
-        key_scores=_key_scores(problem.dtype, head_dim, aligned),
+        key_scores=key_scores,
         key_counts=_key_counts(),
         key_bases=_key_bases(),
         key_order=_key_order(),

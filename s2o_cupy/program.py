@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand
-from .plan import FINE_KEYS, SCORE_KEYS, SCORE_ROWS, Chunk, LaunchPlan
+from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
@@ -78,7 +78,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("guide", (problem.batch * problem.kv_heads, 2, width), "float32"),
             ("means", representatives, "uint16"),
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
-            ("scores", (plan.workspace_elements,), "float32"),  # [chunk rows, stride]
+            ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
             ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
             ("merged", (max(chunk.rows for chunk in plan.chunks), KEY_BUCKETS), "uint16"),
@@ -222,7 +222,7 @@ class _Builder:
         ]
 
     def _fine(self, chunk: Chunk) -> tuple[Params, int]:
-        """Parameters of the kernels of rank_fine.cu, and the blocks of fine_scores for a row."""
+        """Parameters of the kernels of rank_fine.cu, and the blocks of fine_scores."""
         p, config, geometry = self.problem, self.config, self.plan.geometry
         key_blocks = -(-chunk.stride // FINE_KEYS)
         params = np.array(
@@ -247,7 +247,9 @@ class _Builder:
             ),
             kernels.RANK_FINE_PARAMS,
         )
-        return params, key_blocks
+        if self.plan.fine_scores.family.arch == "sm_90a":  # shares all rows' work among blocks that run at once
+            return params, 2 * self.plan.persistent_blocks
+        return params, chunk.rows * key_blocks
 
     def surveys(self) -> list[Launch]:
         plan, params = self.plan, self._fine(self.plan.whole)[0]
@@ -260,7 +262,8 @@ class _Builder:
     def rank_keys(self, chunk: Chunk) -> list[Launch]:
         p, plan, config = self.problem, self.plan, self.config
         row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
-        key_blocks = -(-chunk.stride // SCORE_KEYS)
+        hopper = plan.key_scores.family.arch == "sm_90a"
+        key_blocks = -(-chunk.stride // (HOPPER_SCORE_KEYS if hopper else SCORE_KEYS))
         params = np.array(
             (
                 self.tensors["k"],
@@ -275,6 +278,7 @@ class _Builder:
                 row_blocks,
                 key_blocks,
                 chunk.parts,
+                abs(p.scale) * LOG2E,
             ),
             kernels.RANK_KEYS_PARAMS,
         )
@@ -283,7 +287,7 @@ class _Builder:
         steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)]
         if config.surveys(p.scale):
             fine, blocks = self._fine(chunk)
-            steps.append(("fine_scores", plan.fine_scores, chunk.rows * blocks, fine))
+            steps.append(("fine_scores", plan.fine_scores, blocks, fine))
         return [
             self._launch(stage, kernel, blocks, its_params, chunk, range=first)
             for stage, kernel, blocks, its_params in (

@@ -315,6 +315,33 @@ def test_scaling(tmp_path):
     assert len(text.splitlines()) == 1 + 6
 
 
+# ---------------------------------------------------------------- many_gpus.py
+
+
+def test_many_gpus(tmp_path):
+    pytest.importorskip("torch")
+    text = succeed(
+        "many_gpus.py", "--lengths", "700,50", "--heads", 4, "--kv-heads", 2, "--head-dim", 32, "--orders",
+        "mean:1:0:64", "--splits", "sequence,heads", "--device", "cpu", "--ranks", 2, "--repeats", 2, "--warmup", 0,
+        "--json", tmp_path / "m.json",
+    )  # fmt: skip
+    result = json.loads((tmp_path / "m.json").read_text())
+    assert result["command"].startswith("python benchmarks/many_gpus.py --lengths 700,50")
+    rows = result["rows"]
+    assert [(row["length"], row["split"]) for row in rows] == [
+        (length, split) for length in (700, 50) for split in ("sequence", "heads")
+    ]
+    for row in rows:
+        assert row["equal"] is True and row["rel_l2"] == 0
+        assert row["ranks"] == 2
+        assert row["speedup"] == row["one_ms"] / row["many_ms"]
+    assert rows[0]["density"] < 1
+    assert rows[0]["gather_ms"] > 0 and 0 < rows[0]["balance"] <= 1
+    assert len(text.splitlines()) == 1 + 4
+    result = run("many_gpus.py", "--splits", "rows")
+    assert result.returncode == 2 and "'rows'; accepted: sequence, heads" in result.stderr
+
+
 # ---------------------------------------------------------------- random orders
 
 
@@ -431,6 +458,14 @@ class TestGpu:
         assert pipeline.stats(config).density == 1
         o = torch.from_dlpack(pipeline.out)
         assert _exact.pooled(_exact.sums(o, _exact.dense(q, k, v)))["rel_l2"] < 0.01
+
+    def test_many_gpus(self, tmp_path):
+        """On as many GPUs as there are, one too."""
+        succeed("many_gpus.py", "--lengths", 16384, "--heads", 8, "--kv-heads", 8, "--splits", "sequence,heads",
+                "--repeats", 3, "--json", tmp_path / "x.json")  # fmt: skip
+        rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+        assert all(row["equal"] and row["many_ms"] > 0 for row in rows)
+        assert all(rows[0][f"{part}_ms"] > 0 for part in ("pass1", "ordering", "pass2"))
 
     def test_quality(self, tmp_path):
         succeed("quality.py", "--input", "mixture", "--lengths", 4096, "--taus", "0.01", "--json", tmp_path / "x.json",

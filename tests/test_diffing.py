@@ -47,6 +47,7 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
             np.where(fine[:, :, n, None], s2o.fine_scores(q, k, n, geometry, config, scale), coarse)
             for n, coarse in enumerate(scores)
         ]
+    scores = [s2o.log_weights(x, scale) for x in scores]
     k_order = [s2o.candidate_positions(n, geometry)[s2o.order_keys(x)] for n, x in enumerate(scores)]
     state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     o1 = s2o.finish(state1)[0].astype(dtype)

@@ -9,6 +9,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,6 +112,11 @@ def test_what_is_refused(torch):
         alone.attention(x, x.to("meta"), x)
     with pytest.raises(ValueError, match="accepted: heads a multiple of kv_heads"):
         alone.attention(x[:, :1], x, x)
+    y = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match="out and k overlap in memory"):
+        alone.attention(y.clone(), y, y.clone(), out=y)
+    with pytest.raises(ValueError, match=r"out has shape \(1, 2, 8, 16\); accepted: \(1, 2, 9, 16\)"):
+        alone.attention(y, y, y, out=x)
 
 
 # ---------------------------------------------------------------- several processes
@@ -128,9 +134,12 @@ def _rank(rank, world_size, folder, function, arguments):
 
     torch.set_num_threads(1)
     backend = os.environ.get("S2O_TEST_BACKEND", "gloo")
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, device_id=device
+    )
     try:
         function(rank, world_size, Path(folder), *arguments)
     finally:
@@ -166,25 +175,28 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
             assert o.shape == mine[0].shape and o.dtype == q.dtype
             assert torch.equal(both.gather(o, 2), expected[0]), (seqlen, split)
             assert torch.equal(both.gather(lse, 2), expected[1]), (seqlen, split)
+            mine_out = torch.full_like(o, float("nan"))
+            assert both.attention(*mine, out=mine_out) is mine_out
+            assert torch.equal(mine_out, o)
             if seqlen == seqlens[-1]:
                 turned = [x.transpose(1, 2) for x in mine]
                 assert torch.equal(both.attention(*turned, layout="BSHD").transpose(1, 2), o)
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
 
 
-def _helpers(rank, world_size, folder):
+def _helpers(rank, world_size, folder, device="cpu"):
     import torch
 
     both = parallel(1000, config=MEAN)
     for dtype in (torch.bfloat16, torch.int64, torch.bool):
-        x = torch.arange(3 * 1000 * 2).reshape(3, 1000, 2).to(dtype)
+        x = torch.arange(3 * 1000 * 2).reshape(3, 1000, 2).to(device, dtype)
         for src in range(world_size):
             mine = both.scatter(x if rank == src else None, -2, src=src)
             assert torch.equal(mine, both.shard(x, 1)) and mine.dtype == dtype
         assert torch.equal(both.gather(mine, 1), x)
-    line = torch.arange(1000)
-    assert torch.equal(both.scatter(line if rank == 0 else None, 0), both.positions())
-    assert torch.equal(both.gather(both.positions(), 0), line)
+    line = torch.arange(1000, device=device)
+    assert torch.equal(both.scatter(line if rank == 0 else None, 0), both.positions(device))
+    assert torch.equal(both.gather(both.positions(device), 0), line)
 
 
 def _refused(rank, world_size, folder):
@@ -199,7 +211,7 @@ def _refused(rank, world_size, folder):
 
 
 def _later_rows_are_waited_for(rank, world_size, folder):
-    """A rank whose early chunk needs nothing of others computes it before anything has arrived."""
+    """A rank computes what needs nothing of others before anything has arrived, and waits for no more than it needs."""
     import torch.distributed as dist
 
     import s2o_cupy.integrations.distributed as module
@@ -207,32 +219,88 @@ def _later_rows_are_waited_for(rank, world_size, folder):
     q, k, v = _cases(4 * SEGMENT, "float32", "cpu")
     both = parallel(4 * SEGMENT, config=MEAN)
     log = []
-    broadcast, attend = dist.broadcast, module.s2o_attention
+    exchange, attend = dist.batch_isend_irecv, module.attend
 
     class Logged:
-        def __init__(self, chunk, work):
-            self.chunk, self.work = chunk, work
+        def __init__(self, half, works):
+            self.half, self.works = half, works
 
         def wait(self):
-            log.append(f"wait {self.chunk}")
-            self.work.wait()
+            log.append(f"wait {self.half}")
+            for work in self.works:
+                work.wait()
 
-    def start(*arguments, **options):
-        assert options["async_op"]
+    def start(transfers):
         log.append("start")
-        return Logged(log.count("start") - 1, broadcast(*arguments, **options))
+        return [Logged(log.count("start") - 1, exchange(transfers))]
 
     def compute(q, k, v, **options):
         log.append(f"attend {k.shape[1] // SEGMENT}")
         return attend(q, k, v, **options)
 
-    module.dist.broadcast, module.s2o_attention = start, compute
+    module.dist.batch_isend_irecv, module.attend = start, compute
     both.attention(*(both.shard(x, 2) for x in (q, k, v)))
-    module.dist.broadcast, module.s2o_attention = broadcast, attend
-    first = log.index(f"attend {rank + 1}")
-    assert log[:4] == ["start"] * 4
-    assert log[4:first] == ["wait 0"] * rank  # rank 0 waits for nothing, rank 1 for the chunk before its own
-    assert {"wait 1", "wait 2"} <= set(log[first:]) if rank == 0 else "wait 2" not in log[: log.index("attend 3")]
+    module.dist.batch_isend_irecv, module.attend = exchange, attend
+    first = ["start", "start", "attend 1", "attend 4", "wait 0", "wait 1"]
+    last = ["start", "start", "attend 2", "wait 0", "attend 3", "wait 1"]
+    assert log == (last if rank else first)
+
+
+@pytest.mark.parametrize(
+    ("options", "waits_after"),
+    [
+        ({}, "pass1"),
+        ({"window": 64}, None),
+        ({"window": 64, "path": "portable"}, None),
+        ({"path": "portable", "rank": "auto"}, "pass1"),
+        ({"dense_up_to": 9000}, None),
+    ],
+)
+def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
+    """But for those of a window, or where it is all there is. A CUDA that only takes notes; on GPUs see below."""
+    cupy = pytest.importorskip("cupy")
+    from s2o_cupy import pipeline
+    from s2o_cupy.operand import Operand
+    from s2o_cupy.plan import DeviceLimits
+    from s2o_cupy.problem import Problem
+
+    notes, names = [], {}
+
+    def load(kernel, device):
+        names[len(names) + 1] = kernel.function
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=len(names)))
+
+    monkeypatch.setattr(pipeline, "device_limits", lambda device: DeviceLimits.of_architecture(90))
+    monkeypatch.setattr(pipeline.kernels, "load", load)
+    monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))
+    monkeypatch.setattr(pipeline, "driver", SimpleNamespace(launchKernel=lambda f, *rest: notes.append(names[f])))
+    monkeypatch.setattr(
+        pipeline, "runtime", SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: notes.append("clear"))
+    )
+    replays = []
+    monkeypatch.setattr(pipeline, "Replay", lambda cuda: SimpleNamespace(run=lambda *arguments: replays.append(1)))
+    assert cupy.__name__ == "cupy"
+
+    config = S2OConfig(**{"segment": 128, "rank": "mean", "dense_up_to": 0} | options)
+    problem = Problem(1, 2, 1, 512, 2048, 64, "bfloat16", True, 0.125)
+    q = Operand(1 << 20, (1, 2, 512, 64), (2 * 512 * 64, 512 * 64, 64))
+    k = Operand(2 << 20, (1, 1, 2048, 64), (2048 * 64, 2048 * 64, 64))
+    pipeline.clear_cache()
+    try:
+        for await_keys in (lambda: notes.append("wait"), None):
+            memory = lambda nbytes: (4 << 20, None)  # noqa: E731
+            pipeline.run((q, k, k, q), 0, 0, problem, config, stream=0, memory=memory, await_keys=await_keys)
+    finally:
+        pipeline.clear_cache()
+    launched = [note.removesuffix("_sm90") for note in notes]
+    at = launched.index("wait")
+    assert launched.count("wait") == 1
+    if waits_after:
+        assert launched[:at] == ["clear", waits_after]
+        assert launched[at + 1] == "guides"
+        assert replays == [1]  # the call that has nothing to wait for
+    else:
+        assert "pass1" not in launched[:at]
 
 
 def test_two_processes(torch, tmp_path):
@@ -258,13 +326,71 @@ def test_computing_overlaps_sending(torch, tmp_path):
     run_ranks(_later_rows_are_waited_for, 2, tmp_path)
 
 
+# ---------------------------------------------------------------- several GPUs
+
+
+@pytest.fixture
+def two_gpus(torch, monkeypatch):
+    """Processes of `run_ranks` have a GPU each."""
+    if not has_gpu() or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs and CuPy")
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("needs a PyTorch with NCCL")
+    monkeypatch.setenv("S2O_TEST_BACKEND", "nccl")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["sequence", "heads"])
-def test_two_gpus(torch, tmp_path, monkeypatch, split):
-    if not has_gpu() or torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
-        pytest.skip("needs two GPUs, CuPy, and PyTorch with NCCL")
-    monkeypatch.setenv("S2O_TEST_BACKEND", "nccl")
-    run_ranks(_equal_to_one_process, 2, tmp_path, [2000], [split], "bfloat16", "cuda")
+def test_two_gpus(two_gpus, tmp_path, split):
+    run_ranks(_equal_to_one_process, 2, tmp_path, [2000, 3 * SEGMENT, 50, 8 * SEGMENT], [split], "bfloat16", "cuda")
+
+
+@pytest.mark.gpu
+def test_helpers_on_two_gpus(two_gpus, tmp_path):
+    run_ranks(_helpers, 2, tmp_path, "cuda")
+
+
+def _late_keys(rank, world_size, folder, window, path):
+    """Each rank in turn is late with its keys; those of the call before, which memory may still hold, are others."""
+    import torch
+    from conftest import SMALL_HOPPER, has_hopper, spin
+
+    small = SMALL_HOPPER if has_hopper() else SMALL
+    config = replace(small, rank="mean", representatives=None, window=window, path=path)
+    q, k, v = _cases(16 * SEGMENT, "bfloat16", "cuda")
+    both = parallel(16 * SEGMENT, config=config)
+    for turn in range(6):
+        k, v = -k, v.flip(2)
+        expected = both.shard(s2o_attention(q, k, v, config=config), 2)
+        mine = [both.shard(x, 2) for x in (q, k, v)]
+        out = torch.full_like(mine[0], float("nan"))
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        if rank == turn % 2:
+            spin(30)  # on the default stream, PyTorch's too
+        both.attention(*mine, out=out)
+        assert torch.equal(out, expected), turn
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "path"), [(0, "auto"), (0, "portable"), (64, "auto")])
+def test_keys_that_come_late(two_gpus, tmp_path, window, path):
+    """The host is far ahead of what arrives, and pass 1 before it."""
+    run_ranks(_late_keys, 2, tmp_path, window, path)
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_device_that_is_not_current(torch):
+    if not has_gpu() or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs and CuPy")
+    for current, other in ((0, 1), (1, 0)):
+        with torch.cuda.device(current):
+            on_current, on_other = (_cases(1000, "bfloat16", f"cuda:{i}") for i in (current, other))
+            expected = s2o_attention(*on_current, config=MEAN)
+            o = s2o_attention(*on_other, config=MEAN)
+            assert torch.cuda.current_device() == current
+            assert o.device.index == other
+            assert torch.equal(o.cpu(), expected.cpu())
 
 
 def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch):
@@ -273,11 +399,7 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch):
 
     seen = []
 
-    def spy(q, k, v, *, out, config, **options):
-        seen.append(config)
-        return out
-
-    monkeypatch.setattr(module, "s2o_attention", spy)
+    monkeypatch.setattr(module, "attend", lambda q, k, v, *, config, **options: seen.append(config))
     monkeypatch.setattr("s2o_cupy.plan.DENSE_UP_TO", 8192)
     for seqlen, config, expected in (
         (5000, S2OConfig(), 5000),

@@ -38,6 +38,7 @@ MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "representatives": 3})  # fmt: skip
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
+FINE = replace(HOPPER, seqlen_q=1023, options={})  # the second segment, the first with candidates
 
 
 def _faults(function: str | tuple[str, ...], case: Case, *rows: tuple[str, str, str, str]) -> list[Fault]:
@@ -71,10 +72,10 @@ FAULTS = [
         ("only the first representative counts", "key scores", "r < p.representatives; ++r", "r < 1; ++r"),
         ("a representative's columns are mixed up", "key scores", "from[i % 2][c * 8 + i / 2 * 4]",
          "from[i / 2][c * 8 + i % 2 * 4]"),
-        ("scores go to the wrong keys", "key scores", "+ j * 8 + lane % 4 * 2;\n        if (key < end)",
-         "+ (j ^ 1) * 8 + lane % 4 * 2;\n        if (key < end)"),
+        ("scores go to the wrong keys", "key scores", "+ j * 8 + lane % 4 * 2;\n        const float x[2]",
+         "+ (j ^ 1) * 8 + lane % 4 * 2;\n        const float x[2]"),
         ("a lesser representative wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
-        ("the range of scores is cut", "key order", "smallest[h] = fminf(smallest[h], x);", "smallest[h] = 0.f;"),
+        ("the range of scores is cut", "key order", "smallest[h] = fminf(smallest[h], x[e]);", "smallest[h] = 0.f;"),
     ),
     *_faults(
         ("fine_norms", "fine_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
@@ -148,6 +149,22 @@ FAULTS = [
     *_faults(
         "pass2", replace(MEAN, tau=1000.0),
         ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
+    ),
+    *_faults(
+        "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
+        ("keys stand as they are copied", "key scores", "(i & ~31) + (i & 6) * 4 + (i & 24) / 4 + (i & 1)",
+         "i"),
+        ("a column is read twice", "key scores", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
+        ("a row has its neighbour's keys", "key scores", "2 * h + i % 2]; }", "2 * (1 - h) + i % 2]; }"),
+        ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
+    ),
+    *_faults(
+        "fine_scores_sm90", FINE,
+        ("a norm is left out", "key scores", "[j * 4 + 2 * h] - norm.x", "[j * 4 + 2 * h]"),
+        ("half of the representatives do not count", "key scores", "half * (128 * 128)", "0"),
+        ("a mean is of a full run", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
+        ("lanes keep their maxima", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
+        ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
     ),
     *_faults(
         "pass1_sm90", HOPPER,

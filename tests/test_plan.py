@@ -134,6 +134,13 @@ def test_heads_that_share_a_chunk_s_keys_read_one_kv_head(case):
             assert first // group == (first + chunk.shared_heads - 1) // group
 
 
+def test_heads_take_even_turns_where_not_all_fit():
+    """Not 28 and 4 of 32: a round of few tiles would leave most multiprocessors idle."""
+    problem = a_problem(1, 32, 8, 1 << 20, 1 << 20)
+    last = [chunk for chunk in plan_of(problem, S2OConfig(rank="mean")).chunks if chunk.first_segment == 1023]
+    assert [(chunk.first_head, chunk.heads) for chunk in last] == [(0, 16), (16, 16)]
+
+
 @given(problems())
 @settings(deadline=None)
 def test_grids_are_what_a_device_launches(case):

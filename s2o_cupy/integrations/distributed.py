@@ -6,13 +6,16 @@ Importing this imports PyTorch. torch.distributed moves the data; what is here i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..attention import s2o_attention
+from ..attention import attend
+from ..interop import check_out, common_framework
 from ..plan import is_dense
 from ..problem import Problem, validate
 from ..spec import S2OConfig
@@ -22,6 +25,7 @@ __all__ = ["SequenceParallel"]
 
 Tensor = Any  # torch.Tensor
 SPLITS = ("sequence", "heads")
+EARLY, LATE = 0, 1  # of a rank's two chunks
 
 
 class SequenceParallel:
@@ -30,8 +34,9 @@ class SequenceParallel:
     Rank r of P has two of 2 P chunks of the sequence, the r-th and the r-th from the end, each a whole number of
     segments: as much causal work for every rank. Results are those of one call on one GPU, bit for bit.
 
-    - ``split="sequence"``: every rank attends its own queries, with all heads. Keys and values are broadcast chunk by
-      chunk while earlier ones are being attended to; each rank ends up with all of them in memory.
+    - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other the keys and
+      values of their early chunks, then of their late ones, while they attend to those that they have; each rank ends
+      up with all of them in memory.
     - ``split="heads"``: rows are exchanged for heads, each rank attends the whole sequence with its share of the heads,
       and rows come back. It needs kv_heads to be a multiple of the ranks.
 
@@ -139,9 +144,10 @@ class SequenceParallel:
         self._check_length("gather", x, axis, self.length)
         rows = x.movedim(axis, 0)
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
-        whole[self.positions(x.device)] = rows
-        for arrival in self._broadcast_chunks(whole):
-            arrival.wait()
+        for (begin, end), here in self._spans():
+            whole[begin:end] = rows[here]
+        for exchange in [self._exchange(whole, half) for half in (EARLY, LATE)]:
+            exchange.wait()
         return whole.movedim(0, axis).contiguous()
 
     def _check_length(self, name: str, x: Tensor, axis: int, expected: int) -> None:
@@ -162,6 +168,7 @@ class SequenceParallel:
         scale: float | None = None,
         layout: str = "BHSD",
         return_lse: bool = False,
+        out: Tensor | None = None,
     ) -> Any:
         """Causal attention of this rank's rows to all rows of the sequence. All ranks call it together.
 
@@ -176,10 +183,12 @@ class SequenceParallel:
         layout : {"BHSD", "BSHD"}, default "BHSD"
             "BSHD" is (batch, length, heads, head_dim). The batch axis may be left out.
         return_lse : bool, default False
+        out : Tensor, optional
+            Where to write this rank's output, as in :func:`s2o_cupy.s2o_attention`.
 
         Returns
         -------
-        o : Tensor, of q's shape, dtype and device; in memory it is (batch, length, heads, head_dim)
+        o : Tensor, of q's shape, dtype and device; without ``out`` it is (batch, length, heads, head_dim) in memory
         lse : float32 Tensor (batch, heads, length), if ``return_lse``
 
         Raises
@@ -187,20 +196,21 @@ class SequenceParallel:
         TypeError, ValueError, S2OError
             As :func:`s2o_cupy.s2o_attention`, before anything is sent.
         """
-        problem = self._check(q, k, v, scale, layout)
+        problem = self._check(q, k, v, out, scale, layout)
+        if out is None:  # (batch, length, heads, head_dim) in memory, whatever the layout
+            out = q.new_empty((*q.shape[:-3], self.length, problem.heads, problem.head_dim))
+            out = out.transpose(-2, -3) if layout == "BHSD" else out
         batched = q.ndim == 4
-        q, k, v = (x if batched else x[None] for x in (q, k, v))
+        q, k, v, o = (x.detach() if batched else x.detach()[None] for x in (q, k, v, out))
         if layout == "BHSD":
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
         if self.split == "sequence":
-            o, lse = self._by_sequence(q, k, v, scale, return_lse, self._chunk_config(problem))
+            lse = self._by_sequence(q, k, v, o, scale, return_lse, self._chunk_config(problem))
         else:
-            o, lse = self._by_heads(q, k, v, scale, return_lse)
-        if layout == "BHSD":
-            o = o.transpose(1, 2)
-        if not batched:
-            o, lse = o[0], None if lse is None else lse[0]
-        return (o, lse) if return_lse else o
+            lse = self._by_heads(q, k, v, o, scale, return_lse)
+        if lse is not None and not batched:
+            lse = lse[0]
+        return (out, lse) if return_lse else out
 
     def _chunk_config(self, problem: Problem) -> S2OConfig:
         """What a part of the sequence runs with: a GPU decides on dense attention by the length of the whole."""
@@ -208,7 +218,7 @@ class SequenceParallel:
         dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), self.config)
         return replace(self.config, dense_up_to=seqlen if dense else 0)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, layout: str) -> Problem:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: Any, layout: str) -> Problem:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
@@ -235,6 +245,9 @@ class SequenceParallel:
                 f"s2o_attention: q has {problem.seqlen_q} rows, k and v have {problem.seqlen_k}; accepted: "
                 f"{self.length} on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
             )
+        if out is not None:
+            framework, device = common_framework(q, k, v)
+            check_out(out, framework, {"q": q, "k": k, "v": v}, tuple(q.shape), problem.dtype, device)
         if self.split == "heads" and problem.kv_heads % self.world_size:
             raise ValueError(
                 f'SequenceParallel: split is "heads" with {problem.kv_heads} kv_heads on {self.world_size} ranks; '
@@ -243,32 +256,36 @@ class SequenceParallel:
         return problem
 
     def _by_sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Any, return_lse: bool, config: S2OConfig
-    ) -> tuple[Tensor, Any]:
-        """Every rank's keys and values to all, in the sequence's order; then this rank's queries, a call a chunk."""
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: Any, return_lse: bool, config: S2OConfig
+    ) -> Any:
+        """This rank's queries, a call a chunk, to everyone's keys and values; lse or None."""
+        kv, exchanges = self._gather_keys(k, v)
+        # Of others the first rank's early chunk needs nothing, the last rank's late one nothing but early chunks.
+        needed = exchanges[: int(self.rank > 0)], exchanges[: 1 + int(self.rank < self.world_size - 1)]
+        lse = []
+        for ((_, end), rows), some in zip(self._spans(), needed, strict=True):
+            keys, values = kv[:end].permute(1, 2, 0, 3, 4)
+            found = attend(
+                q[:, rows], keys, values, config=config, scale=scale, layout="BSHD", out=out[:, rows],
+                return_lse=return_lse, await_keys=partial(_wait, some) if any(x.works for x in some) else None,
+            )  # fmt: skip
+            if return_lse:
+                lse.append(found[1])
+        _wait(exchanges)  # also for what nothing here needs: kv goes after this
+        return torch.cat(lse, -1) if return_lse else None
+
+    def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, list[_Exchange]]:
+        """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]: this rank's are
+        there, the early and the late ones of others are on their way."""
         batch, _, kv_heads, head_dim = k.shape
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
         kv = k.new_empty((self.zigzag.seqlen, 2, batch, kv_heads, head_dim))
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        spans = self._spans()
-        for (begin, end), rows in spans:
+        exchanges = []
+        for half, ((begin, end), rows) in zip((EARLY, LATE), self._spans(), strict=True):
             for i, x in enumerate((k, v)):
                 kv[begin:end, i] = x[:, rows].transpose(0, 1)
-        arrivals = self._broadcast_chunks(kv)
-
-        lse = []
-        for (_, end), rows in spans:  # the early chunk while later ones are on their way
-            for arrival in arrivals:
-                if arrival.begin < end and arrival.owner != self.rank:
-                    arrival.wait()
-            keys, values = kv[:end].permute(1, 2, 0, 3, 4)
-            options = {"config": config, "scale": scale, "layout": "BSHD", "out": o[:, rows]}
-            found = s2o_attention(q[:, rows], keys, values, return_lse=return_lse, **options)
-            if return_lse:
-                lse.append(found[1])
-        for arrival in arrivals:  # also those that nothing here needs: kv goes after this
-            arrival.wait()
-        return o, torch.cat(lse, -1) if return_lse else None
+            exchanges.append(self._exchange(kv, half))  # early chunks leave while the late one is copied
+        return kv, exchanges
 
     def _spans(self) -> list[tuple[tuple[int, int], slice]]:
         """For each chunk of this rank its positions, and where its rows are among this rank's."""
@@ -276,19 +293,24 @@ class SequenceParallel:
         middle = early[1] - early[0]
         return [(early, slice(0, middle)), (late, slice(middle, self.length))]
 
-    def _broadcast_chunks(self, whole: Tensor) -> list[_Arrival]:
-        """Start to send and receive all rows of ``whole``, of which this rank has filled in its own."""
-        arrivals = []
-        for chunk in range(self.zigzag.count) if self.world_size > 1 else ():
-            (begin, end), owner = self.zigzag.bounds(chunk), self.zigzag.owner(chunk)
-            if begin < end:
-                rows = _bytes(whole[begin:end])
-                work = dist.broadcast(rows, group=self.group, group_src=owner, async_op=True)
-                arrivals.append(_Arrival(begin, owner, work))
-        return arrivals
+    def _exchange(self, whole: Tensor, half: int) -> _Exchange:
+        """Start to send this rank's early or late chunk of ``whole`` to all ranks, and to receive theirs.
 
-    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, scale: Any, return_lse: bool) -> tuple[Tensor, Any]:
-        """Rows for heads; the whole sequence of a share of the heads; heads for rows."""
+        All at once, so that links are busy in both directions; every rank takes part in the same order.
+        """
+        transfers = []
+        for distance in range(1, self.world_size):
+            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
+                begin, end = self.zigzag.rows(owner)[half]
+                if begin < end:
+                    rows = _bytes(whole[begin:end])
+                    transfers.append(dist.P2POp(transfer, rows, group=self.group, tag=half, group_peer=peer))
+        with torch.cuda.device_of(whole):  # a batch is of the current device
+            return _Exchange(dist.batch_isend_irecv(transfers) if transfers else [])
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: Any, return_lse: bool) -> Any:
+        """Rows for heads; the whole sequence of a share of the heads; heads for rows. lse or None."""
         ranks = self.world_size
         shares = [x.shape[2] // ranks for x in (q, k, v)]
         order = torch.cat([_positions(self.zigzag, rank, q.device) for rank in range(ranks)])
@@ -297,8 +319,8 @@ class SequenceParallel:
         received = self._all_to_all(sent.flatten(0, 1), to_rows=False)
         whole = torch.empty_like(received)
         whole[order] = received
-        options = {"config": self.config, "scale": scale, "layout": "BSHD"}
-        found = s2o_attention(*whole.transpose(0, 1).split(shares, 2), return_lse=return_lse, **options)
+        parts = whole.transpose(0, 1).split(shares, 2)
+        found = attend(*parts, config=self.config, scale=scale, layout="BSHD", return_lse=return_lse)
         o, lse = found if return_lse else (found, None)
 
         def back(x: Tensor) -> Tensor:
@@ -306,8 +328,8 @@ class SequenceParallel:
             x = self._all_to_all(x[order], to_rows=True).unflatten(0, (ranks, self.length))
             return x.movedim(0, 2).flatten(2, 3)
 
-        o = back(o.transpose(0, 1)).transpose(0, 1).contiguous()
-        return o, None if lse is None else back(lse.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
+        out.copy_(back(o.transpose(0, 1)).transpose(0, 1))
+        return None if lse is None else back(lse.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
 
     def _all_to_all(self, sent: Tensor, *, to_rows: bool) -> Tensor:
         """Rows of all ranks for this rank's heads, or the other way round (``to_rows``); ranks in turn on axis 0."""
@@ -324,15 +346,20 @@ class SequenceParallel:
         return received
 
 
-class _Arrival(NamedTuple):
-    """A chunk on its way."""
+class _Exchange:
+    """Chunks on their way. After `wait` the current stream, or on the CPU the host, has waited for them."""
 
-    begin: int
-    owner: int
-    work: Any
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
 
     def wait(self) -> None:
-        self.work.wait()
+        while self.works:  # each once: gloo would wait for another message
+            self.works.pop().wait()
+
+
+def _wait(exchanges: Sequence[_Exchange]) -> None:
+    for exchange in exchanges:
+        exchange.wait()
 
 
 def _positions(zigzag: Zigzag, rank: int, device: Any) -> Tensor:

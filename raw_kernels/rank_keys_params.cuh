@@ -1,0 +1,28 @@
+// What the kernels that order keys are given (rank_keys.cu, key_scores_sm90.cu).
+#pragma once
+#include "geometry.cuh"
+
+namespace s2o {
+
+struct RankKeysParams {
+  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim]
+  const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
+  const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
+  uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
+  uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
+  uint16* counts;          // [chunk rows, parts, kKeyBuckets]
+  uint16* merged;          // [chunk rows, kKeyBuckets]: the merged bucket of each
+  uint32* bases;           // [chunk rows, parts, kOrderBuckets]: the place in the row of the part's first candidate
+  int* k_order;            // [chunk rows, stride]
+  int64 stride;            // a multiple of kStep
+  Geometry geometry;
+  Chunk chunk;
+  int heads, kv_heads;
+  int representatives, run;
+  int row_blocks;          // blocks of key_scores that cover the rows of one KV head
+  int key_blocks;          // and the keys
+  int parts;               // parts of kSortPart candidates of the longest row
+  float scale_log2;        // |scale| * log2(e)
+};
+
+}  // namespace s2o
