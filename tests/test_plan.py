@@ -29,7 +29,7 @@ from s2o_cupy.plan import (
 )
 from s2o_cupy.problem import Problem
 from s2o_cupy.program import launches, workspace
-from s2o_cupy.spec import STOP_LAG, S2OConfig
+from s2o_cupy.spec import LOG2E, STOP_LAG, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
@@ -284,6 +284,19 @@ def test_tiles_of_large_heads():
         operands = dict.fromkeys(("q", "k", "v", "out"), operand)
         steps = launches(plan, problem, config, operands, workspace(plan, problem, config), True)
         assert all(x.params["steps_per_tile"] * step == 192 for x in steps if x.stage == "pass2")
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.1, 1e38])
+def test_capped_scores_among_the_parameters(scale):
+    problem, config = replace(a_problem(seqlen_q=20_000), softcap=4.0, scale=scale), S2OConfig(path="portable")
+    plan = plan_of(problem, config)
+    operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1, 8, 20_000, 128), (0, 20_000 * 128, 128)))
+    steps = launches(plan, problem, config, operands, workspace(plan, problem, config), True)
+    found = {x.stage: x.params for x in steps}
+    for stage in ("pass1", "pass2"):  # cap_scale * q.k is what tanh takes, and scale_log2 its factor
+        assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
+        assert found[stage]["cap_scale"] == pytest.approx(abs(scale) / 4)
+    assert found["survey"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
