@@ -452,6 +452,27 @@ struct AttentionTile {
     return visited;
   }
 
+  // Adds the `rest` candidates that were not visited, as their mean.
+  template <class Query>
+  __device__ __forceinline__ void add_remainder(const Query& query, int rest) {
+    const float2* value = reinterpret_cast<const float2*>(
+        mean_value(params, query.head, query.segment, Traits::kHeadDim));
+    const float* scores = params.remainder + static_cast<int64>(query.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int position = query(row(i, h));
+        const RemainderWeights weights(position < 0 ? 0.f : capped(params, scores[position]), rest, m[i][h], l[i][h]);
+#pragma unroll
+        for (int d = 0; d < Traits::kDimTiles; ++d) {
+          const float2 x = value[d * 4 + lane % 4];
+          acc[i][d][2 * h] = acc[i][d][2 * h] * weights.acc + x.x * weights.value;
+          acc[i][d][2 * h + 1] = acc[i][d][2 * h + 1] * weights.acc + x.y * weights.value;
+        }
+      }
+  }
+
   // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
   template <bool kKeepState, class Query>
   __device__ __forceinline__ void store(const Query& query) {

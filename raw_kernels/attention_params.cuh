@@ -15,6 +15,8 @@ struct AttentionParams {
   const int* k_order;      // [chunk.heads * chunk.segments, k_order_stride]
   int* visited;            // [batch * heads, segments, tiles]
   int* next_work;          // the launch's next q tile, 0 at its start (Hopper)
+  const float* remainder;        // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null
+  const float* candidate_means;  // [batch * kv_heads, segments, (k, v), width]
   int64 k_order_stride;    // a multiple of 64
   Geometry geometry;
   Chunk chunk;
@@ -27,5 +29,32 @@ struct AttentionParams {
   float tau;
   float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
 };
+
+// The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the
+// mean candidate, their value the mean value. By convexity the mean of exp is no less than exp of the mean, so they never
+// get more than their due. (m, l) becomes the state with them; what acc and the mean value are to be multiplied by.
+struct RemainderWeights {
+  float acc, value;
+  __device__ __forceinline__ RemainderWeights(float score, int rest, float& m, float& l) {
+    const float x = score + __log2f(static_cast<float>(rest)), top = fmaxf(m, x);
+    const float base = top == -infinity() ? 0.f : top;
+    acc = exp2_approx(m - base);
+    value = exp2_approx(x - base);
+    m = top;
+    l = l * acc + value;
+  }
+};
+
+// A score in log2 units, under the cap where there is one.
+__device__ __forceinline__ float capped(const AttentionParams& p, float score) {
+  if constexpr (spec::kSoftcap) return p.scale_log2 * tanh_approx(score / p.scale_log2);
+  return score;
+}
+
+// The mean value, [width], of the candidates of a (head, segment) pair.
+__device__ __forceinline__ const float* mean_value(const AttentionParams& p, int head, int segment, int width) {
+  const int64 kv_head = static_cast<int64>(head / p.heads) * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+  return p.candidate_means + ((kv_head * p.geometry.segments() + segment) * 2 + 1) * width;
+}
 
 }  // namespace s2o

@@ -410,6 +410,7 @@ struct Consumer {
         release_v();
       }
       const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      if (params.remainder && limit > visited * kBlockN) add_remainder(tile, stored, limit - visited * kBlockN);
       store<false>(tile, stored, m, l);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = visited;
       release(shared.work_empty[slot]);
@@ -446,6 +447,24 @@ struct Consumer {
       const uint2 x = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
       if (position < 0) continue;
       if (kWholeRows || d * 8 + first + 4 <= params.geometry.head_dim) *reinterpret_cast<uint2*>(target + d * 8) = x;
+    }
+  }
+
+  // Adds the `rest` candidates that were not visited, as their mean.
+  __device__ __forceinline__ void add_remainder(const Item& tile, const int (&position)[2], int rest) {
+    const int segment = tile.visited / params.tiles % params.geometry.segments();
+    const float2* value = reinterpret_cast<const float2*>(mean_value(params, tile.head, segment, kHeadDim));
+    const float* scores = params.remainder + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float score = position[h] < 0 ? 0.f : capped(params, scores[position[h]]);
+      const RemainderWeights weights(score, rest, m[h], l[h]);
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d) {
+        const float2 x = value[d * 4 + lane % 4];
+        acc[d * 4 + 2 * h] = acc[d * 4 + 2 * h] * weights.acc + x.x * weights.value;
+        acc[d * 4 + 2 * h + 1] = acc[d * 4 + 2 * h + 1] * weights.acc + x.y * weights.value;
+      }
     }
   }
 

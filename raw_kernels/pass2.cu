@@ -1,7 +1,7 @@
 // Pass 2: each q tile resumes its rows' states and walks its segment's candidates in descending importance until a
 // key tile adds less than tau of the softmax mass to every row (the paper's Algorithm 3). One block computes kBlockM
 // consecutive entries of q_order; rows of q, k and v are gathered through q_order and k_order as they are loaded,
-// and outputs scattered; nothing is permuted in memory.
+// and outputs scattered; nothing is permuted in memory. The candidates that are left count as their mean.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order [chunk rows, k_order_stride]: key positions of a (head, segment) pair
@@ -27,6 +27,8 @@ __device__ __forceinline__ void pass2(const AttentionParams& params, typename Tr
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
+  const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * Traits::kStep;
+  if (params.remainder && rest > 0) attention.add_remainder(rows, rest);
   attention.template store<false>(rows);
 }
 

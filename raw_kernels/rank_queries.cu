@@ -5,12 +5,11 @@
 //                 representatives, kHeadDim], rounded to the input's dtype;
 //                 queries of a segment by their dot product with the guide, descending, ties ascending
 //                                                                    -> q_order [batch * heads, segments, segment]
-#include "geometry.cuh"
+//                 scores of the mean candidate (remainder.cu)        -> remainder [batch * heads, seqlen_q]
+#include "row_sums.cuh"
 #include "sortable.cuh"
 
 namespace s2o {
-
-constexpr int kRankThreads = 256;
 
 struct RankQueriesParams {
   Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
@@ -18,59 +17,24 @@ struct RankQueriesParams {
   float* guide;            // [batch * kv_heads, 2, kHeadDim]: of segment 0 and of the others
   uint16* means;           // [batch * heads, segments, representatives, kHeadDim]
   int* q_order;            // [batch * heads, segments, segment]
+  const float* candidate_means;  // [batch * kv_heads, segments, (k, v), kHeadDim], or null
+  float* remainder;        // [batch * heads, seqlen_q] in log2 units
   Geometry geometry;
   int heads, kv_heads;
   int representatives, run;
   int sort_slots;          // segment rounded up to a power of two
   int aligned;             // every row of q and k starts on 16 bytes
   float sign;              // -1 where scale < 0: importance then falls with the dot product
+  float scale_log2;        // |scale| * log2(e)
 };
 
-template <class Element_, int kHeadDim_>
-struct RankTraits {
-  using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kLanes = kHeadDim / 8;           // threads of a row, 8 elements each
-  static constexpr int kRows = kRankThreads / kLanes;   // rows that a block reads at a time
-
+template <class Element, int kHeadDim>
+struct RankTraits : RowTraits<Element, kHeadDim> {
   struct Shared {
-    float sums[kRows * kHeadDim];
+    float sums[RowTraits<Element, kHeadDim>::kSums];
     uint64 slots[1];  // [sort_slots] of rank_queries
   };
 };
-
-// Elements 8 * lane .. 8 * lane + 7 of a row as float32; zeros past head_dim.
-template <class Traits>
-__device__ __forceinline__ void read_row(float (&x)[8], const uint16* row, int lane, int head_dim, bool aligned) {
-  uint4 packed = make_uint4(0, 0, 0, 0);
-  if (aligned && lane * 8 + 8 <= head_dim) {
-    packed = *reinterpret_cast<const uint4*>(row + lane * 8);
-  } else {
-    packed = load_unaligned(row, lane * 8, head_dim);
-  }
-  const uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = Traits::Element::low(pairs[i]);
-    x[2 * i + 1] = Traits::Element::high(pairs[i]);
-  }
-}
-
-// Adds up the threads' partial sums of rows, total[8] for 8 elements each: the sum of element d in thread d < kHeadDim.
-// Every thread has added its rows in order and the partial sums are added in order: the same on every run.
-template <class Traits>
-__device__ __forceinline__ float block_sum(const float (&total)[8], float* sums) {
-  const int lane = threadIdx.x % Traits::kLanes, slot = threadIdx.x / Traits::kLanes;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) sums[slot * Traits::kHeadDim + lane * 8 + e] = total[e];
-  __syncthreads();
-  float sum = 0.f;
-  if (threadIdx.x < Traits::kHeadDim) {
-    for (int s = 0; s < Traits::kRows; ++s) sum += sums[s * Traits::kHeadDim + threadIdx.x];
-  }
-  __syncthreads();
-  return sum;
-}
 
 // Block: a KV head and a guide.
 template <class Traits>
@@ -103,9 +67,16 @@ __device__ __forceinline__ void rank_queries(const RankQueriesParams& p, typenam
   const float* guide = p.guide + ((static_cast<int64>(batch) * p.kv_heads + kv_head) * 2 + (n > 0)) * Traits::kHeadDim;
   uint64* slots = shared.slots;  // (inverted score, offset): ascending is the order
 
-  float weight[8];
+  float weight[8], mean_key[8] = {};
 #pragma unroll
   for (int e = 0; e < 8; ++e) weight[e] = guide[lane * 8 + e] * p.sign;
+  const bool remainder = p.candidate_means && g.candidates(n) > 0;
+  if (remainder) {
+    const float* mean = p.candidate_means +
+                        ((static_cast<int64>(batch) * p.kv_heads + kv_head) * g.segments() + n) * 2 * Traits::kHeadDim;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) mean_key[e] = mean[lane * 8 + e] * p.sign;
+  }
   for (int run = 0; run < p.representatives; ++run) {
     const int begin = run * p.run, end = min(begin + p.run, count);
     if (begin >= end) break;  // a run that the short last segment leaves empty is no representative
@@ -113,16 +84,24 @@ __device__ __forceinline__ void rank_queries(const RankQueriesParams& p, typenam
 #pragma unroll 4
     for (int base = begin; base < end; base += Traits::kRows) {
       const int r = base + static_cast<int>(threadIdx.x) / Traits::kLanes;
-      float x[8] = {}, score = 0.f;
+      float x[8] = {}, score = 0.f, of_mean = 0.f;
       if (r < end) read_row<Traits>(x, q + r * p.q.row, lane, g.head_dim, p.aligned);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         total[e] += x[e];
         score += x[e] * weight[e];
+        of_mean += x[e] * mean_key[e];
       }
 #pragma unroll
       for (int step = Traits::kLanes / 2; step > 0; step /= 2) score += __shfl_xor_sync(kFullWarp, score, step);
       if (lane == 0 && r < end) slots[r] = static_cast<uint64>(~sortable(score)) << 32 | r;
+      if (remainder) {
+#pragma unroll
+        for (int step = Traits::kLanes / 2; step > 0; step /= 2)
+          of_mean += __shfl_xor_sync(kFullWarp, of_mean, step);
+        if (lane == 0 && r < end)
+          p.remainder[static_cast<int64>(head) * g.seqlen_q + g.query_begin(n) + r] = of_mean * p.scale_log2;
+      }
     }
     const float sum = block_sum<Traits>(total, shared.sums);
     if (threadIdx.x < Traits::kHeadDim) {

@@ -41,6 +41,7 @@ from .dense import Array, capped, check_shapes, compute_dtype, visible_keys, wei
 __all__ = [
     "Result",
     "State",
+    "add_remainder",
     "candidate_positions",
     "fine_scores",
     "fine_segments",
@@ -402,6 +403,21 @@ def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float, softca
     return state
 
 
+def add_remainder(
+    m: Array, mass: Array, acc: Array, s: Array, rest: int, v: Array
+) -> tuple[Array, Array, Array]:
+    """Rows in state (m [M], mass [M], acc [M, D]) see ``rest`` keys of score s [M] and value v [D] each.
+
+    In place of candidates that a q tile did not visit, with the score and value of the mean candidate. By convexity the
+    mean of exp(score) is no less than exp of the mean score: such keys do not get more than those they stand for.
+    """
+    x = s + np.log(rest).astype(s.dtype)  # [M]
+    top = np.fmax(m, x)
+    base = np.where(np.isneginf(top), 0, top).astype(s.dtype)
+    shrink, weight = np.exp(m - base), np.exp(x - base)
+    return top, mass * shrink + weight, acc * shrink[:, None] + weight[:, None] * v
+
+
 @quiet
 def pass2(
     q: Array,
@@ -425,7 +441,8 @@ def pass2(
     time. The first key tile that adds t < tau * l0 to *every* row ends the visit, together with
     ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). A row whose l0
     is 0 or NaN keeps its tile going; tau = 0 never stops. Every row of a segment sees all its
-    candidates, so nothing is masked and no row touches another except through the common stop.
+    candidates, so nothing is masked and no row touches another except through the common stop. What it leaves
+    unvisited counts as its mean (:func:`add_remainder`), unless ``config.remainder`` says otherwise.
 
     Parameters
     ----------
@@ -445,6 +462,9 @@ def pass2(
     for n in range(geometry.segments):
         first, last = geometry.queries(n)
         tiles = -(-geometry.candidates(n) // block_n)
+        if tiles and config.adds_remainder:
+            positions = candidate_positions(n, geometry)
+            mean_k, mean_v = (x[:, :, positions].mean(axis=2) for x in (k, v))  # [B, Hkv, D]
         for b, h, tile in np.ndindex(batch, heads, -(-(last - first) // block_m)):
             kh, vh = k[b, h // group], v[b, h // group]  # [Lk, D]
             offsets = q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
@@ -463,6 +483,10 @@ def pass2(
                 if deciding and (t < config.tau * l0).all():
                     deciding, end = False, min(j + stop_lag, tiles)
 
+            rest = geometry.candidates(n) - j * block_n
+            if rest > 0 and config.adds_remainder:
+                mean = capped(rows @ mean_k[b, h // group] * scale, softcap)  # [M]
+                m, mass, acc = add_remainder(m, mass, acc, mean, rest, mean_v[b, h // group])
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
         if progress is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from . import __version__, inputs
 from .kernels import ARCHITECTURES
 from .plan import DENSE_UP_TO
-from .spec import PATHS, RANKS, S2OConfig, S2OError
+from .spec import PATHS, RANKS, REMAINDERS, S2OConfig, S2OError
 
 __all__ = ["main"]
 
@@ -210,7 +210,7 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
-CHOICES = {"rank": RANKS, "path": PATHS}
+CHOICES = {"rank": RANKS, "path": PATHS, "remainder": REMAINDERS}
 CONFIG_HELP = {
     "segment": "queries per segment, whose own keys are attended densely",
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
@@ -221,6 +221,7 @@ CONFIG_HELP = {
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
     "path": "GPU kernels",
+    "remainder": "what unvisited keys count for: their mean, or nothing",
     "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
 }
 

@@ -41,6 +41,7 @@ ATTENTION_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k", "v", "out")),
         *((name, "u8") for name in ("state", "lse", "q_order", "k_order", "visited", "next_work")),
+        *((name, "u8") for name in ("remainder", "candidate_means")),
         ("k_order_stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -64,10 +65,19 @@ MAPPED_ATTENTION_PARAMS = np.dtype(
 RANK_QUERIES_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k")),
-        *((name, "u8") for name in ("guide", "means", "q_order")),
+        *((name, "u8") for name in ("guide", "means", "q_order", "candidate_means", "remainder")),
         ("geometry", np.dtype(_GEOMETRY)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "sort_slots", "aligned")),
-        ("sign", "f4"),
+        *((name, "f4") for name in ("sign", "scale_log2")),
+    ],
+    align=True,
+)
+REMAINDER_PARAMS = np.dtype(
+    [
+        *((name, _TENSOR) for name in ("k", "v")),
+        *((name, "u8") for name in ("sums", "candidate_means")),
+        ("geometry", np.dtype(_GEOMETRY)),
+        *((name, "i4") for name in ("kv_heads", "blocks", "aligned")),
     ],
     align=True,
 )
@@ -135,6 +145,12 @@ FAMILIES = {
             "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 1, "RankTraits<{element}, {head_dim}>"
         )
         for name in ("guides", "rank_queries")
+    },
+    **{
+        name: _Family(
+            "remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, 1, "RemainderTraits<{element}, {head_dim}>"
+        )
+        for name in ("block_sums", "candidate_means")
     },
     "key_scores": _Family(
         "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)",

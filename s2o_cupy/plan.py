@@ -19,6 +19,7 @@ STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
+SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 BYTES_PER_ROW = KEY_BUCKETS * 2  # the merged bucket of each
@@ -82,6 +83,8 @@ class LaunchPlan:
     pass1_tiles: int
     pass1: Kernel
     pass2: Kernel
+    block_sums: Kernel
+    candidate_means: Kernel
     guides: Kernel
     survey: Kernel
     fine_norms: Kernel
@@ -209,6 +212,10 @@ def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int) -> 
     return Kernel(function, dtype, head_dim, shared_bytes=shared)
 
 
+def _remainder(function: str, dtype: str, head_dim: int) -> Kernel:
+    return Kernel(function, dtype, head_dim, shared_bytes=RANK_THREADS * 8 * 4)
+
+
 def _key_scores(dtype: str, head_dim: int, aligned: bool) -> Kernel:
     return Kernel("key_scores", dtype, head_dim, aligned, shared_bytes=2 * STEP * head_dim * 2 + 4)
 
@@ -253,6 +260,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
+        kernels += [_remainder(name, dtype, head_dim) for name in ("block_sums", "candidate_means")]
         kernels += [_rank_fine(name, dtype, head_dim) for name in ("survey", "fine_norms", "fine_scores")]
         for aligned in (True, False):
             kernels.append(_key_scores(dtype, head_dim, aligned))
@@ -281,12 +289,9 @@ def _near_heads(problem: Problem, heads: int) -> int:
 def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
     """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of
     each KV head come together to fill the blocks of key_scores."""
-    kv_heads = heads // group
-    for count in (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0):
-        pairs_of_kv_head = group * min(segments, rows // (count * group))
-        if pairs_of_kv_head >= SCORE_ROWS * 3 // 4:
-            return count * group
-    return heads
+    counts = [n for n in range(1, heads // group + 1) if heads // group % n == 0]  # of KV heads
+    filled = {n: min(group * min(segments, rows // (n * group)), SCORE_ROWS * 3 // 4) for n in counts}
+    return group * max(counts, key=lambda n: (filled[n], n))
 
 
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
@@ -377,6 +382,8 @@ def make_plan(
         pass1_tiles=pass1_tiles,
         pass1=pass1,
         pass2=pass2,
+        block_sums=_remainder("block_sums", problem.dtype, head_dim),
+        candidate_means=_remainder("candidate_means", problem.dtype, head_dim),
         guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots),
         survey=_rank_fine("survey", problem.dtype, head_dim),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim),

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand
-from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, Chunk, LaunchPlan
+from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
@@ -84,6 +84,13 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("merged", (max(chunk.rows for chunk in plan.chunks), KEY_BUCKETS), "uint16"),
             ("bases", (plan.part_elements, ORDER_BUCKETS), "uint32"),  # [chunk rows, parts, ORDER_BUCKETS]
         ]
+    if plan.chunks and config.adds_remainder:
+        kv_heads = problem.batch * problem.kv_heads
+        arrays += [
+            ("sums", (kv_heads, -(-problem.seqlen_k // SUM_KEYS), 2, plan.pass1.head_dim), "float32"),
+            ("candidate_means", (kv_heads, geometry.segments, 2, plan.pass1.head_dim), "float32"),
+            ("remainder", (heads, problem.seqlen_q), "float32"),
+        ]
     if plan.chunks and config.surveys(problem.scale):
         arrays += [
             ("deficits", (heads, len(geometry.surveyed())), "float32"),
@@ -112,6 +119,8 @@ def launches(
     builder = _Builder(plan, problem, config, operands, memory, aligned)
     found = [builder.pass1()]
     if plan.chunks:
+        if config.adds_remainder:
+            found += builder.candidate_means()
         found += builder.rank_queries()
         if config.surveys(problem.scale):
             found += builder.surveys()
@@ -166,7 +175,7 @@ class _Builder:
         params = np.array(
             (
                 *(self.tensors[name] for name in ("q", "k", "v", "out")),
-                *(0,) * 6,
+                *(0,) * 8,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -198,13 +207,26 @@ class _Builder:
     def pass2(self, chunk: Chunk) -> Launch:
         return self._attention("pass2", self.plan.pass2, chunk, self.plan.tiles)
 
+    def candidate_means(self) -> list[Launch]:
+        p, plan = self.problem, self.plan
+        blocks = -(-p.seqlen_k // SUM_KEYS)
+        params = np.array(
+            (self.tensors["k"], self.tensors["v"], 0, 0, self.geometry, p.kv_heads, blocks, self.aligned),
+            kernels.REMAINDER_PARAMS,
+        )
+        pairs = 2 * p.batch * p.kv_heads  # k and v of each KV head
+        return [
+            self._launch("block_sums", plan.block_sums, pairs * blocks, params),
+            self._launch("candidate_means", plan.candidate_means, pairs * plan.geometry.segments, params),
+        ]
+
     def rank_queries(self) -> list[Launch]:
         p, plan, config = self.problem, self.plan, self.config
         params = np.array(
             (
                 self.tensors["q"],
                 self.tensors["k"],
-                *(0,) * 3,
+                *(0,) * 5,
                 self.geometry,
                 p.heads,
                 p.kv_heads,
@@ -213,6 +235,7 @@ class _Builder:
                 plan.sort_slots,
                 self.aligned,
                 -1.0 if p.scale < 0 else 1.0,
+                abs(p.scale) * LOG2E,
             ),
             kernels.RANK_QUERIES_PARAMS,
         )

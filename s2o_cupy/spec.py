@@ -45,6 +45,7 @@ SORT_PART = 6144
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
 STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
 PATHS = ("auto", "portable", "hopper")
+REMAINDERS = ("mean", "none")
 
 MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a segment's query scores are sorted in shared memory, 8 bytes each
@@ -137,6 +138,9 @@ class S2OConfig:
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default: what was measured (plan.DENSE_UP_TO), and any length at tau 0, which is dense by definition. 0: never.
         The reference on the CPU ignores it.
+    remainder : {"mean", "none"}, default "mean"
+        What the candidates count for that a tile of queries did not visit: "mean", what their mean key and mean value
+        would, as many times as there are unvisited ones; "none" (the paper), nothing.
 
     Raises
     ------
@@ -154,6 +158,7 @@ class S2OConfig:
     workspace_bytes: int = 256 << 20
     path: str = "auto"
     dense_up_to: int | None = None
+    remainder: str = "mean"
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)
@@ -175,6 +180,10 @@ class S2OConfig:
         _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
         if self.dense_up_to is not None:
             _require_int("dense_up_to", self.dense_up_to, 0)
+        if self.remainder not in REMAINDERS:
+            raise ValueError(
+                f"S2OConfig: remainder is {self.remainder!r}; accepted: {', '.join(map(repr, REMAINDERS))}"
+            )
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
 
@@ -200,6 +209,11 @@ class S2OConfig:
     def coarse(self) -> S2OConfig:
         """How segments are ordered that are not fine: as this says, or with ``rank="auto"`` by the mean."""
         return replace(self, rank="mean", representatives=1) if self.rank == "auto" else self
+
+    @property
+    def adds_remainder(self) -> bool:
+        """Whether unvisited candidates count. At tau 0 there are none."""
+        return self.remainder != "none" and self.tau > 0
 
     def surveys(self, scale: float) -> bool:
         """Whether segments are surveyed at all."""

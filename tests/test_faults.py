@@ -148,6 +148,20 @@ FAULTS = [
     ),
     *_faults(
         "pass2", replace(MEAN, tau=1000.0),
+        ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
+        ("the mean value is of the mean key", "output", "segment) * 2 + 1) * width", "segment) * 2) * width"),
+    ),
+    *_faults(
+        ("block_sums", "candidate_means"), replace(MEAN, seqlen_q=1100, tau=1000.0),
+        ("a block of keys is left out", "output", "constexpr int kSumBlock = 256;", "constexpr int kSumBlock = 255;"),
+    ),
+    *_faults(
+        "candidate_means", replace(MEAN, seqlen_q=1100, tau=1000.0),
+        ("the mean is of a full segment", "output", "sum / g.candidates(n)", "sum / g.segment"),
+        ("keys past the last block are left out", "output", "whole * kSumBlock + part; r < keys", "keys; r < keys"),
+    ),
+    *_faults(
+        "pass2", replace(MEAN, tau=1000.0),
         ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
     ),
     *_faults(
@@ -184,6 +198,12 @@ FAULTS = [
     *_faults(
         ("pass1_sm90", "pass2_sm90"), replace(HOPPER, softcap=3.0),
         ("scores are not capped", "pass 1 state", "tanh_approx(s[i] * params.cap_scale)", "s[i] * params.cap_scale"),
+    ),
+    *_faults(
+        "pass2_sm90", replace(HOPPER, tau=1000.0),
+        ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
+        ("each segment has the first one's mean", "output", "tile.visited / params.tiles % params.geometry.segments()",
+         "1"),
     ),
     *_faults(
         "pass2_sm90", HOPPER,

@@ -233,7 +233,7 @@ def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
 
     monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
     monkeypatch.setattr(kernels, "render", broken)
-    with pytest.raises(S2OError, match=r"does not compile for sm_80:\n(.*\n)*rank_queries\.cu\(\d+\): error.*hed_dim"):
+    with pytest.raises(S2OError, match=r"does not compile for sm_80:\n(.*\n)*row_sums\.cuh\(\d+\): error.*hed_dim"):
         kernels.compile_all(["sm_80"])
 
 

@@ -136,8 +136,8 @@ def test_heads_that_share_a_chunk_s_keys_read_one_kv_head(case):
 
 def test_heads_take_even_turns_where_not_all_fit():
     """Not 28 and 4 of 32: a round of few tiles would leave most multiprocessors idle."""
-    problem = a_problem(1, 32, 8, 1 << 20, 1 << 20)
-    last = [chunk for chunk in plan_of(problem, S2OConfig(rank="mean")).chunks if chunk.first_segment == 1023]
+    problem = a_problem(1, 32, 8, 3 << 19, 3 << 19)
+    last = [chunk for chunk in plan_of(problem, S2OConfig(rank="mean")).chunks if chunk.first_segment == 1535]
     assert [(chunk.first_head, chunk.heads) for chunk in last] == [(0, 16), (16, 16)]
 
 
