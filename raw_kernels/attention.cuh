@@ -1,5 +1,5 @@
-// The portable attention tile (sm_80 and newer): 4 warps hold kBlockM query rows and walk a list of keys,
-// 64 at a time, with cp.async, ldmatrix and mma.sync. Pass 1 walks a contiguous range, pass 2 an index array;
+// The portable attention tile (sm_80 and newer): 4 or 8 warps hold kBlockM query rows and walk a list of keys,
+// kStep at a time, with cp.async, ldmatrix and mma.sync. Pass 1 walks a contiguous range, pass 2 an index array;
 // everything else is the same, so it is written once.
 //
 // Shared memory keeps rows of kHeadDim elements; the 16-byte chunk c of row r stands at c ^ (r & 7), which
@@ -10,11 +10,7 @@
 
 namespace s2o {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kStep = 64;  // keys of one step of the main loop
-
-template <class Element_, int kHeadDim_, int kBlockM_, int kStages_, bool kAligned_, bool kPaged_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kStages_, bool kAligned_, int kStep_, bool kPaged_>
 struct AttentionTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
@@ -22,13 +18,16 @@ struct AttentionTraits {
   static constexpr int kStages = kStages_;    // steps of K and of V in shared memory
   static constexpr bool kAligned = kAligned_; // every row starts on 16 bytes, and head_dim is a multiple of 8
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
-  static constexpr int kRowTiles = kBlockM / kWarps / 16;  // 16-row mma tiles of a warp
+  static constexpr int kStep = kStep_;        // keys of one step of the main loop
+  static constexpr int kRowTiles = kHeadDim <= 128 && kBlockM == 128 ? 2 : 1;  // 16-row mma tiles of a warp
+  static constexpr int kThreads = kBlockM / (16 * kRowTiles) * 32;
   static constexpr int kKeyTiles = kStep / 8;
   static constexpr int kDimTiles = kHeadDim / 8;
   static constexpr int kIndexSlots = 2 * kStages + 2;
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
   static_assert(kBlockM == 64 || kBlockM == 128, "a warp holds 16 or 32 query rows");
   static_assert(kAligned || !kPaged, "rows of a paged cache start on 16 bytes");
+  static_assert(kStep == 32 || kStep == 64, "64 bits hold a flag for each key of a step");
 
   struct Shared {
     uint16 q[kBlockM * kHeadDim];          // the tile's queries; at the end, its outputs
@@ -54,6 +53,7 @@ __device__ __forceinline__ uint32 chunk_address(uint32 tile, int row, int chunk)
 // Keys shared.first_key, shared.first_key + 1, ...
 template <class Traits>
 struct ContiguousKeys {
+  static constexpr int kStep = Traits::kStep;
   typename Traits::Shared& shared;
   int count;
   const Pages& pages;
@@ -71,6 +71,7 @@ struct ContiguousKeys {
 // The first `count` keys of shared.order; positions pass through a ring in shared memory.
 template <class Traits>
 struct OrderedKeys {
+  static constexpr int kStep = Traits::kStep;
   typename Traits::Shared& shared;
   int count;
   const Pages& pages;
@@ -95,7 +96,7 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
                                           const Keys& keys, int step) {
   const int64 row_stride = x.row;
   constexpr int kChunks = Traits::kHeadDim / 8;
-  constexpr int kRows = kStep * kChunks / kThreads;  // rows of a thread: 8 or 4, neighbours
+  constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
 #pragma unroll(Traits::kAligned ? kRows : 1)
   for (int i = 0; i < kRows; i += 4) {
@@ -121,7 +122,7 @@ template <class Traits>
 struct AttentionTile {
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
-  static constexpr int kRowTiles = Traits::kRowTiles;
+  static constexpr int kRowTiles = Traits::kRowTiles, kThreads = Traits::kThreads, kStep = Traits::kStep;
 
   float acc[kRowTiles][Traits::kDimTiles][4];
   float m[kRowTiles][2];     // running maximum of scale_log2 * score
@@ -213,7 +214,7 @@ struct AttentionTile {
     shared.order = order;
   }
 
-  // s[row, key] = scale_log2 * q k^T of one step
+  // s[row, key] = scale_log2 * q k^T of one step, or scale_log2 * tanh(cap_scale * q k^T)
   __device__ __forceinline__ void scores(float (&s)[kRowTiles][Traits::kKeyTiles][4], uint32 k_tile) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -245,7 +246,10 @@ struct AttentionTile {
 #pragma unroll
       for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][j][e] *= params.scale_log2;
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (spec::kSoftcap) s[i][j][e] = tanh_approx(s[i][j][e] * params.cap_scale);
+          s[i][j][e] *= params.scale_log2;
+        }
   }
 
   // Turns scores into weights, moves the state to the new maximum and packs the weights for the next product.
@@ -471,7 +475,7 @@ struct AttentionTile {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int position = query(row(i, h));
-        const RemainderWeights weights(position < 0 ? 0.f : scores[position], rest, m[i][h], l[i][h]);
+        const RemainderWeights weights(position < 0 ? 0.f : capped(params, scores[position]), rest, m[i][h], l[i][h]);
 #pragma unroll
         for (int d = 0; d < Traits::kDimTiles; ++d) {
           const float2 x = value[d * 4 + lane % 4];

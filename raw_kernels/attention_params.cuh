@@ -24,9 +24,10 @@ struct AttentionParams {
   int tiles;               // q tiles of a full segment
   int steps_per_tile;      // block_n / 64: the stop rule looks once a key tile (portable)
   int works;               // q tiles of the launch (Hopper)
-  float scale_log2;        // |scale| * log2(e)
+  float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;
+  float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
   Pages pages;             // of a paged cache
 };
 
@@ -44,6 +45,12 @@ struct RemainderWeights {
     l = l * acc + value;
   }
 };
+
+// A score in log2 units, under the cap where there is one.
+__device__ __forceinline__ float capped(const AttentionParams& p, float score) {
+  if constexpr (spec::kSoftcap) return p.scale_log2 * tanh_approx(score / p.scale_log2);
+  return score;
+}
 
 // The mean value, [width], of the candidates of a (head, segment) pair.
 __device__ __forceinline__ const float* mean_value(const AttentionParams& p, int head, int segment, int width) {

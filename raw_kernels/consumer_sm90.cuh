@@ -87,6 +87,10 @@ struct Consumer {
   // `limit + r` with kCausal.
   template <bool kCausal>
   __device__ __forceinline__ void softmax(int limit) {
+    if constexpr (spec::kSoftcap) {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[i] = tanh_approx(s[i] * params.cap_scale);
+    }
     const bool causal = kCausal && params.geometry.is_causal;
     const bool masked = limit + (causal ? group * 64 : 0) < kBlockN;
     if (masked) {
@@ -453,7 +457,8 @@ struct Consumer {
     const float* scores = params.remainder + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RemainderWeights weights(position[h] < 0 ? 0.f : scores[position[h]], rest, m[h], l[h]);
+      const float score = position[h] < 0 ? 0.f : capped(params, scores[position[h]]);
+      const RemainderWeights weights(score, rest, m[h], l[h]);
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) {
         const float2 x = value[d * 4 + lane % 4];

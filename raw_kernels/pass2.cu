@@ -27,7 +27,7 @@ __device__ __forceinline__ void pass2(const AttentionParams& params, typename Tr
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
-  const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * kStep;
+  const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * Traits::kStep;
   if (params.remainder && rest > 0) attention.add_remainder(rows, rest);
   attention.template store<false>(rows);
 }

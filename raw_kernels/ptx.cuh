@@ -19,6 +19,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Off by 2^-11 of the result or less.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }

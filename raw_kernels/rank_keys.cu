@@ -15,7 +15,9 @@
 
 namespace s2o {
 
-constexpr int kScoreRows = 16 * kWarps;  // (head, segment) rows of a block
+constexpr int kStep = 64;                // keys of a step
+constexpr int kScoreThreads = 128;
+constexpr int kScoreRows = 16 * kScoreThreads / 32;  // (head, segment) rows of a block
 constexpr int kScoreSteps = 8;           // key steps of a block
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / 32;
@@ -23,7 +25,7 @@ constexpr int kSortWarps = kSortThreads / 32;
 template <class Element_, int kHeadDim_, bool kAligned_, bool kPaged_>
 struct ScoreTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kStep = s2o::kStep, kThreads = kScoreThreads;
   static constexpr bool kAligned = kAligned_, kPaged = kPaged_;
   struct Shared {
     uint16 k[2][kStep * kHeadDim];

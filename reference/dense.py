@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "check_shapes", "compute_dtype", "dense_attention", "visible_keys", "weighted_sum"]
+__all__ = ["Array", "capped", "check_shapes", "compute_dtype", "dense_attention", "visible_keys", "weighted_sum"]
 
 Array = npt.NDArray[Any]
 
@@ -47,6 +47,11 @@ def visible_keys(rows: range, keys: range, offset: int) -> Array:
     return np.arange(keys.start, keys.stop) <= np.arange(rows.start, rows.stop)[:, None] + offset
 
 
+def capped(scores: Array, softcap: float) -> Array:
+    """softcap * tanh(scores / softcap), or the scores as they are where softcap is 0."""
+    return softcap * np.tanh(scores / softcap) if softcap else scores
+
+
 def weighted_sum(p: Array, v: Array, visible: Array | None = None) -> Array:
     """``p @ v`` in which a hidden element adds nothing, although 0 * NaN is NaN.
 
@@ -68,7 +73,7 @@ def weighted_sum(p: Array, v: Array, visible: Array | None = None) -> Array:
 
 @np.errstate(invalid="ignore", divide="ignore")
 def dense_attention(
-    q: Array, k: Array, v: Array, *, scale: float | None = None, is_causal: bool = True
+    q: Array, k: Array, v: Array, *, scale: float | None = None, softcap: float = 0.0, is_causal: bool = True
 ) -> tuple[Array, Array]:
     """softmax(scale * q @ k^T) @ v, exactly, in float64, a chunk of query rows at a time.
 
@@ -77,6 +82,7 @@ def dense_attention(
     q : [B, H, Lq, D], any float dtype
     k, v : [B, Hkv, Lk, D]; query head h reads KV head h // (H // Hkv)
     scale : float, default 1 / sqrt(D)
+    softcap : float, default 0 (off): softmax is then that of :func:`capped` scores
     is_causal : bool, default True; aligned bottom-right
 
     Returns
@@ -103,7 +109,7 @@ def dense_attention(
             visible = visible_keys(rows, keys, offset) if is_causal else None
             at, to = slice(rows.start, rows.stop), slice(keys.stop)
 
-            s = q[b, h, at].astype(np.float64) @ kh[to].T * scale  # [rows, keys]
+            s = capped(q[b, h, at].astype(np.float64) @ kh[to].T * scale, softcap)  # [rows, keys]
             if visible is not None:
                 s = np.where(visible, s, -np.inf)
             m = s.max(axis=-1, initial=-np.inf)  # [rows]

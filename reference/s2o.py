@@ -36,7 +36,7 @@ from ..spec import (
     Geometry,
     S2OConfig,
 )
-from .dense import Array, check_shapes, compute_dtype, visible_keys, weighted_sum
+from .dense import Array, capped, check_shapes, compute_dtype, visible_keys, weighted_sum
 
 __all__ = [
     "Result",
@@ -68,7 +68,7 @@ quiet = np.errstate(invalid="ignore", divide="ignore", over="ignore")  # NaN and
 class State(NamedTuple):
     """Online softmax of every query, in natural-log units."""
 
-    m: Array  # [B, H, Lq] running maximum of the scaled scores, -inf before any key
+    m: Array  # [B, H, Lq] running maximum of the scaled (and capped) scores, -inf before any key
     l: Array  # noqa: E741  [B, H, Lq] sum of exp(score - m)
     acc: Array  # [B, H, Lq, D] sum of exp(score - m) * v
 
@@ -376,7 +376,7 @@ def _update(
 
 
 @quiet
-def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float) -> State:
+def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float, softcap: float = 0.0) -> State:
     """Each query attends to its segment's visible keys and to the window (Algorithm 2)."""
     batch, heads, seqlen_q, _ = q.shape
     group = heads // k.shape[1]
@@ -394,7 +394,7 @@ def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float) -> Sta
             to = slice(keys.start, keys.stop)
             for b, h in np.ndindex(batch, heads):
                 at = (b, h, slice(rows.start, rows.stop))
-                s = q[at] @ k[b, h // group, to].T * scale  # [rows, keys]
+                s = capped(q[at] @ k[b, h // group, to].T * scale, softcap)  # [rows, keys]
                 if visible is not None:
                     s = np.where(visible, s, s.dtype.type(-np.inf))
                 m, mass, acc = state.m[at], state.l[at], state.acc[at]
@@ -429,6 +429,7 @@ def pass2(
     geometry: Geometry,
     config: S2OConfig,
     scale: float,
+    softcap: float = 0.0,
     *,
     visited: Array | None = None,
     stop_lag: int = 0,
@@ -476,7 +477,7 @@ def pass2(
             j = 0
             while j < end:
                 keys = k_order[n][b, h, j * block_n : (j + 1) * block_n]  # [K]
-                s = rows @ kh[keys].T * scale  # [M, K]
+                s = capped(rows @ kh[keys].T * scale, softcap)  # [M, K]
                 m, mass, acc, t, l0 = _update(m, mass, acc, s, vh[keys])
                 j += 1
                 if deciding and (t < config.tau * l0).all():
@@ -484,7 +485,7 @@ def pass2(
 
             rest = geometry.candidates(n) - j * block_n
             if rest > 0 and config.adds_remainder:
-                mean = rows @ mean_k[b, h // group] * scale  # [M]
+                mean = capped(rows @ mean_k[b, h // group] * scale, softcap)  # [M]
                 m, mass, acc = add_remainder(m, mass, acc, mean, rest, mean_v[b, h // group])
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
@@ -512,6 +513,7 @@ def s2o(
     config: S2OConfig,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
@@ -524,6 +526,9 @@ def s2o(
     config : S2OConfig
     scale : float, default 1 / sqrt(D). Ordering takes large q.k for important, so a negative scale is
         applied as -q with -scale, which is the same attention.
+    softcap : float, default 0 (off)
+        Scores become softcap * tanh(score / softcap) in both passes. Ordering, whose dot products nobody caps, does
+        not depend on it.
     is_causal : bool, default True; aligned bottom-right
     progress : called with (segments done, segments) during pass 2
 
@@ -546,6 +551,6 @@ def s2o(
 
     q_order = query_order(q, k, geometry)
     k_order = key_order(q, k, geometry, config, scale)
-    state1 = pass1(q, k, v, geometry, scale)
-    state2, visited = pass2(q, k, v, state1, q_order, k_order, geometry, config, scale, progress=progress)
+    state1 = pass1(q, k, v, geometry, scale, softcap)
+    state2, visited = pass2(q, k, v, state1, q_order, k_order, geometry, config, scale, softcap, progress=progress)
     return Result(*finish(state2), visited, q_order, k_order, state1)

@@ -79,7 +79,9 @@ def _diff(args: argparse.Namespace) -> int:
     from .progress import progress
 
     with progress("diff") as report:
-        found = diffing.diff(*qkv, config, scale=args.scale, is_causal=not args.no_causal, progress=report)
+        found = diffing.diff(
+            *qkv, config, scale=args.scale, softcap=args.softcap, is_causal=not args.no_causal, progress=report
+        )
     _print(args, {"ok": found.ok, **found.to_dict()}, lambda _: found.table())
     return OK if found.ok else FOUND
 
@@ -273,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_input(diff, "trace", "bfloat16")
     _add_config(diff, S2OConfig())
     diff.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
+    diff.add_argument("--softcap", type=float, default=0.0, help="cap of the scores (default: 0, none)")
     diff.add_argument("--no-causal", action="store_true", help="let every query see every key")
 
     command("info", _info, "versions, GPU and paths: what a bug report needs")

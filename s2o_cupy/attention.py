@@ -26,6 +26,7 @@ def s2o_attention(
     tau: float | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     layout: str = "BHSD",
     return_lse: bool = False,
@@ -45,7 +46,7 @@ def s2o_attention(
     Parameters
     ----------
     q : array, (batch, heads, seqlen_q, head_dim)
-        Queries. The batch axis may be left out of q, k and v alike. head_dim is 1 to 128.
+        Queries. The batch axis may be left out of q, k and v alike. head_dim is 1 to 256.
         float16 or bfloat16; on the CPU also float32 and float64.
     k, v : array, (batch, kv_heads, seqlen_k, head_dim)
         Keys and values of q's dtype; heads is a multiple of kv_heads (grouped-query attention).
@@ -58,12 +59,14 @@ def s2o_attention(
         64 up to 1024.
     scale : float, optional
         Finite factor of the scores; default 1 / sqrt(head_dim).
+    softcap : float, default 0
+        Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 leaves them as they are. 0.001 to 1e6.
     is_causal : bool, default True
         Query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right); seqlen_k >= seqlen_q.
     layout : {"BHSD", "BSHD"}, default "BHSD"
         Order of the axes of q, k, v and the output; "BSHD" is (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
-        Also return the log-sum-exp of each row's scores.
+        Also return the log-sum-exp of each row's scores, capped ones with ``softcap``.
     return_stats : bool, default False
         Also return what was visited.
     out : array, optional
@@ -123,8 +126,8 @@ def s2o_attention(
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
     return attend(
-        q, k, v, config=parse_config(config, tau), scale=scale, is_causal=is_causal, layout=layout,
-        return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend,
+        q, k, v, config=parse_config(config, tau), scale=scale, softcap=softcap, is_causal=is_causal,
+        layout=layout, return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend,
     )  # fmt: skip
 
 
@@ -135,6 +138,7 @@ def attend(
     *,
     config: S2OConfig,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     layout: str = "BHSD",
     return_lse: bool = False,
@@ -154,7 +158,7 @@ def attend(
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
-        is_causal, scale,
+        is_causal, scale, softcap,
     )  # fmt: skip
     host = backend == "numpy"
     run = _run_reference if host else _run_kernels

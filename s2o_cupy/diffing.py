@@ -25,6 +25,7 @@ Progress = Callable[[int, int], None]
 # Relative size of half a unit in the last place.
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT32 = 2.0**-24
+TANH_UNIT = 2.0**-11  # of tanh.approx
 SURVEY_SLACK = 0.02
 
 
@@ -106,6 +107,7 @@ def diff(
     config: S2OConfig | None = None,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     progress: Progress | None = None,
 ) -> DiffReport:
@@ -115,7 +117,7 @@ def diff(
     ----------
     q, k, v : arrays, (batch, heads, seqlen_q, head_dim) and (batch, kv_heads, seqlen_k, head_dim), or without batch
         float16 or bfloat16, on the host (NumPy, ml_dtypes.bfloat16) or on the GPU (CuPy).
-    config, scale, is_causal : as for `s2o_attention`
+    config, scale, softcap, is_causal : as for `s2o_attention`
     progress : called with (done, total)
 
     Returns
@@ -146,6 +148,7 @@ def diff(
         layout="BHSD",
         is_causal=is_causal,
         scale=scale,
+        softcap=softcap,
     )
     if problem.empty or problem.seqlen_k == 0:
         raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
@@ -277,7 +280,7 @@ def compare(
     unit = UNIT[problem.dtype]
     geometry, segments = problem.geometry(config), problem.geometry(config).segments
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    scale = problem.scale
+    scale, softcap = problem.scale, problem.softcap
     if scale < 0:
         q, scale = -q, -scale
     group, head_dim = problem.heads // problem.kv_heads, problem.head_dim
@@ -347,17 +350,17 @@ def compare(
     rows.integers("key order", flat, int((flat > 0).sum()), "exact")
     step()
 
-    # Pass 1. A score is off by head_dim roundings of its products' sum; exp2 and the sum add a few more.
-    state1 = s2o.pass1(q, k, v, geometry, scale)
+    # Pass 1. A score is off by head_dim roundings of its products' sum, and by tanh; exp2 and the sum add a few more.
+    state1 = s2o.pass1(q, k, v, geometry, scale, softcap)
     o1, lse1 = s2o.finish(state1)
-    reach = _score_error(q, k, group, head_dim, scale)  # [B, H, Lq] absolute error of a row's scores
+    reach = _score_error(q, k, group, head_dim, scale, softcap)  # [B, H, Lq] absolute error of a row's scores
     with np.errstate(divide="ignore", invalid="ignore"):
         m1, l1 = stages.m1.astype(np.float64), stages.l1.astype(np.float64)
         gpu_lse1 = np.where(l1 == 0, -np.inf, m1 + np.log(l1))
     rows.floats("pass 1 state", gpu_lse1, lse1, _lse_allowed(lse1, reach), "m + ln(l)")
-    weight1 = s2o.finish(s2o.pass1(q, k, np.abs(v), geometry, scale))[0]  # sum p |v| / l
+    weight1 = s2o.finish(s2o.pass1(q, k, np.abs(v), geometry, scale, softcap))[0]  # sum p |v| / l
     # One rounding of p and one of the output.
-    error1 = 2 * unit + 2 * reach[..., None] + 2.0**-18
+    error1 = 2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18
     rows.floats("pass 1 output", stages.o1, o1, weight1 * error1 + smallest)
     step()
 
@@ -366,7 +369,7 @@ def compare(
     arguments = (state1, stages.q_order, stages.k_order, geometry)
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
-        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, stop_lag=stages.stop_lag)[1]
+        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, softcap, stop_lag=stages.stop_lag)[1]
         for factor in (1 + slack, 1 - slack)
     )
     outside = (stages.visited < earliest) | (stages.visited > latest)
@@ -375,10 +378,10 @@ def compare(
     step()
 
     # Output given orders and stops: as pass 1, and the hand-over rounds once more.
-    o, lse = s2o.finish(s2o.pass2(q, k, v, *arguments, config, scale, visited=stages.visited)[0])
-    absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale)
+    o, lse = s2o.finish(s2o.pass2(q, k, v, *arguments, config, scale, softcap, visited=stages.visited)[0])
+    absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
     weight = s2o.finish(
-        s2o.pass2(q, k, np.abs(v), absolute1, *arguments[1:], config, scale, visited=stages.visited)[0]
+        s2o.pass2(q, k, np.abs(v), absolute1, *arguments[1:], config, scale, softcap, visited=stages.visited)[0]
     )[0]
     rows.floats("output", stages.o, o, weight * (error1 + unit) + smallest)
     rows.floats("lse", stages.lse, lse, _lse_allowed(lse, reach))
@@ -411,12 +414,14 @@ def _without_values(state: Any) -> Any:
     return type(state)(state.m, state.l, np.zeros_like(state.acc[..., :1]))
 
 
-def _score_error(q: Array, k: Array, group: int, head_dim: int, scale: float) -> Array:
-    """Bound [B, H, Lq] on the float32 rounding of scale * q . k over all keys, in nats."""
+def _score_error(q: Array, k: Array, group: int, head_dim: int, scale: float, softcap: float) -> Array:
+    """Bound [B, H, Lq] on the error of a row's scores over all keys, in nats: float32 rounding of scale * q . k, which
+    tanh, nowhere steeper than 1, does not enlarge, and tanh's own."""
     with np.errstate(invalid="ignore", over="ignore"):
         longest = np.linalg.norm(np.where(np.isfinite(k), k, 0), axis=-1).max(axis=-1)  # [B, Hkv]
         mine = np.linalg.norm(np.where(np.isfinite(q), q, 0), axis=-1)  # [B, H, Lq]
-        return abs(scale) * mine * np.repeat(longest, group, axis=1)[..., None] * (head_dim + 4) * UNIT32
+        largest = abs(scale) * mine * np.repeat(longest, group, axis=1)[..., None]  # of a row's scores
+        return largest * (head_dim + 4) * UNIT32 + np.minimum(largest, softcap) * (TANH_UNIT + 4 * UNIT32)
 
 
 def _lse_allowed(lse: Array, reach: Array) -> Array:

@@ -50,6 +50,7 @@ ATTENTION_PARAMS = np.dtype(
         ("scale_log2", "f4"),
         ("sign_mask", "u4"),
         ("tau", "f4"),
+        ("cap_scale", "f4"),
         ("pages", _PAGES),
     ],
     align=True,
@@ -125,15 +126,19 @@ class _Family:
     params: np.dtype[Any]
     params_type: str
     threads: int
-    blocks_per_multiprocessor: int | str  # that the registers must allow; a string is CUDA C++
+    blocks_per_multiprocessor: int | str  # that the registers must allow; a string is CUDA C++ as traits is
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
 
 
-_ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {paged}>"
+_ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {step}, {paged}>"
 FAMILIES = {
-    "pass1": _Family("pass1.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
-    "pass2": _Family("pass2.cu", ATTENTION_PARAMS, "AttentionParams", 128, 2, _ATTENTION_TRAITS),
+    **{
+        name: _Family(
+            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 128, "256 / {threads}", _ATTENTION_TRAITS
+        )
+        for name in ("pass1", "pass2")
+    },
     **{
         name: _Family(
             f"{name}.cu", params, struct, 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>", "sm_90a"
@@ -159,12 +164,13 @@ FAMILIES = {
         for name in ("block_sums", "candidate_means")
     },
     "key_scores": _Family(
-        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 ? 2 : 3)",
+        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)",
         "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>",
     ),
     **{
         name: _Family(
-            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256, "(__CUDA_ARCH__ == 900 ? 2 : 1)",
+            "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256,
+            "(__CUDA_ARCH__ == 900 && {head_dim} <= 128 && !{paged} ? 2 : 1)",
             f"FineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
         )
         for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
@@ -189,16 +195,24 @@ class Kernel:
 
     function: str
     dtype: str = "bfloat16"
-    head_dim: int = 128  # padded: 64 or 128
+    head_dim: int = 128  # padded: 64, 128 or 256
     aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
     block_m: int = 128
     stages: int = 2
+    step: int = 64  # keys of a step of the main loop
+    softcap: bool = False  # scores are capped
     paged: bool = False  # k and v are a paged cache
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
 
     @property
     def family(self) -> _Family:
         return FAMILIES[self.function]
+
+    @property
+    def threads(self) -> int:
+        """Of a block. A warp of the portable passes holds the accumulators of 32 rows of 128, or of 16 of 256."""
+        wide = "{block_m}" in (self.family.traits or "") and self.head_dim * self.block_m > 128 * 128
+        return self.family.threads * (2 if wide else 1)
 
     @property
     def name(self) -> str:
@@ -210,8 +224,12 @@ class Kernel:
             parts.append(f"m{self.block_m}")
         if "{stages}" in traits:
             parts.append(f"s{self.stages}")
+        if "{step}" in traits and self.step != 64:
+            parts.append(f"k{self.step}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
+        if self.softcap:
+            parts.append("softcap")
         if self.paged:
             parts.append("paged")
         return "-".join(parts)
@@ -240,6 +258,7 @@ def render(kernel: Kernel) -> str:
     """The complete CUDA C++ text of a kernel."""
     family = kernel.family
     constants = "\n".join(f"inline constexpr int {name} = {value};" for name, value in KERNEL_CONSTANTS.items())
+    constants += f"\ninline constexpr bool kSoftcap = {str(kernel.softcap).lower()};"
     fields = {
         "element": f"s2o::{ELEMENTS[kernel.dtype]}",
         "head_dim": kernel.head_dim,
@@ -247,8 +266,11 @@ def render(kernel: Kernel) -> str:
         "stages": kernel.stages,
         "aligned": str(kernel.aligned).lower(),
         "paged": str(kernel.paged).lower(),
+        "step": kernel.step,
+        "threads": kernel.threads,
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
+    blocks = str(family.blocks_per_multiprocessor).format(**fields)
     plain = {"key_counts": "s2o::CountShared", "key_bases": "s2o::BaseShared", "key_order": "s2o::SortShared"}
     shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
@@ -263,7 +285,7 @@ def render(kernel: Kernel) -> str:
             '"plan.py counts the shared memory differently");',
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
-            f'extern "C" __global__ void __launch_bounds__({family.threads}, {family.blocks_per_multiprocessor})',
+            f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {blocks})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             "  extern __shared__ __align__(1024) unsigned char shared[];",
             f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",

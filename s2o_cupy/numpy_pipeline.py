@@ -24,7 +24,7 @@ def run(
 ) -> np.ndarray | None:  # visited, int32 [batch, heads, segments, tiles]
     """float16 and bfloat16 are computed in float32 and rounded once, in the output."""
     q, k, v = (_blas_ready(x) for x in (q, k, v))
-    result = s2o.s2o(q, k, v, config, scale=problem.scale, is_causal=problem.is_causal)
+    result = s2o.s2o(q, k, v, config, scale=problem.scale, softcap=problem.softcap, is_causal=problem.is_causal)
     out[...] = result.o
     if lse is not None:
         lse[...] = result.lse

@@ -33,6 +33,7 @@ def s2o_attention_paged(
     tau: float | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     layout: str = "NHD",
     return_lse: bool = False,
@@ -65,7 +66,7 @@ def s2o_attention_paged(
         Order of the axes of a page; "HND" is (pages, kv_heads, page_size, head_dim).
     return_stats : bool, default False
         As of `s2o_attention`; all sequences must be of one length.
-    tau, config, scale, is_causal, return_lse, out, stream, backend
+    tau, config, scale, softcap, is_causal, return_lse, out, stream, backend
         As of `s2o_attention`.
 
     Returns
@@ -110,7 +111,7 @@ def s2o_attention_paged(
     for length in {longest, *lengths}:
         of_k = (shape[0], kv_heads, length, head_dim)
         problems[length] = cached_validate(
-            (shape, of_k, of_k), (framework.dtype(q),) * 3, config, backend, "BHSD", is_causal, scale
+            (shape, of_k, of_k), (framework.dtype(q),) * 3, config, backend, "BHSD", is_causal, scale, softcap
         )
     run = functools.partial(_run, framework, problems, lengths, config, LAYOUTS[layout], host)
     return with_outputs(

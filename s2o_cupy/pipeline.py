@@ -202,7 +202,7 @@ class _Program:
                 delta.append(further)
             function = kernels.load(step.kernel, device)
             launch = (
-                function.kernel.ptr, step.blocks, 1, 1, step.kernel.family.threads, 1, 1, step.kernel.shared_bytes
+                function.kernel.ptr, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes
             )  # fmt: skip
             self.steps.append((launch, self.addresses.ctypes.data + 8 * i, step))
         self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)

@@ -15,6 +15,7 @@ from .spec import KEY_BUCKETS, ORDER_BUCKETS, SORT_PART, STOP_LAG, SURVEY_SAMPLE
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
+HEAD_DIMS = (64, 128, 256)  # that kernels are compiled for
 STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
@@ -118,22 +119,28 @@ class LaunchPlan:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return next(padded for padded in HEAD_DIMS if head_dim <= padded)
 
 
-def _attention_shared(head_dim: int, block_m: int, stages: int) -> int:
+def _attention_shared(head_dim: int, block_m: int, stages: int, step: int = STEP) -> int:
     """sizeof(AttentionTraits::Shared)."""
-    tiles = (block_m + 2 * stages * STEP) * head_dim * 2
-    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * STEP * 4, block_m * 4, 8, 4 * 8, 8
+    tiles = (block_m + 2 * stages * step) * head_dim * 2
+    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * step * 4, block_m * 4, 8, 4 * 8, 8
     return tiles + ring + p_column + nonfinite + pointers + first_key
 
 
-def _blocks(head_dim: int, block_m: int, stages: int, limits: DeviceLimits) -> int:
-    """Blocks that shared memory allows on a multiprocessor, of the two that registers do."""
+def _blocks(head_dim: int, block_m: int, stages: int, limits: DeviceLimits, step: int = STEP) -> int:
+    """Blocks that shared memory allows on a multiprocessor, of the one or two that registers do."""
     reserved = 1024  # of each block, by the driver
-    size = _attention_shared(head_dim, block_m, stages)
+    size = _attention_shared(head_dim, block_m, stages, step)
     fits = size <= limits.shared_per_block
-    return min(2, limits.shared_per_multiprocessor // (size + reserved)) if fits else 0
+    most = 2 if head_dim * block_m <= 128 * 128 else 1
+    return min(most, limits.shared_per_multiprocessor // (size + reserved)) if fits else 0
+
+
+def step_for(head_dim: int, block_m: int, limits: DeviceLimits) -> int:
+    """Keys of a step: half as many where shared memory holds no other of them beside the queries."""
+    return STEP if _blocks(head_dim, block_m, 1, limits) else STEP // 2
 
 
 def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool = True) -> int:
@@ -141,19 +148,24 @@ def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool 
 
     Without alignment copies are synchronous, and a second step is only taken where two blocks have room for it.
     """
-    blocks = {stages: _blocks(head_dim, block_m, stages, limits) for stages in range(1, MAX_STAGES + 1)}
+    step = step_for(head_dim, block_m, limits)
+    blocks = {stages: _blocks(head_dim, block_m, stages, limits, step) for stages in range(1, MAX_STAGES + 1)}
     wanted = max(blocks.values()) if aligned else 2
     return max((stages for stages, n in blocks.items() if n >= wanted), default=1)
 
 
 def _attention(
-    function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits, paged: bool = False
-) -> Kernel:
-    stages = stages_for(head_dim, block_m, limits, aligned)
-    shared = _attention_shared(head_dim, block_m, stages)
-    return Kernel(function, dtype, head_dim, aligned, block_m, stages, paged, shared)
+    function: str, dtype: str, head_dim: int, aligned: bool, block_m: int, limits: DeviceLimits, softcap: bool = False,
+    paged: bool = False,
+) -> Kernel:  # fmt: skip
+    stages, step = stages_for(head_dim, block_m, limits, aligned), step_for(head_dim, block_m, limits)
+    shared = _attention_shared(head_dim, block_m, stages, step)
+    return Kernel(
+        function, dtype, head_dim, aligned, block_m, stages, step, softcap=softcap, paged=paged, shared_bytes=shared
+    )
 
 
+HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
 SMALLEST_BOX = 64  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
@@ -173,7 +185,7 @@ def page_box(geometry: Geometry, page_size: int) -> int:
     return 0 if box < SMALLEST_BOX or starts % box else box
 
 
-def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
+def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
     item = 8 * 4
@@ -181,7 +193,9 @@ def _hopper(function: str, dtype: str, head_dim: int, paged: bool = False) -> Ke
     barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
-    return Kernel(function, dtype, head_dim, stages=HOPPER_STAGES, paged=paged, shared_bytes=shared)
+    return Kernel(
+        function, dtype, head_dim, stages=HOPPER_STAGES, softcap=softcap, paged=paged, shared_bytes=shared
+    )
 
 
 def hopper_refusal(
@@ -190,6 +204,8 @@ def hopper_refusal(
     """Why the Hopper kernels cannot run a problem, or None."""
     if limits.compute_capability != 90:
         return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
+    if problem.head_dim > HOPPER_HEAD_DIMS[-1]:
+        return f"head_dim is {problem.head_dim}, above {HOPPER_HEAD_DIMS[-1]}"
     if not aligned:
         return "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple of 8"
     if not compact:
@@ -203,9 +219,12 @@ def hopper_refusal(
     return None
 
 
-def pass1_block_m(compute_capability: int) -> int:
-    """Query rows of a portable pass-1 tile. With 128, ptxas of some CUDA versions spills registers for sm_120."""
-    return 64 if compute_capability >= 120 else 128
+def pass1_block_m(head_dim: int, limits: DeviceLimits) -> int:
+    """Query rows of a portable pass-1 tile. With 128 of head_dim 128, ptxas of some CUDA versions spills registers
+    for sm_120. Of head_dim 256 a multiprocessor runs two blocks of 64 rows, or else one of 128."""
+    if head_dim > 128:
+        return 64 if _blocks(head_dim, 64, 1, limits) == 2 else 128
+    return 64 if limits.compute_capability >= 120 else 128
 
 
 def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int, paged: bool = False) -> Kernel:
@@ -230,7 +249,7 @@ def _hopper_key_scores(dtype: str, head_dim: int, paged: bool = False) -> Kernel
 
 def _rank_fine(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """Its shared memory is sizeof(FineTraits::Shared)."""
-    warps, tiles = RANK_THREADS // 32, 1 if function == "survey" else 2
+    warps, tiles = RANK_THREADS // 32, 1 if function == "survey" or head_dim > 128 else 2
     rows, parts = 16 * tiles * warps * head_dim * 2, 4 * warps * STEP * 4
     shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4
     return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
@@ -259,26 +278,31 @@ def _key_order() -> Kernel:
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
-    """Every kernel that `make_plan` may choose on an architecture."""
+    """Every kernel that `make_plan` may choose on an architecture; of capped scores from a paged cache, which differ from
+    others in what these two do alone, only those of bfloat16 and head_dim 128."""
     limits = DeviceLimits.of_architecture(compute_capability)
-    block_m1 = pass1_block_m(compute_capability)
+    caps = lambda dtype, head_dim, paged: (  # noqa: E731
+        (False, True) if not paged or (dtype, head_dim) == ("bfloat16", 128) else (False,)
+    )
     kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
-    for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
+    for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
         for name, paged in itertools.product(("block_sums", "candidate_means"), (False, True)):
             kernels.append(_remainder(name, dtype, head_dim, paged))
         for name, paged in itertools.product(("survey", "fine_norms", "fine_scores"), (False, True)):
             kernels.append(_rank_fine(name, dtype, head_dim, paged))
+        passes = [("pass1", pass1_block_m(head_dim, limits)), *(("pass2", block_m) for block_m in GPU_BLOCK_M)]
         for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
             kernels.append(_key_scores(dtype, head_dim, aligned, paged))
-            for name, block_m in (("pass1", block_m1), *(("pass2", block_m) for block_m in GPU_BLOCK_M)):
-                kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, paged))
+            for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, paged)):
+                kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, softcap, paged))
     if compute_capability == 90:
-        for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), (64, 128), (False, True)):
-            kernels += [_hopper(name, dtype, head_dim, paged) for name in ("pass1_sm90", "pass2_sm90")]
-            if paged:
-                kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, paged))
+        for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
+            for softcap in caps(dtype, head_dim, paged):
+                kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
+                if paged:
+                    kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, softcap, paged))
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
@@ -367,7 +391,7 @@ def make_plan(
     if dense:  # one segment, whose own keys and window are all keys
         geometry = replace(geometry, segment=max(1, problem.seqlen_q), window=problem.seqlen_k)
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
-    block_m1 = pass1_block_m(limits.compute_capability)
+    block_m1 = pass1_block_m(head_dim, limits)
     sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()  # at most MAX_SEGMENT
     assert config.coarse.representatives is not None
     tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(block_m1)
@@ -380,17 +404,17 @@ def make_plan(
     map_rows = page_box(geometry, page_size) if paged else HOPPER_BLOCK
     key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
     fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
-    refusal = hopper_refusal(problem, config, limits, aligned, compact)
+    refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     if config.path == "portable" or refusal:
         path = "portable"
-        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, paged)
-        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, paged)
+        pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, softcap, paged)
+        pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, softcap, paged)
     else:
         path = "hopper"
         name1 = "pass1_gathered_sm90" if paged and not map_rows else "pass1_sm90"
-        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, paged) for name in (name1, "pass2_sm90"))
+        pass1, pass2 = (_hopper(name, problem.dtype, head_dim, softcap, paged) for name in (name1, "pass2_sm90"))
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
         if config.coarse.representatives == 1:
             key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)

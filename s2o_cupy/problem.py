@@ -14,7 +14,7 @@ from typing import Any
 
 from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
 
-__all__ = ["cached_validate", "BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
+__all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
 BACKEND_DTYPES = {
@@ -24,6 +24,7 @@ BACKEND_DTYPES = {
 GPU_BLOCK_M = (64, 128)
 GPU_BLOCK_N_UNIT, GPU_BLOCK_N_MAX = 64, 1024
 MAX_SCALE = 1e38  # what float32 holds, and room for a factor of log2(e)
+MIN_SOFTCAP, MAX_SOFTCAP = 1e-3, 1e6  # less leaves no score, more changes none beyond the rounding of tanh
 MAX_SEQLEN = 2**31 - 2**14  # positions are int32; kernels round them up to segments and tiles
 
 Shape = tuple[int, ...]
@@ -42,6 +43,7 @@ class Problem:
     dtype: str
     is_causal: bool
     scale: float
+    softcap: float = 0.0
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -73,6 +75,7 @@ def validate(
     layout: str = "BHSD",
     is_causal: bool = True,
     scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Problem:
     """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``.
 
@@ -93,6 +96,7 @@ def validate(
         dtype=_check_dtypes(dtypes, backend),
         is_causal=_check_causal(is_causal),
         scale=_check_scale(scale, q[3]),
+        softcap=check_softcap(softcap),
     )
     _check_sizes(problem, q, k, v)
     if backend == "cupy":
@@ -103,22 +107,23 @@ def validate(
 @functools.lru_cache(maxsize=256, typed=True)  # typed: 1 is not True
 def _validate(
     shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, layout: str, is_causal: bool,
-    scale: float | None,
+    scale: float | None, softcap: float,
 ) -> Problem:  # fmt: skip
     return validate(
-        shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale
+        shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
     )
 
 
 def cached_validate(shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, *options: Any) -> Problem:
-    """`validate`, remembered; ``options``: backend, layout, is_causal, scale."""
+    """`validate`, remembered; ``options``: backend, layout, is_causal, scale, softcap."""
     try:
         return _validate(shapes, dtypes, config, *options)
     except TypeError:  # not accepted, or not hashable, which validate has better words for
-        backend, layout, is_causal, scale = options
+        backend, layout, is_causal, scale, softcap = options
         return validate(
-            shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale
-        )
+            shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale,
+            softcap=softcap,
+        )  # fmt: skip
 
 
 def _check_layout(layout: Any) -> None:
@@ -184,6 +189,20 @@ def _check_scale(scale: Any, head_dim: int) -> float:
             f"s2o_attention: scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, "
             "or None for 1 / sqrt(head_dim)"
         )
+    return value
+
+
+def check_softcap(softcap: Any) -> float:
+    """``softcap`` as a float, or an error that says what is accepted."""
+    accepted = f"accepted: 0 (off), or a number from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}"
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        raise TypeError(f"s2o_attention: softcap is {softcap!r} ({type(softcap).__name__}); {accepted}")
+    try:
+        value = float(softcap)
+    except OverflowError:  # an integer beyond any float
+        value = math.inf
+    if not (value == 0 or MIN_SOFTCAP <= value <= MAX_SOFTCAP):  # NaN fails too
+        raise ValueError(f"s2o_attention: softcap is {softcap}; {accepted}")
     return value
 
 

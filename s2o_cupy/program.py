@@ -13,8 +13,8 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, STEP, SUM_KEYS, Chunk, LaunchPlan
-from .problem import Problem
+from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, SUM_KEYS, Chunk, LaunchPlan
+from .problem import MAX_SCALE, Problem
 from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
@@ -186,11 +186,12 @@ class _Builder:
                 p.heads,
                 p.kv_heads,
                 tiles,
-                max(1, self.config.block_n // STEP),
+                max(1, self.config.block_n // kernel.step),
                 works,
-                abs(p.scale) * LOG2E,
+                (p.softcap or abs(p.scale)) * LOG2E,
                 0x80008000 if p.scale < 0 else 0,
                 self.config.tau,
+                min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
                 self.pages,
             ),
             kernels.ATTENTION_PARAMS,

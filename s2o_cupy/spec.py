@@ -47,7 +47,7 @@ STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
 PATHS = ("auto", "portable", "hopper")
 REMAINDERS = ("mean", "none")
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a segment's query scores are sorted in shared memory, 8 bytes each
 MAX_REPRESENTATIVES = {"max": 64, "auto": 256}
 RANKS = ("mean", "max", "auto")

@@ -28,6 +28,7 @@ def s2o_attention_varlen(
     tau: float | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     return_lse: bool = False,
     return_stats: bool = False,
@@ -51,7 +52,7 @@ def s2o_attention_varlen(
         is refused. A graph keeps the lengths that it was captured with.
     cu_seqlens_k : like cu_seqlens_q, optional
         The same for k and v; default ``cu_seqlens_q``.
-    tau, config, scale, stream, backend
+    tau, config, scale, softcap, stream, backend
         As in :func:`s2o_cupy.s2o_attention`; the same for all sequences.
     is_causal : bool, default True
         Aligned bottom-right in each sequence, which then has at least as many keys as queries.
@@ -101,7 +102,7 @@ def s2o_attention_varlen(
     backend = parse_backend(backend, device, stream)
     shapes = tuple(map(framework.shape, (q, k, v)))
     dtypes = tuple(map(framework.dtype, (q, k, v)))
-    base = check_packed(shapes, dtypes, config, backend, is_causal, scale)
+    base = check_packed(shapes, dtypes, config, backend, is_causal, scale, softcap)
     parse_starts = functools.partial(parse_integers, "s2o_attention_varlen", axis="batch + 1")
     starts_q = parse_starts("cu_seqlens_q", cu_seqlens_q)
     starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
@@ -171,8 +172,9 @@ Work = list[tuple[Sequence, Output | None]]  # sequences, and where visited goes
 
 
 def check_packed(
-    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, is_causal: Any, scale: Any
-) -> Problem:
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, is_causal: Any, scale: Any,
+    softcap: Any,
+) -> Problem:  # fmt: skip
     """What all sequences have in common: a problem without queries and keys."""
     for name, shape in zip("qkv", shapes, strict=True):
         if len(shape) != 3:
@@ -187,7 +189,7 @@ def check_packed(
             "(total_k, kv_heads, head_dim); accepted: the same shape for both"
         )
     without_rows = tuple((0, *shape[1:]) for shape in shapes)
-    return cached_validate(without_rows, dtypes, config, backend, "BSHD", is_causal, scale)
+    return cached_validate(without_rows, dtypes, config, backend, "BSHD", is_causal, scale, softcap)
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model share it

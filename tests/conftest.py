@@ -15,7 +15,7 @@ import pytest
 
 from s2o_cupy import S2OConfig, plan, s2o_attention
 from s2o_cupy.metrics import rel_l2
-from s2o_cupy.reference.dense import dense_attention
+from s2o_cupy.reference.dense import capped, dense_attention
 
 # Tests are short, and most are about S2O: without the shortcut to dense attention unless they ask for it.
 plan.DENSE_UP_TO = 0
@@ -103,7 +103,14 @@ class Device:
         """
         exact = self.exact(q, k, v, **options)
         low = _low_precision(*(x.astype(self.dtype) for x in (q, k, v)), **options)
-        return 2 * rel_l2(low, exact) + 4 * float(np.finfo(np.float32).eps)
+        tolerance = 2 * rel_l2(low, exact) + 4 * float(np.finfo(np.float32).eps)
+        return tolerance + (self._tanh_error(q, k, v, exact, **options) if options.get("softcap") else 0)
+
+    def _tanh_error(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, exact: np.ndarray, **options: Any) -> float:
+        """What tanh.approx adds: each score is off by e = 2^-11 softcap or less, so each weight and their sum by a
+        factor between exp(-e) and exp(e), and the output by expm1(2 e) of the weighted sum of absolute values."""
+        absolute = self.exact(q, k, np.abs(v), **options)
+        return float(np.expm1(2 * 2.0**-11 * options["softcap"]) * np.linalg.norm(absolute) / np.linalg.norm(exact))
 
     def assert_dense(self, o: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> None:
         """``o`` is dense attention within the tolerance, and every element was written."""
@@ -112,12 +119,19 @@ class Device:
 
 
 def _low_precision(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, scale: float | None = None, is_causal: bool = True
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    is_causal: bool = True,
 ) -> np.ndarray:
     dtype, group = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))  # [B, H, Lk, D]
     s = q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5 if scale is None else scale)  # [B, H, Lq, Lk]
+    s = capped(s, softcap)
     if is_causal:
         seqlen_q, seqlen_k = s.shape[-2:]
         s = np.where(np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool), s, np.float32(-np.inf))

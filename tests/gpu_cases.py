@@ -33,6 +33,7 @@ class Case:
     head_dim: int = 64
     is_causal: bool = True
     scale: float | None = None
+    softcap: float = 0.0
     segment: int = 128
     tau: float = 0.05
     block_m: int = 128
@@ -55,6 +56,7 @@ class Case:
             backend="cupy",
             is_causal=self.is_causal,
             scale=self.scale,
+            softcap=self.softcap,
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -81,13 +83,14 @@ class Case:
         """Whether the Hopper kernels take it."""
         elsewhere = self.arrange in ("one element in", "odd row stride", "sequence backwards")
         tiles = (self.block_m, self.block_n) == (128, 128)
-        return tiles and self.head_dim % 8 == 0 and not elsewhere and (self.scale is None or self.scale > 1e-37)
+        head_dim = self.head_dim <= 128 and self.head_dim % 8 == 0
+        return tiles and head_dim and not elsewhere and (self.scale is None or self.scale > 1e-37)
 
 
 CASES: dict[str, Case] = {
     f"{dtype}, head_dim {head_dim}": Case(dtype=dtype, head_dim=head_dim)
     for dtype in DTYPES
-    for head_dim in (1, 8, 33, 64, 72, 80, 96, 127, 128)
+    for head_dim in (1, 8, 33, 64, 72, 80, 96, 127, 128, 129, 136, 192, 256)
 }
 _CHANGES: tuple[dict[str, Any], ...] = (
     # Lengths around tiles and segments.
@@ -113,8 +116,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"block_n": 192, "seqlen_q": 1000},
     {"block_n": 1024, "seqlen_q": 1500, "segment": 256},
     {"block_m": 64, "block_n": 192, "segment": 100, "seqlen_q": 777},
+    {"block_m": 64, "head_dim": 256},
+    {"block_m": 64, "block_n": 64, "head_dim": 160, "segment": 100, "seqlen_q": 777},
+    {"block_n": 192, "head_dim": 256, "seqlen_q": 1000},
     # Stopping.
     {"tau": 0.0, "head_dim": 128},
+    {"tau": 0.0, "head_dim": 256},
     {"tau": 1e-3, "head_dim": 128, "seqlen_q": 900},
     {"tau": 10.0, "seqlen_q": 900},
     {"tau": INF, "seqlen_q": 900},
@@ -125,6 +132,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"batch": 2, "heads": 1, "kv_heads": 1, "seqlen_q": 300},
     # Without causality.
     {"is_causal": False, "head_dim": 128},
+    {"is_causal": False, "head_dim": 256},
     {"is_causal": False, "seqlen_q": 300, "seqlen_k": 700},
     {"is_causal": False, "seqlen_q": 700, "seqlen_k": 300},
     {"is_causal": False, "seqlen_q": 130, "seqlen_k": 2},
@@ -136,9 +144,24 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"scale": -0.1, "options": {"rank": "max"}},
     {"scale": 1.0},
     {"scale": 1e-40},  # 0 in float32
+    # Capped scores.
+    *(
+        {"softcap": 5.0, "head_dim": head_dim, "dtype": dtype, "tau": 0.2, "seqlen_q": 900}
+        for head_dim in (64, 128, 256)
+        for dtype in DTYPES
+    ),
+    *({"softcap": softcap, "head_dim": 128, "scale": 1.0} for softcap in (1e-3, 50.0, 1e6)),
+    {"softcap": 2.0, "scale": -0.3, "head_dim": 80, "options": {"window": 30}},
+    {"softcap": 2.0, "block_m": 64, "block_n": 64, "head_dim": 128, "tau": 0.1, "seqlen_q": 700},
+    {"softcap": 2.0, "block_m": 64, "head_dim": 200, "arrange": "one element in", "tau": 0.1},
+    {"softcap": 2.0, "is_causal": False, "seqlen_k": 700, "tau": 0.2},
+    {"softcap": 2.0, "tau": 0.0, "head_dim": 33},
+    {"softcap": 2.0, "seqlen_q": 3000, "segment": 512, "head_dim": 128, "tau": 0.05},
+    *({"softcap": 2.0, "poison": (name, 200, value), "seqlen_q": 300} for name in "qkv" for value in (NAN, INF)),
     # Ranks; a short last segment leaves runs of queries short or empty.
     {"options": {"rank": "max"}},
     {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 128},
+    {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 256},
     {"options": {"rank": "max", "representatives": 64}, "segment": 20, "seqlen_q": 111},
     {"options": {"rank": "max", "representatives": 1}},
     {"options": {"rank": "max", "representatives": 5}, "is_causal": False, "seqlen_k": 500},
@@ -148,6 +171,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"representatives": 256}, "segment": 20, "seqlen_q": 311},
     {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},  # several surveys
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs and samples
+    {"segment": 1024, "seqlen_q": 3000, "head_dim": 256, "tau": 0.01, "heads": 1},
+    {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "head_dim": 256},
     {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
     # Windows.
     {"options": {"window": 1}},
@@ -168,6 +193,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
             "one head for all",
         )
     ),
+    *(
+        {"arrange": arrange, "head_dim": head_dim, "block_m": block_m}
+        for arrange, head_dim, block_m in (
+            ("one element in", 256, 128), ("one element in", 256, 64), ("fused", 192, 128),
+        )
+    ),
     # Values.
     *(
         {"poison": (name, row, value), "seqlen_q": 300}
@@ -177,6 +208,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     ),
     {"poison": ("v", 200, NAN), "head_dim": 128, "is_causal": False},
     {"poison": ("v", 200, INF), "head_dim": 33},
+    {"poison": ("v", 200, NAN), "head_dim": 256},
+    {"poison": ("v", 300, INF), "head_dim": 131, "block_m": 64},
 )  # fmt: skip
 CASES |= {", ".join(f"{name} {value}" for name, value in changes.items()): Case(**changes) for changes in _CHANGES}
 
@@ -188,6 +221,9 @@ SANITIZED = (
     Case(seqlen_q=150, seqlen_k=290, arrange="one element in", options={"rank": "max"}),
     Case(seqlen_q=260, is_causal=False, batch=2, arrange="BSHD"),
     Case(seqlen_q=140, poison=("v", 130, NAN), head_dim=128),
+    Case(seqlen_q=300, head_dim=256),
+    Case(seqlen_q=300, head_dim=128, softcap=3.0),
+    Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
 )

@@ -66,7 +66,7 @@ def test_grouped_query_attention(device, qkv, heads, kv_heads):
     device.assert_dense(device.attend(q, k, v, tau=0), q, k, v)
 
 
-@pytest.mark.parametrize("head_dim", [1, 7, 16, 63, 64, 65, 80, 96, 127, 128])
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 63, 64, 65, 80, 96, 127, 128, 129, 192, 256])
 def test_every_head_dim(device, qkv, head_dim):
     q, k, v = qkv(200, head_dim=head_dim)
     device.assert_dense(device.attend(q, k, v, tau=0), q, k, v)
@@ -76,6 +76,22 @@ def test_every_head_dim(device, qkv, head_dim):
 def test_scale(device, qkv, scale):
     q, k, v = qkv(200)
     device.assert_dense(device.attend(q, k, v, tau=0, scale=scale), q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"softcap": 30}, {"softcap": 1.0, "scale": -0.4}], ids=str)
+def test_softcap(device, qkv, head_dim, options):
+    q, k, v = qkv(300, head_dim=head_dim)
+    device.assert_dense(device.attend(q, k, v, tau=0, **options), q, k, v, **options)
+
+
+def test_lse_of_capped_scores(device, qkv, config):
+    from s2o_cupy.reference.dense import dense_attention
+
+    q, k, v = qkv(200)
+    _, exact = dense_attention(*(device.round(x) for x in (q, k, v)), softcap=1.5)
+    _, lse = s2o_attention(*map(device.array, (q, k, v)), tau=0, config=config, softcap=1.5, return_lse=True)
+    np.testing.assert_allclose(device.host(lse), exact, rtol=0, atol=2.0**-11 * 1.5 + 1e-5)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -49,19 +49,19 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
         ]
     scores = [s2o.log_weights(x, scale) for x in scores]
     k_order = [s2o.candidate_positions(n, geometry)[s2o.order_keys(x)] for n, x in enumerate(scores)]
-    state1 = s2o.pass1(q, k, v, geometry, scale)
+    state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
-    state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale)
+    state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
     return GpuStages(reps, q_order, scores, deficits, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
 
 
-def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True):
+def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0):
     rng = np.random.default_rng(7)
     q = rng.standard_normal((2, 4, 200, 24)).astype(dtype)
     k, v = (rng.standard_normal((2, 2, 230, 24)).astype(dtype) for _ in range(2))
-    problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale)
+    problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale, softcap)
     return stand_in(q, k, v, problem, config), (q, k, v, problem, config)
 
 
@@ -79,6 +79,26 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
 def test_a_negative_scale_agrees() -> None:
     stages, problem = make(CONFIGS["paper"], scale=-0.3)
     assert compare(stages, *problem).ok
+
+
+@pytest.mark.parametrize(
+    ("softcap", "error", "ok"), [(2.0, 2.0**-11, True), (50.0, 2.0**-11, True), (2.0, 2.0**-8, False)]
+)
+@pytest.mark.parametrize("worst", [True, False])
+def test_capped_scores_within_the_error_of_tanh_agree(softcap, error, ok, worst, monkeypatch) -> None:
+    """tanh.approx is off by 2^-11 of its result: always in one direction, or in any; more than that is a fault."""
+    rng = np.random.default_rng(3)
+
+    def approximate(scores, softcap):
+        factor = 1 + error * (np.sign(scores) if worst else rng.uniform(-1, 1, scores.shape))
+        return (softcap * np.tanh(scores / softcap) * factor).astype(scores.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s2o, "capped", approximate)
+        stages, problem = make(CONFIGS["auto"], softcap=softcap, scale=1.0)
+    report = compare(stages, *problem)
+    assert report.ok == ok, report.table()
+    assert ok or next(row.stage for row in report.rows if not row.ok) == "pass 1 state"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

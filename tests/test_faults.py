@@ -78,6 +78,11 @@ FAULTS = [
         ("the range of scores is cut", "key order", "smallest[h] = fminf(smallest[h], x[e]);", "smallest[h] = 0.f;"),
     ),
     *_faults(
+        ("fine_norms", "fine_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
+        ("half of the representatives come twice", "key scores", "kTiles + first) * 16 + slot % 16",
+         "kTiles) * 16 + slot % 16"),
+    ),
+    *_faults(
         ("key_counts", "key_order"), MEAN,
         ("buckets round to nearest", "key order", "__fmul_rn(__fsub_rn(high, score), factor)",
          "__fmul_rn(__fsub_rn(high, score), factor) + 0.5f"),
@@ -132,6 +137,16 @@ FAULTS = [
         ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
     ),
     *_faults(
+        "pass1", replace(MEAN, softcap=3.0),
+        ("scores are not capped", "pass 1 state", "tanh_approx(s[i][j][e] * params.cap_scale)",
+         "s[i][j][e] * params.cap_scale"),
+    ),
+    *_faults(
+        "pass2", replace(MEAN, softcap=3.0),
+        ("scores are not capped", "stop", "tanh_approx(s[i][j][e] * params.cap_scale)",
+         "s[i][j][e] * params.cap_scale"),
+    ),
+    *_faults(
         "pass2", replace(MEAN, tau=1000.0),
         ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
         ("the mean value is of the mean key", "output", "segment) * 2 + 1) * width", "segment) * 2) * width"),
@@ -179,6 +194,10 @@ FAULTS = [
     *_faults(
         "pass1_sm90", replace(HOPPER, poison=("v", 1390, float("nan"))),
         ("nobody looks for NaN", "pass 1 output", "__any_sync(kFullWarp, carries & 0x80008000u)", "false"),
+    ),
+    *_faults(
+        ("pass1_sm90", "pass2_sm90"), replace(HOPPER, softcap=3.0),
+        ("scores are not capped", "pass 1 state", "tanh_approx(s[i] * params.cap_scale)", "s[i] * params.cap_scale"),
     ),
     *_faults(
         "pass2_sm90", replace(HOPPER, tau=1000.0),

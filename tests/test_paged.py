@@ -79,6 +79,7 @@ def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
         ((300, 700), {"is_causal": False}),
         ((700, 300), {"is_causal": False}),
         ((300, 700), {"scale": -0.1}),
+        ((300, 700), {"softcap": 2.0}),
         ((300, 2), {"is_causal": False}),
     ],
     ids=str,

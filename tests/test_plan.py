@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from s2o_cupy.operand import Operand
 from s2o_cupy.plan import (
     BYTES_PER_CANDIDATE,
     BYTES_PER_PART,
@@ -23,9 +25,11 @@ from s2o_cupy.plan import (
     make_plan,
     padded_head_dim,
     stages_for,
+    step_for,
 )
 from s2o_cupy.problem import Problem
-from s2o_cupy.spec import STOP_LAG, S2OConfig
+from s2o_cupy.program import launches, workspace
+from s2o_cupy.spec import LOG2E, STOP_LAG, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
@@ -211,6 +215,7 @@ def test_later_segments_come_first():
     ("changes", "options", "message"),
     [
         ({}, {"compute_capability": 100}, "compute capability 10.0, not 9.0"),
+        ({"head_dim": 136}, {}, "head_dim is 136, above 128"),
         ({}, {"aligned": False}, "does not start on 16 bytes"),
         ({}, {"compact": False}, "more than 64 GiB apart"),
         ({"scale": 0.0}, {}, "scale is 0.0, not positive"),
@@ -242,40 +247,75 @@ def test_shared_memory_fits_a_block(compute_capability):
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_a_second_stage_never_costs_a_block(compute_capability, head_dim, block_m):
     from s2o_cupy.plan import _attention_shared, _blocks
 
     limits = LIMITS[compute_capability]
-    stages = stages_for(head_dim, block_m, limits)
-    of_one = _blocks(head_dim, block_m, 1, limits)
-    assert _attention_shared(head_dim, block_m, stages) <= limits.shared_per_block
-    assert _blocks(head_dim, block_m, stages, limits) == of_one >= 1
-    assert stages == MAX_STAGES or _blocks(head_dim, block_m, stages + 1, limits) < of_one
+    stages, step = stages_for(head_dim, block_m, limits), step_for(head_dim, block_m, limits)
+    of_one = _blocks(head_dim, block_m, 1, limits, step)
+    assert _attention_shared(head_dim, block_m, stages, step) <= limits.shared_per_block
+    assert _blocks(head_dim, block_m, stages, limits, step) == of_one >= 1
+    assert stages == MAX_STAGES or _blocks(head_dim, block_m, stages + 1, limits, step) < of_one
 
 
 def test_stages_by_architecture():
     """(head_dim, block_m) -> stages, as the sizes of shared memory give them."""
     stages = {
-        cc: [stages_for(d, m, LIMITS[cc]) for d, m in itertools.product((64, 128), (64, 128))] for cc in ARCHITECTURES
+        cc: [stages_for(d, m, LIMITS[cc]) for d, m in itertools.product((64, 128, 256), (64, 128))]
+        for cc in ARCHITECTURES
     }
-    assert stages[80] == stages[87] == [2, 2, 1, 1]
-    assert stages[86] == stages[89] == stages[120] == [2, 1, 2, 2]
-    assert stages[90] == stages[100] == [2, 2, 2, 2]
+    assert stages[80] == stages[87] == [2, 2, 1, 1, 2, 1]
+    assert stages[86] == stages[89] == stages[120] == [2, 1, 2, 2, 1, 1]
+    assert stages[90] == stages[100] == [2, 2, 2, 2, 1, 2]
+
+
+def test_tiles_of_large_heads():
+    """8 warps hold 128 rows of 256 columns, and keys come 32 at a time where memory is short; block_n counts keys."""
+    config = S2OConfig(block_n=192)
+    for cc, step, pass1_rows in ((80, 64, 128), (86, 32, 128), (90, 64, 64), (100, 64, 64), (120, 32, 128)):
+        problem = a_problem(head_dim=256, seqlen_q=20_000)
+        plan = plan_of(problem, config, cc)
+        assert (plan.pass2.head_dim, plan.pass2.threads, plan.pass2.step) == (256, 256, step)
+        assert (plan.pass1.block_m, plan.pass1.threads) == (pass1_rows, 2 * pass1_rows)
+        assert plan.pass1_tiles == config.segment // pass1_rows
+        operand = Operand(0, (1, 8, 20_000, 256), (0, 20_000 * 256, 256))
+        operands = dict.fromkeys(("q", "k", "v", "out"), operand)
+        steps = launches(plan, problem, config, operands, workspace(plan, problem, config), True)
+        assert all(x.params["steps_per_tile"] * step == 192 for x in steps if x.stage == "pass2")
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.1, 1e38])
+def test_capped_scores_among_the_parameters(scale):
+    problem, config = replace(a_problem(seqlen_q=20_000), softcap=4.0, scale=scale), S2OConfig(path="portable")
+    plan = plan_of(problem, config)
+    operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1, 8, 20_000, 128), (0, 20_000 * 128, 128)))
+    steps = launches(plan, problem, config, operands, workspace(plan, problem, config), True)
+    found = {x.stage: x.params for x in steps}
+    for stage in ("pass1", "pass2"):  # cap_scale * q.k is what tanh takes, and scale_log2 its factor
+        assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
+        assert found[stage]["cap_scale"] == pytest.approx(abs(scale) / 4)
+    assert found["survey"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("head_dim", [1, 33, 64, 65, 80, 128])
+@pytest.mark.parametrize("head_dim", [1, 33, 64, 65, 80, 128, 129, 256])
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m):
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m, softcap):
     """``s2o compile`` misses none; only the sort's size, which the text does not hold, may differ."""
     config = S2OConfig(block_m=block_m, rank="max")
-    plan = plan_of(a_problem(head_dim=head_dim, seqlen_q=5000), config, compute_capability, aligned)
+    problem = replace(a_problem(head_dim=head_dim, seqlen_q=5000), softcap=softcap)
+    plan = plan_of(problem, config, compute_capability, aligned)
+    assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
-    for name in ("pass1", "pass2", "guides", "rank_queries", "key_scores", "key_counts", "key_order"):
+    for name in (
+        "pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "rank_queries", "key_scores", "key_counts",
+        "key_bases", "key_order",
+    ):  # fmt: skip
         assert getattr(plan, name).name in ahead
 
 

@@ -56,8 +56,8 @@ def tolerance(q, k, v, scale=None, dtype=np.float64):
     return 2 * weight * np.abs(v).max(initial=0) + 1e-300, 2 * weight + eps * (score + 50)
 
 
-def check_dense(result, q, k, v, *, scale=None, is_causal=True, dtype=np.float64):
-    o, lse = dense_attention(q, k, v, scale=scale, is_causal=is_causal)
+def check_dense(result, q, k, v, *, scale=None, softcap=0.0, is_causal=True, dtype=np.float64):
+    o, lse = dense_attention(q, k, v, scale=scale, softcap=softcap, is_causal=is_causal)
     tol_o, tol_lse = tolerance(q, k, v, scale, dtype)
     assert result.o.dtype == result.lse.dtype == dtype
     np.testing.assert_allclose(result.o, o, rtol=0, atol=tol_o)
@@ -126,7 +126,7 @@ SHAPES = [
     Case(2, 8, 1),  # GQA 8:1, and MQA
     Case(2, 8, 4),
     Case(1, 3, 3),
-    *(Case(head_dim=d) for d in (1, 2, 7, 64, 128)),
+    *(Case(head_dim=d) for d in (1, 2, 7, 64, 128, 256)),
     Case(config={"segment": 1}),
     Case(config={"segment": 40}),
     Case(config={"segment": 1000}),
@@ -227,6 +227,36 @@ def test_any_scale(scale, is_causal):
     check_dense(
         s2o.s2o(q, k, v, config, scale=scale, is_causal=is_causal), q, k, v, scale=scale, is_causal=is_causal
     )
+
+
+@pytest.mark.parametrize("softcap", [0.5, 3.0])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_capped_scores(softcap, is_causal):
+    """The definition, by hand; then S2O at tau 0 by that of dense attention, with a negative scale too."""
+    q, k, v, config = make(Case(seqlen_q=50, seqlen_k=70))
+    kh, vh = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    for scale in (0.7, -0.7):
+        s = softcap * np.tanh(scale * (q @ kh.swapaxes(-1, -2)) / softcap)
+        if is_causal:
+            s = np.where(np.tri(50, 70, 20, dtype=bool), s, -np.inf)
+        p = np.exp(s)
+        o, lse = dense_attention(q, k, v, scale=scale, softcap=softcap, is_causal=is_causal)
+        np.testing.assert_allclose(o, p @ vh / p.sum(-1, keepdims=True), atol=1e-12)
+        np.testing.assert_allclose(lse, np.log(p.sum(-1)), atol=1e-12)
+        result = s2o.s2o(q, k, v, config, scale=scale, softcap=softcap, is_causal=is_causal)
+        check_dense(result, q, k, v, scale=scale, softcap=softcap, is_causal=is_causal)
+    assert np.abs(o - dense_attention(q, k, v, scale=scale, is_causal=is_causal)[0]).max() > 0.01
+
+
+def test_orders_do_not_depend_on_softcap_and_stops_do():
+    q, k, v, config = make(Case(seqlen_q=200, seqlen_k=200, config={"tau": 0.1}))
+    plain, capped = s2o.s2o(q, k, v, config, scale=2.0), s2o.s2o(q, k, v, config, scale=2.0, softcap=0.5)
+    np.testing.assert_array_equal(plain.q_order, capped.q_order)
+    for x, y in zip(plain.k_order, capped.k_order, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert capped.visited.sum() > plain.visited.sum()  # flatter weights: more keys matter
+    hardly = s2o.s2o(q, k, v, config, scale=2.0, softcap=1e6)
+    np.testing.assert_allclose(hardly.o, plain.o, atol=1e-6)
 
 
 def test_negative_scale_orders_by_importance():

@@ -73,7 +73,7 @@ configs = st.builds(
 
 
 def operator_arguments(q, k, v, config, *, layout="BHSD", return_lse=False):
-    return q, k, v, None, True, layout, return_lse, *(getattr(config, field.name) for field in fields(config))
+    return q, k, v, None, 0.0, True, layout, return_lse, *(getattr(config, field.name) for field in fields(config))
 
 
 def assert_equal(x, y):
@@ -92,7 +92,7 @@ def test_same_results_as_the_call(tensors, layout, batch):
         q, k, v = q[0], k[0], v[0]
     if layout == "BSHD":
         q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
-    options = {"config": SMALL, "tau": 0.2, "scale": 0.3, "layout": layout}
+    options = {"config": SMALL, "tau": 0.2, "scale": 0.3, "softcap": 2, "layout": layout}
     o, lse = attention(q, k, v, return_lse=True, **options)
     for x, y in zip((o, lse), s2o_attention(q, k, v, return_lse=True, **options), strict=True):
         assert_equal(x, y)
@@ -143,7 +143,7 @@ def test_a_whole_graph(tensors, backend):
     model = Layer(SMALL)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert_equal(compiled(q, k, v), model(q, k, v))
-    for options in ({"tau": 0.5}, {"scale": 0.3}, {"is_causal": False}, {"return_lse": True}):
+    for options in ({"tau": 0.5}, {"scale": 0.3}, {"softcap": 2.0}, {"is_causal": False}, {"return_lse": True}):
         assert_equal(compiled(q, k, v, **options), model(q, k, v, **options))
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     assert_equal(compiled(*turned, layout="BSHD"), model(*turned, layout="BSHD"))
@@ -216,7 +216,7 @@ STARTS = [0, 1, 1, 200], [0, 30, 100, 300]
 
 def test_packed_same_results_as_the_call(packed):
     q, k, v = packed(200, 300)
-    for options in ({}, {"tau": 0.2, "scale": 0.3}, {"is_causal": False}):
+    for options in ({}, {"tau": 0.2, "scale": 0.3, "softcap": 2.0}, {"is_causal": False}):
         o, lse = attention_varlen(q, k, v, *STARTS, config=SMALL, return_lse=True, **options)
         expected = s2o_attention_varlen(q, k, v, *STARTS, config=SMALL, return_lse=True, **options)
         assert_equal(o, expected[0])
@@ -231,8 +231,8 @@ def test_packed_operator_obeys_pytorchs_rules(packed):
     q, k, v = packed(200, 300)
     config = [getattr(SMALL, field.name) for field in fields(SMALL)]
     operator = torch.ops.s2o_cupy.attention_varlen.default
-    torch.library.opcheck(operator, (q, k, v, *STARTS, None, True, True, *config))
-    torch.library.opcheck(operator, (q, k[:200], v[:200], [0, 50, 200], None, 0.3, True, False, *config))
+    torch.library.opcheck(operator, (q, k, v, *STARTS, None, 0.0, True, True, *config))
+    torch.library.opcheck(operator, (q, k[:200], v[:200], [0, 50, 200], None, 0.3, 5.0, True, False, *config))
     names = [argument.name for argument in operator._schema.arguments]
     assert names[-len(config) :] == [field.name for field in fields(S2OConfig)]
 
@@ -309,6 +309,8 @@ def test_bad_arguments(tensors):
     for error, match, options in (
         (TypeError, "scale is '1' .*; accepted: a finite Python number", {"scale": "1"}),
         (ValueError, "scale is nan; accepted: a finite number", {"scale": math.nan}),
+        (TypeError, "softcap is None .*; accepted: 0", {"softcap": None}),
+        (ValueError, "softcap is -1.0; accepted: 0", {"softcap": -1.0}),
         (TypeError, "tau is 'x' .*; accepted: a number >= 0", {"tau": "x"}),
         (ValueError, "tau is -1; accepted: a number >= 0", {"tau": -1}),
         (ValueError, "layout is 'SBHD'; accepted: 'BHSD' or 'BSHD'", {"layout": "SBHD"}),

@@ -21,8 +21,10 @@ transformers = pytest.importorskip("transformers", "5.16")
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import s2o_cupy.integrations.transformers as integration  # noqa: E402
+from s2o_cupy.integrations import softcap  # noqa: E402
 from s2o_cupy.integrations.causal_mask import CausalMask  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+from s2o_cupy.reference.dense import dense_attention  # noqa: E402
 
 DENSE = replace(SMALL, segment=64, tau=0.0)
 LENGTH = 500
@@ -113,7 +115,7 @@ def test_sparse_is_what_s2o_attention_gives(model, ids, logits):
     first, options = [x.transpose(1, 2).numpy() for x in seen[0][:4]], seen[0][4]
     for x, y in zip(first, (q, k, v), strict=False):
         np.testing.assert_array_equal(x, y)
-    assert options == {"config": sparse_config, "scale": 16**-0.5, "layout": "BSHD"}
+    assert options == {"config": sparse_config, "scale": 16**-0.5, "softcap": 0.0, "layout": "BSHD"}
     assert seen[0][3].is_contiguous()
     assert not torch.allclose(sparse, logits("sdpa", ids), atol=1e-5)
 
@@ -302,7 +304,7 @@ def test_each_reason_by_itself(qkv):
     agree("few queries", config=replace(DENSE, block_m=256))
     agree("sliding window", sliding_window=199)
     agree("position bias", position_bias=torch.zeros(1, 4, 200, 200))
-    wide = [torch.cat([x, x, x], -1) for x in (q, k, v)]
+    wide = [torch.cat([x] * 5, -1) for x in (q, k, v)]
     agree("shape", *wide)
     agree("shape", v=v[..., :32])
     agree("shape", q=q, k=k.expand(2, -1, -1, -1).contiguous(), v=v.expand(2, -1, -1, -1).contiguous())
@@ -319,13 +321,43 @@ def test_dtypes_of_a_device():
     assert s2o.calls == {"device or dtype": 1}
 
 
-def test_soft_capped_scores_are_refused(ids):
-    config = transformers.Gemma2Config(**SIZES, head_dim=16)
+def test_soft_capped_scores(ids, monkeypatch):
+    """Gemma 2: S2O in the layers without a window, in the others and when decoding plain operations, all capped."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        **SIZES, head_dim=16, sliding_window=200, attn_logit_softcapping=0.5, query_pre_attn_scalar=1,
+        initializer_range=0.2, layer_types=["sliding_attention", "full_attention", "full_attention"],
+        eos_token_id=None, bos_token_id=None, attn_implementation="eager",
+    )  # fmt: skip
     model = transformers.Gemma2ForCausalLM(config).eval()
-    register(config=DENSE, min_seqlen=100)
+    s2o = register(config=DENSE, min_seqlen=100)
+    expected = model(ids).logits
+    config.attn_logit_softcapping = 50.0
+    assert (transformers.Gemma2ForCausalLM(config).eval()(ids).logits - expected).abs().max() > 0.01  # it matters
     model.set_attn_implementation("s2o")
-    with pytest.raises(ValueError, match=r"Gemma2Attention asks for soft-capped scores \(softcap\), which neither"):
-        model(ids)
+    assert_close(model(ids).logits, expected, atol=2e-5)
+    assert s2o.calls == {"s2o": 2, "mask": 1}
+    monkeypatch.setattr(softcap, "SCORES", 4 * LENGTH * 7)  # several chunks of queries
+    assert_close(model(ids).logits, expected, atol=2e-5)
+    s2o.calls.clear()
+    cache = transformers.DynamicCache(config=config)
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 300), (300, 499), (499, 500))]
+    assert_close(torch.cat(parts, 1), expected, atol=2e-5)
+    assert s2o.calls == {"s2o": 4, "mask": 2, "decoding": 3}
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 70, 200])
+def test_what_takes_the_place_of_sdpa_with_capped_scores(qkv, seqlen_q):
+    q, k, v = qkv(seqlen_q, 200, batch=2, heads=4, kv_heads=2)
+    exact = dense_attention(q, k, v, softcap=1.5)[0].transpose(0, 2, 1, 3)
+    mask = np.tri(seqlen_q, 200, 200 - seqlen_q, dtype=bool)[None, None]
+    added = np.where(mask, 0, -np.inf).astype(np.float32)
+    for said in (None, mask, added):
+        o = softcap.softcap_attention(
+            *(torch.from_numpy(x) for x in (q, k, v)), None if said is None else torch.from_numpy(said),
+            is_causal=said is None, scale=None, softcap=1.5,
+        )  # fmt: skip
+        np.testing.assert_allclose(o.numpy(), exact, atol=1e-6)
 
 
 def test_attention_sinks_are_refused():

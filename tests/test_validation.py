@@ -42,9 +42,9 @@ def test_a_problem_is_plain_numbers():
         (Q, (2, 3, 300, 64), None, "q has 8 heads, k and v have 3; accepted: heads a multiple of kv_heads"),
         (Q, (2, 0, 300, 64), None, "q has 8 heads, k and v have 0"),
         (Q, (2, 2, 99, 64), None, "seqlen_q 100 exceeds seqlen_k 99; accepted with is_causal=True: seqlen_k"),
-        ((2, 8, 100, 0), (2, 2, 300, 0), None, "head_dim is 0; accepted: 1 to 128"),
-        ((2, 8, 100, 129), (2, 2, 300, 129), None, "head_dim is 129; accepted: 1 to 128 (the limit)"),
-        ((2, 8, 100, 256), (2, 2, 300, 256), None, "head_dim is 256; accepted: 1 to 128 (the limit)"),
+        ((2, 8, 100, 0), (2, 2, 300, 0), None, "head_dim is 0; accepted: 1 to 256"),
+        ((2, 8, 100, 257), (2, 2, 300, 257), None, "head_dim is 257; accepted: 1 to 256 (the limit)"),
+        ((2, 8, 100, 512), (2, 2, 300, 512), None, "head_dim is 512; accepted: 1 to 256 (the limit)"),
         (Q, (2, 2, 2**31, 64), None, "seqlen_k is 2147483648; accepted: up to 2147467264"),
     ],
 )
@@ -79,6 +79,23 @@ def test_dtypes_of_each_backend():
 def test_scale_is_finite(scale):
     with pytest.raises(ValueError, match=r"scale is -?(nan|inf); accepted: a finite number"):
         problem(Q, K, scale=scale)
+
+
+def test_softcaps():
+    assert problem(Q, K).softcap == problem(Q, K, softcap=0).softcap == 0.0
+    assert problem(Q, K, softcap=np.float32(50)).softcap == 50.0
+
+
+@pytest.mark.parametrize("softcap", [float("nan"), float("inf"), -1.0, 1e-4, 2e6, 10**400])
+def test_softcaps_out_of_range(softcap):
+    with pytest.raises(ValueError, match=r"softcap is .*; accepted: 0 \(off\), or a number from 0.001 to 1e\+06"):
+        problem(Q, K, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", ["1", True, None, 1j, np.ones(1)])
+def test_softcaps_that_are_no_numbers(softcap):
+    with pytest.raises(TypeError, match=r"softcap is .*; accepted: 0 \(off\), or a number"):
+        problem(Q, K, softcap=softcap)
 
 
 @pytest.mark.parametrize("scale", ["1", True, 1j, np.ones(1)])

@@ -88,7 +88,7 @@ def test_the_bits_of_a_loop(device, packed, name, is_causal):
     assert_the_loop(device, packed(*lengths), *lengths, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("head_dim", [1, 33, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [1, 33, 64, 80, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (8, 1)])
 def test_heads_of_every_size(device, packed, heads, kv_heads, head_dim):
     lengths = CAUSAL["more keys"]
@@ -116,6 +116,11 @@ def test_every_configuration(device, packed, config, changes):
 def test_scale_and_tau_by_keyword(device, packed, scale):
     lengths = CAUSAL["more keys"]
     assert_the_loop(device, packed(*lengths), *lengths, scale=scale, tau=0.2)
+
+
+def test_softcap_by_keyword(device, packed):
+    lengths = CAUSAL["more keys"]
+    assert_the_loop(device, packed(*lengths), *lengths, softcap=2.0, tau=0.2)
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -281,8 +286,8 @@ def test_arrays_that_are_refused(call, device):
         call(k=make(40, 3, 64), v=make(40, 3, 64))
     with pytest.raises(ValueError, match="q has head_dim 64, k and v have 32; accepted: the same head_dim"):
         call(k=make(40, 2, 32), v=make(40, 2, 32))
-    with pytest.raises(ValueError, match="head_dim is 129; accepted: 1 to 128"):
-        call(q=make(30, 4, 129), k=make(40, 2, 129), v=make(40, 2, 129))
+    with pytest.raises(ValueError, match="head_dim is 257; accepted: 1 to 256"):
+        call(q=make(30, 4, 257), k=make(40, 2, 257), v=make(40, 2, 257))
     other = np.float16 if device.dtype != np.float16 else np.float32
     with pytest.raises(TypeError, match=r"dtypes differ: q .*; accepted: one dtype"):
         call(q=lambda q: q.astype(other))
@@ -293,6 +298,7 @@ def test_arrays_that_are_refused(call, device):
 def test_options_that_are_refused(call):
     for error, match, options in (
         (ValueError, "scale is nan; accepted: a finite number", {"scale": float("nan")}),
+        (ValueError, "softcap is -1; accepted: 0", {"softcap": -1}),
         (ValueError, "tau is -1; accepted: a number >= 0", {"tau": -1}),
         (TypeError, "is_causal is 1; accepted: True or False", {"is_causal": 1}),
         (TypeError, "config is a dict; accepted: S2OConfig or None", {"config": {}}),

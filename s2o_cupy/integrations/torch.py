@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 
 from ..attention import s2o_attention
-from ..problem import LAYOUTS, validate
+from ..problem import LAYOUTS, check_softcap, validate
 from ..spec import S2OConfig, check_tau
 from ..varlen import check_packed, s2o_attention_varlen
 
@@ -32,6 +32,7 @@ def attention(
     config: S2OConfig | None = None,
     tau: float | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     layout: str = "BHSD",
     return_lse: bool = False,
@@ -51,6 +52,8 @@ def attention(
         Overrides ``config.tau``.
     scale : float, optional
         Default 1 / sqrt(head_dim).
+    softcap : float, default 0
+        Scores become softcap * tanh(score / softcap); 0 leaves them as they are.
     is_causal : bool, default True
         Aligned bottom-right; seqlen_k >= seqlen_q.
     layout : {"BHSD", "BSHD"}, default "BHSD"
@@ -81,7 +84,7 @@ def attention(
     if layout not in LAYOUTS:
         raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
     o, lse = torch.ops.s2o_cupy.attention.default(
-        q, k, v, _scale(scale), is_causal, layout, bool(return_lse), *scalars
+        q, k, v, _scale(scale), _softcap(softcap), is_causal, layout, bool(return_lse), *scalars
     )
     return (o, lse) if return_lse else o
 
@@ -96,6 +99,7 @@ def attention_varlen(
     config: S2OConfig | None = None,
     tau: float | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
     is_causal: bool = True,
     return_lse: bool = False,
 ) -> Any:
@@ -109,7 +113,7 @@ def attention_varlen(
         Where each sequence begins in q, and total_q. Not a tensor: the host needs the lengths.
     cu_seqlens_k : list or tuple of integers, optional
         The same for k and v; default ``cu_seqlens_q``.
-    config, tau, scale, is_causal, return_lse
+    config, tau, scale, softcap, is_causal, return_lse
         As of :func:`attention`.
 
     Returns
@@ -137,7 +141,7 @@ def attention_varlen(
                 f"s2o_attention_varlen: {name} is a {type(x).__name__}; accepted: a list or tuple of integers"
             )
     o, lse = torch.ops.s2o_cupy.attention_varlen.default(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, _scale(scale), is_causal, bool(return_lse), *scalars
+        q, k, v, cu_seqlens_q, cu_seqlens_k, _scale(scale), _softcap(softcap), is_causal, bool(return_lse), *scalars
     )
     return (o, lse) if return_lse else o
 
@@ -175,6 +179,10 @@ def _scale(scale: Any) -> Any:
     return float(scale)
 
 
+def _softcap(softcap: Any) -> Any:
+    return softcap if type(softcap) is float else check_softcap(softcap)
+
+
 # ---------------------------------------------------------------- configs as scalars
 
 _SCHEMA_TYPES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str"}
@@ -199,6 +207,7 @@ def _run(
     k: Tensor,
     v: Tensor,
     scale: float | None,
+    softcap: float,
     is_causal: bool,
     layout: str,
     return_lse: bool,
@@ -210,6 +219,7 @@ def _run(
         v,
         config=_config(*scalars),
         scale=scale,
+        softcap=softcap,
         is_causal=is_causal,
         layout=layout,
         return_lse=return_lse,
@@ -222,6 +232,7 @@ def _fake(
     k: Tensor,
     v: Tensor,
     scale: float | None,
+    softcap: float,
     is_causal: bool,
     layout: str,
     return_lse: bool,
@@ -237,6 +248,7 @@ def _fake(
         layout=layout,
         is_causal=is_causal,
         scale=scale,
+        softcap=softcap,
     )
     rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -250,6 +262,7 @@ def _run_varlen(
     cu_seqlens_q: Sequence[int],
     cu_seqlens_k: Sequence[int] | None,
     scale: float | None,
+    softcap: float,
     is_causal: bool,
     return_lse: bool,
     *scalars: Any,
@@ -262,6 +275,7 @@ def _run_varlen(
         cu_seqlens_k,
         config=_config(*scalars),
         scale=scale,
+        softcap=softcap,
         is_causal=is_causal,
         return_lse=return_lse,
     )
@@ -275,6 +289,7 @@ def _fake_varlen(
     cu_seqlens_q: Sequence[int],
     cu_seqlens_k: Sequence[int] | None,
     scale: float | None,
+    softcap: float,
     is_causal: bool,
     return_lse: bool,
     *scalars: Any,
@@ -282,7 +297,7 @@ def _fake_varlen(
     """As `_fake`, but blind to cu_seqlens: a graph that asked for their order would be one for these lengths alone."""
     _check_devices(q, k, v)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
-    problem = check_packed(shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale)
+    problem = check_packed(shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale, softcap)
     rows = (problem.heads, q.shape[0]) if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
@@ -307,7 +322,7 @@ def _backend(q: Tensor) -> str:
 _library = torch.library.Library("s2o_cupy", "DEF")
 _CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
 _library.define(
-    "attention(Tensor q, Tensor k, Tensor v, float? scale, bool is_causal, str layout, bool return_lse, "
+    "attention(Tensor q, Tensor k, Tensor v, float? scale, float softcap, bool is_causal, str layout, bool return_lse, "
     f"{_CONFIG}) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -315,7 +330,7 @@ _library.impl("attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("s2o_cupy::attention", _fake, lib=_library)
 _library.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, SymInt[] cu_seqlens_q, SymInt[]? cu_seqlens_k, float? scale, "
-    f"bool is_causal, bool return_lse, {_CONFIG}) -> (Tensor o, Tensor lse)",
+    f"float softcap, bool is_causal, bool return_lse, {_CONFIG}) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("attention_varlen", _run_varlen, "CompositeExplicitAutograd")

@@ -24,6 +24,7 @@ from ..spec import MAX_HEAD_DIM, S2OConfig
 from .capture import capture
 from .causal_mask import CausalMask
 from .head_groups import LayerConfigs
+from .softcap import softcap_attention
 from .torch import attention
 
 __all__ = ["S2OAttention", "capture", "register"]
@@ -87,16 +88,17 @@ def register(
 class S2OAttention:
     """An attention function for transformers: S2O for long causal prefill, sdpa for everything else.
 
-    S2O runs when all of this holds; otherwise sdpa does what it would have done by itself:
+    S2O runs when all of this holds; otherwise sdpa does what it would have done by itself. Where a model caps its
+    scores, which sdpa cannot, S2O does too, and plain tensor operations take sdpa's place:
 
     - causal self-attention without dropout, with gradients disabled or nothing that requires them,
     - at least ``min_seqlen`` keys, and at least one tile (``block_m``) of queries: not a decoding step,
     - no padding, packed sequences, 4D or other masks in the batch; a sliding or chunked window only where all keys
       still lie in it,
-    - tensors that s2o_attention takes: head_dim up to 128, the same for values; float16 or bfloat16 on an NVIDIA GPU.
+    - tensors that s2o_attention takes: head_dim up to 256, the same for values; float16 or bfloat16 on an NVIDIA GPU.
 
     Prefill in chunks and into a static cache counts as causal: the queries are the last of the keys seen so far.
-    Soft-capped scores and attention sinks are refused, as sdpa has neither.
+    Attention sinks are refused, as sdpa has none.
 
     Attributes
     ----------
@@ -121,12 +123,12 @@ class S2OAttention:
         is_causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:  # [batch, seqlen_q, heads, head_dim]
-        for name, what in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks")):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"s2o: {type(module).__name__} asks for {what} ({name}), which neither S2O nor sdpa has; "
-                    'accepted: models without; use attn_implementation="eager" for this one'
-                )
+        if options.get("s_aux") is not None:
+            raise ValueError(
+                f"s2o: {type(module).__name__} asks for attention sinks (s_aux), which neither S2O nor sdpa has; "
+                'accepted: models without; use attn_implementation="eager" for this one'
+            )
+        softcap = options.pop("softcap", None) or 0.0
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = attention_mask
         if isinstance(mask, CausalMask):  # no query sees what is behind mask.keys
@@ -139,7 +141,17 @@ class S2OAttention:
         if not torch.compiler.is_compiling():
             self.calls[reason or "s2o"] += 1
         if reason is None:
-            return _s2o(query, key, value, scaling, groups), None
+            return _s2o(query, key, value, scaling, softcap, groups), None
+        if softcap:
+            for name in ("position_bias", "cache"):
+                if options.get(name) is not None:
+                    raise ValueError(f"s2o: {name} and softcap came together; accepted: one of them")
+            no_mask = mask is None or isinstance(mask, CausalMask)
+            o = softcap_attention(
+                query, key, value, None if no_mask else mask, is_causal=causal and no_mask and query.shape[2] > 1,
+                scale=scaling, softcap=softcap, dropout=dropout,
+            )  # fmt: skip
+            return o, None
         if isinstance(mask, CausalMask):
             # None is sdpa's own way to say so, where there are as many queries as keys.
             seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -212,16 +224,18 @@ class S2OAttention:
         return None
 
 
-def _s2o(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, groups: Any) -> Tensor:
+def _s2o(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float, groups: Any
+) -> Tensor:
     """[batch, heads, seqlen, head_dim] -> [batch, seqlen, heads, head_dim], contiguous."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if len(groups) == 1:
-        return attention(q, k, v, config=groups[0].config, scale=scaling, layout="BSHD")
+        return attention(q, k, v, config=groups[0].config, scale=scaling, softcap=softcap, layout="BSHD")
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for group in groups:
         k_part, v_part = k[:, :, group.kv_heads], v[:, :, group.kv_heads]
         o[:, :, group.heads] = attention(
-            q[:, :, group.heads], k_part, v_part, config=group.config, scale=scaling, layout="BSHD"
+            q[:, :, group.heads], k_part, v_part, config=group.config, scale=scaling, softcap=softcap, layout="BSHD"
         )
     return o
 

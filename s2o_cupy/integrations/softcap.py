@@ -1,0 +1,53 @@
+"""The ordinary attention of models with capped scores, in place of sdpa, which cannot cap them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["softcap_attention"]
+
+Tensor = Any  # torch.Tensor
+
+SCORES = 1 << 26  # of a chunk of queries: 256 MiB in float32
+
+
+def softcap_attention(
+    query: Tensor,  # [batch, heads, seqlen_q, head_dim]
+    key: Tensor,  # [batch, kv_heads, seqlen_k, head_dim]
+    value: Tensor,  # [batch, kv_heads, seqlen_k, head_dim of values]
+    mask: Tensor | None,  # [batch or 1, heads or 1, seqlen_q, seqlen_k]: bool, or added to the scores
+    *,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float,
+    dropout: float = 0.0,
+) -> Tensor:  # [batch, seqlen_q, heads, head_dim of values]
+    """Dense attention whose scores are softcap * tanh(score / softcap), with softmax in float32.
+
+    A chunk of queries at a time, so that memory does not grow with seqlen_q * seqlen_k. ``is_causal`` is aligned
+    bottom-right. A row whose mask hides every key is the mean of all values; nobody reads it.
+    """
+    batch, heads, seqlen_q, head_dim = query.shape
+    kv_heads, seqlen_k = key.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    positions = torch.arange(seqlen_k, device=query.device)
+    step = max(1, SCORES // max(1, batch * heads * seqlen_k))
+    parts = []
+    for begin in range(0, seqlen_q, step):
+        end = min(begin + step, seqlen_q)
+        # Heads that share keys stand side by side: [batch, kv_heads, heads of each * rows, head_dim]
+        q = query[:, :, begin:end].reshape(batch, kv_heads, -1, head_dim)
+        s = (q @ key.transpose(-1, -2)).float().view(batch, heads, end - begin, seqlen_k)
+        s = softcap * torch.tanh(s * (scale / softcap))
+        if is_causal:
+            rows = torch.arange(begin, end, device=query.device)[:, None] + (seqlen_k - seqlen_q)
+            s = s.masked_fill(positions > rows, float("-inf"))
+        if mask is not None:
+            part = mask[:, :, begin:end, :seqlen_k]
+            s = s.masked_fill(~part, torch.finfo(s.dtype).min) if part.dtype == torch.bool else s + part
+        p = torch.dropout(torch.softmax(s, -1), dropout, dropout > 0).to(value.dtype)
+        found = p.view(batch, kv_heads, -1, seqlen_k) @ value
+        parts.append(found.view(batch, heads, end - begin, -1).transpose(1, 2))
+    return torch.cat(parts, 1)
