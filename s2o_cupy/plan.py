@@ -278,8 +278,8 @@ def _key_order() -> Kernel:
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
-    """Every kernel that `make_plan` may choose on an architecture; of capped scores from a paged cache, which differ from
-    others in what these two do alone, only those of bfloat16 and head_dim 128."""
+    """Every kernel that `make_plan` may choose on an architecture; of capped scores from a paged cache, which do what
+    each of the two does alone, only those of bfloat16 and head_dim 128."""
     limits = DeviceLimits.of_architecture(compute_capability)
     caps = lambda dtype, head_dim, paged: (  # noqa: E731
         (False, True) if not paged or (dtype, head_dim) == ("bfloat16", 128) else (False,)
