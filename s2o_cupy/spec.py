@@ -103,6 +103,10 @@ def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
     return float(tau)
 
 
+class _Default(int):
+    """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
+
+
 @dataclass(frozen=True)
 class S2OConfig:
     """How S2O orders keys and when it stops.
@@ -167,9 +171,9 @@ class S2OConfig:
         _require_int("block_n", self.block_n, 1, 1024)
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
-        if self.representatives is None:
+        if self.representatives is None or isinstance(self.representatives, _Default):
             default = {"mean": 1, "max": 16, "auto": 256}[self.rank]
-            object.__setattr__(self, "representatives", min(default, self.segment))
+            object.__setattr__(self, "representatives", _Default(min(default, self.segment)))
         _require_int("representatives", self.representatives, 1, MAX_REPRESENTATIVES.get(self.rank))
         if self.rank == "mean" and self.representatives != 1:
             raise ValueError(

@@ -152,8 +152,8 @@ FAULTS = [
         ("the mean value is of the mean key", "output", "segment) * 2 + 1) * width", "segment) * 2) * width"),
     ),
     *_faults(
-        ("block_sums", "candidate_means"), replace(MEAN, seqlen_q=1100, tau=1000.0),
-        ("a block of keys is left out", "output", "constexpr int kSumBlock = 256;", "constexpr int kSumBlock = 255;"),
+        "block_sums", replace(MEAN, seqlen_q=1100, tau=1000.0),
+        ("keys are summed for values", "output", "which = blockIdx.x % 2, block =", "which = 0, block ="),
     ),
     *_faults(
         "candidate_means", replace(MEAN, seqlen_q=1100, tau=1000.0),

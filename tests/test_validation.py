@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -276,3 +277,11 @@ def test_a_refused_call_writes_nothing(device, qkv):
 def test_errors_are_of_three_kinds():
     assert issubclass(S2OError, RuntimeError)
     assert not issubclass(S2OError, (ValueError, TypeError))
+
+
+def test_a_default_follows_the_rank_and_a_given_value_stays():
+    config = S2OConfig(segment=512)
+    assert [replace(config, rank=rank).representatives for rank in ("auto", "max", "mean")] == [256, 16, 1]
+    assert replace(config, segment=100).representatives == 100
+    with pytest.raises(ValueError, match="representatives is 256 with rank='mean'"):
+        replace(S2OConfig(representatives=256), rank="mean")
