@@ -296,13 +296,13 @@ def test_find_tau():
 def test_scaling(tmp_path):
     text = succeed(
         "scaling.py", "--input", "trace", "--lengths", "1024,2048,4096", "--heads", 2, "--kv-heads", 2, "--errors",
-        "0.05", "--orders", "mean:1:0:128", "--device", "cpu", "--json", tmp_path / "s.json", "--plot",
+        "0.02", "--orders", "mean:1:0:128", "--device", "cpu", "--json", tmp_path / "s.json", "--plot",
         tmp_path / "s.png",
     )  # fmt: skip
     assert (tmp_path / "s.png").stat().st_size > 10_000
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert [(row["length"], row["goal"]) for row in rows] == [
-        (length, goal) for length in (1024, 2048, 4096) for goal in ("tau 0.01", "error 0.05")
+        (length, goal) for length in (1024, 2048, 4096) for goal in ("tau 0.01", "error 0.02")
     ]
     assert [row["input"] for row in rows] == ["trace"] * 4 + ["mixture"] * 2  # the trace has 2,816 tokens
     for fixed_tau, fixed_error in zip(rows[::2], rows[1::2], strict=True):
@@ -311,7 +311,7 @@ def test_scaling(tmp_path):
         assert fixed_error["density"] < fixed_tau["density"] <= 1
         assert fixed_tau["sampled_rows"] == 4 * 128
         assert (fixed_tau["heads"], fixed_tau["kv_heads"]) == (2, 2)
-    assert rows[-1]["rel_l2"] == pytest.approx(0.05, rel=0.1)
+    assert rows[-1]["rel_l2"] == pytest.approx(0.02, rel=0.1)
     assert len(text.splitlines()) == 1 + 6
 
 

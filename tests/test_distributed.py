@@ -297,7 +297,7 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     assert launched.count("wait") == 1
     if waits_after:
         assert launched[:at] == ["clear", waits_after]
-        assert launched[at + 1] == "guides"
+        assert launched[at + 1] == "block_sums"
         assert replays == [1]  # the call that has nothing to wait for
     else:
         assert "pass1" not in launched[:at]
