@@ -50,7 +50,7 @@ def differing(case: Case, path: str) -> list[str]:
     arrays = [cupy.asarray(x) for x in (q, k, v)]
     caches = [cupy.asarray(paged(x, table, pages, page_size, layout, lengths)) for x in (k, v)]
     options: dict[str, Any] = {"config": case.config(path), "is_causal": case.is_causal, "scale": case.scale}
-    options |= {"return_lse": True, "return_stats": True}
+    options |= {"softcap": case.softcap, "return_lse": True, "return_stats": True}
     expected = s2o_attention(*arrays, **options)
     found = s2o_attention_paged(
         arrays[0], caches[0], caches[1], cupy.asarray(table), seqlen_k=k.shape[2], layout=layout, **options

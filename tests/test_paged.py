@@ -502,11 +502,11 @@ STAGES = (*READERS, "rank_queries", "key_counts", "key_bases", "key_order")
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize("path", ["auto", "portable"])
 @pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize("head_dim", [40, 128])
-def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
+@pytest.mark.parametrize(("head_dim", "softcap"), [(40, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
+def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
-    problem = replace(PROBLEM, head_dim=head_dim)
+    problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (64, 0))
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
@@ -515,7 +515,8 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim):
         assert kernel.name in ahead
         assert kernel.paged == (stage in READERS)
         assert kernel.paged or kernel == getattr(other, stage)
-    hopper = compute_capability == 90 and path == "auto" and block_m == 128
+    assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
+    hopper = compute_capability == 90 and path == "auto" and block_m == 128 and head_dim <= 128
     assert plan.pass1.function == ("pass1_sm90" if hopper else "pass1")
 
 
