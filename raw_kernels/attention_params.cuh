@@ -33,7 +33,8 @@ struct AttentionParams {
 
 // The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the
 // mean candidate, their value the mean value. By convexity the mean of exp is no less than exp of the mean, so they do not
-// get more than their due, as long as scores are not capped. (m, l) becomes the state with them; what acc and the mean value are to be multiplied by.
+// get more than their due, as long as scores are not capped. (m, l) becomes the state with them; what acc and the mean
+// value are to be multiplied by.
 struct RemainderWeights {
   float acc, value;
   __device__ __forceinline__ RemainderWeights(float score, int rest, float& m, float& l) {
