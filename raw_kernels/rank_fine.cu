@@ -72,47 +72,47 @@ struct Representatives {
   uint32 a[kTiles][Traits::kHeadDim / 16][4];
 
   // `queries` rows from q on; a representative whose run is empty repeats the first of all, which changes no maximum.
+  // kFirst: the first of the tiles of each warp that are loaded at once.
+  template <int kFirst = 0>
   __device__ __forceinline__ void load(typename Traits::Shared& shared, const uint16* q, int64 row_stride, int queries,
                                        int run, const RankFineParams& p) {
     constexpr int kAtOnce = Traits::kTilesAtOnce;
     const uint32 tile = shared_address(shared.rows);
     const int chunk = threadIdx.x % Traits::kChunks, head_dim = p.geometry.head_dim;
-#pragma unroll
-    for (int first = 0; first < kTiles; first += kAtOnce) {  // tiles of each warp
 #pragma unroll 1
-      for (int slot = threadIdx.x / Traits::kChunks; slot < Traits::kRepsAtOnce;
-           slot += Traits::kThreads / Traits::kChunks) {
-        const int rep = kAtOnce == kTiles ? slot : (slot / 16 * kTiles + first) * 16 + slot % 16;
-        int begin = rep * run;
-        if (begin >= queries) begin = 0;
-        const int end = min(begin + run, queries);
-        float total[8] = {};
-        for (int r = begin; r < end; ++r) {
-          const uint16* row = q + r * row_stride;
-          const uint4 x = p.aligned && chunk * 8 + 8 <= head_dim ? *reinterpret_cast<const uint4*>(row + chunk * 8)
-                                                                  : load_unaligned(row, chunk * 8, head_dim);
-          const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
+    for (int slot = threadIdx.x / Traits::kChunks; slot < Traits::kRepsAtOnce;
+         slot += Traits::kThreads / Traits::kChunks) {
+      const int rep = kAtOnce == kTiles ? slot : (slot / 16 * kTiles + kFirst) * 16 + slot % 16;
+      int begin = rep * run;
+      if (begin >= queries) begin = 0;
+      const int end = min(begin + run, queries);
+      float total[8] = {};
+      for (int r = begin; r < end; ++r) {
+        const uint16* row = q + r * row_stride;
+        const uint4 x = p.aligned && chunk * 8 + 8 <= head_dim ? *reinterpret_cast<const uint4*>(row + chunk * 8)
+                                                                : load_unaligned(row, chunk * 8, head_dim);
+        const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            total[2 * i] += Element::low(pairs[i]);
-            total[2 * i + 1] += Element::high(pairs[i]);
-          }
+        for (int i = 0; i < 4; ++i) {
+          total[2 * i] += Element::low(pairs[i]);
+          total[2 * i + 1] += Element::high(pairs[i]);
         }
-        const float factor = p.sign / (end - begin);
-        uint32 packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) packed[i] = Element::pack(total[2 * i] * factor, total[2 * i + 1] * factor);
-        store_shared_16(row_chunk<Traits>(tile, slot, chunk), make_uint4(packed[0], packed[1], packed[2], packed[3]));
       }
-      __syncthreads();
-      const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kAtOnce;
+      const float factor = p.sign / (end - begin);
+      uint32 packed[4];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int c = 0; c < Traits::kHeadDim / 16; ++c)
-          ldmatrix_x4(a[first + i][c], row_chunk<Traits>(tile, warp_row + i * 16 + lane % 16, c * 2 + lane / 16));
-      __syncthreads();  // the rows' memory is free
+      for (int i = 0; i < 4; ++i) packed[i] = Element::pack(total[2 * i] * factor, total[2 * i + 1] * factor);
+      store_shared_16(row_chunk<Traits>(tile, slot, chunk), make_uint4(packed[0], packed[1], packed[2], packed[3]));
     }
+    __syncthreads();
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kAtOnce;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+        ldmatrix_x4(a[kFirst + i][c], row_chunk<Traits>(tile, warp_row + i * 16 + lane % 16, c * 2 + lane / 16));
+    __syncthreads();  // the rows' memory is free
+    if constexpr (kFirst + kAtOnce < kTiles) load<kFirst + kAtOnce>(shared, q, row_stride, queries, run, p);
   }
 
   // s[representatives, 16 keys from 8 * j on] += dot products with the keys of a step

@@ -170,7 +170,7 @@ FAMILIES = {
     **{
         name: _Family(
             "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256,
-            "(__CUDA_ARCH__ == 900 && {head_dim} <= 128 && !{paged} ? 2 : 1)",
+            "(__CUDA_ARCH__ == 900 && {head_dim} <= 128 ? 2 : 1)",
             f"FineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
         )
         for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
