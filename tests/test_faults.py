@@ -79,7 +79,7 @@ FAULTS = [
     ),
     *_faults(
         ("fine_norms", "fine_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
-        ("half of the representatives come twice", "key scores", "kTiles + first) * 16 + slot % 16",
+        ("half of the representatives come twice", "key scores", "kTiles + kFirst) * 16 + slot % 16",
          "kTiles) * 16 + slot % 16"),
     ),
     *_faults(
