@@ -31,7 +31,6 @@ __device__ __forceinline__ void check_tile(typename Traits::Shared& shared, uint
 
 template <class Traits>
 __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
-  const int lane = threadIdx.x % 32;
   Ring<2> check_ring;
   uint32 values = 0;  // value tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
@@ -39,8 +38,7 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
     barrier_wait(shared.work_full[slot], item / 2 & 1);
     const int work = shared.work[slot], tiles = shared.items[slot].key_tiles;
     const int first_masked = shared.items[slot].limit / kBlockN;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.work_empty[slot]);
+    barrier_arrive(shared.work_empty[slot]);
     if (work < 0) return;
     for (int tile = first_masked; tile < tiles; ++tile) {
       const uint32 stage = (values + tile) % Traits::kStages;

@@ -368,7 +368,7 @@ struct Consumer {
       wgmma_wait<0>();
       release_v();
       store<true>(tile, position, done_m, done_l);
-      release(shared.work_empty[slot]);
+      barrier_arrive(shared.work_empty[slot]);
       clear_output();
       pack();
       slot ^= 1;
@@ -413,7 +413,7 @@ struct Consumer {
       if (params.remainder && limit > visited * kBlockN) add_remainder(tile, stored, limit - visited * kBlockN);
       store<false>(tile, stored, m, l);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = visited;
-      release(shared.work_empty[slot]);
+      barrier_arrive(shared.work_empty[slot]);
     }
   }
 

@@ -42,8 +42,7 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     const uint32 slot = item % 2;
     barrier_wait(shared.work_full[slot], item / 2 & 1);
     const int work = shared.work[slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty[slot]);
+    barrier_arrive(shared.work_empty[slot]);
     if (work < 0) {
       check();
       return;

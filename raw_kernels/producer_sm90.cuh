@@ -121,8 +121,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     const uint32 slot = item % 2, item_parity = item / 2 & 1;
     barrier_wait(shared.work_full[slot], item_parity);
     const int work = shared.work[slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty[slot]);
+    barrier_arrive(shared.work_empty[slot]);
     if (work < 0) return;
 
     const Rows rows(params, work);

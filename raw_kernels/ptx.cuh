@@ -80,6 +80,16 @@ __device__ __forceinline__ uint32 load_shared_4(uint32 shared) {
   return x;
 }
 
+__device__ __forceinline__ uint32 load_shared_2(uint32 shared) {
+  uint16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(shared) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared_2(uint32 shared, uint32 x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(static_cast<uint16>(x)) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_16(uint32 shared, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");

@@ -99,7 +99,8 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
       barrier_init(shared.q_empty[s], kConsumerWarps);
       barrier_init(shared.work_full[s], 1);
-      barrier_init(shared.work_empty[s], kConsumerWarps + (kGathers ? 4 : kCheckers));
+      // Every thread that reads arrives: once a q tile that costs nothing, and race detectors follow it.
+      barrier_init(shared.work_empty[s], 32 * (kConsumerWarps + (kGathers ? 4 : kCheckers)));
       barrier_init(shared.v_checked[s], kCheckers);
       shared.v_nonfinite[s] = 0;
     }

@@ -25,8 +25,6 @@ import numpy as np
 from ..spec import (
     KEY_BUCKETS,
     LOG2E,
-    ORDER_REACH_BITS,
-    ORDER_STEP_BITS,
     SURVEY_DEFICIT,
     SURVEY_EVERY,
     SURVEY_FRONT,
@@ -53,7 +51,6 @@ __all__ = [
     "pass1",
     "pass2",
     "query_order",
-    "rank_bucket",
     "representatives",
     "s2o",
     "score_buckets",
@@ -181,61 +178,41 @@ def log_weights(scores: Array, scale: float) -> Array:
     return (np.asarray(scores, np.float32) * np.float32(scale * LOG2E)).astype(np.float16)
 
 
-def rank_bucket(rank: Array, candidates: int) -> Array:
-    """The bucket, below ORDER_BUCKETS, of a place in a list of ``candidates``, growing with it.
-
-    One for each place at first and then ``2**ORDER_STEP_BITS`` for each doubling; if that would not reach the end of
-    the list, one for each 2, 4, 8 ... places at first. Integers in, integers out.
-    """
-    first = max(0, (candidates - 1).bit_length() - ORDER_REACH_BITS)  # log2 of the places in the first buckets
-    place = np.asarray(rank, np.int64) >> first
-    exponent = np.frexp(np.maximum(place, 1).astype(np.float64))[1].astype(np.int64) - 1  # floor(log2)
-    octave = np.maximum(exponent - ORDER_STEP_BITS, 0)
-    return (octave << ORDER_STEP_BITS) + (place >> octave)
-
-
 @quiet
 def score_buckets(scores: Array) -> Array:
     """The part of its row's own range that each score falls into, from the top: int32 [..., C].
 
-    ``scores`` is float16 or float32 [..., C]. With hi and lo the extremes of a row's finite scores, all in float32::
+    ``scores`` is float16 [..., C], or is rounded to it. With hi and lo the extremes of a row's finite scores::
 
-        factor = KEY_BUCKETS / (hi - lo)
-        bucket = clamp(int((hi - score) * factor), 0, KEY_BUCKETS - 1)
+        factor = float16(min((KEY_BUCKETS - 1) / (hi - lo), 65504))      in float32
+        bucket = clamp(rint((hi - score) * factor), 0, KEY_BUCKETS - 1)  in float16, the product exact
 
-    NaN and +inf go to bucket 0, -inf to the last. Finite scores all go to bucket 0 when the range is 0 or
-    not finite, or so small that factor is not.
+    Float16 has ten bits after the first, so that KEY_BUCKETS = 1024 plus a bucket is what a fused multiply-add of its
+    arithmetic rounds to an integer by itself. NaN and +inf go to bucket 0, -inf to the last.
     """
-    scores = np.asarray(scores, np.float32)
+    scores = np.asarray(scores).astype(np.float16)
     finite = np.isfinite(scores)  # [..., C]
     hi = scores.max(axis=-1, keepdims=True, where=finite, initial=-np.inf)  # [..., 1]
     lo = scores.min(axis=-1, keepdims=True, where=finite, initial=np.inf)  # [..., 1]
-    factor = np.float32(KEY_BUCKETS) / (hi - lo)  # [..., 1]
-    spread = finite & np.isfinite(hi - lo) & np.isfinite(factor)  # [..., C]
-    part = np.where(spread, (hi - scores) * factor, np.float32(0))  # [..., C] float32
-    bucket = np.clip(part.astype(np.int32), 0, KEY_BUCKETS - 1)
-    bucket[np.isneginf(scores)] = KEY_BUCKETS - 1
-    return bucket
+    none = hi < lo
+    hi, lo = np.where(none, np.float16(0), hi), np.where(none, np.float16(0), lo)
+    span = hi.astype(np.float32) - lo.astype(np.float32)
+    factor = np.minimum(np.float32(KEY_BUCKETS - 1) / span, np.float32(65504)).astype(np.float16)  # [..., 1]
+    below = hi - scores  # [..., C] float16
+    # Exact in float64 but for what is far below a half, so this rounds once, as the GPU's instruction does.
+    place = (below.astype(np.float64) * factor.astype(np.float64) + KEY_BUCKETS).astype(np.float16)
+    place = np.fmin(np.fmax(place, np.float16(KEY_BUCKETS)), np.float16(2 * KEY_BUCKETS - 1))
+    return place.astype(np.int32) - KEY_BUCKETS
 
 
 def order_keys(scores: Array) -> Array:
-    """Descending order of scores [..., C], float16 or float32, in buckets (Algorithm 1, line 19).
-
-    Candidates go by :func:`score_buckets`. Buckets whose first candidates' ranks fall into one :func:`rank_bucket`
-    become one, and inside it positions ascend: a counting sort. Given the same scores any IEEE machine finds the same
-    order, bit for bit.
+    """Descending order of scores [..., C] by :func:`score_buckets`, ascending positions inside a bucket: a counting
+    sort (Algorithm 1, line 19). Given the same scores any IEEE machine finds the same order, bit for bit.
 
     Returns int32 [..., C] candidate indices.
     """
-    bucket = score_buckets(scores)  # [..., C]
-    rows = bucket.reshape(math.prod(bucket.shape[:-1]), bucket.shape[-1])
-    order = np.empty(rows.shape, np.int32)
-    for i, row in enumerate(rows):
-        count = np.bincount(row, minlength=KEY_BUCKETS)
-        merged = rank_bucket(np.cumsum(count) - count, len(row))  # [KEY_BUCKETS] ascending
-        # A stable sort of 16-bit integers is a radix sort.
-        order[i] = np.argsort(merged[row].astype(np.uint16), kind="stable")
-    return order.reshape(bucket.shape)
+    # A stable sort of 16-bit integers is a radix sort.
+    return np.argsort(score_buckets(scores).astype(np.uint16), axis=-1, kind="stable").astype(np.int32)
 
 
 def sample_positions(n: int, geometry: Geometry) -> Array:

@@ -15,7 +15,7 @@ from . import kernels
 from .operand import Operand, Paging
 from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
-from .spec import KEY_BUCKETS, LOG2E, ORDER_BUCKETS, S2OConfig
+from .spec import KEY_BUCKETS, LOG2E, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
 
@@ -80,9 +80,11 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
             ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
+        ]
+    if plan.part_elements:
+        arrays += [
             ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
-            ("merged", (max(chunk.rows for chunk in plan.chunks), KEY_BUCKETS), "uint16"),
-            ("bases", (plan.part_elements, ORDER_BUCKETS), "uint32"),  # [chunk rows, parts, ORDER_BUCKETS]
+            ("bases", (plan.part_elements, KEY_BUCKETS), "uint32"),
         ]
     if plan.chunks and config.adds_remainder:
         kv_heads = problem.batch * problem.kv_heads
@@ -297,7 +299,7 @@ class _Builder:
         params = np.array(
             (
                 self.tensors["k"],
-                *(0,) * 8,
+                *(0,) * 7,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -319,12 +321,12 @@ class _Builder:
         if config.surveys(p.scale):
             fine, blocks = self._fine(chunk)
             steps.append(("fine_scores", plan.fine_scores, blocks, fine))
+        parts = plan.key_order.cluster if plan.key_order.family.clustered else chunk.parts
+        if plan.key_counts and plan.key_bases:
+            steps.append(("key_counts", plan.key_counts, chunk.rows * parts, params))
+            steps.append(("key_bases", plan.key_bases, chunk.rows, params))
+        steps.append(("rank_keys", plan.key_order, chunk.rows * parts, params))
         return [
             self._launch(stage, kernel, blocks, its_params, chunk, range=first)
-            for stage, kernel, blocks, its_params in (
-                *steps,
-                ("key_counts", plan.key_counts, chunk.rows * chunk.parts, params),
-                ("key_bases", plan.key_bases, chunk.rows, params),
-                ("rank_keys", plan.key_order, chunk.rows * chunk.parts, params),
-            )
+            for stage, kernel, blocks, its_params in steps
         ]

@@ -27,19 +27,13 @@ __all__ = [
 ]
 
 # Keys are ordered by a counting sort over this many equal parts of the segment's own score range
-# (reference.s2o.order_keys is the definition). 2048 parts of a range of 40 nats are 0.02 nats each.
-KEY_BUCKET_BITS = 11
-KEY_BUCKETS = 1 << KEY_BUCKET_BITS
+# (reference.s2o.order_keys is the definition). 1024 parts of a range of 40 nats are 0.04 nats each. Float16 tells
+# integers from 1024 to 2047 apart, so a bucket takes two operations of its arithmetic.
+KEY_BUCKETS = 1024
 
-# Of these, neighbours are put together again where their ranks are alike, 2**ORDER_STEP_BITS buckets for each doubling
-# of the rank (reference.s2o.rank_bucket): far down a list a fine order would buy nothing. ORDER_BUCKETS reach over
-# 2**ORDER_REACH_BITS places; of a longer list each first bucket holds several.
-ORDER_STEP_BITS = 6
-ORDER_BUCKETS = 512
-ORDER_REACH_BITS = ORDER_STEP_BITS - 1 + (ORDER_BUCKETS >> ORDER_STEP_BITS)
-
-# Candidates of a row that one block of the counting sort takes; its counters have 16 bits.
-SORT_PART = 6144
+# Candidates of a row that one block of the counting sort takes, and a block of a Hopper cluster.
+SORT_PART = 8192
+CLUSTER_PART = 16384
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
@@ -67,12 +61,9 @@ SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow wi
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
-    "kKeyBucketBits": KEY_BUCKET_BITS,
     "kKeyBuckets": KEY_BUCKETS,
-    "kOrderBuckets": ORDER_BUCKETS,
-    "kOrderStepBits": ORDER_STEP_BITS,
-    "kOrderReachBits": ORDER_REACH_BITS,
     "kSortPart": SORT_PART,
+    "kClusterPart": CLUSTER_PART,
     "kSurveyEvery": SURVEY_EVERY,
     "kSurveyWindow": SURVEY_WINDOW,
     "kSurveySamples": SURVEY_SAMPLES,

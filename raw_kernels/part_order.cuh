@@ -1,0 +1,210 @@
+// The order of a part of a row's candidates by bucket, found in shared memory: a stable radix sort by two digits.
+//
+// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kWarps + warp) * kOfThread on. It counts
+// digits in counters of its own and so knows how many of its candidates stand before each with the same digit; a sum
+// over threads gives places. No atomic decides a place, and no thread waits for another's vote. Shared memory is read
+// and written without bank conflicts, but where candidates go to their places.
+#pragma once
+#include "row_part.cuh"
+#include "score_buckets.cuh"
+
+namespace s2o {
+
+template <int kThreads_>
+struct PartTraits {
+  static constexpr int kThreads = kThreads_, kWarps = kThreads / 32;
+  static constexpr int kOfThread = 32, kPart = kThreads * kOfThread;
+  static constexpr int kDigitBits = 5, kDigits = 1 << kDigitBits;
+  static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
+
+  struct Shared {
+    uint32 items[kPart];                        // what is sorted; before that the scores
+    uint32 counters[kDigits][kThreads / 2];     // 16 bits each of a thread of the first and the last warps
+    uint32 of_digit[kDigits];
+  };
+};
+
+// What is sorted, in bits: candidate of the part 0 to 13, bucket 14 to 23; from 24 on four times the number of the
+// thread's candidates before it with the same digit. Counters and places count bytes too.
+constexpr int kBucketShift = 14, kBeforeShift = 24;
+constexpr uint32 kBucketMask = spec::kKeyBuckets - 1;
+__device__ __forceinline__ int candidate_of(uint32 item) { return item & ((1 << kBucketShift) - 1); }
+__device__ __forceinline__ uint32 bucket_of(uint32 item) { return item >> kBucketShift & kBucketMask; }
+
+// The sum over lower lanes.
+__device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
+  uint32 sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32 x = __shfl_up_sync(kFullWarp, sum, step);
+    if (static_cast<int>(threadIdx.x) % 32 >= step) sum += x;
+  }
+  return sum - mine;
+}
+
+// The sum over the block's threads before this one.
+template <int kWarps>
+__device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_warp)[kWarps]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32 before = lane_sum_before(mine);
+  __syncthreads();  // nobody still reads of_warp
+  if (lane == 31) of_warp[warp] = before + mine;
+  __syncthreads();
+  uint32 warps = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w)
+    if (w < warp) warps += of_warp[w];
+  return warps + before;
+}
+
+template <class Traits>
+struct PartOrder {
+  static constexpr int kWarps = Traits::kWarps, kOfThread = Traits::kOfThread, kDigits = Traits::kDigits;
+  typename Traits::Shared& shared;
+  int warp, lane, chunk;  // the thread's candidates begin at chunk * kOfThread
+
+  __device__ __forceinline__ explicit PartOrder(typename Traits::Shared& shared)
+      : shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), chunk(lane * kWarps + warp) {}
+
+  // Where unit i of 16 bytes stands, of `units` a thread: eight lanes that read theirs find them in different banks.
+  template <int kUnits>
+  __device__ __forceinline__ uint32 unit_address(int i) const {
+    return shared_address(shared.items) + (i ^ (i / (kUnits * kWarps) & 7)) * 16;
+  }
+
+  __device__ __forceinline__ void clear_counters() {
+    uint4* words = reinterpret_cast<uint4*>(shared.counters);
+#pragma unroll
+    for (int i = threadIdx.x; i < kDigits * Traits::kThreads / 8; i += Traits::kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  }
+
+  // Bytes from the thread's counter of digit 0, and its address.
+  template <int kShift>
+  static __device__ __forceinline__ uint32 counter(uint32 item, uint32 first) {
+    constexpr int kRow = Traits::kThreads * 2, kRowBits = kRow == 512 ? 9 : 10;
+    static_assert(kRow == 1 << kRowBits && kShift > kRowBits, "a shift takes the digit to its row");
+    return (item >> (kShift - kRowBits) & (kDigits - 1) * kRow) + first;
+  }
+  __device__ __forceinline__ uint32 first_counter() const {
+    return shared_address(&shared.counters[0][warp % (kWarps / 2) * 32 + lane]) + warp / (kWarps / 2) * 2;
+  }
+
+  // Starts to bring the part's scores [positions] to shared memory.
+  __device__ __forceinline__ void load(const uint16* scores, const RowPart& where) {
+#pragma unroll
+    for (int i = 0; i < kOfThread / 8; ++i) {
+      const int unit = i * Traits::kThreads + threadIdx.x;
+      const uint32 target = unit_address<kOfThread / 8>(unit);
+      if (where.eight(unit * 8))
+        cp_async_16(target, scores + where.first + unit * 8);
+      else
+        store_shared_16(target, where.gathered(scores, unit * 8));
+    }
+    cp_async_commit();
+    clear_counters();
+  }
+
+  template <int kShift>
+  __device__ __forceinline__ void count(uint32 (&items)[kOfThread]) {
+    const uint32 first = first_counter();
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const uint32 mine = counter<kShift>(items[i], first), before = load_shared_2(mine);
+      store_shared_2(mine, before + 4);
+      items[i] += before << kBeforeShift;
+    }
+  }
+
+  // Counters become places of the threads' first candidates of a digit: digits first, then threads by their chunks. A
+  // place past the end may not fit in 16 bits; nobody takes it.
+  __device__ __forceinline__ void find_places() {
+    constexpr int kMine = kDigits / kWarps, kWords = kWarps / 2;
+    uint32 before[kMine], low[kMine];  // of a digit: in lower lanes; in this lane's threads of the first warps
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      uint32 sum = 0;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) sum += shared.counters[warp * kMine + k][w * 32 + lane];
+      const uint32 all = (sum & 0xffffu) + (sum >> 16);
+      low[k] = sum & 0xffffu;
+      before[k] = lane_sum_before(all);
+      if (lane == 31) shared.of_digit[warp * kMine + k] = before[k] + all;
+    }
+    __syncthreads();
+    const uint32 digits_before = lane_sum_before(shared.of_digit[lane]);
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const uint32 first = __shfl_sync(kFullWarp, digits_before, warp * kMine + k) + before[k];
+      uint32 place = first | (first + low[k]) << 16;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        uint32& word = shared.counters[warp * kMine + k][w * 32 + lane];
+        const uint32 found = word;
+        word = place;
+        place += found;
+      }
+    }
+    __syncthreads();
+  }
+
+  // kSpread: where unit_address will look for them.
+  template <int kShift, bool kSpread>
+  __device__ __forceinline__ void put(uint32 (&items)[kOfThread]) {
+    constexpr int kUnitsOfLane = kOfThread / 4 * kWarps;
+    const uint32 first = first_counter(), target = shared_address(shared.items);
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      asm volatile("" : "+r"(items[i]));  // an address is found anew: those of count() would take as many registers
+      uint32 place = load_shared_2(counter<kShift>(items[i], first)) + (items[i] >> kBeforeShift);
+      if (kSpread) place ^= place / kUnitsOfLane & 0x70u;
+      store_shared_4(target + place, items[i]);
+    }
+    __syncthreads();
+  }
+
+  // items[place]: the part's candidates in order. After load().
+  __device__ __forceinline__ void sort(const ScoreBuckets& bucket) {
+    uint32 items[kOfThread];
+    cp_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOfThread; i += 8) {
+      const uint4 x = load_shared_16(unit_address<kOfThread / 8>(chunk * (kOfThread / 8) + i / 8));
+      const uint32 pairs[4] = {bucket(x.x), bucket(x.y), bucket(x.z), bucket(x.w)};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        items[i + 2 * e] = (pairs[e] & kBucketMask) << kBucketShift | (chunk * kOfThread + i + 2 * e);
+        items[i + 2 * e + 1] =
+            (pairs[e] >> 16 & kBucketMask) << kBucketShift | (chunk * kOfThread + i + 2 * e + 1);
+      }
+    }
+    count<kBucketShift>(items);
+    find_places();
+    put<kBucketShift, true>(items);
+    clear_counters();
+#pragma unroll
+    for (int i = 0; i < kOfThread; i += 4) {
+      const uint4 x = load_shared_16(unit_address<kOfThread / 4>(chunk * (kOfThread / 4) + i / 4));
+      constexpr uint32 kKept = (1u << kBeforeShift) - 1;
+      items[i] = x.x & kKept, items[i + 1] = x.y & kKept, items[i + 2] = x.z & kKept, items[i + 3] = x.w & kKept;
+    }
+    __syncthreads();
+    count<kBucketShift + Traits::kDigitBits>(items);
+    find_places();
+    put<kBucketShift + Traits::kDigitBits, false>(items);
+  }
+};
+
+// order[base[bucket] + place]: the positions of a sorted part.
+template <class Traits>
+__device__ __forceinline__ void write_order(int* order, const typename Traits::Shared& shared, const uint32* base,
+                                            const RowPart& where) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < where.count; i += Traits::kThreads) {
+    const uint32 item = shared.items[i];
+    order[base[bucket_of(item)] + i] = where.key(where.first + candidate_of(item));
+  }
+}
+
+}  // namespace s2o
