@@ -1,6 +1,6 @@
 // The order of a part of a row's candidates by bucket, found in shared memory: a stable radix sort by two digits.
 //
-// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kWarps + warp) * kOfThread on. It counts
+// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kSortWarps + warp) * kOfThread on. It counts
 // digits in counters of its own and so knows how many of its candidates stand before each with the same digit; a sum
 // over threads gives places. No atomic decides a place, and no thread waits for another's vote. Shared memory is read
 // and written without bank conflicts, but where candidates go to their places.
@@ -10,23 +10,20 @@
 
 namespace s2o {
 
-template <int kThreads_>
-struct PartTraits {
-  static constexpr int kThreads = kThreads_, kWarps = kThreads / 32;
-  static constexpr int kOfThread = 32, kPart = kThreads * kOfThread;
-  static constexpr int kDigitBits = 5, kDigits = 1 << kDigitBits;
-  static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
+constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
+constexpr int kOfThread = spec::kSortPart / kSortThreads;
+constexpr int kDigits = 32;  // of each of the two
+static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
 
-  struct Shared {
-    uint32 items[kPart];                        // what is sorted; before that the scores
-    uint32 counters[kDigits][kThreads / 2];     // 16 bits each of a thread of the first and the last warps
-    uint32 of_digit[kDigits];
-  };
+struct PartShared {
+  uint32 items[spec::kSortPart];               // what is sorted; before that the scores
+  uint32 counters[kDigits][kSortThreads / 2];  // 16 bits each of a thread of the first and the last four warps
+  uint32 of_digit[kDigits];
 };
 
 // What is sorted, in bits: candidate of the part 0 to 13, bucket 14 to 23; from 24 on four times the number of the
 // thread's candidates before it with the same digit. Counters and places count bytes too.
-constexpr int kBucketShift = 14, kBeforeShift = 24;
+constexpr int kBucketShift = 14, kHighDigitShift = 19, kBeforeShift = 24;
 constexpr uint32 kBucketMask = spec::kKeyBuckets - 1;
 __device__ __forceinline__ int candidate_of(uint32 item) { return item & ((1 << kBucketShift) - 1); }
 __device__ __forceinline__ uint32 bucket_of(uint32 item) { return item >> kBucketShift & kBucketMask; }
@@ -43,8 +40,7 @@ __device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
 }
 
 // The sum over the block's threads before this one.
-template <int kWarps>
-__device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_warp)[kWarps]) {
+__device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_warp)[kSortWarps]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 before = lane_sum_before(mine);
   __syncthreads();  // nobody still reads of_warp
@@ -52,48 +48,47 @@ __device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_war
   __syncthreads();
   uint32 warps = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w)
+  for (int w = 0; w < kSortWarps; ++w)
     if (w < warp) warps += of_warp[w];
   return warps + before;
 }
 
-template <class Traits>
 struct PartOrder {
-  static constexpr int kWarps = Traits::kWarps, kOfThread = Traits::kOfThread, kDigits = Traits::kDigits;
-  typename Traits::Shared& shared;
+  PartShared& shared;
   int warp, lane, chunk;  // the thread's candidates begin at chunk * kOfThread
 
-  __device__ __forceinline__ explicit PartOrder(typename Traits::Shared& shared)
-      : shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), chunk(lane * kWarps + warp) {}
+  __device__ __forceinline__ explicit PartOrder(PartShared& shared)
+      : shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), chunk(lane * kSortWarps + warp) {}
 
-  // Where unit i of 16 bytes stands, of `units` a thread: eight lanes that read theirs find them in different banks.
+  // Where unit i of 16 bytes stands, of kUnits a thread: eight lanes that read theirs find them in different banks.
   template <int kUnits>
   __device__ __forceinline__ uint32 unit_address(int i) const {
-    return shared_address(shared.items) + (i ^ (i / (kUnits * kWarps) & 7)) * 16;
+    return shared_address(shared.items) + (i ^ (i / (kUnits * kSortWarps) & 7)) * 16;
   }
 
   __device__ __forceinline__ void clear_counters() {
     uint4* words = reinterpret_cast<uint4*>(shared.counters);
 #pragma unroll
-    for (int i = threadIdx.x; i < kDigits * Traits::kThreads / 8; i += Traits::kThreads) words[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < kDigits * kSortThreads / 8; i += kSortThreads)
+      words[i] = make_uint4(0, 0, 0, 0);
   }
 
   // Bytes from the thread's counter of digit 0, and its address.
   template <int kShift>
   static __device__ __forceinline__ uint32 counter(uint32 item, uint32 first) {
-    constexpr int kRow = Traits::kThreads * 2, kRowBits = kRow == 512 ? 9 : 10;
+    constexpr int kRow = kSortThreads * 2, kRowBits = 9;
     static_assert(kRow == 1 << kRowBits && kShift > kRowBits, "a shift takes the digit to its row");
     return (item >> (kShift - kRowBits) & (kDigits - 1) * kRow) + first;
   }
   __device__ __forceinline__ uint32 first_counter() const {
-    return shared_address(&shared.counters[0][warp % (kWarps / 2) * 32 + lane]) + warp / (kWarps / 2) * 2;
+    return shared_address(&shared.counters[0][warp % (kSortWarps / 2) * 32 + lane]) + warp / (kSortWarps / 2) * 2;
   }
 
   // Starts to bring the part's scores [positions] to shared memory.
   __device__ __forceinline__ void load(const uint16* scores, const RowPart& where) {
 #pragma unroll
     for (int i = 0; i < kOfThread / 8; ++i) {
-      const int unit = i * Traits::kThreads + threadIdx.x;
+      const int unit = i * kSortThreads + threadIdx.x;
       const uint32 target = unit_address<kOfThread / 8>(unit);
       if (where.eight(unit * 8))
         cp_async_16(target, scores + where.first + unit * 8);
@@ -118,7 +113,7 @@ struct PartOrder {
   // Counters become places of the threads' first candidates of a digit: digits first, then threads by their chunks. A
   // place past the end may not fit in 16 bits; nobody takes it.
   __device__ __forceinline__ void find_places() {
-    constexpr int kMine = kDigits / kWarps, kWords = kWarps / 2;
+    constexpr int kMine = kDigits / kSortWarps, kWords = kSortWarps / 2;
     uint32 before[kMine], low[kMine];  // of a digit: in lower lanes; in this lane's threads of the first warps
     __syncthreads();
 #pragma unroll
@@ -151,7 +146,7 @@ struct PartOrder {
   // kSpread: where unit_address will look for them.
   template <int kShift, bool kSpread>
   __device__ __forceinline__ void put(uint32 (&items)[kOfThread]) {
-    constexpr int kUnitsOfLane = kOfThread / 4 * kWarps;
+    constexpr int kUnitsOfLane = kOfThread / 4 * kSortWarps;
     const uint32 first = first_counter(), target = shared_address(shared.items);
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
@@ -190,21 +185,10 @@ struct PartOrder {
       items[i] = x.x & kKept, items[i + 1] = x.y & kKept, items[i + 2] = x.z & kKept, items[i + 3] = x.w & kKept;
     }
     __syncthreads();
-    count<kBucketShift + Traits::kDigitBits>(items);
+    count<kHighDigitShift>(items);
     find_places();
-    put<kBucketShift + Traits::kDigitBits, false>(items);
+    put<kHighDigitShift, false>(items);
   }
 };
-
-// order[base[bucket] + place]: the positions of a sorted part.
-template <class Traits>
-__device__ __forceinline__ void write_order(int* order, const typename Traits::Shared& shared, const uint32* base,
-                                            const RowPart& where) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < where.count; i += Traits::kThreads) {
-    const uint32 item = shared.items[i];
-    order[base[bucket_of(item)] + i] = where.key(where.first + candidate_of(item));
-  }
-}
 
 }  // namespace s2o

@@ -6,7 +6,6 @@
 //               defines it. key_counts: how many candidates of each part of a row fall into each of kKeyBuckets equal
 //               parts of the row's own score range. key_bases: where in the row each part's candidates of a bucket
 //               begin. key_order: the order. No atomic decides a place: the order is the same on every run.
-//               key_order_sm90.cu does all three's work at once.
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
@@ -18,8 +17,6 @@ constexpr int kStep = 64;                // keys of a step
 constexpr int kScoreThreads = 128;
 constexpr int kScoreRows = 16 * kScoreThreads / 32;  // (head, segment) rows of a block
 constexpr int kScoreSteps = 8;           // key steps of a block
-constexpr int kSortThreads = 256;
-constexpr int kSortWarps = kSortThreads / 32;
 
 template <class Element_, int kHeadDim_, bool kAligned_, bool kPaged_>
 struct ScoreTraits {
@@ -164,7 +161,7 @@ struct CountShared {
 
 // counts[row, part, bucket]: how many candidates of the part a bucket holds.
 __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared& shared) {
-  const RowPart where(p, spec::kSortPart, p.parts);
+  const RowPart where(p);
   if (where.count <= 0) return;
   for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) shared.count[b] = 0;
   __syncthreads();
@@ -176,7 +173,7 @@ __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared&
     const uint32 pairs[4] = {bucket(x.x), bucket(x.y), bucket(x.z), bucket(x.w)};
 #pragma unroll
     for (int e = 0; e < 8; ++e)
-      if (c + e < where.count) atomicAdd(shared.count + (pairs[e / 2] >> e % 2 * 16 & kBucketMask), 1u);
+      if (c + e < where.count) atomicAdd(shared.count + (pairs[e / 2] >> e % 2 * 16 & (spec::kKeyBuckets - 1)), 1u);
   }
   __syncthreads();
   uint32* counts = reinterpret_cast<uint32*>(p.counts + (where.row * p.parts + where.part) * spec::kKeyBuckets);
@@ -220,20 +217,17 @@ __device__ __forceinline__ void key_bases(const RankKeysParams& p, BaseShared& s
   }
 }
 
-using Sort = PartTraits<kSortThreads>;
-static_assert(Sort::kPart == spec::kSortPart, "a block sorts a part");
-
 struct SortShared {
-  Sort::Shared sort;
+  PartShared part;
   uint32 base[spec::kKeyBuckets];  // from a candidate's place in the part to its place in the row
   uint32 of_warp[kSortWarps];
 };
 
 // k_order[row, place] of the part's candidates.
 __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& shared) {
-  const RowPart where(p, spec::kSortPart, p.parts);
+  const RowPart where(p);
   if (where.count <= 0) return;
-  PartOrder<Sort> part(shared.sort);
+  PartOrder part(shared.part);
   part.load(p.scores + where.row * p.stride, where);
   const int64 of_part = (where.row * p.parts + where.part) * kSortThreads + threadIdx.x;
   const uint4 n = unpacked(reinterpret_cast<const uint2*>(p.counts)[of_part]);
@@ -242,7 +236,12 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
   base.x -= before, base.y -= before + n.x, base.z -= before + n.x + n.y, base.w -= before + n.x + n.y + n.z;
   reinterpret_cast<uint4*>(shared.base)[threadIdx.x] = base;
   part.sort(ScoreBuckets(p.range[where.row]));
-  write_order<Sort>(p.k_order + where.row * p.stride, shared.sort, shared.base, where);
+  int* order = p.k_order + where.row * p.stride;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < where.count; i += kSortThreads) {
+    const uint32 item = shared.part.items[i];
+    order[shared.base[bucket_of(item)] + i] = where.key(where.first + candidate_of(item));
+  }
 }
 
 }  // namespace s2o

@@ -5,27 +5,22 @@
 
 namespace s2o {
 
-// Blocks take parts of kPart candidates, parts of a row next to each other: few rows are then in flight, and the
-// scattered writes of each meet in L2 before they leave it.
+// A block takes one part, and parts of a row stand next to each other: few rows are then in flight, and the scattered
+// writes of each meet in L2 before they leave it.
 struct RowPart {
-  int head, segment;
   int first, count;  // candidates of the part
-  int part, parts;   // of the row's
+  int part;          // of the row
   int64 row;         // of the chunk
   int dense_begin, dense_keys;
 
-  // `of_row`: blocks of each row.
-  __device__ __forceinline__ RowPart(const RankKeysParams& p, int size, uint32 of_row) {
+  __device__ __forceinline__ explicit RowPart(const RankKeysParams& p) {
     uint32 block = blockIdx.x;
-    part = block % of_row;
-    block /= of_row;
-    segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(block / p.chunk.heads);
-    head = p.chunk.first_head + static_cast<int>(block % p.chunk.heads);
-    row = p.chunk.row(head, segment);
-    const int candidates = p.geometry.candidates(segment);
-    parts = (candidates + size - 1) / size;
-    first = part * size;
-    count = min(size, candidates - first);
+    part = block % p.parts;
+    block /= p.parts;
+    const int segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(block / p.chunk.heads);
+    row = p.chunk.row(p.chunk.first_head + static_cast<int>(block % p.chunk.heads), segment);
+    first = part * spec::kSortPart;
+    count = min(spec::kSortPart, p.geometry.candidates(segment) - first);
     dense_begin = p.geometry.dense_begin(segment);
     dense_keys = p.geometry.dense_end(segment) - dense_begin;
   }

@@ -130,11 +130,6 @@ class _Family:
     traits: str | None  # format string over Kernel's fields
     arch: str | None = None  # the one architecture it is for
 
-    @property
-    def clustered(self) -> bool:
-        """Whether blocks read each other's shared memory."""
-        return "{cluster}" in (self.traits or "")
-
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {step}, {paged}>"
 FAMILIES = {
@@ -191,9 +186,6 @@ FAMILIES = {
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
-    "key_order_sm90": _Family(
-        "key_order_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 512, 2, "KeyOrderTraits<{cluster}>", "sm_90a"
-    ),
 }
 
 
@@ -208,7 +200,6 @@ class Kernel:
     block_m: int = 128
     stages: int = 2
     step: int = 64  # keys of a step of the main loop
-    cluster: int = 1  # blocks of a cluster
     softcap: bool = False  # scores are capped
     paged: bool = False  # k and v are a paged cache
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
@@ -237,8 +228,6 @@ class Kernel:
             parts.append(f"k{self.step}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
-        if self.family.clustered:
-            parts.append(f"c{self.cluster}")
         if self.softcap:
             parts.append("softcap")
         if self.paged:
@@ -278,7 +267,6 @@ def render(kernel: Kernel) -> str:
         "aligned": str(kernel.aligned).lower(),
         "paged": str(kernel.paged).lower(),
         "step": kernel.step,
-        "cluster": kernel.cluster,
         "threads": kernel.threads,
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
@@ -286,7 +274,6 @@ def render(kernel: Kernel) -> str:
     plain = {"key_counts": "s2o::CountShared", "key_bases": "s2o::BaseShared", "key_order": "s2o::SortShared"}
     shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
-    cluster = f"__cluster_dims__({kernel.cluster}, 1, 1) " if family.clustered else ""
     # A struct that ends in an open array is only the least that is needed.
     compare = "<=" if family.source == "rank_queries.cu" else "=="
     return "\n".join(
@@ -298,7 +285,7 @@ def render(kernel: Kernel) -> str:
             '"plan.py counts the shared memory differently");',
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
-            f'extern "C" __global__ void {cluster}__launch_bounds__({kernel.threads}, {blocks})',
+            f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {blocks})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             "  extern __shared__ __align__(1024) unsigned char shared[];",
             f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",

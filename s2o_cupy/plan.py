@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import CLUSTER_PART, KEY_BUCKETS, SORT_PART, STOP_LAG, SURVEY_SAMPLES, Geometry, S2OConfig
+from .spec import KEY_BUCKETS, SORT_PART, STOP_LAG, SURVEY_SAMPLES, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
@@ -23,8 +23,7 @@ HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
 SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
-BYTES_PER_PART = KEY_BUCKETS * (2 + 4)  # counters and places of a block of the portable counting sort
-MAX_CLUSTER = 8  # blocks of a cluster, that every Hopper GPU runs
+BYTES_PER_PART = KEY_BUCKETS * (2 + 4)  # counters and places of a block of the counting sort
 MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
@@ -70,7 +69,7 @@ class Chunk:
 
     @property
     def parts(self) -> int:
-        """Blocks of the portable counting sort that a pair's candidates take."""
+        """Blocks of the counting sort that a pair's candidates take."""
         return -(-self.stride // SORT_PART)
 
 
@@ -92,8 +91,8 @@ class LaunchPlan:
     fine_scores: Kernel
     rank_queries: Kernel
     key_scores: Kernel
-    key_counts: Kernel | None  # not where a cluster sorts a whole row
-    key_bases: Kernel | None
+    key_counts: Kernel
+    key_bases: Kernel
     key_order: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
@@ -114,8 +113,8 @@ class LaunchPlan:
 
     @property
     def part_elements(self) -> int:
-        """Blocks of the portable counting sort, of the largest chunk."""
-        return max((chunk.rows * chunk.parts for chunk in self.chunks if self.key_counts), default=0)
+        """Blocks of the counting sort, of the largest chunk."""
+        return max((chunk.rows * chunk.parts for chunk in self.chunks), default=0)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -271,25 +270,10 @@ def _key_bases() -> Kernel:
     return Kernel("key_bases", shared_bytes=SORT_WARPS * 4)
 
 
-def _part_shared(part: int) -> int:
-    """sizeof(PartTraits::Shared) of a block of part / 32 threads, and of the base of each bucket."""
-    digits = 32
-    return part * 4 + digits * (part // 32) * 2 + digits * 4 + KEY_BUCKETS * 4
-
-
 def _key_order() -> Kernel:
-    return Kernel("key_order", shared_bytes=_part_shared(SORT_PART) + SORT_WARPS * 4)
-
-
-def _hopper_key_order(cluster: int) -> Kernel:
-    warps, runs = CLUSTER_PART // 32 // 32, KEY_BUCKETS * 4
-    return Kernel("key_order_sm90", cluster=cluster, shared_bytes=_part_shared(CLUSTER_PART) + runs + warps * 4)
-
-
-def cluster_for(candidates: int) -> int | None:
-    """Blocks of the cluster whose shared memory holds a row's candidates; None where it is too long for one."""
-    blocks = 1 << max(0, -(-candidates // CLUSTER_PART) - 1).bit_length()
-    return blocks if blocks <= MAX_CLUSTER else None
+    digits = 32
+    counters = digits * RANK_THREADS * 2 + digits * 4
+    return Kernel("key_order", shared_bytes=SORT_PART * 4 + counters + KEY_BUCKETS * 4 + SORT_WARPS * 4)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -313,7 +297,6 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
             for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, paged)):
                 kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, softcap, paged))
     if compute_capability == 90:
-        kernels += [_hopper_key_order(1 << i) for i in range(MAX_CLUSTER.bit_length())]
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, paged):
                 kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
@@ -342,9 +325,7 @@ def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
     return group * max(counts, key=lambda n: (filled[n], n))
 
 
-def _chunks(
-    problem: Problem, config: S2OConfig, geometry: Geometry, bytes_per_part: int = BYTES_PER_PART
-) -> tuple[Chunk, ...]:
+def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
     """Rounds from the last segment to the first, each within the workspace if one row fits."""
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
     chunks: list[Chunk] = []
@@ -355,7 +336,7 @@ def _chunks(
             continue
         keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
         stride = -(-keys // STEP) * STEP
-        row_bytes = stride * BYTES_PER_CANDIDATE + -(-stride // SORT_PART) * bytes_per_part
+        row_bytes = stride * BYTES_PER_CANDIDATE + -(-stride // SORT_PART) * BYTES_PER_PART
         # No grid of a chunk has more blocks than elements.
         rows = max(1, min(config.workspace_bytes // row_bytes, MAX_GRID // stride))
         if rows >= heads:
@@ -425,7 +406,6 @@ def make_plan(
     refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
     if config.path == "hopper" and refusal:
         raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
-    cluster: int | None = None
     if config.path == "portable" or refusal:
         path = "portable"
         pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, softcap, paged)
@@ -437,7 +417,6 @@ def make_plan(
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
         if config.coarse.representatives == 1:
             key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)
-        cluster = cluster_for(max(geometry.candidates(n) for n in range(geometry.segments)))
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -453,13 +432,13 @@ def make_plan(
         fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=key_scores,
-        key_counts=None if cluster else _key_counts(),
-        key_bases=None if cluster else _key_bases(),
-        key_order=_hopper_key_order(cluster) if cluster else _key_order(),
+        key_counts=_key_counts(),
+        key_bases=_key_bases(),
+        key_order=_key_order(),
         whole=Chunk(
             0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0
         ),
-        chunks=_chunks(problem, config, geometry, 0 if cluster else BYTES_PER_PART),
+        chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
         map_rows=map_rows,
         stop_lag=STOP_LAG[path],

@@ -80,9 +80,6 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
             ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
-        ]
-    if plan.part_elements:
-        arrays += [
             ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
             ("bases", (plan.part_elements, KEY_BUCKETS), "uint32"),
         ]
@@ -321,11 +318,11 @@ class _Builder:
         if config.surveys(p.scale):
             fine, blocks = self._fine(chunk)
             steps.append(("fine_scores", plan.fine_scores, blocks, fine))
-        parts = plan.key_order.cluster if plan.key_order.family.clustered else chunk.parts
-        if plan.key_counts and plan.key_bases:
-            steps.append(("key_counts", plan.key_counts, chunk.rows * parts, params))
-            steps.append(("key_bases", plan.key_bases, chunk.rows, params))
-        steps.append(("rank_keys", plan.key_order, chunk.rows * parts, params))
+        steps += [
+            ("key_counts", plan.key_counts, chunk.rows * chunk.parts, params),
+            ("key_bases", plan.key_bases, chunk.rows, params),
+            ("rank_keys", plan.key_order, chunk.rows * chunk.parts, params),
+        ]
         return [
             self._launch(stage, kernel, blocks, its_params, chunk, range=first)
             for stage, kernel, blocks, its_params in steps

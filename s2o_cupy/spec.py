@@ -31,9 +31,8 @@ __all__ = [
 # integers from 1024 to 2047 apart, so a bucket takes two operations of its arithmetic.
 KEY_BUCKETS = 1024
 
-# Candidates of a row that one block of the counting sort takes, and a block of a Hopper cluster.
+# Candidates of a row that one block of the counting sort takes.
 SORT_PART = 8192
-CLUSTER_PART = 16384
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
@@ -63,7 +62,6 @@ SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow wi
 KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyBuckets": KEY_BUCKETS,
     "kSortPart": SORT_PART,
-    "kClusterPart": CLUSTER_PART,
     "kSurveyEvery": SURVEY_EVERY,
     "kSurveyWindow": SURVEY_WINDOW,
     "kSurveySamples": SURVEY_SAMPLES,

@@ -13,7 +13,6 @@ from s2o_cupy.operand import Operand
 from s2o_cupy.plan import (
     BYTES_PER_CANDIDATE,
     BYTES_PER_PART,
-    BYTES_PER_ROW,
     MAX_GRID,
     MAX_STAGES,
     SCORE_KEYS,
@@ -113,7 +112,7 @@ def test_chunks_stay_within_the_workspace(case):
     problem, config = case
     plan, geometry = plan_of(problem, config), problem.geometry(config)
     for chunk in plan.chunks:
-        row_bytes = chunk.stride * BYTES_PER_CANDIDATE + BYTES_PER_ROW + chunk.parts * BYTES_PER_PART
+        row_bytes = chunk.stride * BYTES_PER_CANDIDATE + chunk.parts * BYTES_PER_PART
         assert chunk.rows == 1 or chunk.rows * row_bytes <= config.workspace_bytes
         assert chunk.rows * chunk.stride <= plan.workspace_elements
         assert chunk.rows * chunk.parts <= plan.part_elements
