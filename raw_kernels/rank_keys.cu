@@ -155,6 +155,8 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
   }
 }
 
+constexpr int kCountThreads = 256;
+
 struct CountShared {
   uint32 count[spec::kKeyBuckets];
 };
@@ -163,12 +165,12 @@ struct CountShared {
 __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared& shared) {
   const RowPart where(p);
   if (where.count <= 0) return;
-  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) shared.count[b] = 0;
+  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kCountThreads) shared.count[b] = 0;
   __syncthreads();
   const ScoreBuckets bucket(p.range[where.row]);
   const uint16* scores = p.scores + where.row * p.stride;
 #pragma unroll 4
-  for (int c = threadIdx.x * 8; c < where.count; c += kSortThreads * 8) {
+  for (int c = threadIdx.x * 8; c < where.count; c += kCountThreads * 8) {
     const uint4 x = where.eight(c) ? *reinterpret_cast<const uint4*>(scores + where.first + c) : where.gathered(scores, c);
     const uint32 pairs[4] = {bucket(x.x), bucket(x.y), bucket(x.z), bucket(x.w)};
 #pragma unroll
@@ -177,12 +179,12 @@ __device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared&
   }
   __syncthreads();
   uint32* counts = reinterpret_cast<uint32*>(p.counts + (where.row * p.parts + where.part) * spec::kKeyBuckets);
-  for (int b = threadIdx.x; b < spec::kKeyBuckets / 2; b += kSortThreads)
+  for (int b = threadIdx.x; b < spec::kKeyBuckets / 2; b += kCountThreads)
     counts[b] = shared.count[2 * b] | shared.count[2 * b + 1] << 16;
 }
 
 struct BaseShared {
-  uint32 of_warp[kSortWarps];
+  uint32 of_warp[kCountThreads / 32];
 };
 
 // Four 16-bit counts.
@@ -192,7 +194,7 @@ __device__ __forceinline__ uint4 unpacked(uint2 x) {
 
 // Block: a row; thread: four buckets. bases[row, part, bucket].
 __device__ __forceinline__ void key_bases(const RankKeysParams& p, BaseShared& shared) {
-  static_assert(spec::kKeyBuckets == 4 * kSortThreads, "a thread's share");
+  static_assert(spec::kKeyBuckets == 4 * kCountThreads, "a thread's share");
   const int64 row = blockIdx.x;
   const int segment = p.chunk.first_segment + static_cast<int>(row % p.chunk.segments);
   const int parts = (p.geometry.candidates(segment) + spec::kSortPart - 1) / spec::kSortPart;
@@ -201,7 +203,7 @@ __device__ __forceinline__ void key_bases(const RankKeysParams& p, BaseShared& s
   uint4 in_row = make_uint4(0, 0, 0, 0);
 #pragma unroll 4
   for (int part = 0; part < parts; ++part) {
-    const uint4 n = unpacked(counts[part * kSortThreads]);
+    const uint4 n = unpacked(counts[part * kCountThreads]);
     in_row.x += n.x, in_row.y += n.y, in_row.z += n.z, in_row.w += n.w;
   }
   uint4 place;
@@ -211,8 +213,8 @@ __device__ __forceinline__ void key_bases(const RankKeysParams& p, BaseShared& s
   place.w = place.z + in_row.z;
 #pragma unroll 4
   for (int part = 0; part < parts; ++part) {
-    const uint4 n = unpacked(counts[part * kSortThreads]);
-    bases[part * kSortThreads] = place;
+    const uint4 n = unpacked(counts[part * kCountThreads]);
+    bases[part * kCountThreads] = place;
     place.x += n.x, place.y += n.y, place.z += n.z, place.w += n.w;
   }
 }
@@ -229,12 +231,23 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
   if (where.count <= 0) return;
   PartOrder part(shared.part);
   part.load(p.scores + where.row * p.stride, where);
-  const int64 of_part = (where.row * p.parts + where.part) * kSortThreads + threadIdx.x;
-  const uint4 n = unpacked(reinterpret_cast<const uint2*>(p.counts)[of_part]);
-  uint4 base = reinterpret_cast<const uint4*>(p.bases)[of_part];
-  const uint32 before = thread_sum_before(n.x + n.y + n.z + n.w, shared.of_warp);
-  base.x -= before, base.y -= before + n.x, base.z -= before + n.x + n.y, base.w -= before + n.x + n.y + n.z;
-  reinterpret_cast<uint4*>(shared.base)[threadIdx.x] = base;
+  static_assert(spec::kKeyBuckets == 8 * kSortThreads, "a thread's share");
+  const int64 of_part = (where.row * p.parts + where.part) * (2 * kSortThreads) + 2 * threadIdx.x;
+  uint4 n[2], base[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    n[i] = unpacked(reinterpret_cast<const uint2*>(p.counts)[of_part + i]);
+    base[i] = reinterpret_cast<const uint4*>(p.bases)[of_part + i];
+  }
+  uint32 before = thread_sum_before(n[0].x + n[0].y + n[0].z + n[0].w + n[1].x + n[1].y + n[1].z + n[1].w, shared.of_warp);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    base[i].x -= before, before += n[i].x;
+    base[i].y -= before, before += n[i].y;
+    base[i].z -= before, before += n[i].z;
+    base[i].w -= before, before += n[i].w;
+    reinterpret_cast<uint4*>(shared.base)[2 * threadIdx.x + i] = base[i];
+  }
   part.sort(ScoreBuckets(p.range[where.row]));
   int* order = p.k_order + where.row * p.stride;
 #pragma unroll 4

@@ -185,7 +185,7 @@ FAMILIES = {
     ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
     "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
-    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
+    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 4, None),
 }
 
 

@@ -271,9 +271,9 @@ def _key_bases() -> Kernel:
 
 
 def _key_order() -> Kernel:
-    digits = 32
-    counters = digits * RANK_THREADS * 2 + digits * 4
-    return Kernel("key_order", shared_bytes=SORT_PART * 4 + counters + KEY_BUCKETS * 4 + SORT_WARPS * 4)
+    threads, digits = 128, 32
+    counters = digits * threads * 2 + digits * 4
+    return Kernel("key_order", shared_bytes=SORT_PART * 4 + counters + KEY_BUCKETS * 4 + threads // 32 * 4)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
