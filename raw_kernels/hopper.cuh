@@ -124,6 +124,21 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
           "+f"(d[63])                                                                                 \
         : "r"(a), "r"(b), "r"(accumulate))
 
+#define S2O_WGMMA_SS_N64(TYPE)                                                                        \
+    asm volatile(                                                                                     \
+        "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %34, 0;\n"                               \
+        "mov.b64 da, {%32, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%33, " S2O_DESCRIPTOR_HIGH "};\n"  \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                               \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"                            \
+        ", da, db, p, 1, 1, 0, 0;\n}"                                                                 \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                          \
+        : "r"(a), "r"(b), "r"(accumulate))
+
 #define S2O_WGMMA_RS_N128(TYPE)                                                                       \
     asm volatile(                                                                                     \
         "{\n.reg .b64 db;\nmov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                             \
@@ -168,6 +183,9 @@ struct Wgmma;
     static __device__ __forceinline__ void ss(float (&d)[64], uint32 a, uint32 b, int accumulate) {           \
       S2O_WGMMA_SS_N128(TYPE);                                                                               \
     }                                                                                                        \
+    static __device__ __forceinline__ void ss(float (&d)[32], uint32 a, uint32 b, int accumulate) {           \
+      S2O_WGMMA_SS_N64(TYPE);                                                                                \
+    }                                                                                                        \
     static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint32 b) {               \
       S2O_WGMMA_RS_N128(TYPE);                                                                               \
     }                                                                                                        \
@@ -179,6 +197,7 @@ S2O_WGMMA(Float16, "f16")
 S2O_WGMMA(Bfloat16, "bf16")
 #undef S2O_WGMMA
 #undef S2O_WGMMA_SS_N128
+#undef S2O_WGMMA_SS_N64
 #undef S2O_WGMMA_RS_N128
 #undef S2O_WGMMA_RS_N64
 #undef S2O_DESCRIPTOR_HIGH

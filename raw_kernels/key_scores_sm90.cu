@@ -2,8 +2,9 @@
 //
 //   scores[row, key] = dot product of key with the representative of row's segment, times scale_log2, as float16
 //
-// A block of one warpgroup takes kRows (head, segment) rows of one KV head, the rows of the product, and walks keys,
-// kTile at a time. Keys stand in shared memory in an order that gives each thread eight neighbours to write at once.
+// A block takes kRows (head, segment) rows of one KV head, the rows of the product, 64 a warpgroup, and walks keys,
+// kTile at a time, of which kStages tiles are in shared memory. Keys stand there in an order that gives each thread
+// eight neighbours to write at once. The product of a tile runs while the scores of the one before are written.
 #include "rank_keys_params.cuh"
 #include "sortable.cuh"
 #include "wgmma_tile.cuh"
@@ -15,7 +16,7 @@ struct KeyScoresTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8;
   static constexpr bool kPaged = kPaged_;  // k is a paged cache
-  static constexpr int kThreads = 128, kRows = 64, kTile = 128, kTiles = 8, kStages = 2;
+  static constexpr int kThreads = 256, kRows = 128, kTile = 64, kStages = 4;
 
   struct Shared {
     uint16 means[kRows * kHeadDim];
@@ -30,131 +31,166 @@ __device__ __forceinline__ int row_of_key(int i) { return (i & ~31) + (i & 6) * 
 template <class Traits>
 __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
-  constexpr int kRows = Traits::kRows, kTile = Traits::kTile, kAtATime = Traits::kThreads / Traits::kChunks;
+  constexpr int kRows = Traits::kRows, kTile = Traits::kTile, kStages = Traits::kStages;
+  constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
   const Geometry& g = p.geometry;
   uint32 block = blockIdx.x;
   const int first_row = block % p.row_blocks * kRows;  // side by side, as these read the same keys
   block /= p.row_blocks;
-  const int key_block = block % p.key_blocks;
+  const int block_tiles = (static_cast<int>(p.stride) / kTile + p.key_blocks - 1) / p.key_blocks;
+  const int first_key = block % p.key_blocks * block_tiles * kTile;
   const int first_head = p.chunk.first_head + static_cast<int>(block / p.key_blocks) * p.chunk.shared_heads;
   const int rows = p.chunk.shared_heads * p.chunk.segments;  // heads fastest, so that a block's prefixes are alike
-  const int last_segment = p.chunk.first_segment + min(first_row + kRows - 1, rows - 1) / p.chunk.shared_heads;
-  const int first_key = key_block * Traits::kTiles * kTile;
-  // Keys that some row of the block has as candidates.
-  const int keys = min(Traits::kTiles * kTile, (g.is_causal ? g.candidates(last_segment) : g.seqlen_k) - first_key);
+  const auto head_of = [&](int row) { return first_head + min(row, rows - 1) % p.chunk.shared_heads; };
+  const auto segment_of = [&](int row) { return p.chunk.first_segment + min(row, rows - 1) / p.chunk.shared_heads; };
+  const auto pair_of = [&](int row) { return static_cast<int64>(head_of(row)) * g.segments() + segment_of(row); };
+  // A row's keys from first_key on: no fewer than those of the rows before.
+  const auto keys_of = [&](int row) { return (g.is_causal ? g.candidates(segment_of(row)) : g.seqlen_k) - first_key; };
+  const int keys = min(block_tiles * kTile, keys_of(first_row + kRows - 1));
   if (keys <= 0) return;
+  const int tiles = (keys + kTile - 1) / kTile;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
-  const auto pair_of = [&](int row) {  // (head, segment), flattened
-    row = min(row, rows - 1);
-    return static_cast<int64>(first_head + row % p.chunk.shared_heads) * g.segments() + p.chunk.first_segment +
-           row / p.chunk.shared_heads;
-  };
 
-#pragma unroll
-  for (int r = slot; r < kRows; r += kAtATime)
-    cp_async_16(atom_chunk<kRows>(shared_address(shared.means), r, chunk),
-                p.means + pair_of(first_row + r) * Traits::kHeadDim + chunk * 8);
+  const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
+  const bool inside = chunk * 8 < g.head_dim;
   const int batch = first_head / p.heads;
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, first_head % p.heads / (p.heads / p.kv_heads));
   if (!Traits::kPaged) k += first_key * p.k.row;
+  if (inside) k += chunk * 8;
   const PagedRows pages{p.k, p.pages, batch, first_key};
   const auto key_row = [&](int key) {
     if constexpr (Traits::kPaged) return k + pages.offset(key);
     return k + key * p.k.row;
   };
-  const int tiles = (keys + kTile - 1) / kTile;
-  const auto load = [&](int tile) {
-    if (tile < tiles) {
+  uint32 place[kTile / kAtATime];  // of this thread's chunks in a tile
 #pragma unroll
-      for (int i = slot; i < kTile; i += kAtATime) {
-        const int key = tile * kTile + i;
-        const bool present = key < keys && chunk * 8 < g.head_dim;
-        cp_async_16_or_zeros(atom_chunk<kTile>(shared_address(shared.keys[tile % 2]), row_of_key(i), chunk),
-                             present ? key_row(key) + chunk * 8 : k, present);
-      }
+  for (int i = 0; i < kTile / kAtATime; ++i) place[i] = atom_chunk<kTile>(0, row_of_key(slot + i * kAtATime), chunk);
+  const auto load = [&](int tile) {
+    if (tile >= tiles) return;
+    const uint32 to = shared_address(shared.keys[tile % kStages]);
+#pragma unroll
+    for (int i = 0; i < kTile / kAtATime; ++i) {
+      const int key = min(tile * kTile + slot + i * kAtATime, keys - 1);
+      cp_async_16_or_zeros(to + place[i], key_row(key), inside);
     }
-    cp_async_commit();
   };
   load(0);
+#pragma unroll
+  for (int i = 0; i < kRows / kAtATime; ++i) {
+    const int r = slot + i * kAtATime;
+    cp_async_16(atom_chunk<kRows>(shared_address(shared.means), r, chunk),
+                p.means + pair_of(first_row + r) * Traits::kHeadDim + chunk * 8);
+  }
+  cp_async_commit();
+#pragma unroll
+  for (int tile = 1; tile < kStages - 2; ++tile) {
+    load(tile);
+    cp_async_commit();
+  }
+  // Everybody's copies of `tile` are there. The product of the tile before may be under way, but everybody has waited
+  // for the one before that, whose place is filled anew.
+  const auto arrive = [&](int tile) {
+    cp_async_wait<kStages - 3>();
+    fence_for_wgmma();
+    __syncthreads();
+    load(tile + kStages - 2);
+    cp_async_commit();
+  };
 
-  // This thread's rows: lane / 4 and lane / 4 + 8 of the warp's 16.
-  bool valid[2];
-  int end[2], dense_begin[2], dense_end[2];  // keys from first_key on
+  const int group = threadIdx.x / 128, group_row = first_row + group * 64;  // of this warpgroup
+  if (group_row >= rows || keys_of(group_row + 63) <= 0) {
+    for (int tile = 0; tile < tiles; ++tile) arrive(tile);
+    return;
+  }
+  const auto row_of = [&](int h) { return first_row + warp * 16 + h * 8 + lane / 4; };  // this thread's two
+  const auto score_row = [&](int h) { return p.chunk.row(head_of(row_of(h)), segment_of(row_of(h))); };
+  int end[2];  // of the row's keys, from first_key on; 0 where there is nothing to write
   uint16* target[2];
-  float largest[2] = {-infinity(), -infinity()}, smallest[2] = {infinity(), infinity()};
+  uint32 high[2], low[2];  // extremes of what was written, as float16: of even and of odd keys
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int row = first_row + warp * 16 + h * 8 + lane / 4;
-    const int64 pair = pair_of(row);
-    const int n = static_cast<int>(pair % g.segments()), head = static_cast<int>(pair / g.segments());
-    valid[h] = row < rows && !(p.fine && p.fine[pair]);
-    end[h] = (g.is_causal ? g.candidates(n) : g.seqlen_k) - first_key;
-    dense_begin[h] = g.dense_begin(n) - first_key;
-    dense_end[h] = g.dense_end(n) - first_key;
-    target[h] = p.scores + p.chunk.row(head, n) * p.stride + first_key;
+    end[h] = row_of(h) < rows && !(p.fine && p.fine[pair_of(row_of(h))]) ? keys_of(row_of(h)) : 0;
+    target[h] = p.scores + score_row(h) * p.stride + first_key;
+    high[h] = Float16::pack(-infinity(), -infinity());
+    low[h] = Float16::pack(infinity(), infinity());
   }
 
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    cp_async_wait<0>();
-    fence_for_wgmma();
-    __syncthreads();  // everybody's copies are there, and nobody multiplies with the other tile any more
-    load(tile + 1);
-    float d[64];  // [rows, keys] of this thread
-    const uint32 a = tile_descriptor(shared_address(shared.means), 0);
-    const uint32 b = tile_descriptor(shared_address(shared.keys[tile % 2]), 0);
+  float d[kTile / 2];  // [rows, keys] of this thread
+  const uint32 a = tile_descriptor(shared_address(shared.means) + group * (64 * 128), 0);
+  const auto multiply = [&](int tile) {
+    const uint32 b = tile_descriptor(shared_address(shared.keys[tile % kStages]), 0);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c)
       Wgmma<Element>::ss(d, descriptor_at(a, atom_columns<kRows>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
     wgmma_commit();
+  };
+  arrive(0);
+  multiply(0);
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (tile + 1 < tiles) arrive(tile + 1);
     wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < 64; ++i) d[i] *= p.scale_log2;
+    uint32 packed[2][kTile / 8];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (!valid[h]) continue;
-      const bool whole = g.is_causal && (tile + 1) * kTile <= end[h];  // all keys are candidates
 #pragma unroll
-      for (int j = 0; j < kTile / 32; ++j) {
-        const int key = tile * kTile + j * 32 + lane % 4 * 8;
-        const auto x = [&](int i) { return d[16 * j + i / 2 * 4 + 2 * h + i % 2]; };
+      for (int pair = 0; pair < kTile / 8; ++pair) {
+        const auto x = [&](int i) { return d[i / 2 * 4 + 2 * h + i % 2]; };
+        packed[h][pair] = Float16::pack(x(2 * pair) * p.scale_log2, x(2 * pair + 1) * p.scale_log2);
+      }
+      if (tile * kTile >= end[h]) continue;
+#pragma unroll
+      for (int i = 0; i < kTile / 8; ++i) {
+        high[h] = Float16::larger(high[h], packed[h][i]);
+        low[h] = Float16::smaller(low[h], packed[h][i]);
+      }
+    }
+    multiply(tile + 1);  // past the last tile: of old keys, for nobody, as the compiler waits behind a branch
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int j = 0; j < kTile / 8; j += 4) {
+        const int key = tile * kTile + j * 8 + lane % 4 * 8;
         // What is past the end of the row's candidates is never read.
         if (key < end[h])
-          *reinterpret_cast<uint4*>(target[h] + key) = make_uint4(Float16::pack(x(0), x(1)), Float16::pack(x(2), x(3)),
-                                                                  Float16::pack(x(4), x(5)), Float16::pack(x(6), x(7)));
-        if (whole) {
+          store_global_16(target[h] + key, packed[h][j], packed[h][j + 1], packed[h][j + 2], packed[h][j + 3]);
+      }
+  }
+  wgmma_wait<0>();
+
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
-            if (finite_score(x(i))) {
-              largest[h] = fmaxf(largest[h], x(i));
-              smallest[h] = fminf(smallest[h], x(i));
-            }
-        } else {
+  for (int h = 0; h < 2; ++h) {
+    float largest = fmaxf(Float16::low(high[h]), Float16::high(high[h]));
+    float smallest = fminf(Float16::low(low[h]), Float16::high(low[h]));
+    const int n = segment_of(row_of(h)), written = min(end[h], tiles * kTile);
+    const int dense_begin = g.dense_begin(n) - first_key, dense_end = g.dense_end(n) - first_key;
+    const bool gap = !g.is_causal && dense_begin < written && dense_end > 0;
+    // Not all of it is of candidates, or finite: this thread looks again at what it wrote.
+    if (written > 0 && (written % kTile || gap || largest == infinity() || smallest == -infinity())) {
+      largest = -infinity();
+      smallest = infinity();
+#pragma unroll 1
+      for (int key = lane % 4 * 8; key < written; key += 32) {
+        const uint4 x = *reinterpret_cast<const uint4*>(target[h] + key);
+        const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int at = key + i;
-            const bool candidate = at < end[h] && (g.is_causal || at < dense_begin[h] || at >= dense_end[h]);
-            if (candidate && finite_score(x(i))) {
-              largest[h] = fmaxf(largest[h], x(i));
-              smallest[h] = fminf(smallest[h], x(i));
-            }
+        for (int i = 0; i < 8; ++i) {
+          const int at = key + i;
+          const float score = i % 2 ? Float16::high(pairs[i / 2]) : Float16::low(pairs[i / 2]);
+          if (at < written && !(gap && at >= dense_begin && at < dense_end) && finite_score(score)) {
+            largest = fmaxf(largest, score);
+            smallest = fminf(smallest, score);
           }
         }
       }
     }
-  }
-  cp_async_wait<0>();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
-      largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], step));
-      smallest[h] = fminf(smallest[h], __shfl_xor_sync(kFullWarp, smallest[h], step));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
+      smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
     }
-    if (valid[h] && lane % 4 == 0)
-      grow_range(p.range + (target[h] - first_key - p.scores) / p.stride, largest[h], smallest[h]);
+    if (lane % 4 == 0) grow_range(p.range + score_row(h), largest, smallest);
   }
 }
 

@@ -99,6 +99,11 @@ __device__ __forceinline__ void store_shared_4(uint32 shared, uint32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
+// As one store: of a uint4 that is put together where it is stored, the compiler may make four.
+__device__ __forceinline__ void store_global_16(void* global, uint32 x, uint32 y, uint32 z, uint32 w) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 // An element type says how it converts and multiplies; its values travel as uint16 or packed uint32.
 struct Float16 {
   static constexpr uint32 kExponentMask = 0x7c007c00u;  // both halves of a packed pair
@@ -115,6 +120,18 @@ struct Float16 {
   }
   static __device__ __forceinline__ float low(uint32 packed) { return to_float(static_cast<uint16>(packed)); }
   static __device__ __forceinline__ float high(uint32 packed) { return to_float(static_cast<uint16>(packed >> 16)); }
+
+  // Of both halves of packed pairs; a number where only one is NaN.
+  static __device__ __forceinline__ uint32 larger(uint32 a, uint32 b) {
+    uint32 y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+  }
+  static __device__ __forceinline__ uint32 smaller(uint32 a, uint32 b) {
+    uint32 y;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+  }
 
   // d[16, 8] += a[16, 16] b[16, 8], float32 accumulation
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {

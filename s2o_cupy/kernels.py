@@ -180,7 +180,7 @@ FAMILIES = {
         "FineScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_scores_sm90": _Family(
-        "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 2,
+        "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 2,
         "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),

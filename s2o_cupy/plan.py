@@ -19,7 +19,9 @@ HEAD_DIMS = (64, 128, 256)  # that kernels are compiled for
 STEP = 64  # keys of one step of the kernels' main loop (kStep)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
-HOPPER_SCORE_KEYS = 8 * 128  # and of key_scores_sm90
+HOPPER_SCORE_ROWS = 128  # rows of a block of key_scores_sm90, 64 a warpgroup
+HOPPER_SCORE_STAGES = 4  # tiles of STEP keys in its shared memory
+HOPPER_SCORE_KEYS = (8 * STEP, 32 * STEP)  # keys of a block: no fewer, and about as many before there is a second wave
 SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
@@ -115,6 +117,22 @@ class LaunchPlan:
     def part_elements(self) -> int:
         """Blocks of the counting sort, of the largest chunk."""
         return max((chunk.rows * chunk.parts for chunk in self.chunks), default=0)
+
+    def score_blocks(self, chunk: Chunk) -> tuple[int, int]:
+        """Blocks of key_scores that cover the rows of one KV head, and the keys.
+
+        On Hopper two blocks run on a multiprocessor; all take as many keys, and they fill whole waves.
+        """
+        rows = chunk.shared_heads * chunk.segments
+        if self.key_scores.function == "key_scores":
+            return -(-rows // SCORE_ROWS), -(-chunk.stride // SCORE_KEYS)
+        row_blocks = -(-rows // HOPPER_SCORE_ROWS)
+        walks, slots = chunk.heads // chunk.shared_heads * row_blocks, 2 * self.persistent_blocks
+        fewest, most = HOPPER_SCORE_KEYS
+        waves = -(-walks * chunk.stride // (slots * most))
+        tiles = chunk.stride // STEP
+        tiles_each = max(fewest // STEP, -(-tiles // max(1, waves * slots // walks)))
+        return row_blocks, -(-tiles // tiles_each)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -242,7 +260,7 @@ def _key_scores(dtype: str, head_dim: int, aligned: bool, paged: bool = False) -
 
 def _hopper_key_scores(dtype: str, head_dim: int, paged: bool = False) -> Kernel:
     """Its shared memory is sizeof(KeyScoresTraits::Shared)."""
-    shared = (SCORE_ROWS + 2 * 128) * head_dim * 2
+    shared = (HOPPER_SCORE_ROWS + HOPPER_SCORE_STAGES * STEP) * head_dim * 2
     return Kernel("key_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
@@ -319,9 +337,9 @@ def _near_heads(problem: Problem, heads: int) -> int:
 
 def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
     """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of
-    each KV head come together to fill two blocks of key_scores, which read the same keys."""
+    each KV head come together to fill a block of key_scores_sm90, or two of key_scores, which read the same keys."""
     counts = [n for n in range(1, heads // group + 1) if heads // group % n == 0]  # of KV heads
-    filled = {n: min(group * min(segments, rows // (n * group)), 2 * SCORE_ROWS) for n in counts}
+    filled = {n: min(group * min(segments, rows // (n * group)), HOPPER_SCORE_ROWS) for n in counts}
     return group * max(counts, key=lambda n: (filled[n], n))
 
 
@@ -343,7 +361,7 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             heads_each = _heads_of_a_round(heads, group, rows, end)
             segments, block = min(end, rows // heads_each), max(1, SCORE_ROWS // group)
             if block < segments < end:
-                segments -= segments % block  # whole blocks of key_scores
+                segments -= segments % block  # whole blocks of key_scores, warpgroups of key_scores_sm90
         else:
             # Whole groups of the heads that share a KV head, evenly, or single heads if not even one group fits.
             groups, fit = heads // group, rows // group

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import FINE_KEYS, HOPPER_SCORE_KEYS, SCORE_KEYS, SCORE_ROWS, SUM_KEYS, Chunk, LaunchPlan
+from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
 from .spec import KEY_BUCKETS, LOG2E, S2OConfig
 
@@ -290,9 +290,7 @@ class _Builder:
 
     def rank_keys(self, chunk: Chunk) -> list[Launch]:
         p, plan, config = self.problem, self.plan, self.config
-        row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
-        hopper = plan.key_scores.family.arch == "sm_90a"
-        key_blocks = -(-chunk.stride // (HOPPER_SCORE_KEYS if hopper else SCORE_KEYS))
+        row_blocks, key_blocks = plan.score_blocks(chunk)
         params = np.array(
             (
                 self.tensors["k"],

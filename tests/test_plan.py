@@ -13,10 +13,10 @@ from s2o_cupy.operand import Operand
 from s2o_cupy.plan import (
     BYTES_PER_CANDIDATE,
     BYTES_PER_PART,
+    HOPPER_SCORE_KEYS,
+    HOPPER_SCORE_ROWS,
     MAX_GRID,
     MAX_STAGES,
-    SCORE_KEYS,
-    SCORE_ROWS,
     STEP,
     DeviceLimits,
     LaunchPlan,
@@ -72,10 +72,9 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         "rank_queries": plan.whole.rows,
     }
     for chunk in plan.chunks:
-        row_blocks = -(-chunk.shared_heads * chunk.segments // SCORE_ROWS)
-        scores = chunk.heads // chunk.shared_heads * row_blocks * -(-chunk.stride // SCORE_KEYS)
+        row_blocks, key_blocks = plan.score_blocks(chunk)
         for name, size in (
-            ("key_scores", scores),
+            ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
             ("key_counts", chunk.rows * chunk.parts),
             ("key_order", chunk.rows * chunk.parts),
             ("pass2", chunk.rows * plan.tiles),
@@ -205,6 +204,36 @@ def test_later_segments_come_first():
     assert len(plan.chunks) > 1
     order = [chunk.first_segment for chunk in plan.chunks]
     assert order == sorted(order, reverse=True)
+
+
+@given(problems())
+@settings(deadline=None)
+def test_blocks_of_key_scores_on_hopper(case):
+    """They cover all rows and keys, none lies past the last key, and none has more keys than it should."""
+    problem, config = case
+    plan = plan_of(problem, replace(config, block_m=128, rank="mean"))
+    assert plan.key_scores.function == "key_scores_sm90"
+    for chunk in plan.chunks:
+        row_blocks, key_blocks = plan.score_blocks(chunk)
+        assert 0 <= row_blocks * HOPPER_SCORE_ROWS - chunk.shared_heads * chunk.segments < HOPPER_SCORE_ROWS
+        tiles = chunk.stride // STEP
+        tiles_each = -(-tiles // key_blocks)  # as the kernel counts
+        assert (key_blocks - 1) * tiles_each < tiles <= key_blocks * tiles_each
+        assert tiles_each * STEP <= 2 * HOPPER_SCORE_KEYS[1]
+
+
+@pytest.mark.parametrize("seqlen", [16_384, 32_768, 65_536, 131_072, 1 << 20])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (8, 2), (64, 8)])
+def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
+    """Two blocks a multiprocessor: of 8 places no more than one stays empty, unless blocks are of the fewest keys."""
+    plan = plan_of(a_problem(heads=heads, kv_heads=kv_heads, seqlen_q=seqlen), S2OConfig(rank="mean"))
+    limits = LIMITS[90]
+    assert 2 * (plan.key_scores.shared_bytes + 1024) <= limits.shared_per_multiprocessor
+    for chunk in plan.chunks:
+        row_blocks, key_blocks = plan.score_blocks(chunk)
+        waves = chunk.heads // chunk.shared_heads * row_blocks * key_blocks / (2 * limits.multiprocessors)
+        fewest = -(-chunk.stride // key_blocks) <= HOPPER_SCORE_KEYS[0]
+        assert fewest or waves >= 7 / 8 * -(-waves // 1), chunk
 
 
 # ---------------------------------------------------------------- kernels of a device
