@@ -10,14 +10,14 @@
 
 namespace s2o {
 
-constexpr int kSortThreads = 128, kSortWarps = kSortThreads / 32;
+constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
 constexpr int kOfThread = spec::kSortPart / kSortThreads;
 constexpr int kDigits = 32;  // of each of the two
 static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
 
 struct PartShared {
   uint32 items[spec::kSortPart];               // what is sorted; before that the scores
-  uint32 counters[kDigits][kSortThreads / 2];  // 16 bits each of a thread of the first and the last two warps
+  uint32 counters[kDigits][kSortThreads / 2];  // 16 bits each of a thread of the first and the last four warps
   uint32 of_digit[kDigits];
 };
 
@@ -40,8 +40,7 @@ __device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
 }
 
 // The sum over the block's threads before this one.
-template <int kWarps>
-__device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_warp)[kWarps]) {
+__device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_warp)[kSortWarps]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 before = lane_sum_before(mine);
   __syncthreads();  // nobody still reads of_warp
@@ -49,7 +48,7 @@ __device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_war
   __syncthreads();
   uint32 warps = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w)
+  for (int w = 0; w < kSortWarps; ++w)
     if (w < warp) warps += of_warp[w];
   return warps + before;
 }
@@ -77,7 +76,7 @@ struct PartOrder {
   // Bytes from the thread's counter of digit 0, and its address.
   template <int kShift>
   static __device__ __forceinline__ uint32 counter(uint32 item, uint32 first) {
-    constexpr int kRow = kSortThreads * 2, kRowBits = 8;
+    constexpr int kRow = kSortThreads * 2, kRowBits = 9;
     static_assert(kRow == 1 << kRowBits && kShift > kRowBits, "a shift takes the digit to its row");
     return (item >> (kShift - kRowBits) & (kDigits - 1) * kRow) + first;
   }

@@ -2,10 +2,10 @@
 //
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
 //               matrix product on tensor cores, as log2 of a softmax weight in float16
-//   key_counts, key_bases, key_order: a stable counting sort of each row's candidates; reference/s2o.py: order_keys
-//               defines it. key_counts: how many candidates of each part of a row fall into each of kKeyBuckets equal
-//               parts of the row's own score range. key_bases: where in the row each part's candidates of a bucket
-//               begin. key_order: the order. No atomic decides a place: the order is the same on every run.
+//   key_counts, key_order: a stable counting sort of each row's candidates; reference/s2o.py: order_keys defines it.
+//               key_counts: how many candidates of each part of a row fall into each of kKeyBuckets equal parts of the
+//               row's own score range, and where in the row each part's candidates of such a bucket begin. key_order:
+//               the order. No atomic decides a place: the order is the same on every run.
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 #include "attention.cuh"
@@ -155,36 +155,10 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
   }
 }
 
-constexpr int kCountThreads = 256;
-
 struct CountShared {
   uint32 count[spec::kKeyBuckets];
-};
-
-// counts[row, part, bucket]: how many candidates of the part a bucket holds.
-__device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared& shared) {
-  const RowPart where(p);
-  if (where.count <= 0) return;
-  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kCountThreads) shared.count[b] = 0;
-  __syncthreads();
-  const ScoreBuckets bucket(p.range[where.row]);
-  const uint16* scores = p.scores + where.row * p.stride;
-#pragma unroll 4
-  for (int c = threadIdx.x * 8; c < where.count; c += kCountThreads * 8) {
-    const uint4 x = where.eight(c) ? *reinterpret_cast<const uint4*>(scores + where.first + c) : where.gathered(scores, c);
-    const uint32 pairs[4] = {bucket(x.x), bucket(x.y), bucket(x.z), bucket(x.w)};
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-      if (c + e < where.count) atomicAdd(shared.count + (pairs[e / 2] >> e % 2 * 16 & (spec::kKeyBuckets - 1)), 1u);
-  }
-  __syncthreads();
-  uint32* counts = reinterpret_cast<uint32*>(p.counts + (where.row * p.parts + where.part) * spec::kKeyBuckets);
-  for (int b = threadIdx.x; b < spec::kKeyBuckets / 2; b += kCountThreads)
-    counts[b] = shared.count[2 * b] | shared.count[2 * b + 1] << 16;
-}
-
-struct BaseShared {
-  uint32 of_warp[kCountThreads / 32];
+  uint32 of_warp[kSortWarps];
+  uint32 counted;
 };
 
 // Four 16-bit counts.
@@ -192,31 +166,73 @@ __device__ __forceinline__ uint4 unpacked(uint2 x) {
   return make_uint4(x.x & 0xffffu, x.x >> 16, x.y & 0xffffu, x.y >> 16);
 }
 
-// Block: a row; thread: four buckets. bases[row, part, bucket].
-__device__ __forceinline__ void key_bases(const RankKeysParams& p, BaseShared& shared) {
-  static_assert(spec::kKeyBuckets == 4 * kCountThreads, "a thread's share");
-  const int64 row = blockIdx.x;
-  const int segment = p.chunk.first_segment + static_cast<int>(row % p.chunk.segments);
-  const int parts = (p.geometry.candidates(segment) + spec::kSortPart - 1) / spec::kSortPart;
-  const uint2* counts = reinterpret_cast<const uint2*>(p.counts + row * p.parts * spec::kKeyBuckets) + threadIdx.x;
-  uint4* bases = reinterpret_cast<uint4*>(p.bases + row * p.parts * spec::kKeyBuckets) + threadIdx.x;
+// Thread: four buckets. bases[row, part, bucket] of a row that is counted.
+__device__ __forceinline__ void find_bases(const RankKeysParams& p, const RowPart& where, uint32 (&of_warp)[kSortWarps]) {
+  static_assert(spec::kKeyBuckets == 4 * kSortThreads, "a thread's share");
+  const int64 row = where.row * p.parts * kSortThreads + threadIdx.x;
+  const uint2* counts = reinterpret_cast<const uint2*>(p.counts) + row;
+  uint4* bases = reinterpret_cast<uint4*>(p.bases) + row;
   uint4 in_row = make_uint4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int part = 0; part < parts; ++part) {
-    const uint4 n = unpacked(counts[part * kCountThreads]);
+#pragma unroll 8
+  for (int part = 0; part < where.parts; ++part) {
+    const uint4 n = unpacked(load_from_l2(counts + part * kSortThreads));
     in_row.x += n.x, in_row.y += n.y, in_row.z += n.z, in_row.w += n.w;
   }
   uint4 place;
-  place.x = thread_sum_before(in_row.x + in_row.y + in_row.z + in_row.w, shared.of_warp);
+  place.x = thread_sum_before(in_row.x + in_row.y + in_row.z + in_row.w, of_warp);
   place.y = place.x + in_row.x;
   place.z = place.y + in_row.y;
   place.w = place.z + in_row.z;
-#pragma unroll 4
-  for (int part = 0; part < parts; ++part) {
-    const uint4 n = unpacked(counts[part * kCountThreads]);
-    bases[part * kCountThreads] = place;
+#pragma unroll 8
+  for (int part = 0; part < where.parts; ++part) {
+    const uint4 n = unpacked(load_from_l2(counts + part * kSortThreads));
+    bases[part * kSortThreads] = place;
     place.x += n.x, place.y += n.y, place.z += n.z, place.w += n.w;
   }
+}
+
+// counts[row, part, bucket]: how many candidates of the part a bucket holds. The block that counts a row's last part
+// finds the row's bases.
+__device__ __forceinline__ void key_counts(const RankKeysParams& p, CountShared& shared) {
+  constexpr int kLoads = kOfThread / 8;
+  const RowPart where(p);
+  if (where.count <= 0) return;
+  const uint16* scores = p.scores + where.row * p.stride;
+  uint4 x[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int c = (i * kSortThreads + threadIdx.x) * 8;
+    if (where.eight(c))
+      x[i] = *reinterpret_cast<const uint4*>(scores + where.first + c);
+    else if (c < where.count)
+      x[i] = where.gathered(scores, c);
+  }
+  for (int b = threadIdx.x; b < spec::kKeyBuckets; b += kSortThreads) shared.count[b] = 0;
+  __syncthreads();
+  const ScoreBuckets bucket(p.range[where.row]);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if ((i * kSortThreads + threadIdx.x) * 8 >= where.count) break;
+    const uint32 pairs[4] = {bucket(x[i].x), bucket(x[i].y), bucket(x[i].z), bucket(x[i].w)};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      atomicAdd(shared.count + (pairs[e] & kBucketMask), 1u);
+      atomicAdd(shared.count + (pairs[e] >> 16 & kBucketMask), 1u);
+    }
+  }
+  __syncthreads();
+  // What filled up the last eight went to the last bucket.
+  if (threadIdx.x == kSortThreads - 1) shared.count[spec::kKeyBuckets - 1] -= -where.count & 7;
+  const uint4 n = reinterpret_cast<const uint4*>(shared.count)[threadIdx.x];
+  reinterpret_cast<uint2*>(p.counts)[(where.row * p.parts + where.part) * kSortThreads + threadIdx.x] =
+      make_uint2(n.x | n.y << 16, n.z | n.w << 16);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) shared.counted = atomicAdd(p.counted + where.row, 1u);
+  __syncthreads();
+  if (shared.counted != where.parts - 1) return;
+  __threadfence();
+  find_bases(p, where, shared.of_warp);
 }
 
 struct SortShared {
@@ -231,23 +247,12 @@ __device__ __forceinline__ void key_order(const RankKeysParams& p, SortShared& s
   if (where.count <= 0) return;
   PartOrder part(shared.part);
   part.load(p.scores + where.row * p.stride, where);
-  static_assert(spec::kKeyBuckets == 8 * kSortThreads, "a thread's share");
-  const int64 of_part = (where.row * p.parts + where.part) * (2 * kSortThreads) + 2 * threadIdx.x;
-  uint4 n[2], base[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    n[i] = unpacked(reinterpret_cast<const uint2*>(p.counts)[of_part + i]);
-    base[i] = reinterpret_cast<const uint4*>(p.bases)[of_part + i];
-  }
-  uint32 before = thread_sum_before(n[0].x + n[0].y + n[0].z + n[0].w + n[1].x + n[1].y + n[1].z + n[1].w, shared.of_warp);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    base[i].x -= before, before += n[i].x;
-    base[i].y -= before, before += n[i].y;
-    base[i].z -= before, before += n[i].z;
-    base[i].w -= before, before += n[i].w;
-    reinterpret_cast<uint4*>(shared.base)[2 * threadIdx.x + i] = base[i];
-  }
+  const int64 of_part = (where.row * p.parts + where.part) * kSortThreads + threadIdx.x;
+  const uint4 n = unpacked(reinterpret_cast<const uint2*>(p.counts)[of_part]);
+  uint4 base = reinterpret_cast<const uint4*>(p.bases)[of_part];
+  const uint32 before = thread_sum_before(n.x + n.y + n.z + n.w, shared.of_warp);
+  base.x -= before, base.y -= before + n.x, base.z -= before + n.x + n.y, base.w -= before + n.x + n.y + n.z;
+  reinterpret_cast<uint4*>(shared.base)[threadIdx.x] = base;
   part.sort(ScoreBuckets(p.range[where.row]));
   int* order = p.k_order + where.row * p.stride;
 #pragma unroll 4

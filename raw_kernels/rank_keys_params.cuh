@@ -11,6 +11,7 @@ struct RankKeysParams {
   uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
   uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
   uint16* counts;          // [chunk rows, parts, kKeyBuckets]
+  uint32* counted;         // [chunk rows]: parts that are
   uint32* bases;           // [chunk rows, parts, kKeyBuckets]: the place in the row of the part's first candidate
   int* k_order;            // [chunk rows, stride]
   int64 stride;            // a multiple of kStep

@@ -9,7 +9,7 @@ namespace s2o {
 // writes of each meet in L2 before they leave it.
 struct RowPart {
   int first, count;  // candidates of the part
-  int part;          // of the row
+  int part, parts;   // of the row's
   int64 row;         // of the chunk
   int dense_begin, dense_keys;
 
@@ -19,8 +19,10 @@ struct RowPart {
     block /= p.parts;
     const int segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(block / p.chunk.heads);
     row = p.chunk.row(p.chunk.first_head + static_cast<int>(block % p.chunk.heads), segment);
+    const int candidates = p.geometry.candidates(segment);
+    parts = (candidates + spec::kSortPart - 1) / spec::kSortPart;
     first = part * spec::kSortPart;
-    count = min(spec::kSortPart, p.geometry.candidates(segment) - first);
+    count = min(spec::kSortPart, candidates - first);
     dense_begin = p.geometry.dense_begin(segment);
     dense_keys = p.geometry.dense_end(segment) - dense_begin;
   }

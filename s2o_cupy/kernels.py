@@ -88,7 +88,7 @@ REMAINDER_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("means", "fine", "scores", "range", "counts", "bases", "k_order")),
+        *((name, "u8") for name in ("means", "fine", "scores", "range", "counts", "counted", "bases", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -184,8 +184,7 @@ FAMILIES = {
         "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
-    "key_bases": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
-    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, 4, None),
+    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
 }
 
 
@@ -271,7 +270,7 @@ def render(kernel: Kernel) -> str:
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
     blocks = str(family.blocks_per_multiprocessor).format(**fields)
-    plain = {"key_counts": "s2o::CountShared", "key_bases": "s2o::BaseShared", "key_order": "s2o::SortShared"}
+    plain = {"key_counts": "s2o::CountShared", "key_order": "s2o::SortShared"}
     shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     # A struct that ends in an open array is only the least that is needed.

@@ -94,7 +94,6 @@ class LaunchPlan:
     rank_queries: Kernel
     key_scores: Kernel
     key_counts: Kernel
-    key_bases: Kernel
     key_order: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
@@ -281,17 +280,13 @@ def _hopper_fine_scores(dtype: str, head_dim: int, paged: bool = False) -> Kerne
 
 
 def _key_counts() -> Kernel:
-    return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4)
-
-
-def _key_bases() -> Kernel:
-    return Kernel("key_bases", shared_bytes=SORT_WARPS * 4)
+    return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4 + SORT_WARPS * 4 + 4)
 
 
 def _key_order() -> Kernel:
-    threads, digits = 128, 32
-    counters = digits * threads * 2 + digits * 4
-    return Kernel("key_order", shared_bytes=SORT_PART * 4 + counters + KEY_BUCKETS * 4 + threads // 32 * 4)
+    digits = 32
+    counters = digits * RANK_THREADS * 2 + digits * 4
+    return Kernel("key_order", shared_bytes=SORT_PART * 4 + counters + KEY_BUCKETS * 4 + SORT_WARPS * 4)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -301,7 +296,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     caps = lambda dtype, head_dim, paged: (  # noqa: E731
         (False, True) if not paged or (dtype, head_dim) == ("bfloat16", 128) else (False,)
     )
-    kernels: list[Kernel] = [_key_counts(), _key_bases(), _key_order()]
+    kernels: list[Kernel] = [_key_counts(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
         kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
@@ -451,7 +446,6 @@ def make_plan(
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
         key_scores=key_scores,
         key_counts=_key_counts(),
-        key_bases=_key_bases(),
         key_order=_key_order(),
         whole=Chunk(
             0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0

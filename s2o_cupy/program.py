@@ -67,6 +67,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
         ("next_work", (1 + len(plan.chunks),), "int32"),  # a counter for each launch of pass 1 or 2
         ("visited", problem.visited_shape(config), "int32"),  # where the caller does not ask for it
         ("range", (chunk_rows, 2), "uint32"),  # of each row's scores: the kernel grows it from 0
+        ("counted", (chunk_rows,), "uint32"),  # parts of each row
     ]
     counters = len(arrays)
     if plan.keeps_state:
@@ -294,7 +295,7 @@ class _Builder:
         params = np.array(
             (
                 self.tensors["k"],
-                *(0,) * 7,
+                *(0,) * 8,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -310,7 +311,7 @@ class _Builder:
             ),
             kernels.RANK_KEYS_PARAMS,
         )
-        first = self.ranked_rows * 8  # bytes of the rows' ranges before this chunk
+        first = self.ranked_rows  # of the rows with a range and a count
         self.ranked_rows += chunk.rows
         steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)]
         if config.surveys(p.scale):
@@ -318,10 +319,9 @@ class _Builder:
             steps.append(("fine_scores", plan.fine_scores, blocks, fine))
         steps += [
             ("key_counts", plan.key_counts, chunk.rows * chunk.parts, params),
-            ("key_bases", plan.key_bases, chunk.rows, params),
             ("rank_keys", plan.key_order, chunk.rows * chunk.parts, params),
         ]
         return [
-            self._launch(stage, kernel, blocks, its_params, chunk, range=first)
+            self._launch(stage, kernel, blocks, its_params, chunk, range=8 * first, counted=4 * first)
             for stage, kernel, blocks, its_params in steps
         ]

@@ -91,7 +91,7 @@ FAULTS = [
     ),
     # The order stays a permutation, so that pass 2 reads nothing but keys.
     *_faults(
-        "key_bases", MEAN,
+        "key_counts", MEAN,
         ("two buckets are exchanged", "key order", "place.y = place.x + in_row.x;\n  place.z = place.y + in_row.y;",
          "place.y = place.x;\n  place.x += in_row.y;\n  place.z = place.x + in_row.x;"),
     ),
