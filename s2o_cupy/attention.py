@@ -11,7 +11,7 @@ from . import interop
 from .interop import Device, Framework
 from .problem import Problem, cached_validate
 from .spec import S2OConfig, check_tau
-from .stats import S2OStats
+from .stats import NOTHING_RAN, Ran, S2OStats
 
 __all__ = ["s2o_attention"]
 
@@ -68,7 +68,7 @@ def s2o_attention(
     return_lse : bool, default False
         Also return the log-sum-exp of each row's scores, capped ones with ``softcap``.
     return_stats : bool, default False
-        Also return what was visited.
+        Also return what was visited, and by which kernels.
     out : array, optional
         Where to write the output: as q in framework, shape, dtype and device, with a contiguous last
         axis, apart from q, k and v in memory. Not for JAX, whose arrays are immutable.
@@ -170,7 +170,7 @@ def attend(
 
 
 # run(natives, o, lse, visited): computes on native arrays and writes o, and lse and visited unless they are None.
-Run = Callable[[tuple[Any, ...], Any, Any, Any], None]
+Run = Callable[[tuple[Any, ...], Any, Any, Any], Ran]
 
 
 def with_outputs(
@@ -209,17 +209,18 @@ def with_outputs(
             visited = framework.output(problem.visited_shape(config), "int32", q, host=host)
 
         natives = [x.native if x is not None else None for x in (o, lse, visited)]
+        ran = NOTHING_RAN
         if problem.empty or problem.seqlen_k == 0:
             without_keys(framework, *natives)
         else:
             given = (framework.native(x, host=host) for x in inputs.values())
-            run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
+            ran = run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
         if return_stats:
             assert visited is not None
-            results.append(S2OStats(visited.finish(), problem, config))
+            results.append(S2OStats(visited.finish(), problem, config, *ran))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -254,7 +255,7 @@ def parse_backend(backend: Any, device: Device, stream: Any) -> str:
 def _run_reference(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
     natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
-) -> None:  # fmt: skip
+) -> Ran:  # fmt: skip
     from . import numpy_pipeline
 
     if await_keys is not None:
@@ -264,17 +265,18 @@ def _run_reference(
     found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
     if visited is not None:
         visited[...] = found
+    return "numpy", None
 
 
 def _run_kernels(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
     natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
-) -> None:  # fmt: skip
+) -> Ran:  # fmt: skip
     interop.import_cupy()
     from . import pipeline
 
     q, k, v, out = (interop.operand(x, layout) for x in (*natives, o))
-    pipeline.run(
+    plan = pipeline.run(
         (q, k, v, out),
         address(lse),
         address(visited),
@@ -284,6 +286,7 @@ def _run_kernels(
         memory=framework.memory(natives[0]) or pipeline.allocate,
         await_keys=await_keys,
     )
+    return plan.path, plan.path_reason
 
 
 def address(native: Any) -> int:

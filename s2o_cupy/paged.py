@@ -16,6 +16,7 @@ from .lengths import INTEGERS, is_integer, parse_integers
 from .operand import Paging
 from .problem import MAX_SEQLEN, Problem, cached_validate
 from .spec import S2OConfig
+from .stats import Ran
 
 __all__ = ["s2o_attention_paged"]
 
@@ -231,15 +232,16 @@ def _run(
     host: bool,
     natives: tuple[Any, ...],
     *outputs: Any,
-) -> None:
+) -> Ran:
     groups, idle = _groups(problems, lengths)
     if host:
         _check_entries(natives[1], natives[3], lengths, layout)
-        _run_reference(groups, config, layout, natives, *outputs)
+        ran = _run_reference(groups, config, layout, natives, *outputs)
     else:
-        _run_kernels(framework, groups, config, layout, natives, *outputs)
+        ran = _run_kernels(framework, groups, config, layout, natives, *outputs)
     for part in idle:
         without_keys(framework, *(None if x is None else x[part] for x in outputs))
+    return ran[0]  # of statistics all sequences are one group
 
 
 def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], layout: str) -> None:
@@ -256,7 +258,7 @@ def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], l
 
 def _run_reference(
     groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any
-) -> None:
+) -> list[Ran]:
     """The reference on the keys and values that it gathers."""
     from . import numpy_pipeline
 
@@ -268,6 +270,7 @@ def _run_reference(
         found = numpy_pipeline.run(q[part], k, v, o[part], mine, problem, config)
         if visited is not None:
             visited[part] = found
+    return [("numpy", None)] * len(groups)
 
 
 def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str) -> np.ndarray:
@@ -281,7 +284,7 @@ def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str)
 def _run_kernels(
     framework: Framework, groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any,
     lse: Any, visited: Any,
-) -> None:  # fmt: skip
+) -> list[Ran]:  # fmt: skip
     interop.import_cupy()
     from . import pipeline
 
@@ -300,10 +303,11 @@ def _run_kernels(
         )
         for first, end, problem in groups
     ]
-    pipeline.run_in_turn(
+    plans = pipeline.run_in_turn(
         calls,
         config,
         lse_stride=q.shape[2],
         stream=framework.stream(),
         memory=framework.memory(natives[0]) or pipeline.allocate,
     )
+    return [(plan.path, plan.path_reason) for plan in plans]

@@ -13,7 +13,7 @@ from .interop import Framework, Output
 from .lengths import parse_integers
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
-from .stats import S2OStats
+from .stats import NOTHING_RAN, Ran, S2OStats
 
 __all__ = ["check_packed", "s2o_attention_varlen"]
 
@@ -59,7 +59,7 @@ def s2o_attention_varlen(
     return_lse : bool, default False
         Also return the log-sum-exp of each row's scores.
     return_stats : bool, default False
-        Also return what was visited.
+        Also return what was visited, and by which kernels.
     out : array, optional
         Where to write the output: like q, as in :func:`s2o_cupy.s2o_attention`.
 
@@ -126,15 +126,16 @@ def s2o_attention_varlen(
             visited = [framework.output(x.problem.visited_shape(config), "int32", q, host=host) for x in sequences]
 
         work: Work = []
-        idle: Work = []  # without a query, or without a key
+        idle: Work = []
         for x, output in zip(sequences, visited, strict=True):
-            (idle if x.problem.empty or x.problem.seqlen_k == 0 else work).append((x, output))
+            (idle if x.idle else work).append((x, output))
+        ran: list[Ran] = []  # of work
         if work:
             natives = [framework.contiguous_last_axis(framework.native(x, host=host)) for x in (q, k, v)]
             if host:
-                _run_reference(natives, o, lse, work, config)
+                ran = _run_reference(natives, o, lse, work, config)
             else:
-                _run_kernels(framework, natives, o, lse, work, config)
+                ran = _run_kernels(framework, natives, o, lse, work, config)
         for x, output in idle:
             part_lse = None if lse is None else lse.native[:, x.rows_q]
             without_keys(framework, o.native[x.rows_q], part_lse, None if output is None else output.native)
@@ -142,8 +143,14 @@ def s2o_attention_varlen(
         if lse is not None:
             results.append(lse.finish())
         if return_stats:
-            pairs = zip(visited, sequences, strict=True)
-            results.append([S2OStats(output.finish(), x.problem, config) for output, x in pairs if output])
+            each = iter(ran)
+            results.append(
+                [
+                    S2OStats(output.finish(), x.problem, config, *(NOTHING_RAN if x.idle else next(each)))
+                    for output, x in zip(visited, sequences, strict=True)
+                    if output
+                ]
+            )
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -158,6 +165,11 @@ class Sequence(NamedTuple):
     begin_k: int
     end_k: int
     problem: Problem
+
+    @property
+    def idle(self) -> bool:
+        """Without a query, or without a key."""
+        return self.problem.empty or self.problem.seqlen_k == 0
 
     @property
     def rows_q(self) -> slice:
@@ -252,7 +264,7 @@ def _check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> Non
 # ---------------------------------------------------------------- the sequences in turn
 
 
-def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> None:
+def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> list[Ran]:
     from . import numpy_pipeline
 
     q, k, v = natives
@@ -268,11 +280,12 @@ def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work
         )
         if output is not None:
             output.native[...] = found
+    return [("numpy", None)] * len(work)
 
 
 def _run_kernels(
     framework: Framework, natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig
-) -> None:
+) -> list[Ran]:
     interop.import_cupy()
     from . import pipeline
 
@@ -289,10 +302,11 @@ def _run_kernels(
                 x.problem,
             )
         )
-    pipeline.run_in_turn(
+    plans = pipeline.run_in_turn(
         calls,
         config,
         lse_stride=out.shape[2],  # total_q
         stream=framework.stream(),
         memory=framework.memory(natives[0]) or pipeline.allocate,
     )
+    return [(plan.path, plan.path_reason) for plan in plans]

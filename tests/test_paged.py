@@ -46,6 +46,7 @@ def assert_same_bits(
     for x, y in ((found[0], expected[0]), (found[1], expected[1]), (found[2].visited, expected[2].visited)):
         np.testing.assert_array_equal(bits(device, x), bits(device, y))
     assert found[2].density == expected[2].density
+    assert (found[2].path, found[2].path_reason) == (expected[2].path, expected[2].path_reason)
     return inputs
 
 
@@ -435,6 +436,7 @@ def pretended_gpu(monkeypatch):
     def run_in_turn(problems, config, *, lse_stride, stream, memory):
         assert lse_stride == problems[0][0][0].shape[2]
         calls.append(problems)
+        return [types.SimpleNamespace(path="portable", path_reason="a reason")] * len(problems)
 
     pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
     pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
@@ -469,6 +471,10 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
         assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
         assert (lse != 0) == (seqlen_k != 160) and visited == 0
     assert problems[1][1] - problems[0][1] == 2 * 4 * 30 * 4
+    _, stats = s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, return_stats=True)
+    assert (stats.path, stats.path_reason) == ("portable", "a reason")
+    _, stats = s2o_attention_paged(*inputs, seqlen_k=0, is_causal=False, layout=layout, return_stats=True)
+    assert (stats.path, stats.path_reason) == (None, None)
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
@@ -508,6 +514,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap)
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (64, 0))
+    assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for stage in STAGES:

@@ -188,7 +188,7 @@ def test_no_sequences(device):
         o, lse, stats = s2o_attention_varlen(q, k, k, none, none, return_lse=True, return_stats=True)
         assert (o.shape, o.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == ((4, 0), np.float32)
-        assert [x.density for x in stats] == [0.0] * (len(none) - 1)
+        assert [(x.density, x.path) for x in stats] == [(0.0, None)] * (len(none) - 1)
 
 
 def test_no_key_anywhere(device):
@@ -352,7 +352,13 @@ def pretended_gpu(monkeypatch):
         **dict(zip(("operands", "lse", "visited", "problem"), fields, strict=True))
     )
     pipeline.allocate = None
-    pipeline.run_in_turn = lambda calls, config, **options: recorded.append((calls, config, options))
+
+    def run_in_turn(calls, config, **options):
+        recorded.append((calls, config, options))
+        reasons = (f"{call.problem.seqlen_q} queries" for call in calls)
+        return [types.SimpleNamespace(path="portable", path_reason=reason) for reason in reasons]
+
+    pipeline.run_in_turn = run_in_turn
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
     monkeypatch.setattr(interop, "import_cupy", lambda: np)
@@ -380,6 +386,8 @@ def test_what_the_gpu_backend_gets(pretended_gpu, packed, config):
         assert call.visited == address(stats[i].visited)
         assert (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) == (1, lengths[0][i], lengths[1][i])
         assert call.problem is stats[i].problem
+        assert (stats[i].path, stats[i].path_reason) == ("portable", f"{lengths[0][i]} queries")
+    assert (stats[2].path, stats[2].path_reason) == (None, None)
     s2o_attention_varlen(q, k, v, starts_q, starts_k, config=config)
     assert all((call.lse, call.visited) == (0, 0) for call in pretended_gpu[1][0])
 
@@ -424,6 +432,7 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
             assert not seen, "all are prepared before the first one runs"
             self.problem = problem
             self.workspace = types.SimpleNamespace(nbytes=needs[problem.seqlen_q])
+            self.plan = f"plan of {problem.seqlen_q}"
 
         def run(self, operands, paging, lse, visited, stream, memory, observe):
             address, _ = memory(self.workspace.nbytes)
@@ -448,7 +457,8 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
         )
         for begin, rows in zip(starts(lengths), lengths, strict=False)
     ]
-    pipeline.run_in_turn(calls, SMALL, lse_stride=lse.shape[1], stream=7, memory=memory)
+    plans = pipeline.run_in_turn(calls, SMALL, lse_stride=lse.shape[1], stream=7, memory=memory)
+    assert plans == ["plan of 10", "plan of 30", "plan of 20", "plan of 10"]
     expected = 100 * np.arange(heads)[:, None] + np.repeat([1, 2, 3, 4], lengths)
     np.testing.assert_array_equal(lse, expected)
     (allocated,) = allocations
