@@ -33,7 +33,7 @@ import torch
 from _random_order import RandomOrders, expected_tau
 
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
-from s2o_cupy.interop import address, operand
+from s2o_cupy.operand import address, operand
 from s2o_cupy.pipeline import run
 from s2o_cupy.plan import is_dense
 from s2o_cupy.problem import Problem

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from . import interop
-from .interop import Device, Framework
+from .arguments import check_out, common_framework
+from .frameworks.base import Framework
+from .lazy_cupy import import_cupy
+from .operand import address, operand
+from .place import Device
 from .problem import Problem, cached_validate
 from .spec import S2OConfig, check_tau
 from .stats import NOTHING_RAN, Ran, S2OStats
@@ -154,7 +157,7 @@ def attend(
     those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
     called where there is nothing to compute.
     """
-    framework, device = interop.common_framework(q=q, k=k, v=v)
+    framework, device = common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
@@ -192,7 +195,7 @@ def with_outputs(
     q = inputs["q"]
     shape = framework.shape(q)
     if out is not None:
-        interop.check_out(out, framework, inputs, shape, problem.dtype, device)
+        check_out(out, framework, inputs, shape, problem.dtype, device)
     arrays = (*inputs.values(),) if out is None else (*inputs.values(), out)
     with framework.scope(device, stream, arrays, host=host):
         if out is None:
@@ -272,10 +275,10 @@ def _run_kernels(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
     natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
 ) -> Ran:  # fmt: skip
-    interop.import_cupy()
+    import_cupy()
     from . import pipeline
 
-    q, k, v, out = (interop.operand(x, layout) for x in (*natives, o))
+    q, k, v, out = (operand(x, layout) for x in (*natives, o))
     plan = pipeline.run(
         (q, k, v, out),
         address(lse),
@@ -287,11 +290,6 @@ def _run_kernels(
         await_keys=await_keys,
     )
     return plan.path, plan.path_reason
-
-
-def address(native: Any) -> int:
-    """Where an output lies; 0: it is not wanted."""
-    return 0 if native is None else interop.address(native)
 
 
 def bhsd(x: Any, layout: str) -> Any:

@@ -11,9 +11,9 @@ import numpy as np
 
 from . import metrics
 from .attention import s2o_attention
+from .frameworks import to_host
 from .info import gpu_problem
 from .inputs import QKV
-from .interop import to_host
 from .progress import Report
 from .reference import dense_attention
 from .spec import S2OConfig

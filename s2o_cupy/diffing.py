@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .interop import import_cupy
+from .lazy_cupy import import_cupy
 from .problem import Problem, validate
 from .spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 
@@ -169,7 +169,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     import cupy
 
     from . import pipeline
-    from .interop import address, operand
+    from .operand import address, operand
 
     config = replace(config, dense_up_to=0)  # every stage is to be seen
     geometry = problem.geometry(config)

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import interop
-from .attention import address, parse_backend, parse_config, with_outputs, without_keys
-from .interop import Framework
+from .arguments import common_framework
+from .attention import parse_backend, parse_config, with_outputs, without_keys
+from .frameworks import framework_of
+from .frameworks.base import Framework
+from .lazy_cupy import import_cupy
 from .lengths import INTEGERS, is_integer, parse_integers
-from .operand import Paging
+from .operand import Paging, address, operand
 from .problem import MAX_SEQLEN, Problem, cached_validate
 from .spec import S2OConfig
 from .stats import Ran
@@ -94,7 +96,7 @@ def s2o_attention_paged(
     """
     config = parse_config(config, tau)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
-    framework, device = interop.common_framework(**inputs)
+    framework, device = common_framework(**inputs)
     backend = parse_backend(backend, device, stream)
     lengths = _check(framework, inputs, seqlen_k, layout)
     if return_stats and len(set(lengths)) > 1:
@@ -285,12 +287,12 @@ def _run_kernels(
     framework: Framework, groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any,
     lse: Any, visited: Any,
 ) -> list[Ran]:  # fmt: skip
-    interop.import_cupy()
+    import_cupy()
     from . import pipeline
 
-    q, out = (interop.operand(x, "BHSD") for x in (natives[0], o))
-    k, v = (interop.operand(x, layout) for x in natives[1:3])
-    table = interop.framework_of("page_table", natives[3]).extent(natives[3])
+    q, out = (operand(x, "BHSD") for x in (natives[0], o))
+    k, v = (operand(x, layout) for x in natives[1:3])
+    table = framework_of("page_table", natives[3]).extent(natives[3])
     paging = Paging(table.pointer, table.strides[0] // table.itemsize, k.shape[2], k.shape[0])
     first_lse, lse_bytes = address(lse), 4 * q.shape[1] * q.shape[2]  # of a sequence
     calls = [

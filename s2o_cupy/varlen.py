@@ -7,10 +7,12 @@ import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import interop
+from .arguments import check_out, common_framework
 from .attention import bhsd, parse_backend, parse_config, without_keys
-from .interop import Framework, Output
+from .frameworks.base import Framework, Output
+from .lazy_cupy import import_cupy
 from .lengths import parse_integers
+from .operand import address, operand
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
 from .stats import NOTHING_RAN, Ran, S2OStats
@@ -98,7 +100,7 @@ def s2o_attention_varlen(
     True
     """
     config = parse_config(config, tau)
-    framework, device = interop.common_framework(q=q, k=k, v=v)
+    framework, device = common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     shapes = tuple(map(framework.shape, (q, k, v)))
     dtypes = tuple(map(framework.dtype, (q, k, v)))
@@ -108,7 +110,7 @@ def s2o_attention_varlen(
     starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
     sequences = _split(base, shapes[0][0], shapes[1][0], starts_q, starts_k)
     if out is not None:
-        interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
+        check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
 
     host = backend == "numpy"
     arrays = (q, k, v) if out is None else (q, k, v, out)
@@ -286,11 +288,11 @@ def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work
 def _run_kernels(
     framework: Framework, natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig
 ) -> list[Ran]:
-    interop.import_cupy()
+    import_cupy()
     from . import pipeline
 
-    q, k, v, out = (interop.operand(x, "BSHD") for x in (*natives, o.native))
-    first_lse = 0 if lse is None else interop.address(lse.native)
+    q, k, v, out = (operand(x, "BSHD") for x in (*natives, o.native))
+    first_lse = 0 if lse is None else address(lse.native)
     calls = []
     for x, output in work:
         rows_q, rows_k = (x.begin_q, x.end_q), (x.begin_k, x.end_k)
@@ -298,7 +300,7 @@ def _run_kernels(
             pipeline.Call(
                 (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q)),
                 first_lse and first_lse + 4 * x.begin_q,
-                0 if output is None else interop.address(output.native),
+                0 if output is None else address(output.native),
                 x.problem,
             )
         )

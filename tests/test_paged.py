@@ -15,7 +15,8 @@ from gpu_cases import CASES
 from pages import differing, fits_pages, paged, random_table
 
 import s2o_cupy
-from s2o_cupy import S2OConfig, interop, kernels, program, s2o_attention, s2o_attention_paged
+from s2o_cupy import S2OConfig, kernels, place, program, s2o_attention, s2o_attention_paged
+from s2o_cupy.frameworks.numpy import NumpyFramework
 from s2o_cupy.operand import Operand, Paging
 from s2o_cupy.plan import DeviceLimits, kernels_for, make_plan
 from s2o_cupy.problem import Problem
@@ -420,10 +421,10 @@ def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
     """Before, they are read, for which the host waits."""
     arrays = [zeros(2, 4, 30, 64, dtype=np.float16), *[zeros(6, 16, 2, 64, dtype=np.float16)] * 2]
     arrays.append(zeros(2, 3, dtype=np.int32))
-    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: False)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
     s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
     assert [problem.seqlen_k for _, _, _, problem, _ in pretended_gpu[0]] == [40, 48]
-    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: True)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: True)
     with pytest.raises(ValueError, match="seqlen_k is on cuda:0 while a CUDA graph is captured.*; accepted: a list"):
         s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
 
@@ -442,9 +443,9 @@ def pretended_gpu(monkeypatch):
     pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
-    monkeypatch.setattr(interop, "import_cupy", lambda: np)
-    monkeypatch.setattr(interop.NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(interop.NumpyFramework, "device", lambda self, x: interop.Device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: place.Device("cuda", 0))
     return calls
 
 

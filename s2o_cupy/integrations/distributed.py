@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..arguments import check_out, common_framework
 from ..attention import attend
-from ..interop import check_out, common_framework
 from ..plan import is_dense
 from ..problem import Problem, validate
 from ..spec import S2OConfig
