@@ -16,7 +16,7 @@ import _common  # noqa: F401  (finds s2o_cupy)
 import numpy as np
 
 from s2o_cupy import inputs
-from s2o_cupy.interop import to_host
+from s2o_cupy.frameworks import to_host
 from s2o_cupy.patterns import PATTERNS
 
 HELP = (

@@ -187,7 +187,7 @@ class Parts:
 
     def stages_ms(self) -> dict[str, float]:
         """Median milliseconds of pass 1, ordering and pass 2 on this rank."""
-        from s2o_cupy.interop import operand
+        from s2o_cupy.operand import operand
         from s2o_cupy.pipeline import run
         from s2o_cupy.problem import validate
 

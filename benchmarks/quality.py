@@ -26,7 +26,7 @@ import _exact
 import _sources
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.interop import to_host
+from s2o_cupy.frameworks import to_host
 from s2o_cupy.patterns import PATTERNS
 from s2o_cupy.progress import Report, progress
 

@@ -33,7 +33,7 @@ import torch
 from _random_order import RandomOrders, expected_tau
 
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
-from s2o_cupy.interop import address, operand
+from s2o_cupy.operand import address, operand
 from s2o_cupy.pipeline import run
 from s2o_cupy.plan import is_dense
 from s2o_cupy.problem import Problem
@@ -55,14 +55,14 @@ class Pipeline:
         q, k, v, out = (operand(x, "BHSD") for x in (self.q, self.k, self.v, self.out))
         self.operands = q, k, v, out
 
-    def run(self, config: S2OConfig, observe: Callable[..., None] | None) -> cupy.ndarray:
+    def run(self, config: S2OConfig, observe: Callable[..., None] | None) -> S2OStats:
         visited = cupy.empty(self.problem.visited_shape(config), np.int32)
         stream = cupy.cuda.get_current_stream().ptr
-        run(self.operands, 0, address(visited), self.problem, config, stream=stream, observe=observe)
-        return visited
+        plan = run(self.operands, 0, address(visited), self.problem, config, stream=stream, observe=observe)
+        return S2OStats(visited, self.problem, config, plan.path, plan.path_reason)
 
     def stats(self, config: S2OConfig) -> S2OStats:
-        return S2OStats(self.run(config, self.change), self.problem, config)
+        return self.run(config, self.change)
 
     def parts_ms(self, config: S2OConfig, repeats: int) -> dict[str, float]:
         """Median milliseconds of ordering, pass 1 and pass 2."""

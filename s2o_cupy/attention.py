@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from . import interop
-from .interop import Device, Framework
+from .arguments import check_out, common_framework
+from .frameworks.base import Framework
+from .lazy_cupy import import_cupy
+from .operand import address, operand
+from .place import Device
 from .problem import Problem, cached_validate
 from .spec import S2OConfig, check_tau
-from .stats import S2OStats
+from .stats import NOTHING_RAN, Ran, S2OStats
 
 __all__ = ["s2o_attention"]
 
@@ -68,7 +71,7 @@ def s2o_attention(
     return_lse : bool, default False
         Also return the log-sum-exp of each row's scores, capped ones with ``softcap``.
     return_stats : bool, default False
-        Also return what was visited.
+        Also return what was visited, and by which kernels.
     out : array, optional
         Where to write the output: as q in framework, shape, dtype and device, with a contiguous last
         axis, apart from q, k and v in memory. Not for JAX, whose arrays are immutable.
@@ -154,7 +157,7 @@ def attend(
     those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
     called where there is nothing to compute.
     """
-    framework, device = interop.common_framework(q=q, k=k, v=v)
+    framework, device = common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     problem = cached_validate(
         tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
@@ -170,7 +173,7 @@ def attend(
 
 
 # run(natives, o, lse, visited): computes on native arrays and writes o, and lse and visited unless they are None.
-Run = Callable[[tuple[Any, ...], Any, Any, Any], None]
+Run = Callable[[tuple[Any, ...], Any, Any, Any], Ran]
 
 
 def with_outputs(
@@ -192,7 +195,7 @@ def with_outputs(
     q = inputs["q"]
     shape = framework.shape(q)
     if out is not None:
-        interop.check_out(out, framework, inputs, shape, problem.dtype, device)
+        check_out(out, framework, inputs, shape, problem.dtype, device)
     arrays = (*inputs.values(),) if out is None else (*inputs.values(), out)
     with framework.scope(device, stream, arrays, host=host):
         if out is None:
@@ -209,17 +212,18 @@ def with_outputs(
             visited = framework.output(problem.visited_shape(config), "int32", q, host=host)
 
         natives = [x.native if x is not None else None for x in (o, lse, visited)]
+        ran = NOTHING_RAN
         if problem.empty or problem.seqlen_k == 0:
             without_keys(framework, *natives)
         else:
             given = (framework.native(x, host=host) for x in inputs.values())
-            run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
+            ran = run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
         if return_stats:
             assert visited is not None
-            results.append(S2OStats(visited.finish(), problem, config))
+            results.append(S2OStats(visited.finish(), problem, config, *ran))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -254,7 +258,7 @@ def parse_backend(backend: Any, device: Device, stream: Any) -> str:
 def _run_reference(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
     natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
-) -> None:  # fmt: skip
+) -> Ran:  # fmt: skip
     from . import numpy_pipeline
 
     if await_keys is not None:
@@ -264,17 +268,18 @@ def _run_reference(
     found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
     if visited is not None:
         visited[...] = found
+    return "numpy", None
 
 
 def _run_kernels(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
     natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
-) -> None:  # fmt: skip
-    interop.import_cupy()
+) -> Ran:  # fmt: skip
+    import_cupy()
     from . import pipeline
 
-    q, k, v, out = (interop.operand(x, layout) for x in (*natives, o))
-    pipeline.run(
+    q, k, v, out = (operand(x, layout) for x in (*natives, o))
+    plan = pipeline.run(
         (q, k, v, out),
         address(lse),
         address(visited),
@@ -284,11 +289,7 @@ def _run_kernels(
         memory=framework.memory(natives[0]) or pipeline.allocate,
         await_keys=await_keys,
     )
-
-
-def address(native: Any) -> int:
-    """Where an output lies; 0: it is not wanted."""
-    return 0 if native is None else interop.address(native)
+    return plan.path, plan.path_reason
 
 
 def bhsd(x: Any, layout: str) -> Any:

@@ -11,9 +11,9 @@ import numpy as np
 
 from . import metrics
 from .attention import s2o_attention
+from .frameworks import to_host
 from .info import gpu_problem
 from .inputs import QKV
-from .interop import to_host
 from .progress import Report
 from .reference import dense_attention
 from .spec import S2OConfig
@@ -83,6 +83,8 @@ def run(
         "backend": "numpy" if problem else "cupy",
         "gpu_problem": problem,
         "gpu": None if problem else _gpu_name(),
+        "path": stats.path,
+        "path_reason": stats.path_reason,
         "heads": heads,
         "overall": _errors(o, exact) | {"density": stats.density},
         "times_ms": times,
@@ -113,6 +115,7 @@ def table(found: dict[str, Any]) -> str:
         lines += [
             f"Time on {found['gpu']}: S2O {times['s2o']:.3f} ms, dense {times['dense']:.3f} ms",
             f"(dense: {times['dense_by']}; medians of CUDA events; launching is most of it at such a length).",
+            f"Kernels: {found['path']}{', as ' + found['path_reason'] if found['path_reason'] else ''}.",
         ]
     else:
         lines += [

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .interop import import_cupy
+from .lazy_cupy import import_cupy
 from .problem import Problem, validate
-from .spec import LN2, LOG2E, Geometry, S2OConfig, S2OError
+from .spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 
 __all__ = ["DiffReport", "GpuStages", "Row", "capture", "compare", "diff"]
 
@@ -44,7 +44,8 @@ class GpuStages:
     visited: Array  # int32 [B, H, N, T]
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # [B, H, Lq]
-    stop_lag: int = 0  # of the path that ran
+    path: str = "portable"  # which kernels ran
+    path_reason: str | None = None  # S2OStats.path_reason
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class DiffReport:
     density: float
     problem: Problem
     config: S2OConfig
+    path: str
+    path_reason: str | None
 
     @property
     def ok(self) -> bool:
@@ -86,6 +89,8 @@ class DiffReport:
                 f"{row.stage:16} {row.compared:12,} {row.different:10,} {row.error:10.2e} {row.worst:10.3g}  "
                 f"{list(row.where)}{mark}{'  ' + row.note if row.note else ''}"
             )
+        reason = f" ({self.path_reason})" if self.path_reason else ""
+        lines.append(f"path {self.path}{reason}")
         lines.append(f"density {self.density:.4f}; {'all stages agree' if self.ok else 'STAGES DIFFER'}")
         return "\n".join(lines)
 
@@ -94,6 +99,8 @@ class DiffReport:
         return {
             "ok": self.ok,
             "density": self.density,
+            "path": self.path,
+            "path_reason": self.path_reason,
             "problem": asdict(self.problem),
             "config": asdict(self.config),
             "stages": rows,
@@ -162,7 +169,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     import cupy
 
     from . import pipeline
-    from .interop import address, operand
+    from .operand import address, operand
 
     config = replace(config, dense_up_to=0)  # every stage is to be seen
     geometry = problem.geometry(config)
@@ -192,7 +199,6 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
             if "state" in arrays:
                 state = host("state").reshape(batch, heads, problem.seqlen_q, 2)
                 stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
-            stages.stop_lag = arrays["plan"].stop_lag
         elif stage == "rank_queries":
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
                 means = host("means").view(q.dtype).astype(np.float32)
@@ -217,7 +223,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     visited = cupy.empty(problem.visited_shape(config), np.int32)
     operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
     stream = cupy.cuda.get_current_stream().ptr
-    pipeline.run(operands, address(lse), address(visited), problem, config, stream=stream, observe=observe)
+    plan = pipeline.run(operands, address(lse), address(visited), problem, config, stream=stream, observe=observe)
+    stages.path, stages.path_reason = plan.path, plan.path_reason
     stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))
     return stages
 
@@ -367,9 +374,10 @@ def compare(
     # Stops given the orders: where tau is a little larger the reference stops no later, a little smaller no sooner.
     slack = min(0.5, 2.0**-10 + 4 * float(np.nanmax(np.where(np.isfinite(reach), reach, 0), initial=0)))
     arguments = (state1, stages.q_order, stages.k_order, geometry)
+    lag = STOP_LAG[stages.path]
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
-        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, softcap, stop_lag=stages.stop_lag)[1]
+        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, softcap, stop_lag=lag)[1]
         for factor in (1 + slack, 1 - slack)
     )
     outside = (stages.visited < earliest) | (stages.visited > latest)
@@ -386,7 +394,9 @@ def compare(
     rows.floats("output", stages.o, o, weight * (error1 + unit) + smallest)
     rows.floats("lse", stages.lse, lse, _lse_allowed(lse, reach))
     step()
-    return DiffReport(tuple(rows.rows), S2OStats(stages.visited, problem, config).density, problem, config)
+    ran = stages.path, stages.path_reason
+    density = S2OStats(stages.visited, problem, config, *ran).density
+    return DiffReport(tuple(rows.rows), density, problem, config, *ran)
 
 
 def _fine_bound(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from . import interop
+from .frameworks import framework_of, to_host
 
 __all__ = ["INTEGERS", "is_integer", "parse_integers"]
 
@@ -25,7 +25,7 @@ def parse_integers(function: str, name: str, x: Any, axis: str, accepted: str = 
                 raise TypeError(f"{function}: {name}[{i}] is a {type(n).__name__}; accepted: {accepted}")
         return tuple(map(int, x))
     try:
-        framework = interop.framework_of(name, x)
+        framework = framework_of(name, x)
     except TypeError:
         raise TypeError(f"{function}: {name} is a {type(x).__name__}; accepted: {accepted}") from None
     framework.check(name, x)
@@ -41,4 +41,4 @@ def parse_integers(function: str, name: str, x: Any, axis: str, accepted: str = 
             f"{function}: {name} is on {device} while a CUDA graph is captured, so its values cannot be "
             "read; accepted: a list, tuple or array on the host (the graph keeps these lengths)"
         )
-    return tuple(interop.to_host(x).tolist())
+    return tuple(to_host(x).tolist())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["ITEM_BYTES", "Operand", "Paging"]
+from .frameworks import framework_of
+
+__all__ = ["ITEM_BYTES", "Operand", "Paging", "address", "operand"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
 ENTRY_BYTES = 4  # of a page table
@@ -90,3 +92,14 @@ class Paging(NamedTuple):
         """The page table of some of the sequences."""
         pointer = self.pointer + begin * self.stride * ENTRY_BYTES
         return self._replace(pointer=pointer, stride=self.stride if end - begin > 1 else 0)
+
+
+def operand(native: Any, layout: str) -> Operand:
+    """Where a native array on a GPU lies, its axes ordered as ``layout`` says."""
+    pointer, shape, strides, itemsize = framework_of("array", native).extent(native)
+    return Operand.of(pointer, shape, strides, layout, itemsize)
+
+
+def address(native: Any) -> int:
+    """Where a native array on a GPU begins; 0 for None, an output that is not wanted."""
+    return 0 if native is None else framework_of("array", native).extent(native).pointer

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import interop
-from .attention import address, parse_backend, parse_config, with_outputs, without_keys
-from .interop import Framework
+from .arguments import common_framework
+from .attention import parse_backend, parse_config, with_outputs, without_keys
+from .frameworks import framework_of
+from .frameworks.base import Framework
+from .lazy_cupy import import_cupy
 from .lengths import INTEGERS, is_integer, parse_integers
-from .operand import Paging
+from .operand import Paging, address, operand
 from .problem import MAX_SEQLEN, Problem, cached_validate
 from .spec import S2OConfig
+from .stats import Ran
 
 __all__ = ["s2o_attention_paged"]
 
@@ -93,7 +96,7 @@ def s2o_attention_paged(
     """
     config = parse_config(config, tau)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
-    framework, device = interop.common_framework(**inputs)
+    framework, device = common_framework(**inputs)
     backend = parse_backend(backend, device, stream)
     lengths = _check(framework, inputs, seqlen_k, layout)
     if return_stats and len(set(lengths)) > 1:
@@ -231,15 +234,16 @@ def _run(
     host: bool,
     natives: tuple[Any, ...],
     *outputs: Any,
-) -> None:
+) -> Ran:
     groups, idle = _groups(problems, lengths)
     if host:
         _check_entries(natives[1], natives[3], lengths, layout)
-        _run_reference(groups, config, layout, natives, *outputs)
+        ran = _run_reference(groups, config, layout, natives, *outputs)
     else:
-        _run_kernels(framework, groups, config, layout, natives, *outputs)
+        ran = _run_kernels(framework, groups, config, layout, natives, *outputs)
     for part in idle:
         without_keys(framework, *(None if x is None else x[part] for x in outputs))
+    return ran[0]  # of statistics all sequences are one group
 
 
 def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], layout: str) -> None:
@@ -256,7 +260,7 @@ def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], l
 
 def _run_reference(
     groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any
-) -> None:
+) -> list[Ran]:
     """The reference on the keys and values that it gathers."""
     from . import numpy_pipeline
 
@@ -268,6 +272,7 @@ def _run_reference(
         found = numpy_pipeline.run(q[part], k, v, o[part], mine, problem, config)
         if visited is not None:
             visited[part] = found
+    return [("numpy", None)] * len(groups)
 
 
 def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str) -> np.ndarray:
@@ -281,13 +286,13 @@ def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str)
 def _run_kernels(
     framework: Framework, groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any,
     lse: Any, visited: Any,
-) -> None:  # fmt: skip
-    interop.import_cupy()
+) -> list[Ran]:  # fmt: skip
+    import_cupy()
     from . import pipeline
 
-    q, out = (interop.operand(x, "BHSD") for x in (natives[0], o))
-    k, v = (interop.operand(x, layout) for x in natives[1:3])
-    table = interop.framework_of("page_table", natives[3]).extent(natives[3])
+    q, out = (operand(x, "BHSD") for x in (natives[0], o))
+    k, v = (operand(x, layout) for x in natives[1:3])
+    table = framework_of("page_table", natives[3]).extent(natives[3])
     paging = Paging(table.pointer, table.strides[0] // table.itemsize, k.shape[2], k.shape[0])
     first_lse, lse_bytes = address(lse), 4 * q.shape[1] * q.shape[2]  # of a sequence
     calls = [
@@ -300,10 +305,11 @@ def _run_kernels(
         )
         for first, end, problem in groups
     ]
-    pipeline.run_in_turn(
+    plans = pipeline.run_in_turn(
         calls,
         config,
         lse_stride=q.shape[2],
         stream=framework.stream(),
         memory=framework.memory(natives[0]) or pipeline.allocate,
     )
+    return [(plan.path, plan.path_reason) for plan in plans]

@@ -17,7 +17,7 @@ from cupy.cuda import driver, runtime
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import DeviceLimits, make_plan
+from .plan import DeviceLimits, LaunchPlan, make_plan
 from .problem import Problem
 from .program import BASES, Workspace, launches, workspace
 from .replay import GRAPH_LAUNCHES, Replay
@@ -71,7 +71,7 @@ def run(
     memory: Memory = allocate,
     observe: Observer | None = None,
     await_keys: Await | None = None,
-) -> None:
+) -> LaunchPlan:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
     to a cache: k and v [pages, kv_heads, page_size, head_dim].
 
@@ -79,10 +79,11 @@ def run(
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
     tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
     queries' own, which may be after pass 1.
-    Nothing waits for the GPU.
+    Nothing waits for the GPU. Returns what was launched.
     """
     program = _prepared(operands, paging, problem, config, runtime.getDevice())
     program.run(operands, paging, lse, visited, stream, memory, observe, await_keys)
+    return program.plan
 
 
 class Call(NamedTuple):
@@ -97,11 +98,12 @@ class Call(NamedTuple):
 
 def run_in_turn(
     calls: Sequence[Call], config: S2OConfig, *, lse_stride: int, stream: int, memory: Memory = allocate
-) -> None:
+) -> list[LaunchPlan]:
     """Run problems one after the other, in one workspace of the largest need.
 
     The heads of each ``lse`` [batch, heads, seqlen_q] lie ``lse_stride`` elements apart; with a batch there is no gap
-    between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU.
+    between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU. Returns what was
+    launched of each.
     """
     device = runtime.getDevice()
     programs = [_prepared(call.operands, call.paging, call.problem, config, device) for call in calls]
@@ -119,6 +121,7 @@ def run_in_turn(
             runtime.memcpy2DAsync(
                 call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
             )
+    return [program.plan for program in programs]
 
 
 def _prepared(

@@ -99,8 +99,14 @@ class LaunchPlan:
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
     map_rows: int  # rows of a box of pass 1's tensor maps of keys and values (Hopper)
-    stop_lag: int  # of pass 2, spec.STOP_LAG
+    path: str  # "hopper" or "portable"
+    path_reason: str | None  # why path="auto" did not take the Hopper kernels on a GPU that has them
     persistent_blocks: int  # of a kernel that takes q tiles from a counter
+
+    @property
+    def stop_lag(self) -> int:
+        """Of pass 2."""
+        return STOP_LAG[self.path]
 
     @property
     def keeps_state(self) -> bool:
@@ -453,6 +459,7 @@ def make_plan(
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
         map_rows=map_rows,
-        stop_lag=STOP_LAG[path],
+        path=path,
+        path_reason=refusal if config.path == "auto" and limits.compute_capability == 90 else None,
         persistent_blocks=limits.multiprocessors,
     )

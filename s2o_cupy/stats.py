@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from .interop import to_host
+from .frameworks import to_host
 from .problem import Problem
 from .spec import Geometry, S2OConfig
 
-__all__ = ["S2OStats"]
+__all__ = ["NOTHING_RAN", "Ran", "S2OStats"]
+
+Ran = tuple[str | None, str | None]  # path and path_reason
+NOTHING_RAN: Ran = (None, None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,11 +33,18 @@ class S2OStats:
         Sizes, dtype, mask and scale of the call.
     config : S2OConfig
         The configuration it ran with, ``tau`` included.
+    path : "hopper", "portable", "numpy" or None
+        Which kernels ran, or the NumPy reference; None where nothing did, as there is no query or no key.
+    path_reason : str or None
+        Why ``config.path`` "auto" took the portable kernels on a GPU that has the Hopper ones. None where it did not,
+        on other GPUs, and where ``config.path`` asked for the portable ones.
     """
 
     visited: Any
     problem: Problem
     config: S2OConfig
+    path: str | None
+    path_reason: str | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -72,7 +82,8 @@ class S2OStats:
 
     def __repr__(self) -> str:
         sizes = "x".join(str(n) for n in self.problem.visited_shape(self.config))
-        return f"S2OStats(visited: {sizes} [batch, heads, segments, tiles], {self.problem}, {self.config})"
+        path = f"path: {self.path}" + (f" ({self.path_reason})" if self.path_reason else "")
+        return f"S2OStats(visited: {sizes} [batch, heads, segments, tiles], {path}, {self.problem}, {self.config})"
 
     def _like_visited(self, host: np.ndarray) -> Any:
         """A host array in the framework and on the device of ``visited``."""

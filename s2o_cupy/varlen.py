@@ -7,13 +7,15 @@ import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import interop
+from .arguments import check_out, common_framework
 from .attention import bhsd, parse_backend, parse_config, without_keys
-from .interop import Framework, Output
+from .frameworks.base import Framework, Output
+from .lazy_cupy import import_cupy
 from .lengths import parse_integers
+from .operand import address, operand
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
-from .stats import S2OStats
+from .stats import NOTHING_RAN, Ran, S2OStats
 
 __all__ = ["check_packed", "s2o_attention_varlen"]
 
@@ -59,7 +61,7 @@ def s2o_attention_varlen(
     return_lse : bool, default False
         Also return the log-sum-exp of each row's scores.
     return_stats : bool, default False
-        Also return what was visited.
+        Also return what was visited, and by which kernels.
     out : array, optional
         Where to write the output: like q, as in :func:`s2o_cupy.s2o_attention`.
 
@@ -98,7 +100,7 @@ def s2o_attention_varlen(
     True
     """
     config = parse_config(config, tau)
-    framework, device = interop.common_framework(q=q, k=k, v=v)
+    framework, device = common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
     shapes = tuple(map(framework.shape, (q, k, v)))
     dtypes = tuple(map(framework.dtype, (q, k, v)))
@@ -108,7 +110,7 @@ def s2o_attention_varlen(
     starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
     sequences = _split(base, shapes[0][0], shapes[1][0], starts_q, starts_k)
     if out is not None:
-        interop.check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
+        check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
 
     host = backend == "numpy"
     arrays = (q, k, v) if out is None else (q, k, v, out)
@@ -126,15 +128,16 @@ def s2o_attention_varlen(
             visited = [framework.output(x.problem.visited_shape(config), "int32", q, host=host) for x in sequences]
 
         work: Work = []
-        idle: Work = []  # without a query, or without a key
+        idle: Work = []
         for x, output in zip(sequences, visited, strict=True):
-            (idle if x.problem.empty or x.problem.seqlen_k == 0 else work).append((x, output))
+            (idle if x.idle else work).append((x, output))
+        ran: list[Ran] = []  # of work
         if work:
             natives = [framework.contiguous_last_axis(framework.native(x, host=host)) for x in (q, k, v)]
             if host:
-                _run_reference(natives, o, lse, work, config)
+                ran = _run_reference(natives, o, lse, work, config)
             else:
-                _run_kernels(framework, natives, o, lse, work, config)
+                ran = _run_kernels(framework, natives, o, lse, work, config)
         for x, output in idle:
             part_lse = None if lse is None else lse.native[:, x.rows_q]
             without_keys(framework, o.native[x.rows_q], part_lse, None if output is None else output.native)
@@ -142,8 +145,14 @@ def s2o_attention_varlen(
         if lse is not None:
             results.append(lse.finish())
         if return_stats:
-            pairs = zip(visited, sequences, strict=True)
-            results.append([S2OStats(output.finish(), x.problem, config) for output, x in pairs if output])
+            each = iter(ran)
+            results.append(
+                [
+                    S2OStats(output.finish(), x.problem, config, *(NOTHING_RAN if x.idle else next(each)))
+                    for output, x in zip(visited, sequences, strict=True)
+                    if output
+                ]
+            )
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -158,6 +167,11 @@ class Sequence(NamedTuple):
     begin_k: int
     end_k: int
     problem: Problem
+
+    @property
+    def idle(self) -> bool:
+        """Without a query, or without a key."""
+        return self.problem.empty or self.problem.seqlen_k == 0
 
     @property
     def rows_q(self) -> slice:
@@ -252,7 +266,7 @@ def _check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> Non
 # ---------------------------------------------------------------- the sequences in turn
 
 
-def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> None:
+def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> list[Ran]:
     from . import numpy_pipeline
 
     q, k, v = natives
@@ -268,16 +282,17 @@ def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work
         )
         if output is not None:
             output.native[...] = found
+    return [("numpy", None)] * len(work)
 
 
 def _run_kernels(
     framework: Framework, natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig
-) -> None:
-    interop.import_cupy()
+) -> list[Ran]:
+    import_cupy()
     from . import pipeline
 
-    q, k, v, out = (interop.operand(x, "BSHD") for x in (*natives, o.native))
-    first_lse = 0 if lse is None else interop.address(lse.native)
+    q, k, v, out = (operand(x, "BSHD") for x in (*natives, o.native))
+    first_lse = 0 if lse is None else address(lse.native)
     calls = []
     for x, output in work:
         rows_q, rows_k = (x.begin_q, x.end_q), (x.begin_k, x.end_k)
@@ -285,14 +300,15 @@ def _run_kernels(
             pipeline.Call(
                 (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q)),
                 first_lse and first_lse + 4 * x.begin_q,
-                0 if output is None else interop.address(output.native),
+                0 if output is None else address(output.native),
                 x.problem,
             )
         )
-    pipeline.run_in_turn(
+    plans = pipeline.run_in_turn(
         calls,
         config,
         lse_stride=out.shape[2],  # total_q
         stream=framework.stream(),
         memory=framework.memory(natives[0]) or pipeline.allocate,
     )
+    return [(plan.path, plan.path_reason) for plan in plans]

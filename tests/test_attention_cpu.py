@@ -7,6 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import has_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -468,6 +469,24 @@ def test_stats(device, qkv, config):
     np.testing.assert_allclose(device.host(stats.density_per_head), share, rtol=1e-6)
     assert stats.density == pytest.approx(share.mean(), rel=1e-12)
     assert (stats.config, stats.problem.heads) == (config, 3)
+
+
+def test_stats_say_which_kernels_ran(device, qkv, config):
+    given = [device.array(x) for x in qkv(300)]
+
+    def ran(**changes):
+        stats = s2o_attention(*given, config=replace(config, **changes), return_stats=True)[1]
+        return stats.path, stats.path_reason
+
+    if device.kind == "cpu":
+        assert ran() == ran(path="portable") == ran(path="hopper") == ("numpy", None)
+    elif config.block_m == 128:
+        assert ran() == ran(path="hopper") == ran(tau=0, dense_up_to=None) == ("hopper", None)
+        assert ran(path="portable") == ("portable", None)
+    else:
+        reason = "block_m and block_n are 64 and 64, not 128" if has_hopper() else None
+        assert ran() == ("portable", reason)
+        assert ran(path="portable") == ("portable", None)
 
 
 # -- what must not matter -------------------------------------------------------------------------

@@ -267,6 +267,7 @@ def test_demo(tmp_path):
     assert sorted(taus, reverse=True) == list(taus)
     assert sorted(densities) == list(densities)
     assert found["times_ms"]["s2o"] > 0
+    assert found["path"] in (("portable", "hopper") if has_gpu() else ("numpy",))
 
 
 def test_demo_text(tmp_path):
@@ -276,6 +277,18 @@ def test_demo_text(tmp_path):
     assert "icture" not in result.stdout
     if not has_gpu():
         assert "These times say nothing of the GPU" in result.stdout
+
+
+def test_demo_says_which_kernels_ran():
+    from s2o_cupy import demo, inputs
+
+    found = demo.run(inputs.builtin("trace", length=300), picture=None)
+    if not has_gpu():
+        assert (found["path"], found["path_reason"]) == ("numpy", None)
+    found |= {"backend": "cupy", "gpu": "a GPU", "path": "hopper", "path_reason": None}
+    assert "\nKernels: hopper.\n" in demo.table(found)
+    found |= {"path": "portable", "path_reason": "head_dim is 136, above 128"}
+    assert "\nKernels: portable, as head_dim is 136, above 128.\n" in demo.table(found)
 
 
 def test_demo_on_a_file_at_tau_0(tmp_path, rng):

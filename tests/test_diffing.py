@@ -74,6 +74,8 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     assert [row.stage for row in report.rows] == [s for s in STAGES if s != "survey" or config.rank == "auto"]
     assert report.ok, report.table()
     assert 0 < report.density <= 1
+    assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)
+    assert "\npath portable\ndensity" in report.table()
 
 
 def test_a_negative_scale_agrees() -> None:
@@ -109,6 +111,14 @@ def test_nan_and_inf_in_the_same_places_agree(name: str, value: float, is_causal
     {"q": q, "k": k, "v": v}[name][:, 1, 70, 3] = value
     report = compare(stand_in(q, k, v, problem, config), q, k, v, problem, config)
     assert report.ok, report.table()
+
+
+def test_the_report_says_why_the_portable_kernels_ran() -> None:
+    stages, problem = make(CONFIGS["paper"])
+    stages.path_reason = "scale is -1.0, not positive"
+    report = compare(stages, *problem)
+    assert "path portable (scale is -1.0, not positive)\n" in report.table()
+    assert report.to_dict()["path_reason"] == "scale is -1.0, not positive"
 
 
 def swap(x: np.ndarray, i: tuple[int, ...], j: tuple[int, ...]) -> None:

@@ -77,11 +77,13 @@ def test_without_a_group(torch, qkv, split):
     assert (alone.rank, alone.world_size, alone.length) == (0, 1, 700)
     for helper in (alone.shard, alone.scatter, alone.gather):
         assert torch.equal(helper(q, 2), q)
-    o, lse = alone.attention(q, k, v, scale=0.3, return_lse=True)
-    for x, y in zip((o, lse), s2o_attention(q, k, v, config=MEAN, scale=0.3, return_lse=True), strict=True):
+    options = {"scale": 0.3, "softcap": 2.0}
+    o, lse = alone.attention(q, k, v, **options, return_lse=True)
+    for x, y in zip((o, lse), s2o_attention(q, k, v, config=MEAN, **options, return_lse=True), strict=True):
         assert torch.equal(x, y)
     turned = [x.transpose(1, 2)[0] for x in (q, k, v)]
-    assert torch.equal(alone.attention(*turned, scale=0.3, layout="BSHD"), o.transpose(1, 2)[0])
+    assert torch.equal(alone.attention(*turned, **options, layout="BSHD"), o.transpose(1, 2)[0])
+    assert not torch.equal(alone.attention(q, k, v, scale=0.3), o)
 
 
 def test_what_is_refused(torch):
@@ -112,6 +114,8 @@ def test_what_is_refused(torch):
         alone.attention(x, x.to("meta"), x)
     with pytest.raises(ValueError, match="accepted: heads a multiple of kv_heads"):
         alone.attention(x[:, :1], x, x)
+    with pytest.raises(ValueError, match="softcap is -30; accepted: 0 .off., or"):
+        alone.attention(x, x, x, softcap=-30)
     y = torch.zeros(1, 2, 9, 16)
     with pytest.raises(ValueError, match="out and k overlap in memory"):
         alone.attention(y.clone(), y, y.clone(), out=y)
@@ -182,6 +186,25 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
                 turned = [x.transpose(1, 2) for x in mine]
                 assert torch.equal(both.attention(*turned, layout="BSHD").transpose(1, 2), o)
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
+
+
+def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
+    import torch
+
+    for seqlen, split in itertools.product(seqlens, splits):
+        q, k, v = _cases(seqlen, dtype, device)
+        options = {"softcap": 2.0, "scale": 0.2}
+        *expected, stats = s2o_attention(q, k, v, config=MEAN, **options, return_lse=True, return_stats=True)
+        assert stats.density < 1
+        assert not torch.equal(expected[0], s2o_attention(q, k, v, config=MEAN, scale=0.2))
+        both = parallel(seqlen, config=MEAN, split=split)
+        mine = [both.shard(x, 2) for x in (q, k, v)]
+        found = both.attention(*mine, **options, return_lse=True)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(both.gather(x, 2), y), (seqlen, split)
+        out = torch.full_like(mine[0], float("nan"))
+        both.attention(*(x.transpose(1, 2) for x in mine), **options, layout="BSHD", out=out.transpose(1, 2))
+        assert torch.equal(out, found[0])
 
 
 def _helpers(rank, world_size, folder, device="cpu"):
@@ -309,6 +332,10 @@ def test_two_processes(torch, tmp_path):
     run_ranks(_equal_to_one_process, 2, tmp_path, seqlens, ["sequence", "heads"], "float32", "cpu")
 
 
+def test_capped_scores_in_two_processes(torch, tmp_path):
+    run_ranks(_capped, 2, tmp_path, [8 * SEGMENT, 1000], ["sequence", "heads"], "float32", "cpu")
+
+
 @pytest.mark.slow
 def test_three_processes(torch, tmp_path):
     run_ranks(_equal_to_one_process, 3, tmp_path, [1000, 100], ["sequence"], "bfloat16", "cpu")
@@ -343,6 +370,12 @@ def two_gpus(torch, monkeypatch):
 @pytest.mark.parametrize("split", ["sequence", "heads"])
 def test_two_gpus(two_gpus, tmp_path, split):
     run_ranks(_equal_to_one_process, 2, tmp_path, [2000, 3 * SEGMENT, 50, 8 * SEGMENT], [split], "bfloat16", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", ["sequence", "heads"])
+def test_capped_scores_on_two_gpus(two_gpus, tmp_path, split):
+    run_ranks(_capped, 2, tmp_path, [2000, 8 * SEGMENT], [split], "bfloat16", "cuda")
 
 
 @pytest.mark.gpu

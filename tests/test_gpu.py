@@ -414,7 +414,7 @@ def test_replayed_with_lse_and_statistics(rounds, gpu, launched):
     import cupy
 
     from s2o_cupy import pipeline
-    from s2o_cupy.interop import operand
+    from s2o_cupy.operand import operand
     from s2o_cupy.problem import validate
 
     q, k, v = gpu(2000, heads=8, kv_heads=2)

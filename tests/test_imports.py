@@ -12,7 +12,11 @@ import pytest
 import s2o_cupy
 
 PACKAGE = Path(s2o_cupy.__file__).parent
-GPU_PATH = ("attention", "interop", "problem", "spec", "stats", "pipeline", "replay", "plan", "kernels", "varlen")
+GPU_PATH = (
+    "attention", "arguments", "operand", "place", "streams", "lazy_cupy", "problem", "spec", "stats", "pipeline",
+    "replay", "plan", "kernels", "varlen", "paged",
+    *(f"frameworks/{path.stem}" for path in sorted(PACKAGE.glob("frameworks/*.py"))),
+)  # fmt: skip
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")
 
 
@@ -53,9 +57,23 @@ def test_integrations_import_only_their_framework():
         assert loaded & set(HEAVY) == {framework, "torch"}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
-def test_nothing_else_imports_the_integrations(path):
-    assert not any("integrations" in name.split(".") for name in imports_of(path))
+@pytest.mark.parametrize("folder", [".", "frameworks"])
+def test_nothing_else_imports_the_integrations(folder):
+    for path in (PACKAGE / folder).glob("*.py"):
+        assert not any("integrations" in name.split(".") for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize("module", ["place", "lazy_cupy", "streams"])
+def test_what_frameworks_are_built_on_does_not_import_them(module):
+    """So that any of them can come first."""
+    assert not any("frameworks" in name.split(".") for name in imports_of(PACKAGE / f"{module}.py"))
+
+
+def test_a_framework_is_imported_by_its_own_file_only():
+    """CuPy by lazy_cupy, which all share."""
+    for path in PACKAGE.glob("frameworks/*.py"):
+        heavy = {name.split(".")[0] for name in imports_of(path)} & set(HEAVY)
+        assert heavy <= {path.stem} - {"cupy"}, path
 
 
 def test_a_cpu_call_loads_no_gpu_library():

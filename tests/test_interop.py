@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 from conftest import has_gpu, spin
 
-from s2o_cupy import S2OError, interop, s2o_attention, s2o_attention_varlen
-from s2o_cupy.interop import Extent, stream_handle
+from s2o_cupy import S2OError, s2o_attention, s2o_attention_varlen
+from s2o_cupy.frameworks import framework_of
+from s2o_cupy.frameworks.numpy import NumpyFramework
+from s2o_cupy.lazy_cupy import import_cupy
+from s2o_cupy.place import Device, Extent
+from s2o_cupy.streams import stream_handle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -397,7 +401,7 @@ def test_stream_handles():
 
 def test_extents():
     def of(x):
-        return interop.framework_of("x", x).extent(x)
+        return framework_of("x", x).extent(x)
 
     a = np.zeros((4, 6), np.float32)
     start = a.ctypes.data
@@ -417,7 +421,7 @@ def test_extents():
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     with pytest.raises(S2OError, match=r'need CuPy: pip install "s2o_cupy\[cuda12\]"'):
-        interop.import_cupy()
+        import_cupy()
 
 
 def array_at(pointer, dtype, shape, strides=None):
@@ -439,6 +443,7 @@ def pretended_gpu(monkeypatch):
         arrays[3][...] = 1
         if lse:
             array_at(lse, np.float32, (problem.batch, problem.heads, problem.seqlen_q))[...] = 2
+        return types.SimpleNamespace(path="portable", path_reason="a reason")
 
     import s2o_cupy
 
@@ -447,9 +452,9 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
     pipeline.allocate = None
-    monkeypatch.setattr(interop, "import_cupy", lambda: np)
-    monkeypatch.setattr(interop.NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(interop.NumpyFramework, "device", lambda self, x: interop.Device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: Device("cuda", 0))
     return calls
 
 
@@ -494,6 +499,18 @@ def test_only_a_strided_last_axis_is_copied(pretended_gpu, qkv, config):
 def test_lse_is_computed_only_when_asked(pretended_gpu, qkv, config):
     s2o_attention(*(x.astype(np.float16) for x in qkv(20)), config=config)
     assert pretended_gpu[0][4] == 0
+
+
+def test_statistics_say_which_kernels_ran(pretended_gpu, qkv, config):
+    x = [x.astype(np.float16) for x in qkv(20)]
+    _, stats = s2o_attention(*x, config=config, return_stats=True)
+    assert (stats.path, stats.path_reason) == ("portable", "a reason")
+    assert ", path: portable (a reason), Problem(" in repr(stats)
+    _, stats = s2o_attention(*x, config=config, return_stats=True, backend="numpy")
+    assert (stats.path, stats.path_reason) == ("numpy", None)
+    assert ", path: numpy, Problem(" in repr(stats)
+    _, stats = s2o_attention(*(x[:, :, :0] for x in x), config=config, return_stats=True)
+    assert (stats.path, stats.path_reason) == (None, None)
 
 
 def test_float32_on_a_gpu_is_refused(pretended_gpu, qkv):

@@ -15,7 +15,8 @@ from gpu_cases import CASES
 from pages import differing, fits_pages, paged, random_table
 
 import s2o_cupy
-from s2o_cupy import S2OConfig, interop, kernels, program, s2o_attention, s2o_attention_paged
+from s2o_cupy import S2OConfig, kernels, place, program, s2o_attention, s2o_attention_paged
+from s2o_cupy.frameworks.numpy import NumpyFramework
 from s2o_cupy.operand import Operand, Paging
 from s2o_cupy.plan import DeviceLimits, kernels_for, make_plan
 from s2o_cupy.problem import Problem
@@ -46,6 +47,7 @@ def assert_same_bits(
     for x, y in ((found[0], expected[0]), (found[1], expected[1]), (found[2].visited, expected[2].visited)):
         np.testing.assert_array_equal(bits(device, x), bits(device, y))
     assert found[2].density == expected[2].density
+    assert (found[2].path, found[2].path_reason) == (expected[2].path, expected[2].path_reason)
     return inputs
 
 
@@ -419,10 +421,10 @@ def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
     """Before, they are read, for which the host waits."""
     arrays = [zeros(2, 4, 30, 64, dtype=np.float16), *[zeros(6, 16, 2, 64, dtype=np.float16)] * 2]
     arrays.append(zeros(2, 3, dtype=np.int32))
-    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: False)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
     s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
     assert [problem.seqlen_k for _, _, _, problem, _ in pretended_gpu[0]] == [40, 48]
-    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: True)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: True)
     with pytest.raises(ValueError, match="seqlen_k is on cuda:0 while a CUDA graph is captured.*; accepted: a list"):
         s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
 
@@ -435,14 +437,15 @@ def pretended_gpu(monkeypatch):
     def run_in_turn(problems, config, *, lse_stride, stream, memory):
         assert lse_stride == problems[0][0][0].shape[2]
         calls.append(problems)
+        return [types.SimpleNamespace(path="portable", path_reason="a reason")] * len(problems)
 
     pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
     pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
-    monkeypatch.setattr(interop, "import_cupy", lambda: np)
-    monkeypatch.setattr(interop.NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(interop.NumpyFramework, "device", lambda self, x: interop.Device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: place.Device("cuda", 0))
     return calls
 
 
@@ -469,6 +472,10 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
         assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
         assert (lse != 0) == (seqlen_k != 160) and visited == 0
     assert problems[1][1] - problems[0][1] == 2 * 4 * 30 * 4
+    _, stats = s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, return_stats=True)
+    assert (stats.path, stats.path_reason) == ("portable", "a reason")
+    _, stats = s2o_attention_paged(*inputs, seqlen_k=0, is_causal=False, layout=layout, return_stats=True)
+    assert (stats.path, stats.path_reason) == (None, None)
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
@@ -508,6 +515,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap)
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (64, 0))
+    assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for stage in STAGES:

@@ -255,14 +255,39 @@ def test_what_the_hopper_kernels_cannot_run_goes_to_the_portable_ones(changes, o
     problem = Problem(**(a_problem().__dict__ | changes))
     plan = plan_of(problem, S2OConfig(), **options)
     assert (plan.pass1.function, plan.pass2.function, plan.stop_lag) == ("pass1", "pass2", STOP_LAG["portable"])
+    assert plan.path == "portable"
     with pytest.raises(ValueError, match=f"path is 'hopper', but .*{message}"):
         plan_of(problem, S2OConfig(path="hopper"), **options)
 
 
 def test_the_hopper_kernels_run_what_they_can():
-    plan = plan_of(a_problem(), S2OConfig())
-    assert (plan.pass1.function, plan.pass2.function) == ("pass1_sm90", "pass2_sm90")
-    assert plan.stop_lag == STOP_LAG["hopper"]
+    for config in (S2OConfig(), S2OConfig(path="hopper"), S2OConfig(tau=0)):
+        plan = plan_of(a_problem(), config)
+        assert (plan.pass1.function, plan.pass2.function) == ("pass1_sm90", "pass2_sm90")
+        assert plan.stop_lag == STOP_LAG["hopper"]
+        assert (plan.path, plan.path_reason) == ("hopper", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "options", "reason"),
+    [
+        ({"head_dim": 136}, {}, {}, "head_dim is 136, above 128"),
+        ({"scale": -1.0}, {}, {}, "scale is -1.0, not positive"),
+        ({}, {"block_m": 64}, {}, "block_m and block_n are 64 and 128, not 128"),
+        ({}, {}, {"aligned": False}, "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple"),
+        ({}, {}, {"compact": False}, "rows, heads or batches of q, k or v are in descending order of address"),
+        ({"head_dim": 256}, {"tau": 0}, {}, "head_dim is 256, above 128"),  # a dense call too
+        ({}, {"path": "portable"}, {}, None),  # as asked for
+        ({"head_dim": 136}, {"path": "portable"}, {}, None),
+        ({}, {}, {"compute_capability": 80}, None),  # there are no other kernels
+        ({"head_dim": 136}, {}, {"compute_capability": 100}, None),
+    ],
+)
+def test_a_plan_says_why_it_does_not_take_the_hopper_kernels(changes, config, options, reason):
+    """Where they are to be had."""
+    plan = plan_of(replace(a_problem(), **changes), S2OConfig(**config), **options)
+    assert plan.path == "portable"
+    assert (plan.path_reason or "").startswith(reason or "") and (plan.path_reason is None) == (reason is None)
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)

@@ -15,9 +15,10 @@ from conftest import DEVICES, SMALL, has_gpu, has_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig, interop, s2o_attention, s2o_attention_varlen
+from s2o_cupy import S2OConfig, place, s2o_attention, s2o_attention_varlen
+from s2o_cupy.frameworks.numpy import NumpyFramework
 from s2o_cupy.metrics import rel_l2
-from s2o_cupy.operand import Operand
+from s2o_cupy.operand import Operand, operand
 
 # Lengths of queries and of keys. Zeros, one token, odd ones, whole tiles and several segments.
 CAUSAL = {
@@ -188,7 +189,7 @@ def test_no_sequences(device):
         o, lse, stats = s2o_attention_varlen(q, k, k, none, none, return_lse=True, return_stats=True)
         assert (o.shape, o.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == ((4, 0), np.float32)
-        assert [x.density for x in stats] == [0.0] * (len(none) - 1)
+        assert [(x.density, x.path) for x in stats] == [(0.0, None)] * (len(none) - 1)
 
 
 def test_no_key_anywhere(device):
@@ -330,9 +331,9 @@ def test_rows_of_an_operand():
     """As the operand of the slice itself."""
     many, one = np.zeros((50, 4, 64), np.float16), np.zeros((50, 1, 72), np.float16)
     for x in (many, one, many[::-2], many[:, ::3, 8:]):
-        whole = interop.operand(x, "BSHD")
+        whole = operand(x, "BSHD")
         for begin, end in ((0, len(x)), (3, 20), (24, 25)):
-            assert whole.rows(begin, end) == interop.operand(x[begin:end], "BSHD")
+            assert whole.rows(begin, end) == operand(x[begin:end], "BSHD")
 
 
 def array_at(pointer, shape, strides, dtype):
@@ -352,13 +353,19 @@ def pretended_gpu(monkeypatch):
         **dict(zip(("operands", "lse", "visited", "problem"), fields, strict=True))
     )
     pipeline.allocate = None
-    pipeline.run_in_turn = lambda calls, config, **options: recorded.append((calls, config, options))
+
+    def run_in_turn(calls, config, **options):
+        recorded.append((calls, config, options))
+        reasons = (f"{call.problem.seqlen_q} queries" for call in calls)
+        return [types.SimpleNamespace(path="portable", path_reason=reason) for reason in reasons]
+
+    pipeline.run_in_turn = run_in_turn
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
-    monkeypatch.setattr(interop, "import_cupy", lambda: np)
-    monkeypatch.setattr(interop.NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: False)
-    monkeypatch.setattr(interop.NumpyFramework, "device", lambda self, x: interop.Device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
+    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: place.Device("cuda", 0))
     return recorded
 
 
@@ -374,12 +381,14 @@ def test_what_the_gpu_backend_gets(pretended_gpu, packed, config):
     address = lambda x: x.__array_interface__["data"][0]  # noqa: E731
     for call, i in zip(calls, (0, 1, 3, 4), strict=True):
         rows_q, rows_k = slice(*starts_q[i : i + 2]), slice(*starts_k[i : i + 2])
-        expected = [interop.operand(x, "BSHD") for x in (q[rows_q], k[rows_k], v[rows_k], o[rows_q])]
+        expected = [operand(x, "BSHD") for x in (q[rows_q], k[rows_k], v[rows_k], o[rows_q])]
         assert list(call.operands) == expected
         assert call.lse == address(lse[:, rows_q])
         assert call.visited == address(stats[i].visited)
         assert (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) == (1, lengths[0][i], lengths[1][i])
         assert call.problem is stats[i].problem
+        assert (stats[i].path, stats[i].path_reason) == ("portable", f"{lengths[0][i]} queries")
+    assert (stats[2].path, stats[2].path_reason) == (None, None)
     s2o_attention_varlen(q, k, v, starts_q, starts_k, config=config)
     assert all((call.lse, call.visited) == (0, 0) for call in pretended_gpu[1][0])
 
@@ -389,14 +398,14 @@ def test_only_a_strided_last_axis_is_copied(pretended_gpu, packed, config):
     wide = np.repeat(q, 2, axis=-1)[..., ::2]
     s2o_attention_varlen(wide, k[::-1], v, [0, 30, 70], config=config)
     ((calls, _, _),) = pretended_gpu
-    assert calls[0].operands[1] == interop.operand(k[::-1][:30], "BSHD")
-    assert calls[0].operands[0].strides == interop.operand(q[:30], "BSHD").strides
-    assert calls[0].operands[0].pointer != interop.operand(wide[:30], "BSHD").pointer
+    assert calls[0].operands[1] == operand(k[::-1][:30], "BSHD")
+    assert calls[0].operands[0].strides == operand(q[:30], "BSHD").strides
+    assert calls[0].operands[0].pointer != operand(wide[:30], "BSHD").pointer
 
 
 def test_cu_seqlens_on_the_gpu_during_a_capture(pretended_gpu, packed, monkeypatch):
     q, k, v = (x.astype(np.float16) for x in packed([30], [30]))
-    monkeypatch.setattr(interop.NumpyFramework, "is_capturing", lambda self: True)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: True)
     with pytest.raises(ValueError, match="cu_seqlens_q is on cuda:0 while a CUDA graph .*; accepted: a list"):
         s2o_attention_varlen(q, k, v, np.array([0, 30]))
     s2o_attention_varlen(q, k, v, [0, 30])
@@ -424,6 +433,7 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
             assert not seen, "all are prepared before the first one runs"
             self.problem = problem
             self.workspace = types.SimpleNamespace(nbytes=needs[problem.seqlen_q])
+            self.plan = f"plan of {problem.seqlen_q}"
 
         def run(self, operands, paging, lse, visited, stream, memory, observe):
             address, _ = memory(self.workspace.nbytes)
@@ -441,14 +451,15 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
     runtime = types.SimpleNamespace(getDevice=lambda: 0, memcpy2DAsync=copy, memcpyDeviceToDevice="device to device")
     monkeypatch.setattr(pipeline, "runtime", runtime)
     monkeypatch.setattr(pipeline, "_prepared", Program)
-    operand = Operand(0, (1, heads, 1, 64), (0, 0, 0))
+    one = Operand(0, (1, heads, 1, 64), (0, 0, 0))
     calls = [
         pipeline.Call(
-            (operand,) * 4, start + 4 * begin, 5, Problem(1, heads, 1, rows, rows, 64, "float16", True, 0.125)
+            (one,) * 4, start + 4 * begin, 5, Problem(1, heads, 1, rows, rows, 64, "float16", True, 0.125)
         )
         for begin, rows in zip(starts(lengths), lengths, strict=False)
     ]
-    pipeline.run_in_turn(calls, SMALL, lse_stride=lse.shape[1], stream=7, memory=memory)
+    plans = pipeline.run_in_turn(calls, SMALL, lse_stride=lse.shape[1], stream=7, memory=memory)
+    assert plans == ["plan of 10", "plan of 30", "plan of 20", "plan of 10"]
     expected = 100 * np.arange(heads)[:, None] + np.repeat([1, 2, 3, 4], lengths)
     np.testing.assert_array_equal(lse, expected)
     (allocated,) = allocations
@@ -460,7 +471,7 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
     seen.clear()
     whole = np.zeros((heads, 20), np.float32)
     problem = Problem(1, heads, 1, 20, 20, 64, "float16", True, 0.125)
-    call = pipeline.Call((operand,) * 4, whole.ctypes.data, 5, problem)
+    call = pipeline.Call((one,) * 4, whole.ctypes.data, 5, problem)
     pipeline.run_in_turn([call], SMALL, lse_stride=20, stream=7, memory=memory)
     assert seen[0][1] == whole.ctypes.data
     assert allocations[-1].nbytes == 4000

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..frameworks import to_host
 from ..inputs import QKV, save
-from ..interop import to_host
 
 __all__ = ["capture"]
 

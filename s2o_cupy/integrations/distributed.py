@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..arguments import check_out, common_framework
 from ..attention import attend
-from ..interop import check_out, common_framework
 from ..plan import is_dense
 from ..problem import Problem, validate
 from ..spec import S2OConfig
@@ -166,6 +166,7 @@ class SequenceParallel:
         v: Tensor,
         *,
         scale: float | None = None,
+        softcap: float = 0.0,
         layout: str = "BHSD",
         return_lse: bool = False,
         out: Tensor | None = None,
@@ -180,6 +181,8 @@ class SequenceParallel:
             The same rows, in q's dtype and on its device.
         scale : float, optional
             Default 1 / sqrt(head_dim).
+        softcap : float, default 0
+            Scores become softcap * tanh(score / softcap); 0 leaves them as they are.
         layout : {"BHSD", "BSHD"}, default "BHSD"
             "BSHD" is (batch, length, heads, head_dim). The batch axis may be left out.
         return_lse : bool, default False
@@ -196,7 +199,7 @@ class SequenceParallel:
         TypeError, ValueError, S2OError
             As :func:`s2o_cupy.s2o_attention`, before anything is sent.
         """
-        problem = self._check(q, k, v, out, scale, layout)
+        problem = self._check(q, k, v, out, scale, softcap, layout)
         if out is None:  # (batch, length, heads, head_dim) in memory, whatever the layout
             out = q.new_empty((*q.shape[:-3], self.length, problem.heads, problem.head_dim))
             out = out.transpose(-2, -3) if layout == "BHSD" else out
@@ -205,9 +208,9 @@ class SequenceParallel:
         if layout == "BHSD":
             q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
         if self.split == "sequence":
-            lse = self._by_sequence(q, k, v, o, scale, return_lse, self._chunk_config(problem))
+            lse = self._by_sequence(q, k, v, o, problem, return_lse)
         else:
-            lse = self._by_heads(q, k, v, o, scale, return_lse)
+            lse = self._by_heads(q, k, v, o, problem, return_lse)
         if lse is not None and not batched:
             lse = lse[0]
         return (out, lse) if return_lse else out
@@ -218,7 +221,9 @@ class SequenceParallel:
         dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), self.config)
         return replace(self.config, dense_up_to=seqlen if dense else 0)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: Any, layout: str) -> Problem:
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: Any, softcap: Any, layout: str
+    ) -> Problem:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
@@ -239,6 +244,7 @@ class SequenceParallel:
             backend="cupy" if q.device.type == "cuda" else "numpy",
             layout=layout,
             scale=scale,
+            softcap=softcap,
         )
         if not problem.seqlen_q == problem.seqlen_k == self.length:
             raise ValueError(
@@ -256,9 +262,10 @@ class SequenceParallel:
         return problem
 
     def _by_sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: Any, return_lse: bool, config: S2OConfig
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool
     ) -> Any:
         """This rank's queries, a call a chunk, to everyone's keys and values; lse or None."""
+        config = self._chunk_config(problem)
         kv, exchanges = self._gather_keys(k, v)
         # Of others the first rank's early chunk needs nothing, the last rank's late one nothing but early chunks.
         needed = exchanges[: int(self.rank > 0)], exchanges[: 1 + int(self.rank < self.world_size - 1)]
@@ -266,8 +273,9 @@ class SequenceParallel:
         for ((_, end), rows), some in zip(self._spans(), needed, strict=True):
             keys, values = kv[:end].permute(1, 2, 0, 3, 4)
             found = attend(
-                q[:, rows], keys, values, config=config, scale=scale, layout="BSHD", out=out[:, rows],
-                return_lse=return_lse, await_keys=partial(_wait, some) if any(x.works for x in some) else None,
+                q[:, rows], keys, values, config=config, scale=problem.scale, softcap=problem.softcap, layout="BSHD",
+                out=out[:, rows], return_lse=return_lse,
+                await_keys=partial(_wait, some) if any(x.works for x in some) else None,
             )  # fmt: skip
             if return_lse:
                 lse.append(found[1])
@@ -309,7 +317,7 @@ class SequenceParallel:
         with torch.cuda.device_of(whole):  # a batch is of the current device
             return _Exchange(dist.batch_isend_irecv(transfers) if transfers else [])
 
-    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: Any, return_lse: bool) -> Any:
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """Rows for heads; the whole sequence of a share of the heads; heads for rows. lse or None."""
         ranks = self.world_size
         shares = [x.shape[2] // ranks for x in (q, k, v)]
@@ -320,7 +328,10 @@ class SequenceParallel:
         whole = torch.empty_like(received)
         whole[order] = received
         parts = whole.transpose(0, 1).split(shares, 2)
-        found = attend(*parts, config=self.config, scale=scale, layout="BSHD", return_lse=return_lse)
+        found = attend(
+            *parts, config=self.config, scale=problem.scale, softcap=problem.softcap, layout="BSHD",
+            return_lse=return_lse,
+        )  # fmt: skip
         o, lse = found if return_lse else (found, None)
 
         def back(x: Tensor) -> Tensor:

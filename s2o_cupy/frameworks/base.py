@@ -1,0 +1,125 @@
+"""What a call asks of every framework."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..lazy_cupy import import_cupy
+from ..place import Device, Extent
+
+__all__ = ["Framework", "Output", "dtype_name", "is_instance", "numpy_dtype"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A native array for the backend to write, and how it becomes the caller's array."""
+
+    native: Any
+    finish: Callable[[], Any]
+
+
+class Framework:
+    """Defaults for frameworks whose arrays can be written in place."""
+
+    name = ""
+    mutable = True
+
+    def owns(self, x: Any) -> bool:
+        raise NotImplementedError
+
+    def check(self, name: str, x: Any) -> None:
+        """Raise if ``x`` is of this framework but cannot be computed on."""
+
+    def device(self, x: Any) -> Device:
+        raise NotImplementedError
+
+    def dtype(self, x: Any) -> str:
+        return dtype_name(x.dtype)
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def extent(self, x: Any) -> Extent:
+        raise NotImplementedError
+
+    def writeable(self, x: Any) -> bool:
+        return True
+
+    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
+        """Device and stream to run on; ``host``: the NumPy backend will do the work."""
+        return nullcontext()
+
+    def native(self, x: Any, *, host: bool) -> Any:
+        """``x`` as a numpy.ndarray (``host``; a copy only if x is on a GPU) or as what kernels can be pointed at."""
+        raise NotImplementedError
+
+    def export(self, native: Any, like: Any) -> Any:
+        """A native array as the caller's array on the device of ``like``."""
+        raise NotImplementedError
+
+    def contiguous_last_axis(self, native: Any) -> Any:
+        """``native``, copied only if its last axis is strided: kernels read rows in vectors."""
+        return native if native.shape[-1] == 1 or native.strides[-1] == native.itemsize else native.copy()
+
+    def stream(self) -> int:
+        """The handle of the stream to launch on, inside `scope`."""
+        return import_cupy().cuda.get_current_stream().ptr
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph."""
+        return import_cupy().cuda.get_current_stream().is_capturing()
+
+    def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
+        """Where a call's workspace comes from, as pipeline.Memory; None: CuPy's pool."""
+        return None
+
+    def fill(self, native: Any, value: float) -> None:
+        native.fill(value)
+
+    def store(self, native: np.ndarray, out: Any) -> None:
+        """Copy a host array into the caller's GPU array."""
+        raise NotImplementedError
+
+    def output(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
+        """A new output in C order, uninitialised."""
+        native = (np if host else import_cupy()).empty(shape, numpy_dtype(dtype))
+        return Output(native, lambda: self.export(native, like))
+
+    def output_into(self, out: Any, *, host: bool) -> Output:
+        """An output that is written to the caller's ``out``."""
+        native = self.native(out, host=host)
+        if not host or self.device(out).kind == "cpu":
+            return Output(native, lambda: out)
+
+        def finish() -> Any:
+            self.store(native, out)
+            return out
+
+        return Output(native, finish)
+
+
+@functools.lru_cache
+def dtype_name(dtype: np.dtype) -> str:
+    return dtype.name  # which NumPy makes up anew each time
+
+
+@functools.lru_cache
+def numpy_dtype(name: str) -> np.dtype:
+    if name == "bfloat16":  # NumPy has none of its own; CuPy shares this one
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def is_instance(x: Any, module: str, type_name: str) -> bool:
+    """isinstance against a type of a module that may not be imported (then x cannot be its)."""
+    kind = getattr(sys.modules.get(module), type_name, None)
+    return kind is not None and isinstance(x, kind)

@@ -1,0 +1,144 @@
+"""PyTorch tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..lazy_cupy import import_cupy
+from ..place import Device, Extent
+from ..streams import stream_handle
+from .base import Framework, Output, is_instance, numpy_dtype
+
+__all__ = ["TorchFramework"]
+
+
+class TorchFramework(Framework):
+    name = "PyTorch"
+
+    def owns(self, x: Any) -> bool:
+        return is_instance(x, "torch", "Tensor")
+
+    def check(self, name: str, x: Any) -> None:
+        import torch
+
+        if x.layout != torch.strided:
+            raise TypeError(f"s2o_attention: {name} is {x.layout}; accepted: dense tensors (.to_dense())")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
+                f"call it under torch.no_grad(), or pass {name}.detach()"
+            )
+
+    def device(self, x: Any) -> Device:
+        return Device(x.device.type, x.device.index or 0)
+
+    def dtype(self, x: Any) -> str:
+        return torch_dtype_name(x.dtype)
+
+    def extent(self, x: Any) -> Extent:
+        size = x.element_size()
+        return Extent(x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), size)
+
+    def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
+        import torch
+
+        if device.kind == "cpu":
+            return nullcontext()
+        # CuPy may come with a CUDA runtime of its own, whose current device need not be PyTorch's.
+        is_current = torch.cuda.current_device() == device.ordinal
+        is_current = is_current and (host or import_cupy().cuda.runtime.getDevice() == device.ordinal)
+        if stream is None and is_current:
+            return nullcontext()
+        return self._other_scope(device, stream, arrays, host)
+
+    @contextmanager
+    def _other_scope(self, device: Device, stream: Any, arrays: Sequence[Any], host: bool) -> Iterator[None]:
+        import torch
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(device.ordinal))
+            if not host:
+                stack.enter_context(import_cupy().cuda.Device(device.ordinal))
+            current = torch.cuda.current_stream()
+            handle = current.cuda_stream if stream is None else stream_handle(stream)
+            if handle != current.cuda_stream:
+                # As DLPack orders producer and consumer: the given stream waits for the current one.
+                # The allocator learns that inputs are in use there, and allocates the output there.
+                given = torch.cuda.ExternalStream(handle) if handle > 1 else torch.cuda.default_stream()
+                given.wait_stream(current)
+                for x in arrays:
+                    x.record_stream(given)
+                stack.enter_context(torch.cuda.stream(given))
+            yield
+
+    def stream(self) -> int:
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream
+
+    def is_capturing(self) -> bool:
+        import torch
+
+        return torch.cuda.is_current_stream_capturing()
+
+    def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
+        import torch
+
+        def allocate(nbytes: int) -> tuple[int, Any]:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+            return memory.data_ptr(), memory
+
+        return allocate
+
+    def contiguous_last_axis(self, native: Any) -> Any:
+        if isinstance(native, np.ndarray):
+            return super().contiguous_last_axis(native)
+        return native if native.shape[-1] == 1 or native.stride(-1) == 1 else native.contiguous()
+
+    def fill(self, native: Any, value: float) -> None:
+        if isinstance(native, np.ndarray):
+            native.fill(value)
+        else:
+            native.fill_(value)
+
+    def native(self, x: Any, *, host: bool) -> Any:
+        import torch
+
+        x = x.detach()  # refused by check() where it would matter
+        if not host:
+            return x
+        x = x.cpu()
+        if x.dtype == torch.bfloat16:  # NumPy imports none: carry the bits as int16
+            return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+        return x.numpy()
+
+    def export(self, native: Any, like: Any) -> Any:
+        import torch
+
+        if not isinstance(native, np.ndarray):
+            return native
+        if native.dtype.name == "bfloat16":
+            return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16).to(like.device)
+        return torch.from_numpy(native).to(like.device)
+
+    def store(self, native: np.ndarray, out: Any) -> None:
+        out.detach().copy_(self.export(native, out))
+
+    def output(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
+        import torch
+
+        # torch's own allocator, also under graph capture
+        out = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+        if not host:
+            return Output(out, lambda: out)
+        return self.output_into(out, host=host)
+
+
+@functools.lru_cache
+def torch_dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
