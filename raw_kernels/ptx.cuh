@@ -111,9 +111,22 @@ __device__ __forceinline__ uint2 load_from_l2(const uint2* global) {
   return x;
 }
 
+// 16 bytes of global memory if `present`, else zeros.
+__device__ __forceinline__ uint4 load_16_or_zeros(const void* global, bool present) {
+  uint4 x;
+  asm volatile(
+      "{\n.reg .pred present;\nsetp.ne.s32 present, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@present ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(global), "r"(static_cast<int>(present)));
+  return x;
+}
+
 // An element type says how it converts and multiplies; its values travel as uint16 or packed uint32.
 struct Float16 {
   static constexpr uint32 kExponentMask = 0x7c007c00u;  // both halves of a packed pair
+  static constexpr int kPartBits = 11;  // times 2^11, what rounding leaves of a float32 is in range again
 
   static __device__ __forceinline__ uint32 pack(float low, float high) {
     uint32 packed;
@@ -152,6 +165,7 @@ struct Float16 {
 
 struct Bfloat16 {
   static constexpr uint32 kExponentMask = 0x7f807f80u;
+  static constexpr int kPartBits = 0;
 
   static __device__ __forceinline__ uint32 pack(float low, float high) {
     uint32 packed;

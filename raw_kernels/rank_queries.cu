@@ -24,18 +24,37 @@ struct RankQueriesParams {
   int heads, kv_heads;
   int representatives, run;
   int sort_slots;          // segment rounded up to a power of two
-  int aligned;             // every row of q and k starts on 16 bytes
   float sign;              // -1 where scale < 0: importance then falls with the dot product
   float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
 };
 
-template <class Element, int kHeadDim, bool kPaged_>
+constexpr int kQueryThreads = 128;  // of rank_queries
+
+// What a block of rank_queries reads and writes, of a head and a segment.
+struct SegmentQueries {
+  int count;
+  const uint16* q;        // [count, head_dim]
+  const float* guide;     // [kHeadDim]
+  const float* mean_key;  // [kHeadDim], or null
+  float* remainder;       // [count], or null
+};
+
+template <class Element, int kHeadDim, bool kAligned_, bool kPaged_>
 struct RankTraits : RowTraits<Element, kHeadDim> {
+  static constexpr bool kAligned = kAligned_;  // rows of q and k are whole chunks of 16 bytes
   static constexpr bool kPaged = kPaged_;  // of guides: k is a paged cache
+  struct Products {
+    uint4 vectors[kHeadDim * 2];                // fragments [kHeadDim / 32, 2, 32 lanes], see write_parts
+    float sums[kQueryThreads / 32 * kHeadDim];  // [warps, kHeadDim]
+  };
   struct Shared {
-    float sums[RowTraits<Element, kHeadDim>::kSums];
-    uint64 slots[1];  // [sort_slots] of rank_queries
+    union {
+      float sums[RowTraits<Element, kHeadDim>::kSums];  // of guides
+      Products products;                                // of rank_queries, as the rest
+    };
+    SegmentQueries segment;  // not in registers, of which there are none to spare
+    uint64 slots[2];         // [max(2, sort_slots)]: (inverted score, offset), ascending is the order
   };
 };
 
@@ -54,7 +73,7 @@ __device__ __forceinline__ void guides(const RankQueriesParams& p, typename Trai
     float x[8];
     const uint16* row = k + r * p.k.row;
     if constexpr (Traits::kPaged) row = k + pages.offset(r);
-    read_row<Traits>(x, row, lane, p.geometry.head_dim, p.aligned);
+    read_row<Traits>(x, row, lane, p.geometry.head_dim, Traits::kAligned);
 #pragma unroll
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }
@@ -63,65 +82,201 @@ __device__ __forceinline__ void guides(const RankQueriesParams& p, typename Trai
     p.guide[static_cast<int64>(blockIdx.x) * Traits::kHeadDim + threadIdx.x] = count == 0 ? 0.f : sum / count;
 }
 
+template <int kHeadDim>
+__device__ __forceinline__ SegmentQueries segment_queries(const RankQueriesParams& p) {
+  const Geometry& g = p.geometry;
+  const int n = blockIdx.x % g.segments(), head = blockIdx.x / g.segments();
+  const int64 kv_head = static_cast<int64>(head / p.heads) * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+  SegmentQueries s = {g.query_count(n)};
+  s.q = p.q.at(head / p.heads, head % p.heads) + g.query_begin(n) * p.q.row;
+  s.guide = p.guide + (kv_head * 2 + (n > 0)) * kHeadDim;
+  if (p.candidate_means && g.candidates(n) > 0) {
+    s.mean_key = p.candidate_means + (kv_head * g.segments() + n) * 2 * kHeadDim;
+    s.remainder = p.remainder + static_cast<int64>(head) * g.seqlen_q + g.query_begin(n);
+  }
+  return s;
+}
+
+// rank_queries multiplies 8 queries at a time with the guide and the mean key on tensor cores: vectors are the rows of
+// the left factor and queries the columns of the right one. Elements may come in any order that is the same in both:
+// lane 4 * g + t loads elements [32 * j + 8 * t, + 8) of query g, 16 bytes, straight as its fragments of two products.
+//
+// Row i of the left factor is part i of the guide, row 8 + i part i of the mean key: what the parts before leave of the
+// float32, times 2^kPartBits for each of them, rounded to the element type. Three hold all 24 bits, the others are 0.
+template <class Traits>
+__device__ __forceinline__ void write_parts(uint4* vectors, const SegmentQueries& s, float sign) {
+  using Element = typename Traits::Element;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int i = threadIdx.x; i < Traits::kHeadDim * 2; i += kQueryThreads) {
+    const int j = i / 64, h = i / 32 % 2, first = 32 * j + 8 * t + 4 * h;
+    uint32 packed[4];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const float* vector = w ? s.mean_key : s.guide;  // [kHeadDim] or null
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = vector ? vector[first + e] * sign : 0.f;
+      for (int part = 0; part < g; ++part) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = (x[e] - Element::low(Element::pack(x[e], 0.f))) * (1 << Element::kPartBits);
+      }
+      packed[w] = Element::pack(x[0], x[1]);
+      packed[2 + w] = Element::pack(x[2], x[3]);
+    }
+    vectors[i] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+
+// A query's product with a float32 vector, element by element: where numbers are not finite parts do not add up.
+template <class Element>
+__device__ __forceinline__ float plain_product(const uint16* row, const float* vector, float sign, int head_dim) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int d = 0; d < head_dim; ++d) sum += Element::to_float(row[d]) * (vector[d] * sign);
+  return sum;
+}
+
+// Adds up over the 8 lanes of equal lane % 4: lane 4 * g + t gets the sum of x[g].
+__device__ __forceinline__ float add_lanes(float (&x)[8]) {
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = threadIdx.x & 4 * half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float mine = upper ? x[i + half] : x[i], theirs = upper ? x[i] : x[i + half];
+      x[i] = mine + __shfl_xor_sync(kFullWarp, theirs, 4 * half);
+    }
+  }
+  return x[0];
+}
+
+// Of one warp or all of a block.
+__device__ __forceinline__ void wait_for_team(int warps) {
+  if (warps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Scores of a segment's queries, and means of its runs.
+template <class Traits>
+__device__ __forceinline__ void read_queries(const RankQueriesParams& p, typename Traits::Shared& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kWarps = kQueryThreads / 32;
+  constexpr int kSteps = Traits::kHeadDim / 32;    // of 16 queries
+  constexpr int kAhead = kSteps < 4 ? kSteps : 4;  // of which are in flight
+  const SegmentQueries& s = shared.segment;
+  float* sums = shared.products.sums;
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // so that the compiler knows it as one for all lanes
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head_dim = p.geometry.head_dim;
+  // The warps of a run: all, or one where there is a run for each.
+  const int team = p.representatives < kWarps ? kWarps : 1, stride = 16 * team;
+  const int64 eight = 8 * p.q.row;
+  // `row` is this lane's first element of a query, `left` the queries from it to the run's end.
+  const auto load = [&](uint4 (&x)[2], const uint16* row, int left, int j) {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const uint16* from = u ? row + eight : row;
+      const int elements = 8 * u < left ? head_dim - 8 * t : 0;
+      if constexpr (Traits::kAligned) {
+        x[u] = load_16_or_zeros(from + 32 * j, 32 * j < elements);
+      } else {
+        x[u] = load_unaligned(from, 32 * j, elements);
+      }
+    }
+  };
+
+  for (int run = warp / team; run < p.representatives; run += kWarps / team) {
+    const int begin = run * p.run, end = min(begin + p.run, s.count);
+    if (begin >= end) break;  // a run that the short last segment leaves empty is no representative
+    int tile = begin + warp % team * 16;
+    const uint16* row = s.q + (tile + g) * p.q.row + 8 * t;
+    float total[kSteps][8] = {};
+    uint4 x[kAhead][2];  // of queries tile + g and tile + 8 + g
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) load(x[j], row, end - tile - g, j);
+#pragma unroll 1
+    for (; tile < end; tile += stride) {
+      const uint16* next = row + stride * p.q.row;
+      const int left = end - tile - g;
+      float d[2][4] = {};  // [u][2 * w + e]: queries tile + 8 * u + 2 * t + e, guide or mean key
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j) {
+        uint4 (&now)[2] = x[j % kAhead];
+        uint32 pairs[2][4];
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          pairs[u][0] = now[u].x, pairs[u][1] = now[u].y, pairs[u][2] = now[u].z, pairs[u][3] = now[u].w;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint4 part = shared.products.vectors[(j * 2 + h) * 32 + lane];
+          const uint32 a[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+          for (int u = 0; u < 2; ++u) Element::mma(d[u], a, pairs[u][2 * h], pairs[u][2 * h + 1]);
+        }
+#pragma unroll
+        for (int u = 0; u < 2; ++u)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            total[j][2 * i] += Element::low(pairs[u][i]);
+            total[j][2 * i + 1] += Element::high(pairs[u][i]);
+          }
+        if (j + kAhead < kSteps) {
+          load(now, row, left, j + kAhead);
+        } else {
+          load(now, next, left - stride, j + kAhead - kSteps);
+        }
+      }
+      float products[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) products[i] = d[i / 4][i % 4] * __int_as_float((127 - g * Element::kPartBits) << 23);
+      float score = add_lanes(products);
+      const bool of_mean = g & 2;
+      const int r = tile + g / 4 * 8 + t * 2 + g % 2;
+      if (r < end && (s.remainder || !of_mean)) {
+        if (!(fabsf(score) < infinity()))
+          score = plain_product<Element>(s.q + r * p.q.row, of_mean ? s.mean_key : s.guide, p.sign, head_dim);
+        if (of_mean) {
+          s.remainder[r] = score * p.scale_log2;
+        } else {
+          shared.slots[r] = static_cast<uint64>(~sortable(score)) << 32 | r;
+        }
+      }
+      row = next;
+    }
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) sums[warp * Traits::kHeadDim + 32 * j + 8 * t + g] = add_lanes(total[j]);
+    // Adds up what the team has.
+    const float factor = p.sign / (end - begin);
+    uint16* mean = p.means + (static_cast<int64>(blockIdx.x) * p.representatives + run) * Traits::kHeadDim;
+    wait_for_team(team);
+#pragma unroll 1
+    for (int d = threadIdx.x % (32 * team); d < Traits::kHeadDim; d += 32 * team) {
+      float sum = 0.f;
+#pragma unroll 1
+      for (int w = 0; w < team; ++w) sum += sums[(warp / team * team + w) * Traits::kHeadDim + d];
+      mean[d] = static_cast<uint16>(Element::pack(sum * factor, 0.f));
+    }
+    wait_for_team(team);
+  }
+}
+
 // Block: a head and a segment; its queries are read once.
 template <class Traits>
 __device__ __forceinline__ void rank_queries(const RankQueriesParams& p, typename Traits::Shared& shared) {
-  const Geometry& g = p.geometry;
-  const int n = blockIdx.x % g.segments(), head = blockIdx.x / g.segments();
-  const int batch = head / p.heads, kv_head = head % p.heads / (p.heads / p.kv_heads);
-  const int count = g.query_count(n), lane = threadIdx.x % Traits::kLanes;
-  const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
-  const float* guide = p.guide + ((static_cast<int64>(batch) * p.kv_heads + kv_head) * 2 + (n > 0)) * Traits::kHeadDim;
-  uint64* slots = shared.slots;  // (inverted score, offset): ascending is the order
-
-  float weight[8], mean_key[8] = {};
-#pragma unroll
-  for (int e = 0; e < 8; ++e) weight[e] = guide[lane * 8 + e] * p.sign;
-  const bool remainder = p.candidate_means && g.candidates(n) > 0;
-  if (remainder) {
-    const float* mean = p.candidate_means +
-                        ((static_cast<int64>(batch) * p.kv_heads + kv_head) * g.segments() + n) * 2 * Traits::kHeadDim;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) mean_key[e] = mean[lane * 8 + e] * p.sign;
-  }
-  for (int run = 0; run < p.representatives; ++run) {
-    const int begin = run * p.run, end = min(begin + p.run, count);
-    if (begin >= end) break;  // a run that the short last segment leaves empty is no representative
-    float total[8] = {};
-#pragma unroll 4
-    for (int base = begin; base < end; base += Traits::kRows) {
-      const int r = base + static_cast<int>(threadIdx.x) / Traits::kLanes;
-      float x[8] = {}, score = 0.f, of_mean = 0.f;
-      if (r < end) read_row<Traits>(x, q + r * p.q.row, lane, g.head_dim, p.aligned);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        total[e] += x[e];
-        score += x[e] * weight[e];
-        of_mean += x[e] * mean_key[e];
-      }
-#pragma unroll
-      for (int step = Traits::kLanes / 2; step > 0; step /= 2) score += __shfl_xor_sync(kFullWarp, score, step);
-      if (lane == 0 && r < end) slots[r] = static_cast<uint64>(~sortable(score)) << 32 | r;
-      if (remainder) {
-#pragma unroll
-        for (int step = Traits::kLanes / 2; step > 0; step /= 2)
-          of_mean += __shfl_xor_sync(kFullWarp, of_mean, step);
-        if (lane == 0 && r < end)
-          p.remainder[static_cast<int64>(head) * g.seqlen_q + g.query_begin(n) + r] = of_mean * p.scale_log2;
-      }
-    }
-    const float sum = block_sum<Traits>(total, shared.sums);
-    if (threadIdx.x < Traits::kHeadDim) {
-      const float mean = sum / (end - begin) * p.sign;
-      const int64 target = (static_cast<int64>(blockIdx.x) * p.representatives + run) * Traits::kHeadDim + threadIdx.x;
-      p.means[target] = static_cast<uint16>(Traits::Element::pack(mean, 0.f));
-    }
-  }
-  for (int i = count + threadIdx.x; i < p.sort_slots; i += kRankThreads) slots[i] = ~0ull;
+  if (threadIdx.x == 0) shared.segment = segment_queries<Traits::kHeadDim>(p);
   __syncthreads();
-  bitonic_sort(slots, p.sort_slots);
-  int* order = p.q_order + static_cast<int64>(blockIdx.x) * g.segment;
-  for (int i = threadIdx.x; i < count; i += kRankThreads) order[i] = static_cast<int>(slots[i]);
+  write_parts<Traits>(shared.products.vectors, shared.segment, p.sign);
+  __syncthreads();
+  read_queries<Traits>(p, shared);
+  const int count = shared.segment.count;
+  for (int i = count + threadIdx.x; i < p.sort_slots; i += kQueryThreads) shared.slots[i] = ~0ull;
+  __syncthreads();
+  bitonic_sort(shared.slots, p.sort_slots);
+  int* order = p.q_order + static_cast<int64>(blockIdx.x) * p.geometry.segment;
+  for (int i = threadIdx.x; i < count; i += kQueryThreads) order[i] = static_cast<int>(shared.slots[i]);
 }
 
 }  // namespace s2o

@@ -35,21 +35,27 @@ __device__ __forceinline__ void grow_range(uint2* range, float largest, float sm
   atomicMax(&range->y, sortable(-Float16::low(Float16::pack(smallest, 0.f))));
 }
 
-// Sorts a power of two of slots ascending with the whole block.
+// Sorts a power of two of slots, written before a barrier, ascending with the whole block. In steps with strides below
+// 64 a warp's 32 pairs are 64 slots of its own, so that only its lanes wait for each other.
 __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
   for (int size = 2; size <= count; size *= 2) {
     for (int stride = size / 2; stride > 0; stride /= 2) {
+      if (stride >= 32) {
+        __syncthreads();  // the last step's pairs were of other warps
+      } else {
+        __syncwarp();
+      }
       for (int i = threadIdx.x; i < count / 2; i += blockDim.x) {
-        const int low = 2 * stride * (i / stride) + i % stride, high = low + stride;
+        const int low = 2 * i - (i & (stride - 1)), high = low + stride;
         const uint64 a = slots[low], b = slots[high];
         if ((a > b) == ((low & size) == 0)) {
           slots[low] = b;
           slots[high] = a;
         }
       }
-      __syncthreads();
     }
   }
+  __syncthreads();
 }
 
 }  // namespace s2o

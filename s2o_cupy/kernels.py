@@ -69,7 +69,7 @@ RANK_QUERIES_PARAMS = np.dtype(
         *((name, _TENSOR) for name in ("q", "k")),
         *((name, "u8") for name in ("guide", "means", "q_order", "candidate_means", "remainder")),
         ("geometry", np.dtype(_GEOMETRY)),
-        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "sort_slots", "aligned")),
+        *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "sort_slots")),
         *((name, "f4") for name in ("sign", "scale_log2")),
         ("pages", _PAGES),
     ],
@@ -151,10 +151,13 @@ FAMILIES = {
     },
     **{
         name: _Family(
-            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", 256, 4,
-            "RankTraits<{element}, {head_dim}, {paged}>",
+            "rank_queries.cu", RANK_QUERIES_PARAMS, "RankQueriesParams", threads, blocks,
+            "RankTraits<{element}, {head_dim}, {aligned}, {paged}>",
         )
-        for name in ("guides", "rank_queries")
+        for name, threads, blocks in (
+            ("guides", 256, 4),
+            ("rank_queries", 128, "(!{aligned} ? 2 : {head_dim} > 128 ? 3 : {head_dim} > 64 ? 5 : 8)"),
+        )
     },
     **{
         name: _Family(

@@ -249,10 +249,13 @@ def pass1_block_m(head_dim: int, limits: DeviceLimits) -> int:
     return 64 if limits.compute_capability >= 120 else 128
 
 
-def _rank_queries(function: str, dtype: str, head_dim: int, sort_slots: int, paged: bool = False) -> Kernel:
-    rows = RANK_THREADS // (head_dim // 8)
-    shared = rows * head_dim * 4 + sort_slots * 8
-    return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
+def _rank_queries(
+    function: str, dtype: str, head_dim: int, sort_slots: int, aligned: bool, paged: bool = False
+) -> Kernel:
+    """Its shared memory is sizeof(RankTraits::Shared) or, for more slots, larger."""
+    of_guides, products, segment = RANK_THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
+    shared = max(of_guides, products) + segment + max(2, sort_slots) * 8
+    return Kernel(function, dtype, head_dim, aligned, paged=paged, shared_bytes=shared)
 
 
 def _remainder(function: str, dtype: str, head_dim: int, paged: bool = False) -> Kernel:
@@ -304,8 +307,9 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     )
     kernels: list[Kernel] = [_key_counts(), _key_order()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
-        kernels += [_rank_queries(name, dtype, head_dim, 1024) for name in ("guides", "rank_queries")]
-        kernels.append(_rank_queries("guides", dtype, head_dim, 1024, paged=True))
+        for name, aligned in itertools.product(("guides", "rank_queries"), (True, False)):
+            kernels.append(_rank_queries(name, dtype, head_dim, 1024, aligned))
+        kernels.append(_rank_queries("guides", dtype, head_dim, 1024, aligned=True, paged=True))
         for name, paged in itertools.product(("block_sums", "candidate_means"), (False, True)):
             kernels.append(_remainder(name, dtype, head_dim, paged))
         for name, paged in itertools.product(("survey", "fine_norms", "fine_scores"), (False, True)):
@@ -445,11 +449,11 @@ def make_plan(
         pass2=pass2,
         block_sums=_remainder("block_sums", problem.dtype, head_dim, paged),
         candidate_means=_remainder("candidate_means", problem.dtype, head_dim, paged),
-        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, paged),
+        guides=_rank_queries("guides", problem.dtype, head_dim, sort_slots, aligned, paged),
         survey=_rank_fine("survey", problem.dtype, head_dim, paged),
         fine_norms=_rank_fine("fine_norms", problem.dtype, head_dim, paged),
         fine_scores=fine_scores,
-        rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots),
+        rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots, aligned),
         key_scores=key_scores,
         key_counts=_key_counts(),
         key_order=_key_order(),

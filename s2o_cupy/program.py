@@ -238,7 +238,6 @@ class _Builder:
                 config.coarse.representatives,
                 config.coarse.run,
                 plan.sort_slots,
-                self.aligned,
                 -1.0 if p.scale < 0 else 1.0,
                 abs(p.scale) * LOG2E,
                 self.pages,

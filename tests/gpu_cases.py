@@ -164,6 +164,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 256},
     {"options": {"rank": "max", "representatives": 64}, "segment": 20, "seqlen_q": 111},
     {"options": {"rank": "max", "representatives": 1}},
+    {"options": {"rank": "max", "representatives": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 128},
+    {"options": {"rank": "max", "representatives": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 250},
     {"options": {"rank": "max", "representatives": 5}, "is_causal": False, "seqlen_k": 500},
     {"options": {"rank": "mean"}},
     {"options": {"rank": "mean"}, "is_causal": False, "head_dim": 128},
@@ -206,6 +208,11 @@ _CHANGES: tuple[dict[str, Any], ...] = (
         for row in (5, 200)
         for value in (NAN, INF, -INF)
     ),
+    *(
+        {"dtype": "float16", "poison": (name, row, value), "seqlen_q": 300, "head_dim": 128}
+        for name, row, value in (("q", 200, INF), ("q", 200, NAN), ("k", 5, INF), ("k", 5, NAN))
+    ),
+    {"poison": ("q", 200, -INF), "seqlen_q": 300, "head_dim": 80, "arrange": "one element in"},
     {"poison": ("v", 200, NAN), "head_dim": 128, "is_causal": False},
     {"poison": ("v", 200, INF), "head_dim": 33},
     {"poison": ("v", 200, NAN), "head_dim": 256},
