@@ -42,6 +42,8 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
     if (work < 0) return;
     for (int tile = first_masked; tile < tiles; ++tile) {
       const uint32 stage = (values + tile) % Traits::kStages;
+      // Tiles that are not masked are passed over, so v_full may be two phases behind, which looks like one ahead.
+      barrier_wait(shared.v_sent[check_ring.slot], check_ring.parity);
       barrier_wait(shared.v_full[stage], (values + tile) / Traits::kStages & 1);
       check_tile<Traits>(shared, stage, check_ring);
     }

@@ -20,6 +20,7 @@ __device__ __forceinline__ void produce_by_tensor_maps(const MappedAttentionPara
       copy_box(shared_address(tile) + column / 64 * kAtomBytes, map, full, column, row, head, batch);
   };
   Ring<Traits::kStages> k_ring, v_ring;
+  Ring<2> check_ring;
   int work = next_work<Rows>(p);
   for (uint32 item = 0;; ++item) {
     if (work < 0) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void produce_by_tensor_maps(const MappedAttentionPara
     publish(shared, item, work, &described);
     const int batch = rows.batch(p.heads), head = rows.head_in_batch(p.heads);
     const int kv_head = rows.kv_head(p.heads, p.kv_heads), first_key = g.dense_begin(rows.segment);
-    const int tiles = rows.key_tiles(g);
+    const int tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
     for (int tile = 0; tile <= tiles; ++tile) {
       if (tile < tiles) {
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
@@ -48,6 +49,10 @@ __device__ __forceinline__ void produce_by_tensor_maps(const MappedAttentionPara
         copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], first_key + (tile - 1) * kBlockN, kv_head,
              batch);
         v_ring.advance();
+        if (tile - 1 >= first_masked) {
+          barrier_arrive(shared.v_sent[check_ring.slot]);
+          check_ring.advance();
+        }
       }
     }
   }

@@ -64,7 +64,7 @@ struct Traits {
     // Barriers: full = copies have landed, empty = all readers are done.
     uint64 q_full[2], q_empty[2];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    uint64 v_checked[2];
+    uint64 v_sent[2], v_checked[2];  // of a masked value tile: its copy has begun, it has been looked at
     uint64 voted[kVoteSlots];
     uint64 work_full[2], work_empty[2];
   };
@@ -101,6 +101,7 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.work_full[s], 1);
       // Every thread that reads arrives: once a q tile that costs nothing, and race detectors follow it.
       barrier_init(shared.work_empty[s], 32 * (kConsumerWarps + (kGathers ? 4 : kCheckers)));
+      barrier_init(shared.v_sent[s], 1);
       barrier_init(shared.v_checked[s], kCheckers);
       shared.v_nonfinite[s] = 0;
     }

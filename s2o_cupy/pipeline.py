@@ -17,7 +17,7 @@ from cupy.cuda import driver, runtime
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import DeviceLimits, LaunchPlan, make_plan
+from .plan import HOPPER_BLOCK, DeviceLimits, LaunchPlan, make_plan
 from .problem import Problem
 from .program import BASES, Workspace, launches, workspace
 from .replay import GRAPH_LAUNCHES, Replay
@@ -278,9 +278,8 @@ class _Program:
             self._write_maps(operands[:3])
 
     def _write_maps(self, operands: tuple[Operand, ...]) -> None:
-        rows = (self.plan.pass1.block_m, self.plan.map_rows, self.plan.map_rows)
-        for i, (x, box) in enumerate(zip(operands, rows, strict=True)):
-            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, box), np.uint64)
+        for i, x in enumerate(operands):
+            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, HOPPER_BLOCK), np.uint64)
             self.buffer[i * self.map_words : (i + 1) * self.map_words] = words
         self.mapped = tuple(x.pointer for x in operands)
 

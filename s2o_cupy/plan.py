@@ -98,7 +98,6 @@ class LaunchPlan:
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
-    map_rows: int  # rows of a box of pass 1's tensor maps of keys and values (Hopper)
     path: str  # "hopper" or "portable"
     path_reason: str | None  # why path="auto" did not take the Hopper kernels on a GPU that has them
     persistent_blocks: int  # of a kernel that takes q tiles from a counter
@@ -190,21 +189,7 @@ def _attention(
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
-SMALLEST_BOX = 64  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
-
-
-def page_box(geometry: Geometry, page_size: int) -> int:
-    """Rows of a page that the copy engine brings at once in pass 1; 0: it does not, and rows are gathered.
-
-    Boxes of a tile must begin where those of a page do.
-    """
-    box = min(HOPPER_BLOCK, page_size)
-    if geometry.window >= geometry.seqlen_k:  # every segment begins with key 0
-        starts = 0
-    else:
-        starts = math.gcd(geometry.segment, geometry.offset - geometry.window)
-    return 0 if box < SMALLEST_BOX or starts % box else box
 
 
 def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, paged: bool = False) -> Kernel:
@@ -212,7 +197,7 @@ def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, pag
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
     item = 8 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * (4 + item), 2 * 4 + 4 * 8
-    barriers = (4 + 4 * HOPPER_STAGES + 2 + 4 + 4) * 8
+    barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 4) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
     return Kernel(
@@ -322,9 +307,8 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, paged):
-                kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
-                if paged:
-                    kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, softcap, paged))
+                first = "pass1_gathered_sm90" if paged else "pass1_sm90"
+                kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in (first, "pass2_sm90")]
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
@@ -423,7 +407,6 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
-    map_rows = page_box(geometry, page_size) if paged else HOPPER_BLOCK
     key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
     fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
@@ -435,7 +418,7 @@ def make_plan(
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, softcap, paged)
     else:
         path = "hopper"
-        name1 = "pass1_gathered_sm90" if paged and not map_rows else "pass1_sm90"
+        name1 = "pass1_gathered_sm90" if paged else "pass1_sm90"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim, softcap, paged) for name in (name1, "pass2_sm90"))
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
         if config.coarse.representatives == 1:
@@ -462,7 +445,6 @@ def make_plan(
         ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
-        map_rows=map_rows,
         path=path,
         path_reason=refusal if config.path == "auto" and limits.compute_capability == 90 else None,
         persistent_blocks=limits.multiprocessors,

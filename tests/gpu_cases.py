@@ -214,6 +214,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     ),
     {"poison": ("q", 200, -INF), "seqlen_q": 300, "head_dim": 80, "arrange": "one element in"},
     {"poison": ("v", 200, NAN), "head_dim": 128, "is_causal": False},
+    {"poison": ("v", 1000, NAN), "head_dim": 128, "segment": 1024, "seqlen_q": 3000},  # behind tiles without a mask
+    {"poison": ("v", 1400, INF), "segment": 512, "seqlen_q": 1500},
     {"poison": ("v", 200, INF), "head_dim": 33},
     {"poison": ("v", 200, NAN), "head_dim": 256},
     {"poison": ("v", 300, INF), "head_dim": 131, "block_m": 64},

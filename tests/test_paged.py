@@ -54,7 +54,7 @@ def assert_same_bits(
 # ---------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])  # on Hopper pass 1 gathers, or copies boxes
+@pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -525,34 +525,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap)
         assert kernel.paged or kernel == getattr(other, stage)
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128 and head_dim <= 128
-    assert plan.pass1.function == ("pass1_sm90" if hopper else "pass1")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options", "page_size", "rows"),
-    [
-        ((5000, 5000), {}, 64, 64),
-        ((5000, 5000), {}, 32, 0),  # so small ones are gathered faster
-        ((5000, 5000), {}, 256, 128),
-        ((500, 5000), {}, 64, 0),  # the first query stands at 4,500
-        ((520, 5000), {}, 64, 64),
-        ((520, 5000), {}, 256, 128),
-        ((456, 5000), {}, 64, 64),
-        ((456, 5000), {}, 128, 0),
-        ((456, 5000), {"tau": 0, "dense_up_to": None}, 128, 128),  # reads from key 0 on
-        ((500, 5000), {"window": 5000}, 64, 64),
-        ((500, 5000), {"window": 468}, 64, 64),
-        ((5000, 5000), {"segment": 100}, 64, 0),
-    ],
-)
-def test_which_pages_the_copy_engine_brings(lengths, options, page_size, rows):
-    config = S2OConfig(**{"dense_up_to": 0, **options})
-    problem = replace(PROBLEM, seqlen_q=lengths[0], seqlen_k=lengths[1])
-    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
-    assert plan.map_rows == rows
-    assert plan.pass1.function == ("pass1_sm90" if rows else "pass1_gathered_sm90")
-    starts = {plan.geometry.dense_keys(n)[0] for n in range(plan.geometry.segments)}
-    assert not rows or all(start % rows == 0 for start in starts)
+    assert plan.pass1.function == ("pass1_gathered_sm90" if hopper else "pass1")
 
 
 def test_a_plan_of_unaligned_rows_is_refused():
@@ -580,7 +553,7 @@ def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
 def test_names_of_kernels():
     names = {kernel.name for kernel in kernels_for(90) if kernel.paged}
     assert all("paged" in name and "unaligned" not in name for name in names)
-    hopper = ("pass1_sm90", "pass1_gathered_sm90", "pass2_sm90")
+    hopper = ("pass1_gathered_sm90", "pass2_sm90")
     assert {f"{function}-bfloat16-d128-s2-paged" for function in hopper} <= names
     assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
 
