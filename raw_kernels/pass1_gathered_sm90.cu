@@ -1,4 +1,4 @@
-// Pass 1 on Hopper of a paged cache in which tiles of keys begin anywhere; the rest is pass1_sm90.cu's, bit for bit.
+// Pass 1 on Hopper of a paged cache; but for the copies it is pass1_sm90.cu's, bit for bit.
 //
 //   q [batch, heads, seqlen_q, head_dim], k and v [pages, kv_heads, page_size, head_dim] through pages.table
 //   -> out, normalised; state (m, l), which pass 2 resumes with acc = out * l; lse

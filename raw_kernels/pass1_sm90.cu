@@ -1,8 +1,7 @@
 // Pass 1 on Hopper: dense attention of each segment's queries to their own keys and to the window before them
 // (the paper's Algorithm 2). With a segment that covers the sequence it is plain causal attention.
 //
-//   q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k, head_dim], or with Traits::kPaged
-//   [pages, kv_heads, page_size, head_dim] through pages.table
+//   q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k, head_dim]
 //   -> out, normalised; state (m, l), which pass 2 resumes with acc = out * l; lse
 #include "attention_sm90.cuh"
 

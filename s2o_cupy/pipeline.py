@@ -177,10 +177,10 @@ class _Program:
         paging: Paging | None,
     ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
-        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
+        cached = () if paging is None else ("k", "v")
         compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
-        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
+        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, paging is not None)
         self.workspace: Workspace = workspace(self.plan, problem, config)
         planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging)
         steps = [x for x in planned if x.blocks > 0]

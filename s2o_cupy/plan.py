@@ -6,7 +6,6 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 
 from .kernels import Kernel
@@ -379,14 +378,13 @@ def is_dense(problem: Problem, config: S2OConfig) -> bool:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, page_size: int = 0
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, paged: bool = False
 ) -> LaunchPlan:
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
-    ``page_size``: of a paged cache that k and v are, or 0.
+    ``paged``: k and v are a paged cache.
     """
-    paged = page_size > 0
     if paged and not aligned:
         raise ValueError(
             "s2o_attention_paged: a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "

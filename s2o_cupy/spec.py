@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = [
     "KERNEL_CONSTANTS",
@@ -152,6 +152,7 @@ class S2OConfig:
     path: str = "auto"
     dense_up_to: int | None = None
     remainder: str = "mean"
+    values: ClassVar[tuple[Any, ...]]  # of each instance: its fields in order, as plain numbers and strings
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)
@@ -179,13 +180,15 @@ class S2OConfig:
             )
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+        values = (getattr(self, field.name) for field in fields(self))
+        object.__setattr__(self, "values", tuple(int(x) if isinstance(x, _Default) else x for x in values))
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(self.values)
 
     @property
     def run(self) -> int:

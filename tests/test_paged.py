@@ -481,7 +481,7 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
 @pytest.mark.parametrize("path", ["auto", "portable"])
 def test_what_the_kernels_get(path):
     config = S2OConfig(path=path, dense_up_to=0)
-    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
+    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, True)
     of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
     operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
@@ -514,7 +514,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap)
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
-    plan, other = (make_plan(problem, config, limits, True, True, page_size) for page_size in (64, 0))
+    plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (True, False))
     assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
@@ -530,7 +530,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap)
 
 def test_a_plan_of_unaligned_rows_is_refused():
     with pytest.raises(ValueError, match="a row of q, k_pages, v_pages or out does not start on 16 bytes"):
-        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, 16)
+        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, True)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,14 @@ BACKENDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("rank", ["auto", "mean", "max"])
+def test_a_graph_is_given_plain_numbers(rank):
+    """Some versions of PyTorch put no subclass of int into a graph, as a default that was not given is one."""
+    values = S2OConfig(rank=rank).values
+    assert {type(x) for x in values} <= {int, float, str, type(None)}
+    assert values == tuple(getattr(S2OConfig(rank=rank), field.name) for field in fields(S2OConfig))
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def tensors(request, qkv):
     """tensors(seqlen_q, seqlen_k=None, ...) -> q, k, v; float32 on the CPU, bfloat16 on a GPU."""

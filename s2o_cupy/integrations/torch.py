@@ -162,7 +162,7 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
         raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
     if not isinstance(is_causal, bool):
         raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
-    scalars = [getattr(config, name) for name in _NAMES]
+    scalars = list(config.values)
     if tau is not None:
         scalars[_TAU] = check_tau(tau, "s2o_attention")
     return scalars
