@@ -73,7 +73,7 @@ struct PartOrder {
       words[i] = make_uint4(0, 0, 0, 0);
   }
 
-  // Bytes from the thread's counter of digit 0, and its address.
+  // The address of the thread's counter of an item's digit; `first`: of digit 0.
   template <int kShift>
   static __device__ __forceinline__ uint32 counter(uint32 item, uint32 first) {
     constexpr int kRow = kSortThreads * 2, kRowBits = 9;
@@ -110,8 +110,7 @@ struct PartOrder {
     }
   }
 
-  // Counters become places of the threads' first candidates of a digit: digits first, then threads by their chunks. A
-  // place past the end may not fit in 16 bits; nobody takes it.
+  // Counters become places of the threads' first candidates of a digit: digits first, then threads by their chunks.
   __device__ __forceinline__ void find_places() {
     constexpr int kMine = kDigits / kSortWarps, kWords = kSortWarps / 2;
     uint32 before[kMine], low[kMine];  // of a digit: in lower lanes; in this lane's threads of the first warps
