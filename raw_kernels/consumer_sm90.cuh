@@ -284,20 +284,6 @@ struct Consumer {
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
-  // Copies that the producer had started before it saw the stop, past the `visited` tiles of `tiles`.
-  __device__ __forceinline__ void drop_keys(int visited, int tiles) {
-    for (int i = min(tiles, visited + kStages - 1) - visited; i > 0; --i) {
-      barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
-      release_k();
-    }
-  }
-  __device__ __forceinline__ void drop_values(int visited, int tiles) {
-    for (int i = min(tiles, visited + kStages - 2) - visited; i > 0; --i) {
-      barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
-      release_v();
-    }
-  }
-
   // Walks the key tiles of a q tile from the second on; the first one's weights are in p. Row r sees the first `limit`
   // keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each of the
   // first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.

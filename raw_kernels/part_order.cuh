@@ -14,6 +14,7 @@ constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
 constexpr int kOfThread = spec::kSortPart / kSortThreads;
 constexpr int kDigits = 32;  // of each of the two
 static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
+static_assert(spec::kSortPart * 4 < 1 << 16 && kOfThread % 8 == 0 && kOfThread <= 64, "what 16 and 8 bits hold");
 
 struct PartShared {
   uint32 items[spec::kSortPart];               // what is sorted; before that the scores

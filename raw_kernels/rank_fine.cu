@@ -24,7 +24,6 @@ struct FineTraits {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr bool kPaged = kPaged_;          // k is a paged cache
   static constexpr int kTiles = kTiles_;           // 16-row mma tiles of a warp
-  static constexpr int kReps = 16 * kTiles * kWarps;  // representatives of a block: as many as there may be
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kChunks = kHeadDim / 8;
   static constexpr int kTilesAtOnce = kHeadDim > 128 ? 1 : kTiles;  // whose representatives memory holds

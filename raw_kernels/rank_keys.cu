@@ -3,7 +3,7 @@
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
 //               matrix product on tensor cores, as log2 of a softmax weight in float16
 //   key_counts, key_order: a stable counting sort of each row's candidates; reference/s2o.py: order_keys defines it.
-//               key_counts: how many candidates of each part of a row fall into each of kKeyBuckets equal parts of the
+//               key_counts: how many candidates of each part of a row fall into each of kKeyBuckets parts of the
 //               row's own score range, and where in the row each part's candidates of such a bucket begin. key_order:
 //               the order. No atomic decides a place: the order is the same on every run.
 //

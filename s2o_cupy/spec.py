@@ -26,9 +26,9 @@ __all__ = [
     "S2OError",
 ]
 
-# Keys are ordered by a counting sort over this many equal parts of the segment's own score range
+# Keys are ordered by a counting sort over this many parts of the segment's own score range
 # (reference.s2o.order_keys is the definition). 1024 parts of a range of 40 nats are 0.04 nats each. Float16 tells
-# integers from 1024 to 2047 apart, so a bucket takes two operations of its arithmetic.
+# integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
 KEY_BUCKETS = 1024
 
 # Candidates of a row that one block of the counting sort takes.
@@ -152,7 +152,7 @@ class S2OConfig:
     path: str = "auto"
     dense_up_to: int | None = None
     remainder: str = "mean"
-    values: ClassVar[tuple[Any, ...]]  # of each instance: its fields in order, as plain numbers and strings
+    values: ClassVar[tuple[Any, ...]]  # of each instance: its fields in order, a default as a plain int
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)

@@ -12,10 +12,9 @@ from typing import Any
 
 from .spec import S2OError
 
-__all__ = ["MAX_STRIDE_BYTES", "tensor_map"]
+__all__ = ["tensor_map"]
 
 BOX_COLUMNS = 64  # 128 bytes of 16-bit elements: a row of the swizzle
-MAX_STRIDE_BYTES = 2**40
 # Enumerators of cuda.h.
 TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS = 1, 0, 3, 3, 0
 

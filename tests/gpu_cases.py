@@ -230,6 +230,7 @@ SANITIZED = (
     Case(seqlen_q=150, seqlen_k=290, arrange="one element in", options={"rank": "max"}),
     Case(seqlen_q=260, is_causal=False, batch=2, arrange="BSHD"),
     Case(seqlen_q=140, poison=("v", 130, NAN), head_dim=128),
+    Case(seqlen_q=600, segment=512, head_dim=128, poison=("v", 500, NAN)),  # behind tiles without a mask
     Case(seqlen_q=300, head_dim=256),
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),

@@ -191,7 +191,7 @@ def test_the_table_of_arguments():
 
 def test_numbers_of_the_definition():
     page = text_of(ROOT / "docs" / "algorithm.md")
-    assert f"cut into {spec.KEY_BUCKETS:,} equal buckets" in page
+    assert f"cut into {spec.KEY_BUCKETS:,} buckets" in page
     assert f"min({spec.KEY_BUCKETS - 1} / (hi - lo), 65504)" in page
     lag = spec.STOP_LAG
     assert f'The lag is {lag["hopper"]} on path `"hopper"` and {lag["portable"]} on path `"portable"`' in page
