@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 __all__ = [
     "KERNEL_CONSTANTS",
@@ -152,7 +152,6 @@ class S2OConfig:
     path: str = "auto"
     dense_up_to: int | None = None
     remainder: str = "mean"
-    values: ClassVar[tuple[Any, ...]]  # of each instance: its fields in order, a default as a plain int
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)
@@ -180,8 +179,13 @@ class S2OConfig:
             )
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+        _ = self.values  # found here, so that torch.compile meets nothing but a tuple
+
+    @functools.cached_property
+    def values(self) -> tuple[Any, ...]:
+        """The fields in order, a default that was not given as a plain int."""
         values = (getattr(self, field.name) for field in fields(self))
-        object.__setattr__(self, "values", tuple(int(x) if isinstance(x, _Default) else x for x in values))
+        return tuple(int(x) if isinstance(x, _Default) else x for x in values)
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
