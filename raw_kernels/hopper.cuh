@@ -100,79 +100,63 @@ __device__ __forceinline__ uint32 tile_descriptor(uint32 shared, uint32 atom_str
 // Bytes `offset` further in the same tile.
 __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset) { return descriptor + (offset >> 4); }
 
+// Operands of a product's accumulators: how they are numbered, and what they are.
+#define S2O_NUMBERS_32                                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "             \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define S2O_NUMBERS_64                                                                                \
+  S2O_NUMBERS_32 ", "                                                                                 \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                  \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define S2O_ACCUMULATORS_32                                                                           \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),                 \
+  "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),             \
+  "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),          \
+  "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),          \
+  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define S2O_ACCUMULATORS_64                                                                           \
+  S2O_ACCUMULATORS_32,                                                                                \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]),          \
+  "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]),          \
+  "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]),          \
+  "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),          \
+  "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+
 // d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in
 // shared memory with N contiguous, always accumulating.
 #define S2O_WGMMA_SS_N128(TYPE)                                                                       \
-    asm volatile(                                                                                     \
-        "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                               \
-        "mov.b64 da, {%64, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%65, " S2O_DESCRIPTOR_HIGH "};\n"  \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                              \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "       \
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "       \
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"                                      \
-        ", da, db, p, 1, 1, 0, 0;\n}"                                                                 \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
-          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
-          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
-          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),  \
-          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),  \
-          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),  \
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),  \
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),  \
-          "+f"(d[63])                                                                                 \
-        : "r"(a), "r"(b), "r"(accumulate))
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                                 \
+      "mov.b64 da, {%64, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%65, " S2O_DESCRIPTOR_HIGH "};\n"    \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
+      "{" S2O_NUMBERS_64 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
+      : S2O_ACCUMULATORS_64                                                                           \
+      : "r"(a), "r"(b), "r"(accumulate))
 
 #define S2O_WGMMA_SS_N64(TYPE)                                                                        \
-    asm volatile(                                                                                     \
-        "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %34, 0;\n"                               \
-        "mov.b64 da, {%32, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%33, " S2O_DESCRIPTOR_HIGH "};\n"  \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                               \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"                            \
-        ", da, db, p, 1, 1, 0, 0;\n}"                                                                 \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
-          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
-          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
-          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                          \
-        : "r"(a), "r"(b), "r"(accumulate))
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %34, 0;\n"                                 \
+      "mov.b64 da, {%32, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%33, " S2O_DESCRIPTOR_HIGH "};\n"    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
+      "{" S2O_NUMBERS_32 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
+      : S2O_ACCUMULATORS_32                                                                           \
+      : "r"(a), "r"(b), "r"(accumulate))
 
 #define S2O_WGMMA_RS_N128(TYPE)                                                                       \
-    asm volatile(                                                                                     \
-        "{\n.reg .b64 db;\nmov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                             \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                              \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "       \
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "       \
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"                                      \
-        ", {%64, %65, %66, %67}, db, 1, 1, 1, 1;\n}"                                                  \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
-          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
-          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
-          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),  \
-          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),  \
-          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),  \
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),  \
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),  \
-          "+f"(d[63])                                                                                 \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+  asm volatile(                                                                                       \
+      "{\n.reg .b64 db;\nmov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                               \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
+      "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, 1, 1, 1, 1;\n}"                                \
+      : S2O_ACCUMULATORS_64                                                                           \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
 
 #define S2O_WGMMA_RS_N64(TYPE)                                                                        \
-    asm volatile(                                                                                     \
-        "{\n.reg .b64 db;\nmov.b64 db, {%36, " S2O_DESCRIPTOR_HIGH "};\n"                             \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                               \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "      \
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"                            \
-        ", {%32, %33, %34, %35}, db, 1, 1, 1, 1;\n}"                                                  \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
-          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
-          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),  \
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),  \
-          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+  asm volatile(                                                                                       \
+      "{\n.reg .b64 db;\nmov.b64 db, {%36, " S2O_DESCRIPTOR_HIGH "};\n"                               \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
+      "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, 1, 1, 1, 1;\n}"                                \
+      : S2O_ACCUMULATORS_32                                                                           \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
 
 template <class Element>
 struct Wgmma;
@@ -200,6 +184,10 @@ S2O_WGMMA(Bfloat16, "bf16")
 #undef S2O_WGMMA_SS_N64
 #undef S2O_WGMMA_RS_N128
 #undef S2O_WGMMA_RS_N64
+#undef S2O_ACCUMULATORS_64
+#undef S2O_ACCUMULATORS_32
+#undef S2O_NUMBERS_64
+#undef S2O_NUMBERS_32
 #undef S2O_DESCRIPTOR_HIGH
 
 }  // namespace s2o
