@@ -11,7 +11,6 @@ struct RankFineParams {
   int* fine;               // [batch * heads, segments]: 1 if fine
   float* norms;            // [batch * heads, segments, representatives], in units of a dot product
   uint16* scores;          // [chunk rows, stride] by key position, see RankKeysParams
-  uint2* range;            // [chunk rows], see RankKeysParams
   int64 stride;
   Geometry geometry;
   Chunk chunk;

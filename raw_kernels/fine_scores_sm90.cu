@@ -151,7 +151,6 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
   const int n = p.chunk.first_segment + row % p.chunk.segments, head = p.chunk.first_head + row / p.chunk.segments;
   const int batch = head / p.heads;
   const int keys = g.is_causal ? g.candidates(n) : g.seqlen_k;
-  const int dense_begin = g.dense_begin(n), dense_end = g.dense_end(n);
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
   const PagedRows pages{p.k, p.pages, batch, 0};
@@ -178,7 +177,6 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
   const int64 pair = static_cast<int64>(head) * g.segments() + n;
   load_representatives<Traits>(p, shared, q, g.query_count(n), p.norms + pair * p.representatives);
 
-  float largest = -infinity(), smallest = infinity();
 #pragma unroll 1
   for (; step < end; ++step) {
     cp_async_wait<0>();
@@ -223,19 +221,9 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
     if (h < 2 && key < keys) {
       const float x = (h ? of_key[1] : of_key[0]) * p.scale_log2;
       scores[key] = static_cast<uint16>(Float16::pack(x, 0.f));
-      if (finite_score(x) && (g.is_causal || key < dense_begin || key >= dense_end)) {
-        largest = fmaxf(largest, x);
-        smallest = fminf(smallest, x);
-      }
     }
   }
   cp_async_wait<0>();
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
-    smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
-  }
-  if (lane == 0) grow_range(p.range + row, largest, smallest);
 }
 
 template <class Traits>

@@ -1,4 +1,4 @@
-// key_scores on Hopper, of one representative a segment (rank_keys.cu has the portable one): by wgmma.
+// key_scores on Hopper, of one representative a segment (key_scores.cu has the portable one): by wgmma.
 //
 //   scores[row, key] = dot product of key with the representative of row's segment, times scale_log2, as float16
 //
@@ -6,7 +6,6 @@
 // kTile at a time, of which kStages tiles are in shared memory. Keys stand there in an order that gives each thread
 // eight neighbours to write at once. The product of a tile runs while the scores of the one before are written.
 #include "rank_keys_params.cuh"
-#include "sortable.cuh"
 #include "wgmma_tile.cuh"
 
 namespace s2o {
@@ -103,16 +102,12 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
     return;
   }
   const auto row_of = [&](int h) { return first_row + warp * 16 + h * 8 + lane / 4; };  // this thread's two
-  const auto score_row = [&](int h) { return p.chunk.row(head_of(row_of(h)), segment_of(row_of(h))); };
   int end[2];  // of the row's keys, from first_key on; 0 where there is nothing to write
   uint16* target[2];
-  uint32 high[2], low[2];  // extremes of what was written, as float16: of even and of odd keys
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     end[h] = row_of(h) < rows && !(p.fine && p.fine[pair_of(row_of(h))]) ? keys_of(row_of(h)) : 0;
-    target[h] = p.scores + score_row(h) * p.stride + first_key;
-    high[h] = Float16::pack(-infinity(), -infinity());
-    low[h] = Float16::pack(infinity(), infinity());
+    target[h] = p.scores + p.chunk.row(head_of(row_of(h)), segment_of(row_of(h))) * p.stride + first_key;
   }
 
   float d[kTile / 2];  // [rows, keys] of this thread
@@ -139,13 +134,8 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
         const auto x = [&](int i) { return d[i / 2 * 4 + 2 * h + i % 2]; };
         packed[h][pair] = Float16::pack(x(2 * pair) * p.scale_log2, x(2 * pair + 1) * p.scale_log2);
       }
-      if (tile * kTile >= end[h]) continue;
-#pragma unroll
-      for (int i = 0; i < kTile / 8; ++i) {
-        high[h] = Float16::larger(high[h], packed[h][i]);
-        low[h] = Float16::smaller(low[h], packed[h][i]);
-      }
     }
+    __syncwarp();  // the last stores were not of all lanes
     multiply(tile + 1);  // past the last tile: of old keys, for nobody, as the compiler waits behind a branch
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -158,40 +148,6 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
       }
   }
   wgmma_wait<0>();
-
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float largest = fmaxf(Float16::low(high[h]), Float16::high(high[h]));
-    float smallest = fminf(Float16::low(low[h]), Float16::high(low[h]));
-    const int n = segment_of(row_of(h)), written = min(end[h], tiles * kTile);
-    const int dense_begin = g.dense_begin(n) - first_key, dense_end = g.dense_end(n) - first_key;
-    const bool gap = !g.is_causal && dense_begin < written && dense_end > 0;
-    // Not all of it is of candidates, or finite: this thread looks again at what it wrote.
-    if (written > 0 && (written % kTile || gap || largest == infinity() || smallest == -infinity())) {
-      largest = -infinity();
-      smallest = infinity();
-#pragma unroll 1
-      for (int key = lane % 4 * 8; key < written; key += 32) {
-        const uint4 x = *reinterpret_cast<const uint4*>(target[h] + key);
-        const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int at = key + i;
-          const float score = i % 2 ? Float16::high(pairs[i / 2]) : Float16::low(pairs[i / 2]);
-          if (at < written && !(gap && at >= dense_begin && at < dense_end) && finite_score(score)) {
-            largest = fmaxf(largest, score);
-            smallest = fminf(smallest, score);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
-      smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
-    }
-    if (lane % 4 == 0) grow_range(p.range + score_row(h), largest, smallest);
-  }
 }
 
 }  // namespace s2o

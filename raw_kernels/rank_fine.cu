@@ -7,7 +7,7 @@
 //   fine_norms:  which segments are fine, and the log of the mass of each of their representatives' runs
 //                                                                     -> fine [batch * heads, segments], norms
 //   fine_scores: the largest score over a fine segment's representatives, each less its norm
-//                                                                     -> scores, range: in place of key_scores'
+//                                                                     -> scores: in place of key_scores'
 //
 // A block holds representatives as fragments in registers, a warp 16 or 32 of them, and walks keys 64 at a time.
 #include "fine_params.cuh"
@@ -431,10 +431,8 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
   if (!Traits::kPaged) k += first_key * p.k.row;
   const PagedRows pages{p.k, p.pages, batch, first_key};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int dense_begin = g.dense_begin(n), dense_end = g.dense_end(n);
-  uint16* scores = p.scores + p.chunk.row(head, n) * p.stride + first_key;
+  const int row = static_cast<int>(p.chunk.row(head, n));
   const int steps = (keys + kFineStep - 1) / kFineStep;
-  float largest = -infinity(), smallest = infinity();
   Representatives<Traits> reps;
   reps.load(shared, q, p.q.row, queries, p.run, p);
   float norm[Traits::kTiles][2];
@@ -453,12 +451,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
 #pragma unroll
     for (int w = 1; w < Traits::kWarps; ++w) best = larger_or_nan(best, shared.part[step % 2][0][w][threadIdx.x]);
     best *= p.scale_log2;
-    scores[i] = static_cast<uint16>(Float16::pack(best, 0.f));
-    const int key = first_key + i;
-    if (finite_score(best) && (g.is_causal || key < dense_begin || key >= dense_end)) {
-      largest = fmaxf(largest, best);
-      smallest = fminf(smallest, best);
-    }
+    p.scores[row * p.stride + first_key + i] = static_cast<uint16>(Float16::pack(best, 0.f));
   };
   walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, steps, [&](int i) { return i < keys ? i : -1; },
                     [&](int step, uint32 address) {
@@ -490,14 +483,6 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
     }
   });
   write_step(steps - 1);
-  __syncthreads();
-  if (threadIdx.x >= kFineStep) return;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
-    smallest = fminf(smallest, __shfl_xor_sync(kFullWarp, smallest, step));
-  }
-  if (lane == 0) grow_range(p.range + p.chunk.row(head, n), largest, smallest);
 }
 
 }  // namespace s2o

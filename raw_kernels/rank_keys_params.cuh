@@ -1,4 +1,4 @@
-// What the kernels that order keys are given (rank_keys.cu, key_scores_sm90.cu).
+// What the kernels that order keys are given (key_scores.cu, key_scores_sm90.cu, key_order.cu).
 #pragma once
 #include "pages.cuh"
 
@@ -9,10 +9,6 @@ struct RankKeysParams {
   const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
   const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
   uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
-  uint2* range;            // [chunk rows] (largest, smallest) finite score as sortable(s) and sortable(-s), from 0 on
-  uint16* counts;          // [chunk rows, parts, kKeyBuckets]
-  uint32* counted;         // [chunk rows]: parts that are
-  uint32* bases;           // [chunk rows, parts, kKeyBuckets]: the place in the row of the part's first candidate
   int* k_order;            // [chunk rows, stride]
   int64 stride;            // a multiple of kStep
   Geometry geometry;
@@ -21,7 +17,7 @@ struct RankKeysParams {
   int representatives, run;
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys
-  int parts;               // parts of kSortPart candidates of the longest row
+  int strata_blocks;       // blocks of key_strata that cover the longest row
   float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
 };

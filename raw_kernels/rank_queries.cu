@@ -244,6 +244,7 @@ __device__ __forceinline__ void read_queries(const RankQueriesParams& p, typenam
           shared.slots[r] = static_cast<uint64>(~sortable(score)) << 32 | r;
         }
       }
+      __syncwarp();  // before the next products
       row = next;
     }
 #pragma unroll

@@ -1,32 +1,55 @@
-// The bucket of a score in its row's range; reference/s2o.py: score_buckets.
+// The bucket of a score in a range of scores; reference/s2o.py: score_buckets.
 #pragma once
 #include "sortable.cuh"
 
 namespace s2o {
 
-struct ScoreBuckets {
-  uint32 high, factor;  // pairs of the same float16
+// The largest and the smallest finite float16, of each half of packed pairs by itself: NaN if there is none.
+struct ScoreRange {
+  uint32 high = 0x7fff7fffu, low = 0x7fff7fffu;
 
-  // `range` as grow_range leaves it: zeros if no score is finite.
-  __device__ __forceinline__ explicit ScoreBuckets(uint2 range) {
-    const float top = range.x ? from_sortable(range.x) : 0.f;
-    const float spread = __fsub_rn(top, range.y ? -from_sortable(range.y) : 0.f);
-    const float parts = fminf(__fdiv_rn(spec::kKeyBuckets - 1.f, spread), 65504.f);
-    high = Float16::pack(top, top);
-    factor = Float16::pack(parts, parts);
+  __device__ __forceinline__ void take(uint32 scores) {
+    uint32 x;  // 0 times an infinity is NaN, which loses against any number
+    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(x) : "r"(scores), "r"(0u));
+    high = Float16::larger(high, x);
+    low = Float16::smaller(low, x);
+  }
+  __device__ __forceinline__ void join(uint32 its_high, uint32 its_low) {
+    high = Float16::larger(high, its_high);
+    low = Float16::smaller(low, its_low);
+  }
+  // With the lanes that differ in the bits of `mask`, which must be a power of two less 1.
+  __device__ __forceinline__ void join_lanes(int mask) {
+#pragma unroll
+    for (int step = 1; step <= mask; step *= 2)
+      join(__shfl_xor_sync(kFullWarp, high, step), __shfl_xor_sync(kFullWarp, low, step));
+  }
+  __device__ __forceinline__ void join_halves() { join(high >> 16 | high << 16, low >> 16 | low << 16); }
+};
+
+template <int kBuckets>
+struct ScoreBuckets {
+  static_assert(kBuckets <= 1024, "float16 tells integers apart from 1024 to 2047, by its last ten bits");
+  uint32 high, factor;  // of each half
+
+  __device__ __forceinline__ explicit ScoreBuckets(const ScoreRange& range) {
+    const auto finite = [](float x) { return x == x ? x : 0.f; };
+    const auto parts = [](float top, float bottom) {
+      return fminf(__fdiv_rn(kBuckets - 1.f, __fsub_rn(top, bottom)), 65504.f);
+    };
+    const float top[2] = {finite(Float16::low(range.high)), finite(Float16::high(range.high))};
+    high = Float16::pack(top[0], top[1]);
+    factor = Float16::pack(parts(top[0], finite(Float16::low(range.low))), parts(top[1], finite(Float16::high(range.low))));
   }
 
-  // kKeyBuckets + bucket of two scores as float16, whose last bits then are the bucket. NaN loses against the first
-  // bucket, so the maximum comes before the minimum.
+  // 1024 + bucket of two scores as float16, whose last bits then are the bucket. NaN loses against the first bucket,
+  // so the maximum comes before the minimum.
   __device__ __forceinline__ uint32 operator()(uint32 scores) const {
-    static_assert(spec::kKeyBuckets == 1024, "float16 tells integers apart from 1024 to 2047, by its last ten bits");
-    constexpr uint32 kFirst = 0x64006400u, kLast = 0x67ff67ffu;
+    constexpr uint32 kFirst = 0x64006400u, kLast = kFirst + (kBuckets - 1) * 0x10001u;
     uint32 x;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(high), "r"(scores));
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(factor), "r"(kFirst));
-    asm("max.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(kFirst));
-    asm("min.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(kLast));
-    return x;
+    return Float16::smaller(Float16::larger(x, kFirst), kLast);
   }
 };
 

@@ -12,27 +12,11 @@ __device__ __forceinline__ uint32 sortable(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The float that sortable() turned into `bits`, unless it was NaN.
-__device__ __forceinline__ float from_sortable(uint32 bits) {
-  return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
-}
-
 // The larger of two; NaN if one is.
 __device__ __forceinline__ float larger_or_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
-}
-
-// Whether a score is finite as a float16, to which it is rounded.
-__device__ __forceinline__ bool finite_score(float x) { return fabsf(x) < 65520.f; }
-
-// The extremes of a row's finite scores, grown by atomics; `range` is (sortable(s), sortable(-s)), from 0 on. The result
-// of an integer maximum does not depend on the order of blocks. Rounding is monotone, so it comes last.
-__device__ __forceinline__ void grow_range(uint2* range, float largest, float smallest) {
-  if (largest < smallest) return;  // nothing was finite
-  atomicMax(&range->x, sortable(Float16::low(Float16::pack(largest, 0.f))));
-  atomicMax(&range->y, sortable(-Float16::low(Float16::pack(smallest, 0.f))));
 }
 
 // Sorts a power of two of slots, written before a barrier, ascending with the whole block. In steps with strides below

@@ -16,6 +16,7 @@ queries of a full one, R the representatives, C the candidates of a segment, T t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,8 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..spec import (
+    FRONT,
     KEY_BUCKETS,
+    KEY_LEVELS,
+    LAYER_MIX,
     LOG2E,
+    STRATUM,
     SURVEY_DEFICIT,
     SURVEY_EVERY,
     SURVEY_FRONT,
@@ -54,6 +59,8 @@ __all__ = [
     "representatives",
     "s2o",
     "score_buckets",
+    "strata",
+    "stratified_order",
     "survey",
 ]
 
@@ -179,16 +186,16 @@ def log_weights(scores: Array, scale: float) -> Array:
 
 
 @quiet
-def score_buckets(scores: Array) -> Array:
-    """The part of its row's own range that each score falls into, from the top: int32 [..., C].
+def score_buckets(scores: Array, count: int = KEY_BUCKETS) -> Array:
+    """Which of ``count`` parts of its own row's range each score falls into, from the top: int32 [..., C].
 
     ``scores`` is float16 [..., C], or is rounded to it. With hi and lo the extremes of a row's finite scores::
 
-        factor = float16(min((KEY_BUCKETS - 1) / (hi - lo), 65504))      in float32
-        bucket = clamp(rint((hi - score) * factor), 0, KEY_BUCKETS - 1)  in float16, the product exact
+        factor = float16(min((count - 1) / (hi - lo), 65504))        in float32
+        bucket = clamp(rint((hi - score) * factor), 0, count - 1)    in float16, the product exact
 
-    Float16 has ten bits after the first, so that KEY_BUCKETS = 1024 plus a bucket is what a fused multiply-add of its
-    arithmetic rounds to an integer by itself. NaN and +inf go to bucket 0, -inf to the last.
+    Float16 has ten bits after the first, so that 1024 plus a bucket is what a fused multiply-add of its arithmetic
+    rounds to an integer by itself; ``count`` is at most 1024. NaN and +inf go to bucket 0, -inf to the last.
     """
     scores = np.asarray(scores).astype(np.float16)
     finite = np.isfinite(scores)  # [..., C]
@@ -197,22 +204,74 @@ def score_buckets(scores: Array) -> Array:
     none = hi < lo
     hi, lo = np.where(none, np.float16(0), hi), np.where(none, np.float16(0), lo)
     span = hi.astype(np.float32) - lo.astype(np.float32)
-    factor = np.minimum(np.float32(KEY_BUCKETS - 1) / span, np.float32(65504)).astype(np.float16)  # [..., 1]
+    factor = np.minimum(np.float32(count - 1) / span, np.float32(65504)).astype(np.float16)  # [..., 1]
     below = hi - scores  # [..., C] float16
     # Exact in float64 but for what is far below a half, so this rounds once, as the GPU's instruction does.
-    place = (below.astype(np.float64) * factor.astype(np.float64) + KEY_BUCKETS).astype(np.float16)
-    place = np.fmin(np.fmax(place, np.float16(KEY_BUCKETS)), np.float16(2 * KEY_BUCKETS - 1))
-    return place.astype(np.int32) - KEY_BUCKETS
+    place = (below.astype(np.float64) * factor.astype(np.float64) + 1024).astype(np.float16)
+    place = np.fmin(np.fmax(place, np.float16(1024)), np.float16(1024 + count - 1))
+    return place.astype(np.int32) - 1024
+
+
+def _bucket_order(scores: Array) -> Array:
+    """Descending order of scores [..., C] by bucket, ascending indices inside one: int32 [..., C]."""
+    # A stable sort of 16-bit integers is a radix sort.
+    return np.argsort(score_buckets(scores).astype(np.uint16), axis=-1, kind="stable").astype(np.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def strata(count: int) -> Array:
+    """How ``count`` candidates are dealt to strata of at most STRATUM: int32 [strata, STRATUM], -1 past an end.
+
+    Chunks of eight neighbours go to pairs of strata, layer by layer; their even ones to the pair's first stratum, the
+    odd ones to the second. Each whole layer begins at another pair, so that keys at equal distances do not meet in one
+    stratum; always at an even one, so that two chunks that stand together go to neighbouring pairs.
+    """
+    pairs, layers = -(-count // (4 * STRATUM)) * 2, STRATUM // 4
+    layer = np.arange(layers, dtype=np.int64)[:, None]  # [layers, 1]
+    mixed = layer**2 * LAYER_MIX & 0xFFFFFFFF
+    shift = np.where(layer < count // (8 * pairs), 2 * (mixed * (pairs // 2) >> 32), 0)
+    chunk = layer * pairs + (np.arange(pairs) - shift) % pairs  # [layers, pairs]
+    candidates = chunk[..., None] * 8 + np.arange(8)  # [layers, pairs, 8]
+    # A pair's layers, of each four even and four odd candidates: [pairs, 2, layers, 4].
+    dealt = candidates.reshape(layers, pairs, 4, 2).transpose(1, 3, 0, 2).reshape(2 * pairs, STRATUM)
+    dealt = np.where(dealt < count, dealt, -1).astype(np.int32)
+    dealt.flags.writeable = False
+    return dealt
+
+
+def stratified_order(scores: Array) -> Array:
+    """Scores [..., C] in an order that takes from all strata in turn: the best of each, the second best, and so on.
+
+    A stratum is sorted by KEY_LEVELS parts of its own range, ascending candidates inside one. Returns int32 [..., C].
+    """
+    dealt = strata(scores.shape[-1])  # [strata, STRATUM]
+    there = dealt >= 0
+    mine = np.where(there, np.asarray(scores)[..., dealt], np.float16(np.nan))  # [..., strata, STRATUM]
+    level = np.where(there, score_buckets(mine, KEY_LEVELS), KEY_LEVELS)
+    rank = np.argsort(level.astype(np.uint8), axis=-1, kind="stable")
+    ranked = np.take_along_axis(np.broadcast_to(dealt, rank.shape), rank, axis=-1)
+    # What is not there comes last in a stratum, so that all rows have it in the same places.
+    present = there.sum(axis=-1) > np.arange(STRATUM)[:, None]  # [STRATUM, strata]
+    return np.swapaxes(ranked, -1, -2)[..., present]
 
 
 def order_keys(scores: Array) -> Array:
-    """Descending order of scores [..., C] by :func:`score_buckets`, ascending positions inside a bucket: a counting
-    sort (Algorithm 1, line 19). Given the same scores any IEEE machine finds the same order, bit for bit.
+    """Descending order of scores [..., C] (Algorithm 1, line 19), to within a bucket where it matters.
+
+    Up to FRONT candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket: a counting sort.
+    More come in :func:`stratified_order`, whose first FRONT are then ordered by buckets of their own, stably. Given the
+    same scores any IEEE machine finds the same order, bit for bit.
 
     Returns int32 [..., C] candidate indices.
     """
-    # A stable sort of 16-bit integers is a radix sort.
-    return np.argsort(score_buckets(scores).astype(np.uint16), axis=-1, kind="stable").astype(np.int32)
+    scores = np.asarray(scores).astype(np.float16)
+    if scores.shape[-1] <= FRONT:
+        return _bucket_order(scores)
+    order = stratified_order(scores)
+    front = order[..., :FRONT]
+    inner = _bucket_order(np.take_along_axis(scores, front, axis=-1))
+    order[..., :FRONT] = np.take_along_axis(front, inner, axis=-1)
+    return order
 
 
 def sample_positions(n: int, geometry: Geometry) -> Array:

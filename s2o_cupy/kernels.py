@@ -88,12 +88,12 @@ REMAINDER_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("means", "fine", "scores", "range", "counts", "counted", "bases", "k_order")),
+        *((name, "u8") for name in ("means", "fine", "scores", "k_order")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
-        *((name, "i4") for name in ("row_blocks", "key_blocks", "parts")),
+        *((name, "i4") for name in ("row_blocks", "key_blocks", "strata_blocks")),
         ("scale_log2", "f4"),
         ("pages", _PAGES),
     ],
@@ -102,7 +102,7 @@ RANK_KEYS_PARAMS = np.dtype(
 RANK_FINE_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k")),
-        *((name, "u8") for name in ("deficits", "fine", "norms", "scores", "range")),
+        *((name, "u8") for name in ("deficits", "fine", "norms", "scores")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -167,7 +167,7 @@ FAMILIES = {
         for name in ("block_sums", "candidate_means")
     },
     "key_scores": _Family(
-        "rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)",
+        "key_scores.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)",
         "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>",
     ),
     **{
@@ -186,8 +186,8 @@ FAMILIES = {
         "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 2,
         "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
-    "key_counts": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 1, None),
-    "key_order": _Family("rank_keys.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
+    "key_strata": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
+    "key_front": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
 }
 
 
@@ -273,7 +273,7 @@ def render(kernel: Kernel) -> str:
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
     blocks = str(family.blocks_per_multiprocessor).format(**fields)
-    plain = {"key_counts": "s2o::CountShared", "key_order": "s2o::SortShared"}
+    plain = {"key_strata": "s2o::StrataShared", "key_front": "s2o::FrontShared"}
     shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     # A struct that ends in an open array is only the least that is needed.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import KEY_BUCKETS, SORT_PART, STOP_LAG, SURVEY_SAMPLES, Geometry, S2OConfig
+from .spec import FRONT, STOP_LAG, STRATUM, SURVEY_SAMPLES, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
@@ -24,11 +24,11 @@ HOPPER_SCORE_KEYS = (8 * STEP, 32 * STEP)  # keys of a block: no fewer, and abou
 SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
 FINE_KEYS = 64 * STEP  # keys of a block of fine_scores
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
-BYTES_PER_PART = KEY_BUCKETS * (2 + 4)  # counters and places of a block of the counting sort
 MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
-RANK_THREADS, SORT_WARPS = 256, 8
+RANK_THREADS = 256
+BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ class Chunk:
         return self.heads * self.segments
 
     @property
-    def parts(self) -> int:
-        """Blocks of the counting sort that a pair's candidates take."""
-        return -(-self.stride // SORT_PART)
+    def strata_blocks(self) -> int:
+        """Blocks of key_strata for the candidates of a pair."""
+        pairs_of_strata = -(-self.stride // (4 * STRATUM)) * 2
+        return -(-pairs_of_strata // BLOCK_PAIRS) if self.stride > FRONT else 0
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class LaunchPlan:
     fine_scores: Kernel
     rank_queries: Kernel
     key_scores: Kernel
-    key_counts: Kernel
-    key_order: Kernel
+    key_strata: Kernel
+    key_front: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
@@ -115,11 +116,6 @@ class LaunchPlan:
     def workspace_elements(self) -> int:
         """Scores, and as many key positions, of the largest chunk."""
         return max((chunk.rows * chunk.stride for chunk in self.chunks), default=0)
-
-    @property
-    def part_elements(self) -> int:
-        """Blocks of the counting sort, of the largest chunk."""
-        return max((chunk.rows * chunk.parts for chunk in self.chunks), default=0)
 
     def score_blocks(self, chunk: Chunk) -> tuple[int, int]:
         """Blocks of key_scores that cover the rows of one KV head, and the keys.
@@ -272,14 +268,13 @@ def _hopper_fine_scores(dtype: str, head_dim: int, paged: bool = False) -> Kerne
     return Kernel("fine_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
-def _key_counts() -> Kernel:
-    return Kernel("key_counts", shared_bytes=KEY_BUCKETS * 4 + SORT_WARPS * 4 + 4)
+def _key_strata() -> Kernel:
+    return Kernel("key_strata", shared_bytes=STRATUM * BLOCK_PAIRS * 4)
 
 
-def _key_order() -> Kernel:
-    digits = 32
-    counters = digits * RANK_THREADS * 2 + digits * 4
-    return Kernel("key_order", shared_bytes=SORT_PART * 4 + counters + KEY_BUCKETS * 4 + SORT_WARPS * 4)
+def _key_front() -> Kernel:
+    digits, warps = 32, RANK_THREADS // 32
+    return Kernel("key_front", shared_bytes=FRONT * 4 + digits * RANK_THREADS * 2 + digits * 4 + warps * 8)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -289,7 +284,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     caps = lambda dtype, head_dim, paged: (  # noqa: E731
         (False, True) if not paged or (dtype, head_dim) == ("bfloat16", 128) else (False,)
     )
-    kernels: list[Kernel] = [_key_counts(), _key_order()]
+    kernels: list[Kernel] = [_key_strata(), _key_front()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         for name, aligned in itertools.product(("guides", "rank_queries"), (True, False)):
             kernels.append(_rank_queries(name, dtype, head_dim, 1024, aligned))
@@ -342,9 +337,8 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
             continue
         keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
         stride = -(-keys // STEP) * STEP
-        row_bytes = stride * BYTES_PER_CANDIDATE + -(-stride // SORT_PART) * BYTES_PER_PART
         # No grid of a chunk has more blocks than elements.
-        rows = max(1, min(config.workspace_bytes // row_bytes, MAX_GRID // stride))
+        rows = max(1, min(config.workspace_bytes // (stride * BYTES_PER_CANDIDATE), MAX_GRID // stride))
         if rows >= heads:
             heads_each = _heads_of_a_round(heads, group, rows, end)
             segments, block = min(end, rows // heads_each), max(1, SCORE_ROWS // group)
@@ -436,8 +430,8 @@ def make_plan(
         fine_scores=fine_scores,
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots, aligned),
         key_scores=key_scores,
-        key_counts=_key_counts(),
-        key_order=_key_order(),
+        key_strata=_key_strata(),
+        key_front=_key_front(),
         whole=Chunk(
             0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0
         ),

@@ -15,7 +15,7 @@ from . import kernels
 from .operand import Operand, Paging
 from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
-from .spec import KEY_BUCKETS, LOG2E, S2OConfig
+from .spec import LOG2E, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
 
@@ -62,12 +62,9 @@ class Launch:
 def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
     """Counters come first: they start from 0."""
     heads, geometry = problem.batch * problem.heads, plan.geometry
-    chunk_rows = sum(chunk.rows for chunk in plan.chunks)
     arrays: list[tuple[str, tuple[int, ...], str]] = [
         ("next_work", (1 + len(plan.chunks),), "int32"),  # a counter for each launch of pass 1 or 2
         ("visited", problem.visited_shape(config), "int32"),  # where the caller does not ask for it
-        ("range", (chunk_rows, 2), "uint32"),  # of each row's scores: the kernel grows it from 0
-        ("counted", (chunk_rows,), "uint32"),  # parts of each row
     ]
     counters = len(arrays)
     if plan.keeps_state:
@@ -81,8 +78,6 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
             ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
-            ("counts", (plan.part_elements, KEY_BUCKETS), "uint16"),  # [chunk rows, parts, KEY_BUCKETS]
-            ("bases", (plan.part_elements, KEY_BUCKETS), "uint32"),
         ]
     if plan.chunks and config.adds_remainder:
         kv_heads = problem.batch * problem.kv_heads
@@ -149,7 +144,7 @@ class _Builder:
         g = plan.geometry
         window = min(g.window, g.seqlen_k)  # the same keys, and 32 bits hold it
         self.geometry = (g.seqlen_q, g.seqlen_k, g.segment, window, g.is_causal, problem.head_dim)
-        self.attention_launches = self.ranked_rows = 0
+        self.attention_launches = 0
 
     def _launch(
         self, stage: str, kernel: kernels.Kernel, blocks: int, params: Params, chunk: Chunk | None = None, **extra: int
@@ -179,7 +174,7 @@ class _Builder:
         params = np.array(
             (
                 *(self.tensors[name] for name in ("q", "k", "v", "out")),
-                *(0,) * 8,
+                *(0,) * 4,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -257,7 +252,7 @@ class _Builder:
             (
                 self.tensors["q"],
                 self.tensors["k"],
-                *(0,) * 5,
+                *(0,) * 4,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -294,7 +289,7 @@ class _Builder:
         params = np.array(
             (
                 self.tensors["k"],
-                *(0,) * 8,
+                *(0,) * 4,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -304,23 +299,17 @@ class _Builder:
                 config.coarse.run,
                 row_blocks,
                 key_blocks,
-                chunk.parts,
+                chunk.strata_blocks,
                 abs(p.scale) * LOG2E,
                 self.pages,
             ),
             kernels.RANK_KEYS_PARAMS,
         )
-        first = self.ranked_rows  # of the rows with a range and a count
-        self.ranked_rows += chunk.rows
         steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)]
         if config.surveys(p.scale):
             fine, blocks = self._fine(chunk)
             steps.append(("fine_scores", plan.fine_scores, blocks, fine))
-        steps += [
-            ("key_counts", plan.key_counts, chunk.rows * chunk.parts, params),
-            ("rank_keys", plan.key_order, chunk.rows * chunk.parts, params),
-        ]
-        return [
-            self._launch(stage, kernel, blocks, its_params, chunk, range=8 * first, counted=4 * first)
-            for stage, kernel, blocks, its_params in steps
-        ]
+        if chunk.strata_blocks:
+            steps.append(("key_strata", plan.key_strata, chunk.rows * chunk.strata_blocks, params))
+        steps.append(("rank_keys", plan.key_front, chunk.rows, params))
+        return [self._launch(stage, kernel, blocks, its_params, chunk) for stage, kernel, blocks, its_params in steps]

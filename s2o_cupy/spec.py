@@ -14,25 +14,31 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = [
+    "FRONT",
     "KERNEL_CONSTANTS",
     "KEY_BUCKETS",
+    "KEY_LEVELS",
+    "LAYER_MIX",
     "MAX_HEAD_DIM",
     "MAX_SEGMENT",
     "PATHS",
     "RANKS",
     "STOP_LAG",
+    "STRATUM",
     "Geometry",
     "S2OConfig",
     "S2OError",
 ]
 
-# Keys are ordered by a counting sort over this many parts of the segment's own score range
-# (reference.s2o.order_keys is the definition). 1024 parts of a range of 40 nats are 0.04 nats each. Float16 tells
-# integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
+# Keys are ordered in two steps (reference.s2o.order_keys is the definition). Candidates are dealt to strata of STRATUM,
+# and each is sorted by KEY_LEVELS parts of its own score range: a level and an index are then the bits of a float16.
+STRATUM = 256
+KEY_LEVELS = 124
+LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
+# Of that the first FRONT are sorted by KEY_BUCKETS parts of theirs: 1024 parts of a range of 40 nats are 0.04 nats each.
+# Float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
+FRONT = 8192
 KEY_BUCKETS = 1024
-
-# Candidates of a row that one block of the counting sort takes.
-SORT_PART = 8192
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
@@ -60,8 +66,11 @@ SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow wi
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
+    "kStratum": STRATUM,
+    "kKeyLevels": KEY_LEVELS,
+    "kLayerMix": LAYER_MIX,
+    "kFront": FRONT,
     "kKeyBuckets": KEY_BUCKETS,
-    "kSortPart": SORT_PART,
     "kSurveyEvery": SURVEY_EVERY,
     "kSurveyWindow": SURVEY_WINDOW,
     "kSurveySamples": SURVEY_SAMPLES,

@@ -1,33 +1,31 @@
-// The order of a part of a row's candidates by bucket, found in shared memory: a stable radix sort by two digits.
+// A block's stable sort of kFront scores by bucket in shared memory: a radix sort by two digits.
 //
 // A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kSortWarps + warp) * kOfThread on. It counts
 // digits in counters of its own and so knows how many of its candidates stand before each with the same digit; a sum
 // over threads gives places. No atomic decides a place, and no thread waits for another's vote. Shared memory is read
 // and written without bank conflicts, but where candidates go to their places.
 #pragma once
-#include "row_part.cuh"
 #include "score_buckets.cuh"
 
 namespace s2o {
 
 constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
-constexpr int kOfThread = spec::kSortPart / kSortThreads;
+constexpr int kOfThread = spec::kFront / kSortThreads;
 constexpr int kDigits = 32;  // of each of the two
 static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
-static_assert(spec::kSortPart * 4 < 1 << 16 && kOfThread % 8 == 0 && kOfThread <= 64, "what 16 and 8 bits hold");
+static_assert(spec::kFront * 4 < 1 << 16 && kOfThread % 8 == 0 && kOfThread <= 64, "what 16 and 8 bits hold");
 
-struct PartShared {
-  uint32 items[spec::kSortPart];               // what is sorted; before that the scores
+struct RadixShared {
+  uint32 items[spec::kFront];               // what is sorted; before that the scores
   uint32 counters[kDigits][kSortThreads / 2];  // 16 bits each of a thread of the first and the last four warps
   uint32 of_digit[kDigits];
 };
 
-// What is sorted, in bits: candidate of the part 0 to 13, bucket 14 to 23; from 24 on four times the number of the
-// thread's candidates before it with the same digit. Counters and places count bytes too.
+// What is sorted, in bits: index of the score 0 to 13, bucket 14 to 23; from 24 on four times the number of the
+// thread's scores before it with the same digit. Counters and places count bytes too.
 constexpr int kBucketShift = 14, kHighDigitShift = 19, kBeforeShift = 24;
 constexpr uint32 kBucketMask = spec::kKeyBuckets - 1;
-__device__ __forceinline__ int candidate_of(uint32 item) { return item & ((1 << kBucketShift) - 1); }
-__device__ __forceinline__ uint32 bucket_of(uint32 item) { return item >> kBucketShift & kBucketMask; }
+__device__ __forceinline__ int index_of(uint32 item) { return item & ((1 << kBucketShift) - 1); }
 
 // The sum over lower lanes.
 __device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
@@ -40,25 +38,11 @@ __device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
   return sum - mine;
 }
 
-// The sum over the block's threads before this one.
-__device__ __forceinline__ uint32 thread_sum_before(uint32 mine, uint32 (&of_warp)[kSortWarps]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32 before = lane_sum_before(mine);
-  __syncthreads();  // nobody still reads of_warp
-  if (lane == 31) of_warp[warp] = before + mine;
-  __syncthreads();
-  uint32 warps = 0;
-#pragma unroll
-  for (int w = 0; w < kSortWarps; ++w)
-    if (w < warp) warps += of_warp[w];
-  return warps + before;
-}
+struct RadixSort {
+  RadixShared& shared;
+  int warp, lane, chunk;  // the thread's scores begin at chunk * kOfThread
 
-struct PartOrder {
-  PartShared& shared;
-  int warp, lane, chunk;  // the thread's candidates begin at chunk * kOfThread
-
-  __device__ __forceinline__ explicit PartOrder(PartShared& shared)
+  __device__ __forceinline__ explicit RadixSort(RadixShared& shared)
       : shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), chunk(lane * kSortWarps + warp) {}
 
   // Where unit i of 16 bytes stands, of kUnits a thread: eight lanes that read theirs find them in different banks.
@@ -85,19 +69,11 @@ struct PartOrder {
     return shared_address(&shared.counters[0][warp % (kSortWarps / 2) * 32 + lane]) + warp / (kSortWarps / 2) * 2;
   }
 
-  // Starts to bring the part's scores [positions] to shared memory.
-  __device__ __forceinline__ void load(const uint16* scores, const RowPart& where) {
-#pragma unroll
-    for (int i = 0; i < kOfThread / 8; ++i) {
-      const int unit = i * kSortThreads + threadIdx.x;
-      const uint32 target = unit_address<kOfThread / 8>(unit);
-      if (where.eight(unit * 8))
-        cp_async_16(target, scores + where.first + unit * 8);
-      else
-        store_shared_16(target, where.gathered(scores, unit * 8));
-    }
-    cp_async_commit();
-    clear_counters();
+  // Where scores [8 * unit, + 8) are wanted.
+  __device__ __forceinline__ uint32 scores_address(int unit) const { return unit_address<kOfThread / 8>(unit); }
+  // This thread's scores [8 * i, + 8).
+  __device__ __forceinline__ uint4 scores(int i) const {
+    return load_shared_16(scores_address(chunk * (kOfThread / 8) + i));
   }
 
   template <int kShift>
@@ -111,7 +87,7 @@ struct PartOrder {
     }
   }
 
-  // Counters become places of the threads' first candidates of a digit: digits first, then threads by their chunks.
+  // Counters become places of the threads' first scores of a digit: digits first, then threads by their chunks.
   __device__ __forceinline__ void find_places() {
     constexpr int kMine = kDigits / kSortWarps, kWords = kSortWarps / 2;
     uint32 before[kMine], low[kMine];  // of a digit: in lower lanes; in this lane's threads of the first warps
@@ -158,14 +134,13 @@ struct PartOrder {
     __syncthreads();
   }
 
-  // items[place]: the part's candidates in order. After load().
-  __device__ __forceinline__ void sort(const ScoreBuckets& bucket) {
+  // items[place]: scores in order, as index_of. They are there already, for the whole block.
+  __device__ __forceinline__ void sort(const ScoreBuckets<spec::kKeyBuckets>& bucket) {
     uint32 items[kOfThread];
-    cp_async_wait<0>();
-    __syncthreads();
+    clear_counters();
 #pragma unroll
     for (int i = 0; i < kOfThread; i += 8) {
-      const uint4 x = load_shared_16(unit_address<kOfThread / 8>(chunk * (kOfThread / 8) + i / 8));
+      const uint4 x = scores(i / 8);
       const uint32 pairs[4] = {bucket(x.x), bucket(x.y), bucket(x.z), bucket(x.w)};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -174,6 +149,7 @@ struct PartOrder {
             (pairs[e] >> 16 & kBucketMask) << kBucketShift | (chunk * kOfThread + i + 2 * e + 1);
       }
     }
+    __syncthreads();
     count<kBucketShift>(items);
     find_places();
     put<kBucketShift, true>(items);

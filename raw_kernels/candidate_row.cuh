@@ -1,0 +1,39 @@
+// A row of scores: the candidates of a (head, segment) pair, and where each stands.
+#pragma once
+#include "rank_keys_params.cuh"
+
+namespace s2o {
+
+struct CandidateRow {
+  int64 row;  // of the chunk
+  int count;  // candidates
+  int dense_begin, dense_keys;
+
+  // Longer rows first: `index` counts (head, segment) pairs from the chunk's last segment on, heads fastest.
+  __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index) {
+    const int segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(index / p.chunk.heads);
+    row = p.chunk.row(p.chunk.first_head + static_cast<int>(index % p.chunk.heads), segment);
+    count = p.geometry.candidates(segment);
+    dense_begin = p.geometry.dense_begin(segment);
+    dense_keys = p.geometry.dense_end(segment) - dense_begin;
+  }
+  __device__ __forceinline__ int key(int candidate) const {
+    return candidate < dense_begin ? candidate : candidate + dense_keys;
+  }
+  // Whether candidates [c, c + 8) are there and their scores stand side by side from 16 bytes on.
+  __device__ __forceinline__ bool eight(int c) const {
+    return c + 8 <= count && (c >= dense_begin ? (c + dense_keys) % 8 == 0 : c + 8 <= dense_begin);
+  }
+  // Scores of candidates [c, c + 8) one by one, in little code, as it is seldom needed; `absent` past the end.
+  __device__ __forceinline__ uint4 gathered(const uint16* scores, int c, uint32 absent) const {
+    uint64 low = 0, high = 0;
+#pragma unroll 1
+    for (int i = c + 7; i >= c; --i) {
+      high = high << 16 | low >> 48;
+      low = low << 16 | (i < count ? scores[key(i)] : absent);
+    }
+    return make_uint4(low, low >> 32, high, high >> 32);
+  }
+};
+
+}  // namespace s2o

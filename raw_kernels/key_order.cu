@@ -1,0 +1,171 @@
+// The order of a row's candidates by score (the paper's Algorithm 1, line 19); reference/s2o.py: order_keys defines it.
+//
+//   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in turn:
+//               the best of each, then the second best, and so on. For rows of more than kFront candidates.
+//   key_front:  the first kFront of these, or all of a shorter row's, sorted by bucket, stable
+//
+//   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
+//
+// No atomic decides a place: the order is the same on every run.
+#include "candidate_row.cuh"
+#include "radix_sort.cuh"
+#include "register_sort.cuh"
+#include "strata.cuh"
+
+namespace s2o {
+
+constexpr int kOrderThreads = 256;
+constexpr int kPairLanes = spec::kStratum / kOfLane;     // lanes that sort a pair of strata
+constexpr int kBlockPairs = kOrderThreads / kPairLanes;  // of a block of key_strata
+constexpr uint32 kAbsent = 0x7fff, kLastNumber = 0x7c00;  // a score that is not there; a number above all others
+static_assert((spec::kKeyLevels - 1) * spec::kStratum + spec::kStratum - 1 < kLastNumber, "level and index as a float16");
+static_assert(spec::kStratum == 256 && spec::kKeyLevels <= 256, "a byte each");
+
+struct StrataShared {
+  uint32 sorted[spec::kStratum][kBlockPairs];  // by rank: indices in the two strata of a pair
+};
+
+// Where the number of a rank stands in a row of StrataShared: lanes that write theirs at a time find different banks.
+__device__ __forceinline__ int slot_at(int rank, int slot) { return slot ^ rank / kOfLane * 4; }
+
+// Thread: kOfLane candidates of each stratum of a pair, in the halves of x: 256 * level + index. Lane t of a pair has
+// layers t, t + kPairLanes, ...
+__device__ __forceinline__ void load_numbers(uint32 (&x)[kOfLane], const uint16* scores, const CandidateRow& row,
+                                             const Strata& strata, int pair) {
+  const int t = threadIdx.x % kPairLanes;
+#pragma unroll
+  for (int j = 0; j < kOfLane / 4; ++j) {
+    const int c = strata.chunk(j * kPairLanes + t, pair);
+    uint4 eight;
+    if (row.eight(c)) {
+      eight = *reinterpret_cast<const uint4*>(scores + row.key(c));
+    } else {
+      eight = row.gathered(scores, c, kAbsent);
+    }
+    x[4 * j] = eight.x, x[4 * j + 1] = eight.y, x[4 * j + 2] = eight.z, x[4 * j + 3] = eight.w;
+  }
+  ScoreRange range;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) range.take(x[i]);
+  range.join_lanes(kPairLanes - 1);
+  const ScoreBuckets<spec::kKeyLevels> level(range);
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const uint32 index = t * 4 + i / 4 * (4 * kPairLanes) + i % 4;
+    x[i] = __byte_perm(level(x[i]), index, 0x2404);
+  }
+#pragma unroll
+  for (int j = 0; j < kOfLane / 4; ++j) {
+    const int layer = j * kPairLanes + t;
+    if (layer < strata.layers) continue;
+    const int present = row.count - strata.chunk(layer, pair);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (2 * e >= present) x[4 * j + e] = x[4 * j + e] & 0xffff0000u | kLastNumber;
+      if (2 * e + 1 >= present) x[4 * j + e] = x[4 * j + e] & 0xffffu | kLastNumber << 16;
+    }
+  }
+}
+
+__device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared& shared) {
+  const CandidateRow row(p, blockIdx.x / p.strata_blocks);
+  if (row.count <= spec::kFront) return;
+  const Strata strata(row.count);
+  const int first_pair = static_cast<int>(blockIdx.x % p.strata_blocks) * kBlockPairs;
+  if (first_pair >= strata.pairs) return;
+  const int slot = threadIdx.x / kPairLanes;
+  // Of a warp's pairs some may be past the row's last: what they find nobody reads.
+  if (first_pair + __shfl_sync(kFullWarp, slot, 0) < strata.pairs) {
+    uint32 x[kOfLane];
+    load_numbers(x, p.scores + row.row * p.stride, row, strata, first_pair + slot);
+    sort_lanes<kPairLanes>(x);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int rank = static_cast<int>(threadIdx.x) % kPairLanes * kOfLane + i;
+      shared.sorted[rank][slot_at(rank, slot)] = x[i];
+    }
+  }
+  __syncthreads();
+  // Thread: two pairs, four strata, of a rank at a time.
+  constexpr int kRankThreads = kBlockPairs / 2;
+  const int two = static_cast<int>(threadIdx.x) % kRankThreads * 2, stratum = (first_pair + two) * 2;
+  if (first_pair + two >= strata.pairs) return;
+  int* order = p.k_order + row.row * p.stride;
+#pragma unroll 2
+  for (int rank = threadIdx.x / kRankThreads; rank < min(4 * strata.layers + 4, spec::kStratum);
+       rank += kOrderThreads / kRankThreads) {
+    const uint2 found = *reinterpret_cast<const uint2*>(&shared.sorted[rank][slot_at(rank, two)]);
+    const uint32 index[4] = {found.x, found.x >> 16, found.y, found.y >> 16};
+    int key[4];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) key[s] = row.key(strata.candidate(stratum + s, index[s] % spec::kStratum));
+    if (rank < 4 * strata.layers) {
+      *reinterpret_cast<int4*>(order + strata.place(rank, stratum)) = make_int4(key[0], key[1], key[2], key[3]);
+    } else {
+#pragma unroll
+      for (int s = 0; s < 4; ++s)
+        if (rank < strata.size(stratum + s)) order[strata.place(rank, stratum + s)] = key[s];
+    }
+  }
+}
+
+struct FrontShared {
+  RadixShared radix;
+  ScoreRange of_warp[kSortWarps];
+};
+
+// Block: a row.
+__device__ __forceinline__ void key_front(const RankKeysParams& p, FrontShared& shared) {
+  const CandidateRow row(p, blockIdx.x);
+  if (row.count <= 0) return;
+  const bool whole = row.count <= spec::kFront;
+  const uint16* scores = p.scores + row.row * p.stride;
+  int* order = p.k_order + row.row * p.stride;
+  RadixSort sort(shared.radix);
+#pragma unroll
+  for (int i = 0; i < kOfThread / 8; ++i) {
+    const int unit = i * kSortThreads + threadIdx.x;
+    const uint32 target = sort.scores_address(unit);
+    if (!whole) {
+      const int4 a = reinterpret_cast<const int4*>(order)[2 * unit], b = reinterpret_cast<const int4*>(order)[2 * unit + 1];
+      const auto two = [&](int c, int d) { return scores[c] | static_cast<uint32>(scores[d]) << 16; };
+      store_shared_16(target, make_uint4(two(a.x, a.y), two(a.z, a.w), two(b.x, b.y), two(b.z, b.w)));
+    } else if (row.eight(unit * 8)) {
+      cp_async_16(target, scores + row.key(unit * 8));
+    } else {
+      store_shared_16(target, row.gathered(scores, unit * 8, 0xfc00u));  // past the end: minus infinity, so last
+    }
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  ScoreRange range;
+#pragma unroll
+  for (int i = 0; i < kOfThread / 8; ++i) {
+    const uint4 x = sort.scores(i);
+    range.take(x.x);
+    range.take(x.y);
+    range.take(x.z);
+    range.take(x.w);
+  }
+  range.join_halves();
+  range.join_lanes(31);
+  if (threadIdx.x % 32 == 0) shared.of_warp[threadIdx.x / 32] = range;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w].high, shared.of_warp[w].low);
+  sort.sort(ScoreBuckets<spec::kKeyBuckets>(range));
+
+  int key[kOfThread];  // the order is read before it is written
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const int c = index_of(shared.radix.items[i * kSortThreads + threadIdx.x]);
+    key[i] = whole ? row.key(c) : order[c];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i)
+    if (i * kSortThreads + static_cast<int>(threadIdx.x) < row.count) order[i * kSortThreads + threadIdx.x] = key[i];
+}
+
+}  // namespace s2o
