@@ -17,6 +17,8 @@ struct CandidateRow {
     dense_begin = p.geometry.dense_begin(segment);
     dense_keys = p.geometry.dense_end(segment) - dense_begin;
   }
+  // Whether dense keys stand between candidates.
+  __device__ __forceinline__ bool gap() const { return dense_begin < count; }
   __device__ __forceinline__ int key(int candidate) const {
     return candidate < dense_begin ? candidate : candidate + dense_keys;
   }

@@ -23,6 +23,7 @@ static_assert(spec::kStratum == 256 && spec::kKeyLevels <= 256, "a byte each");
 
 struct StrataShared {
   uint32 sorted[spec::kStratum][kBlockPairs];  // by rank: indices in the two strata of a pair
+  int chunks[kBlockPairs][Strata::kLayers];    // the first candidate of each pair's chunks, plus 1 if it is swapped
 };
 
 // Where the number of a rank stands in a row of StrataShared: lanes that write theirs at a time find different banks.
@@ -30,35 +31,49 @@ __device__ __forceinline__ int slot_at(int rank, int slot) { return slot ^ rank 
 
 // Thread: kOfLane candidates of each stratum of a pair, in the halves of x: 256 * level + index. Lane t of a pair has
 // layers t, t + kPairLanes, ...
-__device__ __forceinline__ void load_numbers(uint32 (&x)[kOfLane], const uint16* scores, const CandidateRow& row,
-                                             const Strata& strata, int pair) {
+__device__ __forceinline__ void load_numbers(uint32 (&x)[kOfLane], int (&chunks)[Strata::kLayers], const uint16* scores,
+                                             const CandidateRow& row, const Strata& strata, int pair) {
   const int t = threadIdx.x % kPairLanes;
+  bool whole = true;
 #pragma unroll
   for (int j = 0; j < kOfLane / 4; ++j) {
-    const int c = strata.chunk(j * kPairLanes + t, pair);
-    uint4 eight;
-    if (row.eight(c)) {
-      eight = *reinterpret_cast<const uint4*>(scores + row.key(c));
-    } else {
-      eight = row.gathered(scores, c, kAbsent);
-    }
-    x[4 * j] = eight.x, x[4 * j + 1] = eight.y, x[4 * j + 2] = eight.z, x[4 * j + 3] = eight.w;
+    const int layer = j * kPairLanes + t, c = strata.chunk(layer, pair);
+    const bool all = layer < strata.layers, eight = all && (!row.gap() || row.eight(c));
+    chunks[layer] = c + (all && Strata::swapped(layer));
+    whole &= eight;
+    const uint4 found = eight ? *reinterpret_cast<const uint4*>(scores + row.key(c)) : make_uint4(0, 0, 0, 0);
+    x[4 * j] = found.x, x[4 * j + 1] = found.y, x[4 * j + 2] = found.z, x[4 * j + 3] = found.w;
   }
-  ScoreRange range;
+  if (!whole) {
+#pragma unroll 1
+    for (int j = 0; j < kOfLane / 4; ++j) {
+      const int layer = j * kPairLanes + t;
+      uint4 found = row.gathered(scores, chunks[layer] & ~1, kAbsent);
+      if (layer >= strata.layers && Strata::swapped(layer))  // is swapped back below
+        found = make_uint4(swapped_halves(found.x), swapped_halves(found.y), swapped_halves(found.z),
+                           swapped_halves(found.w));
 #pragma unroll
-  for (int i = 0; i < kOfLane; ++i) range.take(x[i]);
+      for (int i = 0; i < kOfLane / 4; ++i)  // registers cannot be counted through
+        if (i == j) x[4 * i] = found.x, x[4 * i + 1] = found.y, x[4 * i + 2] = found.z, x[4 * i + 3] = found.w;
+    }
+  }
+  static_assert(kPairLanes == 8, "layers 8 * j + t are swapped where j is odd");
+  ScoreRange range, swapped;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) (i / 4 % 2 ? swapped : range).take(x[i]);
+  range.join(swapped.swapped());
   range.join_lanes(kPairLanes - 1);
-  const ScoreBuckets<spec::kKeyLevels> level(range);
+  const ScoreBuckets<spec::kKeyLevels> level(range), level_of_swapped(range.swapped());
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
     const uint32 index = t * 4 + i / 4 * (4 * kPairLanes) + i % 4;
-    x[i] = __byte_perm(level(x[i]), index, 0x2404);
+    x[i] = i / 4 % 2 ? __byte_perm(level_of_swapped(x[i]), index, 0x0424) : __byte_perm(level(x[i]), index, 0x2404);
   }
 #pragma unroll
   for (int j = 0; j < kOfLane / 4; ++j) {
     const int layer = j * kPairLanes + t;
     if (layer < strata.layers) continue;
-    const int present = row.count - strata.chunk(layer, pair);
+    const int present = row.count - chunks[layer];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (2 * e >= present) x[4 * j + e] = x[4 * j + e] & 0xffff0000u | kLastNumber;
@@ -74,10 +89,11 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
   const int first_pair = static_cast<int>(blockIdx.x % p.strata_blocks) * kBlockPairs;
   if (first_pair >= strata.pairs) return;
   const int slot = threadIdx.x / kPairLanes;
+  const uint16* scores = p.scores + row.row * p.stride;
   // Of a warp's pairs some may be past the row's last: what they find nobody reads.
   if (first_pair + __shfl_sync(kFullWarp, slot, 0) < strata.pairs) {
     uint32 x[kOfLane];
-    load_numbers(x, p.scores + row.row * p.stride, row, strata, first_pair + slot);
+    load_numbers(x, shared.chunks[slot], scores, row, strata, first_pair + slot);
     sort_lanes<kPairLanes>(x);
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
@@ -87,25 +103,42 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
   }
   __syncthreads();
   // Thread: two pairs, four strata, of a rank at a time.
-  constexpr int kRankThreads = kBlockPairs / 2;
+  constexpr int kRankThreads = kBlockPairs / 2, kRanks = kOrderThreads / kRankThreads;
   const int two = static_cast<int>(threadIdx.x) % kRankThreads * 2, stratum = (first_pair + two) * 2;
   if (first_pair + two >= strata.pairs) return;
   int* order = p.k_order + row.row * p.stride;
-#pragma unroll 2
-  for (int rank = threadIdx.x / kRankThreads; rank < min(4 * strata.layers + 4, spec::kStratum);
-       rank += kOrderThreads / kRankThreads) {
+  uint16* front = p.front + row.row * spec::kFront;
+  const uint32 chunks[2] = {shared_address(shared.chunks[two]), shared_address(shared.chunks[two + 1])};
+  int key[4];
+  const auto read = [&](int rank) {
     const uint2 found = *reinterpret_cast<const uint2*>(&shared.sorted[rank][slot_at(rank, two)]);
     const uint32 index[4] = {found.x, found.x >> 16, found.y, found.y >> 16};
-    int key[4];
 #pragma unroll
-    for (int s = 0; s < 4; ++s) key[s] = row.key(strata.candidate(stratum + s, index[s] % spec::kStratum));
-    if (rank < 4 * strata.layers) {
-      *reinterpret_cast<int4*>(order + strata.place(rank, stratum)) = make_int4(key[0], key[1], key[2], key[3]);
-    } else {
+    for (int s = 0; s < 4; ++s)
+      key[s] = load_shared_4(chunks[s / 2] + (index[s] & 0xfcu)) ^ (index[s] & 3u) * 2 ^ s % 2;
+    if (row.gap()) {
 #pragma unroll
-      for (int s = 0; s < 4; ++s)
-        if (rank < strata.size(stratum + s)) order[strata.place(rank, stratum + s)] = key[s];
+      for (int s = 0; s < 4; ++s) key[s] = row.key(key[s]);
     }
+  };
+  int rank = threadIdx.x / kRankThreads, place = strata.place(rank, stratum);
+#pragma unroll 1
+  for (; rank < 4 * strata.layers; rank += kRanks, place += kRanks * 2 * strata.pairs) {
+    read(rank);
+    *reinterpret_cast<int4*>(order + place) = make_int4(key[0], key[1], key[2], key[3]);
+    if (place < spec::kFront) {
+      const auto pair = [&](int s) { return scores[key[s]] | static_cast<uint32>(scores[key[s + 1]]) << 16; };
+      *reinterpret_cast<uint2*>(front + place) = make_uint2(pair(0), pair(2));
+    }
+  }
+  if (rank >= 4 * strata.layers + 4 || strata.left == 0) return;
+  read(rank);
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    if (rank >= strata.size(stratum + s)) continue;
+    const int at = strata.place(rank, stratum + s);
+    order[at] = key[s];
+    if (at < spec::kFront) front[at] = scores[key[s]];
   }
 }
 
@@ -120,6 +153,7 @@ __device__ __forceinline__ void key_front(const RankKeysParams& p, FrontShared& 
   if (row.count <= 0) return;
   const bool whole = row.count <= spec::kFront;
   const uint16* scores = p.scores + row.row * p.stride;
+  const uint16* front = p.front + row.row * spec::kFront;
   int* order = p.k_order + row.row * p.stride;
   RadixSort sort(shared.radix);
 #pragma unroll
@@ -127,9 +161,7 @@ __device__ __forceinline__ void key_front(const RankKeysParams& p, FrontShared& 
     const int unit = i * kSortThreads + threadIdx.x;
     const uint32 target = sort.scores_address(unit);
     if (!whole) {
-      const int4 a = reinterpret_cast<const int4*>(order)[2 * unit], b = reinterpret_cast<const int4*>(order)[2 * unit + 1];
-      const auto two = [&](int c, int d) { return scores[c] | static_cast<uint32>(scores[d]) << 16; };
-      store_shared_16(target, make_uint4(two(a.x, a.y), two(a.z, a.w), two(b.x, b.y), two(b.z, b.w)));
+      cp_async_16(target, front + unit * 8);
     } else if (row.eight(unit * 8)) {
       cp_async_16(target, scores + row.key(unit * 8));
     } else {
@@ -148,24 +180,38 @@ __device__ __forceinline__ void key_front(const RankKeysParams& p, FrontShared& 
     range.take(x.z);
     range.take(x.w);
   }
-  range.join_halves();
+  range.join(range.swapped());
   range.join_lanes(31);
   if (threadIdx.x % 32 == 0) shared.of_warp[threadIdx.x / 32] = range;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w].high, shared.of_warp[w].low);
+  for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w]);
   sort.sort(ScoreBuckets<spec::kKeyBuckets>(range));
 
-  int key[kOfThread];  // the order is read before it is written
+  if (whole) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < row.count; i += kSortThreads) order[i] = row.key(index_of(shared.radix.items[i]));
+    return;
+  }
+  // The order is read before it is written.
+  uint32 found[kOfThread / 2];  // two indices each
 #pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    const int c = index_of(shared.radix.items[i * kSortThreads + threadIdx.x]);
-    key[i] = whole ? row.key(c) : order[c];
+  for (int i = 0; i < kOfThread / 2; ++i) {
+    const uint32* items = shared.radix.items + 2 * i * kSortThreads + threadIdx.x;
+    found[i] = index_of(items[0]) | index_of(items[kSortThreads]) << 16;
   }
   __syncthreads();
 #pragma unroll
+  for (int i = 0; i < kOfThread / 4; ++i) {
+    const int unit = (i * kSortThreads + threadIdx.x) * 4;
+    cp_async_16(shared_address(shared.radix.items + unit), order + unit);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+#pragma unroll
   for (int i = 0; i < kOfThread; ++i)
-    if (i * kSortThreads + static_cast<int>(threadIdx.x) < row.count) order[i * kSortThreads + threadIdx.x] = key[i];
+    order[i * kSortThreads + threadIdx.x] = shared.radix.items[found[i / 2] >> i % 2 * 16 & 0xffffu];
 }
 
 }  // namespace s2o

@@ -342,7 +342,7 @@ __device__ __forceinline__ void survey(const RankFineParams& p, typename Traits:
 
   // What the best by mass hold, less what the best by mean score hold.
   const int best = max(1, sample.count / spec::kSurveyFront);
-  int slots = 2;
+  int slots = 32;
   while (slots < sample.count) slots *= 2;
   float held[2];
 #pragma unroll 1

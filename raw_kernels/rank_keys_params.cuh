@@ -10,6 +10,7 @@ struct RankKeysParams {
   const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
   uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
   int* k_order;            // [chunk rows, stride]
+  uint16* front;           // [chunk rows, kFront]: scores of the first in k_order, of rows of more candidates
   int64 stride;            // a multiple of kStep
   Geometry geometry;
   Chunk chunk;

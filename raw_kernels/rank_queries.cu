@@ -23,7 +23,7 @@ struct RankQueriesParams {
   Geometry geometry;
   int heads, kv_heads;
   int representatives, run;
-  int sort_slots;          // segment rounded up to a power of two
+  int sort_slots;          // segment rounded up to a power of two from 32 on
   float sign;              // -1 where scale < 0: importance then falls with the dot product
   float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
@@ -54,7 +54,7 @@ struct RankTraits : RowTraits<Element, kHeadDim> {
       Products products;                                // of rank_queries, as the rest
     };
     SegmentQueries segment;  // not in registers, of which there are none to spare
-    uint64 slots[2];         // [max(2, sort_slots)]: (inverted score, offset), ascending is the order
+    uint64 slots[32];        // [sort_slots]: (inverted score, offset), ascending is the order
   };
 };
 

@@ -44,12 +44,14 @@ __device__ __forceinline__ uint32 negated(uint32 x) {
 
 // Sorts over kLanes neighbouring lanes: lane t of them gets numbers [t * kOfLane, + kOfLane).
 //
+// Loops stay loops: a warp runs through this once, and more code would wait for its instructions.
+//
 // Of two lanes that compare the upper one keeps the larger number. It does so as the lower one does, by a minimum, of
 // negated numbers: multiplications for the sign run beside minima, selections would not.
 template <int kLanes>
 __device__ __forceinline__ void sort_lanes(uint32 (&x)[kOfLane]) {
   sort_lane(x);
-#pragma unroll
+#pragma unroll 1
   for (int run = 1; run < kLanes; run *= 2) {
     uint32 sign = sign_if(threadIdx.x & run);
 #pragma unroll
@@ -62,7 +64,7 @@ __device__ __forceinline__ void sort_lanes(uint32 (&x)[kOfLane]) {
       a = Float16::smaller(a, negated(theirs_b));
       b = Float16::smaller(b, negated(theirs_a));
     }
-#pragma unroll
+#pragma unroll 1
     for (int step = run / 2; step > 0; step /= 2) {
       const uint32 change = sign_if(!(threadIdx.x & (2 * step)) != !(threadIdx.x & step));
       sign = sign_if(threadIdx.x & step);

@@ -4,27 +4,31 @@
 
 namespace s2o {
 
+__device__ __forceinline__ uint32 swapped_halves(uint32 x) { return x >> 16 | x << 16; }
+
 // The largest and the smallest finite float16, of each half of packed pairs by itself: NaN if there is none.
 struct ScoreRange {
   uint32 high = 0x7fff7fffu, low = 0x7fff7fffu;
 
+  ScoreRange() = default;
+  __device__ __forceinline__ ScoreRange(uint32 high, uint32 low) : high(high), low(low) {}
   __device__ __forceinline__ void take(uint32 scores) {
     uint32 x;  // 0 times an infinity is NaN, which loses against any number
     asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(x) : "r"(scores), "r"(0u));
     high = Float16::larger(high, x);
     low = Float16::smaller(low, x);
   }
-  __device__ __forceinline__ void join(uint32 its_high, uint32 its_low) {
-    high = Float16::larger(high, its_high);
-    low = Float16::smaller(low, its_low);
+  __device__ __forceinline__ void join(const ScoreRange& other) {
+    high = Float16::larger(high, other.high);
+    low = Float16::smaller(low, other.low);
   }
   // With the lanes that differ in the bits of `mask`, which must be a power of two less 1.
   __device__ __forceinline__ void join_lanes(int mask) {
 #pragma unroll
     for (int step = 1; step <= mask; step *= 2)
-      join(__shfl_xor_sync(kFullWarp, high, step), __shfl_xor_sync(kFullWarp, low, step));
+      join({__shfl_xor_sync(kFullWarp, high, step), __shfl_xor_sync(kFullWarp, low, step)});
   }
-  __device__ __forceinline__ void join_halves() { join(high >> 16 | high << 16, low >> 16 | low << 16); }
+  __device__ __forceinline__ ScoreRange swapped() const { return {swapped_halves(high), swapped_halves(low)}; }
 };
 
 template <int kBuckets>

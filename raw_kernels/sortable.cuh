@@ -19,16 +19,14 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return y;
 }
 
-// Sorts a power of two of slots, written before a barrier, ascending with the whole block. In steps with strides below
-// 64 a warp's 32 pairs are 64 slots of its own, so that only its lanes wait for each other.
+// Sorts `count` slots, a power of two from 32 on, written before a barrier, ascending with the whole block: a bitonic
+// sort. In steps with strides below 32 a warp's 32 slots are its own, in registers.
 __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
-  for (int size = 2; size <= count; size *= 2) {
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      if (stride >= 32) {
-        __syncthreads();  // the last step's pairs were of other warps
-      } else {
-        __syncwarp();
-      }
+#pragma unroll 1
+  for (int size = 32; size <= count; size *= 2) {
+#pragma unroll 1
+    for (int stride = size / 2; stride >= 32; stride /= 2) {
+      __syncthreads();  // the last step's slots were of other warps
       for (int i = threadIdx.x; i < count / 2; i += blockDim.x) {
         const int low = 2 * i - (i & (stride - 1)), high = low + stride;
         const uint64 a = slots[low], b = slots[high];
@@ -37,6 +35,17 @@ __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
           slots[high] = a;
         }
       }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      uint64 mine = slots[i];
+      for (int merged = size == 32 ? 2 : size; merged <= size; merged *= 2)
+        for (int stride = min(merged, 32) / 2; stride > 0; stride /= 2) {
+          const uint64 its = __shfl_xor_sync(kFullWarp, mine, stride);
+          const bool smaller = ((i & stride) == 0) == ((i & merged) == 0);  // is what this lane keeps
+          if ((its < mine) == smaller) mine = its;
+        }
+      slots[i] = mine;
     }
   }
   __syncthreads();

@@ -1,7 +1,8 @@
 // How a row's candidates are dealt to strata, and how these make an order; reference/s2o.py: strata.
 //
 // Chunks of eight neighbours go to pairs of strata, layer by layer; their even ones to the pair's first stratum, the odd
-// ones to the second. Each layer begins at another pair, so that keys at equal distances do not meet in one stratum.
+// ones to the second, and in every second eight layers the other way round. Each layer begins at another pair. So keys
+// at equal distances do not meet in few strata. The layer that may not be whole is dealt straight.
 #pragma once
 #include "geometry.cuh"
 
@@ -9,7 +10,7 @@ namespace s2o {
 
 struct Strata {
   static constexpr int kLayers = spec::kStratum / 4;
-  int pairs;   // of strata: even
+  int pairs;   // of strata: an even number
   int layers;  // whole ones
   int left;    // candidates after these
 
@@ -18,16 +19,14 @@ struct Strata {
         layers(count / (8 * pairs)),
         left(count - layers * 8 * pairs) {}
 
+  // Layers whose even candidates go to the second stratum, if they are whole.
+  static __device__ __forceinline__ bool swapped(int layer) { return layer / 8 % 2; }
+
   // The first candidate of a pair's chunk in a layer.
   __device__ __forceinline__ int chunk(int layer, int pair) const {
     const uint32 mixed = static_cast<uint32>(layer * layer) * static_cast<uint32>(spec::kLayerMix);
-    // Even, so that chunks of two neighbouring pairs are neighbours.
-    const int shift = layer < layers ? 2 * static_cast<int>(__umulhi(mixed, pairs / 2)) : 0;
+    const int shift = layer < layers ? static_cast<int>(__umulhi(mixed, pairs)) : 0;
     return (layer * pairs + (pair < shift ? pair - shift + pairs : pair - shift)) * 8;
-  }
-  // The candidate with an index in its stratum.
-  __device__ __forceinline__ int candidate(int stratum, int index) const {
-    return chunk(index / 4, stratum / 2) + index % 4 * 2 + stratum % 2;
   }
   // Candidates of a stratum.
   __device__ __forceinline__ int size(int stratum) const {

@@ -223,17 +223,17 @@ def strata(count: int) -> Array:
     """How ``count`` candidates are dealt to strata of at most STRATUM: int32 [strata, STRATUM], -1 past an end.
 
     Chunks of eight neighbours go to pairs of strata, layer by layer; their even ones to the pair's first stratum, the
-    odd ones to the second. Each whole layer begins at another pair, so that keys at equal distances do not meet in one
-    stratum; always at an even one, so that two chunks that stand together go to neighbouring pairs.
+    odd ones to the second, and in every second eight layers the other way round. Each whole layer begins at another
+    pair. So keys at equal distances do not meet in few strata.
     """
     pairs, layers = -(-count // (4 * STRATUM)) * 2, STRATUM // 4
     layer = np.arange(layers, dtype=np.int64)[:, None]  # [layers, 1]
-    mixed = layer**2 * LAYER_MIX & 0xFFFFFFFF
-    shift = np.where(layer < count // (8 * pairs), 2 * (mixed * (pairs // 2) >> 32), 0)
+    whole = layer < count // (8 * pairs)
+    shift = np.where(whole, (layer**2 * LAYER_MIX & 0xFFFFFFFF) * pairs >> 32, 0)
     chunk = layer * pairs + (np.arange(pairs) - shift) % pairs  # [layers, pairs]
-    candidates = chunk[..., None] * 8 + np.arange(8)  # [layers, pairs, 8]
-    # A pair's layers, of each four even and four odd candidates: [pairs, 2, layers, 4].
-    dealt = candidates.reshape(layers, pairs, 4, 2).transpose(1, 3, 0, 2).reshape(2 * pairs, STRATUM)
+    swapped = (whole & (layer // 8 % 2 == 1))[..., None, None]
+    candidates = chunk[..., None, None] * 8 + np.arange(8).reshape(4, 2) ^ swapped  # [layers, pairs, 4, 2]
+    dealt = candidates.transpose(1, 3, 0, 2).reshape(2 * pairs, STRATUM)
     dealt = np.where(dealt < count, dealt, -1).astype(np.int32)
     dealt.flags.writeable = False
     return dealt

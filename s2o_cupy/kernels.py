@@ -88,7 +88,7 @@ REMAINDER_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("means", "fine", "scores", "k_order")),
+        *((name, "u8") for name in ("means", "fine", "scores", "k_order", "front")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -187,7 +187,7 @@ FAMILIES = {
         "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_strata": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
-    "key_front": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
+    "key_front": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None),
 }
 
 

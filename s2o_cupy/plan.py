@@ -27,7 +27,7 @@ BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
-RANK_THREADS = 256
+WARP, RANK_THREADS = 32, 256
 BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata
 
 
@@ -111,6 +111,11 @@ class LaunchPlan:
     def keeps_state(self) -> bool:
         """Whether pass 1 leaves (m, l) behind. After a dense call nobody reads it, but the portable kernel writes."""
         return not self.dense or self.pass1.function == "pass1"
+
+    @property
+    def front_rows(self) -> int:
+        """Rows with a front, of the largest chunk."""
+        return max((chunk.rows for chunk in self.chunks if chunk.strata_blocks), default=0)
 
     @property
     def workspace_elements(self) -> int:
@@ -234,7 +239,7 @@ def _rank_queries(
 ) -> Kernel:
     """Its shared memory is sizeof(RankTraits::Shared) or, for more slots, larger."""
     of_guides, products, segment = RANK_THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
-    shared = max(of_guides, products) + segment + max(2, sort_slots) * 8
+    shared = max(of_guides, products) + segment + sort_slots * 8
     return Kernel(function, dtype, head_dim, aligned, paged=paged, shared_bytes=shared)
 
 
@@ -269,7 +274,7 @@ def _hopper_fine_scores(dtype: str, head_dim: int, paged: bool = False) -> Kerne
 
 
 def _key_strata() -> Kernel:
-    return Kernel("key_strata", shared_bytes=STRATUM * BLOCK_PAIRS * 4)
+    return Kernel("key_strata", shared_bytes=BLOCK_PAIRS * (STRATUM * 4 + STRATUM // 4 * 4))
 
 
 def _key_front() -> Kernel:
@@ -390,7 +395,7 @@ def make_plan(
         geometry = replace(geometry, segment=max(1, problem.seqlen_q), window=problem.seqlen_k)
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
     block_m1 = pass1_block_m(head_dim, limits)
-    sort_slots = 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length()  # at most MAX_SEGMENT
+    sort_slots = max(WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())  # at most MAX_SEGMENT
     assert config.coarse.representatives is not None
     tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(block_m1)
     grid = heads * max(2, geometry.segments * max(pass1_tiles, tiles, config.coarse.representatives))

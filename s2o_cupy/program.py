@@ -15,7 +15,7 @@ from . import kernels
 from .operand import Operand, Paging
 from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
-from .spec import LOG2E, S2OConfig
+from .spec import FRONT, LOG2E, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
 
@@ -78,6 +78,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
             ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
+            ("front", (plan.front_rows, FRONT), "float16"),
         ]
     if plan.chunks and config.adds_remainder:
         kv_heads = problem.batch * problem.kv_heads
@@ -174,7 +175,7 @@ class _Builder:
         params = np.array(
             (
                 *(self.tensors[name] for name in ("q", "k", "v", "out")),
-                *(0,) * 4,
+                *(0,) * 8,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -289,7 +290,7 @@ class _Builder:
         params = np.array(
             (
                 self.tensors["k"],
-                *(0,) * 4,
+                *(0,) * 5,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),

@@ -79,7 +79,7 @@ def test_a_changed_header_changes_the_text(header, monkeypatch, tmp_path):
 
 def test_line_numbers_are_those_of_the_files():
     """So that a compiler's message names a place in a source file."""
-    text = render(next(kernel for kernel in ALL if kernel.function == "key_order"))
+    text = render(next(kernel for kernel in ALL if kernel.function == "key_front"))
     sources = {path.name: path.read_text(encoding="utf-8").splitlines() for path in source_folder().glob("*.cu*")}
     checked, name, number = 0, "", 0
     for line in text.splitlines():
@@ -197,7 +197,7 @@ def nvrtc():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compile_all(nvrtc, monkeypatch, arch):
-    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "rank_queries", "key_order"))
+    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "rank_queries", "key_front"))
     monkeypatch.setattr(kernels, "all_kernels", lambda arch: few)
     seen: list[tuple[int, int]] = []
     results = kernels.compile_all([arch], progress=lambda done, total: seen.append((done, total)))
@@ -240,7 +240,7 @@ def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
 def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, monkeypatch):
     import dataclasses
 
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (Kernel("key_order", shared_bytes=4),))
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (Kernel("key_front", shared_bytes=4),))
     with pytest.raises(S2OError, match="plan.py counts the shared memory differently"):
         kernels.compile_all(["sm_80"])
     family = dataclasses.replace(FAMILIES["guides"], params=kernels.ATTENTION_PARAMS)

@@ -1,33 +1,54 @@
-"""The definition of the keys' counting sort: buckets, and the order they give."""
+"""The definition of the keys' order: buckets, strata, and the front that is sorted again."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from s2o_cupy.reference import s2o
-from s2o_cupy.spec import KEY_BUCKETS
+from s2o_cupy.spec import FRONT, KEY_BUCKETS, KEY_LEVELS, STRATUM
 
 
-def buckets(scores):
-    """order_keys' buckets of one row, element by element, with exact products."""
+def buckets(scores, count=KEY_BUCKETS):
+    """score_buckets of one row, element by element, with exact products."""
     scores = [np.float16(x) for x in scores]
     finite = [x for x in scores if np.isfinite(x)] or [np.float16(0)]
     with np.errstate(all="ignore"):
         span = np.float32(max(finite)) - np.float32(min(finite))
-        factor = np.float16(min(np.float32(KEY_BUCKETS - 1) / span, np.float32(65504)))
+        factor = np.float16(min(np.float32(count - 1) / span, np.float32(65504)))
         result = []
         for x in scores:
             below = max(finite) - x  # float16
             if np.isnan(below):
                 result.append(0)
             elif np.isinf(below):
-                result.append(KEY_BUCKETS - 1 if below > 0 else 0)
+                result.append(count - 1 if below > 0 else 0)
             else:  # round() takes a fraction to the nearest integer, halves to an even one
-                result.append(min(max(round(Fraction(float(below)) * Fraction(float(factor))), 0), KEY_BUCKETS - 1))
+                result.append(min(max(round(Fraction(float(below)) * Fraction(float(factor))), 0), count - 1))
     return result
+
+
+def stratified(scores):
+    """stratified_order of one row: strata one after the other, in plain Python."""
+    dealt = [[c for c in stratum if c >= 0] for stratum in s2o.strata(len(scores)).tolist()]
+    ranked = []
+    for stratum in dealt:
+        level = dict(zip(stratum, buckets([scores[c] for c in stratum], KEY_LEVELS), strict=True))
+        ranked.append(sorted(stratum, key=lambda c: (level[c], c)))
+    longest = max(map(len, ranked), default=0)
+    return [stratum[rank] for rank in range(longest) for stratum in ranked if rank < len(stratum)]
+
+
+def unusual(count, seed):
+    """Random scores, some of which are equal, infinite or no numbers."""
+    rng = np.random.default_rng(seed)
+    scores = (rng.standard_normal(count) * rng.choice([0.01, 1, 100])).astype(np.float16)
+    for value in (np.nan, np.inf, -np.inf, 0.0, scores[0]):
+        scores[rng.random(count) < rng.choice([0, 0.01])] = value
+    return scores
 
 
 @given(hnp.arrays(np.float16, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=50)))
@@ -74,3 +95,56 @@ def test_order_keys_treats_rows_apart():
         ranked = scores[b, h][order[b, h]].astype(np.float64)
         lowest = np.minimum.accumulate(ranked)
         assert (ranked - lowest <= np.ptp(ranked) * (1 / (KEY_BUCKETS - 1) + 2**-10)).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 16, 17, 1024, 1025, 2048, 8193, 10_000, 100_001, 131_072])
+def test_strata_hold_every_candidate_once(count):
+    dealt = s2o.strata(count)
+    assert dealt.shape[1] == STRATUM and dealt.shape[0] % 4 == 0
+    there = dealt >= 0
+    assert np.sort(dealt[there]).tolist() == list(range(count))
+    assert (np.diff(dealt.astype(np.int64), axis=1)[there[:, 1:]] > 0).all()  # in ascending position, then nothing
+    sizes = there.sum(axis=1)
+    assert sizes.max() - sizes.min() <= 4
+
+
+@pytest.mark.parametrize("count", [8_192, 65_536, 131_072])
+def test_keys_at_equal_distances_do_not_meet_in_a_stratum(count):
+    """No stratum gets much more than its share of every n-th key; if layers began alike, one would get all of some."""
+    dealt = s2o.strata(count)
+    for distance in (2, 8, 16, 64, 512, 1000, 1024, 1536, 2048, 4096, len(dealt) * 4, len(dealt) * 4 + 8):
+        share = count / distance / len(dealt)
+        assert ((dealt % distance == 0) & (dealt >= 0)).sum(axis=1).max() <= 3 + 2 * share
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_the_stratified_order_takes_from_all_strata_in_turn(count, seed):
+    scores = unusual(count, seed)
+    order = s2o.stratified_order(scores)
+    assert order.dtype == np.int32
+    assert order.tolist() == stratified(scores)
+
+
+@pytest.mark.parametrize("count", [FRONT - 1, FRONT, FRONT + 1, FRONT + 8, 2 * FRONT, 20_001])
+def test_the_front_of_a_long_row_is_sorted_again(count):
+    scores = unusual(count, count)
+    order = s2o.order_keys(scores)
+    assert np.sort(order).tolist() == list(range(count))
+    if count <= FRONT:
+        bucket = buckets(scores)
+        assert order.tolist() == sorted(range(count), key=lambda c: (bucket[c], c))
+        return
+    rough = s2o.stratified_order(scores)
+    np.testing.assert_array_equal(order[FRONT:], rough[FRONT:])
+    bucket = buckets(scores[rough[:FRONT]])
+    assert order[:FRONT].tolist() == [rough[i] for i in sorted(range(FRONT), key=lambda i: (bucket[i], i))]
+
+
+def test_a_long_row_s_front_is_near_a_full_sort():
+    """What strata misplace: of the best 2,000 of 100,000 keys one in a thousand comes later than by a full sort."""
+    scores = np.random.default_rng(0).standard_normal((4, 100_000)).astype(np.float16)
+    order = s2o.order_keys(scores)
+    for row in range(4):
+        best = set(np.argsort(-scores[row].astype(np.float64), kind="stable")[:2000].tolist())
+        assert len(best & set(order[row, :2050].tolist())) >= 1998

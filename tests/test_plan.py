@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from s2o_cupy.operand import Operand
 from s2o_cupy.plan import (
     BYTES_PER_CANDIDATE,
-    BYTES_PER_PART,
     HOPPER_SCORE_KEYS,
     HOPPER_SCORE_ROWS,
     MAX_GRID,
@@ -75,8 +74,8 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         row_blocks, key_blocks = plan.score_blocks(chunk)
         for name, size in (
             ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
-            ("key_counts", chunk.rows * chunk.parts),
-            ("key_order", chunk.rows * chunk.parts),
+            ("key_strata", chunk.rows * max(1, chunk.strata_blocks)),  # 0 blocks are not launched
+            ("key_front", chunk.rows),
             ("pass2", chunk.rows * plan.tiles),
         ):
             sizes[name] = max(sizes.get(name, 0), size)
@@ -111,10 +110,9 @@ def test_chunks_stay_within_the_workspace(case):
     problem, config = case
     plan, geometry = plan_of(problem, config), problem.geometry(config)
     for chunk in plan.chunks:
-        row_bytes = chunk.stride * BYTES_PER_CANDIDATE + chunk.parts * BYTES_PER_PART
-        assert chunk.rows == 1 or chunk.rows * row_bytes <= config.workspace_bytes
+        assert chunk.rows == 1 or chunk.rows * chunk.stride * BYTES_PER_CANDIDATE <= config.workspace_bytes
         assert chunk.rows * chunk.stride <= plan.workspace_elements
-        assert chunk.rows * chunk.parts <= plan.part_elements
+        assert chunk.strata_blocks == 0 or chunk.rows <= plan.front_rows
         last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
         # Scores lie by key position: without causality up to the last key.
         assert chunk.stride >= (last if geometry.is_causal else geometry.seqlen_k)
@@ -366,8 +364,8 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (
-        "pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "rank_queries", "key_scores", "key_counts",
-        "key_order",
+        "pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "rank_queries", "key_scores", "key_strata",
+        "key_front",
     ):  # fmt: skip
         assert getattr(plan, name).name in ahead
 
@@ -376,15 +374,15 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
 @pytest.mark.parametrize("segment", [1, 100, 1024, 8192])
 def test_the_sort_holds_a_segment(seqlen_q, segment):
     slots = plan_of(a_problem(seqlen_q=seqlen_q), S2OConfig(segment=segment)).sort_slots
-    rows = min(seqlen_q, segment)
-    assert slots & (slots - 1) == 0 and rows <= slots < 2 * max(1, rows)
+    rows = max(32, min(seqlen_q, segment))  # a warp's slots are the least
+    assert slots & (slots - 1) == 0 and rows <= slots < 2 * rows
 
 
 def test_memory_of_a_long_call():
     """131,072 tokens, 32 heads over 8, head_dim 128: at most 1 GiB beside the output."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
     plan = plan_of(problem, config)
-    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE + plan.part_elements * BYTES_PER_PART
+    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE
     state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
     assert workspace <= 1.02 * config.workspace_bytes  # its parts are the largest of any round
     assert workspace + state + q_order < 0.5 * 2**30
