@@ -39,6 +39,7 @@ from s2o_cupy.plan import is_dense
 from s2o_cupy.problem import Problem
 
 Row = dict[str, Any]
+ENDS = {"pass1": "pass1", "rank_keys": "ordering", "pass2": "pass2"}  # stages that end a part
 
 
 class Pipeline:
@@ -76,7 +77,10 @@ class Pipeline:
                 marks.append((part, event))
 
             def observe(stage: str, arrays: Mapping[str, Any], mark: Callable[[str], None] = mark) -> None:
-                mark(stage if stage in times else "ordering")
+                # Not after each of a round's stages: an event keeps the next kernel from starting at once.
+                if stage not in ENDS:
+                    return
+                mark(ENDS[stage])
                 if self.change:
                     self.change(stage, arrays)
                     mark("change")

@@ -122,10 +122,12 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
     }
   };
   int rank = threadIdx.x / kRankThreads, place = strata.place(rank, stratum);
+  const int step = kRanks * 2 * strata.pairs;
+  int* target = order + place;
 #pragma unroll 1
-  for (; rank < 4 * strata.layers; rank += kRanks, place += kRanks * 2 * strata.pairs) {
+  for (; rank < 4 * strata.layers; rank += kRanks, place += step, target += step) {
     read(rank);
-    *reinterpret_cast<int4*>(order + place) = make_int4(key[0], key[1], key[2], key[3]);
+    *reinterpret_cast<int4*>(target) = make_int4(key[0], key[1], key[2], key[3]);
     if (place < spec::kFront) {
       const auto pair = [&](int s) { return scores[key[s]] | static_cast<uint32>(scores[key[s + 1]]) << 16; };
       *reinterpret_cast<uint2*>(front + place) = make_uint2(pair(0), pair(2));

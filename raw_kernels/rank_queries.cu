@@ -30,6 +30,7 @@ struct RankQueriesParams {
 };
 
 constexpr int kQueryThreads = 128;  // of rank_queries
+constexpr uint32 kOffsetMask = spec::kMaxSegment - 1;  // a score leaves these bits to the query's offset
 
 // What a block of rank_queries reads and writes, of a head and a segment.
 struct SegmentQueries {
@@ -54,7 +55,7 @@ struct RankTraits : RowTraits<Element, kHeadDim> {
       Products products;                                // of rank_queries, as the rest
     };
     SegmentQueries segment;  // not in registers, of which there are none to spare
-    uint64 slots[32];        // [sort_slots]: (inverted score, offset), ascending is the order
+    uint32 slots[32];        // [sort_slots]: (inverted score, offset), ascending is the order
   };
 };
 
@@ -241,7 +242,7 @@ __device__ __forceinline__ void read_queries(const RankQueriesParams& p, typenam
         if (of_mean) {
           s.remainder[r] = score * p.scale_log2;
         } else {
-          shared.slots[r] = static_cast<uint64>(~sortable(score)) << 32 | r;
+          shared.slots[r] = ~sortable(score) & ~kOffsetMask | r;
         }
       }
       __syncwarp();  // before the next products
@@ -273,11 +274,11 @@ __device__ __forceinline__ void rank_queries(const RankQueriesParams& p, typenam
   __syncthreads();
   read_queries<Traits>(p, shared);
   const int count = shared.segment.count;
-  for (int i = count + threadIdx.x; i < p.sort_slots; i += kQueryThreads) shared.slots[i] = ~0ull;
+  for (int i = count + threadIdx.x; i < p.sort_slots; i += kQueryThreads) shared.slots[i] = ~0u;
   __syncthreads();
   bitonic_sort(shared.slots, p.sort_slots);
   int* order = p.q_order + static_cast<int64>(blockIdx.x) * p.geometry.segment;
-  for (int i = threadIdx.x; i < count; i += kQueryThreads) order[i] = static_cast<int>(shared.slots[i]);
+  for (int i = threadIdx.x; i < count; i += kQueryThreads) order[i] = shared.slots[i] & kOffsetMask;
 }
 
 }  // namespace s2o

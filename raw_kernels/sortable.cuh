@@ -21,7 +21,8 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
 
 // Sorts `count` slots, a power of two from 32 on, written before a barrier, ascending with the whole block: a bitonic
 // sort. In steps with strides below 32 a warp's 32 slots are its own, in registers.
-__device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
+template <class Slot>
+__device__ __forceinline__ void bitonic_sort(Slot* slots, int count) {
 #pragma unroll 1
   for (int size = 32; size <= count; size *= 2) {
 #pragma unroll 1
@@ -29,7 +30,7 @@ __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
       __syncthreads();  // the last step's slots were of other warps
       for (int i = threadIdx.x; i < count / 2; i += blockDim.x) {
         const int low = 2 * i - (i & (stride - 1)), high = low + stride;
-        const uint64 a = slots[low], b = slots[high];
+        const Slot a = slots[low], b = slots[high];
         if ((a > b) == ((low & size) == 0)) {
           slots[low] = b;
           slots[high] = a;
@@ -38,10 +39,10 @@ __device__ __forceinline__ void bitonic_sort(uint64* slots, int count) {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-      uint64 mine = slots[i];
+      Slot mine = slots[i];
       for (int merged = size == 32 ? 2 : size; merged <= size; merged *= 2)
         for (int stride = min(merged, 32) / 2; stride > 0; stride /= 2) {
-          const uint64 its = __shfl_xor_sync(kFullWarp, mine, stride);
+          const Slot its = __shfl_xor_sync(kFullWarp, mine, stride);
           const bool smaller = ((i & stride) == 0) == ((i & merged) == 0);  // is what this lane keeps
           if ((its < mine) == smaller) mine = its;
         }

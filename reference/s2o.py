@@ -29,6 +29,7 @@ from ..spec import (
     KEY_LEVELS,
     LAYER_MIX,
     LOG2E,
+    MAX_SEGMENT,
     STRATUM,
     SURVEY_DEFICIT,
     SURVEY_EVERY,
@@ -46,6 +47,7 @@ __all__ = [
     "State",
     "add_remainder",
     "candidate_positions",
+    "cut",
     "fine_scores",
     "fine_segments",
     "finish",
@@ -116,6 +118,14 @@ def representatives(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Ar
     return reps, counts
 
 
+def cut(scores: Array) -> Array:
+    """Scores as a query's place goes by them: float32 without its last 13 bits, that is toward zero to 10 bits after
+    the first. The GPU has the query's offset there."""
+    scores = np.asarray(scores, np.float32)
+    short = (np.ascontiguousarray(scores).view(np.uint32) & ~np.uint32(MAX_SEGMENT - 1)).view(np.float32)
+    return np.where(np.isnan(scores), scores, short)
+
+
 @quiet
 def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
     """Queries of each segment by descending dot product with a guide (Algorithm 1, lines 9-14).
@@ -123,7 +133,7 @@ def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
     The guide is the mean of the KV head's first segment of keys, or of as many of them as stand before
     the segment: when 0 < seqlen_k - seqlen_q < segment, queries of the first segment would otherwise be
     ordered, and so stopped together, by keys of their future. With no such key the order is the identity.
-    Equal scores stay in ascending position; NaN counts as greatest.
+    Scores are compared as :func:`cut`; equal ones stay in ascending position, NaN counts as greatest.
 
     Returns int32 [B, H, N, S]: offsets inside the segment, -1 past the end of a short last segment.
     """
@@ -139,7 +149,7 @@ def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
             continue
         guide = k[:, :, :count].mean(axis=2)  # [B, Hkv, D]
         scores = grouped[:, :, :, begin:end] @ guide[:, :, None, :, None]  # [B, Hkv, G, rows, 1]
-        scores = scores.reshape(batch, heads, rows)
+        scores = cut(scores.reshape(batch, heads, rows))
         order[:, :, n, :rows] = np.lexsort((-scores, ~np.isnan(scores)))  # stable; the last key leads
     return order
 

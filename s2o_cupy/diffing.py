@@ -468,6 +468,7 @@ def _query_order(order: Array, q: Array, k: Array, geometry: Geometry) -> tuple[
                 bound = (np.abs(q[b, h, begin:end]) @ size[b, h])[mine[b, h]]
                 bound = bound * (q.shape[-1] + guide_keys + 2) * UNIT32
                 rise = scores[1:] - scores[:-1]
-                share = rise / (bound[1:] + bound[:-1] + 1e-30)
+                cut = 2.0**-10 * np.maximum(np.abs(scores[1:]), np.abs(scores[:-1]))  # reference.s2o.cut
+                share = rise / (bound[1:] + bound[:-1] + cut + 1e-30)
             part[b, h, n, : count - 1] = np.where(rise > 0, share, 0)  # NaN comes first, and any order of NaN is right
     return part, different

@@ -239,7 +239,7 @@ def _rank_queries(
 ) -> Kernel:
     """Its shared memory is sizeof(RankTraits::Shared) or, for more slots, larger."""
     of_guides, products, segment = RANK_THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
-    shared = max(of_guides, products) + segment + sort_slots * 8
+    shared = max(of_guides, products) + segment + sort_slots * 4
     return Kernel(function, dtype, head_dim, aligned, paged=paged, shared_bytes=shared)
 
 

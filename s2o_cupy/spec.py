@@ -47,7 +47,7 @@ PATHS = ("auto", "portable", "hopper")
 REMAINDERS = ("mean", "none")
 
 MAX_HEAD_DIM = 256
-MAX_SEGMENT = 8192  # a segment's query scores are sorted in shared memory, 8 bytes each
+MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
 MAX_REPRESENTATIVES = {"max": 64, "auto": 256}
 RANKS = ("mean", "max", "auto")
 LOG2E = math.log2(math.e)
@@ -66,6 +66,7 @@ SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow wi
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
+    "kMaxSegment": MAX_SEGMENT,
     "kStratum": STRATUM,
     "kKeyLevels": KEY_LEVELS,
     "kLayerMix": LAYER_MIX,

@@ -442,6 +442,15 @@ def test_query_order_without_earlier_keys_is_the_identity():
     np.testing.assert_array_equal(order[:, :, 0], np.tile(np.arange(16), (1, 2, 1)))
 
 
+def test_query_order_compares_leading_bits():
+    """1 + 2^-11 is cut to 1, and -1 - 2^-11 to -1: ties, which stay in ascending position; 1 + 2^-10 is not."""
+    tie, more = 1 + 2.0**-11, 1 + 2.0**-10
+    q = np.array([[[[1.0], [tie], [-tie], [-1.0], [more], [np.nan]]]], np.float32)
+    k = np.ones((1, 1, 6, 1), np.float32)
+    order = s2o.query_order(q, k, Geometry(6, 6, 6, is_causal=False))
+    assert order[0, 0, 0].tolist() == [5, 4, 0, 1, 2, 3]
+
+
 def test_query_order_puts_nan_first():
     q, k, _, _ = make(Case(1, 1, 1, 4, 4, 1))
     q[0, 0, :, 0], k[:] = [1, np.nan, np.inf, np.nan], 1
