@@ -90,10 +90,10 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
   if (first_pair >= strata.pairs) return;
   const int slot = threadIdx.x / kPairLanes;
   const uint16* scores = p.scores + row.row * p.stride;
-  // Of a warp's pairs some may be past the row's last: what they find nobody reads.
+  // Of a warp's pairs some may be past the row's last: they sort that one again, for nobody.
   if (first_pair + __shfl_sync(kFullWarp, slot, 0) < strata.pairs) {
     uint32 x[kOfLane];
-    load_numbers(x, shared.chunks[slot], scores, row, strata, first_pair + slot);
+    load_numbers(x, shared.chunks[slot], scores, row, strata, min(first_pair + slot, strata.pairs - 1));
     sort_lanes<kPairLanes>(x);
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {

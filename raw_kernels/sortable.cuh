@@ -19,12 +19,32 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return y;
 }
 
+// Puts the bitonic sequences of kCount neighbouring lanes in order, ascending or descending.
+template <int kCount, class Slot>
+__device__ __forceinline__ Slot merge_lanes(Slot mine, bool descending) {
+  if (descending) mine = ~mine;
+#pragma unroll
+  for (int stride = kCount / 2; stride > 0; stride /= 2) {
+    const Slot its = __shfl_xor_sync(kFullWarp, mine, stride);
+    const bool upper = threadIdx.x & stride;  // keeps the larger
+    if ((its < mine) != upper) mine = its;
+  }
+  return descending ? ~mine : mine;
+}
+
 // Sorts `count` slots, a power of two from 32 on, written before a barrier, ascending with the whole block: a bitonic
 // sort. In steps with strides below 32 a warp's 32 slots are its own, in registers.
 template <class Slot>
 __device__ __forceinline__ void bitonic_sort(Slot* slots, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    Slot mine = merge_lanes<2>(slots[i], i & 2);
+    mine = merge_lanes<4>(mine, i & 4);
+    mine = merge_lanes<8>(mine, i & 8);
+    mine = merge_lanes<16>(mine, i & 16);
+    slots[i] = merge_lanes<32>(mine, i & 32);
+  }
 #pragma unroll 1
-  for (int size = 32; size <= count; size *= 2) {
+  for (int size = 64; size <= count; size *= 2) {
 #pragma unroll 1
     for (int stride = size / 2; stride >= 32; stride /= 2) {
       __syncthreads();  // the last step's slots were of other warps
@@ -38,16 +58,7 @@ __device__ __forceinline__ void bitonic_sort(Slot* slots, int count) {
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-      Slot mine = slots[i];
-      for (int merged = size == 32 ? 2 : size; merged <= size; merged *= 2)
-        for (int stride = min(merged, 32) / 2; stride > 0; stride /= 2) {
-          const Slot its = __shfl_xor_sync(kFullWarp, mine, stride);
-          const bool smaller = ((i & stride) == 0) == ((i & merged) == 0);  // is what this lane keeps
-          if ((its < mine) == smaller) mine = its;
-        }
-      slots[i] = mine;
-    }
+    for (int i = threadIdx.x; i < count; i += blockDim.x) slots[i] = merge_lanes<32>(slots[i], i & size);
   }
   __syncthreads();
 }
