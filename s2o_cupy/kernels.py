@@ -187,7 +187,9 @@ FAMILIES = {
         "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
     "key_strata": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
-    "key_front": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None),
+    "key_front": _Family(
+        "key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None
+    ),
 }
 
 

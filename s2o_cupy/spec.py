@@ -35,8 +35,8 @@ __all__ = [
 STRATUM = 256
 KEY_LEVELS = 124
 LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
-# Of that the first FRONT are sorted by KEY_BUCKETS parts of theirs: 1024 parts of a range of 40 nats are 0.04 nats each.
-# Float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
+# Of that the first FRONT are sorted by KEY_BUCKETS parts of theirs. Float16 tells integers from 1024 to 2047 apart, so
+# its arithmetic rounds to a bucket by itself.
 FRONT = 8192
 KEY_BUCKETS = 1024
 

@@ -187,6 +187,13 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"batch": 2, "heads": 4, "seqlen_q": 2100, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
     {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    # About as many candidates as a front holds, and more.
+    *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1} for more in (-1, 0, 1, 7, 2000)),
+    {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False},
+    {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128},
+    {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 1, "options": {"window": 77}},
+    *({"seqlen_q": 100, "seqlen_k": 9000, "heads": 1, "poison": ("k", row, value)}
+      for row in (17, 8000) for value in (NAN, INF, -INF)),
     # Places in memory.
     *(
         {"arrange": arrange, "head_dim": 80, "batch": 2}
@@ -236,6 +243,7 @@ SANITIZED = (
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
+    Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False),
 )
 
 

@@ -37,6 +37,7 @@ class Fault:
 MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, options={"window": 30})
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "representatives": 3})  # fmt: skip
+LONG = Case(seqlen_q=300, seqlen_k=9500, segment=256, block_m=64, block_n=64, tau=0.01)  # more than a front's keys
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 FINE = replace(HOPPER, seqlen_q=1023, options={})  # the second segment, the first with candidates
 
@@ -61,13 +62,15 @@ FAULTS = [
         ("a mean leaves out its last query", "representatives", "8 * u < left", "8 * u + 1 < left"),
         ("a mean's elements are mixed up", "representatives", "32 * j + 8 * t + g]", "32 * j + 8 * t + (g ^ 1)]"),
         ("queries ascend", "query order", "~sortable(score)", "sortable(score)"),
-        ("neighbours are written the other way round", "query order", "order[i] = static", "order[i ^ 1] = static"),
+        ("neighbours are written the other way round", "query order", "order[i] = shared", "order[i ^ 1] = shared"),
         ("every segment has the first one's guide", "query order", "(n > 0)) * kHeadDim", "0) * kHeadDim"),
         ("the guide is rounded", "query order", "part < g; ++part", "part < 0; ++part"),
         ("half of the products have the others' elements", "query order", "8 * t + 4 * h;", "8 * t;"),
         ("neighbours exchange their scores", "query order", "t * 2 + g % 2;", "t * 2 + 1 - g % 2;"),
         ("the sort merges in a wrong direction", "query order", "(low & size) == 0", "(low & stride) == 0"),
-        ("offsets are lost", "query order", "<< 32 | r;", "<< 32 | (r & ~1);"),
+        ("lanes merge in a wrong direction", "query order", "merge_lanes<8>(mine, i & 8)",
+         "merge_lanes<8>(mine, i & 4)"),
+        ("offsets are lost", "query order", "& ~kOffsetMask | r;", "& ~kOffsetMask | (r & ~1);"),
     ),
     *_faults(
         "key_scores", MAX,
@@ -75,37 +78,51 @@ FAULTS = [
         ("only the first representative counts", "key scores", "r < p.representatives; ++r", "r < 1; ++r"),
         ("a representative's columns are mixed up", "key scores", "from[i % 2][c * 8 + i / 2 * 4]",
          "from[i / 2][c * 8 + i % 2 * 4]"),
-        ("scores go to the wrong keys", "key scores", "+ j * 8 + lane % 4 * 2;\n        const float x[2]",
-         "+ (j ^ 1) * 8 + lane % 4 * 2;\n        const float x[2]"),
+        ("scores go to the wrong keys", "key scores", "+ step * kStep + j * 8 + lane % 4 * 2;",
+         "+ step * kStep + (j ^ 1) * 8 + lane % 4 * 2;"),
         ("a lesser representative wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
-        ("the range of scores is cut", "key order", "smallest[h] = fminf(smallest[h], x[e]);", "smallest[h] = 0.f;"),
     ),
     *_faults(
         ("fine_norms", "fine_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
         ("half of the representatives come twice", "key scores", "kTiles + kFirst) * 16 + slot % 16",
          "kTiles) * 16 + slot % 16"),
     ),
-    *_faults(
-        ("key_counts", "key_order"), MEAN,
-        ("buckets are twice as wide", "key order", "spec::kKeyBuckets - 1.f,", "spec::kKeyBuckets / 2 - 1.f,"),
-        ("distances are of half the scores", "key order", ': "=r"(x) : "r"(high), "r"(scores)',
-         ': "=r"(x) : "r"(high), "r"(scores & 0xffffu | scores << 16)'),
-    ),
     # The order stays a permutation, so that pass 2 reads nothing but keys.
     *_faults(
-        "key_counts", MEAN,
-        ("two buckets are exchanged", "key order", "place.y = place.x + in_row.x;\n  place.z = place.y + in_row.y;",
-         "place.y = place.x;\n  place.x += in_row.y;\n  place.z = place.x + in_row.x;"),
-    ),
-    *_faults(
-        "key_order", MEAN,
+        "key_front", MEAN,
+        ("buckets are twice as wide", "key order", "kBuckets - 1.f,", "kBuckets / 2 - 1.f,"),
+        ("distances are of half the scores", "key order", ': "=r"(x) : "r"(high), "r"(scores)',
+         ': "=r"(x) : "r"(high), "r"(scores & 0xffffu | scores << 16)'),
         ("threads sort each other's candidates", "key order", "(chunk * (kOfThread / 4) + i / 4)",
          "((chunk ^ 1) * (kOfThread / 4) + i / 4)"),
         ("only one digit is sorted", "key order",
          "count<kHighDigitShift>(items);\n    find_places();\n    put<kHighDigitShift",
          "count<kBucketShift>(items);\n    find_places();\n    put<kBucketShift"),
-        ("neighbours are written the other way round", "key order", "order[shared.base[bucket_of(item)] + i]",
-         "order[(shared.base[bucket_of(item)] + i) ^ 1]"),
+        ("the range leaves out a warp", "key order", "int w = 0; w < kSortWarps; ++w) range.join",
+         "int w = 1; w < kSortWarps; ++w) range.join"),
+        ("neighbours are written the other way round", "key order", "row.key(index_of(shared.radix.items[i]))",
+         "row.key(index_of(shared.radix.items[i ^ 1]))"),
+    ),
+    *_faults(
+        "key_front", LONG,
+        ("entries of the order are exchanged", "key order", "found[i / 2] >> i % 2 * 16",
+         "found[i / 2] >> (i + 1) % 2 * 16"),
+    ),
+    *_faults(
+        "key_strata", LONG,
+        ("levels are twice as wide", "key order", "kBuckets - 1.f,", "kBuckets / 2 - 1.f,"),
+        ("halves of a stratum are not merged", "key order", "run < kLanes; run *= 2", "2 * run < kLanes; run *= 2"),
+        ("a step of a lane's sort is left out", "key order", "int i = k % p; i + k < kOfLane;",
+         "int i = k % p; i + 2 * k < kOfLane;"),
+        ("lanes keep the wrong half", "key order", "negated(theirs_b)", "theirs_b"),
+        ("swapped layers have each other's levels", "key order", "index, 0x0424)", "index, 0x2404)"),
+        ("a range is half of the other stratum's", "key order", "range.join(swapped.swapped());",
+         "range.join(swapped);"),
+        ("all layers begin alike", "key order", "(pair < shift ? pair - shift + pairs : pair - shift)", "pair"),
+        ("places of strata are exchanged", "key order", "make_int4(key[0], key[1],", "make_int4(key[1], key[0],"),
+        ("the front has its neighbours' scores", "key order",
+         "scores[key[s]] | static_cast<uint32>(scores[key[s + 1]]) << 16",
+         "scores[key[s + 1]] | static_cast<uint32>(scores[key[s]]) << 16"),
     ),
     *_faults(
         "pass1", MEAN,
@@ -175,7 +192,6 @@ FAULTS = [
          "i"),
         ("a column is read twice", "key scores", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
         ("a row has its neighbour's keys", "key scores", "2 * h + i % 2]; }", "2 * (1 - h) + i % 2]; }"),
-        ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
     ),
     *_faults(
         "fine_scores_sm90", FINE,
@@ -183,7 +199,6 @@ FAULTS = [
         ("half of the representatives do not count", "key scores", "half * (128 * 128)", "0"),
         ("a mean is of a full run", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
         ("lanes keep their maxima", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
-        ("the range of scores is cut", "key order", "if (largest < smallest) return;", "smallest = 0.f;"),
     ),
     *_faults(
         "pass1_sm90", HOPPER,
