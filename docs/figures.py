@@ -66,6 +66,7 @@ VIEWS: dict[str, list[Column]] = {
     "parts": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),
+        ("remainder's sums ms", _key("remainder_ms"), "ms"),
         ("pass 1 ms", _key("pass1_ms"), "ms"),
         ("pass 2 ms", _key("pass2_ms"), "ms"),
         ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
@@ -152,6 +153,7 @@ VIEWS: dict[str, list[Column]] = {
     "ordering": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),
+        ("remainder's sums ms", _key("remainder_ms"), "ms"),
         ("of the call", _ratio("ordering_ms", "s2o_ms"), ".0%"),
         ("of cuDNN's time", _ratio("ordering_ms", "cudnn_ms"), ".2%"),
     ],

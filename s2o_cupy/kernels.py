@@ -156,7 +156,11 @@ FAMILIES = {
         )
         for name, threads, blocks in (
             ("guides", 256, 4),
-            ("rank_queries", 128, "(!{aligned} ? 2 : {head_dim} > 128 ? 3 : {head_dim} > 64 ? 5 : 7)"),
+            (
+                "rank_queries",
+                128,
+                "(!{aligned} ? 2 : {head_dim} > 128 ? 3 : {head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : 5) : 7)",
+            ),
         )
     },
     **{

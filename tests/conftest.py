@@ -6,6 +6,7 @@ of its paths.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 from s2o_cupy import S2OConfig, plan, s2o_attention
 from s2o_cupy.metrics import rel_l2
 from s2o_cupy.reference.dense import capped, dense_attention
+
+# JAX would take three quarters of a GPU's memory for each process of tests.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Tests are short, and most are about S2O: without the shortcut to dense attention unless they ask for it.
 plan.DENSE_UP_TO = 0

@@ -572,8 +572,9 @@ def test_the_current_device_is_restored(library, qkv, config):
         pytest.skip("needs a GPU")
     import cupy
 
+    arrays = [library.make(x.astype(np.float16)) for x in qkv(10)]  # may change the device, where there are several
     before = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
-    s2o_attention(*(library.make(x.astype(np.float16)) for x in qkv(10)), config=config)
+    s2o_attention(*arrays, config=config)
     with pytest.raises(ValueError, match="scale"):
-        s2o_attention(*(library.make(x.astype(np.float16)) for x in qkv(10)), scale=float("nan"))
+        s2o_attention(*arrays, scale=float("nan"))
     assert (cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr) == before
