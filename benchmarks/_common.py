@@ -27,6 +27,10 @@ from s2o_cupy.spec import PATHS  # noqa: E402
 
 # ---------------------------------------------------------------- arguments
 
+# Stages of a call that end a part of it. No event after each stage, as it keeps the next kernel from starting at once.
+# The remainder's sums order nothing.
+PART_ENDS = {"pass1": "pass1", "candidate_means": "remainder", "rank_keys": "ordering", "pass2": "pass2"}
+
 
 def integers(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]

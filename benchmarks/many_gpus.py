@@ -186,19 +186,21 @@ class Parts:
         return row
 
     def stages_ms(self) -> dict[str, float]:
-        """Median milliseconds of pass 1, ordering and pass 2 on this rank."""
+        """Median milliseconds of pass 1, ordering, the remainder's sums and pass 2 on this rank."""
         from s2o_cupy.operand import operand
         from s2o_cupy.pipeline import run
         from s2o_cupy.problem import validate
 
-        times: dict[str, list[float]] = {"pass1": [], "ordering": [], "pass2": []}
+        times: dict[str, list[float]] = {part: [] for part in ("pass1", "ordering", "remainder", "pass2")}
         for repeat in range(1 + self.args.repeats):
             marks: list[tuple[str, torch.cuda.Event]] = []
 
             def mark(stage: str, _: Mapping[str, Any] | None = None, marks: list[Any] = marks) -> None:
+                if stage != "begin" and stage not in _common.PART_ENDS:
+                    return
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
-                marks.append((stage if stage in ("pass1", "pass2", "begin") else "ordering", event))
+                marks.append((_common.PART_ENDS.get(stage, stage), event))
 
             for q, k, v, out in self.chunks():
                 shapes = [tuple(x.shape) for x in (q, k, v)]

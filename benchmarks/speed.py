@@ -39,8 +39,6 @@ from s2o_cupy.plan import is_dense
 from s2o_cupy.problem import Problem
 
 Row = dict[str, Any]
-# Stages that end a part. The remainder's sums order nothing.
-ENDS = {"pass1": "pass1", "candidate_means": "remainder", "rank_keys": "ordering", "pass2": "pass2"}
 
 
 class Pipeline:
@@ -67,7 +65,7 @@ class Pipeline:
         return self.run(config, self.change)
 
     def parts_ms(self, config: S2OConfig, repeats: int) -> dict[str, float]:
-        """Median milliseconds of ordering, pass 1 and pass 2."""
+        """Median milliseconds of ordering, the remainder's sums, pass 1 and pass 2."""
         times: dict[str, list[float]] = {part: [] for part in ("ordering", "remainder", "pass1", "pass2")}
         for repeat in range(repeats + 2):
             marks: list[tuple[str, Any]] = []
@@ -78,10 +76,9 @@ class Pipeline:
                 marks.append((part, event))
 
             def observe(stage: str, arrays: Mapping[str, Any], mark: Callable[[str], None] = mark) -> None:
-                # Not after each of a round's stages: an event keeps the next kernel from starting at once.
-                if stage not in ENDS:
+                if stage not in _common.PART_ENDS:
                     return
-                mark(ENDS[stage])
+                mark(_common.PART_ENDS[stage])
                 if self.change:
                     self.change(stage, arrays)
                     mark("change")

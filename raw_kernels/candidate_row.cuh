@@ -9,6 +9,8 @@ struct CandidateRow {
   int count;  // candidates
   int dense_begin, dense_keys;
 
+  // Candidates that stand side by side.
+  __device__ __forceinline__ CandidateRow(int64 row, int count) : row(row), count(count), dense_begin(count), dense_keys(0) {}
   // Longer rows first: `index` counts (head, segment) pairs from the chunk's last segment on, heads fastest.
   __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index) {
     const int segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(index / p.chunk.heads);
@@ -26,7 +28,7 @@ struct CandidateRow {
   __device__ __forceinline__ bool eight(int c) const {
     return c + 8 <= count && (c >= dense_begin ? (c + dense_keys) % 8 == 0 : c + 8 <= dense_begin);
   }
-  // Scores of candidates [c, c + 8) one by one, in little code, as it is seldom needed; `absent` past the end.
+  // Scores of candidates [c, c + 8) one by one, in little code; `absent` past the end.
   __device__ __forceinline__ uint4 gathered(const uint16* scores, int c, uint32 absent) const {
     uint64 low = 0, high = 0;
 #pragma unroll 1

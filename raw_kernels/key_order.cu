@@ -2,7 +2,8 @@
 //
 //   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in turn:
 //               the best of each, then the second best, and so on. For rows of more than kFront candidates.
-//   key_front:  the first kFront of these, or all of a shorter row's, sorted by bucket, stable
+//   key_middle: the same with the first kMiddle of these, of rows of more than kMiddleFrom
+//   key_front:  the first kFront, or all of a shorter row's, sorted by bucket, stable
 //
 //   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
 //
@@ -17,7 +18,8 @@ namespace s2o {
 constexpr int kOrderThreads = 256;
 constexpr int kPairLanes = spec::kStratum / kOfLane;     // lanes that sort a pair of strata
 constexpr int kBlockPairs = kOrderThreads / kPairLanes;  // of a block of key_strata
-constexpr uint32 kAbsent = 0x7fff, kLastNumber = 0x7c00;  // a score that is not there; a number above all others
+constexpr uint32 kAbsent = 0x7fff;      // a score that is not there: NaN, so outside every range
+constexpr uint32 kLastNumber = 0x7c00;  // above all others
 static_assert((spec::kKeyLevels - 1) * spec::kStratum + spec::kStratum - 1 < kLastNumber, "level and index as a float16");
 static_assert(spec::kStratum == 256 && spec::kKeyLevels <= 256, "a byte each");
 
@@ -82,18 +84,26 @@ __device__ __forceinline__ void load_numbers(uint32 (&x)[kOfLane], int (&chunks)
   }
 }
 
-__device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared& shared) {
-  const CandidateRow row(p, blockIdx.x / p.strata_blocks);
-  if (row.count <= spec::kFront) return;
+// What is sorted by strata, and where its order goes.
+struct StrataTask {
+  const uint16* scores;
+  CandidateRow row;
+  const int* keys;  // of candidates; null: row.key
+  int* order;
+  int limit;        // what comes before it goes to `first` and, with its score, to `first_scores`
+  int* first;
+  uint16* first_scores;
+};
+
+__device__ __forceinline__ void sort_strata(const StrataTask& task, int first_pair, StrataShared& shared) {
+  const CandidateRow& row = task.row;
   const Strata strata(row.count);
-  const int first_pair = static_cast<int>(blockIdx.x % p.strata_blocks) * kBlockPairs;
   if (first_pair >= strata.pairs) return;
   const int slot = threadIdx.x / kPairLanes;
-  const uint16* scores = p.scores + row.row * p.stride;
   // Of a warp's pairs some may be past the row's last: they sort that one again, for nobody.
   if (first_pair + __shfl_sync(kFullWarp, slot, 0) < strata.pairs) {
     uint32 x[kOfLane];
-    load_numbers(x, shared.chunks[slot], scores, row, strata, min(first_pair + slot, strata.pairs - 1));
+    load_numbers(x, shared.chunks[slot], task.scores, row, strata, min(first_pair + slot, strata.pairs - 1));
     sort_lanes<kPairLanes>(x);
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
@@ -106,31 +116,30 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
   constexpr int kRankThreads = kBlockPairs / 2, kRanks = kOrderThreads / kRankThreads;
   const int two = static_cast<int>(threadIdx.x) % kRankThreads * 2, stratum = (first_pair + two) * 2;
   if (first_pair + two >= strata.pairs) return;
-  int* order = p.k_order + row.row * p.stride;
-  uint16* front = p.front + row.row * spec::kFront;
   const uint32 chunks[2] = {shared_address(shared.chunks[two]), shared_address(shared.chunks[two + 1])};
-  int key[4];
+  int c[4];  // candidates
   const auto read = [&](int rank) {
     const uint2 found = *reinterpret_cast<const uint2*>(&shared.sorted[rank][slot_at(rank, two)]);
     const uint32 index[4] = {found.x, found.x >> 16, found.y, found.y >> 16};
 #pragma unroll
     for (int s = 0; s < 4; ++s)
-      key[s] = load_shared_4(chunks[s / 2] + (index[s] & 0xfcu)) ^ (index[s] & 3u) * 2 ^ s % 2;
-    if (row.gap()) {
-#pragma unroll
-      for (int s = 0; s < 4; ++s) key[s] = row.key(key[s]);
-    }
+      c[s] = load_shared_4(chunks[s / 2] + (index[s] & 0xfcu)) ^ (index[s] & 3u) * 2 ^ s % 2;
   };
+  const bool gap = row.gap();
+  const auto key = [&](int s) { return task.keys ? task.keys[c[s]] : gap ? row.key(c[s]) : c[s]; };
+  const auto score = [&](int s) -> uint32 { return task.scores[row.key(c[s])]; };
   int rank = threadIdx.x / kRankThreads, place = strata.place(rank, stratum);
   const int step = kRanks * 2 * strata.pairs;
-  int* target = order + place;
 #pragma unroll 1
-  for (; rank < 4 * strata.layers; rank += kRanks, place += step, target += step) {
+  for (; rank < 4 * strata.layers; rank += kRanks, place += step) {
     read(rank);
-    *reinterpret_cast<int4*>(target) = make_int4(key[0], key[1], key[2], key[3]);
-    if (place < spec::kFront) {
-      const auto pair = [&](int s) { return scores[key[s]] | static_cast<uint32>(scores[key[s + 1]]) << 16; };
-      *reinterpret_cast<uint2*>(front + place) = make_uint2(pair(0), pair(2));
+    const int4 keys = make_int4(key(0), key(1), key(2), key(3));
+    if (place < task.limit) {
+      *reinterpret_cast<int4*>(task.first + place) = keys;
+      *reinterpret_cast<uint2*>(task.first_scores + place) =
+          make_uint2(score(0) | score(1) << 16, score(2) | score(3) << 16);
+    } else {
+      *reinterpret_cast<int4*>(task.order + place) = keys;
     }
   }
   if (rank >= 4 * strata.layers + 4 || strata.left == 0) return;
@@ -139,9 +148,40 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
   for (int s = 0; s < 4; ++s) {
     if (rank >= strata.size(stratum + s)) continue;
     const int at = strata.place(rank, stratum + s);
-    order[at] = key[s];
-    if (at < spec::kFront) front[at] = scores[key[s]];
+    (at < task.limit ? task.first : task.order)[at] = key(s);
+    if (at < task.limit) task.first_scores[at] = static_cast<uint16>(score(s));
   }
+}
+
+__device__ __forceinline__ bool has_middle(const CandidateRow& row) { return row.count > spec::kMiddleFrom; }
+
+__device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared& shared) {
+  const CandidateRow row(p, blockIdx.x / p.strata_blocks);
+  if (row.count <= spec::kFront) return;
+  StrataTask task = {p.scores + row.row * p.stride, row};
+  task.order = p.k_order + row.row * p.stride;
+  if (has_middle(row)) {
+    task.limit = spec::kMiddle;
+    task.first = p.middle + row.row * spec::kMiddle;
+    task.first_scores = p.middle_scores + row.row * spec::kMiddle;
+  } else {
+    task.limit = spec::kFront;
+    task.first = task.order;
+    task.first_scores = p.front_scores + row.row * spec::kFront;
+  }
+  sort_strata(task, static_cast<int>(blockIdx.x % p.strata_blocks) * kBlockPairs, shared);
+}
+
+__device__ __forceinline__ void key_middle(const RankKeysParams& p, StrataShared& shared) {
+  constexpr int kBlocks = spec::kMiddle / (2 * spec::kStratum * kBlockPairs);
+  const CandidateRow row(p, blockIdx.x / kBlocks);
+  if (!has_middle(row)) return;
+  StrataTask task = {p.middle_scores + row.row * spec::kMiddle, CandidateRow(row.row, spec::kMiddle)};
+  task.keys = p.middle + row.row * spec::kMiddle;
+  task.first = task.order = p.k_order + row.row * p.stride;
+  task.limit = spec::kFront;
+  task.first_scores = p.front_scores + row.row * spec::kFront;
+  sort_strata(task, static_cast<int>(blockIdx.x % kBlocks) * kBlockPairs, shared);
 }
 
 struct FrontShared {
@@ -155,7 +195,7 @@ __device__ __forceinline__ void key_front(const RankKeysParams& p, FrontShared& 
   if (row.count <= 0) return;
   const bool whole = row.count <= spec::kFront;
   const uint16* scores = p.scores + row.row * p.stride;
-  const uint16* front = p.front + row.row * spec::kFront;
+  const uint16* front = p.front_scores + row.row * spec::kFront;
   int* order = p.k_order + row.row * p.stride;
   RadixSort sort(shared.radix);
 #pragma unroll

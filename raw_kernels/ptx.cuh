@@ -104,13 +104,6 @@ __device__ __forceinline__ void store_global_16(void* global, uint32 x, uint32 y
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Eight bytes that another block has written.
-__device__ __forceinline__ uint2 load_from_l2(const uint2* global) {
-  uint2 x;
-  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(global) : "memory");
-  return x;
-}
-
 // 16 bytes of global memory if `present`, else zeros.
 __device__ __forceinline__ uint4 load_16_or_zeros(const void* global, bool present) {
   uint4 x;

@@ -10,7 +10,9 @@ struct RankKeysParams {
   const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
   uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
   int* k_order;            // [chunk rows, stride]
-  uint16* front;           // [chunk rows, kFront]: scores of the first in k_order, of rows of more candidates
+  uint16* front_scores;    // [chunk rows, kFront]: of the first that key_strata or key_middle leaves in k_order
+  int* middle;             // [chunk rows, kMiddle]: the first of key_strata's order, of rows of more than kMiddleFrom
+  uint16* middle_scores;   // [chunk rows, kMiddle]
   int64 stride;            // a multiple of kStep
   Geometry geometry;
   Chunk chunk;

@@ -1,6 +1,6 @@
 // The bucket of a score in a range of scores; reference/s2o.py: score_buckets.
 #pragma once
-#include "sortable.cuh"
+#include "ptx.cuh"
 
 namespace s2o {
 
@@ -38,21 +38,22 @@ struct ScoreBuckets {
 
   __device__ __forceinline__ explicit ScoreBuckets(const ScoreRange& range) {
     const auto finite = [](float x) { return x == x ? x : 0.f; };
-    const auto parts = [](float top, float bottom) {
-      return fminf(__fdiv_rn(kBuckets - 1.f, __fsub_rn(top, bottom)), 65504.f);
+    const auto factor_of = [](float top, float bottom) {
+      return fminf(__fdiv_rn(kBuckets - 2.f, __fsub_rn(top, bottom)), 65504.f);
     };
     const float top[2] = {finite(Float16::low(range.high)), finite(Float16::high(range.high))};
     high = Float16::pack(top[0], top[1]);
-    factor = Float16::pack(parts(top[0], finite(Float16::low(range.low))), parts(top[1], finite(Float16::high(range.low))));
+    factor = Float16::pack(factor_of(top[0], finite(Float16::low(range.low))),
+                           factor_of(top[1], finite(Float16::high(range.low))));
   }
 
   // 1024 + bucket of two scores as float16, whose last bits then are the bucket. NaN loses against the first bucket,
-  // so the maximum comes before the minimum.
+  // which is its own and plus infinity's, so the maximum comes before the minimum.
   __device__ __forceinline__ uint32 operator()(uint32 scores) const {
-    constexpr uint32 kFirst = 0x64006400u, kLast = kFirst + (kBuckets - 1) * 0x10001u;
+    constexpr uint32 kFirst = 0x64006400u, kFinite = kFirst + 0x10001u, kLast = kFirst + (kBuckets - 1) * 0x10001u;
     uint32 x;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(high), "r"(scores));
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(factor), "r"(kFirst));
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(factor), "r"(kFinite));
     return Float16::smaller(Float16::larger(x, kFirst), kLast);
   }
 };

@@ -30,6 +30,8 @@ from ..spec import (
     LAYER_MIX,
     LOG2E,
     MAX_SEGMENT,
+    MIDDLE,
+    MIDDLE_FROM,
     STRATUM,
     SURVEY_DEFICIT,
     SURVEY_EVERY,
@@ -47,12 +49,12 @@ __all__ = [
     "State",
     "add_remainder",
     "candidate_positions",
-    "cut",
     "fine_scores",
     "fine_segments",
     "finish",
     "key_order",
     "key_scores",
+    "leading_bits",
     "log_weights",
     "order_keys",
     "pass1",
@@ -118,12 +120,12 @@ def representatives(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Ar
     return reps, counts
 
 
-def cut(scores: Array) -> Array:
-    """Scores as a query's place goes by them: float32 without its last 13 bits, that is toward zero to 10 bits after
-    the first. The GPU has the query's offset there."""
-    scores = np.asarray(scores, np.float32)
-    short = (np.ascontiguousarray(scores).view(np.uint32) & ~np.uint32(MAX_SEGMENT - 1)).view(np.float32)
-    return np.where(np.isnan(scores), scores, short)
+def leading_bits(scores: Array) -> Array:
+    """Integers that grow with scores, by the first 19 bits of their float32: sign, exponent and 10 of the fraction. The
+    rest is cut off, as the GPU has a query's offset there. NaN is the greatest; -0 equals 0."""
+    bits = (np.asarray(scores, np.float32) + np.float32(0)).view(np.uint32)
+    growing = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+    return (np.where(np.isnan(scores), np.uint32(0xFFFFFFFF), growing) // MAX_SEGMENT).astype(np.int64)
 
 
 @quiet
@@ -133,7 +135,7 @@ def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
     The guide is the mean of the KV head's first segment of keys, or of as many of them as stand before
     the segment: when 0 < seqlen_k - seqlen_q < segment, queries of the first segment would otherwise be
     ordered, and so stopped together, by keys of their future. With no such key the order is the identity.
-    Scores are compared as :func:`cut`; equal ones stay in ascending position, NaN counts as greatest.
+    Scores are compared by :func:`leading_bits`; equal ones stay in ascending position.
 
     Returns int32 [B, H, N, S]: offsets inside the segment, -1 past the end of a short last segment.
     """
@@ -149,8 +151,8 @@ def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
             continue
         guide = k[:, :, :count].mean(axis=2)  # [B, Hkv, D]
         scores = grouped[:, :, :, begin:end] @ guide[:, :, None, :, None]  # [B, Hkv, G, rows, 1]
-        scores = cut(scores.reshape(batch, heads, rows))
-        order[:, :, n, :rows] = np.lexsort((-scores, ~np.isnan(scores)))  # stable; the last key leads
+        bits = leading_bits(scores.reshape(batch, heads, rows))
+        order[:, :, n, :rows] = np.argsort(-bits, axis=-1, kind="stable")
     return order
 
 
@@ -201,11 +203,12 @@ def score_buckets(scores: Array, count: int = KEY_BUCKETS) -> Array:
 
     ``scores`` is float16 [..., C], or is rounded to it. With hi and lo the extremes of a row's finite scores::
 
-        factor = float16(min((count - 1) / (hi - lo), 65504))        in float32
-        bucket = clamp(rint((hi - score) * factor), 0, count - 1)    in float16, the product exact
+        factor = float16(min((count - 2) / (hi - lo), 65504))            in float32
+        bucket = clamp(1 + rint((hi - score) * factor), 0, count - 1)    in float16, the product exact
 
-    Float16 has ten bits after the first, so that 1024 plus a bucket is what a fused multiply-add of its arithmetic
-    rounds to an integer by itself; ``count`` is at most 1024. NaN and +inf go to bucket 0, -inf to the last.
+    Float16 has ten bits after the first, so that 1025 plus a bucket is what a fused multiply-add of its arithmetic
+    rounds to an integer by itself; ``count`` is at most 1024. NaN and +inf have bucket 0 to themselves, -inf goes to
+    the last.
     """
     scores = np.asarray(scores).astype(np.float16)
     finite = np.isfinite(scores)  # [..., C]
@@ -214,10 +217,10 @@ def score_buckets(scores: Array, count: int = KEY_BUCKETS) -> Array:
     none = hi < lo
     hi, lo = np.where(none, np.float16(0), hi), np.where(none, np.float16(0), lo)
     span = hi.astype(np.float32) - lo.astype(np.float32)
-    factor = np.minimum(np.float32(count - 1) / span, np.float32(65504)).astype(np.float16)  # [..., 1]
+    factor = np.minimum(np.float32(count - 2) / span, np.float32(65504)).astype(np.float16)  # [..., 1]
     below = hi - scores  # [..., C] float16
     # Exact in float64 but for what is far below a half, so this rounds once, as the GPU's instruction does.
-    place = (below.astype(np.float64) * factor.astype(np.float64) + 1024).astype(np.float16)
+    place = (below.astype(np.float64) * factor.astype(np.float64) + 1025).astype(np.float16)
     place = np.fmin(np.fmax(place, np.float16(1024)), np.float16(1024 + count - 1))
     return place.astype(np.int32) - 1024
 
@@ -228,7 +231,7 @@ def _bucket_order(scores: Array) -> Array:
     return np.argsort(score_buckets(scores).astype(np.uint16), axis=-1, kind="stable").astype(np.int32)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)
 def strata(count: int) -> Array:
     """How ``count`` candidates are dealt to strata of at most STRATUM: int32 [strata, STRATUM], -1 past an end.
 
@@ -236,7 +239,7 @@ def strata(count: int) -> Array:
     odd ones to the second, and in every second eight layers the other way round. Each whole layer begins at another
     pair. So keys at equal distances do not meet in few strata.
     """
-    pairs, layers = -(-count // (4 * STRATUM)) * 2, STRATUM // 4
+    pairs, layers = max(1, -(-count // (4 * STRATUM))) * 2, STRATUM // 4
     layer = np.arange(layers, dtype=np.int64)[:, None]  # [layers, 1]
     whole = layer < count // (8 * pairs)
     shift = np.where(whole, (layer**2 * LAYER_MIX & 0xFFFFFFFF) * pairs >> 32, 0)
@@ -266,21 +269,25 @@ def stratified_order(scores: Array) -> Array:
 
 
 def order_keys(scores: Array) -> Array:
-    """Descending order of scores [..., C] (Algorithm 1, line 19), to within a bucket where it matters.
+    """Descending order of scores [..., C] (Algorithm 1, line 19), near a full sort where pass 2 begins.
 
-    Up to FRONT candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket: a counting sort.
-    More come in :func:`stratified_order`, whose first FRONT are then ordered by buckets of their own, stably. Given the
-    same scores any IEEE machine finds the same order, bit for bit.
+    Up to FRONT candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket. More come in
+    :func:`stratified_order`; of more than MIDDLE_FROM the first MIDDLE of this are put in such an order again. Of what
+    results the first FRONT are ordered by buckets of their own, stably. Given the same scores any IEEE machine finds
+    the same order, bit for bit.
 
     Returns int32 [..., C] candidate indices.
     """
     scores = np.asarray(scores).astype(np.float16)
-    if scores.shape[-1] <= FRONT:
+    count = scores.shape[-1]
+    if count <= FRONT:
         return _bucket_order(scores)
     order = stratified_order(scores)
-    front = order[..., :FRONT]
-    inner = _bucket_order(np.take_along_axis(scores, front, axis=-1))
-    order[..., :FRONT] = np.take_along_axis(front, inner, axis=-1)
+    for first, sort in ((MIDDLE, stratified_order), (FRONT, _bucket_order)):
+        if first == FRONT or count > MIDDLE_FROM:
+            front = order[..., :first]
+            inner = sort(np.take_along_axis(scores, front, axis=-1))
+            order[..., :first] = np.take_along_axis(front, inner, axis=-1)
     return order
 
 

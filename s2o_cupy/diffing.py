@@ -308,7 +308,7 @@ def compare(
         rows.floats("representatives", stages.reps[:, :, present], reps[:, :, present], allowed[:, :, present])
     step()
 
-    # Query order: descending in exact scores, up to the rounding of two neighbouring scores.
+    # Query order: descending in exact scores, up to the rounding of two neighbouring scores and the bits that are cut.
     if ordered:
         rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
     step()
@@ -468,7 +468,7 @@ def _query_order(order: Array, q: Array, k: Array, geometry: Geometry) -> tuple[
                 bound = (np.abs(q[b, h, begin:end]) @ size[b, h])[mine[b, h]]
                 bound = bound * (q.shape[-1] + guide_keys + 2) * UNIT32
                 rise = scores[1:] - scores[:-1]
-                cut = 2.0**-10 * np.maximum(np.abs(scores[1:]), np.abs(scores[:-1]))  # reference.s2o.cut
+                cut = 2.0**-10 * np.maximum(np.abs(scores[1:]), np.abs(scores[:-1]))  # reference.s2o.leading_bits
                 share = rise / (bound[1:] + bound[:-1] + cut + 1e-30)
             part[b, h, n, : count - 1] = np.where(rise > 0, share, 0)  # NaN comes first, and any order of NaN is right
     return part, different

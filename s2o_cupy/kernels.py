@@ -88,7 +88,7 @@ REMAINDER_PARAMS = np.dtype(
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
-        *((name, "u8") for name in ("means", "fine", "scores", "k_order", "front")),
+        *((name, "u8") for name in ("means", "fine", "scores", "k_order", "front_scores", "middle", "middle_scores")),
         ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
         ("chunk", np.dtype(_CHUNK)),
@@ -190,7 +190,10 @@ FAMILIES = {
         "key_scores_sm90.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 2,
         "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
     ),
-    "key_strata": _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None),
+    **{
+        name: _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None)
+        for name in ("key_strata", "key_middle")
+    },
     "key_front": _Family(
         "key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None
     ),
@@ -279,7 +282,7 @@ def render(kernel: Kernel) -> str:
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
     blocks = str(family.blocks_per_multiprocessor).format(**fields)
-    plain = {"key_strata": "s2o::StrataShared", "key_front": "s2o::FrontShared"}
+    plain = dict.fromkeys(("key_strata", "key_middle"), "s2o::StrataShared") | {"key_front": "s2o::FrontShared"}
     shared = plain.get(kernel.function, f"{traits}::Shared")
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     # A struct that ends in an open array is only the least that is needed.

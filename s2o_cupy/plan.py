@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .kernels import Kernel
 from .problem import GPU_BLOCK_M, Problem
-from .spec import FRONT, STOP_LAG, STRATUM, SURVEY_SAMPLES, Geometry, S2OConfig
+from .spec import FRONT, MIDDLE, MIDDLE_FROM, STOP_LAG, STRATUM, SURVEY_SAMPLES, Geometry, S2OConfig
 
 __all__ = ["Chunk", "DeviceLimits", "LaunchPlan", "kernels_for", "make_plan"]
 
@@ -28,7 +28,7 @@ MAX_GRID = 2**31 - 1
 MAX_STAGES = 2
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
 WARP, RANK_THREADS = 32, 256
-BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata
+BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata (kBlockPairs)
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,14 @@ class Chunk:
 
     @property
     def strata_blocks(self) -> int:
-        """Blocks of key_strata for the candidates of a pair."""
-        pairs_of_strata = -(-self.stride // (4 * STRATUM)) * 2
-        return -(-pairs_of_strata // BLOCK_PAIRS) if self.stride > FRONT else 0
+        """Blocks of key_strata for a row of candidates; 0 where none is longer than a front."""
+        pairs = -(-self.stride // (4 * STRATUM)) * 2
+        return -(-pairs // BLOCK_PAIRS) if self.stride > FRONT else 0
+
+    @property
+    def middle_blocks(self) -> int:
+        """Blocks of key_middle, likewise."""
+        return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if self.stride > MIDDLE_FROM else 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class LaunchPlan:
     rank_queries: Kernel
     key_scores: Kernel
     key_strata: Kernel
+    key_middle: Kernel
     key_front: Kernel
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
@@ -114,8 +120,13 @@ class LaunchPlan:
 
     @property
     def front_rows(self) -> int:
-        """Rows with a front, of the largest chunk."""
+        """Rows of the largest chunk with strata."""
         return max((chunk.rows for chunk in self.chunks if chunk.strata_blocks), default=0)
+
+    @property
+    def middle_rows(self) -> int:
+        """Rows of the largest chunk with a middle."""
+        return max((chunk.rows for chunk in self.chunks if chunk.middle_blocks), default=0)
 
     @property
     def workspace_elements(self) -> int:
@@ -273,12 +284,12 @@ def _hopper_fine_scores(dtype: str, head_dim: int, paged: bool = False) -> Kerne
     return Kernel("fine_scores_sm90", dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
-def _key_strata() -> Kernel:
-    return Kernel("key_strata", shared_bytes=BLOCK_PAIRS * (STRATUM * 4 + STRATUM // 4 * 4))
+def _key_strata(function: str = "key_strata") -> Kernel:
+    return Kernel(function, shared_bytes=BLOCK_PAIRS * (STRATUM * 4 + STRATUM // 4 * 4))
 
 
 def _key_front() -> Kernel:
-    digits, warps = 32, RANK_THREADS // 32
+    digits, warps = 32, RANK_THREADS // WARP
     return Kernel("key_front", shared_bytes=FRONT * 4 + digits * RANK_THREADS * 2 + digits * 4 + warps * 8)
 
 
@@ -289,7 +300,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     caps = lambda dtype, head_dim, paged: (  # noqa: E731
         (False, True) if not paged or (dtype, head_dim) == ("bfloat16", 128) else (False,)
     )
-    kernels: list[Kernel] = [_key_strata(), _key_front()]
+    kernels: list[Kernel] = [_key_strata(), _key_strata("key_middle"), _key_front()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         for name, aligned in itertools.product(("guides", "rank_queries"), (True, False)):
             kernels.append(_rank_queries(name, dtype, head_dim, 1024, aligned))
@@ -331,6 +342,13 @@ def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
     return group * max(counts, key=lambda n: (filled[n], n))
 
 
+def row_bytes(stride: int) -> int:
+    """What a row of scores and its order take of the workspace."""
+    front = FRONT * 2 if stride > FRONT else 0
+    middle = MIDDLE * (4 + 2) if stride > MIDDLE_FROM else 0
+    return stride * BYTES_PER_CANDIDATE + front + middle
+
+
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
     """Rounds from the last segment to the first, each within the workspace if one row fits."""
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
@@ -343,7 +361,7 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
         keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
         stride = -(-keys // STEP) * STEP
         # No grid of a chunk has more blocks than elements.
-        rows = max(1, min(config.workspace_bytes // (stride * BYTES_PER_CANDIDATE), MAX_GRID // stride))
+        rows = max(1, min(config.workspace_bytes // row_bytes(stride), MAX_GRID // stride))
         if rows >= heads:
             heads_each = _heads_of_a_round(heads, group, rows, end)
             segments, block = min(end, rows // heads_each), max(1, SCORE_ROWS // group)
@@ -436,6 +454,7 @@ def make_plan(
         rank_queries=_rank_queries("rank_queries", problem.dtype, head_dim, sort_slots, aligned),
         key_scores=key_scores,
         key_strata=_key_strata(),
+        key_middle=_key_strata("key_middle"),
         key_front=_key_front(),
         whole=Chunk(
             0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0

@@ -15,7 +15,7 @@ from . import kernels
 from .operand import Operand, Paging
 from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
-from .spec import FRONT, LOG2E, S2OConfig
+from .spec import FRONT, LOG2E, MIDDLE, S2OConfig
 
 __all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
 
@@ -78,7 +78,9 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
             ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
             ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
-            ("front", (plan.front_rows, FRONT), "float16"),
+            ("front_scores", (plan.front_rows, FRONT), "float16"),
+            ("middle", (plan.middle_rows, MIDDLE), "int32"),
+            ("middle_scores", (plan.middle_rows, MIDDLE), "float16"),
         ]
     if plan.chunks and config.adds_remainder:
         kv_heads = problem.batch * problem.kv_heads
@@ -290,7 +292,7 @@ class _Builder:
         params = np.array(
             (
                 self.tensors["k"],
-                *(0,) * 5,
+                *(0,) * 7,
                 chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
@@ -312,5 +314,7 @@ class _Builder:
             steps.append(("fine_scores", plan.fine_scores, blocks, fine))
         if chunk.strata_blocks:
             steps.append(("key_strata", plan.key_strata, chunk.rows * chunk.strata_blocks, params))
+        if chunk.middle_blocks:
+            steps.append(("key_middle", plan.key_middle, chunk.rows * chunk.middle_blocks, params))
         steps.append(("rank_keys", plan.key_front, chunk.rows, params))
         return [self._launch(stage, kernel, blocks, its_params, chunk) for stage, kernel, blocks, its_params in steps]

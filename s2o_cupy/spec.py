@@ -21,6 +21,8 @@ __all__ = [
     "LAYER_MIX",
     "MAX_HEAD_DIM",
     "MAX_SEGMENT",
+    "MIDDLE",
+    "MIDDLE_FROM",
     "PATHS",
     "RANKS",
     "STOP_LAG",
@@ -30,15 +32,18 @@ __all__ = [
     "S2OError",
 ]
 
-# Keys are ordered in two steps (reference.s2o.order_keys is the definition). Candidates are dealt to strata of STRATUM,
-# and each is sorted by KEY_LEVELS parts of its own score range: a level and an index are then the bits of a float16.
+# How keys are ordered (reference.s2o.order_keys is the definition). Up to FRONT candidates by KEY_BUCKETS parts of the
+# range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
+FRONT = 8192
+KEY_BUCKETS = 1024
+# More are dealt to strata of STRATUM, each of which is sorted by KEY_LEVELS parts of its own range: 124 * 256 levels and
+# indices are the bits of the finite float16 that are not negative.
 STRATUM = 256
 KEY_LEVELS = 124
 LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
-# Of that the first FRONT are sorted by KEY_BUCKETS parts of theirs. Float16 tells integers from 1024 to 2047 apart, so
-# its arithmetic rounds to a bucket by itself.
-FRONT = 8192
-KEY_BUCKETS = 1024
+# Of more than MIDDLE_FROM the first MIDDLE are dealt again: the front would hold too few of so many strata.
+MIDDLE_FROM = 1 << 18
+MIDDLE = 1 << 16
 
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
@@ -70,6 +75,8 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kStratum": STRATUM,
     "kKeyLevels": KEY_LEVELS,
     "kLayerMix": LAYER_MIX,
+    "kMiddleFrom": MIDDLE_FROM,
+    "kMiddle": MIDDLE,
     "kFront": FRONT,
     "kKeyBuckets": KEY_BUCKETS,
     "kSurveyEvery": SURVEY_EVERY,

@@ -192,6 +192,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False},
     {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128},
     {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 1, "options": {"window": 77}},
+    {"seqlen_q": 200, "seqlen_k": 40_003, "heads": 1, "is_causal": False, "head_dim": 8},
+    {"seqlen_q": 100, "seqlen_k": 9100, "heads": 1, "scale": 0.0},
+    *({"seqlen_q": 20, "seqlen_k": (1 << 18) + more, "heads": 1, "head_dim": 8} for more in (20, 21, 40_001)),
     *({"seqlen_q": 100, "seqlen_k": 9000, "heads": 1, "poison": ("k", row, value)}
       for row in (17, 8000) for value in (NAN, INF, -INF)),
     # Places in memory.
@@ -244,6 +247,7 @@ SANITIZED = (
     Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
     Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False),
+    Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1),
 )
 
 

@@ -465,7 +465,7 @@ class TestGpu:
                 "--repeats", 3, "--json", tmp_path / "x.json")  # fmt: skip
         rows = json.loads((tmp_path / "x.json").read_text())["rows"]
         assert all(row["equal"] and row["many_ms"] > 0 for row in rows)
-        assert all(rows[0][f"{part}_ms"] > 0 for part in ("pass1", "ordering", "pass2"))
+        assert all(rows[0][f"{part}_ms"] > 0 for part in ("pass1", "ordering", "remainder", "pass2"))
 
     def test_quality(self, tmp_path):
         succeed("quality.py", "--input", "mixture", "--lengths", 4096, "--taus", "0.01", "--json", tmp_path / "x.json",

@@ -193,6 +193,7 @@ def test_numbers_of_the_definition():
     page = text_of(ROOT / "docs" / "algorithm.md")
     assert f"Up to {spec.FRONT:,} candidates are ordered by {spec.KEY_BUCKETS:,} buckets" in page
     assert f"*strata* of at most {spec.STRATUM}," in page
+    assert f"Of more than {spec.MIDDLE_FROM:,}" in page and f"the first {spec.MIDDLE:,} are dealt" in page
     assert f"ordered by {spec.KEY_LEVELS} buckets" in page
     assert f"the first {spec.FRONT:,} of this order are ordered again, by {spec.KEY_BUCKETS:,} buckets" in page
     lag = spec.STOP_LAG

@@ -90,7 +90,7 @@ FAULTS = [
     # The order stays a permutation, so that pass 2 reads nothing but keys.
     *_faults(
         "key_front", MEAN,
-        ("buckets are twice as wide", "key order", "kBuckets - 1.f,", "kBuckets / 2 - 1.f,"),
+        ("buckets are twice as wide", "key order", "kBuckets - 2.f,", "kBuckets / 2 - 2.f,"),
         ("distances are of half the scores", "key order", ': "=r"(x) : "r"(high), "r"(scores)',
          ': "=r"(x) : "r"(high), "r"(scores & 0xffffu | scores << 16)'),
         ("threads sort each other's candidates", "key order", "(chunk * (kOfThread / 4) + i / 4)",
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     *_faults(
         "key_strata", LONG,
-        ("levels are twice as wide", "key order", "kBuckets - 1.f,", "kBuckets / 2 - 1.f,"),
+        ("levels are twice as wide", "key order", "kBuckets - 2.f,", "kBuckets / 2 - 2.f,"),
         ("halves of a stratum are not merged", "key order", "run < kLanes; run *= 2", "2 * run < kLanes; run *= 2"),
         ("a step of a lane's sort is left out", "key order", "int i = k % p; i + k < kOfLane;",
          "int i = k % p; i + 2 * k < kOfLane;"),
@@ -119,10 +119,19 @@ FAULTS = [
         ("a range is half of the other stratum's", "key order", "range.join(swapped.swapped());",
          "range.join(swapped);"),
         ("all layers begin alike", "key order", "(pair < shift ? pair - shift + pairs : pair - shift)", "pair"),
-        ("places of strata are exchanged", "key order", "make_int4(key[0], key[1],", "make_int4(key[1], key[0],"),
+        ("places of strata are exchanged", "key order", "make_int4(key(0), key(1),", "make_int4(key(1), key(0),"),
         ("the front has its neighbours' scores", "key order",
-         "scores[key[s]] | static_cast<uint32>(scores[key[s + 1]]) << 16",
-         "scores[key[s + 1]] | static_cast<uint32>(scores[key[s]]) << 16"),
+         "make_uint2(score(0) | score(1) << 16,", "make_uint2(score(1) | score(0) << 16,"),
+        ("what comes after the last whole layer is dealt the other way round", "key order",
+         "found = make_uint4(swapped", "if (false) found = make_uint4(swapped"),
+        ("neighbours come last", "key order", "if (2 * e + 1 >= present)", "if (2 * e >= present)"),
+        ("what is beyond whole ranks is placed a stratum too late", "key order", "min(left % 8, 2 * beyond) + stratum",
+         "min(left % 8, 2 * beyond) + (stratum ^ 1)"),
+    ),
+    *_faults(
+        "key_middle", replace(LONG, seqlen_k=263_000, head_dim=8),
+        ("another row's scores are taken", "key order", "{p.middle_scores + row.row *",
+         "{p.middle_scores + (row.row ^ 1) *"),
     ),
     *_faults(
         "pass1", MEAN,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from s2o_cupy.reference import s2o
-from s2o_cupy.spec import FRONT, KEY_BUCKETS, KEY_LEVELS, STRATUM
+from s2o_cupy.spec import FRONT, KEY_BUCKETS, KEY_LEVELS, MIDDLE, MIDDLE_FROM, STRATUM
 
 
 def buckets(scores, count=KEY_BUCKETS):
@@ -18,7 +18,7 @@ def buckets(scores, count=KEY_BUCKETS):
     finite = [x for x in scores if np.isfinite(x)] or [np.float16(0)]
     with np.errstate(all="ignore"):
         span = np.float32(max(finite)) - np.float32(min(finite))
-        factor = np.float16(min(np.float32(count - 1) / span, np.float32(65504)))
+        factor = np.float16(min(np.float32(count - 2) / span, np.float32(65504)))
         result = []
         for x in scores:
             below = max(finite) - x  # float16
@@ -27,7 +27,7 @@ def buckets(scores, count=KEY_BUCKETS):
             elif np.isinf(below):
                 result.append(count - 1 if below > 0 else 0)
             else:  # round() takes a fraction to the nearest integer, halves to an even one
-                result.append(min(max(round(Fraction(float(below)) * Fraction(float(factor))), 0), count - 1))
+                result.append(min(round(Fraction(float(below)) * Fraction(float(factor)) + 1025) - 1024, count - 1))
     return result
 
 
@@ -62,7 +62,7 @@ def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
 
 
 def test_order_keys_sorts_clear_margins_and_keeps_near_ties():
-    scores = np.array([0.0, 3.0, 3.001, 10.0, -5.0, 3.0], np.float16)  # a bucket is 15 / 1023 = 0.015
+    scores = np.array([0.0, 3.0, 3.001, 10.0, -5.0, 3.0], np.float16)  # a bucket is 15 / 1022 = 0.015
     assert s2o.order_keys(scores).tolist() == [3, 1, 2, 5, 0, 4]
 
 
@@ -71,7 +71,7 @@ def test_order_keys_sorts_clear_margins_and_keeps_near_ties():
     [
         ([2.0, 2.0, 2.0], [0, 1, 2]),  # constant
         ([np.nan, np.nan], [0, 1]),
-        ([1.0, np.nan, 2.0, np.inf, -np.inf], [1, 2, 3, 0, 4]),  # 2, NaN and inf share bucket 0
+        ([1.0, np.nan, 2.0, np.inf, -np.inf], [1, 3, 2, 0, 4]),  # NaN and inf share bucket 0
         ([-np.inf, 1.0, -np.inf], [1, 0, 2]),
         ([-60000, 60000, -np.inf, 0.0], [1, 3, 0, 2]),  # what is more than float16 below shares the last bucket
         ([-30000, 30000, 0.0], [1, 2, 0]),
@@ -94,7 +94,7 @@ def test_order_keys_treats_rows_apart():
         # Scores ascend by no more than a bucket, and by the rounding of a distance and of its place to ten bits.
         ranked = scores[b, h][order[b, h]].astype(np.float64)
         lowest = np.minimum.accumulate(ranked)
-        assert (ranked - lowest <= np.ptp(ranked) * (1 / (KEY_BUCKETS - 1) + 2**-10)).all()
+        assert (ranked - lowest <= np.ptp(ranked) * (1 / (KEY_BUCKETS - 2) + 2**-10)).all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 16, 17, 1024, 1025, 2048, 8193, 10_000, 100_001, 131_072])
@@ -139,6 +139,33 @@ def test_the_front_of_a_long_row_is_sorted_again(count):
     np.testing.assert_array_equal(order[FRONT:], rough[FRONT:])
     bucket = buckets(scores[rough[:FRONT]])
     assert order[:FRONT].tolist() == [rough[i] for i in sorted(range(FRONT), key=lambda i: (bucket[i], i))]
+
+
+def test_a_very_long_row_is_dealt_twice():
+    scores = unusual(MIDDLE_FROM + 1, 3)
+    order = s2o.order_keys(scores)
+    assert np.sort(order).tolist() == list(range(MIDDLE_FROM + 1))
+    first = s2o.stratified_order(scores)
+    np.testing.assert_array_equal(order[MIDDLE:], first[MIDDLE:])
+    second = first[:MIDDLE][s2o.stratified_order(scores[first[:MIDDLE]])]
+    np.testing.assert_array_equal(order[FRONT:MIDDLE], second[FRONT:])
+    bucket = s2o.score_buckets(scores[second[:FRONT]])
+    np.testing.assert_array_equal(order[:FRONT], second[:FRONT][np.argsort(bucket, kind="stable")])
+
+
+@pytest.mark.parametrize("count", [8_193, 30_000, 131_072, MIDDLE_FROM, MIDDLE_FROM + 1, 1 << 20, 1 << 22])
+def test_what_matters_most_comes_first(count):
+    """A span of neighbours far above the rest, which strata deal to few, is the front's front; and NaN before it."""
+    rng = np.random.default_rng(count)
+    scores = rng.standard_normal(count).astype(np.float16)
+    at = count // 3 + 5
+    scores[at : at + 64] = 8 + rng.random(64).astype(np.float16)
+    lost = rng.choice(count - 1000, 10, replace=False)
+    lost = lost[(lost < at) | (lost >= at + 64)]
+    scores[lost] = np.nan
+    order = s2o.order_keys(scores)
+    assert set(order[: len(lost)].tolist()) == set(lost.tolist())
+    assert set(order[len(lost) : len(lost) + 64].tolist()) == set(range(at, at + 64))
 
 
 def test_a_long_row_s_front_is_near_a_full_sort():

@@ -503,7 +503,7 @@ PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
     "pass1", "pass2", "guides", "block_sums", "candidate_means", "survey", "fine_norms", "fine_scores", "key_scores",
 )
-STAGES = (*READERS, "rank_queries", "key_strata", "key_front")
+STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_front")
 
 
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
