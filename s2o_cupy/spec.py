@@ -36,8 +36,8 @@ __all__ = [
 # range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
 FRONT = 8192
 KEY_BUCKETS = 1024
-# More are dealt to strata of STRATUM, each of which is sorted by KEY_LEVELS parts of its own range: 124 * 256 levels and
-# indices are the bits of the finite float16 that are not negative.
+# More are dealt to strata of STRATUM, each of which is sorted by KEY_LEVELS parts of its own range: as many levels times
+# indices as there are finite float16 that are not negative.
 STRATUM = 256
 KEY_LEVELS = 124
 LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
