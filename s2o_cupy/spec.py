@@ -36,7 +36,7 @@ __all__ = [
 # range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
 FRONT = 8192
 KEY_BUCKETS = 1024
-# More are dealt to strata of STRATUM, each of which is sorted by KEY_LEVELS parts of its own range: as many levels times
+# More are dealt to strata of STRATUM, and each is sorted by KEY_LEVELS parts of its own range: as many levels times
 # indices as there are finite float16 that are not negative.
 STRATUM = 256
 KEY_LEVELS = 124
