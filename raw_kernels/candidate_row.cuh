@@ -10,7 +10,8 @@ struct CandidateRow {
   int dense_begin, dense_keys;
 
   // Candidates that stand side by side.
-  __device__ __forceinline__ CandidateRow(int64 row, int count) : row(row), count(count), dense_begin(count), dense_keys(0) {}
+  __device__ __forceinline__ CandidateRow(int64 row, int count)
+      : row(row), count(count), dense_begin(count), dense_keys(0) {}
   // Longer rows first: `index` counts (head, segment) pairs from the chunk's last segment on, heads fastest.
   __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index) {
     const int segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(index / p.chunk.heads);

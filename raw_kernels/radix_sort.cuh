@@ -1,9 +1,9 @@
 // A block's stable sort of kFront scores by bucket in shared memory: a radix sort by two digits.
 //
-// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kSortWarps + warp) * kOfThread on. It counts
-// digits in counters of its own and so knows how many of its candidates stand before each with the same digit; a sum
+// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kSortWarps + warp) * kOfThread on. It
+// counts digits in counters of its own and so knows how many of its scores stand before each with the same digit; a sum
 // over threads gives places. No atomic decides a place, and no thread waits for another's vote. Shared memory is read
-// and written without bank conflicts, but where candidates go to their places.
+// and written without bank conflicts, but where scores go to their places.
 #pragma once
 #include "score_buckets.cuh"
 
@@ -16,7 +16,7 @@ static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket")
 static_assert(spec::kFront * 4 < 1 << 16 && kOfThread % 8 == 0 && kOfThread <= 64, "what 16 and 8 bits hold");
 
 struct RadixShared {
-  uint32 items[spec::kFront];               // what is sorted; before that the scores
+  uint32 items[spec::kFront];                  // what is sorted; before that the scores
   uint32 counters[kDigits][kSortThreads / 2];  // 16 bits each of a thread of the first and the last four warps
   uint32 of_digit[kDigits];
 };

@@ -1,5 +1,5 @@
-// A sort of 16-bit numbers in registers, two independent ones in the halves of each: numbers are the bits of float16 from
-// 0 to infinity, which its minimum and maximum order like integers.
+// A sort of 16-bit numbers in registers, two independent ones in the halves of each: numbers are the bits of float16
+// from 0 to infinity, which its minimum and maximum order like integers.
 //
 // A lane sorts its kOfLane numbers (Batcher's network); then runs of twice as many lanes are merged (a bitonic merge,
 // whose first step compares each number with the other run's mirror image, so that all comparisons have one direction).

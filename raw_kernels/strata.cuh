@@ -1,8 +1,8 @@
 // How a row's candidates are dealt to strata, and how these make an order; reference/s2o.py: strata.
 //
-// Chunks of eight neighbours go to pairs of strata, layer by layer; their even ones to the pair's first stratum, the odd
-// ones to the second, and in every second eight layers the other way round. Each whole layer begins at another pair. So keys
-// at equal distances do not meet in few strata. The layer that may not be whole is dealt straight.
+// Chunks of eight neighbours go to pairs of strata, layer by layer; their even ones to the pair's first stratum, the
+// odd ones to the second, and in every second eight layers the other way round. Each whole layer begins at another
+// pair. So keys at equal distances do not meet in few strata. The layer that may not be whole is dealt straight.
 #pragma once
 #include "geometry.cuh"
 
