@@ -270,9 +270,12 @@ def release_memory() -> None:
 
 def extra_gib(function: Callable[[], Any]) -> float:
     """Memory that a call takes from the GPU beside the array it returns: the most it had, as pools keep what they
-    took."""
+    took, and its first call's, as a graph of it would hold its memory already."""
     import torch
 
+    from s2o_cupy import pipeline
+
+    pipeline.clear_cache()
     release_memory()
     before = torch.cuda.mem_get_info()[0]
     out = function()

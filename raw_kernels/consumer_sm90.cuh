@@ -384,6 +384,9 @@ struct Consumer {
       issue_output();
       vote(rows, visited - 1);
       voted += visited;
+      const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      const int rest = params.remainder ? limit - visited * kBlockN : 0;  // candidates that are not visited, if above 0
+      const Mean mean = load_mean(tile, stored, rest > 0);  // on its way under the product
       wgmma_wait<0>();
       release_v();
       // Copies that the producer had started before it saw the stop.
@@ -395,8 +398,7 @@ struct Consumer {
         barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
         release_v();
       }
-      const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
-      if (params.remainder && limit > visited * kBlockN) add_remainder(tile, stored, limit - visited * kBlockN);
+      if (rest > 0) add_remainder(mean, rest);
       store<false>(tile, stored, m, l);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = visited;
       barrier_arrive(shared.work_empty[slot]);
@@ -436,20 +438,32 @@ struct Consumer {
     }
   }
 
-  // Adds the `rest` candidates that were not visited, as their mean.
-  __device__ __forceinline__ void add_remainder(const Item& tile, const int (&position)[2], int rest) {
+  // The mean candidate: this thread's elements of its value, and its score in two rows.
+  struct Mean {
+    float2 value[kDimTiles];
+    float score[2];
+  };
+  __device__ __forceinline__ Mean load_mean(const Item& tile, const int (&position)[2], bool present) const {
     const int segment = tile.visited / params.tiles % params.geometry.segments();
     const float2* value = reinterpret_cast<const float2*>(mean_value(params, tile.head, segment, kHeadDim));
     const float* scores = params.remainder + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+    Mean mean;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mean.score[h] = load_float_or_zero(scores + position[h], present && position[h] >= 0);
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) mean.value[d] = load_floats_or_zeros(value + d * 4 + lane % 4, present);
+    return mean;
+  }
+
+  // Adds the `rest` candidates that were not visited, as their mean.
+  __device__ __forceinline__ void add_remainder(const Mean& mean, int rest) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float score = position[h] < 0 ? 0.f : capped(params, scores[position[h]]);
-      const RemainderWeights weights(score, rest, m[h], l[h]);
+      const RemainderWeights weights(capped(params, mean.score[h]), rest, m[h], l[h]);
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) {
-        const float2 x = value[d * 4 + lane % 4];
-        acc[d * 4 + 2 * h] = acc[d * 4 + 2 * h] * weights.acc + x.x * weights.value;
-        acc[d * 4 + 2 * h + 1] = acc[d * 4 + 2 * h + 1] * weights.acc + x.y * weights.value;
+        acc[d * 4 + 2 * h] = acc[d * 4 + 2 * h] * weights.acc + mean.value[d].x * weights.value;
+        acc[d * 4 + 2 * h + 1] = acc[d * 4 + 2 * h + 1] * weights.acc + mean.value[d].y * weights.value;
       }
     }
   }
