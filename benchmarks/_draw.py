@@ -81,7 +81,7 @@ def scaling(path: str, rows: Sequence[Row]) -> None:
     timed = any("s2o_ms" in row for row in rows)
     panels = [("s2o_ms", "ms")] if timed else []
     panels += [("density", "density"), ("rel_l2", "rel_l2 of sampled segments")]
-    panels += [("extra_gib", "GiB beside inputs and output")] if timed else []
+    panels += [("extra_gib", "GiB beside inputs and output")] if any(row.get("extra_gib") for row in rows) else []
     figure, axes = _figure(len(panels), False)
     lines = sorted(rows, key=lambda row: (row["input"], row["order"], row["goal"], row["length"]))
     told = [key for key in ("input", "order", "goal") if key == "goal" or len({row[key] for row in rows}) > 1]

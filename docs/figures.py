@@ -126,7 +126,6 @@ VIEWS: dict[str, list[Column]] = {
         ("cuDNN ms", _key("cudnn_ms"), "ms"),
         ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
         ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
-        ("extra GiB", _key("extra_gib"), ".2f"),
     ],
     # A paged cache against the same keys in one array, from benchmarks/serving.py.
     "pages": [
