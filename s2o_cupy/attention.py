@@ -229,10 +229,18 @@ def with_outputs(
 
 def parse_config(config: Any, tau: Any) -> S2OConfig:
     if config is None:
-        config = S2OConfig()
+        config = DEFAULT
     elif not isinstance(config, S2OConfig):
         raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    return config if tau is None else replace(config, tau=check_tau(tau, "s2o_attention"))
+    return config if tau is None else _with_tau(config, check_tau(tau, "s2o_attention"))
+
+
+DEFAULT = S2OConfig()
+
+
+@functools.lru_cache(maxsize=256)  # making a config anew, with its checks, would take 20 microseconds of each call
+def _with_tau(config: S2OConfig, tau: float) -> S2OConfig:
+    return replace(config, tau=tau)
 
 
 def parse_backend(backend: Any, device: Device, stream: Any) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from s2o_cupy import S2OConfig, S2OError, s2o_attention
+from s2o_cupy.attention import parse_config
 from s2o_cupy.problem import Problem, validate
 
 
@@ -169,6 +170,16 @@ def test_backend(qkv):
 def test_stream_on_the_cpu(qkv):
     with pytest.raises(ValueError, match="stream is given, but q, k and v are on the CPU"):
         s2o_attention(*qkv(10), stream=0)
+
+
+def test_a_tau_finds_its_config_again():
+    """Making a config, with its checks, would be a third of what a call costs the host."""
+    mine = S2OConfig(segment=64, rank="mean")
+    assert parse_config(None, None) == S2OConfig()
+    assert parse_config(mine, None) is mine
+    assert parse_config(mine, 0.5) == replace(mine, tau=0.5)
+    assert parse_config(S2OConfig(segment=64, rank="mean"), 0.5) is parse_config(mine, 0.5)
+    assert parse_config(None, 1) == S2OConfig(tau=1.0)
 
 
 @pytest.mark.parametrize("bad", [None, 1.0, [[1.0]], "q", np.float32(1)], ids=lambda x: type(x).__name__)
