@@ -1,4 +1,4 @@
-// The order of a row's candidates by score (the paper's Algorithm 1, line 19); reference/s2o.py: order_keys defines it.
+// The order of a row's candidates by score (the paper's Algorithm 1, line 19); reference/key_order.py defines it.
 //
 //   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in turn:
 //               the best of each, then the second best, and so on. For rows of more than kFront candidates.

@@ -1,4 +1,4 @@
-// The bucket of a score in a range of scores; reference/s2o.py: score_buckets.
+// The bucket of a score in a range of scores; reference/key_order.py: score_buckets.
 #pragma once
 #include "ptx.cuh"
 

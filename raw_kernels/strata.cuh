@@ -1,4 +1,4 @@
-// How a row's candidates are dealt to strata, and how these make an order; reference/s2o.py: strata.
+// How a row's candidates are dealt to strata, and how these make an order; reference/key_order.py: strata.
 //
 // Chunks of eight neighbours go to pairs of strata, layer by layer; their even ones to the pair's first stratum, the
 // odd ones to the second, and in every second eight layers the other way round. Each whole layer begins at another

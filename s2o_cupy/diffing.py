@@ -281,7 +281,7 @@ def compare(
 
     q [B, H, Lq, D] and k, v [B, Hkv, Lk, D] in the dtype that the GPU saw.
     """
-    from .reference import s2o
+    from .reference import key_order, s2o
     from .stats import S2OStats
 
     unit = UNIT[problem.dtype]
@@ -351,7 +351,7 @@ def compare(
     # Key order given the GPU's scores: equal.
     parts = []
     for n in range(segments):
-        want = s2o.candidate_positions(n, geometry)[s2o.order_keys(stages.scores[n])]
+        want = s2o.candidate_positions(n, geometry)[key_order.order_keys(stages.scores[n])]
         parts.append(np.where(stages.k_order[n] != want, np.inf, 0.0))
     flat = _flatten(parts)
     rows.integers("key order", flat, int((flat > 0).sum()), "exact")

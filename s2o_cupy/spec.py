@@ -32,7 +32,7 @@ __all__ = [
     "S2OError",
 ]
 
-# How keys are ordered (reference.s2o.order_keys is the definition). Up to FRONT candidates by KEY_BUCKETS parts of the
+# How keys are ordered (reference.key_order is the definition). Up to FRONT candidates by KEY_BUCKETS parts of the
 # range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
 FRONT = 8192
 KEY_BUCKETS = 1024

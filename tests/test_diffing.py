@@ -14,7 +14,7 @@ import pytest
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.diffing import GpuStages, compare, diff
 from s2o_cupy.problem import Problem
-from s2o_cupy.reference import s2o
+from s2o_cupy.reference import key_order, s2o
 
 STAGES = (
     "representatives", "query order", "survey", "key scores", "key order",
@@ -47,8 +47,8 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
             np.where(fine[:, :, n, None], s2o.fine_scores(q, k, n, geometry, config, scale), coarse)
             for n, coarse in enumerate(scores)
         ]
-    scores = [s2o.log_weights(x, scale) for x in scores]
-    k_order = [s2o.candidate_positions(n, geometry)[s2o.order_keys(x)] for n, x in enumerate(scores)]
+    scores = [key_order.log_weights(x, scale) for x in scores]
+    k_order = [s2o.candidate_positions(n, geometry)[key_order.order_keys(x)] for n, x in enumerate(scores)]
     state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])

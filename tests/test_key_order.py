@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from s2o_cupy.reference import s2o
+from s2o_cupy.reference import key_order
 from s2o_cupy.spec import FRONT, KEY_BUCKETS, KEY_LEVELS, MIDDLE, MIDDLE_FROM, STRATUM
 
 
@@ -33,7 +33,7 @@ def buckets(scores, count=KEY_BUCKETS):
 
 def stratified(scores):
     """stratified_order of one row: strata one after the other, in plain Python."""
-    dealt = [[c for c in stratum if c >= 0] for stratum in s2o.strata(len(scores)).tolist()]
+    dealt = [[c for c in stratum if c >= 0] for stratum in key_order.strata(len(scores)).tolist()]
     ranked = []
     for stratum in dealt:
         level = dict(zip(stratum, buckets([scores[c] for c in stratum], KEY_LEVELS), strict=True))
@@ -55,7 +55,7 @@ def unusual(count, seed):
 @settings(max_examples=300)
 def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
     """Hypothesis draws NaN, both infinities, subnormals and the largest numbers."""
-    order = s2o.order_keys(scores)
+    order = key_order.order_keys(scores)
     assert order.dtype == np.int32
     bucket = buckets(scores)
     assert order.tolist() == sorted(range(len(scores)), key=lambda c: (bucket[c], c))
@@ -63,7 +63,7 @@ def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
 
 def test_order_keys_sorts_clear_margins_and_keeps_near_ties():
     scores = np.array([0.0, 3.0, 3.001, 10.0, -5.0, 3.0], np.float16)  # a bucket is 15 / 1022 = 0.015
-    assert s2o.order_keys(scores).tolist() == [3, 1, 2, 5, 0, 4]
+    assert key_order.order_keys(scores).tolist() == [3, 1, 2, 5, 0, 4]
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_order_keys_sorts_clear_margins_and_keeps_near_ties():
 )
 def test_order_keys_corner_cases(scores, order):
     with np.errstate(over="ignore"):
-        assert s2o.order_keys(np.array(scores).astype(np.float16)).tolist() == order
+        assert key_order.order_keys(np.array(scores).astype(np.float16)).tolist() == order
 
 
 def test_order_keys_treats_rows_apart():
     scores = np.random.default_rng(0).standard_normal((2, 3, 500)).astype(np.float16)
     scores[1, 1] *= 1000
-    order = s2o.order_keys(scores)
+    order = key_order.order_keys(scores)
     for b, h in np.ndindex(2, 3):
-        np.testing.assert_array_equal(order[b, h], s2o.order_keys(scores[b, h]))
+        np.testing.assert_array_equal(order[b, h], key_order.order_keys(scores[b, h]))
         # Scores ascend by no more than a bucket, and by the rounding of a distance and of its place to ten bits.
         ranked = scores[b, h][order[b, h]].astype(np.float64)
         lowest = np.minimum.accumulate(ranked)
@@ -99,7 +99,7 @@ def test_order_keys_treats_rows_apart():
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 16, 17, 1024, 1025, 2048, 8193, 10_000, 100_001, 131_072])
 def test_strata_hold_every_candidate_once(count):
-    dealt = s2o.strata(count)
+    dealt = key_order.strata(count)
     assert dealt.shape[1] == STRATUM and dealt.shape[0] % 4 == 0
     there = dealt >= 0
     assert np.sort(dealt[there]).tolist() == list(range(count))
@@ -111,7 +111,7 @@ def test_strata_hold_every_candidate_once(count):
 @pytest.mark.parametrize("count", [8_192, 65_536, 131_072])
 def test_keys_at_equal_distances_do_not_meet_in_a_stratum(count):
     """No stratum gets much more than its share of every n-th key; if layers began alike, one would get all of some."""
-    dealt = s2o.strata(count)
+    dealt = key_order.strata(count)
     for distance in (2, 8, 16, 64, 512, 1000, 1024, 1536, 2048, 4096, len(dealt) * 4, len(dealt) * 4 + 8):
         share = count / distance / len(dealt)
         assert ((dealt % distance == 0) & (dealt >= 0)).sum(axis=1).max() <= 3 + 2 * share
@@ -121,7 +121,7 @@ def test_keys_at_equal_distances_do_not_meet_in_a_stratum(count):
 @settings(max_examples=50, deadline=None)
 def test_the_stratified_order_takes_from_all_strata_in_turn(count, seed):
     scores = unusual(count, seed)
-    order = s2o.stratified_order(scores)
+    order = key_order.stratified_order(scores)
     assert order.dtype == np.int32
     assert order.tolist() == stratified(scores)
 
@@ -129,13 +129,13 @@ def test_the_stratified_order_takes_from_all_strata_in_turn(count, seed):
 @pytest.mark.parametrize("count", [FRONT - 1, FRONT, FRONT + 1, FRONT + 8, 2 * FRONT, 20_001])
 def test_the_front_of_a_long_row_is_sorted_again(count):
     scores = unusual(count, count)
-    order = s2o.order_keys(scores)
+    order = key_order.order_keys(scores)
     assert np.sort(order).tolist() == list(range(count))
     if count <= FRONT:
         bucket = buckets(scores)
         assert order.tolist() == sorted(range(count), key=lambda c: (bucket[c], c))
         return
-    rough = s2o.stratified_order(scores)
+    rough = key_order.stratified_order(scores)
     np.testing.assert_array_equal(order[FRONT:], rough[FRONT:])
     bucket = buckets(scores[rough[:FRONT]])
     assert order[:FRONT].tolist() == [rough[i] for i in sorted(range(FRONT), key=lambda i: (bucket[i], i))]
@@ -143,13 +143,13 @@ def test_the_front_of_a_long_row_is_sorted_again(count):
 
 def test_a_very_long_row_is_dealt_twice():
     scores = unusual(MIDDLE_FROM + 1, 3)
-    order = s2o.order_keys(scores)
+    order = key_order.order_keys(scores)
     assert np.sort(order).tolist() == list(range(MIDDLE_FROM + 1))
-    first = s2o.stratified_order(scores)
+    first = key_order.stratified_order(scores)
     np.testing.assert_array_equal(order[MIDDLE:], first[MIDDLE:])
-    second = first[:MIDDLE][s2o.stratified_order(scores[first[:MIDDLE]])]
+    second = first[:MIDDLE][key_order.stratified_order(scores[first[:MIDDLE]])]
     np.testing.assert_array_equal(order[FRONT:MIDDLE], second[FRONT:])
-    bucket = s2o.score_buckets(scores[second[:FRONT]])
+    bucket = key_order.score_buckets(scores[second[:FRONT]])
     np.testing.assert_array_equal(order[:FRONT], second[:FRONT][np.argsort(bucket, kind="stable")])
 
 
@@ -163,7 +163,7 @@ def test_what_matters_most_comes_first(count):
     lost = rng.choice(count - 1000, 10, replace=False)
     lost = lost[(lost < at) | (lost >= at + 64)]
     scores[lost] = np.nan
-    order = s2o.order_keys(scores)
+    order = key_order.order_keys(scores)
     assert set(order[: len(lost)].tolist()) == set(lost.tolist())
     assert set(order[len(lost) : len(lost) + 64].tolist()) == set(range(at, at + 64))
 
@@ -171,7 +171,7 @@ def test_what_matters_most_comes_first(count):
 def test_a_long_row_s_front_is_near_a_full_sort():
     """What strata misplace: of the best 2,000 of 100,000 keys one in a thousand comes later than by a full sort."""
     scores = np.random.default_rng(0).standard_normal((4, 100_000)).astype(np.float16)
-    order = s2o.order_keys(scores)
+    order = key_order.order_keys(scores)
     for row in range(4):
         best = set(np.argsort(-scores[row].astype(np.float64), kind="stable")[:2000].tolist())
         assert len(best & set(order[row, :2050].tolist())) >= 1998

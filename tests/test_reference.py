@@ -421,43 +421,6 @@ def test_representatives_average_runs_of_queries():
     np.testing.assert_array_equal(reps[:, :, 1, 1], q[:, :, 20])
 
 
-def test_query_order_follows_the_guide():
-    q, k, _, _ = make(Case(2, 4, 2, seqlen_q=21, seqlen_k=25))
-    q, k = q.round(), k.round()  # dot products of small integers are exact, so that ties are ties
-    geometry = Geometry(21, 25, 16)
-    order = s2o.query_order(q, k, geometry)
-    assert order.shape == (2, 4, 2, 16)
-    assert order.dtype == np.int32
-    for b, h, n in np.ndindex(2, 4, 2):
-        guide = k[b, h // 2, : (4, 16)[n]].mean(axis=0)  # only 4 keys stand before segment 0
-        rows = q[b, h, 16 * n : min(16 * n + 16, 21)] @ guide
-        expected = sorted(range(len(rows)), key=lambda s, rows=rows: (-rows[s], s))
-        assert order[b, h, n, : len(rows)].tolist() == expected
-        assert (order[b, h, n, len(rows) :] == -1).all()
-
-
-def test_query_order_without_earlier_keys_is_the_identity():
-    q, k, _, _ = make(Case())
-    order = s2o.query_order(q, k, Geometry(40, 40, 16))
-    np.testing.assert_array_equal(order[:, :, 0], np.tile(np.arange(16), (1, 2, 1)))
-
-
-def test_query_order_compares_leading_bits():
-    """1 + 2^-11 is cut to 1, and -1 - 2^-11 to -1: ties, which stay in ascending position; 1 + 2^-10 is not."""
-    tie, more = 1 + 2.0**-11, 1 + 2.0**-10
-    q = np.array([[[[1.0], [tie], [-tie], [-1.0], [more], [np.nan]]]], np.float32)
-    k = np.ones((1, 1, 6, 1), np.float32)
-    order = s2o.query_order(q, k, Geometry(6, 6, 6, is_causal=False))
-    assert order[0, 0, 0].tolist() == [5, 4, 0, 1, 2, 3]
-
-
-def test_query_order_puts_nan_first():
-    q, k, _, _ = make(Case(1, 1, 1, 4, 4, 1))
-    q[0, 0, :, 0], k[:] = [1, np.nan, np.inf, np.nan], 1
-    order = s2o.query_order(q, k, Geometry(4, 4, 4, is_causal=False))
-    assert order.tolist() == [[[[1, 3, 2, 0]]]]
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_key_scores_are_the_largest_over_representatives(is_causal):
     q, k, _, config = make(
