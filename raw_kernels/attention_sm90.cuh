@@ -16,6 +16,7 @@
 #include "checker_sm90.cuh"
 #include "consumer_sm90.cuh"
 #include "copier_sm90.cuh"
+#include "page_copier_sm90.cuh"
 #include "pager_sm90.cuh"
 #include "producer_sm90.cuh"
 
@@ -30,7 +31,11 @@ __device__ __forceinline__ void attend_first(const MappedAttentionParams& params
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kCopierRegisters>();
     if (threadIdx.x < 32) {
-      produce_by_tensor_maps<Traits, Rows>(params, shared);
+      if constexpr (Traits::kPaged) {
+        produce_by_page_maps<Traits, Rows>(params, shared);
+      } else {
+        produce_by_tensor_maps<Traits, Rows>(params, shared);
+      }
     } else {
       check_values<Traits>(shared);
     }

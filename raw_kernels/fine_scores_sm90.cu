@@ -146,33 +146,46 @@ template <class Traits>
 __device__ __forceinline__ void score_row(const RankFineParams& p, typename Traits::Shared& shared, int row, int step,
                                           int end) {
   using Element = typename Traits::Element;
-  constexpr int kPasses = kFineKeys * Traits::kChunks / kFineThreads;
+  constexpr int kSlots = kFineThreads / Traits::kChunks, kPasses = kFineKeys / kSlots;  // rows copied at a time, turns
   const Geometry& g = p.geometry;
   const int n = p.chunk.first_segment + row % p.chunk.segments, head = p.chunk.first_head + row / p.chunk.segments;
   const int batch = head / p.heads;
   const int keys = g.is_causal ? g.candidates(n) : g.seqlen_k;
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
-  const PagedRows pages{p.k, p.pages, batch, 0};
-  const auto key_row = [&](int key) {
-    if constexpr (Traits::kPaged) return k + pages.offset(key);
-    return k + key * p.k.row;
-  };
   uint16* scores = p.scores + static_cast<int64>(row) * p.stride;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = threadIdx.x % Traits::kChunks;
 
+  // Of a paged cache a lane looks up one of its warp's 16 rows of a step, a step ahead: nobody waits for the table.
+  static_assert(kPasses * (32 / Traits::kChunks) == 16, "a warp's rows");
+  const int* entries = Traits::kPaged ? p.pages.of(batch) : nullptr;
+  int page = 0;
+  const auto kept_key = [&](int at) {
+    const int of_pass = lane % 16 / kPasses, pass = lane % kPasses;
+    const int key = at * kFineKeys + pass * kSlots + warp * (32 / Traits::kChunks) + of_pass;
+    return at < end && key < keys ? key : -1;
+  };
+  const auto look_up = [&](int at) {
+    if constexpr (Traits::kPaged) page = p.pages.page(entries, kept_key(at));
+  };
   const auto load = [&](int at) {
     if (at < end) {
       const uint32 tile = shared_address(shared.keys[at % Traits::kStages]);
+      const int slot = Traits::kPaged ? p.pages.slot_in(page, kept_key(at)) : 0;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
-        const int r = threadIdx.x / Traits::kChunks + i * (kFineThreads / Traits::kChunks), key = at * kFineKeys + r;
+        const int r = threadIdx.x / Traits::kChunks + i * kSlots, key = at * kFineKeys + r;
         const bool present = key < keys && chunk * 8 < g.head_dim;
-        cp_async_16_or_zeros(atom_chunk<kFineKeys>(tile, r, chunk), present ? key_row(key) + chunk * 8 : k, present);
+        const uint16* source = k + key * p.k.row;
+        if constexpr (Traits::kPaged)
+          source = k + p.pages.offset(p.k, __shfl_sync(kFullWarp, slot, lane / Traits::kChunks * kPasses + i));
+        cp_async_16_or_zeros(atom_chunk<kFineKeys>(tile, r, chunk), present ? source + chunk * 8 : k, present);
       }
+      look_up(at + 1);
     }
     cp_async_commit();
   };
+  look_up(step);
   load(step);
   const int64 pair = static_cast<int64>(head) * g.segments() + n;
   load_representatives<Traits>(p, shared, q, g.query_count(n), p.norms + pair * p.representatives);

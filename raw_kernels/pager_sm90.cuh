@@ -51,17 +51,17 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
     const uint16 *k = head_rows<true>(params.k, batch, kv_head), *v = head_rows<true>(params.v, batch, kv_head);
     const int first_key = g.dense_begin(rows.segment), tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
-    const auto key = [&](int tile) {
+    const auto key = [&](int tile) {  // the position of this lane's row; -1 past the end
       const int position = first_key + tile * kBlockN + row;
-      return position < g.seqlen_k ? pages.slot(pages.of(batch), position) : -1;
+      return position < g.seqlen_k ? position : -1;
     };
     const auto full = [&](int tile) { return whole_rows && first_key + (tile + 1) * kBlockN <= g.seqlen_k; };
-    int ahead = key(0), now = -1, next = -1;
+    int page = pages.page(pages.of(batch), key(0)), now = -1, next = -1;  // page: of the next tile, on its way
     for (int tile = 0; tile <= tiles; ++tile) {
       const int before = now;
       if (tile < tiles) {
-        now = ahead;
-        if (tile + 1 < tiles) ahead = key(tile + 1);
+        now = pages.slot_in(page, key(tile));
+        if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);

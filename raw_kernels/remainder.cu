@@ -42,7 +42,7 @@ __device__ __forceinline__ void block_sums(const RemainderParams& p, typename Tr
   const PagedRows pages{tensor, p.pages, kv_head / p.kv_heads, 0};
   const int lane = threadIdx.x % Traits::kLanes, end = min((block + 1) * kSumBlock, p.geometry.seqlen_k);
   float total[8] = {};
-#pragma unroll 4
+#pragma unroll Traits::kPaged ? 8 : 4  // pages are looked up first
   for (int r = block * kSumBlock + threadIdx.x / Traits::kLanes; r < end; r += Traits::kRows) {
     float x[8];
     const uint16* row = rows + r * tensor.row;

@@ -177,10 +177,10 @@ class _Program:
         paging: Paging | None,
     ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
-        cached = () if paging is None else ("k", "v")
+        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
         compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
-        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, paging is not None)
+        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
         self.workspace: Workspace = workspace(self.plan, problem, config)
         planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging)
         steps = [x for x in planned if x.blocks > 0]
@@ -278,8 +278,9 @@ class _Program:
             self._write_maps(operands[:3])
 
     def _write_maps(self, operands: tuple[Operand, ...]) -> None:
-        for i, x in enumerate(operands):
-            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, HOPPER_BLOCK), np.uint64)
+        rows = (HOPPER_BLOCK, self.plan.map_rows, self.plan.map_rows)
+        for i, (x, box) in enumerate(zip(operands, rows, strict=True)):
+            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, box), np.uint64)
             self.buffer[i * self.map_words : (i + 1) * self.map_words] = words
         self.mapped = tuple(x.pointer for x in operands)
 

@@ -6,6 +6,7 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from .kernels import Kernel
@@ -104,6 +105,7 @@ class LaunchPlan:
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # empty when no segment has a candidate
     sort_slots: int
+    map_rows: int  # rows of a box of pass 1's tensor maps of keys and values (Hopper)
     path: str  # "hopper" or "portable"
     path_reason: str | None  # why path="auto" did not take the Hopper kernels on a GPU that has them
     persistent_blocks: int  # of a kernel that takes q tiles from a counter
@@ -200,7 +202,19 @@ def _attention(
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
+SMALLEST_BOX = 32  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
+
+
+def page_box(geometry: Geometry, page_size: int) -> int:
+    """Rows of a page that the copy engine brings at once in pass 1; 0: it does not, and rows are gathered.
+
+    As many as a page or a tile has, if the keys that segments' tiles begin with are multiples of it.
+    """
+    box = min(HOPPER_BLOCK, page_size)
+    from_key_0 = geometry.window >= geometry.seqlen_k  # every segment
+    starts = 0 if from_key_0 else math.gcd(geometry.segment, geometry.offset - geometry.window)
+    return box if box >= SMALLEST_BOX and starts % box == 0 else 0
 
 
 def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, paged: bool = False) -> Kernel:
@@ -317,8 +331,9 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, paged):
-                first = "pass1_gathered_sm90" if paged else "pass1_sm90"
-                kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in (first, "pass2_sm90")]
+                kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
+                if paged:
+                    kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, softcap, paged))
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
@@ -395,13 +410,14 @@ def is_dense(problem: Problem, config: S2OConfig) -> bool:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, paged: bool = False
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, page_size: int = 0
 ) -> LaunchPlan:
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
-    ``paged``: k and v are a paged cache.
+    ``page_size``: of a paged cache that k and v are, or 0.
     """
+    paged = page_size > 0
     if paged and not aligned:
         raise ValueError(
             "s2o_attention_paged: a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
@@ -422,6 +438,7 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
+    map_rows = page_box(geometry, page_size) if paged else HOPPER_BLOCK
     key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
     fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
@@ -433,7 +450,7 @@ def make_plan(
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, softcap, paged)
     else:
         path = "hopper"
-        name1 = "pass1_gathered_sm90" if paged else "pass1_sm90"
+        name1 = "pass1_gathered_sm90" if paged and not map_rows else "pass1_sm90"
         pass1, pass2 = (_hopper(name, problem.dtype, head_dim, softcap, paged) for name in (name1, "pass2_sm90"))
         fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
         if config.coarse.representatives == 1:
@@ -461,6 +478,7 @@ def make_plan(
         ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,
+        map_rows=map_rows,
         path=path,
         path_reason=refusal if config.path == "auto" and limits.compute_capability == 90 else None,
         persistent_blocks=limits.multiprocessors,

@@ -55,7 +55,7 @@ def assert_same_bits(
 
 
 @pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])
-@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 32, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
@@ -174,7 +174,7 @@ def big(request):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"dense_up_to": 10_000}, {"workspace_bytes": 1 << 20}], ids=str)
-@pytest.mark.parametrize("page_size", [8, 16, 128])
+@pytest.mark.parametrize("page_size", [16, 32, 128])
 @pytest.mark.parametrize("lengths", [(1700, 2300), (1700, 2212)])
 def test_many_tiles(big, qkv, rng, lengths, page_size, changes):
     q, k, v = qkv(*lengths, heads=32, kv_heads=8, head_dim=128)
@@ -481,7 +481,7 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
 @pytest.mark.parametrize("path", ["auto", "portable"])
 def test_what_the_kernels_get(path):
     config = S2OConfig(path=path, dense_up_to=0)
-    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, True)
+    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
     of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
     operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
@@ -510,11 +510,12 @@ STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_front")
 @pytest.mark.parametrize("path", ["auto", "portable"])
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize(("head_dim", "softcap"), [(40, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
-def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap):
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
     config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
-    plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (True, False))
+    plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (page_size, 0))
     assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
@@ -525,12 +526,35 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap)
         assert kernel.paged or kernel == getattr(other, stage)
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128 and head_dim <= 128
-    assert plan.pass1.function == ("pass1_gathered_sm90" if hopper else "pass1")
+    of_hopper = "pass1_sm90" if page_size == 32 else "pass1_gathered_sm90"
+    assert plan.pass1.function == (of_hopper if hopper else "pass1")
 
 
 def test_a_plan_of_unaligned_rows_is_refused():
     with pytest.raises(ValueError, match="a row of q, k_pages, v_pages or out does not start on 16 bytes"):
-        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, True)
+        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, 16)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "seqlen_q", "seqlen_k", "window", "rows"),
+    [
+        (16, 4096, 4096, 0, 0),  # gathering is faster
+        (32, 4096, 4096, 0, 32),
+        (32, 4000, 4096, 0, 32),  # segments begin with key 96, 1120, ...
+        (64, 4000, 4096, 0, 0),
+        (64, 4000, 4096, 96, 64),  # and read from key 0, 1024, ...
+        (64, 4000, 4001, 4001, 64),  # every segment reads from key 0
+        (256, 4096, 4096, 0, 128),  # a tile's rows
+        (256, 4096, 4096, 64, 0),
+    ],
+)
+def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, rows):
+    """They begin where tiles may, and end with their page."""
+    problem = replace(PROBLEM, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    config = S2OConfig(window=window, dense_up_to=0)
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
+    assert plan.map_rows == rows
+    assert (plan.pass1.function == "pass1_gathered_sm90") == (rows == 0)
 
 
 @pytest.mark.parametrize(
@@ -553,7 +577,7 @@ def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
 def test_names_of_kernels():
     names = {kernel.name for kernel in kernels_for(90) if kernel.paged}
     assert all("paged" in name and "unaligned" not in name for name in names)
-    hopper = ("pass1_gathered_sm90", "pass2_sm90")
+    hopper = ("pass1_sm90", "pass1_gathered_sm90", "pass2_sm90")
     assert {f"{function}-bfloat16-d128-s2-paged" for function in hopper} <= names
     assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
 
