@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,31 +26,70 @@ SEGMENT = SMALL.segment
 # ---------------------------------------------------------------- who has which rows
 
 
-@given(st.integers(0, 5000), st.integers(1, 9), st.integers(1, 300))
-def test_chunks_are_whole_segments_of_the_sequence(seqlen, world_size, segment):
-    zigzag = Zigzag(seqlen, world_size, segment)
+zigzags = st.builds(
+    Zigzag, st.integers(0, 5000), st.integers(1, 9), st.integers(1, 300), st.integers(1, 4).map(lambda n: 2 * n)
+)
+
+
+@given(zigzags)
+def test_chunks_are_whole_segments_of_the_sequence(zigzag):
     bounds = [zigzag.bounds(chunk) for chunk in range(zigzag.count)]
-    assert bounds[0][0] == 0 and bounds[-1][1] == seqlen
+    assert bounds[0][0] == 0 and bounds[-1][1] == zigzag.seqlen
     assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
-    assert all(begin % segment == 0 or begin == seqlen for begin, _ in bounds)
-    segments = [-(-(end - begin) // segment) for begin, end in bounds]
+    assert all(begin % zigzag.segment == 0 or begin == zigzag.seqlen for begin, _ in bounds)
+    segments = [-(-(end - begin) // zigzag.segment) for begin, end in bounds]
     assert max(segments) - min(segments) <= 1
-    rows = sorted(span for rank in range(world_size) for span in zigzag.rows(rank))
-    assert rows == sorted(bounds)
-    for rank in range(world_size):
-        assert [zigzag.owner(chunk) for chunk in zigzag.chunks(rank)] == [rank, rank]
-    assert sum(zigzag.length(rank) for rank in range(world_size)) == seqlen
-    assert sum(zigzag.pairs(rank) for rank in range(world_size)) == seqlen * (seqlen + 1) // 2
+
+
+@given(zigzags)
+def test_every_position_is_one_rank_s(zigzag):
+    ranks = range(zigzag.world_size)
+    rows = [span for rank in ranks for span in zigzag.rows(rank)]
+    assert sorted(itertools.chain(*itertools.starmap(range, rows))) == list(range(zigzag.seqlen))
+    assert sum(map(zigzag.length, ranks)) == zigzag.seqlen
+    assert sum(map(zigzag.pairs, ranks)) == zigzag.seqlen * (zigzag.seqlen + 1) // 2
+
+
+def test_chunks_go_there_and_back():
+    assert [Zigzag(0, 3, 1).chunks(rank) for rank in range(3)] == [(0, 5, 6, 11), (1, 4, 7, 10), (2, 3, 8, 9)]
+    assert [Zigzag(0, 2, 1, rounds=2).chunks(rank) for rank in range(2)] == [(0, 3), (1, 2)]
+
+
+@given(zigzags)
+def test_a_chunk_needs_the_rounds_of_those_before_it(zigzag):
+    round_of = {chunk: i for rank in range(zigzag.world_size) for i, chunk in enumerate(zigzag.chunks(rank))}
+    assert sorted(round_of) == list(range(zigzag.count))
+    for chunk in range(zigzag.count):
+        assert {round_of[before] for before in range(chunk)} == set(range(zigzag.rounds_before(chunk)))
+
+
+@given(zigzags)
+def test_work_is_even_but_for_what_is_left_over(zigzag):
+    """Left-over segments move ends of chunks by less than a segment, in the first pair of rounds only. So each of a
+    rank's two chunks there has, at either end, less than a segment's queries times that pair's keys too much or too
+    little; and one rank lacks what the last segment is short of."""
+    pairs = [zigzag.pairs(rank) for rank in range(zigzag.world_size)]
+    segments = -(-zigzag.seqlen // zigzag.segment)
+    keys = -(-zigzag.bounds(2 * zigzag.world_size - 1)[1] // zigzag.segment) * zigzag.segment
+    left_over = 4 * zigzag.segment * keys if segments % (2 * zigzag.world_size) else 0
+    lacking = segments * zigzag.segment - zigzag.seqlen
+    assert max(pairs) - min(pairs) <= left_over + lacking * segments * zigzag.segment
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_work_is_even(world_size):
-    zigzag = Zigzag(131_072, world_size, 1024)
-    pairs = [zigzag.pairs(rank) for rank in range(world_size)]
-    assert max(pairs) == min(pairs)
-    uneven = Zigzag(100_000, world_size, 1024)
-    pairs = [uneven.pairs(rank) for rank in range(world_size)]
-    assert max(pairs) <= 1.2 * sum(pairs) / world_size
+def test_more_rounds_are_more_even(world_size):
+    """At lengths that leave segments over, and where a query's work grows less than in proportion to its keys."""
+
+    def excess(seqlen, rounds, power):
+        """By how much the rank with most work is above the mean; a query's work is its keys to a power."""
+        zigzag = Zigzag(seqlen, world_size, 1024, rounds)
+        rows = [np.array(zigzag.rows(rank), np.float64) for rank in range(world_size)]
+        work = [np.diff(x ** (1 + power), axis=1).sum() for x in rows]
+        return max(work) / np.mean(work) - 1
+
+    assert excess(131_072, 2, 1) == excess(131_072, 4, 1) == 0
+    assert 0 < excess(100_000, 4, 1) < 0.6 * excess(100_000, 2, 1) < 0.06
+    assert 0 < excess(131_072, 4, 0.5) < 0.5 * excess(131_072, 2, 0.5) < 0.05
 
 
 # ---------------------------------------------------------------- one process
@@ -64,6 +104,16 @@ def parallel(*arguments, **options):
     from s2o_cupy.integrations.distributed import SequenceParallel
 
     return SequenceParallel(*arguments, **options)
+
+
+@pytest.fixture
+def attended(torch, monkeypatch):
+    """q, k, v and config of each call of `attend`, which computes nothing."""
+    import s2o_cupy.integrations.distributed as module
+
+    calls = []
+    monkeypatch.setattr(module, "attend", lambda q, k, v, *, config, **options: calls.append((q, k, v, config)))
+    return calls
 
 
 # Segments of a chunk are ordered without regard to those before it.
@@ -84,6 +134,17 @@ def test_without_a_group(torch, qkv, split):
     turned = [x.transpose(1, 2)[0] for x in (q, k, v)]
     assert torch.equal(alone.attention(*turned, **options, layout="BSHD"), o.transpose(1, 2)[0])
     assert not torch.equal(alone.attention(q, k, v, scale=0.3), o)
+
+
+@pytest.mark.parametrize("split", ["sequence", "heads"])
+def test_one_rank_makes_one_call(torch, attended, split):
+    """With what it is given: there is nothing to balance."""
+    q, k, v = torch.zeros(3, 1, 1, 700, 16)
+    alone = parallel(700, config=MEAN, split=split)
+    alone.attention(q, k, v)
+    (call,) = attended
+    assert [x.data_ptr() for x in call[:3]] == [x.data_ptr() for x in (q, k, v)]
+    assert call[3] == MEAN
 
 
 def test_what_is_refused(torch):
@@ -124,6 +185,17 @@ def test_what_is_refused(torch):
 
 
 # ---------------------------------------------------------------- several processes
+
+
+def as_first_of_two(monkeypatch):
+    """As in a group of two, but nothing is sent."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "P2POp", lambda *arguments, **options: None)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda transfers: [])
 
 
 def run_ranks(function, world_size, folder, *arguments):
@@ -188,6 +260,13 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
 
 
+def _in_rounds(rank, world_size, folder, rounds, *arguments):
+    import s2o_cupy.integrations.distributed as module
+
+    module.Zigzag = partial(Zigzag, rounds=rounds)
+    _equal_to_one_process(rank, world_size, folder, *arguments)
+
+
 def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
     import torch
 
@@ -239,17 +318,17 @@ def _later_rows_are_waited_for(rank, world_size, folder):
 
     import s2o_cupy.integrations.distributed as module
 
-    q, k, v = _cases(4 * SEGMENT, "float32", "cpu")
-    both = parallel(4 * SEGMENT, config=MEAN)
+    q, k, v = _cases(8 * SEGMENT, "float32", "cpu")
+    both = parallel(8 * SEGMENT, config=MEAN)
     log = []
     exchange, attend = dist.batch_isend_irecv, module.attend
 
     class Logged:
-        def __init__(self, half, works):
-            self.half, self.works = half, works
+        def __init__(self, index, works):
+            self.index, self.works = index, works
 
         def wait(self):
-            log.append(f"wait {self.half}")
+            log.append(f"wait {self.index}")
             for work in self.works:
                 work.wait()
 
@@ -264,9 +343,10 @@ def _later_rows_are_waited_for(rank, world_size, folder):
     module.dist.batch_isend_irecv, module.attend = start, compute
     both.attention(*(both.shard(x, 2) for x in (q, k, v)))
     module.dist.batch_isend_irecv, module.attend = exchange, attend
-    first = ["start", "start", "attend 1", "attend 4", "wait 0", "wait 1"]
-    last = ["start", "start", "attend 2", "wait 0", "attend 3", "wait 1"]
-    assert log == (last if rank else first)
+    assert log[:4] == ["start"] * 4
+    first = ["attend 1", "attend 4", "wait 0", "wait 1", "attend 5", "attend 8", "wait 2", "wait 3"]
+    last = ["attend 2", "wait 0", "attend 3", "attend 6", "wait 1", "wait 2", "attend 7", "wait 3"]
+    assert log[4:] == (last if rank else first)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +414,11 @@ def test_two_processes(torch, tmp_path):
 
 def test_capped_scores_in_two_processes(torch, tmp_path):
     run_ranks(_capped, 2, tmp_path, [8 * SEGMENT, 1000], ["sequence", "heads"], "float32", "cpu")
+
+
+@pytest.mark.parametrize("rounds", [2, 6])
+def test_other_numbers_of_rounds(torch, tmp_path, rounds):
+    run_ranks(_in_rounds, 2, tmp_path, rounds, [1000], ["sequence"], "float32", "cpu")
 
 
 @pytest.mark.slow
@@ -426,14 +511,10 @@ def test_tensors_on_a_device_that_is_not_current(torch):
             assert torch.equal(o.cpu(), expected.cpu())
 
 
-def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch):
+def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attended):
     """Not that of a chunk's keys, which are fewer: a GPU would else compute early chunks otherwise than in one call."""
-    import s2o_cupy.integrations.distributed as module
-
-    seen = []
-
-    monkeypatch.setattr(module, "attend", lambda q, k, v, *, config, **options: seen.append(config))
     monkeypatch.setattr("s2o_cupy.plan.DENSE_UP_TO", 8192)
+    as_first_of_two(monkeypatch)
     for seqlen, config, expected in (
         (5000, S2OConfig(), 5000),
         (9000, S2OConfig(), 0),
@@ -442,10 +523,22 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch):
         (5000, S2OConfig(tau=0, dense_up_to=4999), 0),
         (5000, S2OConfig(dense_up_to=5000), 5000),
     ):
-        seen.clear()
-        q = torch.zeros(1, 1, seqlen, 8)
-        parallel(seqlen, config=config).attention(q, q, q)
-        assert seen == [replace(config, dense_up_to=expected)] * 2
+        attended.clear()
+        both = parallel(seqlen, config=config)
+        q = torch.zeros(1, 1, both.length, 8)
+        both.attention(q, q, q)
+        assert len(attended) > 1
+        assert {config for *_, config in attended} == {replace(config, dense_up_to=expected)}
+
+
+def test_a_call_for_each_chunk_that_is_not_empty(torch, monkeypatch, attended):
+    as_first_of_two(monkeypatch)
+    for segments, keys in ((0, []), (1, [1]), (3, [3]), (8, [1, 4, 5, 8]), (12, [1, 4, 6, 12])):
+        attended.clear()
+        both = parallel(segments * SEGMENT, config=MEAN)
+        q = torch.zeros(1, 1, both.length, 8)
+        both.attention(q, q, q)
+        assert [k.shape[1] // SEGMENT for _, k, _, _ in attended] == keys
 
 
 def test_config_decides_the_chunks(torch):

@@ -5,8 +5,9 @@ Importing this imports PyTorch. torch.distributed moves the data; what is here i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,18 +26,16 @@ __all__ = ["SequenceParallel"]
 
 Tensor = Any  # torch.Tensor
 SPLITS = ("sequence", "heads")
-EARLY, LATE = 0, 1  # of a rank's two chunks
 
 
 class SequenceParallel:
     """Causal S2O attention of a sequence whose rows are spread over the ranks of a group.
 
-    Rank r of P has two of 2 P chunks of the sequence, the r-th and the r-th from the end, each a whole number of
-    segments: as much causal work for every rank. Results are those of one call on one GPU, bit for bit.
+    Chunks of whole segments are dealt out to the ranks in four rounds, there and back: as much causal work for every
+    rank. Results are those of one call on one GPU, bit for bit.
 
-    - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other the keys and
-      values of their early chunks, then of their late ones, while they attend to those that they have; each rank ends
-      up with all of them in memory.
+    - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other their keys and
+      values round by round, while they attend to those that they have; each rank ends up with all of them in memory.
     - ``split="heads"``: rows are exchanged for heads, each rank attends the whole sequence with its share of the heads,
       and rows come back. It needs kv_heads to be a multiple of the ranks.
 
@@ -146,8 +145,7 @@ class SequenceParallel:
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
         for (begin, end), here in self._spans():
             whole[begin:end] = rows[here]
-        for exchange in [self._exchange(whole, half) for half in (EARLY, LATE)]:
-            exchange.wait()
+        _wait([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
         return whole.movedim(0, axis).contiguous()
 
     def _check_length(self, name: str, x: Tensor, axis: int, expected: int) -> None:
@@ -176,7 +174,7 @@ class SequenceParallel:
         Parameters
         ----------
         q : Tensor, (batch, heads, length, head_dim)
-            This rank's rows, early chunk first, as :meth:`shard` and :meth:`scatter` give them.
+            This rank's rows in the order of the sequence, as :meth:`shard` and :meth:`scatter` give them.
         k, v : Tensor, (batch, kv_heads, length, head_dim)
             The same rows, in q's dtype and on its device.
         scale : float, optional
@@ -207,7 +205,9 @@ class SequenceParallel:
         q, k, v, o = (x.detach() if batched else x.detach()[None] for x in (q, k, v, out))
         if layout == "BHSD":
             q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
-        if self.split == "sequence":
+        if self.world_size == 1:  # nothing to spread, nothing to wait for
+            lse = _attend(q, k, v, o, problem, self.config, return_lse)
+        elif self.split == "sequence":
             lse = self._by_sequence(q, k, v, o, problem, return_lse)
         else:
             lse = self._by_heads(q, k, v, o, problem, return_lse)
@@ -261,48 +261,46 @@ class SequenceParallel:
             )
         return problem
 
-    def _by_sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool
-    ) -> Any:
+    def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """This rank's queries, a call a chunk, to everyone's keys and values; lse or None."""
         config = self._chunk_config(problem)
         kv, exchanges = self._gather_keys(k, v)
-        # Of others the first rank's early chunk needs nothing, the last rank's late one nothing but early chunks.
-        needed = exchanges[: int(self.rank > 0)], exchanges[: 1 + int(self.rank < self.world_size - 1)]
-        lse = []
-        for ((_, end), rows), some in zip(self._spans(), needed, strict=True):
+        lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
+        for chunk, ((begin, end), rows) in zip(self.zigzag.chunks(self.rank), self._spans(), strict=True):
+            if begin == end:
+                continue
             keys, values = kv[:end].permute(1, 2, 0, 3, 4)
-            found = attend(
-                q[:, rows], keys, values, config=config, scale=problem.scale, softcap=problem.softcap, layout="BSHD",
-                out=out[:, rows], return_lse=return_lse,
-                await_keys=partial(_wait, some) if any(x.works for x in some) else None,
+            needed = exchanges[: self.zigzag.rounds_before(chunk)]
+            found = _attend(
+                q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
+                await_keys=partial(_wait, needed) if any(x.works for x in needed) else None,
             )  # fmt: skip
-            if return_lse:
-                lse.append(found[1])
+            if lse is not None:
+                lse[:, :, rows] = found
         _wait(exchanges)  # also for what nothing here needs: kv goes after this
-        return torch.cat(lse, -1) if return_lse else None
+        return lse
 
     def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, list[_Exchange]]:
         """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]: this rank's are
-        there, the early and the late ones of others are on their way."""
+        there, those of others on their way, an exchange a round."""
         batch, _, kv_heads, head_dim = k.shape
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
         kv = k.new_empty((self.zigzag.seqlen, 2, batch, kv_heads, head_dim))
         exchanges = []
-        for half, ((begin, end), rows) in zip((EARLY, LATE), self._spans(), strict=True):
+        for index, ((begin, end), rows) in enumerate(self._spans()):
             for i, x in enumerate((k, v)):
                 kv[begin:end, i] = x[:, rows].transpose(0, 1)
-            exchanges.append(self._exchange(kv, half))  # early chunks leave while the late one is copied
+            exchanges.append(self._exchange(kv, index))  # one round leaves while the next one is copied
         return kv, exchanges
 
     def _spans(self) -> list[tuple[tuple[int, int], slice]]:
         """For each chunk of this rank its positions, and where its rows are among this rank's."""
-        early, late = self.zigzag.rows(self.rank)
-        middle = early[1] - early[0]
-        return [(early, slice(0, middle)), (late, slice(middle, self.length))]
+        positions = self.zigzag.rows(self.rank)
+        ends = list(itertools.accumulate(end - begin for begin, end in positions))
+        return list(zip(positions, map(slice, [0, *ends], ends), strict=True))
 
-    def _exchange(self, whole: Tensor, half: int) -> _Exchange:
-        """Start to send this rank's early or late chunk of ``whole`` to all ranks, and to receive theirs.
+    def _exchange(self, whole: Tensor, index: int) -> _Exchange:
+        """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``.
 
         All at once, so that links are busy in both directions; every rank takes part in the same order.
         """
@@ -310,10 +308,10 @@ class SequenceParallel:
         for distance in range(1, self.world_size):
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
             for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
-                begin, end = self.zigzag.rows(owner)[half]
+                begin, end = self.zigzag.bounds(self.zigzag.chunk(owner, index))
                 if begin < end:
                     rows = _bytes(whole[begin:end])
-                    transfers.append(dist.P2POp(transfer, rows, group=self.group, tag=half, group_peer=peer))
+                    transfers.append(dist.P2POp(transfer, rows, group=self.group, tag=index, group_peer=peer))
         with torch.cuda.device_of(whole):  # a batch is of the current device
             return _Exchange(dist.batch_isend_irecv(transfers) if transfers else [])
 
@@ -327,12 +325,9 @@ class SequenceParallel:
         received = self._all_to_all(sent.flatten(0, 1), to_rows=False)
         whole = torch.empty_like(received)
         whole[order] = received
-        parts = whole.transpose(0, 1).split(shares, 2)
-        found = attend(
-            *parts, config=self.config, scale=problem.scale, softcap=problem.softcap, layout="BSHD",
-            return_lse=return_lse,
-        )  # fmt: skip
-        o, lse = found if return_lse else (found, None)
+        q, k, v = whole.transpose(0, 1).split(shares, 2)
+        o = torch.empty_like(q)
+        lse = _attend(q, k, v, o, problem, self.config, return_lse)
 
         def back(x: Tensor) -> Tensor:
             """[seqlen, batch, a share of the heads, ...] -> [length, batch, heads, ...]"""
@@ -344,8 +339,6 @@ class SequenceParallel:
 
     def _all_to_all(self, sent: Tensor, *, to_rows: bool) -> Tensor:
         """Rows of all ranks for this rank's heads, or the other way round (``to_rows``); ranks in turn on axis 0."""
-        if self.world_size == 1:
-            return sent
         here = [self.length] * self.world_size
         all_rows = [self.zigzag.length(rank) for rank in range(self.world_size)]
         given, taken = (all_rows, here) if to_rows else (here, all_rows)
@@ -355,6 +348,18 @@ class SequenceParallel:
             _bytes(received), _bytes(sent.contiguous()), [n * row for n in taken], [n * row for n in given], self.group
         )
         return received
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: S2OConfig, return_lse: bool,
+    await_keys: Callable[[], None] | None = None,
+) -> Any:  # fmt: skip
+    """`attend` into ``out``, all (batch, rows, heads, head_dim); lse or None."""
+    found = attend(
+        q, k, v, config=config, scale=problem.scale, softcap=problem.softcap, layout="BSHD", out=out,
+        return_lse=return_lse, await_keys=await_keys,
+    )  # fmt: skip
+    return found[1] if return_lse else None
 
 
 class _Exchange:

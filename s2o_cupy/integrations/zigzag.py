@@ -1,4 +1,4 @@
-"""Which rank attends which part of a sequence: chunks from both ends, so that causal work is even."""
+"""Which rank attends which part of a sequence: chunks dealt out there and back, so that causal work is even."""
 
 from __future__ import annotations
 
@@ -9,40 +9,56 @@ __all__ = ["Zigzag"]
 
 @dataclass(frozen=True)
 class Zigzag:
-    """2 x world_size chunks of a sequence; rank r has chunks r and 2 x world_size - 1 - r.
+    """A sequence dealt out in ``rounds`` rounds, an even number, of a chunk for each rank: from rank 0 up in one round,
+    from the last rank down in the next.
 
-    A causal query at position i sees i + 1 keys, so an early chunk and its mirror image are as much work on every
-    rank. Chunks are whole segments, as a segment's queries share their key order, and differ by one segment at most;
-    the last segment may be short, and with few segments some chunks are empty.
+    A causal query at position i sees i + 1 keys, so a rank that has less work than others in one round has as much
+    more in the next. S2O's work grows less than in proportion to the keys, which leaves it a little uneven, the less
+    the more rounds there are.
+
+    Chunks are whole segments, as a segment's queries share their key order, and differ by one segment at most; the
+    last segment may be short, and with few segments some chunks are empty.
     """
 
     seqlen: int
     world_size: int
     segment: int
+    rounds: int = 4
 
     @property
     def count(self) -> int:
         """How many chunks there are."""
-        return 2 * self.world_size
+        return self.rounds * self.world_size
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """Positions [begin, end) of a chunk."""
-        segments = -(-self.seqlen // self.segment)
-        begin, end = (n * segments // self.count * self.segment for n in (chunk, chunk + 1))
-        return min(begin, self.seqlen), min(end, self.seqlen)
+        return self._begin(chunk), self._begin(chunk + 1)
 
-    def owner(self, chunk: int) -> int:
-        """The rank that has a chunk."""
-        return min(chunk, self.count - 1 - chunk)
+    def _begin(self, chunk: int) -> int:
+        """Chunks of a pair of rounds are of one length if they can be: only then do a rank's two make up for each
+        other. Segments left over, fewer than these chunks, go to the first pair, whose queries see the fewest keys."""
+        chunks = 2 * self.world_size  # of a pair
+        whole, left = divmod(-(-self.seqlen // self.segment), chunks)
+        pair, place = divmod(chunk, chunks)
+        before, after = (n * whole // (self.rounds // 2) for n in (pair, pair + 1))
+        segments = chunks * before + place * (after - before) + min(chunk * left // chunks, left)
+        return min(segments * self.segment, self.seqlen)
 
-    def chunks(self, rank: int) -> tuple[int, int]:
-        """The early and the late chunk of a rank."""
-        return rank, self.count - 1 - rank
+    def chunk(self, rank: int, index: int) -> int:
+        """The chunk that a rank has in round ``index``."""
+        return index * self.world_size + (self.world_size - 1 - rank if index % 2 else rank)
 
-    def rows(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Positions of a rank's rows: [begin, end) of its early and of its late chunk."""
-        early, late = self.chunks(rank)
-        return self.bounds(early), self.bounds(late)
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """A rank's chunk of each round."""
+        return tuple(self.chunk(rank, index) for index in range(self.rounds))
+
+    def rounds_before(self, chunk: int) -> int:
+        """How many rounds, from the first, have all chunks before this one: all keys that it sees beside its own."""
+        return -(-chunk // self.world_size)
+
+    def rows(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Positions of a rank's rows: [begin, end) of its chunk of each round."""
+        return tuple(self.bounds(chunk) for chunk in self.chunks(rank))
 
     def length(self, rank: int) -> int:
         """How many rows a rank has."""
