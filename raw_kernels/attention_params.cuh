@@ -31,6 +31,30 @@ struct AttentionParams {
   Pages pages;             // of a paged cache
 };
 
+// One of several sequences that lie one behind the other in q, and in k and v.
+struct PackedSequence {
+  int first_work;        // the launch's q tiles before its own
+  int begin_q, begin_k;  // its first query and key among all
+  int seqlen_q, seqlen_k;
+  int near_heads;        // see Chunk
+};
+
+constexpr int kPackedSequences = 128;  // of a launch: parameters end at 4096 bytes
+
+// Pass 1 of packed sequences without candidates: geometry has the lengths of all together, and batch is 1.
+struct PackedAttentionParams : AttentionParams {
+  int sequences;
+  PackedSequence of[kPackedSequences];
+
+  // The sequence of a q tile.
+  __device__ __forceinline__ const PackedSequence& sequence(int work) const {
+    int found = 0;
+    for (int step = kPackedSequences / 2; step > 0; step /= 2)
+      if (found + step < sequences && of[found + step].first_work <= work) found += step;
+    return of[found];
+  }
+};
+
 // The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the
 // mean candidate, their value the mean value. By convexity the mean of exp is no less than exp of the mean, so they do not
 // get more than their due, as long as scores are not capped. (m, l) becomes the state with them; what acc and the mean

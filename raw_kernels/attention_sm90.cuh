@@ -24,9 +24,8 @@ namespace s2o {
 namespace sm90 {
 
 // One block of pass 1: consecutive rows, by tensor maps.
-template <class Traits>
-__device__ __forceinline__ void attend_first(const MappedAttentionParams& params, typename Traits::Shared& shared) {
-  using Rows = ConsecutiveRows<kBlockM>;
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void attend_first(const Mapped<Params>& params, typename Traits::Shared& shared) {
   initialise<Traits, false>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kCopierRegisters>();

@@ -20,6 +20,9 @@ struct Consumer {
   float mass[2];             // this thread's part of the sum since then
   float shrink[2];           // what the new maximum makes of acc
 
+  static constexpr float kLarge = 4194304.f;  // 2^22, see softmax
+  float large_from[2];       // kPacked: the same; infinite for a row of another sequence, which is to change nothing
+
   Shared& shared;
   const AttentionParams& params;
   Ring<kStages> k_ring, v_ring;
@@ -123,7 +126,7 @@ struct Consumer {
       shrink[h] = exp2_approx(m[h] - base[h]);
       m[h] = x;
       l[h] *= shrink[h];
-      large |= fabsf(base[h]) > 4194304.f;  // 2^22
+      large |= fabsf(base[h]) > (Traits::kPacked ? large_from[h] : kLarge);
     }
     // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
     // the product is rounded first, so that the weight of the maximum is exactly 1.
@@ -191,6 +194,13 @@ struct Consumer {
     for (int h = 0; h < 2; ++h) {
       m[h] = -infinity();
       l[h] = mass[h] = 0.f;
+    }
+  }
+  // The first `rows` rows of the q tile are its own.
+  __device__ __forceinline__ void mind(int rows) {
+    if constexpr (Traits::kPacked) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) large_from[h] = first_row + 8 * h < rows ? kLarge : infinity();
     }
   }
   __device__ __forceinline__ void clear_output() {
@@ -325,6 +335,7 @@ struct Consumer {
     start_empty();
     wgmma_wait<0>();
     release_k();
+    mind(shared.items[slot].rows);
     softmax<true>(shared.items[slot].limit);
     clear_output();
     pack();
@@ -350,6 +361,7 @@ struct Consumer {
       start_empty();
       wgmma_wait<1>();
       release_k();
+      mind(shared.items[slot ^ 1].rows);
       softmax<true>(shared.items[slot ^ 1].limit);
       wgmma_wait<0>();
       release_v();

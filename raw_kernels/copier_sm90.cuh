@@ -6,10 +6,10 @@
 namespace s2o {
 namespace sm90 {
 
-template <class Traits, class Rows>
-__device__ __forceinline__ void produce_by_tensor_maps(const MappedAttentionParams& params, typename Traits::Shared& shared) {
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& params, typename Traits::Shared& shared) {
   if (threadIdx.x != 0) return;
-  const AttentionParams& p = params.attention;
+  const Params& p = params.attention;
   const Geometry& g = p.geometry;
   constexpr uint32 kTileBytes = kBlockN * Traits::kHeadDim * 2;
   static_assert(kBlockM == kBlockN, "one box fits q, k and v");
@@ -32,7 +32,7 @@ __device__ __forceinline__ void produce_by_tensor_maps(const MappedAttentionPara
     const Item described = describe(p, rows);
     publish(shared, item, work, &described);
     const int batch = rows.batch(p.heads), head = rows.head_in_batch(p.heads);
-    const int kv_head = rows.kv_head(p.heads, p.kv_heads), first_key = g.dense_begin(rows.segment);
+    const int kv_head = rows.kv_head(p.heads, p.kv_heads), first_key = rows.first_key(g);
     const int tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
     for (int tile = 0; tile <= tiles; ++tile) {
       if (tile < tiles) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     }
     __syncwarp();
     const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
-    const int first_key = g.dense_begin(rows.segment) + lane * box, tiles = rows.key_tiles(g);
+    const int first_key = rows.first_key(g) + lane * box, tiles = rows.key_tiles(g);
     const int first_masked = rows.limit(g) / kBlockN;
     const auto key = [&](int tile) {  // the first row of this lane's box; -1 past the end
       const int position = first_key + tile * kBlockN;

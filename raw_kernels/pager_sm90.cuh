@@ -50,7 +50,7 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     const Rows rows(params, work);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
     const uint16 *k = head_rows<true>(params.k, batch, kv_head), *v = head_rows<true>(params.v, batch, kv_head);
-    const int first_key = g.dense_begin(rows.segment), tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
+    const int first_key = rows.first_key(g), tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
     const auto key = [&](int tile) {  // the position of this lane's row; -1 past the end
       const int position = first_key + tile * kBlockN + row;
       return position < g.seqlen_k ? position : -1;

@@ -10,20 +10,30 @@
 
 namespace s2o {
 
-template <class Traits>
-__device__ __forceinline__ void pass1(const AttentionParams& params, typename Traits::Shared& shared) {
-  using Rows = ConsecutiveRows<Traits::kBlockM>;
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void attend_first(const Params& params, typename Traits::Shared& shared) {
   const Geometry& g = params.geometry;
   AttentionTile<Traits> attention(shared, params);
   {
     const Rows rows(params, block_index());
     if (rows.count <= 0) return;
     attention.load_queries(rows);
-    attention.point_to_keys(rows, g.dense_begin(rows.segment), nullptr);
+    attention.point_to_keys(rows, rows.first_key(g), nullptr);
     attention.template walk<true, false>(ContiguousKeys<Traits>{shared, rows.keys(g), params.pages}, rows.limit(g),
                                          rows.count);
   }
-  attention.template store<true>(Rows(params, block_index()));
+  attention.template store<Rows::kResumed>(Rows(params, block_index()));
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass1(const AttentionParams& params, typename Traits::Shared& shared) {
+  attend_first<Traits, ConsecutiveRows<Traits::kBlockM>>(params, shared);
+}
+
+// The same of packed sequences that are attended densely: one launch for all.
+template <class Traits>
+__device__ __forceinline__ void pass1_packed(const PackedAttentionParams& params, typename Traits::Shared& shared) {
+  attend_first<Traits, PackedRows<Traits::kBlockM>>(params, shared);
 }
 
 }  // namespace s2o

@@ -7,7 +7,7 @@ namespace s2o {
 // Pass 1: row r is query first + r.
 template <int kBlockM>
 struct ConsecutiveRows : QueryTile {
-  static constexpr bool kOrdered = false;
+  static constexpr bool kOrdered = false, kResumed = true;  // kResumed: pass 2 may follow
   int first, count;
   __device__ __forceinline__ ConsecutiveRows(const AttentionParams& p, uint32 work)
       : QueryTile(query_tile<false>(p.chunk, p.tiles, work)),
@@ -16,8 +16,9 @@ struct ConsecutiveRows : QueryTile {
   __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
   __device__ __forceinline__ int first_query() const { return first; }
   __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
+  __device__ __forceinline__ int first_key(const Geometry& g) const { return g.dense_begin(segment); }
 
-  // Row r sees the first `limit + r` (causal) or `limit` keys from dense_begin on; the tile reads `keys` of them.
+  // Row r sees the first `limit + r` (causal) or `limit` keys from first_key on; the tile reads `keys` of them.
   __device__ __forceinline__ int limit(const Geometry& g) const {
     return g.is_causal ? first + g.offset() - g.dense_begin(segment) + 1
                        : g.dense_end(segment) - g.dense_begin(segment);
@@ -26,6 +27,35 @@ struct ConsecutiveRows : QueryTile {
     return g.is_causal ? limit(g) + count - 1 : limit(g);
   }
   // Tiles of kBlockM keys. Where there are none one is read, of which no row sees a key.
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const { return max(1, (keys(g) + kBlockM - 1) / kBlockM); }
+};
+
+// Pass 1 of packed sequences: row r is query first + r of all, and sees keys of its own sequence alone.
+template <int kBlockM>
+struct PackedRows : QueryTile {
+  static constexpr bool kOrdered = false, kResumed = false;
+  int first, count;
+  int begin_k, seqlen_k, causal_limit;
+  __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, uint32 work)
+      : PackedRows(p, p.sequence(static_cast<int>(work)), work) {}
+  __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, const PackedSequence& sequence, uint32 work)
+      : QueryTile(query_tile<false>({0, p.heads, 0, 1, 0, sequence.near_heads},
+                                    (sequence.seqlen_q + kBlockM - 1) / kBlockM, work - sequence.first_work)),
+        first(sequence.begin_q + tile * kBlockM),
+        count(min(kBlockM, sequence.seqlen_q - tile * kBlockM)),
+        begin_k(sequence.begin_k),
+        seqlen_k(sequence.seqlen_k),
+        causal_limit(tile * kBlockM + sequence.seqlen_k - sequence.seqlen_q + 1) {}
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+  __device__ __forceinline__ int first_query() const { return first; }
+  __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
+  __device__ __forceinline__ int first_key(const Geometry&) const { return begin_k; }
+
+  // As in ConsecutiveRows.
+  __device__ __forceinline__ int limit(const Geometry& g) const { return g.is_causal ? causal_limit : seqlen_k; }
+  __device__ __forceinline__ int keys(const Geometry& g) const {
+    return g.is_causal ? causal_limit + count - 1 : seqlen_k;
+  }
   __device__ __forceinline__ int key_tiles(const Geometry& g) const { return max(1, (keys(g) + kBlockM - 1) / kBlockM); }
 };
 

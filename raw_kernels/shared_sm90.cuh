@@ -7,10 +7,13 @@
 namespace s2o {
 
 // Pass 1's parameters on Hopper: the arrays once more, as the copy engine reads them.
-struct MappedAttentionParams {
+template <class Params>
+struct Mapped {
   TensorMap q, k, v;
-  AttentionParams attention;
+  Params attention;
 };
+using MappedAttentionParams = Mapped<AttentionParams>;
+using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
 
 namespace sm90 {
 
@@ -42,12 +45,13 @@ struct NextTile {
   int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
 };
 
-template <class Element_, int kHeadDim_, int kStages_, bool kPaged_>
+template <class Element_, int kHeadDim_, int kStages_, bool kPaged_, bool kPacked_ = false>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
+  static constexpr bool kPacked = kPacked_;   // rows past a sequence's own are another's
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
 

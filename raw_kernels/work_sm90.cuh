@@ -6,8 +6,8 @@ namespace s2o {
 namespace sm90 {
 
 // The next q tile that has work, or -1. Pass 1 also takes rows without keys: their state is to be written.
-template <class Rows>
-__device__ __forceinline__ int next_work(const AttentionParams& params) {
+template <class Rows, class Params>
+__device__ __forceinline__ int next_work(const Params& params) {
   for (;;) {
     const int work = atomicAdd(params.next_work, 1);
     if (work >= params.works) return -1;

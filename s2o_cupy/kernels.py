@@ -55,15 +55,31 @@ ATTENTION_PARAMS = np.dtype(
     ],
     align=True,
 )
-# Tensor maps stand first, as they are aligned to 64 bytes; the struct's size is a multiple of that too.
-MAPPED_ATTENTION_PARAMS = np.dtype(
-    {
-        "names": ["maps", "attention"],
-        "formats": [f"V{3 * TENSOR_MAP_BYTES}", ATTENTION_PARAMS],
-        "offsets": [0, 3 * TENSOR_MAP_BYTES],
-        "itemsize": 3 * TENSOR_MAP_BYTES + -(-ATTENTION_PARAMS.itemsize // 64) * 64,
-    }
+
+
+def _mapped(params: np.dtype[Any]) -> np.dtype[Any]:
+    """Tensor maps of q, k and v, then ``params``. Maps are aligned to 64 bytes; the size is a multiple of that too."""
+    maps = 3 * TENSOR_MAP_BYTES
+    return np.dtype(
+        {
+            "names": ["maps", "attention"],
+            "formats": [f"V{maps}", params],
+            "offsets": [0, maps],
+            "itemsize": maps + -(-params.itemsize // 64) * 64,
+        }
+    )
+
+
+MAPPED_ATTENTION_PARAMS = _mapped(ATTENTION_PARAMS)
+# Sequences of one launch of pass 1. With it parameters stay below the 4,096 bytes that every driver takes.
+PACKED_SEQUENCES = 128
+PACKED_SEQUENCE = np.dtype(
+    [(name, "i4") for name in ("first_work", "begin_q", "begin_k", "seqlen_q", "seqlen_k", "near_heads")]
 )
+PACKED_ATTENTION_PARAMS = np.dtype(
+    [("attention", ATTENTION_PARAMS), ("sequences", "i4"), ("of", PACKED_SEQUENCE, (PACKED_SEQUENCES,))], align=True
+)
+MAPPED_PACKED_ATTENTION_PARAMS = _mapped(PACKED_ATTENTION_PARAMS)
 RANK_QUERIES_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k")),
@@ -132,21 +148,23 @@ class _Family:
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {step}, {paged}>"
+_HOPPER_TRAITS = "sm90::Traits<{{element}}, {{head_dim}}, {{stages}}, {{paged}}, {packed}>"
 FAMILIES = {
     **{
-        name: _Family(
-            f"{name}.cu", ATTENTION_PARAMS, "AttentionParams", 128, "256 / {threads}", _ATTENTION_TRAITS
+        name: _Family(source, params, struct, 128, "256 / {threads}", _ATTENTION_TRAITS)
+        for name, source, params, struct in (
+            ("pass1", "pass1.cu", ATTENTION_PARAMS, "AttentionParams"),
+            ("pass1_packed", "pass1.cu", PACKED_ATTENTION_PARAMS, "PackedAttentionParams"),
+            ("pass2", "pass2.cu", ATTENTION_PARAMS, "AttentionParams"),
         )
-        for name in ("pass1", "pass2")
     },
     **{
-        name: _Family(
-            f"{name}.cu", params, struct, 384, 1, "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>", "sm_90a"
-        )
-        for name, params, struct in (
-            ("pass1_sm90", MAPPED_ATTENTION_PARAMS, "MappedAttentionParams"),
-            ("pass1_gathered_sm90", ATTENTION_PARAMS, "AttentionParams"),
-            ("pass2_sm90", ATTENTION_PARAMS, "AttentionParams"),
+        name: _Family(f"{source}.cu", params, struct, 384, 1, _HOPPER_TRAITS.format(packed=packed), "sm_90a")
+        for name, source, params, struct, packed in (
+            ("pass1_sm90", "pass1_sm90", MAPPED_ATTENTION_PARAMS, "MappedAttentionParams", "false"),
+            ("pass1_packed_sm90", "pass1_sm90", MAPPED_PACKED_ATTENTION_PARAMS, "MappedPackedAttentionParams", "true"),
+            ("pass1_gathered_sm90", "pass1_gathered_sm90", ATTENTION_PARAMS, "AttentionParams", "false"),
+            ("pass2_sm90", "pass2_sm90", ATTENTION_PARAMS, "AttentionParams", "false"),
         )
     },
     **{

@@ -24,7 +24,7 @@ from .replay import GRAPH_LAUNCHES, Replay
 from .spec import S2OConfig
 from .tensor_maps import tensor_map
 
-__all__ = ["Call", "Memory", "Operands", "allocate", "clear_cache", "run", "run_in_turn"]
+__all__ = ["Call", "Memory", "Operands", "allocate", "clear_cache", "run", "run_in_turn", "write_every_tile"]
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 # Returns the address of so many bytes on the current device and an object that keeps them.
@@ -164,9 +164,18 @@ def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Any:
     return on_device
 
 
+def write_every_tile(visited: int, problem: Problem, config: S2OConfig, device: int, stream: int) -> None:
+    """To the address ``visited``, int32 of problem.visited_shape(config), what a dense call visits."""
+    full = _every_tile(problem, config, device)
+    runtime.memcpyAsync(visited, full.data.ptr, full.nbytes, runtime.memcpyDeviceToDevice, stream)
+
+
 def clear_cache() -> None:
     """Forget every prepared call and the kernels and graphs that it holds."""
+    from .packed import prepared_program
+
     _program.cache_clear()
+    prepared_program.cache_clear()
 
 
 class _Program:
@@ -262,12 +271,10 @@ class _Program:
         # First of all, as it also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         if visited:
-            nbytes = self.workspace.places["visited"].nbytes
             if self.plan.dense:
-                full = _every_tile(self.problem, self.config, self.device)
-                runtime.memcpyAsync(visited, full.data.ptr, nbytes, runtime.memcpyDeviceToDevice, stream)
+                write_every_tile(visited, self.problem, self.config, self.device, stream)
             else:
-                runtime.memsetAsync(visited, 0, nbytes, stream)
+                runtime.memsetAsync(visited, 0, self.workspace.places["visited"].nbytes, stream)
         else:
             visited = address + self.workspace.places["visited"].offset
         bases = (*others, visited, address)

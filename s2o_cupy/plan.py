@@ -5,6 +5,7 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -323,30 +324,36 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
             kernels.append(_remainder(name, dtype, head_dim, paged))
         for name, paged in itertools.product(("survey", "fine_norms", "fine_scores"), (False, True)):
             kernels.append(_rank_fine(name, dtype, head_dim, paged))
-        passes = [("pass1", pass1_block_m(head_dim, limits)), *(("pass2", block_m) for block_m in GPU_BLOCK_M)]
+        block_m1 = pass1_block_m(head_dim, limits)
+        passes = [("pass1", block_m1), *(("pass2", block_m) for block_m in GPU_BLOCK_M)]
         for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
             kernels.append(_key_scores(dtype, head_dim, aligned, paged))
             for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, paged)):
                 kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, softcap, paged))
+        for aligned, softcap in itertools.product((True, False), (False, True)):
+            kernels.append(_attention("pass1_packed", dtype, head_dim, aligned, block_m1, limits, softcap))
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, paged):
                 kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
-                if paged:
-                    kernels.append(_hopper("pass1_gathered_sm90", dtype, head_dim, softcap, paged))
+                third = "pass1_gathered_sm90" if paged else "pass1_packed_sm90"
+                kernels.append(_hopper(third, dtype, head_dim, softcap, paged))
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
 
-def _near_heads(problem: Problem, heads: int) -> int:
+def near_heads(problem: Problem, heads: int) -> int:
     """How many of ``heads`` query heads run at a time: the more, the better the longest tiles are spread, as long as
     L2 holds their keys and values."""
     group = problem.heads // problem.kv_heads
     if heads % group:
         return 1
-    kv_bytes = 2 * problem.seqlen_k * problem.head_dim * 2
-    fits = max(1, NEAR_BYTES // kv_bytes)
-    return group * max(n for n in range(1, heads // group + 1) if heads // group % n == 0 and n <= fits)
+    return group * _near_kv_heads(heads // group, NEAR_BYTES // (2 * problem.seqlen_k * problem.head_dim * 2))
+
+
+@functools.lru_cache(maxsize=1024)
+def _near_kv_heads(kv_heads: int, fits: int) -> int:
+    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(1, fits))
 
 
 def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
@@ -391,7 +398,7 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
         begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
         for first_head in range(0, heads, heads_each):
             count = min(heads_each, heads - first_head)
-            near = _near_heads(problem, count)
+            near = near_heads(problem, count)
             chunks.append(Chunk(first_head, count, begin, end - begin, shared, near, stride))
         end = begin
     return tuple(chunks)
@@ -400,6 +407,12 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
 # Keys up to which dense attention is at least as fast as ordering and stopping: on an H200 with the model trace of
 # docs/kernels.md, 8,192 keys take the same time either way, and dense attention makes no error.
 DENSE_UP_TO = 8192
+
+
+def packed_pass1(plan: LaunchPlan) -> Kernel:
+    """The kernel that is to many packed sequences what pass 1 of a dense plan is to one."""
+    function = {"pass1": "pass1_packed", "pass1_sm90": "pass1_packed_sm90"}[plan.pass1.function]
+    return replace(plan.pass1, function=function)
 
 
 def is_dense(problem: Problem, config: S2OConfig) -> bool:
@@ -474,7 +487,7 @@ def make_plan(
         key_middle=_key_strata("key_middle"),
         key_front=_key_front(),
         whole=Chunk(
-            0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, _near_heads(problem, heads), 0
+            0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0
         ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,

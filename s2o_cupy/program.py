@@ -17,7 +17,7 @@ from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
 from .spec import FRONT, LOG2E, MIDDLE, S2OConfig
 
-__all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "workspace"]
+__all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "packed_launch", "workspace"]
 
 Params = Any  # a 0-d array of a kernel's parameter struct
 ALIGNMENT = 256  # bytes, of an array in the workspace
@@ -130,6 +130,25 @@ def launches(
     return tuple(found)
 
 
+def packed_launch(
+    plan: LaunchPlan, kernel: kernels.Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
+    aligned: bool,
+) -> Launch:  # fmt: skip
+    """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
+    builder = _Builder(plan, problem, config, operands, Workspace({}, 0, 0), aligned, None)
+    return builder.packed_pass1(kernel)
+
+
+def _within(dtype: np.dtype[Any], attention: Params) -> Params:
+    """A struct that has AttentionParams in it, or these themselves."""
+    if dtype is kernels.ATTENTION_PARAMS:
+        return attention
+    outer = np.zeros((), dtype)
+    assert dtype.fields is not None
+    outer["attention"] = _within(dtype.fields["attention"][0], attention)
+    return outer
+
+
 class _Builder:
     def __init__(
         self,
@@ -154,11 +173,10 @@ class _Builder:
     ) -> Launch:
         """``extra``: bytes further into the array that a pointer of this name reads."""
         pointers = []
-        fields = params.dtype.fields
-        if "attention" in fields:
-            shift, fields = fields["attention"][1], kernels.ATTENTION_PARAMS.fields
-        else:
-            shift = 0
+        fields, shift = params.dtype.fields, 0
+        while "attention" in fields:
+            inner, offset = fields["attention"]
+            fields, shift = inner.fields, shift + offset
         for name, (_, offset, *_) in fields.items():
             if name in BASES:  # of the caller; the address of a tensor or page table stands first in it
                 pointers.append((shift + offset, name, 0))
@@ -195,10 +213,7 @@ class _Builder:
             kernels.ATTENTION_PARAMS,
         )
         family = kernel.family
-        if family.params is kernels.MAPPED_ATTENTION_PARAMS:
-            mapped = np.zeros((), family.params)
-            mapped["attention"] = params
-            params = mapped
+        params = _within(family.params, params)
         blocks = min(works, self.plan.persistent_blocks) if family.arch == "sm_90a" else works
         counter = self.attention_launches * 4
         self.attention_launches += 1
@@ -206,6 +221,9 @@ class _Builder:
 
     def pass1(self) -> Launch:
         return self._attention("pass1", self.plan.pass1, self.plan.whole, self.plan.pass1_tiles)
+
+    def packed_pass1(self, kernel: kernels.Kernel) -> Launch:
+        return self._attention("pass1", kernel, self.plan.whole, self.plan.pass1_tiles)
 
     def pass2(self, chunk: Chunk) -> Launch:
         return self._attention("pass2", self.plan.pass2, chunk, self.plan.tiles)

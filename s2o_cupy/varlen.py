@@ -13,6 +13,7 @@ from .frameworks.base import Framework, Output
 from .lazy_cupy import import_cupy
 from .lengths import parse_integers
 from .operand import address, operand
+from .plan import is_dense
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
 from .stats import NOTHING_RAN, Ran, S2OStats
@@ -82,9 +83,8 @@ def s2o_attention_varlen(
 
     Notes
     -----
-    On a GPU the sequences take turns on one stream and in one workspace, sized to the largest need: the kernels of
-    a sequence are launched for it alone. Many short sequences therefore neither fill a large GPU nor hide the cost of
-    their launches.
+    On a GPU all sequences that are attended densely (``S2OConfig.dense_up_to``: short ones) share one launch. Longer
+    ones, which fill a GPU by themselves, take turns on one stream and in one workspace, sized to the largest need.
 
     Examples
     --------
@@ -263,7 +263,7 @@ def _check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> Non
         )
 
 
-# ---------------------------------------------------------------- the sequences in turn
+# ---------------------------------------------------------------- the sequences
 
 
 def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> list[Ran]:
@@ -291,24 +291,30 @@ def _run_kernels(
     import_cupy()
     from . import pipeline
 
-    q, k, v, out = (operand(x, "BSHD") for x in (*natives, o.native))
+    operands = q, k, v, out = tuple(operand(x, "BSHD") for x in (*natives, o.native))
     first_lse = 0 if lse is None else address(lse.native)
-    calls = []
+    stream, memory = framework.stream(), framework.memory(natives[0]) or pipeline.allocate
+    together, in_turn = [], []
     for x, output in work:
+        visited = 0 if output is None else address(output.native)
+        if is_dense(x.problem, config):
+            together.append((x.begin_q, x.begin_k, x.problem, visited))
+            continue
         rows_q, rows_k = (x.begin_q, x.end_q), (x.begin_k, x.end_k)
-        calls.append(
-            pipeline.Call(
-                (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q)),
-                first_lse and first_lse + 4 * x.begin_q,
-                0 if output is None else address(output.native),
-                x.problem,
-            )
-        )
-    plans = pipeline.run_in_turn(
-        calls,
-        config,
-        lse_stride=out.shape[2],  # total_q
-        stream=framework.stream(),
-        memory=framework.memory(natives[0]) or pipeline.allocate,
-    )
-    return [(plan.path, plan.path_reason) for plan in plans]
+        parts = (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q))
+        in_turn.append(pipeline.Call(parts, first_lse and first_lse + 4 * x.begin_q, visited, x.problem))
+
+    launch: Any = None
+    if together:  # prepared before any other is launched
+        from . import packed
+
+        launch = packed.prepare(operands, [packed.PackedCall(*call) for call in together], config)
+    plans = []
+    if in_turn:
+        lse_stride = out.shape[2]  # total_q
+        plans = pipeline.run_in_turn(in_turn, config, lse_stride=lse_stride, stream=stream, memory=memory)
+    if together:
+        launch.run(first_lse, stream=stream, memory=memory)
+    others = iter(plans)
+    of_each = (launch.plan if is_dense(x.problem, config) else next(others) for x, _ in work)
+    return [(plan.path, plan.path_reason) for plan in of_each]

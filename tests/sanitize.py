@@ -11,6 +11,7 @@ import time
 
 from conftest import has_gpu, has_hopper
 from gpu_cases import SANITIZED, run_diff
+from packs import differing_on
 from pages import differing, fits_pages
 
 
@@ -41,6 +42,14 @@ def main() -> int:
                 if names:
                     print(f"other bits than in one array: {', '.join(names)}", flush=True)
                     failed += 1
+    for path in paths:
+        for is_causal in (True, False):
+            start = time.perf_counter()
+            names = differing_on(path, is_causal)
+            print(f"{path:8} {time.perf_counter() - start:6.1f} s  packed, is_causal={is_causal}", flush=True)
+            if names:
+                print(f"other bits than in a call of its own: {', '.join(names)}", flush=True)
+                failed += 1
     return int(failed > 0)
 
 

@@ -1,0 +1,62 @@
+"""Packed sequences on a GPU against a call for each."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
+
+# One token, odd lengths, whole tiles, and two of one length.
+LENGTHS = {
+    True: ([300, 1, 65, 0, 128, 65, 401], [300, 70, 65, 9, 130, 65, 530]),
+    False: ([300, 1, 65, 0, 128, 65, 401], [100, 70, 1, 9, 300, 65, 530]),
+}
+
+
+def starts(lengths: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+def bits(x: Any) -> np.ndarray:
+    import cupy
+
+    return cupy.asnumpy(x.view(f"u{x.dtype.itemsize}"))
+
+
+def differing(
+    q: Any, k: Any, v: Any, lengths_q: list[int], lengths_k: list[int], config: S2OConfig, **options: Any
+) -> list[str]:
+    """What of which sequence is not, bit for bit, that of a call of its own. CuPy arrays as in a packed batch."""
+    import cupy
+
+    out = cupy.full(q.shape, np.nan, q.dtype)
+    o, lse, stats = s2o_attention_varlen(
+        q, k, v, starts(lengths_q), starts(lengths_k), config=config, out=out, return_lse=True, return_stats=True,
+        **options,
+    )  # fmt: skip
+    found = []
+    rows = zip(itertools.pairwise(starts(lengths_q)), itertools.pairwise(starts(lengths_k)), strict=True)
+    for i, ((a, b), (c, d)) in enumerate(rows):
+        own_o, own_lse, own = s2o_attention(
+            q[a:b], k[c:d], v[c:d], layout="BSHD", config=config, return_lse=True, return_stats=True, **options
+        )
+        pairs = {"o": (o[a:b], own_o), "lse": (lse[:, a:b], own_lse), "visited": (stats[i].visited, own.visited)}
+        found += [f"{name} of sequence {i}" for name, (x, y) in pairs.items() if not np.array_equal(bits(x), bits(y))]
+        if (stats[i].path, stats[i].path_reason) != (own.path, own.path_reason):
+            found.append(f"path of sequence {i}")
+    return found
+
+
+def differing_on(path: str, is_causal: bool) -> list[str]:
+    """The same of `LENGTHS`, all of them attended densely, in bfloat16."""
+    import cupy
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    lengths = LENGTHS[is_causal]
+    shapes = [(sum(lengths[0]), 4, 64), *[(sum(lengths[1]), 2, 64)] * 2]
+    arrays = [cupy.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16)) for shape in shapes]
+    return differing(*arrays, *lengths, S2OConfig(dense_up_to=1000, path=path), is_causal=is_causal)

@@ -1,0 +1,232 @@
+"""Packed sequences that are attended densely: one launch, the bits of a call for each."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import has_gpu, has_hopper
+from packs import LENGTHS, differing
+
+from s2o_cupy import S2OConfig, s2o_attention_varlen
+from s2o_cupy.operand import Operand
+from s2o_cupy.plan import DeviceLimits, make_plan, packed_pass1
+from s2o_cupy.problem import Problem
+
+DENSE = S2OConfig(dense_up_to=1000)
+
+
+# ---------------------------------------------------------------- what is launched
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def recorded(request, monkeypatch):
+    """Launches of a pretended GPU: (blocks, threads, a copy of the parameters); and the module, with a path."""
+    pytest.importorskip("cupy")
+    from s2o_cupy import packed
+
+    launches = []
+
+    def launch(function, blocks, y, z, threads, *rest):
+        program = next(p for p in programs if p.address.ctypes.data == rest[-2])
+        launches.append((blocks, threads, program.params.copy()))
+
+    programs = []
+
+    class Program(packed._Program):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            programs.append(self)
+
+    runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
+    monkeypatch.setattr(packed, "_Program", Program)
+    monkeypatch.setattr(packed, "runtime", runtime)
+    monkeypatch.setattr(packed, "driver", types.SimpleNamespace(launchKernel=launch))
+    monkeypatch.setattr(packed, "device_limits", lambda device: DeviceLimits.of_architecture(90))
+    monkeypatch.setattr(packed, "tensor_map", lambda pointer, *arguments: pointer.to_bytes(128, "little"))
+    loaded = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=1))
+    monkeypatch.setattr(packed.kernels, "load", lambda kernel, device: loaded)
+    packed.prepared_program.cache_clear()
+    yield types.SimpleNamespace(module=packed, launches=launches, config=replace(DENSE, path=request.param))
+    packed.prepared_program.cache_clear()
+
+
+def calls_of(module, lengths, is_causal=True):
+    problem = Problem(1, 8, 2, 1, 1, 128, "bfloat16", is_causal, 0.1)
+    begins = (list(itertools.accumulate(x, initial=0))[:-1] for x in zip(*lengths, strict=True))
+    return [
+        module.PackedCall(begin_q, begin_k, replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k), 0)
+        for (seqlen_q, seqlen_k), begin_q, begin_k in zip(lengths, *begins, strict=True)
+    ]
+
+
+def run(recorded, lengths, lse=0):
+    """The launches' parameters: (blocks, AttentionParams, sequences)."""
+    module = recorded.module
+    total_q, total_k = (sum(x) for x in zip(*lengths, strict=True))
+    q = Operand(1 << 20, (1, 8, total_q, 128), (0, 128, 1024))
+    k, v = (Operand(n << 20, (1, 2, total_k, 128), (0, 128, 256)) for n in (2, 3))
+    out = Operand(4 << 20, (1, 8, total_q, 128), (0, 128, 1024))
+    memory = lambda nbytes: (5 << 20, None)  # noqa: E731
+    module.prepare((q, k, v, out), calls_of(module, lengths), recorded.config).run(lse, stream=7, memory=memory)
+    found = []
+    for blocks, threads, params in recorded.launches:
+        assert threads == (384 if recorded.config.path == "hopper" else 128)
+        if "maps" in params.dtype.names:
+            maps = params["maps"].tobytes()
+            assert [int.from_bytes(maps[i : i + 128], "little") for i in (0, 128, 256)] == [1 << 20, 2 << 20, 3 << 20]
+            params = params["attention"]
+        found.append((blocks, params["attention"], params["of"][: int(params["sequences"])]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 1)], [(300, 300), (1, 70), (128, 128), (257, 900)], [(n % 200 + 1, n % 200 + 3) for n in range(300)]],
+    ids=["one", "few", "300"],
+)
+def test_each_tile_of_each_sequence_once(recorded, lengths):
+    """As the kernel finds them: the last sequence whose first tile is not behind."""
+    seen = set()
+    found = run(recorded, lengths)
+    for blocks, params, of in found:
+        works = int(params["works"])
+        assert blocks == (min(132, works) if recorded.config.path == "hopper" else works)
+        for work in range(works):
+            x = of[np.searchsorted(of["first_work"], work, "right") - 1]
+            local, tiles = work - x["first_work"], -(-x["seqlen_q"] // 128)
+            near = local // x["near_heads"] // tiles * x["near_heads"] + local % x["near_heads"]
+            tile = local // x["near_heads"] % tiles
+            key = tuple(int(x[name]) for name in ("begin_q", "begin_k", "seqlen_q", "seqlen_k"))
+            assert (key, int(near), int(tile)) not in seen
+            seen.add((key, int(near), int(tile)))
+    begins = (list(itertools.accumulate(x, initial=0))[:-1] for x in zip(*lengths, strict=True))
+    assert seen == {
+        ((begin_q, begin_k, seqlen_q, seqlen_k), head, tile)
+        for (seqlen_q, seqlen_k), begin_q, begin_k in zip(lengths, *begins, strict=True)
+        for head in range(8)
+        for tile in range(-(-seqlen_q // 128))
+    }
+    assert len(found) == -(-len(lengths) // 128)
+
+
+def test_longest_work_first(recorded):
+    ((_, _, of),) = run(recorded, [(10, 20), (5, 900), (200, 200)])
+    assert of["seqlen_k"].tolist() == [900, 200, 20]
+
+
+def test_addresses(recorded):
+    """Of all rows; each launch has a counter of its own."""
+    found = run(recorded, [(3, 4)] * 129, lse=9 << 20)
+    for i, (_, params, _) in enumerate(found):
+        assert [int(params[name]["data"]) for name in ("q", "k", "v", "out")] == [n << 20 for n in (1, 2, 3, 4)]
+        assert (int(params["lse"]), int(params["state"])) == (9 << 20, 0)
+        assert int(params["next_work"]) == (5 << 20) + 4 * i
+        assert (int(params["geometry"]["seqlen_q"]), int(params["geometry"]["seqlen_k"])) == (387, 516)
+
+
+@pytest.mark.parametrize("compute_capability", [80, 90, 120])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_kernels_that_are_compiled_ahead(compute_capability, head_dim, aligned, softcap):
+    from s2o_cupy.plan import kernels_for
+
+    problem = Problem(1, 8, 2, 1, 1, head_dim, "float16", True, 0.1, softcap)
+    plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), aligned)
+    assert packed_pass1(plan) in kernels_for(compute_capability)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture(params=[("portable", "float16"), ("portable", "bfloat16"), ("hopper", "bfloat16")], ids="-".join)
+def gpu(request, rng):
+    """arrays(lengths_q, lengths_k, ...) on the GPU, and a configuration."""
+    path, dtype = request.param
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if path == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    import cupy
+    import ml_dtypes
+
+    def arrays(lengths_q, lengths_k, heads=4, kv_heads=2, head_dim=128):
+        of_q, of_k = (sum(lengths_q), heads, head_dim), (sum(lengths_k), kv_heads, head_dim)
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+        return [cupy.asarray(rng.standard_normal(shape).astype(kind)) for shape in (of_q, of_k, of_k)]
+
+    return types.SimpleNamespace(arrays=arrays, config=replace(DENSE, path=path), path=path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 128, 256])
+def test_the_bits_of_a_loop(gpu, is_causal, head_dim):
+    if gpu.path == "hopper" and (head_dim > 128 or head_dim % 8):
+        pytest.skip("the Hopper kernels do not take it")
+    lengths = LENGTHS[is_causal]
+    assert differing(*gpu.arrays(*lengths, head_dim=head_dim), *lengths, gpu.config, is_causal=is_causal) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 5.0}], ids=str)
+def test_options(gpu, options):
+    assert differing(*gpu.arrays(*LENGTHS[True]), *LENGTHS[True], gpu.config, **options) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [{"dense_up_to": 200}, {"dense_up_to": None, "tau": 0.0}], ids=str)
+def test_some_and_all(gpu, config):
+    """Beside sequences that take turns; and all, however long."""
+    lengths = [1500, 65, 3000, 130], [1500, 200, 3100, 130]
+    config = replace(gpu.config, segment=256, **config)
+    assert differing(*gpu.arrays(*lengths, heads=32, kv_heads=8), *lengths, config) == []
+
+
+@pytest.mark.gpu
+def test_many(gpu):
+    """Three launches."""
+    lengths = [n * 37 % 290 for n in range(300)]
+    assert differing(*gpu.arrays(lengths, lengths), lengths, lengths, gpu.config) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e4], ids=str)
+def test_neighbours_change_no_bit(gpu, value):
+    """Nor do scores that round otherwise, of rows that come along in a tile of the copy engine's."""
+    lengths = [100, 77, 200], [110, 77, 260]
+    arrays = gpu.arrays(*lengths)
+    starts = [0, 100, 177, 377]
+    call = lambda: s2o_attention_varlen(*arrays, starts, [0, 110, 187, 447], config=gpu.config)  # noqa: E731
+    before = call().get()
+    arrays[0][100:177] = value
+    arrays[1][110:187] = value
+    arrays[2][110:187] = value
+    after = call().get()
+    for rows in (slice(0, 100), slice(177, 377)):
+        np.testing.assert_array_equal(after[rows].view(np.uint16), before[rows].view(np.uint16))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph(gpu):
+    """It keeps its lengths, whatever other calls of the same arrays do in between."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    lengths, others = [300, 1, 128], [100, 200, 129]
+    with stream:
+        q, k, v = gpu.arrays(lengths, lengths)
+        call = lambda x: s2o_attention_varlen(q, k, v, np.cumsum([0, *x]).tolist(), config=gpu.config)  # noqa: E731
+        call(lengths)
+        stream.begin_capture()
+        o = call(lengths)
+        graph = stream.end_capture()
+        for _ in range(3):
+            q[...] = cupy.roll(q, 1, axis=0)
+            call(others)
+            graph.launch(stream=stream)
+            np.testing.assert_array_equal(o.view(np.uint16).get(), call(lengths).view(np.uint16).get())
