@@ -33,7 +33,6 @@ struct AttentionParams {
 
 // One of several sequences that lie one behind the other in q, and in k and v.
 struct PackedSequence {
-  int first_work;        // the launch's q tiles before its own
   int begin_q, begin_k;  // its first query and key among all
   int seqlen_q, seqlen_k;
   int near_heads;        // see Chunk
@@ -44,14 +43,16 @@ constexpr int kPackedSequences = 128;  // of a launch: parameters end at 4096 by
 // Pass 1 of packed sequences without candidates: geometry has the lengths of all together, and batch is 1.
 struct PackedAttentionParams : AttentionParams {
   int sequences;
+  int first_work[kPackedSequences];  // q tiles of the launch before a sequence's own; apart, as all blocks search it
   PackedSequence of[kPackedSequences];
 
-  // The sequence of a q tile.
-  __device__ __forceinline__ const PackedSequence& sequence(int work) const {
+  // The sequence that has a q tile.
+  __device__ __forceinline__ int sequence(int work) const {
     int found = 0;
+#pragma unroll
     for (int step = kPackedSequences / 2; step > 0; step /= 2)
-      if (found + step < sequences && of[found + step].first_work <= work) found += step;
-    return of[found];
+      if (found + step < sequences && first_work[found + step] <= work) found += step;
+    return found;
   }
 };
 

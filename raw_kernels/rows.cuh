@@ -7,7 +7,9 @@ namespace s2o {
 // Pass 1: row r is query first + r.
 template <int kBlockM>
 struct ConsecutiveRows : QueryTile {
-  static constexpr bool kOrdered = false, kResumed = true;  // kResumed: pass 2 may follow
+  static constexpr bool kOrdered = false;
+  static constexpr bool kResumed = true;     // pass 2 may follow
+  static constexpr bool kMayBeEmpty = true;  // a tile may have no row
   int first, count;
   __device__ __forceinline__ ConsecutiveRows(const AttentionParams& p, uint32 work)
       : QueryTile(query_tile<false>(p.chunk, p.tiles, work)),
@@ -33,14 +35,16 @@ struct ConsecutiveRows : QueryTile {
 // Pass 1 of packed sequences: row r is query first + r of all, and sees keys of its own sequence alone.
 template <int kBlockM>
 struct PackedRows : QueryTile {
-  static constexpr bool kOrdered = false, kResumed = false;
+  static constexpr bool kOrdered = false, kResumed = false, kMayBeEmpty = false;
   int first, count;
   int begin_k, seqlen_k, causal_limit;
   __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, uint32 work)
       : PackedRows(p, p.sequence(static_cast<int>(work)), work) {}
+  __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, int n, uint32 work)
+      : PackedRows(p, p.of[n], work - p.first_work[n]) {}
   __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, const PackedSequence& sequence, uint32 work)
       : QueryTile(query_tile<false>({0, p.heads, 0, 1, 0, sequence.near_heads},
-                                    (sequence.seqlen_q + kBlockM - 1) / kBlockM, work - sequence.first_work)),
+                                    (sequence.seqlen_q + kBlockM - 1) / kBlockM, work)),
         first(sequence.begin_q + tile * kBlockM),
         count(min(kBlockM, sequence.seqlen_q - tile * kBlockM)),
         begin_k(sequence.begin_k),
@@ -62,7 +66,7 @@ struct PackedRows : QueryTile {
 // Pass 2: row r is query begin + order[r].
 template <int kBlockM>
 struct OrderedRows : QueryTile {
-  static constexpr bool kOrdered = true;
+  static constexpr bool kOrdered = true, kMayBeEmpty = true;
   const int* order;
   int begin, count;
   __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 work)

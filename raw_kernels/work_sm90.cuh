@@ -11,6 +11,7 @@ __device__ __forceinline__ int next_work(const Params& params) {
   for (;;) {
     const int work = atomicAdd(params.next_work, 1);
     if (work >= params.works) return -1;
+    if (!Rows::kMayBeEmpty) return work;
     const Rows rows(params, work);
     if (rows.count > 0 && (!Rows::kOrdered || rows.keys(params.geometry) > 0)) return work;
   }

@@ -73,11 +73,15 @@ def _mapped(params: np.dtype[Any]) -> np.dtype[Any]:
 MAPPED_ATTENTION_PARAMS = _mapped(ATTENTION_PARAMS)
 # Sequences of one launch of pass 1. With it parameters stay below the 4,096 bytes that every driver takes.
 PACKED_SEQUENCES = 128
-PACKED_SEQUENCE = np.dtype(
-    [(name, "i4") for name in ("first_work", "begin_q", "begin_k", "seqlen_q", "seqlen_k", "near_heads")]
-)
+PACKED_SEQUENCE = np.dtype([(name, "i4") for name in ("begin_q", "begin_k", "seqlen_q", "seqlen_k", "near_heads")])
 PACKED_ATTENTION_PARAMS = np.dtype(
-    [("attention", ATTENTION_PARAMS), ("sequences", "i4"), ("of", PACKED_SEQUENCE, (PACKED_SEQUENCES,))], align=True
+    [
+        ("attention", ATTENTION_PARAMS),
+        ("sequences", "i4"),
+        ("first_work", "i4", (PACKED_SEQUENCES,)),
+        ("of", PACKED_SEQUENCE, (PACKED_SEQUENCES,)),
+    ],
+    align=True,
 )
 MAPPED_PACKED_ATTENTION_PARAMS = _mapped(PACKED_ATTENTION_PARAMS)
 RANK_QUERIES_PARAMS = np.dtype(

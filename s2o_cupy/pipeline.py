@@ -164,18 +164,18 @@ def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Any:
     return on_device
 
 
-def write_every_tile(visited: int, problem: Problem, config: S2OConfig, device: int, stream: int) -> None:
+def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
     """To the address ``visited``, int32 of problem.visited_shape(config), what a dense call visits."""
-    full = _every_tile(problem, config, device)
+    full = _every_tile(problem, config, runtime.getDevice())
     runtime.memcpyAsync(visited, full.data.ptr, full.nbytes, runtime.memcpyDeviceToDevice, stream)
 
 
 def clear_cache() -> None:
     """Forget every prepared call and the kernels and graphs that it holds."""
-    from .packed import prepared_program
+    from . import packed
 
     _program.cache_clear()
-    prepared_program.cache_clear()
+    packed.prepared.cache_clear()
 
 
 class _Program:
@@ -193,7 +193,6 @@ class _Program:
         self.workspace: Workspace = workspace(self.plan, problem, config)
         planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging)
         steps = [x for x in planned if x.blocks > 0]
-        self.device = device
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
 
@@ -272,7 +271,7 @@ class _Program:
         runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         if visited:
             if self.plan.dense:
-                write_every_tile(visited, self.problem, self.config, self.device, stream)
+                write_every_tile(visited, self.problem, self.config, stream)
             else:
                 runtime.memsetAsync(visited, 0, self.workspace.places["visited"].nbytes, stream)
         else:

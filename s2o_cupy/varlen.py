@@ -13,6 +13,7 @@ from .frameworks.base import Framework, Output
 from .lazy_cupy import import_cupy
 from .lengths import parse_integers
 from .operand import address, operand
+from .packed_table import PackedTable
 from .plan import is_dense
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
@@ -108,7 +109,7 @@ def s2o_attention_varlen(
     parse_starts = functools.partial(parse_integers, "s2o_attention_varlen", axis="batch + 1")
     starts_q = parse_starts("cu_seqlens_q", cu_seqlens_q)
     starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
-    sequences = _split(base, shapes[0][0], shapes[1][0], starts_q, starts_k)
+    batch = _split(base, shapes[0][0], shapes[1][0], starts_q, starts_k)
     if out is not None:
         check_out(out, framework, {"q": q, "k": k, "v": v}, shapes[0], base.dtype, device)
 
@@ -122,37 +123,28 @@ def s2o_attention_varlen(
         lse = None
         if return_lse:
             lse = framework.output((base.heads, shapes[0][0]), "float32", q, host=host)
-
-        visited: list[Output | None] = [None] * len(sequences)
+        visited: list[Output] | None = None
         if return_stats:
-            visited = [framework.output(x.problem.visited_shape(config), "int32", q, host=host) for x in sequences]
+            shape = [x.problem.visited_shape(config) for x in batch.sequences]
+            visited = [framework.output(x, "int32", q, host=host) for x in shape]
 
-        work: Work = []
-        idle: Work = []
-        for x, output in zip(sequences, visited, strict=True):
-            (idle if x.idle else work).append((x, output))
-        ran: list[Ran] = []  # of work
-        if work:
+        ran: list[Ran] = [NOTHING_RAN] * len(batch.sequences)
+        if batch.working:
             natives = [framework.contiguous_last_axis(framework.native(x, host=host)) for x in (q, k, v)]
             if host:
-                ran = _run_reference(natives, o, lse, work, config)
+                _run_reference(natives, o, lse, visited, batch, config, ran)
             else:
-                ran = _run_kernels(framework, natives, o, lse, work, config)
-        for x, output in idle:
-            part_lse = None if lse is None else lse.native[:, x.rows_q]
-            without_keys(framework, o.native[x.rows_q], part_lse, None if output is None else output.native)
+                _run_kernels(framework, natives, o, lse, visited, batch, config, ran)
+        for i in batch.idle:
+            rows = batch.sequences[i].rows_q
+            part_lse = None if lse is None else lse.native[:, rows]
+            without_keys(framework, o.native[rows], part_lse, None if visited is None else visited[i].native)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
-        if return_stats:
-            each = iter(ran)
-            results.append(
-                [
-                    S2OStats(output.finish(), x.problem, config, *(NOTHING_RAN if x.idle else next(each)))
-                    for output, x in zip(visited, sequences, strict=True)
-                    if output
-                ]
-            )
+        if visited is not None:
+            each = zip(visited, batch.sequences, ran, strict=True)
+            results.append([S2OStats(output.finish(), x.problem, config, *how) for output, x, how in each])
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -182,7 +174,13 @@ class Sequence(NamedTuple):
         return slice(self.begin_k, self.end_k)
 
 
-Work = list[tuple[Sequence, Output | None]]  # sequences, and where visited goes
+class Batch:
+    """The sequences of a call: one object for all calls with these lengths, which is what caches know it by."""
+
+    def __init__(self, sequences: tuple[Sequence, ...]) -> None:
+        self.sequences = sequences
+        self.working = [i for i, x in enumerate(sequences) if not x.idle]
+        self.idle = [i for i, x in enumerate(sequences) if x.idle]
 
 
 def check_packed(
@@ -209,7 +207,7 @@ def check_packed(
 @functools.lru_cache(maxsize=64)  # the layers of a model share it
 def _split(
     base: Problem, total_q: int, total_k: int, starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None
-) -> tuple[Sequence, ...]:
+) -> Batch:
     _check_starts("cu_seqlens_q", starts_q, "q", total_q)
     if starts_k is None:
         if total_k != total_q:
@@ -234,7 +232,7 @@ def _split(
             _check_lengths(i, *lengths, base.is_causal)
             problems[lengths] = replace(base, seqlen_q=lengths[0], seqlen_k=lengths[1])
         sequences.append(Sequence(begin_q, end_q, begin_k, end_k, problems[lengths]))
-    return tuple(sequences)
+    return Batch(tuple(sequences))
 
 
 def _check_starts(name: str, starts: tuple[int, ...], array: str, total: int) -> None:
@@ -266,11 +264,15 @@ def _check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> Non
 # ---------------------------------------------------------------- the sequences
 
 
-def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig) -> list[Ran]:
+def _run_reference(
+    natives: list[Any], o: Output, lse: Output | None, visited: list[Output] | None, batch: Batch, config: S2OConfig,
+    ran: list[Ran],
+) -> None:  # fmt: skip
     from . import numpy_pipeline
 
     q, k, v = natives
-    for x, output in work:
+    for i in batch.working:
+        x = batch.sequences[i]
         found = numpy_pipeline.run(
             bhsd(q[x.rows_q], "BSHD"),
             bhsd(k[x.rows_k], "BSHD"),
@@ -280,41 +282,51 @@ def _run_reference(natives: list[Any], o: Output, lse: Output | None, work: Work
             x.problem,
             config,
         )
-        if output is not None:
-            output.native[...] = found
-    return [("numpy", None)] * len(work)
+        ran[i] = ("numpy", None)
+        if visited is not None:
+            visited[i].native[...] = found
+
+
+@functools.lru_cache(maxsize=64)
+def _together(batch: Batch, config: S2OConfig) -> tuple[list[int], PackedTable | None, list[int]]:
+    """Which sequences share launches, their table, and which take turns."""
+    dense = [i for i in batch.working if is_dense(batch.sequences[i].problem, config)]
+    sequences = [batch.sequences[i] for i in dense]
+    table = PackedTable([(x.begin_q, x.begin_k) for x in sequences], [x.problem for x in sequences]) if dense else None
+    return dense, table, [i for i in batch.working if i not in set(dense)]
 
 
 def _run_kernels(
-    framework: Framework, natives: list[Any], o: Output, lse: Output | None, work: Work, config: S2OConfig
-) -> list[Ran]:
+    framework: Framework, natives: list[Any], o: Output, lse: Output | None, visited: list[Output] | None, batch: Batch,
+    config: S2OConfig, ran: list[Ran],
+) -> None:  # fmt: skip
     import_cupy()
     from . import pipeline
 
-    operands = q, k, v, out = tuple(operand(x, "BSHD") for x in (*natives, o.native))
+    q, k, v, out = (operand(x, "BSHD") for x in (*natives, o.native))
     first_lse = 0 if lse is None else address(lse.native)
     stream, memory = framework.stream(), framework.memory(natives[0]) or pipeline.allocate
-    together, in_turn = [], []
-    for x, output in work:
-        visited = 0 if output is None else address(output.native)
-        if is_dense(x.problem, config):
-            together.append((x.begin_q, x.begin_k, x.problem, visited))
-            continue
-        rows_q, rows_k = (x.begin_q, x.end_q), (x.begin_k, x.end_k)
-        parts = (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q))
-        in_turn.append(pipeline.Call(parts, first_lse and first_lse + 4 * x.begin_q, visited, x.problem))
-
+    dense, table, in_turn = _together(batch, config)
+    to_visit = [0] * len(batch.sequences) if visited is None else [address(output.native) for output in visited]
     launch: Any = None
-    if together:  # prepared before any other is launched
+    if table is not None:  # prepared before any other is launched
         from . import packed
 
-        launch = packed.prepare(operands, [packed.PackedCall(*call) for call in together], config)
-    plans = []
+        launch = packed.prepare((q, k, v, out), table, config)
     if in_turn:
+        calls = []
+        for i in in_turn:
+            x = batch.sequences[i]
+            rows_q, rows_k = (x.begin_q, x.end_q), (x.begin_k, x.end_k)
+            parts = (q.rows(*rows_q), k.rows(*rows_k), v.rows(*rows_k), out.rows(*rows_q))
+            calls.append(pipeline.Call(parts, first_lse and first_lse + 4 * x.begin_q, to_visit[i], x.problem))
         lse_stride = out.shape[2]  # total_q
-        plans = pipeline.run_in_turn(in_turn, config, lse_stride=lse_stride, stream=stream, memory=memory)
-    if together:
-        launch.run(first_lse, stream=stream, memory=memory)
-    others = iter(plans)
-    of_each = (launch.plan if is_dense(x.problem, config) else next(others) for x, _ in work)
-    return [(plan.path, plan.path_reason) for plan in of_each]
+        plans = pipeline.run_in_turn(calls, config, lse_stride=lse_stride, stream=stream, memory=memory)
+        for i, plan in zip(in_turn, plans, strict=True):
+            ran[i] = (plan.path, plan.path_reason)
+    if table is not None:
+        launch.run((q, k, v, out), table, first_lse, stream=stream, memory=memory)
+        for i in dense:
+            ran[i] = (launch.plan.path, launch.plan.path_reason)
+            if to_visit[i]:
+                pipeline.write_every_tile(to_visit[i], batch.sequences[i].problem, config, stream)

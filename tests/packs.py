@@ -58,5 +58,5 @@ def differing_on(path: str, is_causal: bool) -> list[str]:
     rng = np.random.default_rng(0)
     lengths = LENGTHS[is_causal]
     shapes = [(sum(lengths[0]), 4, 64), *[(sum(lengths[1]), 2, 64)] * 2]
-    arrays = [cupy.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16)) for shape in shapes]
-    return differing(*arrays, *lengths, S2OConfig(dense_up_to=1000, path=path), is_causal=is_causal)
+    q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16)) for shape in shapes)
+    return differing(q, k, v, *lengths, S2OConfig(dense_up_to=1000, path=path), is_causal=is_causal)

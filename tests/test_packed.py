@@ -13,6 +13,7 @@ from packs import LENGTHS, differing
 
 from s2o_cupy import S2OConfig, s2o_attention_varlen
 from s2o_cupy.operand import Operand
+from s2o_cupy.packed_table import PackedTable
 from s2o_cupy.plan import DeviceLimits, make_plan, packed_pass1
 from s2o_cupy.problem import Problem
 
@@ -36,42 +37,39 @@ def recorded(request, monkeypatch):
 
     programs = []
 
-    class Program(packed._Program):
+    class PackedPass(packed.PackedPass):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             programs.append(self)
 
     runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
-    monkeypatch.setattr(packed, "_Program", Program)
+    monkeypatch.setattr(packed, "PackedPass", PackedPass)
     monkeypatch.setattr(packed, "runtime", runtime)
     monkeypatch.setattr(packed, "driver", types.SimpleNamespace(launchKernel=launch))
     monkeypatch.setattr(packed, "device_limits", lambda device: DeviceLimits.of_architecture(90))
     monkeypatch.setattr(packed, "tensor_map", lambda pointer, *arguments: pointer.to_bytes(128, "little"))
     loaded = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=1))
     monkeypatch.setattr(packed.kernels, "load", lambda kernel, device: loaded)
-    packed.prepared_program.cache_clear()
+    packed.prepared.cache_clear()
     yield types.SimpleNamespace(module=packed, launches=launches, config=replace(DENSE, path=request.param))
-    packed.prepared_program.cache_clear()
+    packed.prepared.cache_clear()
 
 
-def calls_of(module, lengths, is_causal=True):
-    problem = Problem(1, 8, 2, 1, 1, 128, "bfloat16", is_causal, 0.1)
-    begins = (list(itertools.accumulate(x, initial=0))[:-1] for x in zip(*lengths, strict=True))
-    return [
-        module.PackedCall(begin_q, begin_k, replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k), 0)
-        for (seqlen_q, seqlen_k), begin_q, begin_k in zip(lengths, *begins, strict=True)
-    ]
+def begins(lengths):
+    return list(zip(*(list(itertools.accumulate(x, initial=0))[:-1] for x in zip(*lengths, strict=True)), strict=True))
 
 
 def run(recorded, lengths, lse=0):
-    """The launches' parameters: (blocks, AttentionParams, sequences)."""
-    module = recorded.module
+    """Each launch's (blocks, parameters as those of several sequences)."""
+    problems = [Problem(1, 8, 2, seqlen_q, seqlen_k, 128, "bfloat16", True, 0.1) for seqlen_q, seqlen_k in lengths]
+    table = PackedTable(begins(lengths), problems)
     total_q, total_k = (sum(x) for x in zip(*lengths, strict=True))
-    q = Operand(1 << 20, (1, 8, total_q, 128), (0, 128, 1024))
+    q, out = (Operand(n << 20, (1, 8, total_q, 128), (0, 128, 1024)) for n in (1, 4))
     k, v = (Operand(n << 20, (1, 2, total_k, 128), (0, 128, 256)) for n in (2, 3))
-    out = Operand(4 << 20, (1, 8, total_q, 128), (0, 128, 1024))
+    operands = (q, k, v, out)
     memory = lambda nbytes: (5 << 20, None)  # noqa: E731
-    module.prepare((q, k, v, out), calls_of(module, lengths), recorded.config).run(lse, stream=7, memory=memory)
+    recorded.launches.clear()
+    recorded.module.prepare(operands, table, recorded.config).run(operands, table, lse, stream=7, memory=memory)
     found = []
     for blocks, threads, params in recorded.launches:
         assert threads == (384 if recorded.config.path == "hopper" else 128)
@@ -79,7 +77,7 @@ def run(recorded, lengths, lse=0):
             maps = params["maps"].tobytes()
             assert [int.from_bytes(maps[i : i + 128], "little") for i in (0, 128, 256)] == [1 << 20, 2 << 20, 3 << 20]
             params = params["attention"]
-        found.append((blocks, params["attention"], params["of"][: int(params["sequences"])]))
+        found.append((blocks, params))
     return found
 
 
@@ -92,40 +90,38 @@ def test_each_tile_of_each_sequence_once(recorded, lengths):
     """As the kernel finds them: the last sequence whose first tile is not behind."""
     seen = set()
     found = run(recorded, lengths)
-    for blocks, params, of in found:
-        works = int(params["works"])
+    for blocks, params in found:
+        works, sequences = int(params["attention"]["works"]), int(params["sequences"])
         assert blocks == (min(132, works) if recorded.config.path == "hopper" else works)
         for work in range(works):
-            x = of[np.searchsorted(of["first_work"], work, "right") - 1]
-            local, tiles = work - x["first_work"], -(-x["seqlen_q"] // 128)
-            near = local // x["near_heads"] // tiles * x["near_heads"] + local % x["near_heads"]
-            tile = local // x["near_heads"] % tiles
-            key = tuple(int(x[name]) for name in ("begin_q", "begin_k", "seqlen_q", "seqlen_k"))
-            assert (key, int(near), int(tile)) not in seen
-            seen.add((key, int(near), int(tile)))
-    begins = (list(itertools.accumulate(x, initial=0))[:-1] for x in zip(*lengths, strict=True))
+            n = np.searchsorted(params["first_work"][:sequences], work, "right") - 1
+            *key, near = params["of"][n].tolist()
+            local, tiles = work - params["first_work"][n], -(-key[2] // 128)
+            seen.add((*key, int(local // near // tiles * near + local % near), int(local // near % tiles)))
+    assert sum(int(params["attention"]["works"]) for _, params in found) == len(seen)
     assert seen == {
-        ((begin_q, begin_k, seqlen_q, seqlen_k), head, tile)
-        for (seqlen_q, seqlen_k), begin_q, begin_k in zip(lengths, *begins, strict=True)
+        (*begin, *length, head, tile)
+        for length, begin in zip(lengths, begins(lengths), strict=True)
         for head in range(8)
-        for tile in range(-(-seqlen_q // 128))
+        for tile in range(-(-length[0] // 128))
     }
     assert len(found) == -(-len(lengths) // 128)
 
 
 def test_longest_work_first(recorded):
-    ((_, _, of),) = run(recorded, [(10, 20), (5, 900), (200, 200)])
-    assert of["seqlen_k"].tolist() == [900, 200, 20]
+    ((_, params),) = run(recorded, [(10, 20), (5, 900), (200, 200)])
+    assert params["of"]["seqlen_k"][:3].tolist() == [900, 200, 20]
 
 
 def test_addresses(recorded):
-    """Of all rows; each launch has a counter of its own."""
-    found = run(recorded, [(3, 4)] * 129, lse=9 << 20)
-    for i, (_, params, _) in enumerate(found):
-        assert [int(params[name]["data"]) for name in ("q", "k", "v", "out")] == [n << 20 for n in (1, 2, 3, 4)]
-        assert (int(params["lse"]), int(params["state"])) == (9 << 20, 0)
-        assert int(params["next_work"]) == (5 << 20) + 4 * i
-        assert (int(params["geometry"]["seqlen_q"]), int(params["geometry"]["seqlen_k"])) == (387, 516)
+    """Of all rows; each launch has a counter of its own, and a later call its own addresses."""
+    for lse in (0, 9 << 20):
+        for i, (_, params) in enumerate(run(recorded, [(3, 4)] * 129, lse)):
+            params = params["attention"]
+            assert [int(params[name]["data"]) for name in ("q", "k", "v", "out")] == [n << 20 for n in (1, 2, 3, 4)]
+            assert (int(params["lse"]), int(params["state"])) == (lse, 0)
+            assert int(params["next_work"]) == (5 << 20) + 4 * i
+            assert (int(params["geometry"]["seqlen_q"]), int(params["geometry"]["seqlen_k"])) == (387, 516)
 
 
 @pytest.mark.parametrize("compute_capability", [80, 90, 120])
