@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from .frameworks import framework_of
@@ -25,19 +26,6 @@ class Operand(NamedTuple):
     pointer: int
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
-
-    @staticmethod
-    def of(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], layout: str, unit: int) -> Operand:
-        """From a shape in ``layout``, with or without the batch axis, and strides of which ``unit`` make an element."""
-        if len(shape) == 3:
-            shape, strides = (1, *shape), (0, *strides)
-        b, x, y, d = shape
-        sb, sx, sy, _ = strides
-        if layout == "BSHD":
-            x, y, sx, sy = y, x, sy, sx
-        if unit != 1:
-            sb, sx, sy = sb // unit, sx // unit, sy // unit
-        return Operand(pointer, (b, x, y, d), (sb if b > 1 else 0, sx if x > 1 else 0, sy if y > 1 else 0))
 
     @property
     def tensor(self) -> tuple[int, int, int, int]:
@@ -97,7 +85,21 @@ class Paging(NamedTuple):
 def operand(native: Any, layout: str) -> Operand:
     """Where a native array on a GPU lies, its axes ordered as ``layout`` says."""
     pointer, shape, strides, itemsize = framework_of("array", native).extent(native)
-    return Operand.of(pointer, shape, strides, layout, itemsize)
+    return Operand(pointer, *_axes(shape, strides, layout, itemsize))
+
+
+@functools.lru_cache(maxsize=1024)
+def _axes(
+    shape: tuple[int, ...], strides: tuple[int, ...], layout: str, itemsize: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+    """The shape and strides of an Operand from those of an array in ``layout``, with or without the batch axis."""
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    b, x, y, d = shape
+    sb, sx, sy = (stride // itemsize for stride in strides[:3])
+    if layout == "BSHD":
+        x, y, sx, sy = y, x, sy, sx
+    return (b, x, y, d), (sb if b > 1 else 0, sx if x > 1 else 0, sy if y > 1 else 0)
 
 
 def address(native: Any) -> int:

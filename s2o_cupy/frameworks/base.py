@@ -66,7 +66,7 @@ class Framework:
 
     def contiguous_last_axis(self, native: Any) -> Any:
         """``native``, copied only if its last axis is strided: kernels read rows in vectors."""
-        return native if native.shape[-1] == 1 or native.strides[-1] == native.itemsize else native.copy()
+        return native if native.strides[-1] == native.itemsize or native.shape[-1] == 1 else native.copy()
 
     def stream(self) -> int:
         """The handle of the stream to launch on, inside `scope`."""

@@ -35,14 +35,14 @@ class TorchFramework(Framework):
             )
 
     def device(self, x: Any) -> Device:
-        return Device(x.device.type, x.device.index or 0)
+        return place_of(x.device)
 
     def dtype(self, x: Any) -> str:
         return torch_dtype_name(x.dtype)
 
     def extent(self, x: Any) -> Extent:
         size = x.element_size()
-        return Extent(x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), size)
+        return Extent(x.data_ptr(), tuple(x.shape), byte_strides(x.stride(), size), size)
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         import torch
@@ -100,7 +100,7 @@ class TorchFramework(Framework):
     def contiguous_last_axis(self, native: Any) -> Any:
         if isinstance(native, np.ndarray):
             return super().contiguous_last_axis(native)
-        return native if native.shape[-1] == 1 or native.stride(-1) == 1 else native.contiguous()
+        return native if native.stride(-1) == 1 or native.shape[-1] == 1 else native.contiguous()
 
     def fill(self, native: Any, value: float) -> None:
         if isinstance(native, np.ndarray):
@@ -111,7 +111,8 @@ class TorchFramework(Framework):
     def native(self, x: Any, *, host: bool) -> Any:
         import torch
 
-        x = x.detach()  # refused by check() where it would matter
+        if x.requires_grad:  # refused by check() where it would matter
+            x = x.detach()
         if not host:
             return x
         x = x.cpu()
@@ -139,6 +140,16 @@ class TorchFramework(Framework):
         if not host:
             return Output(out, lambda: out)
         return self.output_into(out, host=host)
+
+
+@functools.lru_cache
+def place_of(device: Any) -> Device:
+    return Device(device.type, device.index or 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def byte_strides(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return tuple(s * size for s in strides)
 
 
 @functools.lru_cache
