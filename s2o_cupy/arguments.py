@@ -14,23 +14,22 @@ __all__ = ["check_out", "common_framework"]
 
 def common_framework(**inputs: Any) -> tuple[Framework, Device]:
     """The one framework and the one device of q, k and v."""
-    arrays = tuple(inputs.items())
-    owners = [framework_of(name, x) for name, x in arrays]
+    owners = [framework_of(name, x) for name, x in inputs.items()]
     framework = owners[0]
-    if any(owner is not framework for owner in owners):
-        came = ", ".join(f"{name} {owner.name}" for (name, _), owner in zip(arrays, owners, strict=True))
+    if owners.count(framework) != len(owners):
+        came = ", ".join(f"{name} {owner.name}" for name, owner in zip(inputs, owners, strict=True))
         raise TypeError(
             f"s2o_attention: {_listed(inputs)} come from different frameworks: {came}; accepted: one framework "
-            f"for all {_COUNTS[len(arrays)]} (convert with its from_dlpack, without a copy)"
+            f"for all {_COUNTS[len(inputs)]} (convert with its from_dlpack, without a copy)"
         )
-    for name, x in arrays:
+    for name, x in inputs.items():
         framework.check(name, x)
-    devices = [framework.device(x) for _, x in arrays]
-    if any(device != devices[0] for device in devices):
-        came = ", ".join(f"{name} on {device}" for (name, _), device in zip(arrays, devices, strict=True))
+    devices = [framework.device(x) for x in inputs.values()]
+    if devices.count(devices[0]) != len(devices):
+        came = ", ".join(f"{name} on {device}" for name, device in zip(inputs, devices, strict=True))
         raise ValueError(
             f"s2o_attention: {_listed(inputs)} are on different devices: {came}; accepted: one device for all "
-            f"{_COUNTS[len(arrays)]} (move them with .to, jax.device_put or cupy.asarray)"
+            f"{_COUNTS[len(inputs)]} (move them with .to, jax.device_put or cupy.asarray)"
         )
     return framework, devices[0]
 

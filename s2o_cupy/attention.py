@@ -216,8 +216,8 @@ def with_outputs(
         if problem.empty or problem.seqlen_k == 0:
             without_keys(framework, *natives)
         else:
-            given = (framework.native(x, host=host) for x in inputs.values())
-            ran = run(tuple(framework.contiguous_last_axis(x) for x in given), *natives)
+            given = [framework.contiguous_last_axis(framework.native(x, host=host)) for x in inputs.values()]
+            ran = run(tuple(given), *natives)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
@@ -286,15 +286,15 @@ def _run_kernels(
     import_cupy()
     from . import pipeline
 
-    q, k, v, out = (operand(x, layout) for x in (*natives, o))
+    q, k, v = natives
     plan = pipeline.run(
-        (q, k, v, out),
+        (operand(q, layout), operand(k, layout), operand(v, layout), operand(o, layout)),
         address(lse),
         address(visited),
         problem,
         config,
         stream=framework.stream(),
-        memory=framework.memory(natives[0]) or pipeline.allocate,
+        memory=framework.memory(q) or pipeline.allocate,
         await_keys=await_keys,
     )
     return plan.path, plan.path_reason

@@ -14,8 +14,8 @@ __all__ = ["import_cupy"]
 
 
 def import_cupy() -> Any:
-    if "cupy" in sys.modules and sys.modules["cupy"] is not None:
-        return sys.modules["cupy"]
+    if (imported := sys.modules.get("cupy")) is not None:
+        return imported
     _prepare_cupy_cache()
     try:
         import cupy

@@ -6,8 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from ..place import Device, Extent
 __all__ = ["Framework", "Output", "dtype_name", "is_instance", "numpy_dtype"]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A native array for the backend to write, and how it becomes the caller's array."""
 
     native: Any

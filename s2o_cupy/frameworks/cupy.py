@@ -37,7 +37,7 @@ class CupyFramework(Framework):
         return x.get() if host else x
 
     def export(self, native: Any, like: Any) -> Any:
-        return import_cupy().asarray(native)
+        return import_cupy().asarray(native) if isinstance(native, np.ndarray) else native
 
     def store(self, native: np.ndarray, out: Any) -> None:
         out[...] = import_cupy().asarray(native)
