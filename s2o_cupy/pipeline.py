@@ -285,9 +285,9 @@ class _Program:
 
     def _write_maps(self, operands: tuple[Operand, ...]) -> None:
         rows = (HOPPER_BLOCK, self.plan.map_rows, self.plan.map_rows)
-        for i, (x, box) in enumerate(zip(operands, rows, strict=True)):
-            words = np.frombuffer(tensor_map(x.pointer, x.shape, x.strides, box), np.uint64)
-            self.buffer[i * self.map_words : (i + 1) * self.map_words] = words
+        boxes = zip(operands, rows, strict=True)
+        maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
+        self.buffer[: len(rows) * self.map_words] = np.frombuffer(maps, np.uint64)
         self.mapped = tuple(x.pointer for x in operands)
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:

@@ -42,7 +42,7 @@ class TorchFramework(Framework):
 
     def extent(self, x: Any) -> Extent:
         size = x.element_size()
-        return Extent(x.data_ptr(), tuple(x.shape), byte_strides(x.stride(), size), size)
+        return Extent(x.data_ptr(), x.shape, byte_strides(x.stride(), size), size)
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         import torch
@@ -109,12 +109,12 @@ class TorchFramework(Framework):
             native.fill_(value)
 
     def native(self, x: Any, *, host: bool) -> Any:
-        import torch
-
         if x.requires_grad:  # refused by check() where it would matter
             x = x.detach()
         if not host:
             return x
+        import torch
+
         x = x.cpu()
         if x.dtype == torch.bfloat16:  # NumPy imports none: carry the bits as int16
             return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
