@@ -12,6 +12,7 @@ struct Consumer {
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
   static constexpr int kKeyTiles = kBlockN / 8;
+  static constexpr bool kStoresLate = kHeadDim == 128;  // pass 1; with 64 the products are too short to gain by it
 
   float acc[kDimTiles * 4];  // [rows, dims] of this thread
   float s[kKeyTiles * 4];    // [rows, keys]: scores, then weights
@@ -19,6 +20,9 @@ struct Consumer {
   float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad
   float mass[2];             // this thread's part of the sum since then
   float shrink[2];           // what the new maximum makes of acc
+  bool holds_output = true;  // acc; false: the next product begins it (pass 1)
+  bool unstored = false;     // pass 1: acc is the output of the q tile before this one, of the state done_m, done_l
+  float done_m[2], done_l[2];
 
   static constexpr float kLarge = 4194304.f;  // 2^22, see softmax
   float large_from[2];       // kPacked: the same; infinite for a row of another sequence, which is to change nothing
@@ -72,9 +76,10 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
       const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
-      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128));
+      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), j > 0 || holds_output);
     }
     wgmma_commit();
+    holds_output = true;
   }
 
   __device__ __forceinline__ void release_k() {
@@ -241,13 +246,16 @@ struct Consumer {
   // holds values that are not finite (checker_sm90.cuh looks), their keys are added by plain arithmetic to just the rows
   // that see them and leave the product. Both warpgroups come here for the same tiles. Row r sees `limit` keys of the
   // tile, or `limit + r` if causal.
-  __device__ __forceinline__ void guard_values(int limit) {
+  __device__ __forceinline__ void guard_values(int limit, uint32 slot) {
     constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
     barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
     const bool finite = *static_cast<volatile uint32*>(&shared.v_nonfinite[check_ring.slot]) == 0;
     check_ring.advance();
     if (finite) return;
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+    if (unstored) store_last(slot ^ 1);
+    if (!holds_output) clear_output();
+    holds_output = true;
     const uint32 tile = shared_address(shared.v[v_ring.slot]);
 
     // This lane's part of a row of v: kLane elements, the same for every row but for the swizzle.
@@ -302,8 +310,13 @@ struct Consumer {
     int tile = 1;
     for (; tile < tiles; ++tile) {
       if (!kFirst && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
-      if (kFirst) guard(limit - (tile - 1) * kBlockN);
+      if (kFirst) guard(limit - (tile - 1) * kBlockN, slot);
       issue_scores(q);
+      if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
+        pass_turn();
+        store_last(slot ^ 1);
+        await_turn();
+      }
       issue_output();
       pass_turn();
       if (!kFirst) vote(rows, tile - 1);  // here, as it runs under the products
@@ -316,11 +329,11 @@ struct Consumer {
       pack();
     }
     release(shared.q_empty[slot]);
-    if (kFirst) guard(limit - (tile - 1) * kBlockN);
+    if (kFirst) guard(limit - (tile - 1) * kBlockN, slot);
     return tile;
   }
-  __device__ __forceinline__ void guard(int limit) {
-    if (limit < kBlockN) guard_values(limit);
+  __device__ __forceinline__ void guard(int limit, uint32 slot) {
+    if (limit < kBlockN) guard_values(limit, slot);
   }
 
   // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
@@ -337,18 +350,19 @@ struct Consumer {
     release_k();
     mind(shared.items[slot].rows);
     softmax<true>(shared.items[slot].limit);
-    clear_output();
+    holds_output = false;
     pack();
     for (;;) {
       const Item& tile = shared.items[slot];
       const int rows = tile.rows;
-      const int position[2] = {position_of(tile, first_row), position_of(tile, first_row + 8)};
       walk<true>(slot, q, tile.key_tiles, tile.limit, rows);
+      if (unstored) store_last(slot ^ 1);  // of a single key tile
       if (!take(++item)) {
         issue_output();
         look(rows);
         wgmma_wait<0>();
-        store<true>(tile, position, m, l);
+        keep_state();
+        store_last(slot);
         return;
       }
       wait_for_queries(item);
@@ -357,7 +371,7 @@ struct Consumer {
       issue_output();
       pass_turn();
       look(rows);
-      const float done_m[2] = {m[0], m[1]}, done_l[2] = {l[0], l[1]};
+      keep_state();
       start_empty();
       wgmma_wait<1>();
       release_k();
@@ -365,12 +379,28 @@ struct Consumer {
       softmax<true>(shared.items[slot ^ 1].limit);
       wgmma_wait<0>();
       release_v();
-      store<true>(tile, position, done_m, done_l);
-      barrier_arrive(shared.work_empty[slot]);
-      clear_output();
+      if (!kStoresLate) store_last(slot);
       pack();
+      unstored = kStoresLate;
+      holds_output = false;
       slot ^= 1;
     }
+  }
+
+  __device__ __forceinline__ void keep_state() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      done_m[h] = m[h];
+      done_l[h] = l[h];
+    }
+  }
+  // The output of the q tile in `slot`, whose place is then free for another.
+  __device__ __forceinline__ void store_last(uint32 slot) {
+    const Item& tile = shared.items[slot];
+    const int position[2] = {position_of(tile, first_row), position_of(tile, first_row + 8)};
+    store<true>(tile, position, done_m, done_l);
+    barrier_arrive(shared.work_empty[slot]);
+    unstored = false;
   }
 
   // Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to

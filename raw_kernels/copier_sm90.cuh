@@ -21,16 +21,15 @@ __device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& par
   };
   Ring<Traits::kStages> k_ring, v_ring;
   Ring<2> check_ring;
-  int work = next_work<Rows>(p);
+  int taken = take_work(p);
   for (uint32 item = 0;; ++item) {
+    const int work = work_from<Rows>(p, taken);
     if (work < 0) {
       publish(shared, item, work);
       return;
     }
     const uint32 slot = item % 2;
     const Rows rows(p, work);
-    const Item described = describe(p, rows);
-    publish(shared, item, work, &described);
     const int batch = rows.batch(p.heads), head = rows.head_in_batch(p.heads);
     const int kv_head = rows.kv_head(p.heads, p.kv_heads), first_key = rows.first_key(g);
     const int tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
@@ -43,7 +42,10 @@ __device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& par
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], (item / 2 & 1) ^ 1);
         copy(shared.q[slot], params.q, shared.q_full[slot], rows.first, head, batch);
-        work = next_work<Rows>(p);  // now, as the counter's answer takes a while
+        // After the first copies: the place may not be free before the consumers have stored an earlier q tile.
+        const Item described = describe(p, rows);
+        publish(shared, item, work, &described);
+        taken = take_work(p);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], first_key + (tile - 1) * kBlockN, kv_head,

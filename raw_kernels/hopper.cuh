@@ -123,7 +123,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
   "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 
 // d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in
-// shared memory with N contiguous, always accumulating.
+// shared memory with N contiguous.
 #define S2O_WGMMA_SS_N128(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                                 \
@@ -144,19 +144,21 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 
 #define S2O_WGMMA_RS_N128(TYPE)                                                                       \
   asm volatile(                                                                                       \
-      "{\n.reg .b64 db;\nmov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                               \
+      "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %69, 0;\n"                                     \
+      "mov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                                                 \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
-      "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, 1, 1, 1, 1;\n}"                                \
+      "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, p, 1, 1, 1;\n}"                                \
       : S2O_ACCUMULATORS_64                                                                           \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
 
 #define S2O_WGMMA_RS_N64(TYPE)                                                                        \
   asm volatile(                                                                                       \
-      "{\n.reg .b64 db;\nmov.b64 db, {%36, " S2O_DESCRIPTOR_HIGH "};\n"                               \
+      "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %37, 0;\n"                                     \
+      "mov.b64 db, {%36, " S2O_DESCRIPTOR_HIGH "};\n"                                                 \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
-      "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, 1, 1, 1, 1;\n}"                                \
+      "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, p, 1, 1, 1;\n}"                                \
       : S2O_ACCUMULATORS_32                                                                           \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
 
 template <class Element>
 struct Wgmma;
@@ -170,10 +172,10 @@ struct Wgmma;
     static __device__ __forceinline__ void ss(float (&d)[32], uint32 a, uint32 b, int accumulate) {           \
       S2O_WGMMA_SS_N64(TYPE);                                                                                \
     }                                                                                                        \
-    static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint32 b) {               \
+    static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N128(TYPE);                                                                               \
     }                                                                                                        \
-    static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b) {               \
+    static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N64(TYPE);                                                                                \
     }                                                                                                        \
   };

@@ -30,9 +30,9 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
   };
   Ring<Traits::kStages> k_ring, v_ring;
   Ring<2> check_ring;
-  int work = lane == 0 ? next_work<Rows>(p) : 0;
+  int taken = lane == 0 ? take_work(p) : 0;
   for (uint32 item = 0;; ++item) {
-    work = __shfl_sync(kFullWarp, work, 0);
+    const int work = __shfl_sync(kFullWarp, lane == 0 ? work_from<Rows>(p, taken) : 0, 0);
     if (work < 0) {
       if (lane == 0) publish(shared, item, work);
       return;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
           for (int column = 0; column < Traits::kHeadDim; column += 64)
             copy_box(shared_address(shared.q[slot]) + column / 64 * kAtomBytes, params.q, shared.q_full[slot], column,
                      rows.first, rows.head_in_batch(p.heads), batch);
-          work = next_work<Rows>(p);  // now, as the counter's answer takes a while
+          taken = take_work(p);
         }
         __syncwarp();
       } else {

@@ -74,7 +74,7 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
                       position, whole_rows && rows.first + kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
-        if (threadIdx.x == 0) next = next_work<Rows>(params);
+        if (threadIdx.x == 0) next = take_work(params);
         check();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
         v_ring.advance();
       }
     }
-    if (threadIdx.x == 0) announce(item + 1, next);
+    if (threadIdx.x == 0) announce(item + 1, work_from<Rows>(params, next));
   }
 }
 

@@ -5,16 +5,22 @@
 namespace s2o {
 namespace sm90 {
 
-// The next q tile that has work, or -1. Pass 1 also takes rows without keys: their state is to be written.
+__device__ __forceinline__ int take_work(const AttentionParams& params) { return atomicAdd(params.next_work, 1); }
+
+// The q tile `work` if it has work, or else the next that has, or -1. Pass 1 also takes rows without keys: their state is
+// to be written. The counter's answer takes a while: who needs it later takes `work` early.
 template <class Rows, class Params>
-__device__ __forceinline__ int next_work(const Params& params) {
-  for (;;) {
-    const int work = atomicAdd(params.next_work, 1);
+__device__ __forceinline__ int work_from(const Params& params, int work) {
+  for (;; work = take_work(params)) {
     if (work >= params.works) return -1;
     if (!Rows::kMayBeEmpty) return work;
     const Rows rows(params, work);
     if (rows.count > 0 && (!Rows::kOrdered || rows.keys(params.geometry) > 0)) return work;
   }
+}
+template <class Rows, class Params>
+__device__ __forceinline__ int next_work(const Params& params) {
+  return work_from<Rows>(params, take_work(params));
 }
 
 template <class Rows>
