@@ -329,6 +329,9 @@ struct Consumer {
       pack();
     }
     release(shared.q_empty[slot]);
+    // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next q
+    // tile, in the place that this frees.
+    if (kFirst && unstored) store_last(slot ^ 1);
     if (kFirst) guard(limit - (tile - 1) * kBlockN, slot);
     return tile;
   }
@@ -356,7 +359,6 @@ struct Consumer {
       const Item& tile = shared.items[slot];
       const int rows = tile.rows;
       walk<true>(slot, q, tile.key_tiles, tile.limit, rows);
-      if (unstored) store_last(slot ^ 1);  // of a single key tile
       if (!take(++item)) {
         issue_output();
         look(rows);

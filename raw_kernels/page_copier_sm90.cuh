@@ -1,6 +1,6 @@
 // The producer of pass 1 on Hopper where keys and values lie in pages, and tiles begin where boxes of a page may: as
 // copier_sm90.cuh, but of a tensor map whose last axis are the pages, and a warp, of which each lane has the copy engine
-// bring one box of rows of one page. Rows past the end of a sequence are zeros up to its last page and may be anything in
+// bring one box of rows of one page. Rows past the end of a sequence are whatever stands in its last page, and zeros beyond
 // it: no row of q sees them.
 #pragma once
 #include "work_sm90.cuh"

@@ -21,7 +21,13 @@ from .program import packed_launch
 from .spec import S2OConfig
 from .tensor_maps import tensor_map
 
-__all__ = ["PackedPass", "prepare"]
+__all__ = ["PackedPass", "fits", "prepare"]
+
+
+def fits(operands: Operands, table: PackedTable) -> bool:
+    """Whether kernels may be chosen for all sequences at once: they would be the same for each alone. A single row has
+    no stride, so it may be aligned where all rows together are not."""
+    return table.shortest > 1 or all(x.is_aligned() and x.is_compact() for x in operands)
 
 
 def prepare(operands: Operands, table: PackedTable, config: S2OConfig) -> PackedPass:
@@ -98,6 +104,7 @@ class PackedPass:
         del keeper
 
     def _point_to(self, operands: Operands, lse: int) -> None:
+        self.pointed = None  # until all is written: a map may be refused
         for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
             self.attention[name]["data"] = x.pointer
         self.attention["lse"] = lse

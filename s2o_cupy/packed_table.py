@@ -33,6 +33,7 @@ class PackedTable:
         ]
         of = np.array(rows, kernels.PACKED_SEQUENCE)
         self.problem = replace(problems[0], seqlen_q=1, seqlen_k=1)
+        self.shortest = int(min(of["seqlen_q"].min(), of["seqlen_k"].min()))
         self.longest_q, self.longest_k = int(of["seqlen_q"].max()), int(of["seqlen_k"].max())
         self._of = of[np.argsort(-of["seqlen_k"], kind="stable")]  # longest work first
         self._launches: dict[int, list[PackedLaunch]] = {}

@@ -409,17 +409,17 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
 DENSE_UP_TO = 8192
 
 
-def packed_pass1(plan: LaunchPlan) -> Kernel:
-    """The kernel that is to many packed sequences what pass 1 of a dense plan is to one."""
-    function = {"pass1": "pass1_packed", "pass1_sm90": "pass1_packed_sm90"}[plan.pass1.function]
-    return replace(plan.pass1, function=function)
-
-
 def is_dense(problem: Problem, config: S2OConfig) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if config.dense_up_to is None:
         return config.tau == 0 or problem.seqlen_k <= DENSE_UP_TO
     return problem.seqlen_k <= config.dense_up_to
+
+
+def packed_pass1(plan: LaunchPlan) -> Kernel:
+    """The kernel that is to many packed sequences what pass 1 of a dense plan is to one."""
+    function = {"pass1": "pass1_packed", "pass1_sm90": "pass1_packed_sm90"}[plan.pass1.function]
+    return replace(plan.pass1, function=function)
 
 
 def make_plan(

@@ -1,4 +1,4 @@
-"""Packed sequences: each is a view into the packed arrays, and they run one after the other."""
+"""Packed sequences: read where they lie; short ones share a launch on a GPU, others run one after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .lazy_cupy import import_cupy
 from .lengths import parse_integers
 from .operand import address, operand
 from .packed_table import PackedTable
-from .plan import is_dense
+from .plan import MAX_GRID, is_dense
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
 from .stats import NOTHING_RAN, Ran, S2OStats
@@ -289,11 +289,14 @@ def _run_reference(
 
 @functools.lru_cache(maxsize=64)
 def _together(batch: Batch, config: S2OConfig) -> tuple[list[int], PackedTable | None, list[int]]:
-    """Which sequences share launches, their table, and which take turns."""
-    dense = [i for i in batch.working if is_dense(batch.sequences[i].problem, config)]
-    sequences = [batch.sequences[i] for i in dense]
-    table = PackedTable([(x.begin_q, x.begin_k) for x in sequences], [x.problem for x in sequences]) if dense else None
-    return dense, table, [i for i in batch.working if i not in set(dense)]
+    """Sequences that may share launches, their table, and the others. The first are those that are attended densely, if
+    32 bits hold their rows and q tiles."""
+    last, dense = batch.sequences[-1], {i for i in batch.working if is_dense(batch.sequences[i].problem, config)}
+    if not dense or max(last.end_q * last.problem.heads, last.end_k) > MAX_GRID:
+        return [], None, batch.working
+    together = [batch.sequences[i] for i in sorted(dense)]
+    table = PackedTable([(x.begin_q, x.begin_k) for x in together], [x.problem for x in together])
+    return sorted(dense), table, [i for i in batch.working if i not in dense]
 
 
 def _run_kernels(
@@ -306,13 +309,16 @@ def _run_kernels(
     q, k, v, out = (operand(x, "BSHD") for x in (*natives, o.native))
     first_lse = 0 if lse is None else address(lse.native)
     stream, memory = framework.stream(), framework.memory(natives[0]) or pipeline.allocate
-    dense, table, in_turn = _together(batch, config)
     to_visit = [0] * len(batch.sequences) if visited is None else [address(output.native) for output in visited]
-    launch: Any = None
-    if table is not None:  # prepared before any other is launched
+    together, table, in_turn = _together(batch, config)
+    launch = None
+    if table is not None:
         from . import packed
 
-        launch = packed.prepare((q, k, v, out), table, config)
+        if packed.fits((q, k, v, out), table):
+            launch = packed.prepare((q, k, v, out), table, config)  # before any other is launched
+        else:
+            in_turn = batch.working
     if in_turn:
         calls = []
         for i in in_turn:
@@ -324,9 +330,9 @@ def _run_kernels(
         plans = pipeline.run_in_turn(calls, config, lse_stride=lse_stride, stream=stream, memory=memory)
         for i, plan in zip(in_turn, plans, strict=True):
             ran[i] = (plan.path, plan.path_reason)
-    if table is not None:
+    if table is not None and launch is not None:
         launch.run((q, k, v, out), table, first_lse, stream=stream, memory=memory)
-        for i in dense:
+        for i in together:
             ran[i] = (launch.plan.path, launch.plan.path_reason)
             if to_visit[i]:
                 pipeline.write_every_tile(to_visit[i], batch.sequences[i].problem, config, stream)

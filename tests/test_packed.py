@@ -11,7 +11,7 @@ import pytest
 from conftest import has_gpu, has_hopper
 from packs import LENGTHS, differing
 
-from s2o_cupy import S2OConfig, s2o_attention_varlen
+from s2o_cupy import S2OConfig, S2OError, s2o_attention_varlen
 from s2o_cupy.operand import Operand
 from s2o_cupy.packed_table import PackedTable
 from s2o_cupy.plan import DeviceLimits, make_plan, packed_pass1
@@ -124,6 +124,37 @@ def test_addresses(recorded):
             assert (int(params["geometry"]["seqlen_q"]), int(params["geometry"]["seqlen_k"])) == (387, 516)
 
 
+def test_a_refused_map_leaves_no_addresses(recorded, monkeypatch):
+    """A call after one that failed writes its own."""
+    if recorded.config.path != "hopper":
+        pytest.skip("the portable kernels take no maps")
+    run(recorded, [(3, 4)] * 2, lse=9 << 20)
+
+    def refuse(*arguments):
+        raise S2OError("the driver refuses")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded.module, "tensor_map", refuse)
+        with pytest.raises(S2OError):
+            run(recorded, [(3, 4)] * 2, lse=10 << 20)
+    ((_, params),) = run(recorded, [(3, 4)] * 2, lse=9 << 20)
+    assert int(params["attention"]["lse"]) == 9 << 20
+
+
+@pytest.mark.parametrize(
+    ("stride", "lengths", "fits"),
+    [(512, [1, 5], True), (-512, [1, 5], False), (-512, [2, 5], True), (516, [1, 5], False), (516, [2, 5], True)],
+)
+def test_single_rows_have_no_stride(stride, lengths, fits):
+    """So what is true of all rows together may not be of them."""
+    pytest.importorskip("cupy")
+    from s2o_cupy import packed
+
+    problems = [Problem(1, 4, 4, n, n, 128, "bfloat16", True, 0.1) for n in lengths]
+    table = PackedTable(begins([(n, n) for n in lengths]), problems)
+    assert packed.fits((Operand(0, (1, 4, sum(lengths), 128), (0, 128, stride)),) * 4, table) is fits
+
+
 @pytest.mark.parametrize("compute_capability", [80, 90, 120])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("aligned", [True, False])
@@ -205,6 +236,27 @@ def test_neighbours_change_no_bit(gpu, value):
     after = call().get()
     for rows in (slice(0, 100), slice(177, 377)):
         np.testing.assert_array_equal(after[rows].view(np.uint16), before[rows].view(np.uint16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [300, 1, 65]], ids=str)
+@pytest.mark.parametrize("arrange", ["descending", "unaligned rows", "heads first"])
+def test_strides(gpu, arrange, lengths):
+    """Single rows have none, so kernels that take them alone may refuse all together."""
+    import cupy
+
+    q, k, v = gpu.arrays(lengths, lengths)
+    if arrange == "descending":
+        q, k, v = (x[::-1] for x in (q, k, v))
+    elif arrange == "heads first":
+        q, k, v = (cupy.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1) for x in (q, k, v))
+    else:
+        wide = [cupy.zeros((len(x), x.shape[1] * 128 + 4), x.dtype) for x in (q, k, v)]
+        for x, y in zip(wide, (q, k, v), strict=True):
+            x[:, :-4] = y.reshape(len(y), -1)
+        q, k, v = (x[:, :-4].reshape(len(x), -1, 128) for x in wide)
+    config = replace(gpu.config, path="auto" if gpu.path == "hopper" else "portable")
+    assert differing(q, k, v, lengths, lengths, config) == []
 
 
 @pytest.mark.gpu
