@@ -162,11 +162,12 @@ class Parts:
         return kv
 
     def chunks(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """q, k, v and out of this rank's chunks that are not empty."""
-        for (begin, end), rows in self.parallel._spans():
-            if begin < end:
-                k, v = self.kv[:end].permute(1, 2, 0, 3, 4)
-                yield self.q[:, rows], k, v, self.out[:, rows]
+        """q, k, v and out of each of this rank's calls."""
+        done = 0
+        for _, begin, end in self.parallel.zigzag.runs(self.parallel.rank):
+            rows = slice(done, done := done + end - begin)
+            k, v = self.kv[:end].permute(1, 2, 0, 3, 4)
+            yield self.q[:, rows], k, v, self.out[:, rows]
 
     def attend(self) -> None:
         for q, k, v, out in self.chunks():

@@ -249,9 +249,10 @@ struct Consumer {
   __device__ __forceinline__ void guard_values(int limit, uint32 slot) {
     constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
     barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
-    const bool finite = *static_cast<volatile uint32*>(&shared.v_nonfinite[check_ring.slot]) == 0;
+    uint32 found = 0;  // read by the lane that will release the tile: race detectors follow a thread's own arrivals
+    if (lane == 0) found = *static_cast<volatile uint32*>(&shared.v_nonfinite[check_ring.slot]);
     check_ring.advance();
-    if (finite) return;
+    if (__shfl_sync(kFullWarp, found, 0) == 0) return;
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
     if (unstored) store_last(slot ^ 1);
     if (!holds_output) clear_output();

@@ -262,13 +262,13 @@ class SequenceParallel:
         return problem
 
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
-        """This rank's queries, a call a chunk, to everyone's keys and values; lse or None."""
+        """This rank's queries, a call for each run of its chunks, to everyone's keys and values; lse or None."""
         config = self._chunk_config(problem)
         kv, exchanges = self._gather_keys(k, v)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
-        for chunk, ((begin, end), rows) in zip(self.zigzag.chunks(self.rank), self._spans(), strict=True):
-            if begin == end:
-                continue
+        done = 0
+        for chunk, begin, end in self.zigzag.runs(self.rank):
+            rows = slice(done, done := done + end - begin)
             keys, values = kv[:end].permute(1, 2, 0, 3, 4)
             needed = exchanges[: self.zigzag.rounds_before(chunk)]
             found = _attend(

@@ -56,6 +56,22 @@ class Zigzag:
         """How many rounds, from the first, have all chunks before this one: all keys that it sees beside its own."""
         return -(-chunk // self.world_size)
 
+    def runs(self, rank: int) -> list[tuple[int, int, int]]:
+        """A rank's rows in as few pieces as they have: (last chunk, begin, end), positions half-open.
+
+        Where a round turns round, the same rank has both chunks, and all that is before the second is before the first
+        or the first itself: they need the same rounds.
+        """
+        found: list[tuple[int, int, int]] = []
+        for chunk in self.chunks(rank):
+            begin, end = self.bounds(chunk)
+            if begin == end:
+                continue
+            if found and found[-1][2] == begin:
+                begin = found.pop()[1]
+            found.append((chunk, begin, end))
+        return found
+
     def rows(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Positions of a rank's rows: [begin, end) of its chunk of each round."""
         return tuple(self.bounds(chunk) for chunk in self.chunks(rank))
