@@ -102,7 +102,8 @@ class Input:
         where = f"cuda:{torch.cuda.current_device()}" if args.device == "cuda" else "cpu"
         sizes = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
         loaded = _sources.load(_sources.Case(args.input, length), args.dtype, where, **sizes)
-        self.q, self.k, self.v = (x if isinstance(x, torch.Tensor) else torch.from_numpy(x) for x in loaded)
+        tensors = (x if isinstance(x, torch.Tensor) else torch.from_numpy(x) for x in loaded)
+        self.q, self.k, self.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)  # as models have them
         self.o = torch.empty_like(self.q)
         call = partial(s2o_attention, self.q, self.k, self.v, config=self.config)
         *each, _ = slowest_ms(partial(call, out=self.o), args, partial(self.o.fill_, float("nan")))
@@ -115,7 +116,7 @@ class Input:
     def measure(self, split: str) -> Row:
         args = self.args
         parallel = SequenceParallel(self.length, config=self.config, split=split)
-        mine = [parallel.shard(x, 2) for x in (self.q, self.k, self.v)]
+        mine = [parallel.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in (self.q, self.k, self.v)]
         expected, out = parallel.shard(self.o, 2), torch.empty_like(mine[0])
         poison = partial(out.fill_, float("nan"))
         call = partial(parallel.attention, *mine, out=out)

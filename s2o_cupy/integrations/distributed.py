@@ -5,11 +5,11 @@ Importing this imports PyTorch. torch.distributed moves the data; what is here i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..arguments import check_out, common_framework
 from ..attention import attend
 from ..plan import is_dense
-from ..problem import Problem, validate
+from ..problem import Problem, cached_validate
 from ..spec import S2OConfig
 from .zigzag import Zigzag
 
@@ -217,9 +217,7 @@ class SequenceParallel:
 
     def _chunk_config(self, problem: Problem) -> S2OConfig:
         """What a part of the sequence runs with: a GPU decides on dense attention by the length of the whole."""
-        seqlen = self.zigzag.seqlen
-        dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), self.config)
-        return replace(self.config, dense_up_to=seqlen if dense else 0)
+        return _chunk_config(problem, self.config, self.zigzag.seqlen)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: Any, softcap: Any, layout: str
@@ -237,14 +235,15 @@ class SequenceParallel:
                 f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, "
                 f"v on {v.device}; accepted: one device for all three"
             )
-        problem = validate(
-            [tuple(x.shape) for x in (q, k, v)],
-            [str(x.dtype).removeprefix("torch.") for x in (q, k, v)],
-            config=self.config,
-            backend="cupy" if q.device.type == "cuda" else "numpy",
-            layout=layout,
-            scale=scale,
-            softcap=softcap,
+        problem = cached_validate(
+            tuple(tuple(x.shape) for x in (q, k, v)),
+            tuple(str(x.dtype).removeprefix("torch.") for x in (q, k, v)),
+            self.config,
+            "cupy" if q.device.type == "cuda" else "numpy",
+            layout,
+            True,
+            scale,
+            softcap,
         )
         if not problem.seqlen_q == problem.seqlen_k == self.length:
             raise ValueError(
@@ -273,7 +272,7 @@ class SequenceParallel:
             needed = exchanges[: self.zigzag.rounds_before(chunk)]
             found = _attend(
                 q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
-                await_keys=partial(_wait, needed) if any(x.works for x in needed) else None,
+                await_keys=functools.partial(_wait, needed) if any(x.works for x in needed) else None,
             )  # fmt: skip
             if lse is not None:
                 lse[:, :, rows] = found
@@ -348,6 +347,12 @@ class SequenceParallel:
             _bytes(received), _bytes(sent.contiguous()), [n * row for n in taken], [n * row for n in given], self.group
         )
         return received
+
+
+@functools.lru_cache(maxsize=64)  # the layers of a model share it
+def _chunk_config(problem: Problem, config: S2OConfig, seqlen: int) -> S2OConfig:
+    dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), config)
+    return replace(config, dense_up_to=seqlen if dense else 0)
 
 
 def _attend(
