@@ -103,7 +103,8 @@ class Input:
         sizes = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
         loaded = _sources.load(_sources.Case(args.input, length), args.dtype, where, **sizes)
         tensors = (x if isinstance(x, torch.Tensor) else torch.from_numpy(x) for x in loaded)
-        self.q, self.k, self.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)  # as models have them
+        # [1, length, heads, head_dim] in memory, as models have them
+        self.q, self.k, self.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
         self.o = torch.empty_like(self.q)
         call = partial(s2o_attention, self.q, self.k, self.v, config=self.config)
         *each, _ = slowest_ms(partial(call, out=self.o), args, partial(self.o.fill_, float("nan")))
