@@ -87,7 +87,7 @@ def scaling(path: str, rows: Sequence[Row]) -> None:
     told = [key for key in ("input", "order", "goal") if key == "goal" or len({row[key] for row in rows}) > 1]
     for axis, (y, title) in zip(axes, panels, strict=True):
         for _, line in _grouped(lines, "input", "order", "goal"):
-            points = [(row["length"], row[y]) for row in line if row.get(y)]
+            points = [(row["length"], row[y]) for row in line if row.get(y, 0) > 0]  # a logarithmic axis
             label = "S2O, " + ", ".join(line[0][key] for key in told)
             axis.plot([p[0] for p in points], [p[1] for p in points], "-o", ms=4, label=label)
         if y == "s2o_ms":
