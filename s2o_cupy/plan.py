@@ -309,11 +309,11 @@ def _key_front() -> Kernel:
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
-    """Every kernel that `make_plan` may choose on an architecture; of capped scores from a paged cache, which do what
-    each of the two does alone, only those of bfloat16 and head_dim 128."""
+    """Every kernel that a call may choose on an architecture; of capped scores from a paged cache or of packed
+    sequences, which do what each of the two does alone, only those of bfloat16 and head_dim 128."""
     limits = DeviceLimits.of_architecture(compute_capability)
-    caps = lambda dtype, head_dim, paged: (  # noqa: E731
-        (False, True) if not paged or (dtype, head_dim) == ("bfloat16", 128) else (False,)
+    caps = lambda dtype, head_dim, sample: (  # noqa: E731
+        (False, True) if not sample or (dtype, head_dim) == ("bfloat16", 128) else (False,)
     )
     kernels: list[Kernel] = [_key_strata(), _key_strata("key_middle"), _key_front()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
@@ -330,14 +330,14 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
             kernels.append(_key_scores(dtype, head_dim, aligned, paged))
             for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, paged)):
                 kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, softcap, paged))
-        for aligned, softcap in itertools.product((True, False), (False, True)):
+        for aligned, softcap in itertools.product((True, False), caps(dtype, head_dim, True)):
             kernels.append(_attention("pass1_packed", dtype, head_dim, aligned, block_m1, limits, softcap))
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, paged):
                 kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
-                third = "pass1_gathered_sm90" if paged else "pass1_packed_sm90"
-                kernels.append(_hopper(third, dtype, head_dim, softcap, paged))
+            third = "pass1_gathered_sm90" if paged else "pass1_packed_sm90"
+            kernels += [_hopper(third, dtype, head_dim, softcap, paged) for softcap in caps(dtype, head_dim, True)]
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
