@@ -308,13 +308,17 @@ def _key_front() -> Kernel:
     return Kernel("key_front", shared_bytes=FRONT * 4 + digits * RANK_THREADS * 2 + digits * 4 + warps * 8)
 
 
+SAMPLE = ("bfloat16", 128)
+
+
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
-    """Every kernel that a call may choose on an architecture; of capped scores from a paged cache or of packed
-    sequences, which do what each of the two does alone, only those of bfloat16 and head_dim 128."""
+    """Every kernel that a call may choose on an architecture. Of two of these together, unaligned rows, capped scores,
+    a paged cache and packed sequences, which do what each does alone, only those of bfloat16 and head_dim 128."""
     limits = DeviceLimits.of_architecture(compute_capability)
-    caps = lambda dtype, head_dim, sample: (  # noqa: E731
-        (False, True) if not sample or (dtype, head_dim) == ("bfloat16", 128) else (False,)
-    )
+
+    def caps(dtype: str, head_dim: int, alone: bool) -> tuple[bool, ...]:
+        return (False, True) if alone or (dtype, head_dim) == SAMPLE else (False,)
+
     kernels: list[Kernel] = [_key_strata(), _key_strata("key_middle"), _key_front()]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         for name, aligned in itertools.product(("guides", "rank_queries"), (True, False)):
@@ -328,16 +332,18 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
         passes = [("pass1", block_m1), *(("pass2", block_m) for block_m in GPU_BLOCK_M)]
         for aligned, paged in ((True, False), (False, False), (True, True)):  # a paged cache is always aligned
             kernels.append(_key_scores(dtype, head_dim, aligned, paged))
-            for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, paged)):
+            alone = aligned and not paged
+            for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, alone)):
                 kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, softcap, paged))
-        for aligned, softcap in itertools.product((True, False), caps(dtype, head_dim, True)):
+        together = [(True, False)] if (dtype, head_dim) != SAMPLE else itertools.product((True, False), repeat=2)
+        for aligned, softcap in together:
             kernels.append(_attention("pass1_packed", dtype, head_dim, aligned, block_m1, limits, softcap))
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
-            for softcap in caps(dtype, head_dim, paged):
+            for softcap in caps(dtype, head_dim, not paged):
                 kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
             third = "pass1_gathered_sm90" if paged else "pass1_packed_sm90"
-            kernels += [_hopper(third, dtype, head_dim, softcap, paged) for softcap in caps(dtype, head_dim, True)]
+            kernels += [_hopper(third, dtype, head_dim, softcap, paged) for softcap in caps(dtype, head_dim, False)]
             kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 

@@ -362,7 +362,8 @@ def test_capped_scores_among_the_parameters(scale):
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m, softcap):
-    """``s2o compile`` misses none; only the sort's size, which the text does not hold, may differ."""
+    """``s2o compile`` misses none but capped scores of unaligned rows, of which it has a sample; only the sort's size,
+    which the text does not hold, may differ."""
     config = S2OConfig(block_m=block_m, rank="max")
     problem = replace(a_problem(head_dim=head_dim, seqlen_q=5000), softcap=softcap)
     plan = plan_of(problem, config, compute_capability, aligned)
@@ -373,7 +374,9 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
         "pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "rank_queries", "key_scores", "key_strata",
         "key_middle", "key_front",
     ):  # fmt: skip
-        assert getattr(plan, name).name in ahead
+        kernel = getattr(plan, name)
+        left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
+        assert (kernel.name in ahead) is not left_out
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3, 1000, 1024, 1025, 9000])
