@@ -198,3 +198,14 @@ def qkv(rng: np.random.Generator) -> Any:
         return q + direction, k + importance * direction, v
 
     return make
+
+
+@pytest.fixture
+def packed(qkv: Any) -> Any:
+    """packed(lengths_q, lengths_k, ...) -> host q [total_q, heads, head_dim], k and v [total_k, kv_heads, head_dim]."""
+
+    def make(lengths_q: list[int], lengths_k: list[int], **shape: int) -> list[np.ndarray]:
+        arrays = qkv(sum(lengths_q), sum(lengths_k), **({"heads": 4, "kv_heads": 2} | shape))
+        return [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in arrays]
+
+    return make

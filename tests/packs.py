@@ -1,4 +1,4 @@
-"""Packed sequences on a GPU against a call for each."""
+"""Packed sequences: where they begin, and on a GPU their bits against a call for each. Importing this needs no GPU."""
 
 from __future__ import annotations
 
