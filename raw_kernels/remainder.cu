@@ -20,7 +20,8 @@ struct RemainderParams {
   float* candidate_means;  // [batch * kv_heads, segments, (k, v), kHeadDim]
   Geometry geometry;
   int kv_heads;
-  int blocks;              // of kSumBlock keys
+  int blocks;              // of kSumBlock keys, that sums has room for
+  int first_block, made;   // blocks that this launch makes, of each KV head; those before are there
   int aligned;             // every row of k and v starts on 16 bytes
   Pages pages;             // of a paged cache
 };
@@ -36,7 +37,8 @@ struct RemainderTraits : RowTraits<Element, kHeadDim> {
 // Block: a KV head, a block of keys, and k or v.
 template <class Traits>
 __device__ __forceinline__ void block_sums(const RemainderParams& p, typename Traits::Shared& shared) {
-  const int which = blockIdx.x % 2, block = blockIdx.x / 2 % p.blocks, kv_head = blockIdx.x / 2 / p.blocks;
+  const int which = blockIdx.x % 2, kv_head = blockIdx.x / 2 / p.made;
+  const int block = p.first_block + blockIdx.x / 2 % p.made;
   const Tensor<const uint16>& tensor = which ? p.v : p.k;
   const uint16* rows = head_rows<Traits::kPaged>(tensor, kv_head / p.kv_heads, kv_head % p.kv_heads);
   const PagedRows pages{tensor, p.pages, kv_head / p.kv_heads, 0};
@@ -52,7 +54,8 @@ __device__ __forceinline__ void block_sums(const RemainderParams& p, typename Tr
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }
   const float sum = block_sum<Traits>(total, shared.sums);
-  if (threadIdx.x < Traits::kHeadDim) p.sums[static_cast<int64>(blockIdx.x) * Traits::kHeadDim + threadIdx.x] = sum;
+  const int64 row = (static_cast<int64>(kv_head) * p.blocks + block) * 2 + which;
+  if (threadIdx.x < Traits::kHeadDim) p.sums[row * Traits::kHeadDim + threadIdx.x] = sum;
 }
 
 // This thread's part of the sum of element threadIdx.x % kHeadDim over the first `keys` rows.

@@ -13,6 +13,7 @@ from .lazy_cupy import import_cupy
 from .operand import address, operand
 from .place import Device
 from .problem import Problem, cached_validate
+from .program import KeySums
 from .spec import S2OConfig, check_tau
 from .stats import NOTHING_RAN, Ran, S2OStats
 
@@ -150,12 +151,15 @@ def attend(
     stream: Any = None,
     backend: str = "auto",
     await_keys: Callable[[], None] | None = None,
+    sums: KeySums | None = None,
 ) -> Any:
     """`s2o_attention`, while keys and values are on their way.
 
     ``await_keys`` is called once, on the device and stream of the call, before anything reads keys or values before
     those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
     called where there is nothing to compute.
+
+    ``sums``: on a GPU, of keys and values, for calls on one sequence to share. This one makes those that are missing.
     """
     framework, device = common_framework(q=q, k=k, v=v)
     backend = parse_backend(backend, device, stream)
@@ -167,7 +171,7 @@ def attend(
     run = _run_reference if host else _run_kernels
     return with_outputs(
         framework, device, {"q": q, "k": k, "v": v}, problem, config,
-        functools.partial(run, framework, problem, config, layout, await_keys),
+        functools.partial(run, framework, problem, config, layout, await_keys, sums),
         host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
     )  # fmt: skip
 
@@ -265,7 +269,7 @@ def parse_backend(backend: Any, device: Device, stream: Any) -> str:
 
 def _run_reference(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
-    natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
+    sums: None, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
 ) -> Ran:  # fmt: skip
     from . import numpy_pipeline
 
@@ -281,7 +285,7 @@ def _run_reference(
 
 def _run_kernels(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
-    natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
+    sums: KeySums | None, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
 ) -> Ran:  # fmt: skip
     import_cupy()
     from . import pipeline
@@ -296,6 +300,7 @@ def _run_kernels(
         stream=framework.stream(),
         memory=framework.memory(q) or pipeline.allocate,
         await_keys=await_keys,
+        sums=sums,
     )
     return plan.path, plan.path_reason
 

@@ -100,7 +100,7 @@ REMAINDER_PARAMS = np.dtype(
         *((name, _TENSOR) for name in ("k", "v")),
         *((name, "u8") for name in ("sums", "candidate_means")),
         ("geometry", np.dtype(_GEOMETRY)),
-        *((name, "i4") for name in ("kv_heads", "blocks", "aligned")),
+        *((name, "i4") for name in ("kv_heads", "blocks", "first_block", "made", "aligned")),
         ("pages", _PAGES),
     ],
     align=True,

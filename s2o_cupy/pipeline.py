@@ -19,7 +19,7 @@ from . import kernels
 from .operand import Operand, Paging
 from .plan import HOPPER_BLOCK, DeviceLimits, LaunchPlan, make_plan
 from .problem import Problem
-from .program import BASES, Workspace, launches, workspace
+from .program import BASES, KeySums, SumsShape, Workspace, launches, workspace
 from .replay import GRAPH_LAUNCHES, Replay
 from .spec import S2OConfig
 from .tensor_maps import tensor_map
@@ -71,6 +71,7 @@ def run(
     memory: Memory = allocate,
     observe: Observer | None = None,
     await_keys: Await | None = None,
+    sums: KeySums | None = None,
 ) -> LaunchPlan:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
     to a cache: k and v [pages, kv_heads, page_size, head_dim].
@@ -78,11 +79,11 @@ def run(
     ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
     tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
-    queries' own, which may be after pass 1.
+    queries' own, which may be after pass 1. ``sums``: shared by calls on one sequence.
     Nothing waits for the GPU. Returns what was launched.
     """
-    program = _prepared(operands, paging, problem, config, runtime.getDevice())
-    program.run(operands, paging, lse, visited, stream, memory, observe, await_keys)
+    program = _prepared(operands, paging, problem, config, runtime.getDevice(), sums)
+    program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, sums)
     return program.plan
 
 
@@ -125,19 +126,21 @@ def run_in_turn(
 
 
 def _prepared(
-    operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int
-) -> _Program:
+    operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
+    sums: KeySums | None = None,
+) -> _Program:  # fmt: skip
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
     if paging is not None:
         paging = paging._replace(pointer=0)
-    return _program(problem, config, device, aligned, (q.strides, k.strides, v.strides, out.strides), paging)
+    strides = (q.strides, k.strides, v.strides, out.strides)
+    return _program(problem, config, device, aligned, strides, paging, sums and sums.shape)
 
 
 @functools.lru_cache(maxsize=1024)  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
-    paging: Paging | None,
+    paging: Paging | None, sums: SumsShape | None = None,
 ) -> _Program:  # fmt: skip
     """``strides`` of q, k, v and out."""
     of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
@@ -148,7 +151,7 @@ def _program(
     operands = {
         name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
     }
-    return _Program(problem, config, device, aligned, operands, paging)
+    return _Program(problem, config, device, aligned, operands, paging, sums)
 
 
 @functools.cache  # captured graphs copy from it
@@ -183,15 +186,15 @@ class _Program:
 
     def __init__(
         self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
-        paging: Paging | None,
+        paging: Paging | None, sums: SumsShape | None,
     ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
         cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
         compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
         self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
-        self.workspace: Workspace = workspace(self.plan, problem, config)
-        planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging)
+        self.workspace: Workspace = workspace(self.plan, problem, config, sums)
+        planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging, sums)
         steps = [x for x in planned if x.blocks > 0]
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
@@ -236,6 +239,7 @@ class _Program:
         memory: Memory,
         observe: Observer | None,
         await_keys: Await | None = None,
+        sums: KeySums | None = None,
     ) -> None:
         if await_keys is not None and not (self.own_keys_first and observe is None):
             await_keys()
@@ -243,7 +247,8 @@ class _Program:
         address, keeper = memory(self.workspace.nbytes)
         q, k, v, out = operands
         page_table = 0 if paging is None else paging.pointer
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
+        of_sums = 0 if sums is None else sums.pointer
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, of_sums, lse, visited, address)
         with self.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)

@@ -17,13 +17,16 @@ from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
 from .problem import MAX_SCALE, Problem
 from .spec import FRONT, LOG2E, MIDDLE, S2OConfig
 
-__all__ = ["BASES", "Launch", "Place", "Workspace", "launches", "packed_launch", "workspace"]
+__all__ = [
+    "BASES", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "launches", "packed_launch", "sum_blocks",
+    "workspace",
+]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "v", "out", "pages", "lse", "visited", "workspace")
+BASES = ("q", "k", "v", "out", "pages", "sums", "lse", "visited", "workspace")
 
 
 class Place(NamedTuple):
@@ -59,8 +62,29 @@ class Launch:
     chunk: Chunk | None = None
 
 
-def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
-    """Counters come first: they start from 0."""
+class SumsShape(NamedTuple):
+    """Sums of keys and values that calls on one sequence share: float32 [batch * kv_heads, blocks, 2, width]."""
+
+    blocks: int  # of SUM_KEYS keys, that there is room for
+    first_block: int  # those before it are made
+
+
+class KeySums(NamedTuple):
+    """Where they are."""
+
+    pointer: int
+    shape: SumsShape
+
+
+def sum_blocks(keys: int) -> int:
+    """Blocks of SUM_KEYS keys."""
+    return -(-keys // SUM_KEYS)
+
+
+def workspace(
+    plan: LaunchPlan, problem: Problem, config: S2OConfig, sums: SumsShape | None = None
+) -> Workspace:
+    """Counters come first: they start from 0. ``sums``: the caller's, which are then not in it."""
     heads, geometry = problem.batch * problem.heads, plan.geometry
     arrays: list[tuple[str, tuple[int, ...], str]] = [
         ("next_work", (1 + len(plan.chunks),), "int32"),  # a counter for each launch of pass 1 or 2
@@ -84,8 +108,9 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
         ]
     if plan.chunks and config.adds_remainder:
         kv_heads = problem.batch * problem.kv_heads
+        if sums is None:
+            arrays.append(("sums", (kv_heads, sum_blocks(problem.seqlen_k), 2, plan.pass1.head_dim), "float32"))
         arrays += [
-            ("sums", (kv_heads, -(-problem.seqlen_k // SUM_KEYS), 2, plan.pass1.head_dim), "float32"),
             ("candidate_means", (kv_heads, geometry.segments, 2, plan.pass1.head_dim), "float32"),
             ("remainder", (heads, problem.seqlen_q), "float32"),
         ]
@@ -113,10 +138,11 @@ def launches(
     memory: Workspace,
     aligned: bool,
     paging: Paging | None = None,
+    sums: SumsShape | None = None,
 ) -> tuple[Launch, ...]:
     """All launches of a call in order. ``operands``: q, k, v and out, of which only the strides are read. ``paging``:
-    where k and v are a paged cache; its address apart."""
-    builder = _Builder(plan, problem, config, operands, memory, aligned, paging)
+    where k and v are a paged cache; its address apart, as that of the caller's ``sums``."""
+    builder = _Builder(plan, problem, config, operands, memory, aligned, paging, sums)
     found = [builder.pass1()]
     if plan.chunks:
         if config.adds_remainder:
@@ -159,7 +185,10 @@ class _Builder:
         memory: Workspace,
         aligned: bool,
         paging: Paging | None,
+        sums: SumsShape | None = None,
     ) -> None:
+        self.sums = sums
+        self.bases = BASES if sums else tuple(name for name in BASES if name != "sums")
         self.pages = (0, 0, 0) if paging is None else (0, paging.stride, paging.page_size.bit_length() - 1)
         self.plan, self.problem, self.config, self.memory, self.aligned = plan, problem, config, memory, aligned
         self.tensors = {name: x.tensor for name, x in operands.items()}
@@ -178,7 +207,7 @@ class _Builder:
             inner, offset = fields["attention"]
             fields, shift = inner.fields, shift + offset
         for name, (_, offset, *_) in fields.items():
-            if name in BASES:  # of the caller; the address of a tensor or page table stands first in it
+            if name in self.bases:  # of the caller; the address of a tensor or page table stands first in it
                 pointers.append((shift + offset, name, 0))
             elif name in self.memory.places:
                 pointers.append((shift + offset, "workspace", self.memory.places[name].offset + extra.get(name, 0)))
@@ -230,14 +259,27 @@ class _Builder:
 
     def candidate_means(self) -> list[Launch]:
         p, plan = self.problem, self.plan
-        blocks = -(-p.seqlen_k // SUM_KEYS)
+        blocks, first = self.sums or (sum_blocks(p.seqlen_k), 0)
+        made = sum_blocks(p.seqlen_k) - first
         params = np.array(
-            (self.tensors["k"], self.tensors["v"], 0, 0, self.geometry, p.kv_heads, blocks, self.aligned, self.pages),
+            (
+                self.tensors["k"],
+                self.tensors["v"],
+                0,
+                0,
+                self.geometry,
+                p.kv_heads,
+                blocks,
+                first,
+                made,
+                self.aligned,
+                self.pages,
+            ),
             kernels.REMAINDER_PARAMS,
         )
         pairs = 2 * p.batch * p.kv_heads  # k and v of each KV head
         return [
-            self._launch("block_sums", plan.block_sums, pairs * blocks, params),
+            self._launch("block_sums", plan.block_sums, pairs * made, params),
             self._launch("candidate_means", plan.candidate_means, pairs * plan.geometry.segments, params),
         ]
 

@@ -28,7 +28,7 @@ from s2o_cupy.plan import (
     step_for,
 )
 from s2o_cupy.problem import Problem
-from s2o_cupy.program import launches, workspace
+from s2o_cupy.program import SumsShape, launches, workspace
 from s2o_cupy.reference import key_order
 from s2o_cupy.spec import FRONT, LOG2E, MIDDLE, MIDDLE_FROM, STOP_LAG, S2OConfig
 
@@ -354,6 +354,25 @@ def test_capped_scores_among_the_parameters(scale):
         assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
         assert found[stage]["cap_scale"] == pytest.approx(abs(scale) / 4)
     assert found["survey"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
+
+
+@pytest.mark.parametrize("shape", [None, SumsShape(200, 0), SumsShape(200, 70)])
+def test_sums_of_keys_that_calls_share(shape):
+    """The caller's have room for its whole sequence, and only the missing blocks are made."""
+    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig()
+    plan = plan_of(problem, config)
+    of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
+    operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
+    memory = workspace(plan, problem, config, shape)
+    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory, True, sums=shape)}
+    blocks, first = shape or (79, 0)
+    for stage in ("block_sums", "candidate_means"):
+        params = steps[stage].params
+        assert [int(params[name]) for name in ("blocks", "first_block", "made")] == [blocks, first, 79 - first]
+        base = {place: name for place, name, _ in steps[stage].pointers}[params.dtype.fields["sums"][1]]
+        assert base == ("workspace" if shape is None else "sums")
+    assert steps["block_sums"].blocks == 2 * 2 * (79 - first)
+    assert ("sums" in memory.places) == (shape is None)
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ..arguments import check_out, common_framework
 from ..attention import attend
-from ..plan import is_dense
+from ..plan import SUM_KEYS, is_dense, padded_head_dim
 from ..problem import Problem, cached_validate
+from ..program import KeySums, SumsShape, sum_blocks
 from ..spec import S2OConfig
 from .zigzag import Zigzag
 
@@ -265,7 +266,8 @@ class SequenceParallel:
         config = self._chunk_config(problem)
         kv, exchanges = self._gather_keys(k, v)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
-        done = 0
+        sums = self._sums(q, problem)
+        done = made = 0
         for chunk, begin, end in self.zigzag.runs(self.rank):
             rows = slice(done, done := done + end - begin)
             keys, values = kv[:end].permute(1, 2, 0, 3, 4)
@@ -273,11 +275,20 @@ class SequenceParallel:
             found = _attend(
                 q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
                 await_keys=functools.partial(_wait, needed) if any(x.works for x in needed) else None,
+                sums=None if sums is None else KeySums(sums.data_ptr(), SumsShape(sums.shape[1], made)),
             )  # fmt: skip
+            made = end // SUM_KEYS  # whole blocks
             if lse is not None:
                 lse[:, :, rows] = found
         _wait(exchanges)  # also for what nothing here needs: kv goes after this
         return lse
+
+    def _sums(self, q: Tensor, problem: Problem) -> Tensor | None:
+        """Memory for sums of keys and values, which this rank's calls then add up once."""
+        if q.device.type == "cpu":
+            return None
+        shape = (problem.batch * problem.kv_heads, sum_blocks(self.zigzag.seqlen), 2, padded_head_dim(problem.head_dim))
+        return q.new_empty(shape, dtype=torch.float32)
 
     def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, list[_Exchange]]:
         """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]: this rank's are
@@ -357,12 +368,12 @@ def _chunk_config(problem: Problem, config: S2OConfig, seqlen: int) -> S2OConfig
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: S2OConfig, return_lse: bool,
-    await_keys: Callable[[], None] | None = None,
+    await_keys: Callable[[], None] | None = None, sums: KeySums | None = None,
 ) -> Any:  # fmt: skip
     """`attend` into ``out``, all (batch, rows, heads, head_dim); lse or None."""
     found = attend(
         q, k, v, config=config, scale=problem.scale, softcap=problem.softcap, layout="BSHD", out=out,
-        return_lse=return_lse, await_keys=await_keys,
+        return_lse=return_lse, await_keys=await_keys, sums=sums,
     )  # fmt: skip
     return found[1] if return_lse else None
 
