@@ -269,7 +269,7 @@ def parse_backend(backend: Any, device: Device, stream: Any) -> str:
 
 def _run_reference(
     framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
-    sums: None, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
+    sums: KeySums | None, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
 ) -> Ran:  # fmt: skip
     from . import numpy_pipeline
 
