@@ -19,6 +19,7 @@
 #include "page_copier_sm90.cuh"
 #include "pager_sm90.cuh"
 #include "producer_sm90.cuh"
+#include "scheduler_sm90.cuh"
 
 namespace s2o {
 namespace sm90 {
@@ -31,10 +32,12 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
     registers_shrink<kCopierRegisters>();
     if (threadIdx.x < 32) {
       if constexpr (Traits::kPaged) {
-        produce_by_page_maps<Traits, Rows>(params, shared);
+        produce_by_page_maps<Traits>(params, shared);
       } else {
-        produce_by_tensor_maps<Traits, Rows>(params, shared);
+        produce_by_tensor_maps<Traits>(params, shared);
       }
+    } else if (threadIdx.x < 64) {
+      schedule<Traits, Rows>(params, shared);
     } else {
       check_values<Traits>(shared);
     }

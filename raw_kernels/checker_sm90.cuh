@@ -6,17 +6,18 @@
 namespace s2o {
 namespace sm90 {
 
-// Tells the consumers whether the value tile in `stage`, which has landed, holds any; the producer's warps but the first.
-template <class Traits>
+// Tells the consumers whether the value tile in `stage`, which has landed, holds any; the producer's last warps.
+template <class Traits, bool kGathers>
 __device__ __forceinline__ void check_tile(typename Traits::Shared& shared, uint32 stage, Ring<2>& check_ring) {
   using Element = typename Traits::Element;
   constexpr int kChunks = kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
   constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
-  const int warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+  constexpr int kWarps = kCheckers<kGathers>;
+  const int thread = threadIdx.x - (kWarpgroup - kWarps * 32), warp = thread / 32, lane = threadIdx.x % 32;
   const uint32 data = shared_address(shared.v[stage]);
   uint32 carries = 0;  // into the sign, where an exponent is all ones
 #pragma unroll 4
-  for (int i = threadIdx.x - 32; i < kChunks; i += kCheckers * 32) {
+  for (int i = thread; i < kChunks; i += kWarps * 32) {
     const uint4 x = load_shared_16(data + i * 16);
     carries |= ((x.x & kExponents) + kLowest) | ((x.y & kExponents) + kLowest);
     carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
@@ -34,18 +35,18 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
   Ring<2> check_ring;
   uint32 values = 0;  // value tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
-    const uint32 slot = item % 2;
-    barrier_wait(shared.work_full[slot], item / 2 & 1);
-    const int work = shared.work[slot], tiles = shared.items[slot].key_tiles;
-    const int first_masked = shared.items[slot].limit / kBlockN;
-    barrier_arrive(shared.work_empty[slot]);
+    const uint32 place = item % kPlaces;
+    await_work(shared, item);
+    const int work = shared.work[place], tiles = shared.items[place].key_tiles;
+    const int first_masked = shared.items[place].limit / kBlockN;
+    barrier_arrive(shared.work_empty[place]);
     if (work < 0) return;
     for (int tile = first_masked; tile < tiles; ++tile) {
       const uint32 stage = (values + tile) % Traits::kStages;
       // Tiles that are not masked are passed over, so v_full may be two phases behind, which looks like one ahead.
       barrier_wait(shared.v_sent[check_ring.slot], check_ring.parity);
       barrier_wait(shared.v_full[stage], (values + tile) / Traits::kStages & 1);
-      check_tile<Traits>(shared, stage, check_ring);
+      check_tile<Traits, false>(shared, stage, check_ring);
     }
     values += tiles;
   }

@@ -17,14 +17,20 @@ struct Consumer {
   float acc[kDimTiles * 4];  // [rows, dims] of this thread
   float s[kKeyTiles * 4];    // [rows, keys]: scores, then weights
   uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
-  float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad
+  float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad; m as of its last move
   float mass[2];             // this thread's part of the sum since then
   float shrink[2];           // what the new maximum makes of acc
+  float ceiling[2];          // pass 2: m need not move for unscaled scores up to this
+  bool settled;              // pass 2, of the warp's rows: bits of scores compare with bits of ceilings
   bool holds_output = true;  // acc; false: the next product begins it (pass 1)
   bool unstored = false;     // pass 1: acc is the output of the q tile before this one, of the state done_m, done_l
   float done_m[2], done_l[2];
 
-  static constexpr float kLarge = 4194304.f;  // 2^22, see softmax
+  static constexpr float kLarge = 4194304.f;  // 2^22, see weigh
+  // Pass 2: weights of up to 2^kHeadroom, and where m is negative up to 2^kDepth, are finite in Element, and sums of them
+  // in float32.
+  static constexpr float kHeadroom = 14.f, kDepth = Element::kWide ? 60.f : 14.f;
+  static constexpr int kEarly = 4;  // key tiles of 8 whose weights are under way while scores are compared
   float large_from[2];       // kPacked: the same; infinite for a row of another sequence, which is to change nothing
 
   Shared& shared;
@@ -47,9 +53,9 @@ struct Consumer {
   __device__ __forceinline__ void await_turn() const { named_sync(kTurn + group, kConsumers * kWarpgroup); }
   __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + 1 - group, kConsumers * kWarpgroup); }
 
-  // Descriptor of this warpgroup's rows of the q tile in `slot`.
-  __device__ __forceinline__ uint32 queries(uint32 slot) const {
-    uint32 q = tile_descriptor(shared_address(shared.q[slot]) + group * 64 * 128, 0);
+  // Descriptor of this warpgroup's rows of a q tile.
+  __device__ __forceinline__ uint32 queries(uint32 item) const {
+    uint32 q = tile_descriptor(shared_address(shared.q[item % 2]) + group * 64 * 128, 0);
     asm volatile("" : "+r"(q));  // or it is computed anew for each key tile, while the other warpgroup waits
     return q;
   }
@@ -95,10 +101,51 @@ struct Consumer {
   // `limit + r` with kCausal.
   template <bool kCausal>
   __device__ __forceinline__ void softmax(int limit) {
+    cap();
+    mask<kCausal>(limit);
+    weigh<!kCausal>();
+  }
+
+  // The same in pass 2 after a q tile's first keys. The most important ones came first, so m is all but settled: it stays
+  // where it is until a score is kHeadroom above it, which shows in the scores' bits, three at a time and without asking the
+  // row's other threads, while the first weights are under way. True if m has moved, and with it `shrink`.
+  __device__ __forceinline__ bool settled_softmax(int limit) {
+    cap();
+    mask<false>(limit);
+    const float scale = params.scale_log2, base[2] = {m[0], m[1]};
+    float early[kEarly * 4], sum[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kEarly; ++j) weigh(j, scale, base, &early[j * 4], sum);
+    bool above = !settled;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int highest = __float_as_int(ceiling[h]);
+      int top = highest;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) top = largest_bits(top, s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
+      above |= top != highest;
+    }
+    if (__any_sync(kFullWarp, above)) {
+      weigh<true>();
+      return true;
+    }
+#pragma unroll
+    for (int i = 0; i < kEarly * 4; ++i) s[i] = early[i];
+#pragma unroll
+    for (int j = kEarly; j < kKeyTiles; ++j) weigh(j, scale, base, &s[j * 4], sum);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mass[h] += (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
+    return false;
+  }
+
+  __device__ __forceinline__ void cap() {
     if constexpr (spec::kSoftcap) {
 #pragma unroll
       for (int i = 0; i < kKeyTiles * 4; ++i) s[i] = tanh_approx(s[i] * params.cap_scale);
     }
+  }
+  template <bool kCausal>
+  __device__ __forceinline__ void mask(int limit) {
     const bool causal = kCausal && params.geometry.is_causal;
     const bool masked = limit + (causal ? group * 64 : 0) < kBlockN;
     if (masked) {
@@ -108,8 +155,23 @@ struct Consumer {
         for (int e = 0; e < 4; ++e)
           if (j * 8 + lane % 4 * 2 + e % 2 >= limit + (causal ? first_row + e / 2 * 8 : 0)) s[j * 4 + e] = -infinity();
     }
-    // Four partial maxima and sums a row keep the pipeline full: one warp of a scheduler is here at a time.
-    float top[2][4];
+  }
+  // The weights of key tile j, to `to`, and their sums. Four partial sums a row keep the pipeline full: one warp of a
+  // scheduler is here at a time.
+  __device__ __forceinline__ void weigh(int j, float scale, const float (&base)[2], float* to, float (&sum)[2][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float x = exp2_approx(fmaf(s[j * 4 + 2 * h], scale, -base[h]));
+      const float y = exp2_approx(fmaf(s[j * 4 + 2 * h + 1], scale, -base[h]));
+      sum[h][j % 4] += x + y;
+      to[2 * h] = x;
+      to[2 * h + 1] = y;
+    }
+  }
+  // Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow.
+  template <bool kSettles>
+  __device__ __forceinline__ void weigh() {
+    float top[2][4];  // four partial maxima, for the same reason
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -120,7 +182,7 @@ struct Consumer {
       for (int h = 0; h < 2; ++h)
         top[h][j % 4] = fmaxf(top[h][j % 4], fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
     float scale = params.scale_log2, base[2];
-    bool large = false;
+    bool large = false, deep = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
@@ -132,24 +194,23 @@ struct Consumer {
       m[h] = x;
       l[h] *= shrink[h];
       large |= fabsf(base[h]) > (Traits::kPacked ? large_from[h] : kLarge);
+      if constexpr (kSettles) {
+        deep |= !(x >= -kDepth);
+        ceiling[h] = fmaxf(__fdividef(x + kHeadroom, scale), 0.f);  // not negative: then bits compare like numbers
+      }
     }
     // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
     // the product is rounded first, so that the weight of the maximum is exactly 1.
-    if (__any_sync(kFullWarp, large)) {
+    large = __any_sync(kFullWarp, large);
+    if constexpr (kSettles) settled = !__any_sync(kFullWarp, large || deep);
+    if (large) {
 #pragma unroll
       for (int i = 0; i < kKeyTiles * 4; ++i) s[i] *= scale;
       scale = 1.f;
     }
     float sum[2][4] = {};
 #pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float &x = s[j * 4 + 2 * h], &y = s[j * 4 + 2 * h + 1];
-        x = exp2_approx(fmaf(x, scale, -base[h]));
-        y = exp2_approx(fmaf(y, scale, -base[h]));
-        sum[h][j % 4] += x + y;
-      }
+    for (int j = 0; j < kKeyTiles; ++j) weigh(j, scale, base, &s[j * 4], sum);
 #pragma unroll
     for (int h = 0; h < 2; ++h) mass[h] = mass[h] * shrink[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
   }
@@ -246,7 +307,7 @@ struct Consumer {
   // holds values that are not finite (checker_sm90.cuh looks), their keys are added by plain arithmetic to just the rows
   // that see them and leave the product. Both warpgroups come here for the same tiles. Row r sees `limit` keys of the
   // tile, or `limit + r` if causal.
-  __device__ __forceinline__ void guard_values(int limit, uint32 slot) {
+  __device__ __forceinline__ void guard_values(int limit, uint32 item) {
     constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
     barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
     uint32 found = 0;  // read by the lane that will release the tile: race detectors follow a thread's own arrivals
@@ -254,7 +315,7 @@ struct Consumer {
     check_ring.advance();
     if (__shfl_sync(kFullWarp, found, 0) == 0) return;
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
-    if (unstored) store_last(slot ^ 1);
+    if (unstored) store_last(item - 1);
     if (!holds_output) clear_output();
     holds_output = true;
     const uint32 tile = shared_address(shared.v[v_ring.slot]);
@@ -303,19 +364,19 @@ struct Consumer {
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
-  // Walks the key tiles of a q tile from the second on; the first one's weights are in p. Row r sees the first `limit`
+  // Walks the key tiles of q tile number `item` from the second on; the first one's weights are in p. Row r sees the first `limit`
   // keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each of the
   // first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
   template <bool kFirst>
-  __device__ __forceinline__ int walk(uint32 slot, uint32 q, int tiles, int limit, int rows) {
+  __device__ __forceinline__ int walk(uint32 item, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
       if (!kFirst && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
-      if (kFirst) guard(limit - (tile - 1) * kBlockN, slot);
+      if (kFirst) guard(limit - (tile - 1) * kBlockN, item);
       issue_scores(q);
       if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
         pass_turn();
-        store_last(slot ^ 1);
+        store_last(item - 1);
         await_turn();
       }
       issue_output();
@@ -323,53 +384,58 @@ struct Consumer {
       if (!kFirst) vote(rows, tile - 1);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
-      softmax<kFirst>(limit - tile * kBlockN);
+      bool moved = true;
+      if constexpr (kFirst) {
+        softmax<true>(limit - tile * kBlockN);
+      } else {
+        moved = settled_softmax(limit - tile * kBlockN);
+      }
       wgmma_wait<0>();
       release_v();
-      rescale();
+      if (moved) rescale();
       pack();
     }
-    release(shared.q_empty[slot]);
+    release(shared.q_empty[item % 2]);
     // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next q
     // tile, in the place that this frees.
-    if (kFirst && unstored) store_last(slot ^ 1);
-    if (kFirst) guard(limit - (tile - 1) * kBlockN, slot);
+    if (kFirst && unstored) store_last(item - 1);
+    if (kFirst) guard(limit - (tile - 1) * kBlockN, item);
     return tile;
   }
-  __device__ __forceinline__ void guard(int limit, uint32 slot) {
-    if (limit < kBlockN) guard_values(limit, slot);
+  __device__ __forceinline__ void guard(int limit, uint32 item) {
+    if (limit < kBlockN) guard_values(limit, item);
   }
 
   // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
   // together, like those of any two key tiles.
   __device__ __forceinline__ void run_first() {
-    uint32 slot = 0, item = 0;
+    uint32 item = 0;
     if (!take(item)) return;
     wait_for_queries(item);
-    uint32 q = queries(slot);
+    uint32 q = queries(item);
     issue_scores(q);
     pass_turn();
     start_empty();
     wgmma_wait<0>();
     release_k();
-    mind(shared.items[slot].rows);
-    softmax<true>(shared.items[slot].limit);
+    mind(item_at(item).rows);
+    softmax<true>(item_at(item).limit);
     holds_output = false;
     pack();
     for (;;) {
-      const Item& tile = shared.items[slot];
+      const Item& tile = item_at(item);
       const int rows = tile.rows;
-      walk<true>(slot, q, tile.key_tiles, tile.limit, rows);
+      walk<true>(item, q, tile.key_tiles, tile.limit, rows);
       if (!take(++item)) {
         issue_output();
         look(rows);
         wgmma_wait<0>();
         keep_state();
-        store_last(slot);
+        store_last(item - 1);
         return;
       }
       wait_for_queries(item);
-      q = queries(slot ^ 1);
+      q = queries(item);
       issue_scores(q);
       issue_output();
       pass_turn();
@@ -378,15 +444,14 @@ struct Consumer {
       start_empty();
       wgmma_wait<1>();
       release_k();
-      mind(shared.items[slot ^ 1].rows);
-      softmax<true>(shared.items[slot ^ 1].limit);
+      mind(item_at(item).rows);
+      softmax<true>(item_at(item).limit);
       wgmma_wait<0>();
       release_v();
-      if (!kStoresLate) store_last(slot);
+      if (!kStoresLate) store_last(item - 1);
       pack();
       unstored = kStoresLate;
       holds_output = false;
-      slot ^= 1;
     }
   }
 
@@ -397,12 +462,12 @@ struct Consumer {
       done_l[h] = l[h];
     }
   }
-  // The output of the q tile in `slot`, whose place is then free for another.
-  __device__ __forceinline__ void store_last(uint32 slot) {
-    const Item& tile = shared.items[slot];
+  // The output of q tile number `item`, whose place is then free for another.
+  __device__ __forceinline__ void store_last(uint32 item) {
+    const Item& tile = item_at(item);
     const int position[2] = {position_of(tile, first_row), position_of(tile, first_row + 8)};
     store<true>(tile, position, done_m, done_l);
-    barrier_arrive(shared.work_empty[slot]);
+    barrier_arrive(shared.work_empty[item % kPlaces]);
     unstored = false;
   }
 
@@ -410,13 +475,13 @@ struct Consumer {
   // come: nobody knew when this one would stop.
   __device__ __forceinline__ void run_second() {
     for (uint32 item = 0;; ++item) {
-      const uint32 slot = item % 2;
+      const uint32 slot = item % 2, place = item % kPlaces;
       if (!take(item)) return;
-      const Item tile = describe(params, OrderedRows<kBlockM>(params, shared.work[slot]));
+      const Item tile = describe(params, OrderedRows<kBlockM>(params, shared.work[place]));
       const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
       wait_for_queries(item);
       const int position[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
-      const uint32 q = queries(slot);
+      const uint32 q = queries(item);
       issue_scores(q);
       pass_turn();
       resume(tile, position);
@@ -425,7 +490,7 @@ struct Consumer {
       softmax<false>(limit);
       rescale();
       pack();
-      const int visited = walk<false>(slot, q, tiles, limit, rows);
+      const int visited = walk<false>(item, q, tiles, limit, rows);
       issue_output();
       vote(rows, visited - 1);
       voted += visited;
@@ -446,7 +511,7 @@ struct Consumer {
       if (rest > 0) add_remainder(mean, rest);
       store<false>(tile, stored, m, l);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = visited;
-      barrier_arrive(shared.work_empty[slot]);
+      barrier_arrive(shared.work_empty[place]);
     }
   }
 
@@ -456,9 +521,11 @@ struct Consumer {
 
   // Waits for the block's q tile number `n`; false after the last.
   __device__ __forceinline__ bool take(uint32 n) const {
-    barrier_wait(shared.work_full[n % 2], n / 2 & 1);
-    return shared.work[n % 2] >= 0;
+    await_work(shared, n);
+    return shared.work[n % kPlaces] >= 0;
   }
+
+  __device__ __forceinline__ const Item& item_at(uint32 n) const { return shared.items[n % kPlaces]; }
 
   // The query of a row of pass 1, -1 past the segment.
   static __device__ __forceinline__ int position_of(const Item& tile, int row) {

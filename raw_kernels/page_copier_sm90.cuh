@@ -8,7 +8,7 @@
 namespace s2o {
 namespace sm90 {
 
-template <class Traits, class Rows>
+template <class Traits>
 __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams& params, typename Traits::Shared& shared) {
   const AttentionParams& p = params.attention;
   const Geometry& g = p.geometry;
@@ -30,23 +30,15 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
   };
   Ring<Traits::kStages> k_ring, v_ring;
   Ring<2> check_ring;
-  int taken = lane == 0 ? take_work(p) : 0;
   for (uint32 item = 0;; ++item) {
-    const int work = __shfl_sync(kFullWarp, lane == 0 ? work_from<Rows>(p, taken) : 0, 0);
-    if (work < 0) {
-      if (lane == 0) publish(shared, item, work);
-      return;
-    }
-    const uint32 slot = item % 2;
-    const Rows rows(p, work);
-    if (lane == 0) {
-      const Item described = describe(p, rows);
-      publish(shared, item, work, &described);
-    }
-    __syncwarp();
-    const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
-    const int first_key = rows.first_key(g) + lane * box, tiles = rows.key_tiles(g);
-    const int first_masked = rows.limit(g) / kBlockN;
+    const uint32 place = item % kPlaces;
+    await_work(shared, item);
+    const int work = shared.work[place];
+    const int kv_head = shared.items[place].kv_head, batch = shared.items[place].batch;
+    const int first_key = shared.items[place].first_key + lane * box, tiles = shared.items[place].key_tiles;
+    const int first_masked = shared.items[place].limit / kBlockN;
+    barrier_arrive(shared.work_empty[place]);
+    if (work < 0) return;
     const auto key = [&](int tile) {  // the first row of this lane's box; -1 past the end
       const int position = first_key + tile * kBlockN;
       return copies && position < g.seqlen_k ? position : -1;
@@ -61,25 +53,13 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
         copy(shared.k[k_ring.slot], params.k, shared.k_full[k_ring.slot], now, kv_head);
         k_ring.advance();
       }
-      if (tile == 0) {
-        if (lane == 0) {
-          barrier_wait(shared.q_empty[slot], (item / 2 & 1) ^ 1);
-          barrier_expect(shared.q_full[slot], kTileBytes);
-#pragma unroll
-          for (int column = 0; column < Traits::kHeadDim; column += 64)
-            copy_box(shared_address(shared.q[slot]) + column / 64 * kAtomBytes, params.q, shared.q_full[slot], column,
-                     rows.first, rows.head_in_batch(p.heads), batch);
-          taken = take_work(p);
-        }
-        __syncwarp();
-      } else {
-        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], before, kv_head);
-        v_ring.advance();
-        if (tile - 1 >= first_masked) {
-          if (lane == 0) barrier_arrive(shared.v_sent[check_ring.slot]);
-          check_ring.advance();
-        }
+      if (tile == 0) continue;
+      barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+      copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], before, kv_head);
+      v_ring.advance();
+      if (tile - 1 >= first_masked) {
+        if (lane == 0) barrier_arrive(shared.v_sent[check_ring.slot]);
+        check_ring.advance();
       }
     }
   }

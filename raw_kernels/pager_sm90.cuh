@@ -25,24 +25,24 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
   const auto check = [&] {
     if (to_check && threadIdx.x >= 32) {
       barrier_wait(shared.v_full[unchecked.slot], unchecked.parity);
-      check_tile<Traits>(shared, unchecked.slot, check_ring);
+      check_tile<Traits, true>(shared, unchecked.slot, check_ring);
     }
     to_check = false;
   };
   const auto announce = [&](uint32 item, int work) {
     if (work < 0) {
-      publish(shared, item, work);
+      publish<2>(shared, item, work);
     } else {
       const Item described = describe(params, Rows(params, work));
-      publish(shared, item, work, &described);
+      publish<2>(shared, item, work, &described);
     }
   };
   if (threadIdx.x == 0) announce(0, next_work<Rows>(params));
   for (uint32 item = 0;; ++item) {
-    const uint32 slot = item % 2;
-    barrier_wait(shared.work_full[slot], item / 2 & 1);
-    const int work = shared.work[slot];
-    barrier_arrive(shared.work_empty[slot]);
+    const uint32 slot = item % 2, place = item % kPlaces;
+    await_work(shared, item);
+    const int work = shared.work[place];
+    barrier_arrive(shared.work_empty[place]);
     if (work < 0) {
       check();
       return;

@@ -113,15 +113,15 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
   if (thread == 0) {
     take_next<Rows>(params, shared);
-    publish(shared, 0, shared.next.work);
+    publish<2>(shared, 0, shared.next.work);
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // key tiles of the q tiles before this one
   for (uint32 item = 0;; ++item) {
-    const uint32 slot = item % 2, item_parity = item / 2 & 1;
-    barrier_wait(shared.work_full[slot], item_parity);
-    const int work = shared.work[slot];
-    barrier_arrive(shared.work_empty[slot]);
+    const uint32 slot = item % 2, item_parity = item / 2 & 1, place = item % kPlaces;
+    await_work(shared, item);
+    const int work = shared.work[place];
+    barrier_arrive(shared.work_empty[place]);
     if (work < 0) return;
 
     const Rows rows(params, work);
@@ -184,7 +184,8 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
       }
     }
     voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
-    if (threadIdx.x == 0) publish(shared, item + 1, shared.next.work);
+    // Rows of the q tile before this one are read until it is done, and there is room for two.
+    if (threadIdx.x == 0) publish<2>(shared, item + 1, shared.next.work);
   }
 }
 

@@ -138,6 +138,7 @@ __device__ __forceinline__ float2 load_floats_or_zeros(const float2* global, boo
 // An element type says how it converts and multiplies; its values travel as uint16 or packed uint32.
 struct Float16 {
   static constexpr uint32 kExponentMask = 0x7c007c00u;  // both halves of a packed pair
+  static constexpr bool kWide = false;                   // the exponents of float32
   static constexpr int kPartBits = 11;  // times 2^11, what rounding leaves of a float32 is in range again
 
   static __device__ __forceinline__ uint32 pack(float low, float high) {
@@ -177,6 +178,7 @@ struct Float16 {
 
 struct Bfloat16 {
   static constexpr uint32 kExponentMask = 0x7f807f80u;
+  static constexpr bool kWide = true;
   static constexpr int kPartBits = 0;
 
   static __device__ __forceinline__ uint32 pack(float low, float high) {

@@ -21,7 +21,7 @@ constexpr int kBlockM = 128, kBlockN = 128;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
-constexpr int kCheckers = 3;   // warps of pass 1's producer: all but the one that copies by tensor maps
+constexpr int kPlaces = 4;     // of q tiles that the block knows of
 constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;    // 128 and 256 threads share 65,536
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1
 constexpr int kAtomBytes = 128 * 128;
@@ -29,13 +29,14 @@ constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahe
 // kTurn has one for either warpgroup.
 enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
 
-// What a consumer has to know of its q tile. In pass 1, of short tiles, the producer works it out for all.
+// What a consumer has to know of its q tile. In pass 1, of short tiles, one thread works it out for all.
 struct Item {
   int head, batch, head_in_batch;   // head: flattened
   int first;                        // pass 1: the query of row 0
   int rows;
   int limit, key_tiles;             // see Rows
   int visited;                      // pass 2: where to say how many key tiles were visited
+  int kv_head, first_key;           // pass 1: where its keys begin
 };
 
 // What the gathering producer knows of its next q tile before that is published.
@@ -60,8 +61,8 @@ struct Traits {
     uint16 k[kStages][kBlockN * kHeadDim];
     uint16 v[kStages][kBlockN * kHeadDim];
     int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
-    int work[2];                     // this q tile and the next; -1 at the end
-    Item items[2];                   // pass 1: the same, worked out
+    int work[kPlaces];               // this q tile and others; -1 at the end
+    Item items[kPlaces];             // pass 1: the same, worked out
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
@@ -70,7 +71,7 @@ struct Traits {
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     uint64 v_sent[2], v_checked[2];  // of a masked value tile: its copy has begun, it has been looked at
     uint64 voted[kVoteSlots];
-    uint64 work_full[2], work_empty[2];
+    uint64 work_full[kPlaces], work_empty[kPlaces];
   };
 };
 
@@ -93,7 +94,12 @@ __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
   return *static_cast<volatile uint64*>(&shared.votes[tile % kVoteSlots]) == 0x0101010101010101ull;
 }
 
-// kGathers: all threads of the producer copy, or one of them by tensor maps.
+// The producer's warps that look for NaN in pass 1: all but one that copies and, where the copy engine does that, one that
+// schedules.
+template <bool kGathers>
+constexpr int kCheckers = kGathers ? 3 : 2;
+
+// kGathers: all threads of the producer copy, or one warp has the copy engine do it.
 template <class Traits, bool kGathers>
 __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
@@ -102,12 +108,15 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       // Each gathering thread arrives twice for q: for the positions it wrote and for its copies.
       barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
       barrier_init(shared.q_empty[s], kConsumerWarps);
+      barrier_init(shared.v_sent[s], 1);
+      barrier_init(shared.v_checked[s], kCheckers<kGathers>);
+      shared.v_nonfinite[s] = 0;
+    }
+    for (int s = 0; s < kPlaces; ++s) {
       barrier_init(shared.work_full[s], 1);
       // Every thread that reads arrives: once a q tile that costs nothing, and race detectors follow it.
-      barrier_init(shared.work_empty[s], 32 * (kConsumerWarps + (kGathers ? 4 : kCheckers)));
-      barrier_init(shared.v_sent[s], 1);
-      barrier_init(shared.v_checked[s], kCheckers);
-      shared.v_nonfinite[s] = 0;
+      constexpr int kProducers = kGathers ? kWarpgroup : 32 * kCheckers<false> + (Traits::kPaged ? 32 : 1);
+      barrier_init(shared.work_empty[s], 32 * kConsumerWarps + kProducers);
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       barrier_init(shared.k_full[s], kCopiers);

@@ -34,17 +34,28 @@ __device__ __forceinline__ Item describe(const AttentionParams& params, const Ro
   item.limit = rows.limit(params.geometry);
   item.key_tiles = rows.key_tiles(params.geometry);
   item.visited = rows.visited_index(params);
+  if constexpr (!Rows::kOrdered) {
+    item.kv_head = rows.kv_head(params.heads, params.kv_heads);
+    item.first_key = rows.first_key(params.geometry);
+  }
   return item;
 }
 
-// Tells the block its q tile number `n`; one thread of the producer.
-template <class Shared>
+// Tells the block its q tile number `n`, once all but kKnown - 1 of those before it are done; one thread of the producer.
+template <int kKnown, class Shared>
 __device__ __forceinline__ void publish(Shared& shared, uint32 n, int work, const Item* item = nullptr) {
-  const uint32 slot = n % 2;
-  barrier_wait(shared.work_empty[slot], (n / 2 & 1) ^ 1);
-  shared.work[slot] = work;
-  if (item) shared.items[slot] = *item;
-  barrier_arrive(shared.work_full[slot]);
+  static_assert(kKnown < kPlaces, "nobody reads the place any more");
+  if (n >= kKnown) barrier_wait(shared.work_empty[(n - kKnown) % kPlaces], (n - kKnown) / kPlaces & 1);
+  const uint32 place = n % kPlaces;
+  shared.work[place] = work;
+  if (item) shared.items[place] = *item;
+  barrier_arrive(shared.work_full[place]);
+}
+
+// Waits until the block knows its q tile number `n`.
+template <class Shared>
+__device__ __forceinline__ void await_work(Shared& shared, uint32 n) {
+  barrier_wait(shared.work_full[n % kPlaces], n / kPlaces & 1);
 }
 
 }  // namespace sm90

@@ -221,9 +221,9 @@ def page_box(geometry: Geometry, page_size: int) -> int:
 def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
     tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
-    item = 8 * 4
-    rows, work, votes = 2 * HOPPER_BLOCK * 4, 2 * (4 + item), 2 * 4 + 4 * 8
-    barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 4) * 8
+    places, item = 4, 10 * 4
+    rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item), 2 * 4 + 4 * 8
+    barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
     shared = tiles + rows + work + next_tile + votes + barriers
     return Kernel(
