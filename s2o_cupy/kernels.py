@@ -105,6 +105,15 @@ REMAINDER_PARAMS = np.dtype(
     ],
     align=True,
 )
+COLLECT_PAGES_PARAMS = np.dtype(
+    [
+        *((name, _TENSOR) for name in ("k", "v")),
+        *((name, "u8") for name in ("keys", "values")),
+        *((name, "i4") for name in ("kv_heads", "seqlen_k", "row_chunks", "chunks")),
+        ("pages", _PAGES),
+    ],
+    align=True,
+)
 RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
@@ -216,6 +225,7 @@ FAMILIES = {
         name: _Family("key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, 4, None)
         for name in ("key_strata", "key_middle")
     },
+    "collect_pages": _Family("collect_pages.cu", COLLECT_PAGES_PARAMS, "CollectPagesParams", 256, 4, None),
     "key_front": _Family(
         "key_order.cu", RANK_KEYS_PARAMS, "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None
     ),
@@ -309,19 +319,28 @@ def render(kernel: Kernel) -> str:
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     # A struct that ends in an open array is only the least that is needed.
     compare = "<=" if family.source == "rank_queries.cu" else "=="
+    if kernel.shared_bytes == 0:
+        check, body = "", f"  s2o::{call}(params);"
+    else:
+        check = (
+            f"static_assert(sizeof({shared}) {compare} {kernel.shared_bytes}, "
+            '"plan.py counts the shared memory differently");'
+        )
+        body = (
+            "  extern __shared__ __align__(1024) unsigned char shared[];\n"
+            f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));"
+        )
     return "\n".join(
         [
             f"namespace s2o {{\nnamespace spec {{\n{constants}\n}}\n}}",
             *_with_includes(family.source, set()),
             f'#line 1 "{kernel.name}"',
-            f"static_assert(sizeof({shared}) {compare} {kernel.shared_bytes}, "
-            '"plan.py counts the shared memory differently");',
+            check,
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"kernels.py lays the parameters out differently");',
             f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {blocks})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
-            "  extern __shared__ __align__(1024) unsigned char shared[];",
-            f"  s2o::{call}(params, *reinterpret_cast<{shared}*>(shared));",
+            body,
             "}",
             "",
         ]

@@ -221,9 +221,9 @@ class _Program:
             self.steps.append((launch, self.addresses.ctypes.data + 8 * i, step))
         self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)
         self.delta = np.array(delta, np.uint64)
-        # Pass 1 on Hopper begins with three tensor maps of 128 bytes; 0: it takes none.
-        mapped = steps[0].kernel.family.params is kernels.MAPPED_ATTENTION_PARAMS
-        self.map_words = kernels.TENSOR_MAP_BYTES // 8 if mapped else 0
+        # Where in the buffer pass 1 on Hopper has its three tensor maps; none: it takes none.
+        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params is kernels.MAPPED_ATTENTION_PARAMS]
+        self.map_place = int(offsets[mapped[0]]) // 8 if mapped else None
         self.bases: tuple[int, ...] = ()  # the addresses in the buffer
         self.mapped: tuple[int, ...] = ()  # and those that its maps are of
         self.lock = threading.RLock()  # the buffer and the graphs are one for all threads
@@ -285,14 +285,18 @@ class _Program:
         if bases != self.bases:
             self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
             self.bases = bases
-        if self.map_words and addresses[:3] != self.mapped:
-            self._write_maps(operands[:3])
+        if self.map_place is not None:
+            q, k, v, _ = operands
+            if self.plan.collect_pages is not None:
+                k, v = (self.workspace.operand(name, address) for name in ("keys", "values"))
+            if (q.pointer, k.pointer, v.pointer) != self.mapped:
+                self._write_maps((q, k, v), self.map_place)
 
-    def _write_maps(self, operands: tuple[Operand, ...]) -> None:
+    def _write_maps(self, operands: tuple[Operand, ...], place: int) -> None:
         rows = (HOPPER_BLOCK, self.plan.map_rows, self.plan.map_rows)
         boxes = zip(operands, rows, strict=True)
         maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
-        self.buffer[: len(rows) * self.map_words] = np.frombuffer(maps, np.uint64)
+        self.buffer[place : place + len(maps) // 8] = np.frombuffer(maps, np.uint64)
         self.mapped = tuple(x.pointer for x in operands)
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import kernels
-from .operand import Operand, Paging
-from .plan import FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan
+from .operand import ITEM_BYTES, Operand, Paging
+from .plan import COLLECT_CHUNK, COLLECT_CHUNKS, FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan, collected_chunks
 from .problem import MAX_SCALE, Problem
 from .spec import FRONT, LOG2E, MIDDLE, S2OConfig
 
@@ -48,6 +48,13 @@ class Workspace:
     places: dict[str, Place]
     zeroed: int  # leading bytes that must be 0 at the start
     nbytes: int
+
+    def operand(self, name: str, address: int) -> Operand:
+        """A [batch, heads, seqlen, head_dim] array in a workspace that begins at ``address``."""
+        offset, (batch, heads, seqlen, head_dim), _ = self.places[name]
+        strides = (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
+        sb, sh, ss = (s if n > 1 else 0 for s, n in zip(strides, (batch, heads, seqlen), strict=True))
+        return Operand(address + offset, (batch, heads, seqlen, head_dim), (sb, sh, ss))
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,9 @@ def workspace(
             ("fine", (heads, geometry.segments), "int32"),
             ("norms", (heads, geometry.segments, config.representatives or 1), "float32"),
         ]
+    if plan.collect_pages is not None:
+        collected = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
+        arrays += [("keys", collected, "uint16"), ("values", collected, "uint16")]
     places: dict[str, Place] = {}
     end = zeroed = 0
     for i, (name, shape, dtype) in enumerate(arrays):
@@ -143,7 +153,8 @@ def launches(
     """All launches of a call in order. ``operands``: q, k, v and out, of which only the strides are read. ``paging``:
     where k and v are a paged cache; its address apart, as that of the caller's ``sums``."""
     builder = _Builder(plan, problem, config, operands, memory, aligned, paging, sums)
-    found = [builder.pass1()]
+    found = [builder.collect_pages(plan.collect_pages)] if plan.collect_pages else []
+    found.append(builder.pass1())
     if plan.chunks:
         if config.adds_remainder:
             found += builder.candidate_means()
@@ -247,6 +258,15 @@ class _Builder:
         counter = self.attention_launches * 4
         self.attention_launches += 1
         return self._launch(stage, kernel, blocks, params, chunk, next_work=counter)
+
+    def collect_pages(self, kernel: kernels.Kernel) -> Launch:
+        p, chunks = self.problem, collected_chunks(self.problem)
+        k, v = self.tensors["k"], self.tensors["v"]
+        row_chunks = p.head_dim * ITEM_BYTES // COLLECT_CHUNK
+        params = np.array(
+            (k, v, 0, 0, p.kv_heads, p.seqlen_k, row_chunks, chunks, self.pages), kernels.COLLECT_PAGES_PARAMS
+        )
+        return self._launch("collect_pages", kernel, -(-chunks // COLLECT_CHUNKS), params)
 
     def pass1(self) -> Launch:
         return self._attention("pass1", self.plan.pass1, self.plan.whole, self.plan.pass1_tiles)

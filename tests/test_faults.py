@@ -180,7 +180,7 @@ FAULTS = [
     ),
     *_faults(
         "block_sums", replace(MEAN, seqlen_q=1100, tau=1000.0),
-        ("keys are summed for values", "output", "which = blockIdx.x % 2, block =", "which = 0, block ="),
+        ("keys are summed for values", "output", "which = blockIdx.x % 2, kv_head =", "which = 0, kv_head ="),
     ),
     *_faults(
         "candidate_means", replace(MEAN, seqlen_q=1100, tau=1000.0),
@@ -211,7 +211,7 @@ FAULTS = [
          "> limit + (causal ? first_row"),
         ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
         ("the sum is not rescaled", "pass 1 state", "mass[h] = mass[h] * shrink[h]", "mass[h] = mass[h]"),
-        ("half of head_dim comes twice", "pass 1 state", "map, full, column, row", "map, full, 0, row"),
+        ("half of head_dim comes twice", "pass 1 state", "map, full, column, first_key", "map, full, 0, first_key"),
         ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
         ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / final_l[h];\n      if",
          "0.f : 1.01f / final_l[h];\n      if"),

@@ -18,8 +18,9 @@ import s2o_cupy
 from s2o_cupy import S2OConfig, kernels, place, program, s2o_attention, s2o_attention_paged
 from s2o_cupy.frameworks.numpy import NumpyFramework
 from s2o_cupy.operand import Operand, Paging
-from s2o_cupy.plan import DeviceLimits, kernels_for, make_plan
+from s2o_cupy.plan import COLLECT_ROWS, DeviceLimits, kernels_for, make_plan
 from s2o_cupy.problem import Problem
+from s2o_cupy.program import launches, workspace
 
 
 def bits(device: Device, x: Any) -> np.ndarray:
@@ -179,6 +180,40 @@ def big(request):
 def test_many_tiles(big, qkv, rng, lengths, page_size, changes):
     q, k, v = qkv(*lengths, heads=32, kv_heads=8, head_dim=128)
     assert_same_bits(big, q, k, v, rng, page_size, "NHD", config=replace(big.config, **changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("head_dim", "layout"), [(64, "NHD"), (72, "HND"), (128, "NHD")])
+def test_pages_that_a_dense_call_collects(big, qkv, rng, head_dim, layout, page_size, is_causal):
+    """Enough queries for a copy of keys and values to arrays first (on Hopper)."""
+    q, k, v = qkv(2 * COLLECT_ROWS // 4, 4500, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    config = replace(big.config, dense_up_to=10_000)
+    assert_same_bits(big, q, k, v, rng, page_size, layout, config=config, is_causal=is_causal)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_collects_pages(big, qkv, rng):
+    """Replays follow the page table and the cache; calls between them do not move what they read."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        config = replace(big.config, dense_up_to=10_000)
+        inputs = assert_same_bits(big, *qkv(COLLECT_ROWS // 4, heads=4, head_dim=128), rng, 16, "NHD", config=config)
+        options = {"seqlen_k": COLLECT_ROWS // 4, "config": config}
+        stream.begin_capture()
+        o = s2o_attention_paged(*inputs, **options)
+        graph = stream.end_capture()
+        table, entries = inputs[3], COLLECT_ROWS // 4 // 16
+        for _ in range(3):
+            table[:, :entries] = cupy.roll(table[:, :entries], 1, axis=1)
+            graph.launch(stream=stream)
+            for caches in (inputs[1:3], inputs[2:0:-1]):  # also with keys for values
+                again = s2o_attention_paged(inputs[0], *caches, table, **options)
+                same = bool((o.view(np.uint16) == again.view(np.uint16)).all())
+                assert same == (caches[0] is inputs[1])
 
 
 @pytest.mark.gpu
@@ -555,6 +590,45 @@ def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, rows):
     plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
     assert plan.map_rows == rows
     assert (plan.pass1.function == "pass1_gathered_sm90") == (rows == 0)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "changes", "of_config", "collects"),
+    [
+        (16, {}, {}, True),
+        (1, {"is_causal": False, "softcap": 30.0}, {}, True),
+        (32, {}, {}, False),  # boxes
+        (16, {"seqlen_q": COLLECT_ROWS // 4}, {}, True),
+        (16, {"seqlen_q": COLLECT_ROWS // 4 - 1}, {}, False),
+        (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2}, True),
+        (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2 - 1}, False),
+        (16, {}, {"dense_up_to": 0}, False),
+        (16, {}, {"path": "portable"}, False),
+        (16, {"head_dim": 256}, {}, False),
+    ],
+)
+def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects):
+    """Where the copy is repaid and fits into the workspace; pass 1 is then that of arrays."""
+    problem = replace(PROBLEM, **{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
+    config = S2OConfig(**{"dense_up_to": 10_000} | of_config)
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
+    assert (plan.collect_pages is not None) == collects
+    if not collects:
+        return
+    assert plan.collect_pages.name in {kernel.name for kernel in kernels_for(90)}
+    assert plan.pass1 == make_plan(problem, config, DeviceLimits.of_architecture(90), True).pass1
+    memory = workspace(plan, problem, config)
+    row = problem.kv_heads * page_size * problem.head_dim
+    cache = Operand(0, (999, problem.kv_heads, page_size, 128), (row, 128, problem.kv_heads * 128))
+    heads = (0, problem.seqlen_q * 128, 128)
+    of_q = Operand(0, (1, problem.heads, problem.seqlen_q, 128), heads)
+    operands = {"q": of_q, "k": cache, "v": cache, "out": of_q}
+    first, second = launches(plan, problem, config, operands, memory, True, Paging(0, 0, page_size, 999))
+    assert (first.stage, second.stage) == ("collect_pages", "pass1")
+    assert first.blocks * 4 * 256 >= int(first.params["chunks"]) == 2 * 4096 * 128 * 2 // 16
+    found = memory.operand("values", 1 << 20)
+    assert found.pointer == (1 << 20) + memory.places["values"].offset
+    assert (found.shape, found.strides) == ((1, 2, 4096, 128), (0, 4096 * 128, 128))
 
 
 @pytest.mark.parametrize(

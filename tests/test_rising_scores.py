@@ -1,0 +1,49 @@
+"""Rows whose scores rise along the order of their keys, by little or by more than a weight can hold.
+
+Pass 2 on Hopper leaves what a row's weights are relative to where it is while scores stay near it. A quarter of the
+queries here disagree with the segment's mean, which orders the keys: what matters most to them comes last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+LENGTH, QUERIES = 1200, 128
+LOG2 = float(np.log(2))
+
+
+def opposed(reach: float, shift: float, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """q, k and v, whose scores lie ``reach`` (log2 units) around -``shift``; for every fourth query they rise as they
+    fall for the others, from the segment's own keys on."""
+    q, k = np.zeros((1, 2, QUERIES, 64)), np.zeros((1, 1, LENGTH, 64))
+    q[..., 0] = np.where(np.arange(QUERIES) % 4 == 3, -1, 1) * reach / 2 * LOG2
+    q[..., 1] = 1
+    k[..., 0] = rng.uniform(-1, 1, LENGTH)
+    k[..., LENGTH - QUERIES :, 0] = 1
+    k[..., 1] = -shift * LOG2
+    return q, k, rng.standard_normal((1, 1, LENGTH, 64))
+
+
+@pytest.mark.parametrize("shift", [0, 30, 1000])
+@pytest.mark.parametrize("reach", [10, 27, 29, 60, 130, 600, 4000])
+def test_what_matters_most_comes_last(device, rng, reach, shift):
+    q, k, v = opposed(reach, shift, rng)
+    config = replace(device.config, rank="mean", representatives=None)
+    for is_causal in (True, False):
+        o = device.attend(q, k, v, config=config, tau=0, scale=1.0, is_causal=is_causal)
+        device.assert_dense(o, q, k, v, scale=1.0, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_no_number(device, rng, value):
+    """It shows in the rows that see it, as in dense attention, wherever it stands in the order."""
+    q, k, v = opposed(60, 0, rng)
+    k[0, 0, 700, 5] = value
+    q[..., 5] = np.where(np.arange(QUERIES) % 2, 1, 0)
+    config = replace(device.config, rank="mean", representatives=None)
+    o = device.attend(q, k, v, config=config, tau=0, scale=1.0)
+    exact = device.exact(q, k, v, scale=1.0)
+    np.testing.assert_array_equal(np.isnan(o).any(-1), np.isnan(exact).any(-1))
