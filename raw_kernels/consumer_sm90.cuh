@@ -27,11 +27,11 @@ struct Consumer {
   float done_m[2], done_l[2];
 
   static constexpr float kLarge = 4194304.f;  // 2^22, see weigh
-  // Pass 2: weights of up to 2^kHeadroom, and where m is negative up to 2^kDepth, are finite in Element, and sums of them
-  // in float32.
-  static constexpr float kHeadroom = 14.f, kDepth = Element::kWide ? 60.f : 14.f;
-  static constexpr int kEarly = 4;  // key tiles of 8 whose weights are under way while scores are compared
   float large_from[2];       // kPacked: the same; infinite for a row of another sequence, which is to change nothing
+  // Pass 2: weights may be up to 2^kHeadroom, and where m is negative up to 2^kDepth: finite in Element, and in float32 also
+  // a million of them times values of up to 2^70.
+  static constexpr float kHeadroom = 14.f, kDepth = Element::kWide ? 30.f : 14.f;
+  static constexpr int kEarly = 4;  // key tiles of 8 whose weights are under way while scores are compared
 
   Shared& shared;
   const AttentionParams& params;
@@ -107,8 +107,9 @@ struct Consumer {
   }
 
   // The same in pass 2 after a q tile's first keys. The most important ones came first, so m is all but settled: it stays
-  // where it is until a score is kHeadroom above it, which shows in the scores' bits, three at a time and without asking the
-  // row's other threads, while the first weights are under way. True if m has moved, and with it `shrink`.
+  // where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a time and
+  // without asking the row's other threads, while the first weights are under way. True if m has moved, and with it
+  // `shrink`.
   __device__ __forceinline__ bool settled_softmax(int limit) {
     cap();
     mask<false>(limit);
@@ -156,8 +157,8 @@ struct Consumer {
           if (j * 8 + lane % 4 * 2 + e % 2 >= limit + (causal ? first_row + e / 2 * 8 : 0)) s[j * 4 + e] = -infinity();
     }
   }
-  // The weights of key tile j, to `to`, and their sums. Four partial sums a row keep the pipeline full: one warp of a
-  // scheduler is here at a time.
+  // The weights of key tile j, to `to`, and their sums. Four partial sums a row keep the pipeline full: of a
+  // multiprocessor's quarter one warp is here at a time.
   __device__ __forceinline__ void weigh(int j, float scale, const float (&base)[2], float* to, float (&sum)[2][4]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -364,9 +365,9 @@ struct Consumer {
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
-  // Walks the key tiles of q tile number `item` from the second on; the first one's weights are in p. Row r sees the first `limit`
-  // keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each of the
-  // first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
+  // Walks the key tiles of q tile number `item` from the second on; the first one's weights are in p. Row r sees the first
+  // `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each
+  // of the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
   template <bool kFirst>
   __device__ __forceinline__ int walk(uint32 item, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
@@ -397,7 +398,7 @@ struct Consumer {
     }
     release(shared.q_empty[item % 2]);
     // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next q
-    // tile, in the place that this frees.
+    // tile, for which it waits until the one before this is done.
     if (kFirst && unstored) store_last(item - 1);
     if (kFirst) guard(limit - (tile - 1) * kBlockN, item);
     return tile;

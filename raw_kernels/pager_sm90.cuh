@@ -2,7 +2,7 @@
 // It loads just what copier_sm90.cuh would from one array, rows past a tile's own too, so that the consumers compute the
 // same bits. Its warps copy and then look for NaN and infinities: a value tile is checked after the copies that follow it
 // were started, which is before any that wait for its consumers. The last one of a q tile is checked after the next q tile
-// is announced, so consumers must not wait for it before they free that one's place.
+// is announced, so consumers must not wait for it before they have stored the q tile before.
 #pragma once
 #include "checker_sm90.cuh"
 #include "producer_sm90.cuh"

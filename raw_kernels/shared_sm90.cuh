@@ -99,7 +99,7 @@ __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
 template <bool kGathers>
 constexpr int kCheckers = kGathers ? 3 : 2;
 
-// kGathers: all threads of the producer copy, or one warp has the copy engine do it.
+// kGathers: all threads of the producer copy, or two warps have the copy engine do it.
 template <class Traits, bool kGathers>
 __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {

@@ -27,10 +27,12 @@ def opposed(reach: float, shift: float, rng: np.random.Generator) -> tuple[np.nd
     return q, k, rng.standard_normal((1, 1, LENGTH, 64))
 
 
-@pytest.mark.parametrize("shift", [0, 30, 1000])
+@pytest.mark.parametrize("shift", [0, 20, 1000])
 @pytest.mark.parametrize("reach", [10, 27, 29, 60, 130, 600, 4000])
 def test_what_matters_most_comes_last(device, rng, reach, shift):
     q, k, v = opposed(reach, shift, rng)
+    if device.dtype != np.float16:
+        v *= 2.0**60  # weights are not so large that their products overflow
     config = replace(device.config, rank="mean", representatives=None)
     for is_causal in (True, False):
         o = device.attend(q, k, v, config=config, tau=0, scale=1.0, is_causal=is_causal)
