@@ -1,6 +1,6 @@
-// The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, gathered with
-// cp.async or by the copy engine, two consumer warpgroups hold 64 query rows each and multiply with wgmma. Blocks are persistent: each takes
-// q tiles from a counter until none is left, and the producer runs ahead into the next tile.
+// The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, by the
+// copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. Blocks
+// are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the next tile.
 //
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
 // warpgroup runs under the products of the other (named barriers let them issue in turn).

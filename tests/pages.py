@@ -38,12 +38,13 @@ def fits_pages(case: Case) -> bool:
     return case.head_dim % 8 == 0 and case.arrange == "contiguous"
 
 
-def differing(case: Case, path: str) -> list[str]:
+def differing(case: Case, path: str, page_size: int | None = None) -> list[str]:
     """Of o, lse and visited of a case on the GPU, those whose bits differ between a cache and one array."""
     import cupy
 
     rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
-    page_size, layout = int(rng.choice([1, 16, 64, 256])), str(rng.choice(["NHD", "HND"]))
+    drawn, layout = int(rng.choice([1, 16, 64, 256])), str(rng.choice(["NHD", "HND"]))
+    page_size = page_size or drawn
     q, k, v = case.arrays()
     lengths = [k.shape[2]] * len(k)
     table, pages = random_table(rng, lengths, page_size)

@@ -6,13 +6,47 @@ Results are compared as well. Exit status 1 if one differs.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from conftest import has_gpu, has_hopper
-from gpu_cases import SANITIZED, run_diff
+from gpu_cases import SANITIZED, Case, run_diff
 from packs import differing_on
 from pages import differing, fits_pages
+
+from s2o_cupy import plan
+
+Check = tuple[str, str, Callable[[], list[str]]]  # path, name, what is wrong
+
+
+def wrong_stages(case: Case, path: str) -> list[str]:
+    report = run_diff(case, path)
+    return [] if report.ok else [report.table()]
+
+
+def checks() -> Iterator[Check]:
+    paths = ("portable", "hopper") if has_hopper() else ("portable",)
+    for case, path in itertools.product(SANITIZED, paths):
+        if path == "hopper" and not case.hopper:
+            continue
+        yield path, str(case), partial(wrong_stages, case, path)
+        if fits_pages(case):
+            yield path, "in pages", partial(differing, case, path)
+    for path, is_causal in itertools.product(paths, (True, False)):
+        yield path, f"packed, is_causal={is_causal}", partial(differing_on, path, is_causal)
+    dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
+    for path in paths:
+        yield path, "dense, in small pages", partial(differing, dense, path, page_size=16)
+        if path == "portable":
+            continue
+        from s2o_cupy import pipeline
+
+        plan.COLLECT_ROWS = 0  # however few its queries are
+        pipeline.clear_cache()
+        yield path, "dense, in pages that are collected", partial(differing, dense, path, page_size=16)
 
 
 def main() -> int:
@@ -23,33 +57,14 @@ def main() -> int:
 
     cupy.cuda.set_allocator(None)
     cupy.cuda.set_pinned_memory_allocator(None)
-    paths = ("portable", "hopper") if has_hopper() else ("portable",)
     failed = 0
-    for case in SANITIZED:
-        for path in paths:
-            if path == "hopper" and not case.hopper:
-                continue
-            start = time.perf_counter()
-            report = run_diff(case, path)
-            print(f"{path:8} {time.perf_counter() - start:6.1f} s  {case}", flush=True)
-            if not report.ok:
-                print(report.table(), flush=True)
-                failed += 1
-            if fits_pages(case):
-                start = time.perf_counter()
-                names = differing(case, path)
-                print(f"{path:8} {time.perf_counter() - start:6.1f} s  in pages", flush=True)
-                if names:
-                    print(f"other bits than in one array: {', '.join(names)}", flush=True)
-                    failed += 1
-    for path in paths:
-        for is_causal in (True, False):
-            start = time.perf_counter()
-            names = differing_on(path, is_causal)
-            print(f"{path:8} {time.perf_counter() - start:6.1f} s  packed, is_causal={is_causal}", flush=True)
-            if names:
-                print(f"other bits than in a call of its own: {', '.join(names)}", flush=True)
-                failed += 1
+    for path, name, check in checks():
+        start = time.perf_counter()
+        wrong = check()
+        print(f"{path:8} {time.perf_counter() - start:6.1f} s  {name}", flush=True)
+        if wrong:
+            print("wrong, or other bits than in one array or a call of its own:", *wrong, sep="\n", flush=True)
+            failed += 1
     return int(failed > 0)
 
 
