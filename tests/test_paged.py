@@ -188,7 +188,7 @@ def test_many_tiles(big, qkv, rng, lengths, page_size, changes):
 @pytest.mark.parametrize(("head_dim", "layout"), [(64, "NHD"), (72, "HND"), (128, "NHD")])
 def test_pages_that_a_dense_call_collects(big, qkv, rng, head_dim, layout, page_size, is_causal):
     """Enough queries for a copy of keys and values to arrays first (on Hopper)."""
-    q, k, v = qkv(2 * COLLECT_ROWS // 4, 4500, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    q, k, v = qkv(COLLECT_ROWS // 4, COLLECT_ROWS // 4 + 300, batch=2, heads=4, kv_heads=1, head_dim=head_dim)
     config = replace(big.config, dense_up_to=10_000)
     assert_same_bits(big, q, k, v, rng, page_size, layout, config=config, is_causal=is_causal)
 
