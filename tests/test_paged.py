@@ -15,12 +15,9 @@ from gpu_cases import CASES
 from pages import differing, fits_pages, paged, random_table
 
 import s2o_cupy
-from s2o_cupy import S2OConfig, kernels, place, program, s2o_attention, s2o_attention_paged
+from s2o_cupy import S2OConfig, place, s2o_attention, s2o_attention_paged
 from s2o_cupy.frameworks.numpy import NumpyFramework
-from s2o_cupy.operand import Operand, Paging
-from s2o_cupy.plan import COLLECT_ROWS, DeviceLimits, kernels_for, make_plan
-from s2o_cupy.problem import Problem
-from s2o_cupy.program import launches, workspace
+from s2o_cupy.plan import COLLECT_ROWS
 
 
 def bits(device: Device, x: Any) -> np.ndarray:
@@ -449,7 +446,7 @@ def test_a_cache_of_too_many_keys():
         s2o_attention_paged(**arguments(k_pages=cache, v_pages=cache))
 
 
-# ---------------------------------------------------------------- plans and kernels, without a GPU
+# ---------------------------------------------------------------- the way to the GPU, without one
 
 
 def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
@@ -511,161 +508,3 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
     assert (stats.path, stats.path_reason) == ("portable", "a reason")
     _, stats = s2o_attention_paged(*inputs, seqlen_k=0, is_causal=False, layout=layout, return_stats=True)
     assert (stats.path, stats.path_reason) == (None, None)
-
-
-@pytest.mark.parametrize("path", ["auto", "portable"])
-def test_what_the_kernels_get(path):
-    config = S2OConfig(path=path, dense_up_to=0)
-    plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
-    of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
-    operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
-    operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
-    paging = Paging(0, 100, 64, 90)
-    steps = program.launches(plan, PROBLEM, config, operands, program.workspace(plan, PROBLEM, config), True, paging)
-    for step in steps:
-        params, shift = step.params, 0
-        if "attention" in params.dtype.fields:
-            params, shift = params["attention"], params.dtype.fields["attention"][1]
-        assert params["pages"].tolist() == (0, 100, 6)
-        assert params["k"].tolist() == (0, 16384, 128, 256)
-        addresses = {offset: base for offset, base, further in step.pointers if further == 0}
-        assert addresses[shift + params.dtype.fields["pages"][1]] == "pages"
-        assert addresses[shift + params.dtype.fields["k"][1]] == "k"
-    assert {step.kernel.paged for step in steps} == {True, False}
-
-
-PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
-READERS = (  # of k or v
-    "pass1", "pass2", "guides", "block_sums", "candidate_means", "survey", "fine_norms", "fine_scores", "key_scores",
-)
-STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_front")
-
-
-@pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
-@pytest.mark.parametrize("path", ["auto", "portable"])
-@pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize(("head_dim", "softcap"), [(40, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
-@pytest.mark.parametrize("page_size", [16, 32])
-def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size):
-    """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
-    config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
-    problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
-    plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (page_size, 0))
-    assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
-    assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
-    ahead = {kernel.name for kernel in kernels_for(compute_capability)}
-    for stage in STAGES:
-        kernel = getattr(plan, stage)
-        assert kernel.name in ahead
-        assert kernel.paged == (stage in READERS)
-        assert kernel.paged or kernel == getattr(other, stage)
-    assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
-    hopper = compute_capability == 90 and path == "auto" and block_m == 128 and head_dim <= 128
-    of_hopper = "pass1_sm90" if page_size == 32 else "pass1_gathered_sm90"
-    assert plan.pass1.function == (of_hopper if hopper else "pass1")
-
-
-def test_a_plan_of_unaligned_rows_is_refused():
-    with pytest.raises(ValueError, match="a row of q, k_pages, v_pages or out does not start on 16 bytes"):
-        make_plan(PROBLEM, S2OConfig(), DeviceLimits.of_architecture(90), False, True, 16)
-
-
-@pytest.mark.parametrize(
-    ("page_size", "seqlen_q", "seqlen_k", "window", "rows"),
-    [
-        (16, 4096, 4096, 0, 0),  # gathering is faster
-        (32, 4096, 4096, 0, 32),
-        (32, 4000, 4096, 0, 32),  # segments begin with key 96, 1120, ...
-        (64, 4000, 4096, 0, 0),
-        (64, 4000, 4096, 96, 64),  # and read from key 0, 1024, ...
-        (64, 4000, 4001, 4001, 64),  # every segment reads from key 0
-        (256, 4096, 4096, 0, 128),  # a tile's rows
-        (256, 4096, 4096, 64, 0),
-    ],
-)
-def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, rows):
-    """They begin where tiles may, and end with their page."""
-    problem = replace(PROBLEM, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    config = S2OConfig(window=window, dense_up_to=0)
-    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
-    assert plan.map_rows == rows
-    assert (plan.pass1.function == "pass1_gathered_sm90") == (rows == 0)
-
-
-@pytest.mark.parametrize(
-    ("page_size", "changes", "of_config", "collects"),
-    [
-        (16, {}, {}, True),
-        (1, {"is_causal": False, "softcap": 30.0}, {}, True),
-        (32, {}, {}, False),  # boxes
-        (16, {"seqlen_q": COLLECT_ROWS // 4}, {}, True),
-        (16, {"seqlen_q": COLLECT_ROWS // 4 - 1}, {}, False),
-        (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2}, True),
-        (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2 - 1}, False),
-        (16, {}, {"dense_up_to": 0}, False),
-        (16, {}, {"path": "portable"}, False),
-        (16, {"head_dim": 256}, {}, False),
-    ],
-)
-def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects):
-    """Where the copy is repaid and fits into the workspace; pass 1 is then that of arrays."""
-    problem = replace(PROBLEM, **{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
-    config = S2OConfig(**{"dense_up_to": 10_000} | of_config)
-    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
-    assert (plan.collect_pages is not None) == collects
-    if not collects:
-        return
-    assert plan.collect_pages.name in {kernel.name for kernel in kernels_for(90)}
-    assert plan.pass1 == make_plan(problem, config, DeviceLimits.of_architecture(90), True).pass1
-    memory = workspace(plan, problem, config)
-    row = problem.kv_heads * page_size * problem.head_dim
-    cache = Operand(0, (999, problem.kv_heads, page_size, 128), (row, 128, problem.kv_heads * 128))
-    heads = (0, problem.seqlen_q * 128, 128)
-    of_q = Operand(0, (1, problem.heads, problem.seqlen_q, 128), heads)
-    operands = {"q": of_q, "k": cache, "v": cache, "out": of_q}
-    first, second = launches(plan, problem, config, operands, memory, True, Paging(0, 0, page_size, 999))
-    assert (first.stage, second.stage) == ("collect_pages", "pass1")
-    assert first.blocks * 4 * 256 >= int(first.params["chunks"]) == 2 * 4096 * 128 * 2 // 16
-    found = memory.operand("values", 1 << 20)
-    assert found.pointer == (1 << 20) + memory.places["values"].offset
-    assert (found.shape, found.strides) == ((1, 2, 4096, 128), (0, 4096 * 128, 128))
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "compact"),
-    [
-        ((1000, 8, 16, 128), (16384, 128, 1024), True),  # NHD
-        ((1000, 8, 16, 128), (16384, 2048, 128), True),  # HND
-        ((1000, 8, 16, 128), (-16384, 2048, 128), False),
-        ((1000, 8, 16, 128), (16384, -2048, 128), False),
-        ((2**21, 8, 16, 128), (16384, 2048, 128), True),  # just below 64 GiB
-        ((2**21 + 1, 8, 16, 128), (16384, 2048, 128), False),
-        ((1, 8, 2**25, 128), (0, 128, 1024), True),
-        ((2, 8, 2**25, 128), (2**35, 128, 1024), False),
-    ],
-)
-def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
-    assert Operand(0, shape, strides).is_compact_cache() is compact
-
-
-def test_names_of_kernels():
-    names = {kernel.name for kernel in kernels_for(90) if kernel.paged}
-    assert all("paged" in name and "unaligned" not in name for name in names)
-    hopper = ("pass1_sm90", "pass1_gathered_sm90", "pass2_sm90")
-    assert {f"{function}-bfloat16-d128-s2-paged" for function in hopper} <= names
-    assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_paged_kernels_compile(monkeypatch, arch):
-    try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except Exception as error:
-        pytest.skip(f"no CuPy with NVRTC: {error}")
-    capability = int(arch[3:5])
-    chosen = [k for k in kernels_for(capability) if k.paged and (k.dtype, k.head_dim) == ("bfloat16", 128)]
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: tuple(chosen))
-    for compiled in kernels.compile_all([arch]):
-        assert (compiled.spill_bytes, compiled.warnings) == (0, ()), compiled.name
