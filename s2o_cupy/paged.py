@@ -193,7 +193,7 @@ def _lengths(seqlen_k: Any, batch: int) -> list[int]:
 
 
 def _check_rows(framework: Framework, inputs: dict[str, Any]) -> None:
-    """A cache is never copied."""
+    """A whole cache is never copied, as it would have to be for rows with gaps."""
     for name in ("k_pages", "v_pages") if framework.mutable else ():  # JAX's arrays are contiguous
         extent = framework.extent(inputs[name])
         if extent.shape[-1] > 1 and extent.strides[-1] != extent.itemsize:

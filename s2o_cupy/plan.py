@@ -220,7 +220,8 @@ def page_box(geometry: Geometry, page_size: int) -> int:
 
 
 # Query rows of a KV head from which a dense call copies the keys and values of its pages to arrays first, where pass 1
-# would gather them: gathering costs a seventh of pass 1, copying as much as attending to some 5,000 queries saves.
+# would gather them: gathering costs a seventh of pass 1, copying as much as attending to some 5,000 queries saves; with
+# half as many as this the host took longer for a second launch than the GPU saved.
 COLLECT_ROWS = 16384
 COLLECT_CHUNK = 16  # bytes that a thread copies at once
 COLLECT_CHUNKS = 4 * 256  # that a block copies of keys, and of values

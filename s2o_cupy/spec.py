@@ -140,7 +140,7 @@ class S2OConfig:
         Keys just before the segment that are attended densely as well.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits.
+        one segment of one head always fits. A dense call copies keys and values from small pages only within it.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). "hopper" by name is an error where it cannot run.
