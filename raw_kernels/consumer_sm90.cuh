@@ -196,7 +196,9 @@ struct Consumer : Softmax<Traits> {
     }
     named_sync(kTake, kConsumers * kWarpgroup);  // both warpgroups have what they need of these rows
     for (int key = threadIdx.x / 32 - 4; key < kBlockN; key += kConsumerWarps) {
-      if (row_is_finite(key) || lane != 0) continue;  // lane 0 will release the tile, as above
+      if (row_is_finite(key)) continue;
+      __syncwarp();  // all lanes have read the row
+      if (lane != 0) continue;  // lane 0 will release the tile, as above
 #pragma unroll
       for (int c = 0; c < kHeadDim / 8; ++c)
         store_shared_16(tile + c / 8 * kAtomBytes + key * 128 + ((c % 8 ^ (key & 7)) << 4), make_uint4(0, 0, 0, 0));
