@@ -168,17 +168,18 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
   const auto look_up = [&](int at) {
     if constexpr (Traits::kPaged) page = p.pages.page(entries, kept_key(at));
   };
+  [[maybe_unused]] const RowUnits<Traits::kPaged> units(p.pages, p.k);
   const auto load = [&](int at) {
     if (at < end) {
       const uint32 tile = shared_address(shared.keys[at % Traits::kStages]);
-      const int slot = Traits::kPaged ? p.pages.slot_in(page, kept_key(at)) : 0;
+      const uint32 kept = Traits::kPaged ? units(p.pages.slot_in(page, kept_key(at))) : 0;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         const int r = threadIdx.x / Traits::kChunks + i * kSlots, key = at * kFineKeys + r;
         const bool present = key < keys && chunk * 8 < g.head_dim;
         const uint16* source = k + key * p.k.row;
         if constexpr (Traits::kPaged)
-          source = k + p.pages.offset(p.k, __shfl_sync(kFullWarp, slot, lane / Traits::kChunks * kPasses + i));
+          source = k + __shfl_sync(kFullWarp, kept, lane / Traits::kChunks * kPasses + i) * 8ull;
         cp_async_16_or_zeros(atom_chunk<kFineKeys>(tile, r, chunk), present ? source + chunk * 8 : k, present);
       }
       look_up(at + 1);

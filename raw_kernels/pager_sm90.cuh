@@ -57,29 +57,33 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
       return position < g.seqlen_k ? position : -1;
     };
     const auto full = [&](int tile) { return whole_rows && first_key + (tile + 1) * kBlockN <= g.seqlen_k; };
-    int page = pages.page(pages.of(batch), key(0)), now = -1, next = -1;  // page: of the next tile, on its way
+    int page = pages.page(pages.of(batch), key(0)), next = -1;  // page: of the next tile, on its way
+    uint32 k_row, v_row = kNoRow;
     for (int tile = 0; tile <= tiles; ++tile) {
-      const int before = now;
+      const uint32 v_before = v_row;
       if (tile < tiles) {
-        now = pages.slot_in(page, key(tile));
+        const int now = pages.slot_in(page, key(tile));
+        k_row = k_units(now);
+        v_row = v_units(now);
+        asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
         if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
+        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
       }
       if (tile == 0) {
         const int position = rows.first + row < g.seqlen_q ? rows.first + row : -1;
         barrier_wait(shared.q_empty[slot], (item / 2 & 1) ^ 1);
-        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)), q_units,
-                      position, whole_rows && rows.first + kBlockM <= g.seqlen_q);
+        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
+                      q_units(position), whole_rows && rows.first + kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) next = take_work(params);
         check();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
+        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         check();
         unchecked = v_ring;

@@ -36,6 +36,25 @@ struct Pages {
   __device__ __forceinline__ int in_page(int index) const { return index & ((1 << shift) - 1); }
 };
 
+// From a head's first row to a slot's, in units of 16 bytes. Only of what the Hopper path takes: the plan sees to it that
+// 32 bits hold it.
+constexpr uint32 kNoRow = ~0u;
+
+template <bool kPaged>
+struct RowUnits {
+  const Pages& pages;
+  uint32 row, page;
+
+  template <class T>
+  __device__ __forceinline__ RowUnits(const Pages& pages_, const Tensor<T>& x)
+      : pages(pages_), row(static_cast<uint32>(x.row / 8)), page(static_cast<uint32>(x.batch / 8)) {}
+  __device__ __forceinline__ uint32 operator()(int slot) const {  // kNoRow of -1
+    if (slot < 0) return kNoRow;
+    if constexpr (kPaged) return (slot >> pages.shift) * page + pages.in_page(slot) * row;
+    return static_cast<uint32>(slot) * row;
+  }
+};
+
 // The rows of a KV head: all sequences share the pages.
 template <bool kPaged>
 __device__ __forceinline__ const uint16* head_rows(const Tensor<const uint16>& x, int batch, int kv_head) {

@@ -5,21 +5,6 @@
 namespace s2o {
 namespace sm90 {
 
-// From a head's first row to a slot's, in units of 16 bytes; the plan sees to it that 32 bits hold it.
-template <bool kPaged>
-struct RowUnits {
-  const Pages& pages;
-  uint32 row, page;
-
-  template <class T>
-  __device__ __forceinline__ RowUnits(const Pages& pages_, const Tensor<T>& x)
-      : pages(pages_), row(static_cast<uint32>(x.row / 8)), page(static_cast<uint32>(x.batch / 8)) {}
-  __device__ __forceinline__ uint32 operator()(int slot) const {
-    if constexpr (kPaged) return (slot >> pages.shift) * page + pages.in_page(slot) * row;
-    return static_cast<uint32>(slot) * row;
-  }
-};
-
 // Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
 // lane also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
 template <int kHeadDim>
@@ -45,31 +30,28 @@ struct CopyLayout {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
   }
-  // Starts the copy of 128 rows; `kept` is the index of this lane's row, or -1 for zeros, which kFull excludes.
-  template <bool kFull, class Units>
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const Units& units_of, int kept) const {
+  // Starts the copy of 128 rows; `kept`: where this lane's row lies (RowUnits), or kNoRow for zeros, which kFull excludes.
+  template <bool kFull>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept) const {
     uint64 base = __cvta_generic_to_global(data + chunk);
     asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
-    const uint32 offset = kept < 0 ? ~0u : units_of(kept);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const uint32 units = __shfl_sync(kFullWarp, offset, pass, kLanes);
+      const uint32 units = __shfl_sync(kFullWarp, kept, pass, kLanes);
       const uint32 to = tile + target + pass * kPassBytes;
       if (kFull) {
         cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
       } else {
-        const bool present = units != ~0u && inside;
+        const bool present = units != kNoRow && inside;
         cp_async_16_or_zeros(to, reinterpret_cast<const void*>(base + (present ? units : 0) * 16ull), present);
       }
     }
   }
-  template <class Units>
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const Units& units_of, int kept,
-                                         bool full) const {
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept, bool full) const {
     if (full) {
-      gather<true>(tile, data, units_of, kept);
+      gather<true>(tile, data, kept);
     } else {
-      gather<false>(tile, data, units_of, kept);
+      gather<false>(tile, data, kept);
     }
   }
 };
@@ -134,7 +116,8 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     };
 
     const int position = item == 0 ? rows(row) : shared.next.row[threadIdx.x];
-    int ahead = item == 0 ? key(0) : shared.next.key[threadIdx.x], now = -1;
+    int ahead = item == 0 ? key(0) : shared.next.key[threadIdx.x];
+    uint32 k_row, v_row = kNoRow;
     [[maybe_unused]] int page, far;  // kPaged: the page of the key ahead, and the key after that, both on their way
     if constexpr (kPaged) {
       page = pages.page(pages.of(batch), ahead);
@@ -149,16 +132,15 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     for (; tile <= tiles + kPastEnd; ++tile) {
       if (tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
       if (tile > tiles) continue;
-      const int before = now;
+      const uint32 v_before = v_row;
       if (tile < tiles) {
-        now = ahead;
-        if constexpr (kPaged) {
-          now = pages.slot_in(page, ahead);
-        } else if (tile + 1 < tiles) {
-          ahead = key(tile + 1);
-        }
+        const int now = kPaged ? pages.slot_in(page, ahead) : ahead;
+        k_row = k_units(now);
+        v_row = v_units(now);
+        asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
+        if (!kPaged && tile + 1 < tiles) ahead = key(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_units, now, full(tile));
+        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
         if constexpr (kPaged) {
@@ -170,14 +152,14 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], item_parity ^ 1);
         shared.rows[slot][row] = position;
-        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)), q_units,
-                      position, whole_rows && rows.count == kBlockM);
+        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
+                      q_units(position), whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) take_next<Rows>(params, shared);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_units, before, full(tile - 1));
+        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
         if (tile == 1) look_up_next(shared, row);

@@ -69,7 +69,7 @@ __device__ __forceinline__ void guides(const RankQueriesParams& p, typename Trai
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
   const PagedRows pages{p.k, p.pages, batch, 0};
   float total[8] = {};
-#pragma unroll 4
+#pragma unroll 16  // there are few blocks: what counts is how many reads are under way in each
   for (int r = threadIdx.x / Traits::kLanes; r < count; r += Traits::kRows) {
     float x[8];
     const uint16* row = k + r * p.k.row;

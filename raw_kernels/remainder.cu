@@ -29,7 +29,8 @@ struct RemainderParams {
 template <class Element, int kHeadDim, bool kPaged_>
 struct RemainderTraits : RowTraits<Element, kHeadDim> {
   static constexpr bool kPaged = kPaged_;  // k and v are a paged cache
-  struct Shared {
+  union Shared {
+    int64 offsets[kSumBlock];  // of a block's rows in a paged cache; then
     float sums[RowTraits<Element, kHeadDim>::kSums];
   };
 };
@@ -42,17 +43,23 @@ __device__ __forceinline__ void block_sums(const RemainderParams& p, typename Tr
   const Tensor<const uint16>& tensor = which ? p.v : p.k;
   const uint16* rows = head_rows<Traits::kPaged>(tensor, kv_head / p.kv_heads, kv_head % p.kv_heads);
   const PagedRows pages{tensor, p.pages, kv_head / p.kv_heads, 0};
-  const int lane = threadIdx.x % Traits::kLanes, end = min((block + 1) * kSumBlock, p.geometry.seqlen_k);
+  const int lane = threadIdx.x % Traits::kLanes, begin = block * kSumBlock;
+  const int count = min(kSumBlock, p.geometry.seqlen_k - begin);
+  if constexpr (Traits::kPaged) {  // all rows at once, and each by one thread
+    static_assert(kSumBlock == kRankThreads, "a row a thread");
+    if (threadIdx.x < count) shared.offsets[threadIdx.x] = pages.offset(begin + threadIdx.x);
+    __syncthreads();
+  }
   float total[8] = {};
-#pragma unroll Traits::kPaged ? 8 : 4  // pages are looked up first
-  for (int r = block * kSumBlock + threadIdx.x / Traits::kLanes; r < end; r += Traits::kRows) {
+#pragma unroll 4
+  for (int r = threadIdx.x / Traits::kLanes; r < count; r += Traits::kRows) {
     float x[8];
-    const uint16* row = rows + r * tensor.row;
-    if constexpr (Traits::kPaged) row = rows + pages.offset(r);
-    read_row<Traits>(x, row, lane, p.geometry.head_dim, p.aligned);
+    const int64 offset = Traits::kPaged ? shared.offsets[r] : (begin + r) * tensor.row;
+    read_row<Traits>(x, rows + offset, lane, p.geometry.head_dim, p.aligned);
 #pragma unroll
     for (int e = 0; e < 8; ++e) total[e] += x[e];
   }
+  if constexpr (Traits::kPaged) __syncthreads();  // everybody has read the offsets
   const float sum = block_sum<Traits>(total, shared.sums);
   const int64 row = (static_cast<int64>(kv_head) * p.blocks + block) * 2 + which;
   if (threadIdx.x < Traits::kHeadDim) p.sums[row * Traits::kHeadDim + threadIdx.x] = sum;

@@ -22,8 +22,13 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kPlaces = 4;     // of q tiles that the block knows of
-constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;    // 128 and 256 threads share 65,536
-constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1
+// 128 and 256 threads share 65,536 registers.
+constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
+// Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way.
+template <bool kPaged>
+constexpr int kProducerRegisters = kPaged ? 88 : 72;
+template <bool kPaged>
+constexpr int kConsumerRegisters = kPaged ? 208 : 216;
 constexpr int kAtomBytes = 128 * 128;
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
 // kTurn has one for either warpgroup.

@@ -186,7 +186,7 @@ FAMILIES = {
             "RankTraits<{element}, {head_dim}, {aligned}, {paged}>",
         )
         for name, threads, blocks in (
-            ("guides", 256, 4),
+            ("guides", 256, 1),
             (
                 "rank_queries",
                 128,
@@ -196,10 +196,10 @@ FAMILIES = {
     },
     **{
         name: _Family(
-            "remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, 1,
+            "remainder.cu", REMAINDER_PARAMS, "RemainderParams", 256, blocks,
             "RemainderTraits<{element}, {head_dim}, {paged}>",
         )
-        for name in ("block_sums", "candidate_means")
+        for name, blocks in (("block_sums", 5), ("candidate_means", 1))
     },
     "key_scores": _Family(
         "key_scores.cu", RANK_KEYS_PARAMS, "RankKeysParams", 128, "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)",
