@@ -79,9 +79,10 @@ def quality(path: str, rows: Sequence[Row]) -> None:
 def scaling(path: str, rows: Sequence[Row]) -> None:
     """Milliseconds, error, density and memory against length; a line for each tau or error that was asked for."""
     timed = any("s2o_ms" in row for row in rows)
+    has_memory = any(row.get("extra_gib", 0) > 0 for row in rows)  # others on the GPU may have freed more meanwhile
     panels = [("s2o_ms", "ms")] if timed else []
     panels += [("density", "density"), ("rel_l2", "rel_l2 of sampled segments")]
-    panels += [("extra_gib", "GiB beside inputs and output")] if any(row.get("extra_gib") for row in rows) else []
+    panels += [("extra_gib", "GiB beside inputs and output")] if has_memory else []
     figure, axes = _figure(len(panels), False)
     lines = sorted(rows, key=lambda row: (row["input"], row["order"], row["goal"], row["length"]))
     told = [key for key in ("input", "order", "goal") if key == "goal" or len({row[key] for row in rows}) > 1]
