@@ -35,19 +35,19 @@ class RandomOrders:
             if chunk not in self.drawn:
                 import cupy
 
-                self.drawn[chunk] = cupy.from_dlpack(self.draw(chunk).reshape(-1))
-            k_order[: chunk.rows * chunk.stride] = self.drawn[chunk]
+                self.drawn[chunk] = cupy.from_dlpack(self.draw(chunk))
+            k_order[: chunk.elements] = self.drawn[chunk]
 
     def draw(self, chunk: Any) -> Any:
-        """int32 [heads, segments, stride] of a chunk, causal: a permutation of each segment's candidates, then 0."""
+        """int32 [chunk.elements], causal: in each row a permutation of its segment's candidates, then 0."""
         import torch
 
-        shape = (chunk.heads, chunk.segments, chunk.stride)
-        order = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        for n in range(chunk.segments):
-            count = self.geometry.candidates(chunk.first_segment + n)
+        order = torch.zeros(chunk.elements, dtype=torch.int32, device=self.device)
+        of_heads = order.view(chunk.heads, -1)
+        for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
+            begin, count = chunk.row(chunk.first_head, n).start, self.geometry.candidates(n)
             keys = torch.rand((chunk.heads, count), generator=self.generator, device=self.device)
-            order[:, n, :count] = keys.argsort(-1)
+            of_heads[:, begin : begin + count] = keys.argsort(-1)
         return order
 
 

@@ -39,7 +39,7 @@ struct AttentionTraits {
     // What only the copies need is read back for each step: the registers belong to acc and the scores.
     const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head, or its first row in a cache
     const uint16* v_rows;
-    const int* order;                      // [k_order_stride] of the block's segment (pass 2)
+    const int* order;                      // of the block's segment (pass 2)
     int first_key;                         // (pass 1)
     const int* pages;                      // of the block's sequence (kPaged)
   };

@@ -12,12 +12,11 @@ struct AttentionParams {
   float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
   float* lse;              // [batch * heads, seqlen_q], or null
   const int* q_order;      // [batch * heads, segments, segment]
-  const int* k_order;      // [chunk.heads * chunk.segments, k_order_stride]
+  const int* k_order;      // rows of the chunk (Chunk::place): key positions, most important first
   int* visited;            // [batch * heads, segments, tiles]
   int* next_work;          // the launch's next q tile, 0 at its start (Hopper)
   const float* remainder;        // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null
   const float* candidate_means;  // [batch * kv_heads, segments, (k, v), width]
-  int64 k_order_stride;    // a multiple of 64
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;

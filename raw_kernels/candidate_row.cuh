@@ -5,21 +5,24 @@
 namespace s2o {
 
 struct CandidateRow {
-  int64 row;  // of the chunk
-  int count;  // candidates
+  int64 row;    // of the chunk
+  int64 place;  // of its scores and of its order
+  int count;    // candidates
   int dense_begin, dense_keys;
 
   // Candidates that stand side by side.
-  __device__ __forceinline__ CandidateRow(int64 row, int count)
-      : row(row), count(count), dense_begin(count), dense_keys(0) {}
+  __device__ __forceinline__ CandidateRow(int64 row, int64 place, int count)
+      : row(row), place(place), count(count), dense_begin(count), dense_keys(0) {}
+  __device__ __forceinline__ CandidateRow(const RankKeysParams& p, int head, int segment)
+      : row(p.chunk.row(head, segment)),
+        place(p.chunk.place(head, segment)),
+        count(p.geometry.candidates(segment)),
+        dense_begin(p.geometry.dense_begin(segment)),
+        dense_keys(p.geometry.dense_end(segment) - dense_begin) {}
   // Longer rows first: `index` counts (head, segment) pairs from the chunk's last segment on, heads fastest.
-  __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index) {
-    const int segment = p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(index / p.chunk.heads);
-    row = p.chunk.row(p.chunk.first_head + static_cast<int>(index % p.chunk.heads), segment);
-    count = p.geometry.candidates(segment);
-    dense_begin = p.geometry.dense_begin(segment);
-    dense_keys = p.geometry.dense_end(segment) - dense_begin;
-  }
+  __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index)
+      : CandidateRow(p, p.chunk.first_head + static_cast<int>(index % p.chunk.heads),
+                     p.chunk.first_segment + p.chunk.segments - 1 - static_cast<int>(index / p.chunk.heads)) {}
   // Whether dense keys stand between candidates.
   __device__ __forceinline__ bool gap() const { return dense_begin < count; }
   __device__ __forceinline__ int key(int candidate) const {

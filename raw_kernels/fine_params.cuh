@@ -10,8 +10,7 @@ struct RankFineParams {
   float* deficits;         // [batch * heads, surveys]
   int* fine;               // [batch * heads, segments]: 1 if fine
   float* norms;            // [batch * heads, segments, representatives], in units of a dot product
-  uint16* scores;          // [chunk rows, stride] by key position, see RankKeysParams
-  int64 stride;
+  uint16* scores;          // by key position, see RankKeysParams
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;

@@ -12,7 +12,7 @@
 namespace s2o {
 
 constexpr int kFineReps = 256, kFineKeys = 64, kFineThreads = 128;
-constexpr int kFewestFineSteps = 16;  // of a block: reading the queries of a row takes as long as these
+constexpr int kRowSteps = 16;  // reading the queries of a row takes as long as so many steps of keys
 
 template <class Element_, int kHeadDim_, bool kPaged_>
 struct FineScoresTraits {
@@ -25,7 +25,7 @@ struct FineScoresTraits {
     uint16 keys[kStages][kFineKeys * kHeadDim];
     float norms[kFineReps];
     int of_warp[4];
-    int row, step;  // where the block begins, and the next fine row
+    int row, at;  // where the block begins, and the next fine row
   };
 };
 
@@ -36,8 +36,13 @@ __device__ __forceinline__ int fine_steps(const RankFineParams& p, int row) {
   return p.fine[static_cast<int64>(head) * p.geometry.segments() + n] ? (end + kFineKeys - 1) / kFineKeys : 0;
 }
 
-// The steps of all fine rows; and where this block's even share of them begins: shared.row, shared.step.
-// Returns how many steps it has.
+// The time that a row takes, in steps: its queries come first.
+__device__ __forceinline__ int fine_time(const RankFineParams& p, int row) {
+  const int steps = fine_steps(p, row);
+  return steps > 0 ? kRowSteps + steps : 0;
+}
+
+// Where this block's even share of the time of all fine rows begins: shared.row, shared.at. Returns how much it has.
 template <class Shared>
 __device__ __forceinline__ int find_share(const RankFineParams& p, Shared& shared) {
   const int rows = p.chunk.heads * p.chunk.segments, each = (rows + kFineThreads - 1) / kFineThreads;
@@ -45,7 +50,7 @@ __device__ __forceinline__ int find_share(const RankFineParams& p, Shared& share
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int mine = 0;
 #pragma unroll 4
-  for (int row = begin; row < end; ++row) mine += fine_steps(p, row);
+  for (int row = begin; row < end; ++row) mine += fine_time(p, row);
   int sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -61,13 +66,13 @@ __device__ __forceinline__ int find_share(const RankFineParams& p, Shared& share
     if (w < warp) before += shared.of_warp[w];
     total += shared.of_warp[w];
   }
-  const int share = max(kFewestFineSteps, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
+  const int share = max(2 * kRowSteps, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
   int first = static_cast<int>(blockIdx.x) * share - before;
   if (first >= 0 && first < mine) {
     int row = begin;
-    for (int steps = fine_steps(p, row); first >= steps; steps = fine_steps(p, ++row)) first -= steps;
+    for (int time = fine_time(p, row); first >= time; time = fine_time(p, ++row)) first -= time;
     shared.row = row;
-    shared.step = first;
+    shared.at = first;
   }
   __syncthreads();
   return min(share, total - static_cast<int>(blockIdx.x) * share);
@@ -153,7 +158,7 @@ __device__ __forceinline__ void score_row(const RankFineParams& p, typename Trai
   const int keys = g.is_causal ? g.candidates(n) : g.seqlen_k;
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
-  uint16* scores = p.scores + static_cast<int64>(row) * p.stride;
+  uint16* scores = p.scores + p.chunk.place(head, n);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = threadIdx.x % Traits::kChunks;
 
   // Of a paged cache a lane looks up one of its warp's 16 rows of a step, a step ahead: nobody waits for the table.
@@ -244,14 +249,14 @@ template <class Traits>
 __device__ __forceinline__ void fine_scores_sm90(const RankFineParams& p, typename Traits::Shared& shared) {
   int left = find_share(p, shared);
   if (left <= 0) return;
-  int row = shared.row, step = shared.step;
+  int row = shared.row, at = shared.at;
   while (true) {
-    const int end = min(fine_steps(p, row), step + left);
-    score_row<Traits>(p, shared, row, step, end);
-    left -= end - step;
+    const int end = min(fine_time(p, row), at + left), first = max(at - kRowSteps, 0), last = end - kRowSteps;
+    if (first < last) score_row<Traits>(p, shared, row, first, last);
+    left -= end - at;
     if (left == 0) return;
     row = next_fine_row(p, shared, row);  // everybody is done with the representatives
-    step = 0;
+    at = 0;
   }
 }
 

@@ -30,11 +30,20 @@ struct Chunk {
   int first_segment, segments;
   int shared_heads;  // consecutive heads that read one KV head and divide `heads`
   int near_heads;    // consecutive heads whose keys L2 holds at once; divides `heads`
+  int64 stride;      // elements of the first segment's row of scores or of a key order
+  int64 growth;      // how many more each further segment's has; multiples of 64
 
-  // Row of a (head, segment) pair in the chunk's scores and key orders.
+  // Row of a (head, segment) pair among the chunk's.
   __device__ __forceinline__ int64 row(int head, int n) const {
     return static_cast<int64>(head - first_head) * segments + (n - first_segment);
   }
+  // Elements of a head's rows before its segment first_segment + i.
+  __device__ __forceinline__ int64 before(int64 i) const { return i * stride + i * (i - 1) / 2 * growth; }
+  // Where a pair's row begins.
+  __device__ __forceinline__ int64 place(int head, int n) const {
+    return (head - first_head) * before(segments) + before(n - first_segment);
+  }
+  __device__ __forceinline__ int64 longest_row() const { return stride + (segments - 1) * growth; }
 };
 
 struct QueryTile {

@@ -5,7 +5,7 @@
 //   key_middle: the same with the first kMiddle of these, of rows of more than kMiddleFrom
 //   key_front:  the first kFront, or all of a shorter row's, sorted by bucket, stable
 //
-//   rows are (head, segment) pairs of the chunk; scores and k_order [chunk rows, stride]
+//   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores and orders are
 //
 // No atomic decides a place: the order is the same on every run.
 #include "candidate_row.cuh"
@@ -155,11 +155,27 @@ __device__ __forceinline__ void sort_strata(const StrataTask& task, int first_pa
 
 __device__ __forceinline__ bool has_middle(const CandidateRow& row) { return row.count > spec::kMiddleFrom; }
 
+// Blocks that a row takes.
+__device__ __forceinline__ int strata_blocks(const CandidateRow& row) {
+  return row.count <= spec::kFront ? 0 : (Strata(row.count).pairs + kBlockPairs - 1) / kBlockPairs;
+}
+
+// p.strata_blocks blocks are of two rows, a long one and a short one: those of the i-th segment from the end and from the
+// beginning of the chunk. So nearly all that are launched have work.
 __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared& shared) {
-  const CandidateRow row(p, blockIdx.x / p.strata_blocks);
-  if (row.count <= spec::kFront) return;
-  StrataTask task = {p.scores + row.row * p.stride, row};
-  task.order = p.k_order + row.row * p.stride;
+  const int rows = blockIdx.x / p.strata_blocks, i = rows / p.chunk.heads;
+  const int head = p.chunk.first_head + rows % p.chunk.heads;
+  int block = blockIdx.x % p.strata_blocks;
+  CandidateRow row(p, head, p.chunk.first_segment + p.chunk.segments - 1 - i);
+  const int of_long = strata_blocks(row);
+  if (block >= of_long) {
+    if (2 * i + 1 == p.chunk.segments) return;  // the middle one stands alone
+    block -= of_long;
+    row = CandidateRow(p, head, p.chunk.first_segment + i);
+    if (block >= strata_blocks(row)) return;
+  }
+  StrataTask task = {p.scores + row.place, row};
+  task.order = p.k_order + row.place;
   if (has_middle(row)) {
     task.limit = spec::kMiddle;
     task.first = p.middle + row.row * spec::kMiddle;
@@ -169,16 +185,16 @@ __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared
     task.first = task.order;
     task.first_scores = p.front_scores + row.row * spec::kFront;
   }
-  sort_strata(task, static_cast<int>(blockIdx.x % p.strata_blocks) * kBlockPairs, shared);
+  sort_strata(task, block * kBlockPairs, shared);
 }
 
 __device__ __forceinline__ void key_middle(const RankKeysParams& p, StrataShared& shared) {
   constexpr int kBlocks = spec::kMiddle / (2 * spec::kStratum * kBlockPairs);
   const CandidateRow row(p, blockIdx.x / kBlocks);
   if (!has_middle(row)) return;
-  StrataTask task = {p.middle_scores + row.row * spec::kMiddle, CandidateRow(row.row, spec::kMiddle)};
+  StrataTask task = {p.middle_scores + row.row * spec::kMiddle, CandidateRow(row.row, row.place, spec::kMiddle)};
   task.keys = p.middle + row.row * spec::kMiddle;
-  task.first = task.order = p.k_order + row.row * p.stride;
+  task.first = task.order = p.k_order + row.place;
   task.limit = spec::kFront;
   task.first_scores = p.front_scores + row.row * spec::kFront;
   sort_strata(task, static_cast<int>(blockIdx.x % kBlocks) * kBlockPairs, shared);
@@ -194,9 +210,9 @@ __device__ __forceinline__ void key_front(const RankKeysParams& p, FrontShared& 
   const CandidateRow row(p, blockIdx.x);
   if (row.count <= 0) return;
   const bool whole = row.count <= spec::kFront;
-  const uint16* scores = p.scores + row.row * p.stride;
+  const uint16* scores = p.scores + row.place;
   const uint16* front = p.front_scores + row.row * spec::kFront;
-  int* order = p.k_order + row.row * p.stride;
+  int* order = p.k_order + row.place;
   RadixSort sort(shared.radix);
 #pragma unroll
   for (int i = 0; i < kOfThread / 8; ++i) {

@@ -3,7 +3,7 @@
 //   key_scores: scores[row, key] = the largest dot product of key with a representative of row's segment, a small
 //               matrix product on tensor cores, as log2 of a softmax weight in float16
 //
-//   rows are (head, segment) pairs of the chunk; scores [chunk rows, stride]
+//   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 #include "attention.cuh"
 #include "rank_keys_params.cuh"
 #include "sortable.cuh"
@@ -119,7 +119,7 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
     for (int h = 0; h < 2; ++h) {
       if (!valid[h]) continue;
       const int end = g.is_causal ? g.candidates(segment[h]) : g.seqlen_k;
-      uint16* target = p.scores + p.chunk.row(head[h], segment[h]) * p.stride;
+      uint16* target = p.scores + p.chunk.place(head[h], segment[h]);
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         const int key = first_key + step * kStep + j * 8 + lane % 4 * 2;

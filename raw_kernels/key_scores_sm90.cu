@@ -36,7 +36,7 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
   uint32 block = blockIdx.x;
   const int first_row = block % p.row_blocks * kRows;  // side by side, as these read the same keys
   block /= p.row_blocks;
-  const int block_tiles = (static_cast<int>(p.stride) / kTile + p.key_blocks - 1) / p.key_blocks;
+  const int block_tiles = (static_cast<int>(p.chunk.longest_row()) / kTile + p.key_blocks - 1) / p.key_blocks;
   const int first_key = block % p.key_blocks * block_tiles * kTile;
   const int first_head = p.chunk.first_head + static_cast<int>(block / p.key_blocks) * p.chunk.shared_heads;
   const int rows = p.chunk.shared_heads * p.chunk.segments;  // heads fastest, so that a block's prefixes are alike
@@ -107,7 +107,7 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     end[h] = row_of(h) < rows && !(p.fine && p.fine[pair_of(row_of(h))]) ? keys_of(row_of(h)) : 0;
-    target[h] = p.scores + p.chunk.row(head_of(row_of(h)), segment_of(row_of(h))) * p.stride + first_key;
+    target[h] = p.scores + p.chunk.place(head_of(row_of(h)), segment_of(row_of(h))) + first_key;
   }
 
   float d[kTile / 2];  // [rows, keys] of this thread

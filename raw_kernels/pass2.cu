@@ -4,7 +4,7 @@
 // and outputs scattered; nothing is permuted in memory. The candidates that are left count as their mean.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
-//   k_order [chunk rows, k_order_stride]: key positions of a (head, segment) pair
+//   k_order, rows of the chunk: key positions of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 #include "attention.cuh"
 #include "rows.cuh"

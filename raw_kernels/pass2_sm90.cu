@@ -3,7 +3,7 @@
 // The candidates that are left count as their mean. Rows of q, k and v are gathered through q_order and k_order; nothing is permuted in memory.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
-//   k_order [chunk rows, k_order_stride]: key positions of a (head, segment) pair
+//   k_order, rows of the chunk: key positions of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 #include "attention_sm90.cuh"
 

@@ -110,9 +110,10 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
     const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
+    const int* order = rows.key_order(params);
     const auto key = [&](int tile) {
       const int i = tile * kBlockN + row;
-      return i < count ? rows.key_order(params)[i] : -1;
+      return i < count ? order[i] : -1;
     };
 
     const int position = item == 0 ? rows(row) : shared.next.row[threadIdx.x];

@@ -38,6 +38,7 @@ struct FineTraits {
     float mass[spec::kSurveySamples], mean[spec::kSurveySamples];
     uint64 slots[spec::kSurveySamples];
     float sums[kWarps];
+    uint16* scores;  // of fine_scores: where the block's go, not in registers
   };
 };
 
@@ -431,8 +432,8 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
   if (!Traits::kPaged) k += first_key * p.k.row;
   const PagedRows pages{p.k, p.pages, batch, first_key};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row = static_cast<int>(p.chunk.row(head, n));
   const int steps = (keys + kFineStep - 1) / kFineStep;
+  if (threadIdx.x == 0) shared.scores = p.scores + p.chunk.place(head, n) + first_key;
   Representatives<Traits> reps;
   reps.load(shared, q, p.q.row, queries, p.run, p);
   float norm[Traits::kTiles][2];
@@ -451,7 +452,7 @@ __device__ __forceinline__ void fine_scores(const RankFineParams& p, typename Tr
 #pragma unroll
     for (int w = 1; w < Traits::kWarps; ++w) best = larger_or_nan(best, shared.part[step % 2][0][w][threadIdx.x]);
     best *= p.scale_log2;
-    p.scores[row * p.stride + first_key + i] = static_cast<uint16>(Float16::pack(best, 0.f));
+    shared.scores[i] = static_cast<uint16>(Float16::pack(best, 0.f));
   };
   walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, steps, [&](int i) { return i < keys ? i : -1; },
                     [&](int step, uint32 address) {

@@ -8,19 +8,18 @@ struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   const uint16* means;     // [batch * heads, segments, representatives, kHeadDim]
   const int* fine;         // [batch * heads, segments]: 1 where fine_scores does the work of key_scores; or null
-  uint16* scores;          // [chunk rows, stride] by key position: float16, in log2 of a softmax weight
-  int* k_order;            // [chunk rows, stride]
+  uint16* scores;          // rows of the chunk (Chunk::place) by key position: float16, in log2 of a softmax weight
+  int* k_order;            // rows of the chunk
   uint16* front_scores;    // [chunk rows, kFront]: of the first that key_strata or key_middle leaves in k_order
   int* middle;             // [chunk rows, kMiddle]: the first of key_strata's order, of rows of more than kMiddleFrom
   uint16* middle_scores;   // [chunk rows, kMiddle]
-  int64 stride;            // a multiple of kStep
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;
   int representatives, run;
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys
-  int strata_blocks;       // blocks of key_strata that cover the longest row
+  int strata_blocks;       // blocks of key_strata that cover a long and a short row
   float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
 };

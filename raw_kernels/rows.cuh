@@ -84,9 +84,9 @@ struct OrderedRows : QueryTile {
   __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
   __device__ __forceinline__ int keys(const Geometry& g) const { return g.candidates(segment); }
   __device__ __forceinline__ int key_tiles(const Geometry& g) const { return (keys(g) + kBlockM - 1) / kBlockM; }
-  // Positions of the candidates, most important first: [k_order_stride]
+  // Positions of the candidates, most important first.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
-    return p.k_order + p.chunk.row(head, segment) * p.k_order_stride;
+    return p.k_order + p.chunk.place(head, segment);
   }
   // Where in `visited` the number of key tiles goes: fewer than the blocks of a grid, so that 32 bits hold it.
   __device__ __forceinline__ int visited_index(const AttentionParams& p) const {

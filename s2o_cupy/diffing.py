@@ -208,15 +208,13 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
             stages.deficits = host("deficits").reshape(batch, heads, -1)
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
-            shape = (chunk.heads, chunk.segments, chunk.stride)
-            used = chunk.rows * chunk.stride
-            scores, orders = (host(name)[:used].reshape(shape) for name in ("scores", "k_order"))
+            scores, orders = host("scores"), host("k_order")
             for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
                 count, positions = geometry.candidates(n), _candidates(n, geometry)
                 for i in range(chunk.heads):
-                    at = divmod(chunk.first_head + i, heads)
-                    stages.scores[n][at] = scores[i, n - chunk.first_segment, positions]
-                    stages.k_order[n][at] = orders[i, n - chunk.first_segment, :count]
+                    at, row = divmod(chunk.first_head + i, heads), chunk.row(chunk.first_head + i, n)
+                    stages.scores[n][at] = scores[row][positions]
+                    stages.k_order[n][at] = orders[row][:count]
 
     out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
     lse = cupy.full(q.shape[:3], np.nan, np.float32)

@@ -37,15 +37,20 @@ TENSOR_MAP_BYTES = 128
 _TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
 _GEOMETRY = [(name, "i4") for name in ("seqlen_q", "seqlen_k", "segment", "window", "is_causal", "head_dim")]
 _PAGES = np.dtype([("table", "u8"), ("stride", "i8"), ("shift", "i4")], align=True)
-_CHUNK = [(name, "i4") for name in ("first_head", "heads", "first_segment", "segments", "shared_heads", "near_heads")]
+_CHUNK = np.dtype(
+    [
+        *((name, "i4") for name in ("first_head", "heads", "first_segment", "segments", "shared_heads", "near_heads")),
+        *((name, "i8") for name in ("stride", "growth")),
+    ],
+    align=True,
+)
 ATTENTION_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k", "v", "out")),
         *((name, "u8") for name in ("state", "lse", "q_order", "k_order", "visited", "next_work")),
         *((name, "u8") for name in ("remainder", "candidate_means")),
-        ("k_order_stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
-        ("chunk", np.dtype(_CHUNK)),
+        ("chunk", _CHUNK),
         *((name, "i4") for name in ("heads", "kv_heads", "tiles", "steps_per_tile", "works")),
         ("scale_log2", "f4"),
         ("sign_mask", "u4"),
@@ -118,9 +123,8 @@ RANK_KEYS_PARAMS = np.dtype(
     [
         ("k", _TENSOR),
         *((name, "u8") for name in ("means", "fine", "scores", "k_order", "front_scores", "middle", "middle_scores")),
-        ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
-        ("chunk", np.dtype(_CHUNK)),
+        ("chunk", _CHUNK),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run")),
         *((name, "i4") for name in ("row_blocks", "key_blocks", "strata_blocks")),
         ("scale_log2", "f4"),
@@ -132,9 +136,8 @@ RANK_FINE_PARAMS = np.dtype(
     [
         *((name, _TENSOR) for name in ("q", "k")),
         *((name, "u8") for name in ("deficits", "fine", "norms", "scores")),
-        ("stride", "i8"),
         ("geometry", np.dtype(_GEOMETRY)),
-        ("chunk", np.dtype(_CHUNK)),
+        ("chunk", _CHUNK),
         *((name, "i4") for name in ("heads", "kv_heads", "representatives", "run", "survey_run")),
         *((name, "i4") for name in ("first_ordered", "surveys", "key_blocks", "aligned")),
         *((name, "f4") for name in ("scale_log2", "sign")),
@@ -208,10 +211,10 @@ FAMILIES = {
     **{
         name: _Family(
             "rank_fine.cu", RANK_FINE_PARAMS, "RankFineParams", 256,
-            "(__CUDA_ARCH__ == 900 && {head_dim} <= 128 ? 2 : 1)",
+            f"(__CUDA_ARCH__ == 900 && {{head_dim}} <= 128 && {of_pages} ? 2 : 1)",
             f"FineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
         )
-        for name, tiles in (("survey", 1), ("fine_norms", 2), ("fine_scores", 2))
+        for name, tiles, of_pages in (("survey", 1, "true"), ("fine_norms", 2, "true"), ("fine_scores", 2, "!{paged}"))
     },
     "fine_scores_sm90": _Family(
         "fine_scores_sm90.cu", RANK_FINE_PARAMS, "RankFineParams", 128, 2,

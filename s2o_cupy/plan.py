@@ -55,7 +55,8 @@ class Chunk:
 
     ``heads`` flattened (batch, head) pairs from ``first_head``, ``segments`` segments from ``first_segment``;
     ``shared_heads`` consecutive heads read one KV head; the keys of ``near_heads`` consecutive ones fit in L2.
-    ``stride`` elements from one pair's scores and order to the next's.
+    Scores and orders have a row for each pair, heads in turn and within one segments: ``stride`` elements of the first
+    segment, ``growth`` more of each further one.
     """
 
     first_head: int
@@ -65,21 +66,51 @@ class Chunk:
     shared_heads: int
     near_heads: int
     stride: int
+    growth: int
 
     @property
     def rows(self) -> int:
         return self.heads * self.segments
 
     @property
+    def longest(self) -> int:
+        """Elements of the last segment's row."""
+        return self.stride + (self.segments - 1) * self.growth
+
+    @property
+    def elements(self) -> int:
+        return self.heads * self._before(self.segments)
+
+    def row(self, head: int, segment: int) -> slice:
+        """Where a pair's row lies among the elements."""
+        i = segment - self.first_segment
+        begin = (head - self.first_head) * self._before(self.segments) + self._before(i)
+        return slice(begin, begin + self.stride + i * self.growth)
+
+    def _before(self, segments: int) -> int:
+        """Elements of a head's first rows (Chunk::before in geometry.cuh)."""
+        return segments * self.stride + segments * (segments - 1) // 2 * self.growth
+
+    @property
     def strata_blocks(self) -> int:
-        """Blocks of key_strata for a row of candidates; 0 where none is longer than a front."""
-        pairs = -(-self.stride // (4 * STRATUM)) * 2
-        return -(-pairs // BLOCK_PAIRS) if self.stride > FRONT else 0
+        """Blocks of key_strata for two rows, of the i-th segment from either end; 0 where all are within a front.
+
+        Both rows are together as long as the first and the last; each may have a block that is not full.
+        """
+        each = 2 * STRATUM * BLOCK_PAIRS
+        if self.longest <= FRONT:
+            return 0
+        return -(-(self.stride + self.longest) // each) + 1 if self.segments > 1 else -(-self.longest // each)
+
+    @property
+    def row_pairs(self) -> int:
+        """Rows two by two, as strata_blocks takes them."""
+        return self.heads * -(-self.segments // 2)
 
     @property
     def middle_blocks(self) -> int:
         """Blocks of key_middle, likewise."""
-        return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if self.stride > MIDDLE_FROM else 0
+        return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if self.longest > MIDDLE_FROM else 0
 
 
 @dataclass(frozen=True)
@@ -135,23 +166,32 @@ class LaunchPlan:
     @property
     def workspace_elements(self) -> int:
         """Scores, and as many key positions, of the largest chunk."""
-        return max((chunk.rows * chunk.stride for chunk in self.chunks), default=0)
+        return max((chunk.elements for chunk in self.chunks), default=0)
 
     def score_blocks(self, chunk: Chunk) -> tuple[int, int]:
         """Blocks of key_scores that cover the rows of one KV head, and the keys.
 
-        On Hopper two blocks run on a multiprocessor; all take as many keys, and they fill whole waves.
+        On Hopper two blocks run on a multiprocessor; all take as many keys, and those that have any fill whole waves.
         """
         rows = chunk.shared_heads * chunk.segments
         if self.key_scores.function == "key_scores":
-            return -(-rows // SCORE_ROWS), -(-chunk.stride // SCORE_KEYS)
+            return -(-rows // SCORE_ROWS), -(-chunk.longest // SCORE_KEYS)
         row_blocks = -(-rows // HOPPER_SCORE_ROWS)
-        walks, slots = chunk.heads // chunk.shared_heads * row_blocks, 2 * self.persistent_blocks
-        fewest, most = HOPPER_SCORE_KEYS
-        waves = -(-walks * chunk.stride // (slots * most))
-        tiles = chunk.stride // STEP
-        tiles_each = max(fewest // STEP, -(-tiles // max(1, waves * slots // walks)))
-        return row_blocks, -(-tiles // tiles_each)
+        slots, (fewest, most) = 2 * self.persistent_blocks, HOPPER_SCORE_KEYS
+        tiles = [tiles for tiles in self._score_tiles(chunk) for _ in range(chunk.heads // chunk.shared_heads)]
+        waves = -(-sum(tiles) * STEP // (slots * most))
+        # The fewest that leave no more blocks than there are places.
+        tiles_each = max(fewest // STEP, -(-sum(tiles) // (waves * slots)))
+        while sum(-(-n // tiles_each) for n in tiles) > waves * slots and tiles_each < max(tiles):
+            tiles_each += 1
+        return row_blocks, -(-max(tiles) // tiles_each)
+
+    @staticmethod
+    def _score_tiles(chunk: Chunk) -> list[int]:
+        """Tiles of keys that each row block of key_scores_sm90 reads of one KV head: up to its last row's end."""
+        last_rows = range(HOPPER_SCORE_ROWS, chunk.shared_heads * chunk.segments, HOPPER_SCORE_ROWS)
+        last = [(row - 1) // chunk.shared_heads for row in last_rows] + [chunk.segments - 1]
+        return [(chunk.stride + i * chunk.growth) // STEP for i in last]
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -307,7 +347,7 @@ def _rank_fine(function: str, dtype: str, head_dim: int, paged: bool = False) ->
     """Its shared memory is sizeof(FineTraits::Shared)."""
     warps, tiles = RANK_THREADS // 32, 1 if function == "survey" or head_dim > 128 else 2
     rows, parts = 16 * tiles * warps * head_dim * 2, 4 * warps * STEP * 4
-    shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4
+    shared = rows + parts + SURVEY_SAMPLES * (4 + 4 + 8) + warps * 4 + 8
     return Kernel(function, dtype, head_dim, paged=paged, shared_bytes=shared)
 
 
@@ -384,50 +424,65 @@ def _near_kv_heads(kv_heads: int, fits: int) -> int:
     return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(1, fits))
 
 
-def _heads_of_a_round(heads: int, group: int, rows: int, segments: int) -> int:
-    """How many of all ``heads`` a round of at most ``rows`` (head, segment) pairs takes: few, so that enough pairs of
-    each KV head come together to fill a block of key_scores_sm90, or two of key_scores, which read the same keys."""
-    counts = [n for n in range(1, heads // group + 1) if heads // group % n == 0]  # of KV heads
-    filled = {n: min(group * min(segments, rows // (n * group)), HOPPER_SCORE_ROWS) for n in counts}
-    return group * max(counts, key=lambda n: (filled[n], n))
+def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
+    """``stride`` and ``growth`` of the rows of segments [begin, end): those of later segments are longer, by up to a
+    segment each, or all are as long as the last where that takes less."""
+    padded = lambda keys: -(-keys // STEP) * STEP  # noqa: E731
+    if not geometry.is_causal:  # scores lie by key position
+        return padded(geometry.seqlen_k), 0
+    first, last, growth = geometry.candidates(begin), geometry.candidates(end - 1), padded(geometry.segment)
+    grown = 2 * padded(first) + (end - begin - 1) * growth
+    return (padded(first), growth) if grown < 2 * padded(last) else (padded(last), 0)
 
 
-def row_bytes(stride: int) -> int:
-    """What a row of scores and its order take of the workspace."""
-    front = FRONT * 2 if stride > FRONT else 0
-    middle = MIDDLE * (4 + 2) if stride > MIDDLE_FROM else 0
-    return stride * BYTES_PER_CANDIDATE + front + middle
+def chunk_bytes(chunk: Chunk) -> int:
+    """What scores, orders, fronts and middles take of the workspace."""
+    front = chunk.rows * FRONT * 2 if chunk.strata_blocks else 0
+    middle = chunk.rows * MIDDLE * (4 + 2) if chunk.middle_blocks else 0
+    return chunk.elements * BYTES_PER_CANDIDATE + front + middle
 
 
 def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
-    """Rounds from the last segment to the first, each within the workspace if one row fits."""
+    """Rounds from the last segment to the first, each within the workspace if one row fits.
+
+    Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
+    that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit, or
+    as many segments as fit of the heads that share a KV head, or of one head.
+    """
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
+    budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)  # no grid has more blocks than elements
+    counts = [n * group for n in range(heads // group, 0, -1) if heads // group % n == 0]
+
+    def chunk(first_head: int, heads: int, begin: int, end: int) -> Chunk:
+        shared = group if heads % group == 0 else 1
+        near = near_heads(problem, heads)
+        return Chunk(first_head, heads, begin, end - begin, shared, near, *row_lengths(geometry, begin, end))
+
+    def fits(heads: int, segments: int, end: int) -> bool:
+        return chunk_bytes(chunk(0, heads, end - segments, end)) <= budget
+
+    def most(heads: int, end: int) -> int:
+        """Segments before ``end`` that fit, of so many heads."""
+        low, high = 0, end
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(heads, middle, end) else (low, middle - 1)
+        return low
+
     chunks: list[Chunk] = []
     end = geometry.segments
     while end > 0:
         if geometry.candidates(end - 1) == 0:  # without causality earlier segments may have some even so
             end -= 1
             continue
-        keys = geometry.candidates(end - 1) if geometry.is_causal else geometry.seqlen_k
-        stride = -(-keys // STEP) * STEP
-        # No grid of a chunk has more blocks than elements.
-        rows = max(1, min(config.workspace_bytes // row_bytes(stride), MAX_GRID // stride))
-        if rows >= heads:
-            heads_each = _heads_of_a_round(heads, group, rows, end)
-            segments, block = min(end, rows // heads_each), max(1, SCORE_ROWS // group)
-            if block < segments < end:
-                segments -= segments % block  # whole blocks of key_scores, warpgroups of key_scores_sm90
-        else:
-            # Whole groups of the heads that share a KV head, evenly, or single heads if not even one group fits.
-            groups, fit = heads // group, rows // group
-            segments, heads_each = 1, -(-groups // -(-groups // fit)) * group if fit else 1
-        shared = group if heads_each % group == 0 else 1
+        heads_each, segments = next((n for n in counts if fits(n, end, end)), group), end
+        if not fits(heads_each, end, end):
+            segments = most(group, end)
+            if segments == 0:
+                heads_each, segments = 1, max(1, most(1, end))
         # Without candidates, leading segments need no round.
         begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
-        for first_head in range(0, heads, heads_each):
-            count = min(heads_each, heads - first_head)
-            near = near_heads(problem, count)
-            chunks.append(Chunk(first_head, count, begin, end - begin, shared, near, stride))
+        chunks += (chunk(first, heads_each, begin, end) for first in range(0, heads, heads_each))
         end = begin
     return tuple(chunks)
 
@@ -521,7 +576,7 @@ def make_plan(
         key_middle=_key_strata("key_middle"),
         key_front=_key_front(),
         whole=Chunk(
-            0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0
+            0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0, 0
         ),
         chunks=_chunks(problem, config, geometry),
         sort_slots=sort_slots,

@@ -107,8 +107,8 @@ def workspace(
             ("guide", (problem.batch * problem.kv_heads, 2, width), "float32"),
             ("means", representatives, "uint16"),
             ("q_order", (heads, geometry.segments, geometry.segment), "int32"),
-            ("scores", (plan.workspace_elements,), "float16"),  # [chunk rows, stride]
-            ("k_order", (plan.workspace_elements,), "int32"),  # [chunk rows, stride]
+            ("scores", (plan.workspace_elements,), "float16"),  # rows of a chunk
+            ("k_order", (plan.workspace_elements,), "int32"),  # likewise
             ("front_scores", (plan.front_rows, FRONT), "float16"),
             ("middle", (plan.middle_rows, MIDDLE), "int32"),
             ("middle_scores", (plan.middle_rows, MIDDLE), "float16"),
@@ -227,7 +227,8 @@ class _Builder:
     @staticmethod
     def _chunk(chunk: Chunk) -> tuple[int, ...]:
         return (
-            chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments, chunk.shared_heads, chunk.near_heads
+            chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments, chunk.shared_heads, chunk.near_heads,
+            chunk.stride, chunk.growth,
         )  # fmt: skip
 
     def _attention(self, stage: str, kernel: kernels.Kernel, chunk: Chunk, tiles: int) -> Launch:
@@ -236,7 +237,6 @@ class _Builder:
             (
                 *(self.tensors[name] for name in ("q", "k", "v", "out")),
                 *(0,) * 8,
-                chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
                 p.heads,
@@ -330,13 +330,12 @@ class _Builder:
     def _fine(self, chunk: Chunk) -> tuple[Params, int]:
         """Parameters of the kernels of rank_fine.cu, and the blocks of fine_scores."""
         p, config, geometry = self.problem, self.config, self.plan.geometry
-        key_blocks = -(-chunk.stride // FINE_KEYS)
+        key_blocks = -(-chunk.longest // FINE_KEYS)
         params = np.array(
             (
                 self.tensors["q"],
                 self.tensors["k"],
                 *(0,) * 4,
-                chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
                 p.heads,
@@ -373,7 +372,6 @@ class _Builder:
             (
                 self.tensors["k"],
                 *(0,) * 7,
-                chunk.stride,
                 self.geometry,
                 self._chunk(chunk),
                 p.heads,
@@ -393,7 +391,7 @@ class _Builder:
             fine, blocks = self._fine(chunk)
             steps.append(("fine_scores", plan.fine_scores, blocks, fine))
         if chunk.strata_blocks:
-            steps.append(("key_strata", plan.key_strata, chunk.rows * chunk.strata_blocks, params))
+            steps.append(("key_strata", plan.key_strata, chunk.row_pairs * chunk.strata_blocks, params))
         if chunk.middle_blocks:
             steps.append(("key_middle", plan.key_middle, chunk.rows * chunk.middle_blocks, params))
         steps.append(("rank_keys", plan.key_front, chunk.rows, params))

@@ -367,15 +367,15 @@ def test_random_orders_are_permutations():
     torch = pytest.importorskip("torch")
     geometry = Geometry(1000, 1000, 128)
     orders = _random_order.RandomOrders(geometry, "cpu")
-    chunk = Chunk(first_head=0, heads=3, first_segment=2, segments=4, shared_heads=1, near_heads=1, stride=640)
+    chunk = Chunk(0, heads=3, first_segment=2, segments=4, shared_heads=1, near_heads=1, stride=256, growth=128)
     order = orders.draw(chunk)
     assert order.dtype == torch.int32
-    rows = order.reshape(3, 4, 640)
-    for h, n in np.ndindex(3, 4):
-        count = geometry.candidates(2 + n)
-        assert sorted(rows[h, n, :count].tolist()) == list(range(count))
-        assert rows[h, n, :count].tolist() != list(range(count))
-    assert rows[0, 3].tolist() != rows[1, 3].tolist()
+    assert order.shape == (3 * (256 + 384 + 512 + 640),)
+    rows = {(h, n): order[chunk.row(h, n)][: geometry.candidates(n)].tolist() for h in range(3) for n in range(2, 6)}
+    for row in rows.values():
+        assert sorted(row) == list(range(len(row)))
+        assert row != sorted(row)
+    assert rows[0, 5] != rows[1, 5]
 
 
 # ---------------------------------------------------------------- FlashAttention-3
@@ -475,9 +475,9 @@ class TestGpu:
         assert 0.001 < row["rel_l2"] < 0.1
 
     def test_scaling(self, tmp_path):
-        succeed("scaling.py", "--lengths", "8192,16384", "--errors", "0.05", "--json", tmp_path / "x.json", "--plot",
+        succeed("scaling.py", "--lengths", "8192,16384", "--errors", "0.02", "--json", tmp_path / "x.json", "--plot",
                 tmp_path / "x.png")  # fmt: skip
         rows = json.loads((tmp_path / "x.json").read_text())["rows"]
         assert len(rows) == 4
         assert all(row["s2o_ms"] > 0 and "extra_gib" in row for row in rows)
-        assert rows[-1]["rel_l2"] == pytest.approx(0.05, rel=0.1)
+        assert rows[-1]["rel_l2"] == pytest.approx(0.02, rel=0.1)

@@ -20,10 +20,10 @@ from s2o_cupy.plan import (
     STEP,
     DeviceLimits,
     LaunchPlan,
+    chunk_bytes,
     kernels_for,
     make_plan,
     padded_head_dim,
-    row_bytes,
     stages_for,
     step_for,
 )
@@ -77,7 +77,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         row_blocks, key_blocks = plan.score_blocks(chunk)
         for name, size in (
             ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
-            ("key_strata", chunk.rows * max(1, chunk.strata_blocks)),  # 0 blocks are not launched
+            ("key_strata", chunk.row_pairs * max(1, chunk.strata_blocks)),  # 0 blocks are not launched
             ("key_middle", chunk.rows * max(1, chunk.middle_blocks)),
             ("key_front", chunk.rows),
             ("pass2", chunk.rows * plan.tiles),
@@ -114,15 +114,50 @@ def test_chunks_stay_within_the_workspace(case):
     problem, config = case
     plan, geometry = plan_of(problem, config), problem.geometry(config)
     for chunk in plan.chunks:
-        assert chunk.rows == 1 or chunk.rows * row_bytes(chunk.stride) <= config.workspace_bytes
-        assert chunk.rows * chunk.stride <= plan.workspace_elements
+        assert chunk.rows == 1 or chunk_bytes(chunk) <= config.workspace_bytes
+        assert chunk.elements <= plan.workspace_elements
         last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
-        # Blocks for all strata, where a row has any.
-        assert last <= FRONT or chunk.strata_blocks * 2 * BLOCK_PAIRS >= len(key_order.strata(last))
+        # Blocks for all strata, where a row has any, of a long row and a short one together.
+        blocks = lambda n: -(-len(key_order.strata(n)) // (2 * BLOCK_PAIRS)) if n > FRONT else 0  # noqa: E731
+        counts = [geometry.candidates(chunk.first_segment + n) for n in range(chunk.segments)]
+        for i in range(chunk.segments // 2):
+            assert chunk.strata_blocks >= blocks(counts[i]) + blocks(counts[-1 - i])
+        assert chunk.strata_blocks >= blocks(counts[chunk.segments // 2])
+        assert chunk.row_pairs == chunk.heads * len(range(0, chunk.segments, 2))
         assert (last > MIDDLE_FROM) <= (chunk.middle_blocks * 2 * BLOCK_PAIRS == len(key_order.strata(MIDDLE)))
-        # Scores lie by key position: without causality up to the last key.
-        assert chunk.stride >= (last if geometry.is_causal else geometry.seqlen_k)
-        assert chunk.stride % STEP == 0
+
+
+@given(problems())
+@settings(deadline=None)
+def test_rows_of_a_chunk_lie_one_behind_the_other(case):
+    problem, config = case
+    geometry = problem.geometry(config)
+    for chunk in plan_of(problem, config).chunks:
+        end = 0
+        for head, n in itertools.product(range(chunk.heads), range(chunk.segments)):
+            row = chunk.row(chunk.first_head + head, chunk.first_segment + n)
+            assert row.start == end and row.start % STEP == 0
+            end = row.stop
+            # Scores lie by key position: without causality up to the last key.
+            keys = geometry.candidates(chunk.first_segment + n) if geometry.is_causal else geometry.seqlen_k
+            assert keys <= row.stop - row.start <= chunk.longest
+        assert end == chunk.elements
+        longest = max(geometry.candidates(chunk.first_segment + n) for n in range(chunk.segments))
+        if geometry.is_causal:  # no more than if all rows were as long as the longest
+            assert chunk.elements <= chunk.rows * -(-longest // STEP) * STEP
+
+
+def test_a_round_has_all_segments_of_a_few_heads():
+    """As many heads as fit, evenly; or of one KV head's as many segments as fit."""
+    of = lambda seqlen: [  # noqa: E731
+        (chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments)
+        for chunk in plan_of(a_problem(1, 32, 8, seqlen, seqlen), S2OConfig(rank="mean")).chunks
+    ]
+    assert of(1 << 15) == [(0, 32, 1, 31)]
+    assert of(1 << 16) == [(0, 16, 1, 63), (16, 16, 1, 63)]
+    assert of(1 << 17) == [(4 * i, 4, 1, 127) for i in range(8)]
+    assert of(1 << 18)[:8] == [(4 * i, 4, 210, 46) for i in range(8)]
+    assert of(3 << 19)[:8] == [(4 * i, 4, 1530, 6) for i in range(8)]
 
 
 @given(problems())
@@ -134,13 +169,6 @@ def test_heads_that_share_a_chunk_s_keys_read_one_kv_head(case):
         assert chunk.heads % chunk.shared_heads == 0
         for first in range(chunk.first_head, chunk.first_head + chunk.heads, chunk.shared_heads):
             assert first // group == (first + chunk.shared_heads - 1) // group
-
-
-def test_heads_take_even_turns_where_not_all_fit():
-    """Not 28 and 4 of 32: a round of few tiles would leave most multiprocessors idle."""
-    problem = a_problem(1, 32, 8, 3 << 19, 3 << 19)
-    last = [chunk for chunk in plan_of(problem, S2OConfig(rank="mean")).chunks if chunk.first_segment == 1535]
-    assert [(chunk.first_head, chunk.heads) for chunk in last] == [(0, 16), (16, 16)]
 
 
 @given(problems())
@@ -220,7 +248,7 @@ def test_blocks_of_key_scores_on_hopper(case):
     for chunk in plan.chunks:
         row_blocks, key_blocks = plan.score_blocks(chunk)
         assert 0 <= row_blocks * HOPPER_SCORE_ROWS - chunk.shared_heads * chunk.segments < HOPPER_SCORE_ROWS
-        tiles = chunk.stride // STEP
+        tiles = chunk.longest // STEP
         tiles_each = -(-tiles // key_blocks)  # as the kernel counts
         assert (key_blocks - 1) * tiles_each < tiles <= key_blocks * tiles_each
         assert tiles_each * STEP <= 2 * HOPPER_SCORE_KEYS[1]
@@ -229,14 +257,19 @@ def test_blocks_of_key_scores_on_hopper(case):
 @pytest.mark.parametrize("seqlen", [16_384, 32_768, 65_536, 131_072, 1 << 20])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (8, 2), (64, 8)])
 def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
-    """Two blocks a multiprocessor: of 8 places no more than one stays empty, unless blocks are of the fewest keys."""
+    """Two blocks a multiprocessor: of 8 places no more than one stays empty, unless blocks are of the fewest keys.
+    Blocks past the last key of their rows do not count."""
     plan = plan_of(a_problem(heads=heads, kv_heads=kv_heads, seqlen_q=seqlen), S2OConfig(rank="mean"))
     limits = LIMITS[90]
     assert 2 * (plan.key_scores.shared_bytes + 1024) <= limits.shared_per_multiprocessor
     for chunk in plan.chunks:
         row_blocks, key_blocks = plan.score_blocks(chunk)
-        waves = chunk.heads // chunk.shared_heads * row_blocks * key_blocks / (2 * limits.multiprocessors)
-        fewest = -(-chunk.stride // key_blocks) <= HOPPER_SCORE_KEYS[0]
+        tiles_each = -(-chunk.longest // STEP // key_blocks)
+        segments = [min((i + 1) * HOPPER_SCORE_ROWS // chunk.shared_heads, chunk.segments) for i in range(row_blocks)]
+        keys = [chunk.stride + (n - 1) * chunk.growth for n in segments]  # of the last row of each row block
+        blocks = sum(-(-n // (tiles_each * STEP)) for n in keys) * (chunk.heads // chunk.shared_heads)
+        waves = blocks / (2 * limits.multiprocessors)
+        fewest = tiles_each * STEP <= HOPPER_SCORE_KEYS[0]
         assert fewest or waves >= 7 / 8 * -(-waves // 1), chunk
 
 

@@ -296,8 +296,8 @@ class SequenceParallel:
         return q.new_empty(shape, dtype=torch.float32)
 
     def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Iterator[_Exchange]]:
-        """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]. Taking the next of
-        the exchanges, one a round, brings this rank's chunk of that round and sends for those of the others."""
+        """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]. Taking the next
+        exchange, one a round, brings this rank's chunk of that round and sends for those of the others."""
         batch, _, kv_heads, head_dim = k.shape
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
         kv = k.new_empty((self.zigzag.seqlen, 2, batch, kv_heads, head_dim))
