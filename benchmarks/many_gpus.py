@@ -158,8 +158,8 @@ class Parts:
         self.kv = self.gather()
 
     def gather(self) -> torch.Tensor:
-        kv, rounds = self.parallel._gather_keys(self.k, self.v)
-        for exchange in list(rounds):  # all begin before the first is waited for
+        kv, exchanges = self.parallel._gather_keys(self.k, self.v)
+        for exchange in exchanges:
             exchange.wait()
         return kv
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -264,15 +264,11 @@ class SequenceParallel:
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """This rank's queries, a call for each run of its chunks, to everyone's keys and values; lse or None."""
         config = self._chunk_config(problem)
-        kv, rounds = self._gather_keys(k, v)
-        exchanges: list[_Exchange] = []
+        kv, exchanges = self._gather_keys(k, v)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
         sums = self._sums(q, problem)
         done = made = 0
         for chunk, begin, end in self.zigzag.runs(self.rank):
-            # A round leaves when this rank comes to its chunk of it: the first launch waits for one round's start, not
-            # for all. No rank waits for a later round than one that it has sent.
-            exchanges += itertools.islice(rounds, chunk // self.world_size + 1 - len(exchanges))
             rows = slice(done, done := done + end - begin)
             keys, values = kv[:end].permute(1, 2, 0, 3, 4)
             needed = exchanges[: self.zigzag.rounds_before(chunk)]
@@ -284,7 +280,6 @@ class SequenceParallel:
             made = end // SUM_KEYS  # whole blocks
             if lse is not None:
                 lse[:, :, rows] = found
-        exchanges += rounds
         _wait(exchanges)  # also for what nothing here needs: kv goes after this
         return lse
 
@@ -295,20 +290,18 @@ class SequenceParallel:
         shape = (problem.batch * problem.kv_heads, sum_blocks(self.zigzag.seqlen), 2, padded_head_dim(problem.head_dim))
         return q.new_empty(shape, dtype=torch.float32)
 
-    def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Iterator[_Exchange]]:
-        """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]. Taking the next
-        exchange, one a round, brings this rank's chunk of that round and sends for those of the others."""
+    def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, list[_Exchange]]:
+        """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]: this rank's are
+        there, those of others on their way, an exchange a round."""
         batch, _, kv_heads, head_dim = k.shape
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
         kv = k.new_empty((self.zigzag.seqlen, 2, batch, kv_heads, head_dim))
-
-        def rounds() -> Iterator[_Exchange]:
-            for index, ((begin, end), rows) in enumerate(self._spans()):
-                for i, x in enumerate((k, v)):
-                    kv[begin:end, i] = x[:, rows].transpose(0, 1)
-                yield self._exchange(kv, index)
-
-        return kv, rounds()
+        exchanges = []
+        for index, ((begin, end), rows) in enumerate(self._spans()):
+            for i, x in enumerate((k, v)):
+                kv[begin:end, i] = x[:, rows].transpose(0, 1)
+            exchanges.append(self._exchange(kv, index))  # one round leaves while the next one is copied
+        return kv, exchanges
 
     def _spans(self) -> list[tuple[tuple[int, int], slice]]:
         """For each chunk of this rank its positions, and where its rows are among this rank's."""
