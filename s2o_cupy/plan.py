@@ -421,7 +421,14 @@ def near_heads(problem: Problem, heads: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _near_kv_heads(kv_heads: int, fits: int) -> int:
-    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(1, fits))
+    return max(n for n in _divisors(kv_heads) if n <= max(1, fits))
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisors(n: int) -> tuple[int, ...]:
+    """From the largest to 1."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return tuple(sorted({*small, *(n // i for i in small)}, reverse=True))
 
 
 def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
@@ -451,7 +458,7 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
     """
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
     budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)  # no grid has more blocks than elements
-    counts = [n * group for n in range(heads // group, 0, -1) if heads // group % n == 0]
+    counts = [n * group for n in _divisors(heads // group)]
 
     def chunk(first_head: int, heads: int, begin: int, end: int) -> Chunk:
         shared = group if heads % group == 0 else 1
