@@ -45,7 +45,7 @@ class RandomOrders:
         order = torch.zeros(chunk.elements, dtype=torch.int32, device=self.device)
         of_heads = order.view(chunk.heads, -1)
         for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
-            begin, count = chunk.row(chunk.first_head, n).start, self.geometry.candidates(n)
+            begin, count = chunk.place(chunk.first_head, n).start, self.geometry.candidates(n)
             keys = torch.rand((chunk.heads, count), generator=self.generator, device=self.device)
             of_heads[:, begin : begin + count] = keys.argsort(-1)
         return order

@@ -3,7 +3,7 @@
 //
 // A block of one warpgroup keeps a row's representatives in shared memory and walks keys, 64 at a time: keys are the
 // rows of the product, so that a maximum over representatives stays within four lanes. Two blocks on a multiprocessor
-// take turns by themselves: while one looks for maxima, the other multiplies. Blocks share the steps of all fine rows
+// take turns by themselves: while one looks for maxima, the other multiplies. Blocks share the time of all fine rows
 // evenly, whichever rows these are: nobody on the host knows.
 #include "fine_params.cuh"
 #include "sortable.cuh"

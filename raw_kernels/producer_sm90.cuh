@@ -6,7 +6,7 @@ namespace s2o {
 namespace sm90 {
 
 // Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
-// lane also keeps the index of one of the rows its kLanes threads copy, and the others get it by a shuffle.
+// lane also keeps where one of the rows its kLanes threads copy lies, and the others get it by a shuffle.
 template <int kHeadDim>
 struct CopyLayout {
   static constexpr int kLanes = kHeadDim / 8;
@@ -25,7 +25,7 @@ struct CopyLayout {
     inside = c * 8 < head_dim;
     chunk = inside ? c * 8 : 0;
   }
-  // The row whose index this lane keeps.
+  // The row of which this lane keeps it.
   static __device__ __forceinline__ int kept_row() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;

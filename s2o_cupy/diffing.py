@@ -212,7 +212,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
             for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
                 count, positions = geometry.candidates(n), _candidates(n, geometry)
                 for i in range(chunk.heads):
-                    at, row = divmod(chunk.first_head + i, heads), chunk.row(chunk.first_head + i, n)
+                    at, row = divmod(chunk.first_head + i, heads), chunk.place(chunk.first_head + i, n)
                     stages.scores[n][at] = scores[row][positions]
                     stages.k_order[n][at] = orders[row][:count]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .kernels import Kernel
@@ -81,7 +82,7 @@ class Chunk:
     def elements(self) -> int:
         return self.heads * self._before(self.segments)
 
-    def row(self, head: int, segment: int) -> slice:
+    def place(self, head: int, segment: int) -> slice:
         """Where a pair's row lies among the elements."""
         i = segment - self.first_segment
         begin = (head - self.first_head) * self._before(self.segments) + self._before(i)
@@ -109,7 +110,7 @@ class Chunk:
 
     @property
     def middle_blocks(self) -> int:
-        """Blocks of key_middle, likewise."""
+        """Blocks of key_middle for a row, likewise."""
         return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if self.longest > MIDDLE_FROM else 0
 
 
@@ -182,7 +183,8 @@ class LaunchPlan:
         waves = -(-sum(tiles) * STEP // (slots * most))
         # The fewest that leave no more blocks than there are places.
         tiles_each = max(fewest // STEP, -(-sum(tiles) // (waves * slots)))
-        while sum(-(-n // tiles_each) for n in tiles) > waves * slots and tiles_each < max(tiles):
+        blocks = lambda each: sum(-(-n // -(-max(tiles) // -(-max(tiles) // each))) for n in tiles)  # noqa: E731
+        while blocks(tiles_each) > waves * slots and tiles_each < max(tiles):
             tiles_each += 1
         return row_blocks, -(-max(tiles) // tiles_each)
 
@@ -453,45 +455,49 @@ def _chunks(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Ch
     """Rounds from the last segment to the first, each within the workspace if one row fits.
 
     Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
-    that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit, or
-    as many segments as fit of the heads that share a KV head, or of one head.
+    that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit in even
+    turns, or as many segments as fit of the heads that share a KV head, or of one head.
     """
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
+    kv_heads, end = heads // group, geometry.segments
+    first = next((n for n in range(end) if geometry.candidates(n) > 0), end)
     budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)  # no grid has more blocks than elements
-    counts = [n * group for n in _divisors(heads // group)]
 
     def chunk(first_head: int, heads: int, begin: int, end: int) -> Chunk:
         shared = group if heads % group == 0 else 1
         near = near_heads(problem, heads)
         return Chunk(first_head, heads, begin, end - begin, shared, near, *row_lengths(geometry, begin, end))
 
-    def fits(heads: int, segments: int, end: int) -> bool:
-        return chunk_bytes(chunk(0, heads, end - segments, end)) <= budget
+    def fits(heads: int, begin: int) -> bool:
+        return chunk_bytes(chunk(0, heads, begin, end)) <= budget
 
-    def most(heads: int, end: int) -> int:
-        """Segments before ``end`` that fit, of so many heads."""
-        low, high = 0, end
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(heads, middle, end) else (low, middle - 1)
-        return low
+    def fitting_segments(heads: int) -> int:
+        return _most(lambda n: fits(heads, end - n), end - first)
 
     chunks: list[Chunk] = []
-    end = geometry.segments
-    while end > 0:
+    while end > first:
         if geometry.candidates(end - 1) == 0:  # without causality earlier segments may have some even so
             end -= 1
             continue
-        heads_each, segments = next((n for n in counts if fits(n, end, end)), group), end
-        if not fits(heads_each, end, end):
-            segments = most(group, end)
-            if segments == 0:
-                heads_each, segments = 1, max(1, most(1, end))
-        # Without candidates, leading segments need no round.
-        begin = next(n for n in range(end - segments, end) if geometry.candidates(n) > 0)
-        chunks += (chunk(first, heads_each, begin, end) for first in range(0, heads, heads_each))
+        if whole := _most(lambda n: fits(n * group, first), kv_heads):
+            heads_each, begin = group * -(-kv_heads // -(-kv_heads // whole)), first
+        elif segments := fitting_segments(group):
+            heads_each, begin = group, end - segments
+        else:
+            heads_each, begin = 1, end - max(1, fitting_segments(1))
+        begin = next(n for n in range(begin, end) if geometry.candidates(n) > 0)
+        chunks += (chunk(n, min(heads_each, heads - n), begin, end) for n in range(0, heads, heads_each))
         end = begin
     return tuple(chunks)
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n up to ``limit`` that fits, where all smaller ones do; 0 if 1 does not."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 # Keys up to which dense attention is at least as fast as ordering and stopping: on an H200 with the model trace of

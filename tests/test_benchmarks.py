@@ -371,7 +371,7 @@ def test_random_orders_are_permutations():
     order = orders.draw(chunk)
     assert order.dtype == torch.int32
     assert order.shape == (3 * (256 + 384 + 512 + 640),)
-    rows = {(h, n): order[chunk.row(h, n)][: geometry.candidates(n)].tolist() for h in range(3) for n in range(2, 6)}
+    rows = {(h, n): order[chunk.place(h, n)][: geometry.candidates(n)].tolist() for h in range(3) for n in range(2, 6)}
     for row in rows.values():
         assert sorted(row) == list(range(len(row)))
         assert row != sorted(row)

@@ -135,7 +135,7 @@ def test_rows_of_a_chunk_lie_one_behind_the_other(case):
     for chunk in plan_of(problem, config).chunks:
         end = 0
         for head, n in itertools.product(range(chunk.heads), range(chunk.segments)):
-            row = chunk.row(chunk.first_head + head, chunk.first_segment + n)
+            row = chunk.place(chunk.first_head + head, chunk.first_segment + n)
             assert row.start == end and row.start % STEP == 0
             end = row.stop
             # Scores lie by key position: without causality up to the last key.
@@ -158,6 +158,24 @@ def test_a_round_has_all_segments_of_a_few_heads():
     assert of(1 << 17) == [(4 * i, 4, 1, 127) for i in range(8)]
     assert of(1 << 18)[:8] == [(4 * i, 4, 210, 46) for i in range(8)]
     assert of(3 << 19)[:8] == [(4 * i, 4, 1530, 6) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "options", "rounds"),
+    [
+        ((61, 8, 1, 1024, 131_072), {}, [31 * 8, 30 * 8]),  # a prime number of KV heads takes even turns too
+        ((1, 44, 11, 65_536, 65_536), {}, [16, 16, 12]),
+        # Segments without candidates take no memory, and decide nothing.
+        ((1, 32, 8, 131_072, 131_072), {"window": 65_536}, [16, 16]),
+        ((17, 8, 1, 32_768, 32_768), {"window": 16_384}, [17 * 8]),
+        ((1, 8, 2, 4420, 4420), {"segment": 65, "window": 130, "workspace_bytes": 13_996_032}, None),
+    ],
+)
+def test_heads_of_the_rounds(problem, options, rounds):
+    config = S2OConfig(rank="mean", **options)
+    chunks = plan_of(a_problem(*problem), config).chunks
+    assert all(chunk_bytes(chunk) <= config.workspace_bytes for chunk in chunks)
+    assert rounds is None or [chunk.heads for chunk in chunks] == rounds
 
 
 @given(problems())
