@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import kernels
-from .plan import near_heads
 from .problem import Problem
+from .rounds import near_heads
 
 __all__ = ["PackedLaunch", "PackedTable"]
 

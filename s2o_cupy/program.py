@@ -13,8 +13,9 @@ import numpy as np
 
 from . import kernels
 from .operand import ITEM_BYTES, Operand, Paging
-from .plan import COLLECT_CHUNK, COLLECT_CHUNKS, FINE_KEYS, SUM_KEYS, Chunk, LaunchPlan, collected_chunks
+from .plan import COLLECT_CHUNK, COLLECT_CHUNKS, FINE_KEYS, SUM_KEYS, LaunchPlan, collected_chunks
 from .problem import MAX_SCALE, Problem
+from .rounds import Chunk
 from .spec import FRONT, LOG2E, MIDDLE, S2OConfig
 
 __all__ = [

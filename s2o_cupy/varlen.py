@@ -14,8 +14,9 @@ from .lazy_cupy import import_cupy
 from .lengths import parse_integers
 from .operand import address, operand
 from .packed_table import PackedTable
-from .plan import MAX_GRID, is_dense
+from .plan import is_dense
 from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
+from .rounds import MAX_GRID
 from .spec import S2OConfig
 from .stats import NOTHING_RAN, Ran, S2OStats
 

@@ -16,8 +16,8 @@ import pytest
 from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
-from s2o_cupy.plan import Chunk
 from s2o_cupy.reference import dense_attention
+from s2o_cupy.rounds import Chunk
 from s2o_cupy.spec import Geometry
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

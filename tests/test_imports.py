@@ -14,7 +14,7 @@ import s2o_cupy
 PACKAGE = Path(s2o_cupy.__file__).parent
 GPU_PATH = (
     "attention", "arguments", "operand", "place", "streams", "lazy_cupy", "problem", "spec", "stats", "pipeline",
-    "replay", "plan", "kernels", "varlen", "paged",
+    "replay", "plan", "rounds", "kernels", "varlen", "paged",
     *(f"frameworks/{path.stem}" for path in sorted(PACKAGE.glob("frameworks/*.py"))),
 )  # fmt: skip
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")

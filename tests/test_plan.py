@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 
 from s2o_cupy.operand import Operand
 from s2o_cupy.plan import (
-    BLOCK_PAIRS,
-    BYTES_PER_CANDIDATE,
     HOPPER_SCORE_KEYS,
     HOPPER_SCORE_ROWS,
-    MAX_GRID,
     MAX_STAGES,
-    STEP,
     DeviceLimits,
     LaunchPlan,
-    chunk_bytes,
     kernels_for,
     make_plan,
     padded_head_dim,
@@ -30,6 +25,7 @@ from s2o_cupy.plan import (
 from s2o_cupy.problem import Problem
 from s2o_cupy.program import SumsShape, launches, workspace
 from s2o_cupy.reference import key_order
+from s2o_cupy.rounds import BLOCK_PAIRS, BYTES_PER_CANDIDATE, MAX_GRID, STEP, chunk_bytes
 from s2o_cupy.spec import FRONT, LOG2E, MIDDLE, MIDDLE_FROM, STOP_LAG, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
