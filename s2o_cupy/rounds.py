@@ -6,6 +6,7 @@ Pure: no array, no GPU, no CuPy.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,8 +130,8 @@ def rounds(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chu
     """Rounds from the last segment to the first, each within the workspace if one row fits.
 
     Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
-    that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit in even
-    turns, or as many segments as fit of the heads that share a KV head, or of one head.
+    that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit in
+    equal turns, or as many segments as fit of the heads that share a KV head, or of one head.
     """
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
     kv_heads, end = heads // group, geometry.segments
@@ -154,15 +155,22 @@ def rounds(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chu
             end -= 1
             continue
         if whole := _most(lambda n: fits(n * group, first), kv_heads):
-            heads_each, begin = group * -(-kv_heads // -(-kv_heads // whole)), first
+            turns = _turns(kv_heads, whole)
+            bounds, begin = [i * kv_heads // turns * group for i in range(turns + 1)], first
         elif segments := fitting_segments(group):
-            heads_each, begin = group, end - segments
+            bounds, begin = list(range(0, heads + 1, group)), end - segments
         else:
-            heads_each, begin = 1, end - max(1, fitting_segments(1))
+            bounds, begin = list(range(heads + 1)), end - max(1, fitting_segments(1))
         begin = next(n for n in range(begin, end) if geometry.candidates(n) > 0)
-        chunks += (chunk(n, min(heads_each, heads - n), begin, end) for n in range(0, heads, heads_each))
+        chunks += (chunk(a, b - a, begin, end) for a, b in itertools.pairwise(bounds))
         end = begin
     return tuple(chunks)
+
+
+def _turns(count: int, most: int) -> int:
+    """How often ``most`` of ``count`` are taken at a time: in equal turns, if they are no more than twice as many."""
+    fewest = -(-count // most)
+    return next((n for n in range(fewest, 2 * fewest + 1) if count % n == 0), fewest)
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

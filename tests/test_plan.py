@@ -159,8 +159,11 @@ def test_a_round_has_all_segments_of_a_few_heads():
 @pytest.mark.parametrize(
     ("problem", "options", "rounds"),
     [
-        ((61, 8, 1, 1024, 131_072), {}, [31 * 8, 30 * 8]),  # a prime number of KV heads takes even turns too
-        ((1, 44, 11, 65_536, 65_536), {}, [16, 16, 12]),
+        # Equal turns, and nearly equal ones where equal ones would be many.
+        ((2, 32, 8, 65_536, 65_536), {}, [16] * 4),
+        ((1, 24, 6, 65_536, 65_536), {}, [12, 12]),
+        ((1, 44, 11, 65_536, 65_536), {}, [12, 16, 16]),
+        ((61, 8, 1, 1024, 131_072), {}, [30 * 8, 31 * 8]),
         # Segments without candidates take no memory, and decide nothing.
         ((1, 32, 8, 131_072, 131_072), {"window": 65_536}, [16, 16]),
         ((17, 8, 1, 32_768, 32_768), {"window": 16_384}, [17 * 8]),
