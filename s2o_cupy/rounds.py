@@ -168,7 +168,7 @@ def rounds(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chu
 
 
 def _turns(count: int, most: int) -> int:
-    """How often ``most`` of ``count`` are taken at a time: in equal turns, if they are no more than twice as many."""
+    """In how many turns ``count`` are taken, up to ``most`` each: equal ones, if no more than twice the fewest."""
     fewest = -(-count // most)
     return next((n for n in range(fewest, 2 * fewest + 1) if count % n == 0), fewest)
 
