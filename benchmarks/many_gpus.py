@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.integrations.distributed import SPLITS, SequenceParallel
+from s2o_cupy.integrations.distributed import SPLITS, SequenceParallel, _Gathering
 
 Row = dict[str, Any]
 COLUMNS: list[_common.Column] = [
@@ -158,10 +158,10 @@ class Parts:
         self.kv = self.gather()
 
     def gather(self) -> torch.Tensor:
-        kv, exchanges = self.parallel._gather_keys(self.k, self.v)
-        for exchange in exchanges:
-            exchange.wait()
-        return kv
+        gathering, rounds = _Gathering(self.parallel, self.k, self.v), self.parallel.zigzag.rounds
+        gathering.send(rounds)
+        gathering.wait(rounds)
+        return gathering.kv
 
     def chunks(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """q, k, v and out of each of this rank's calls."""

@@ -264,23 +264,28 @@ class SequenceParallel:
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """This rank's queries, a call for each run of its chunks, to everyone's keys and values; lse or None."""
         config = self._chunk_config(problem)
-        kv, exchanges = self._gather_keys(k, v)
+        keys_of_all = _Gathering(self, k, v)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
         sums = self._sums(q, problem)
         done = made = 0
         for chunk, begin, end in self.zigzag.runs(self.rank):
+            needed = self.zigzag.rounds_before(chunk)
+            # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The rest
+            # leave when launches are under way, as sending takes the host longer than launching.
+            keys_of_all.send(max(1, needed))
             rows = slice(done, done := done + end - begin)
-            keys, values = kv[:end].permute(1, 2, 0, 3, 4)
-            needed = exchanges[: self.zigzag.rounds_before(chunk)]
+            keys, values = keys_of_all.kv[:end].permute(1, 2, 0, 3, 4)
             found = _attend(
                 q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
-                await_keys=functools.partial(_wait, needed) if any(x.works for x in needed) else None,
+                await_keys=functools.partial(keys_of_all.wait, needed) if keys_of_all.awaits(needed) else None,
                 sums=None if sums is None else KeySums(sums.data_ptr(), SumsShape(sums.shape[1], made)),
             )  # fmt: skip
+            keys_of_all.send(self.zigzag.rounds)
             made = end // SUM_KEYS  # whole blocks
             if lse is not None:
                 lse[:, :, rows] = found
-        _wait(exchanges)  # also for what nothing here needs: kv goes after this
+        keys_of_all.send(self.zigzag.rounds)  # also a rank without rows
+        keys_of_all.wait(self.zigzag.rounds)  # also for what nothing here needs: the memory goes after this
         return lse
 
     def _sums(self, q: Tensor, problem: Problem) -> Tensor | None:
@@ -289,19 +294,6 @@ class SequenceParallel:
             return None
         shape = (problem.batch * problem.kv_heads, sum_blocks(self.zigzag.seqlen), 2, padded_head_dim(problem.head_dim))
         return q.new_empty(shape, dtype=torch.float32)
-
-    def _gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, list[_Exchange]]:
-        """All ranks' keys and values in the sequence's order, [seqlen, 2, batch, kv_heads, head_dim]: this rank's are
-        there, those of others on their way, an exchange a round."""
-        batch, _, kv_heads, head_dim = k.shape
-        # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
-        kv = k.new_empty((self.zigzag.seqlen, 2, batch, kv_heads, head_dim))
-        exchanges = []
-        for index, ((begin, end), rows) in enumerate(self._spans()):
-            for i, x in enumerate((k, v)):
-                kv[begin:end, i] = x[:, rows].transpose(0, 1)
-            exchanges.append(self._exchange(kv, index))  # one round leaves while the next one is copied
-        return kv, exchanges
 
     def _spans(self) -> list[tuple[tuple[int, int], slice]]:
         """For each chunk of this rank its positions, and where its rows are among this rank's."""
@@ -392,6 +384,55 @@ class _Exchange:
 def _wait(exchanges: Sequence[_Exchange]) -> None:
     for exchange in exchanges:
         exchange.wait()
+
+
+class _Gathering:
+    """All ranks' keys and values in the order of the sequence, ``kv`` [seqlen, 2, batch, kv_heads, head_dim].
+
+    This rank's are there, those of others come round by round.
+    """
+
+    def __init__(self, parallel: SequenceParallel, k: Tensor, v: Tensor) -> None:
+        """k, v: this rank's, (batch, length, kv_heads, head_dim)."""
+        batch, _, kv_heads, head_dim = k.shape
+        self.parallel = parallel
+        # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
+        self.kv = k.new_empty((parallel.zigzag.seqlen, 2, batch, kv_heads, head_dim))
+        self.exchanges: list[_Exchange] = []
+        # Rounds are sent on a stream beside the current one, or they would wait for what was launched before them.
+        self.beside = torch.cuda.Stream(k.device, priority=-1) if k.device.type == "cuda" else None
+        self.copied = []  # CUDA events: this rank's chunk of each round is in kv
+        keys, values = _wide(k), _wide(v)
+        for (begin, end), rows in parallel._spans():
+            for i, x in enumerate((keys, values)):
+                self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
+            if self.beside is not None:
+                self.copied.append(torch.cuda.current_stream(k.device).record_event())
+
+    def send(self, rounds: int) -> None:
+        """Begin to send and to receive the first so many rounds, those that have not begun."""
+        for index in range(len(self.exchanges), rounds):
+            with torch.cuda.stream(self.beside):  # None: as it is
+                if self.beside is not None:
+                    self.beside.wait_event(self.copied[index])
+                self.exchanges.append(self.parallel._exchange(self.kv, index))
+
+    def awaits(self, rounds: int) -> bool:
+        """Whether others' keys of the first so many rounds may still be on their way."""
+        return any(exchange.works for exchange in self.exchanges[:rounds])
+
+    def wait(self, rounds: int) -> None:
+        """The current stream, or on the CPU the host, waits for the first so many rounds."""
+        _wait(self.exchanges[:rounds])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The same bytes in elements of 16 if they can be: PyTorch copies rows with gaps between them by elements."""
+    each = 16 // x.element_size()
+    places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) != 1 or any(n % each for n in places) or x.data_ptr() % 16:
+        return x
+    return x.view(torch.complex128)
 
 
 def _positions(zigzag: Zigzag, rank: int, device: Any) -> Tensor:
