@@ -139,6 +139,13 @@ VIEWS: dict[str, list[Column]] = {
         ("ratio", _key("x_plain"), ".2f"),
         ("gathered first ms", _key("gather_ms"), "ms"),
     ],
+    # How long a call keeps the host, from benchmarks/host.py.
+    "host": [
+        ("call", _key("call"), "s"),
+        ("tokens", _key("length"), ",d"),
+        ("host µs", _key("host_us"), ".0f"),
+        ("more than on CuPy arrays", _key("more_us"), "+.0f"),
+    ],
     # Several GPUs against one, from benchmarks/many_gpus.py.
     "gpus": [
         *_TOKENS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .frameworks.base import Framework
 from .lazy_cupy import import_cupy
 from .lengths import INTEGERS, is_integer, parse_integers
 from .operand import Paging, address, operand
-from .problem import MAX_SEQLEN, Problem, cached_validate
+from .problem import MAX_SEQLEN, Problem, Shape, cached_validate
 from .spec import S2OConfig
 from .stats import Ran
 
@@ -98,32 +99,73 @@ def s2o_attention_paged(
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     framework, device = common_framework(**inputs)
     backend = parse_backend(backend, device, stream)
-    lengths = _check(framework, inputs, seqlen_k, layout)
-    if return_stats and len(set(lengths)) > 1:
+    arrays = inputs.values()
+    batch = _cached_batch(
+        tuple(map(framework.shape, arrays)), tuple(map(framework.dtype, arrays)), _given_lengths(seqlen_k), config,
+        backend, layout, is_causal, scale, softcap,
+    )  # fmt: skip
+    if return_stats and len(set(batch.lengths)) > 1:
         raise ValueError(
-            f"s2o_attention_paged: return_stats with seqlen_k {lengths}; accepted: one length for all sequences"
+            f"s2o_attention_paged: return_stats with seqlen_k {list(batch.lengths)}; accepted: one length for all "
+            "sequences"
         )
     host = backend == "numpy"
     if not host:
         _check_rows(framework, inputs)
-
-    shape, page_shape = framework.shape(q), framework.shape(k_pages)
-    kv_heads, head_dim = page_shape[2 if layout == "NHD" else 1], page_shape[3]
-    longest = max(lengths, default=shape[2])  # of no sequence: as long as it takes to be accepted
-    problems = {}
-    for length in {longest, *lengths}:
-        of_k = (shape[0], kv_heads, length, head_dim)
-        problems[length] = cached_validate(
-            (shape, of_k, of_k), (framework.dtype(q),) * 3, config, backend, "BHSD", is_causal, scale, softcap
-        )
-    run = functools.partial(_run, framework, problems, lengths, config, LAYOUTS[layout], host)
+    run = functools.partial(_run, framework, batch, config, LAYOUTS[layout], host)
     return with_outputs(
-        framework, device, inputs, problems[longest], config, run,
+        framework, device, inputs, batch.longest, config, run,
         host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
     )  # fmt: skip
 
 
-def _check(framework: Framework, inputs: dict[str, Any], seqlen_k: Any, layout: Any) -> list[int]:
+class Group(NamedTuple):
+    """Neighbours of one length, from ``first`` to ``end``, half-open."""
+
+    first: int
+    end: int
+    problem: Problem
+
+
+class Batch(NamedTuple):
+    """What a call comes to, by what is known of its arrays without looking into them."""
+
+    lengths: tuple[int, ...]  # of each sequence
+    longest: Problem  # of all sequences, as if they were of the longest one's length
+    groups: tuple[Group, ...]
+    idle: tuple[slice, ...]  # sequences without keys
+
+
+def _batch(
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], seqlen_k: int | tuple[int, ...], config: S2OConfig,
+    backend: str, layout: str, is_causal: bool, scale: float | None, softcap: float,
+) -> Batch:  # fmt: skip
+    """Of q, k_pages, v_pages and page_table; or an error that says what is accepted."""
+    lengths = _check(shapes, dtypes, seqlen_k, layout)
+    of_q, of_pages = shapes[:2]
+    kv_heads, head_dim = of_pages[2 if layout == "NHD" else 1], of_pages[3]
+    longest = max(lengths, default=of_q[2])  # of no sequence: as long as it takes to be accepted
+    problems = {}
+    for length in {longest, *lengths}:
+        of_k = (of_q[0], kv_heads, length, head_dim)
+        problems[length] = cached_validate(
+            (of_q, of_k, of_k), (dtypes[0],) * 3, config, backend, "BHSD", is_causal, scale, softcap
+        )
+    return Batch(tuple(lengths), problems[longest], *_groups(problems, lengths))
+
+
+_remembered_batch = functools.lru_cache(maxsize=1024, typed=True)(_batch)  # typed: 1 is not True
+
+
+def _cached_batch(*arguments: Any) -> Batch:
+    """`_batch`, remembered: its checks would take half as long as a short call."""
+    try:
+        return _remembered_batch(*arguments)
+    except TypeError:  # not accepted, or not hashable, which has better words there
+        return _batch(*arguments)
+
+
+def _check(of_arrays: tuple[Shape, ...], dtypes_of_arrays: tuple[str, ...], seqlen_k: Any, layout: Any) -> list[int]:
     """What `s2o_attention` does not check; the length of each sequence."""
     if layout not in LAYOUTS:
         raise ValueError(f"s2o_attention_paged: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
@@ -132,7 +174,7 @@ def _check(framework: Framework, inputs: dict[str, Any], seqlen_k: Any, layout: 
         "q": "batch, heads, seqlen_q, head_dim", "k_pages": names, "v_pages": names,
         "page_table": "batch, pages_per_sequence",
     }  # fmt: skip
-    shapes = {name: framework.shape(x) for name, x in inputs.items()}
+    shapes = dict(zip(axes, of_arrays, strict=True))
     for name, shape in shapes.items():
         if len(shape) != axes[name].count(",") + 1:
             raise ValueError(
@@ -143,7 +185,7 @@ def _check(framework: Framework, inputs: dict[str, Any], seqlen_k: Any, layout: 
             f"s2o_attention_paged: k_pages is {shapes['k_pages']} and v_pages is {shapes['v_pages']}; "
             "accepted: the same shape for both"
         )
-    dtypes = {name: framework.dtype(x) for name, x in inputs.items()}
+    dtypes = dict(zip(axes, dtypes_of_arrays, strict=True))
     if dtypes["page_table"] != "int32":
         raise TypeError(f"s2o_attention_paged: page_table is {dtypes['page_table']}; accepted: int32")
     if not dtypes["q"] == dtypes["k_pages"] == dtypes["v_pages"]:
@@ -176,16 +218,19 @@ def _check(framework: Framework, inputs: dict[str, Any], seqlen_k: Any, layout: 
     return lengths
 
 
-def _lengths(seqlen_k: Any, batch: int) -> list[int]:
-    """One length for each sequence."""
+def _given_lengths(seqlen_k: Any) -> int | tuple[int, ...]:
     if is_integer(seqlen_k):
-        lengths = [int(seqlen_k)] * batch
-    else:
-        lengths = list(parse_integers("s2o_attention_paged", "seqlen_k", seqlen_k, "batch", f"an integer, {INTEGERS}"))
-        if len(lengths) != batch:
-            raise ValueError(
-                f"s2o_attention_paged: seqlen_k has {len(lengths)} lengths; accepted: an integer, or {batch}, the batch"
-            )
+        return int(seqlen_k)
+    return parse_integers("s2o_attention_paged", "seqlen_k", seqlen_k, "batch", f"an integer, {INTEGERS}")
+
+
+def _lengths(seqlen_k: int | tuple[int, ...], batch: int) -> list[int]:
+    """One length for each sequence."""
+    lengths = [seqlen_k] * batch if isinstance(seqlen_k, int) else list(seqlen_k)
+    if len(lengths) != batch:
+        raise ValueError(
+            f"s2o_attention_paged: seqlen_k has {len(lengths)} lengths; accepted: an integer, or {batch}, the batch"
+        )
     for x in lengths:
         if x < 0:
             raise ValueError(f"s2o_attention_paged: seqlen_k is or holds {x}; accepted: integers >= 0")
@@ -203,7 +248,7 @@ def _check_rows(framework: Framework, inputs: dict[str, Any]) -> None:
             )
 
 
-def _groups(problems: dict[int, Problem], lengths: list[int]) -> tuple[list[Group], list[slice]]:
+def _groups(problems: dict[int, Problem], lengths: list[int]) -> tuple[tuple[Group, ...], tuple[slice, ...]]:
     """Runs of sequences of one length; and those without keys."""
     groups, idle = [], []
     first = 0
@@ -214,39 +259,29 @@ def _groups(problems: dict[int, Problem], lengths: list[int]) -> tuple[list[Grou
         else:
             idle.append(slice(first, end))
         first = end
-    return groups, idle
-
-
-class Group(NamedTuple):
-    """Sequences from ``first`` to ``end``, half-open."""
-
-    first: int
-    end: int
-    problem: Problem
+    return tuple(groups), tuple(idle)
 
 
 def _run(
     framework: Framework,
-    problems: dict[int, Problem],
-    lengths: list[int],
+    batch: Batch,
     config: S2OConfig,
     layout: str,
     host: bool,
     natives: tuple[Any, ...],
     *outputs: Any,
 ) -> Ran:
-    groups, idle = _groups(problems, lengths)
     if host:
-        _check_entries(natives[1], natives[3], lengths, layout)
-        ran = _run_reference(groups, config, layout, natives, *outputs)
+        _check_entries(natives[1], natives[3], batch.lengths, layout)
+        ran = _run_reference(batch.groups, config, layout, natives, *outputs)
     else:
-        ran = _run_kernels(framework, groups, config, layout, natives, *outputs)
-    for part in idle:
+        ran = _run_kernels(framework, batch.groups, config, layout, natives, *outputs)
+    for part in batch.idle:
         without_keys(framework, *(None if x is None else x[part] for x in outputs))
     return ran[0]  # of statistics all sequences are one group
 
 
-def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], layout: str) -> None:
+def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: Sequence[int], layout: str) -> None:
     """On the host, where nobody waits for them."""
     pages, page_size = k_pages.shape[0], k_pages.shape[1 if layout == "BSHD" else 2]
     for b, (entries, length) in enumerate(zip(table, lengths, strict=True)):
@@ -259,7 +294,7 @@ def _check_entries(k_pages: np.ndarray, table: np.ndarray, lengths: list[int], l
 
 
 def _run_reference(
-    groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any
+    groups: Sequence[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any
 ) -> list[Ran]:
     """The reference on the keys and values that it gathers."""
     from . import numpy_pipeline
@@ -284,7 +319,7 @@ def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str)
 
 
 def _run_kernels(
-    framework: Framework, groups: list[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any,
+    framework: Framework, groups: Sequence[Group], config: S2OConfig, layout: str, natives: tuple[Any, ...], o: Any,
     lse: Any, visited: Any,
 ) -> list[Ran]:  # fmt: skip
     import_cupy()
@@ -294,22 +329,23 @@ def _run_kernels(
     k, v = (operand(x, layout) for x in natives[1:3])
     table = framework_of("page_table", natives[3]).extent(natives[3])
     paging = Paging(table.pointer, table.strides[0] // table.itemsize, k.shape[2], k.shape[0])
+    stream, memory = framework.stream(), framework.memory(natives[0]) or pipeline.allocate
+    if len(groups) == 1 and groups[0].problem.batch == q.shape[0]:
+        plan = pipeline.run(
+            (q, k, v, out), address(lse), address(visited), groups[0].problem, config,
+            stream=stream, paging=paging, memory=memory,
+        )  # fmt: skip
+        return [(plan.path, plan.path_reason)]
     first_lse, lse_bytes = address(lse), 4 * q.shape[1] * q.shape[2]  # of a sequence
     calls = [
         pipeline.Call(
             (q.sequences(first, end), k, v, out.sequences(first, end)),
             first_lse and first_lse + first * lse_bytes,
-            address(visited),  # of all: without lengths of their own they are one group
+            0,  # with statistics all sequences are one group
             problem,
             paging.sequences(first, end),
         )
         for first, end, problem in groups
     ]
-    plans = pipeline.run_in_turn(
-        calls,
-        config,
-        lse_stride=q.shape[2],
-        stream=framework.stream(),
-        memory=framework.memory(natives[0]) or pipeline.allocate,
-    )
+    plans = pipeline.run_in_turn(calls, config, lse_stride=q.shape[2], stream=stream, memory=memory)
     return [(plan.path, plan.path_reason) for plan in plans]

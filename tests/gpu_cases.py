@@ -182,9 +182,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"window": 300}, "seqlen_q": 700},
     {"options": {"window": 5000}},
     {"options": {"window": 1 << 40}},
-    # Many rounds of the workspace: by heads, and by segments.
+    # Many rounds of the workspace: by heads, by segments, and by both.
     {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    {"batch": 2, "heads": 4, "seqlen_q": 2100, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
+    {"batch": 2, "heads": 4, "seqlen_q": 4000, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
     {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     # About as many candidates as a front holds, and more.

@@ -68,6 +68,12 @@ def test_head_counts():
         _common.head_counts("6:4")
 
 
+def test_help_of_host():
+    pytest.importorskip("cupy")
+    pytest.importorskip("torch")
+    assert "--tokens" in succeed("host.py", "--help")
+
+
 @pytest.mark.parametrize("script", ["quality.py", "scaling.py", "speed.py"])
 def test_help(script):
     if script == "speed.py":
@@ -439,6 +445,13 @@ class TestGpu:
             assert row["host_us"] > 0
             assert row["host_us_cupy"] > 0
             assert row["rel_l2"] < 0.1
+
+    def test_host(self, tmp_path):
+        succeed("host.py", "--tokens", 2048, "--repeats", 20, "--json", tmp_path / "x.json")
+        rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+        assert rows[0]["call"] == "CuPy" and rows[0]["more_us"] == 0
+        assert {"PyTorch", "integrations.torch", "integrations.distributed, one rank"} <= {row["call"] for row in rows}
+        assert all(row["host_us"] > 0 for row in rows)
 
     def test_random_order(self, tmp_path):
         succeed("speed.py", "--lengths", 16384, "--heads", 8, "--kv-heads", 2, "--random-order", "0.3,0.5",

@@ -471,8 +471,13 @@ def pretended_gpu(monkeypatch):
         calls.append(problems)
         return [types.SimpleNamespace(path="portable", path_reason="a reason")] * len(problems)
 
+    def run(operands, lse, visited, problem, config, *, stream, paging, memory):
+        given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}
+        return run_in_turn([(operands, lse, visited, problem, paging)], config, **given)[0]
+
     pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
     pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
+    pipeline.run = run
     monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
     monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", np)

@@ -1,0 +1,125 @@
+"""How long a call keeps the host busy, by each way there is to call: arrays of each framework, and the integrations.
+
+    python benchmarks/host.py --json host.json
+    python benchmarks/host.py --tokens 16384 --repeats 500
+
+Microseconds from the call to its return, on a GPU with nothing to do; the ways take turns, so that a host that slows
+down does so for all of them. "more" is what a way costs beyond s2o_attention on CuPy arrays. JAX has no stream that
+others could be told of, so a call on its arrays waits for the GPU: of it "more" leaves out the GPU's own time.
+
+A way is left out where its framework is not installed. Needs PyTorch with CUDA, and CuPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import _common
+import cupy
+import numpy as np
+import torch
+
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+
+Row = dict[str, Any]
+Ways = dict[str, Callable[[], Any]]
+CUPY, WAITS = "CuPy", "JAX"
+COLUMNS: list[_common.Column] = [("call", "call", "s"), ("host us", "host_us", ".1f"), ("more", "more_us", "+.1f")]
+PAGE = 64
+
+
+def ways(q: Any, k: Any, v: Any, config: S2OConfig) -> Ways:
+    """Calls of one problem: q, k and v are PyTorch tensors [1, heads, seqlen, head_dim]."""
+    from s2o_cupy.integrations.distributed import SequenceParallel
+    from s2o_cupy.integrations.torch import attention
+
+    seqlen = q.shape[2]
+    of_cupy = [cupy.from_dlpack(x) for x in (q, k, v)]
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    starts = [0, seqlen]
+    used = -(-seqlen // PAGE)
+    pages = [_pages(x, used) for x in (k, v)]
+    table = torch.arange(used, dtype=torch.int32, device=q.device)[None]
+    parallel = SequenceParallel(seqlen, config=config)
+    found: Ways = {
+        CUPY: lambda: s2o_attention(*of_cupy, config=config),
+        "PyTorch": lambda: s2o_attention(q, k, v, config=config),
+        "PyTorch, s2o_attention_varlen": lambda: s2o_attention_varlen(*packed, starts, config=config),
+        "PyTorch, s2o_attention_paged": lambda: s2o_attention_paged(q, *pages, table, seqlen_k=seqlen, config=config),
+        "integrations.torch": lambda: attention(q, k, v, config=config),
+        "integrations.distributed, one rank": lambda: parallel.attention(q, k, v),
+    }
+    if importlib.util.find_spec("transformers"):
+        from s2o_cupy.integrations.transformers import register
+
+        layer, run = SimpleNamespace(is_causal=True, training=False), register("s2o-host", config, min_seqlen=1)
+        found["integrations.transformers"] = lambda: run(layer, q, k, v, None)
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        if jax.default_backend() == "gpu":
+            of_jax = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
+            found[WAITS] = lambda: s2o_attention(*of_jax, config=config)
+    return found
+
+
+def _pages(x: Any, used: int) -> Any:
+    """Of k or v [1, kv_heads, seqlen, head_dim]: [used, PAGE, kv_heads, head_dim]."""
+    rows = x[0].transpose(0, 1)
+    pages = x.new_zeros(used * PAGE, *rows.shape[1:])
+    pages[: len(rows)] = rows
+    return pages.view(used, PAGE, *rows.shape[1:])
+
+
+def measure(calls: Ways, repeats: int, warmup: int) -> list[Row]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(warmup + repeats):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            if repeat >= warmup:
+                times[name].append((time.perf_counter() - began) * 1e6)
+    rows: list[Row] = [{"call": name, "host_us": float(np.median(us))} for name, us in times.items()]
+    gpu_us = 1e3 * _common.queued_ms(calls[CUPY], _common.time_ms(calls[CUPY]))
+    for row in rows:
+        waited = gpu_us if row["call"] == WAITS else 0.0
+        row |= {"more_us": row["host_us"] - rows[0]["host_us"] - waited, "gpu_us": gpu_us}
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--json", help="write the result here")
+    args = parser.parse_args()
+    args.dtype, args.device = "bfloat16", None
+    _common.check_device(parser, args)
+    if args.device == "cpu":
+        parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
+    torch.manual_seed(0)
+    q = torch.randn(1, args.heads, args.tokens, args.head_dim, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, 1, args.kv_heads, args.tokens, args.head_dim, dtype=torch.bfloat16, device="cuda")
+    config = S2OConfig(dense_up_to=0)  # all kernels of a call, also of a short one
+    problem = {"length": args.tokens, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    with torch.inference_mode():
+        rows = [problem | row for row in measure(ways(q, k, v, config), args.repeats, args.warmup)]
+    print(_common.table(rows, COLUMNS))
+    result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
+    _common.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()
