@@ -40,18 +40,20 @@ def ways(q: Any, k: Any, v: Any, config: S2OConfig) -> Ways:
     from s2o_cupy.integrations.torch import attention
 
     seqlen = q.shape[2]
-    of_cupy = [cupy.from_dlpack(x) for x in (q, k, v)]
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    q1, k1, v1 = (cupy.from_dlpack(x) for x in (q, k, v))
+    q2, k2, v2 = (x[0].transpose(0, 1) for x in (q, k, v))
     starts = [0, seqlen]
     used = -(-seqlen // PAGE)
-    pages = [_pages(x, used) for x in (k, v)]
+    k_pages, v_pages = (_pages(x, used) for x in (k, v))
     table = torch.arange(used, dtype=torch.int32, device=q.device)[None]
     parallel = SequenceParallel(seqlen, config=config)
     found: Ways = {
-        CUPY: lambda: s2o_attention(*of_cupy, config=config),
+        CUPY: lambda: s2o_attention(q1, k1, v1, config=config),
         "PyTorch": lambda: s2o_attention(q, k, v, config=config),
-        "PyTorch, s2o_attention_varlen": lambda: s2o_attention_varlen(*packed, starts, config=config),
-        "PyTorch, s2o_attention_paged": lambda: s2o_attention_paged(q, *pages, table, seqlen_k=seqlen, config=config),
+        "PyTorch, s2o_attention_varlen": lambda: s2o_attention_varlen(q2, k2, v2, starts, config=config),
+        "PyTorch, s2o_attention_paged": lambda: s2o_attention_paged(
+            q, k_pages, v_pages, table, seqlen_k=seqlen, config=config
+        ),
         "integrations.torch": lambda: attention(q, k, v, config=config),
         "integrations.distributed, one rank": lambda: parallel.attention(q, k, v),
     }
@@ -64,8 +66,8 @@ def ways(q: Any, k: Any, v: Any, config: S2OConfig) -> Ways:
         import jax
 
         if jax.default_backend() == "gpu":
-            of_jax = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
-            found[WAITS] = lambda: s2o_attention(*of_jax, config=config)
+            q3, k3, v3 = (jax.dlpack.from_dlpack(x) for x in (q, k, v))
+            found[WAITS] = lambda: s2o_attention(q3, k3, v3, config=config)
     return found
 
 

@@ -202,13 +202,15 @@ class SequenceParallel:
         if out is None:  # (batch, length, heads, head_dim) in memory, whatever the layout
             out = q.new_empty((*q.shape[:-3], self.length, problem.heads, problem.head_dim))
             out = out.transpose(-2, -3) if layout == "BHSD" else out
+        if self.world_size == 1:  # nothing to spread, nothing to wait for
+            return attend(
+                q, k, v, config=self.config, scale=scale, softcap=softcap, layout=layout, return_lse=return_lse, out=out
+            )
         batched = q.ndim == 4
         q, k, v, o = (x.detach() if batched else x.detach()[None] for x in (q, k, v, out))
         if layout == "BHSD":
             q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
-        if self.world_size == 1:  # nothing to spread, nothing to wait for
-            lse = _attend(q, k, v, o, problem, self.config, return_lse)
-        elif self.split == "sequence":
+        if self.split == "sequence":
             lse = self._by_sequence(q, k, v, o, problem, return_lse)
         else:
             lse = self._by_heads(q, k, v, o, problem, return_lse)
