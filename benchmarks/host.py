@@ -1,11 +1,12 @@
 """How long a call keeps the host busy, by each way there is to call: arrays of each framework, and the integrations.
 
     python benchmarks/host.py --json host.json
-    python benchmarks/host.py --tokens 16384 --repeats 500
+    python benchmarks/host.py --tokens 16384 --turns 50
 
-Microseconds from the call to its return, on a GPU with nothing to do; the ways take turns, so that a host that slows
-down does so for all of them. "more" is what a way costs beyond s2o_attention on CuPy arrays. JAX has no stream that
-others could be told of, so a call on its arrays waits for the GPU: of it "more" leaves out the GPU's own time.
+Microseconds from the call to its return, on a GPU with nothing to do: medians of calls behind each other, as of the
+layers of a model. The ways take turns, a few calls each, so that a host that slows down does so for all of them. "more"
+is what a way costs beyond s2o_attention on CuPy arrays. JAX has no stream that others could be told of, so a call on
+its arrays waits for the GPU: of it "more" leaves out the GPU's own time.
 
 A way is left out where its framework is not installed. Needs PyTorch with CUDA, and CuPy.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -32,6 +34,7 @@ Ways = dict[str, Callable[[], Any]]
 CUPY, WAITS = "CuPy", "JAX"
 COLUMNS: list[_common.Column] = [("call", "call", "s"), ("host us", "host_us", ".1f"), ("more", "more_us", "+.1f")]
 PAGE = 64
+TURN = 10  # calls that count of a turn
 
 
 def ways(q: Any, k: Any, v: Any, config: S2OConfig) -> Ways:
@@ -79,14 +82,14 @@ def _pages(x: Any, used: int) -> Any:
     return pages.view(used, PAGE, *rows.shape[1:])
 
 
-def measure(calls: Ways, repeats: int, warmup: int) -> list[Row]:
+def measure(calls: Ways, turns: int) -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(warmup + repeats):
-        for name, call in calls.items():
+    for turn, (name, call) in itertools.product(range(1 + turns), calls.items()):
+        for i in range(2 * TURN):  # the first ones find another way's code and data in the host's caches
             torch.cuda.synchronize()
             began = time.perf_counter()
             call()
-            if repeat >= warmup:
+            if turn and i >= TURN:
                 times[name].append((time.perf_counter() - began) * 1e6)
     rows: list[Row] = [{"call": name, "host_us": float(np.median(us))} for name, us in times.items()]
     gpu_us = 1e3 * _common.queued_ms(calls[CUPY], _common.time_ms(calls[CUPY]))
@@ -102,8 +105,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
     args.dtype, args.device = "bfloat16", None
@@ -117,7 +119,7 @@ def main() -> None:
     config = S2OConfig(dense_up_to=0)  # all kernels of a call, also of a short one
     problem = {"length": args.tokens, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
     with torch.inference_mode():
-        rows = [problem | row for row in measure(ways(q, k, v, config), args.repeats, args.warmup)]
+        rows = [problem | row for row in measure(ways(q, k, v, config), args.turns)]
     print(_common.table(rows, COLUMNS))
     result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
     _common.write_json(args.json, result)

@@ -53,10 +53,10 @@ __device__ __forceinline__ void attend_first_in_pages(const AttentionParams& par
   using Rows = ConsecutiveRows<kBlockM>;
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
-    registers_shrink<kProducerRegisters<Traits::kPaged>>();
+    registers_shrink<kProducerRegisters<Traits>>();
     produce_from_pages<Traits, Rows>(params, shared);
   } else {
-    registers_grow<kConsumerRegisters<Traits::kPaged>>();
+    registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits>(shared, params).run_first();
   }
 }
@@ -67,10 +67,10 @@ __device__ __forceinline__ void attend_second(const AttentionParams& params, typ
   using Rows = OrderedRows<kBlockM>;
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
-    registers_shrink<kProducerRegisters<Traits::kPaged>>();
+    registers_shrink<kProducerRegisters<Traits>>();
     produce_by_gathering<Traits, Rows>(params, shared);
   } else {
-    registers_grow<kConsumerRegisters<Traits::kPaged>>();
+    registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits>(shared, params).run_second();
   }
 }

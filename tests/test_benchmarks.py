@@ -447,7 +447,7 @@ class TestGpu:
             assert row["rel_l2"] < 0.1
 
     def test_host(self, tmp_path):
-        succeed("host.py", "--tokens", 2048, "--repeats", 20, "--json", tmp_path / "x.json")
+        succeed("host.py", "--tokens", 2048, "--turns", 2, "--json", tmp_path / "x.json")
         rows = json.loads((tmp_path / "x.json").read_text())["rows"]
         assert rows[0]["call"] == "CuPy" and rows[0]["more_us"] == 0
         assert {"PyTorch", "integrations.torch", "integrations.distributed, one rank"} <= {row["call"] for row in rows}
