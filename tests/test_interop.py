@@ -202,17 +202,18 @@ def test_bfloat16_through_jax(config, qkv):
     np.testing.assert_array_equal(np.asarray(o), s2o_attention(*host, config=config))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_jax_arrays_in_another_order(config, qkv, device):
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_jax_arrays_in_another_order(qkv, platform):
     """A layout that JAX gives an array changes where its elements lie, not what comes out."""
     jax = pytest.importorskip("jax")
     from jax.experimental.layout import Format, Layout
 
     from s2o_cupy.frameworks.jax import _in_c_order
 
-    if device == "gpu" and jax.default_backend() != "gpu":
+    if platform == "gpu" and jax.default_backend() != "gpu":
         pytest.skip("this JAX has no GPU")
-    plain = [jax.device_put(x.astype(np.float16), jax.devices(device)[0]) for x in qkv(100)]
+    config = S2OConfig(segment=64, block_m=64, block_n=64, dense_up_to=0)
+    plain = [jax.device_put(x.astype(np.float16), jax.devices(platform)[0]) for x in qkv(100)]
     rows_first = [jax.device_put(x, Format(Layout((0, 2, 1, 3)), x.sharding)) for x in plain]
     assert [_in_c_order(x) for x in (*plain, *rows_first)] == [True] * 3 + [False] * 3
     expected = s2o_attention(*plain, config=config)
