@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import has_gpu, spin
 
-from s2o_cupy import S2OError, s2o_attention, s2o_attention_varlen
+from s2o_cupy import S2OConfig, S2OError, s2o_attention, s2o_attention_varlen
 from s2o_cupy.frameworks import framework_of
 from s2o_cupy.frameworks.numpy import NumpyFramework
 from s2o_cupy.lazy_cupy import import_cupy
