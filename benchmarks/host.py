@@ -68,7 +68,9 @@ def ways(q: Any, k: Any, v: Any, config: S2OConfig) -> Ways:
     if importlib.util.find_spec("jax"):
         import jax
 
-        if jax.default_backend() == "gpu":
+        has_gpu = jax.default_backend() == "gpu"
+        torch.cuda.set_device(q.device)  # JAX, when it starts, leaves the last GPU the current one
+        if has_gpu:
             q3, k3, v3 = (jax.dlpack.from_dlpack(x) for x in (q, k, v))
             found[WAITS] = lambda: s2o_attention(q3, k3, v3, config=config)
     return found

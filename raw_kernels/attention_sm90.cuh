@@ -27,6 +27,7 @@ namespace sm90 {
 // One block of pass 1: consecutive rows, by tensor maps.
 template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typename Traits::Shared& shared) {
+  static_assert(kFitsRegisters<kCopierRegisters, kFirstConsumerRegisters>);
   initialise<Traits, false>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kCopierRegisters>();
@@ -51,6 +52,7 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
 template <class Traits>
 __device__ __forceinline__ void attend_first_in_pages(const AttentionParams& params, typename Traits::Shared& shared) {
   using Rows = ConsecutiveRows<kBlockM>;
+  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters<Traits>>();
@@ -65,6 +67,7 @@ __device__ __forceinline__ void attend_first_in_pages(const AttentionParams& par
 template <class Traits>
 __device__ __forceinline__ void attend_second(const AttentionParams& params, typename Traits::Shared& shared) {
   using Rows = OrderedRows<kBlockM>;
+  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters<Traits>>();

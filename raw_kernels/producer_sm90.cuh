@@ -15,17 +15,21 @@ struct CopyLayout {
   static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
   static constexpr bool kFlips = kRows == 1;          // they are 4 rows further, so every other pass is swizzled otherwise
 
-  uint32 query_target, key_target;  // of this thread's first chunk in a tile
-  int chunk;                        // its offset in a row, in elements
-  bool inside;                      // of head_dim
+  uint32 target;  // of this thread's first chunk in a tile of keys
+  int chunk;      // its offset in a row, in elements
+  bool inside;    // of head_dim
 
   __device__ __forceinline__ explicit CopyLayout(int head_dim) {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
-    query_target = c / 8 * Traits::kQueryAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4);
-    key_target = c / 8 * Traits::kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4);
+    target = c / 8 * Traits::kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4);
     inside = c * 8 < head_dim;
     chunk = inside ? c * 8 : 0;
+  }
+  // The same in a tile of kTileRows rows, whose atoms are as much longer.
+  template <int kTileRows>
+  __device__ __forceinline__ uint32 target_in() const {
+    return kTileRows == Traits::kBlockN ? target : target + threadIdx.x % kLanes / 8 * (kTileRows - Traits::kBlockN) * 128;
   }
   // The row of which this lane keeps it.
   static __device__ __forceinline__ int kept_row() {
@@ -41,7 +45,7 @@ struct CopyLayout {
 #pragma unroll
     for (int pass = 0; pass < kTileRows / (4 * kRows); ++pass) {
       const uint32 units = __shfl_sync(kFullWarp, kept, pass, kLanes);
-      const uint32 first = tile + (kTileRows == kBlockM ? query_target : key_target);
+      const uint32 first = tile + target_in<kTileRows>();
       const uint32 to = (kFlips && pass % 2 ? first ^ 4 * 16 : first) + pass * kPassBytes;
       if (kFull) {
         cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
@@ -99,6 +103,15 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
+  const auto query_units = [&](int position) {
+    if constexpr (kPaged && Traits::kHeadDim > 128) {  // registers do not suffice to keep them
+      auto q = params.q;
+      asm volatile("" : "+l"(q.row));
+      return RowUnits<false>(pages, q)(position);
+    } else {
+      return q_units(position);
+    }
+  };
   if (thread == 0) {
     take_next<Rows>(params, shared);
     publish<2>(shared, 0, shared.next.work);
@@ -162,7 +175,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
         barrier_wait(shared.q_empty[slot], item_parity ^ 1);
         shared.rows[item % 2][row] = position;
         layout.template gather<kBlockM>(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
-                      q_units(position), whole_rows && rows.count == kBlockM);
+                      query_units(position), whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) take_next<Rows>(params, shared);

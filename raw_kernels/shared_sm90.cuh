@@ -23,14 +23,16 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kPlaces = 4;     // of q tiles that the block knows of
-// 128 and 256 threads share 65,536 registers.
+// 128 threads of a producer and 256 consumers share what the block was launched with, 384 x 168 registers.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
 // Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way; outputs
-// of head_dim 256 leave no more than 80.
+// of head_dim 256 leave no more.
 template <class Traits>
-constexpr int kProducerRegisters = !Traits::kPaged ? 72 : Traits::kHeadDim > 128 ? 80 : 88;
+constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 88 : 72;
 template <class Traits>
 constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 208 : 216;
+template <int kProducer, int kConsumer>
+constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 looks ahead of a reader of its votes
 // kTurn has one for either warpgroup.
 enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
