@@ -234,8 +234,8 @@ FAULTS = [
     ),
     *_faults(
         "pass2_sm90", HOPPER,
-        ("rows are swizzled wrongly", "stop", "kQueryAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
-         "kQueryAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
+        ("rows are swizzled wrongly", "stop", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
+         "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
         ("the mass before the tile is not rescaled", "stop", "      l[h] *= shrink[h];\n", ""),
