@@ -333,7 +333,7 @@ def _run_kernels(
     if len(groups) == 1 and groups[0].problem.batch == q.shape[0]:
         plan = pipeline.run(
             (q, k, v, out), address(lse), address(visited), groups[0].problem, config,
-            stream=stream, paging=paging, memory=memory,
+            stream=stream, paging=paging.sequences(0, q.shape[0]), memory=memory,
         )  # fmt: skip
         return [(plan.path, plan.path_reason)]
     first_lse, lse_bytes = address(lse), 4 * q.shape[1] * q.shape[2]  # of a sequence
