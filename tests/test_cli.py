@@ -14,7 +14,7 @@ from conftest import has_gpu
 
 import s2o_cupy
 from s2o_cupy import __main__ as cli
-from s2o_cupy import info, kernels
+from s2o_cupy import demo, info, inputs, kernels
 from s2o_cupy.kernels import CompiledKernel
 
 ROOT = Path(s2o_cupy.__file__).parents[1]
@@ -280,8 +280,6 @@ def test_demo_text(tmp_path):
 
 
 def test_demo_says_which_kernels_ran():
-    from s2o_cupy import demo, inputs
-
     found = demo.run(inputs.builtin("trace", length=300), picture=None)
     if not has_gpu():
         assert (found["path"], found["path_reason"]) == ("numpy", None)
