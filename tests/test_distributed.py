@@ -423,6 +423,25 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
         assert "pass1" not in launched[:at]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "length", "wide"),
+    [("bfloat16", 64, True), ("float32", 36, True), ("bfloat16", 36, False), ("float64", 33, False)],
+)
+def test_rows_are_copied_in_wide_elements_where_they_can_be(torch, dtype, length, wide):
+    """Bit for bit: also NaNs of any kind."""
+    from s2o_cupy.integrations.distributed import _wide
+
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[getattr(torch, dtype).itemsize]
+    info = torch.iinfo(bits)
+    x = torch.randint(info.min, info.max, (1, 10, 3, length), dtype=bits).view(getattr(torch, dtype))
+    assert (_wide(x).dtype == torch.complex128) == wide
+    to = torch.empty(10, 2, 3, length, dtype=x.dtype)
+    to[:, 1].view(_wide(x).dtype).copy_(_wide(x)[0])
+    assert torch.equal(to[:, 1].view(bits), x[0].view(bits))
+    for narrow in (x[..., 1:], x.transpose(2, 3), x.flatten()[1 : 1 + 30 * length - length].view(1, -1, length)):
+        assert _wide(narrow) is narrow
+
+
 def test_two_processes(torch, tmp_path):
     """Lengths that divide evenly, that do not, and that leave chunks empty."""
     seqlens = [8 * SEGMENT, 1000, 3 * SEGMENT, 50]

@@ -461,6 +461,19 @@ def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
         s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
 
 
+def test_what_is_refused_stays_so_after_a_call_like_it():
+    """Checks are remembered, and 1 equals True, and 0.0 False."""
+    arrays = [zeros(1, 4, 30, 64), *[zeros(6, 16, 2, 64)] * 2, zeros(1, 3, dtype=np.int32)]
+    s2o_attention_paged(*arrays, seqlen_k=40, is_causal=True, softcap=0.0)
+    for options in ({"is_causal": 1}, {"softcap": False}, {"scale": True}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} is .*; accepted"):
+            s2o_attention_paged(*arrays, seqlen_k=40, **options)
+    with pytest.raises(ValueError, match="seqlen_k is 60, but page_table has 3 pages of 16 keys"):
+        s2o_attention_paged(*arrays, seqlen_k=60)
+    with pytest.raises(TypeError, match="dtypes differ"):
+        s2o_attention_paged(arrays[0].astype(np.float64), *arrays[1:], seqlen_k=40)
+
+
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """NumPy arrays that claim to be on a GPU; what the pipeline is given, a list of problems for each call."""
