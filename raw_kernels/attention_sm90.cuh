@@ -27,6 +27,7 @@ namespace sm90 {
 // One block of pass 1: consecutive rows, by tensor maps.
 template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typename Traits::Shared& shared) {
+  static_assert(kFitsRegisters<kCopierRegisters, kFirstConsumerRegisters>);
   initialise<Traits, false>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kCopierRegisters>();
@@ -51,12 +52,13 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
 template <class Traits>
 __device__ __forceinline__ void attend_first_in_pages(const AttentionParams& params, typename Traits::Shared& shared) {
   using Rows = ConsecutiveRows<kBlockM>;
+  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
-    registers_shrink<kProducerRegisters<Traits::kPaged>>();
+    registers_shrink<kProducerRegisters<Traits>>();
     produce_from_pages<Traits, Rows>(params, shared);
   } else {
-    registers_grow<kConsumerRegisters<Traits::kPaged>>();
+    registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits>(shared, params).run_first();
   }
 }
@@ -65,12 +67,13 @@ __device__ __forceinline__ void attend_first_in_pages(const AttentionParams& par
 template <class Traits>
 __device__ __forceinline__ void attend_second(const AttentionParams& params, typename Traits::Shared& shared) {
   using Rows = OrderedRows<kBlockM>;
+  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
-    registers_shrink<kProducerRegisters<Traits::kPaged>>();
+    registers_shrink<kProducerRegisters<Traits>>();
     produce_by_gathering<Traits, Rows>(params, shared);
   } else {
-    registers_grow<kConsumerRegisters<Traits::kPaged>>();
+    registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits>(shared, params).run_second();
   }
 }

@@ -10,7 +10,7 @@ namespace sm90 {
 template <class Traits, bool kGathers>
 __device__ __forceinline__ void check_tile(typename Traits::Shared& shared, uint32 stage, Ring<2>& check_ring) {
   using Element = typename Traits::Element;
-  constexpr int kChunks = kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
+  constexpr int kChunks = Traits::kBlockN * Traits::kHeadDim * 2 / 16;  // of 16 bytes
   constexpr uint32 kExponents = Element::kExponentMask, kLowest = kExponents & ~(kExponents << 1);
   constexpr int kWarps = kCheckers<kGathers>;
   const int thread = threadIdx.x - (kWarpgroup - kWarps * 32), warp = thread / 32, lane = threadIdx.x % 32;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
     const uint32 place = item % kPlaces;
     await_work(shared, item);
     const int work = shared.work[place], tiles = shared.items[place].key_tiles;
-    const int first_masked = shared.items[place].limit / kBlockN;
+    const int first_masked = shared.items[place].limit / Traits::kBlockN;
     barrier_arrive(shared.work_empty[place]);
     if (work < 0) return;
     for (int tile = first_masked; tile < tiles; ++tile) {

@@ -11,7 +11,10 @@ struct Consumer : Softmax<Traits> {
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
-  static constexpr bool kStoresLate = kHeadDim == 128;  // pass 1; with 64 the products are too short to gain by it
+  static constexpr int kBlockN = Traits::kBlockN, kSteps = Traits::kSteps, kQueryPlaces = Traits::kQueryPlaces;
+  static constexpr int kQueryAtom = Traits::kQueryAtom, kKeyAtom = Traits::kKeyAtom;
+  static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
+  static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
   using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
   using Softmax<Traits>::shrink, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax, Softmax<Traits>::look;
@@ -42,7 +45,7 @@ struct Consumer : Softmax<Traits> {
 
   // Descriptor of this warpgroup's rows of a q tile.
   __device__ __forceinline__ uint32 queries(uint32 item) const {
-    uint32 q = tile_descriptor(shared_address(shared.q[item % 2]) + group * 64 * 128, 0);
+    uint32 q = tile_descriptor(shared_address(shared.q[item % kQueryPlaces]) + group * 64 * 128, 0);
     asm volatile("" : "+r"(q));  // or it is computed anew for each key tile, while the other warpgroup waits
     return q;
   }
@@ -55,8 +58,9 @@ struct Consumer : Softmax<Traits> {
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
-      const uint32 offset = c / 4 * kAtomBytes + c % 4 * 32;
-      Wgmma<Element>::ss(s, descriptor_at(q, offset), descriptor_at(k, offset), c > 0);
+      const uint32 column = c % 4 * 32;
+      Wgmma<Element>::ss(s, descriptor_at(q, c / 4 * kQueryAtom + column), descriptor_at(k, c / 4 * kKeyAtom + column),
+                         c > 0);
     }
     wgmma_commit();
   }
@@ -64,7 +68,7 @@ struct Consumer : Softmax<Traits> {
   // acc += p v of the next value tile, in flight.
   __device__ __forceinline__ void issue_output() {
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
-    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kAtomBytes);
+    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kKeyAtom);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
@@ -100,12 +104,13 @@ struct Consumer : Softmax<Traits> {
       for (int e = 0; e < 4; ++e) acc[d * 4 + e] *= shrink[e / 2];
   }
 
-  __device__ __forceinline__ void vote(int rows, uint32 tile) {
+  // Look number `n` of this q tile.
+  __device__ __forceinline__ void vote(int rows, uint32 n) {
     const bool small = __all_sync(kFullWarp, look(rows));
     if (lane == 0) {
       const int warp = threadIdx.x / 32 - 4;
-      reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + tile) % kVoteSlots])[warp] = small;
-      barrier_arrive(shared.voted[(voted + tile) % kVoteSlots]);
+      reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + n) % kVoteSlots])[warp] = small;
+      barrier_arrive(shared.voted[(voted + n) % kVoteSlots]);
     }
   }
 
@@ -163,7 +168,7 @@ struct Consumer : Softmax<Traits> {
     // This lane's part of a row of v: kLane elements, the same for every row but for the swizzle.
     const auto part = [&](int key) {
       const int c = lane * kLane / 8;
-      return tile + c / 8 * kAtomBytes + key * 128 + ((c % 8 ^ (key & 7)) << 4) + lane * kLane % 8 * 2;
+      return tile + c / 8 * kKeyAtom + key * 128 + ((c % 8 ^ (key & 7)) << 4) + lane * kLane % 8 * 2;
     };
     const auto row_is_finite = [&](int key) {
       bool finite = true;
@@ -187,7 +192,7 @@ struct Consumer : Softmax<Traits> {
         const float weight = key % 2 ? Element::high(pair) : Element::low(pair);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
-          const uint32 chunk = tile + d / 8 * kAtomBytes + key * 128 + ((d % 8 ^ (key & 7)) << 4);
+          const uint32 chunk = tile + d / 8 * kKeyAtom + key * 128 + ((d % 8 ^ (key & 7)) << 4);
           const uint32 x = load_shared_4(chunk + lane % 4 * 4);
           acc[d * 4 + 2 * h] += weight * Element::low(x);
           acc[d * 4 + 2 * h + 1] += weight * Element::high(x);
@@ -201,20 +206,21 @@ struct Consumer : Softmax<Traits> {
       if (lane != 0) continue;  // lane 0 will release the tile, as above
 #pragma unroll
       for (int c = 0; c < kHeadDim / 8; ++c)
-        store_shared_16(tile + c / 8 * kAtomBytes + key * 128 + ((c % 8 ^ (key & 7)) << 4), make_uint4(0, 0, 0, 0));
+        store_shared_16(tile + c / 8 * kKeyAtom + key * 128 + ((c % 8 ^ (key & 7)) << 4), make_uint4(0, 0, 0, 0));
     }
     fence_for_wgmma();
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
   // Walks the key tiles of q tile number `item` from the second on; the first one's weights are in p. Row r sees the first
-  // `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one key tile after the first that adds too little to each
-  // of the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
+  // `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one look after the first that adds too little to each of
+  // the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
   template <bool kFirst>
   __device__ __forceinline__ int walk(uint32 item, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
-      if (!kFirst && tile >= 2 && all_voted_to_stop(shared, voted + tile - 2)) break;
+      const bool looks = !kFirst && tile % kSteps == 0;
+      if (looks && tile >= 2 * kSteps && all_voted_to_stop(shared, voted + tile / kSteps - 2)) break;
       if (kFirst) guard(limit - (tile - 1) * kBlockN, item);
       issue_scores(q);
       if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
@@ -224,7 +230,7 @@ struct Consumer : Softmax<Traits> {
       }
       issue_output();
       pass_turn();
-      if (!kFirst) vote(rows, tile - 1);  // here, as it runs under the products
+      if (looks) vote(rows, tile / kSteps - 1);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
       bool moved = true;
@@ -238,7 +244,7 @@ struct Consumer : Softmax<Traits> {
       if (moved) rescale();
       pack();
     }
-    release(shared.q_empty[item % 2]);
+    release(shared.q_empty[item % kQueryPlaces]);
     // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next q
     // tile, for which it waits until the one before this is done.
     if (kFirst && unstored) store_last(item - 1);
@@ -320,7 +326,7 @@ struct Consumer : Softmax<Traits> {
     for (uint32 item = 0;; ++item) {
       const uint32 slot = item % 2, place = item % kPlaces;
       if (!take(item)) return;
-      const Item tile = describe(params, OrderedRows<kBlockM>(params, shared.work[place]));
+      const Item tile = describe<kBlockN>(params, OrderedRows<kBlockM>(params, shared.work[place]));
       const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
       wait_for_queries(item);
       const int position[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
@@ -335,11 +341,13 @@ struct Consumer : Softmax<Traits> {
       pack();
       const int visited = walk<false>(item, q, tiles, limit, rows);
       issue_output();
-      vote(rows, visited - 1);
-      voted += visited;
+      const int looks = (visited + kSteps - 1) / kSteps;
+      vote(rows, looks - 1);
+      voted += looks;
       const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
       const int rest = params.remainder ? limit - visited * kBlockN : 0;  // candidates that are not visited, if above 0
-      const Mean mean = load_mean(tile, stored, rest > 0);  // on its way under the product
+      Mean mean;
+      if (kMeanEarly) mean = load_mean(tile, stored, rest > 0);  // on its way under the product
       wgmma_wait<0>();
       release_v();
       // Copies that the producer had started before it saw the stop.
@@ -351,15 +359,16 @@ struct Consumer : Softmax<Traits> {
         barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
         release_v();
       }
+      if (!kMeanEarly) mean = load_mean(tile, stored, rest > 0);
       if (rest > 0) add_remainder(mean, rest);
       store<false>(tile, stored, m, l);
-      if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = visited;
+      if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = looks;
       barrier_arrive(shared.work_empty[place]);
     }
   }
 
   __device__ __forceinline__ void wait_for_queries(uint32 item) const {
-    barrier_wait(shared.q_full[item % 2], item / 2 & 1);
+    barrier_wait(shared.q_full[item % kQueryPlaces], item / kQueryPlaces & 1);
   }
 
   // Waits for the block's q tile number `n`; false after the last.

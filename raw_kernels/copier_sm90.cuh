@@ -9,6 +9,7 @@ namespace sm90 {
 template <class Traits, class Params>
 __device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& params, typename Traits::Shared& shared) {
   if (threadIdx.x != 0) return;
+  constexpr int kBlockN = Traits::kBlockN;
   constexpr uint32 kTileBytes = kBlockN * Traits::kHeadDim * 2;
   Ring<Traits::kStages> k_ring, v_ring;
   Ring<2> check_ring;
@@ -25,7 +26,7 @@ __device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& par
       barrier_expect(full, kTileBytes);
 #pragma unroll
       for (int column = 0; column < Traits::kHeadDim; column += 64)
-        copy_box(shared_address(to) + column / 64 * kAtomBytes, map, full, column, first_key + tile * kBlockN, kv_head,
+        copy_box(shared_address(to) + column / 64 * Traits::kKeyAtom, map, full, column, first_key + tile * kBlockN, kv_head,
                  batch);
     };
     for (int tile = 0; tile <= tiles; ++tile) {

@@ -13,6 +13,7 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
   const AttentionParams& p = params.attention;
   const Geometry& g = p.geometry;
   const Pages& pages = p.pages;
+  constexpr int kBlockN = Traits::kBlockN;
   constexpr uint32 kTileBytes = kBlockN * Traits::kHeadDim * 2;
   const int lane = threadIdx.x;
   const int page_size = 1 << pages.shift, box = min(page_size, kBlockN);  // rows of a box: plan.py sees to the maps
@@ -25,7 +26,7 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
 #pragma unroll
     for (int column = 0; column < Traits::kHeadDim; column += 64)
-      copy_box(shared_address(tile) + column / 64 * kAtomBytes + lane * box * 128, map, full, column, begin, kv_head,
+      copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin, kv_head,
                page);
   };
   Ring<Traits::kStages> k_ring, v_ring;

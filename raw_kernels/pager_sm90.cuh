@@ -14,7 +14,8 @@ template <class Traits, class Rows>
 __device__ __forceinline__ void produce_from_pages(const AttentionParams& params, typename Traits::Shared& shared) {
   const Geometry& g = params.geometry;
   const Pages& pages = params.pages;
-  const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
+  constexpr int kBlockN = Traits::kBlockN, kQueryPlaces = Traits::kQueryPlaces;
+  const CopyLayout<Traits> layout(g.head_dim);
   const int row = layout.kept_row();
   const bool whole_rows = g.head_dim == Traits::kHeadDim;
   const RowUnits<false> q_units(pages, params.q);
@@ -33,13 +34,13 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     if (work < 0) {
       publish<2>(shared, item, work);
     } else {
-      const Item described = describe(params, Rows(params, work));
+      const Item described = describe<kBlockN>(params, Rows(params, work));
       publish<2>(shared, item, work, &described);
     }
   };
   if (threadIdx.x == 0) announce(0, next_work<Rows>(params));
   for (uint32 item = 0;; ++item) {
-    const uint32 slot = item % 2, place = item % kPlaces;
+    const uint32 slot = item % kQueryPlaces, place = item % kPlaces;
     await_work(shared, item);
     const int work = shared.work[place];
     barrier_arrive(shared.work_empty[place]);
@@ -51,7 +52,7 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     const Rows rows(params, work);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
     const uint16 *k = head_rows<true>(params.k, batch, kv_head), *v = head_rows<true>(params.v, batch, kv_head);
-    const int first_key = rows.first_key(g), tiles = rows.key_tiles(g), first_masked = rows.limit(g) / kBlockN;
+    const int first_key = rows.first_key(g), tiles = rows.template key_tiles<kBlockN>(g), first_masked = rows.limit(g) / kBlockN;
     const auto key = [&](int tile) {  // the position of this lane's row; -1 past the end
       const int position = first_key + tile * kBlockN + row;
       return position < g.seqlen_k ? position : -1;
@@ -68,14 +69,14 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
         asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
         if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
+        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
       }
       if (tile == 0) {
         const int position = rows.first + row < g.seqlen_q ? rows.first + row : -1;
-        barrier_wait(shared.q_empty[slot], (item / 2 & 1) ^ 1);
-        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
+        barrier_wait(shared.q_empty[slot], (item / kQueryPlaces & 1) ^ 1);
+        layout.template gather<kBlockM>(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
                       q_units(position), whole_rows && rows.first + kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
@@ -83,7 +84,7 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
         check();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
+        layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         check();
         unchecked = v_ring;

@@ -5,40 +5,48 @@
 namespace s2o {
 namespace sm90 {
 
-// Which rows of a 128-row tile a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
+// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
 // lane also keeps where one of the rows its kLanes threads copy lies, and the others get it by a shuffle.
-template <int kHeadDim>
+template <class Traits>
 struct CopyLayout {
+  static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kLanes = kHeadDim / 8;
   static constexpr int kRows = 32 / kLanes;
-  static constexpr int kPasses = 32 / kRows;
   static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
+  static constexpr bool kFlips = kRows == 1;          // they are 4 rows further, so every other pass is swizzled otherwise
 
-  uint32 target;  // of this thread's first chunk in a tile
+  uint32 target;  // of this thread's first chunk in a tile of keys
   int chunk;      // its offset in a row, in elements
   bool inside;    // of head_dim
 
   __device__ __forceinline__ explicit CopyLayout(int head_dim) {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
-    target = c / 8 * kAtomBytes + row * 128 + ((c % 8 ^ (row & 7)) << 4);
+    target = c / 8 * Traits::kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4);
     inside = c * 8 < head_dim;
     chunk = inside ? c * 8 : 0;
+  }
+  // The same in a tile of kTileRows rows, whose atoms are as much longer.
+  template <int kTileRows>
+  __device__ __forceinline__ uint32 target_in() const {
+    return kTileRows == Traits::kBlockN ? target : target + threadIdx.x % kLanes / 8 * (kTileRows - Traits::kBlockN) * 128;
   }
   // The row of which this lane keeps it.
   static __device__ __forceinline__ int kept_row() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
   }
-  // Starts the copy of 128 rows; `kept`: where this lane's row lies (RowUnits), or kNoRow for zeros, which kFull excludes.
-  template <bool kFull>
+  // Starts the copy of kTileRows rows; `kept`: where this lane's row lies (RowUnits), or kNoRow for zeros, which kFull
+  // excludes.
+  template <int kTileRows, bool kFull>
   __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept) const {
     uint64 base = __cvta_generic_to_global(data + chunk);
     asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int pass = 0; pass < kTileRows / (4 * kRows); ++pass) {
       const uint32 units = __shfl_sync(kFullWarp, kept, pass, kLanes);
-      const uint32 to = tile + target + pass * kPassBytes;
+      const uint32 first = tile + target_in<kTileRows>();
+      const uint32 to = (kFlips && pass % 2 ? first ^ 4 * 16 : first) + pass * kPassBytes;
       if (kFull) {
         cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
       } else {
@@ -47,11 +55,12 @@ struct CopyLayout {
       }
     }
   }
+  template <int kTileRows>
   __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept, bool full) const {
     if (full) {
-      gather<true>(tile, data, kept);
+      gather<kTileRows, true>(tile, data, kept);
     } else {
-      gather<false>(tile, data, kept);
+      gather<kTileRows, false>(tile, data, kept);
     }
   }
 };
@@ -85,22 +94,32 @@ __device__ __forceinline__ void look_up_next(Shared& shared, int row) {
 
 template <class Traits, class Rows>
 __device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
-  constexpr int kStages = Traits::kStages;
+  constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kSteps = Traits::kSteps;
+  constexpr int kQueryPlaces = Traits::kQueryPlaces;
   constexpr bool kPaged = Traits::kPaged;
   const Geometry& g = params.geometry;
   const Pages& pages = params.pages;
-  const CopyLayout<Traits::kHeadDim> layout(g.head_dim);
+  const CopyLayout<Traits> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
+  const auto query_units = [&](int position) {
+    if constexpr (kPaged && Traits::kHeadDim > 128) {  // registers do not suffice to keep them
+      auto q = params.q;
+      asm volatile("" : "+l"(q.row));
+      return RowUnits<false>(pages, q)(position);
+    } else {
+      return q_units(position);
+    }
+  };
   if (thread == 0) {
     take_next<Rows>(params, shared);
     publish<2>(shared, 0, shared.next.work);
   }
   Ring<kStages> k_ring, v_ring;
-  uint32 voted = 0;  // key tiles of the q tiles before this one
+  uint32 voted = 0;  // looks of the q tiles before this one
   for (uint32 item = 0;; ++item) {
-    const uint32 slot = item % 2, item_parity = item / 2 & 1, place = item % kPlaces;
+    const uint32 slot = item % kQueryPlaces, item_parity = item / kQueryPlaces & 1, place = item % kPlaces;
     await_work(shared, item);
     const int work = shared.work[place];
     barrier_arrive(shared.work_empty[place]);
@@ -127,11 +146,13 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
-    // A stop at key tile t means that t + 1 is the last. It is read kStages + 1 tiles later, when t's copies have been
-    // used for sure; past the end of the list only to know whether consumers stopped short of it.
+    // A stop in a look at key tiles (kSteps of them) means that those of the next are the last. It is read
+    // kStages - 1 tiles past these, when the copies that it looked at have been used for sure; past the end of the list only
+    // to know whether consumers stopped short of it.
     constexpr int kPastEnd = kStages - 2;
     for (; tile <= tiles + kPastEnd; ++tile) {
-      if (tile > kStages && all_voted_to_stop(shared, voted + tile - kStages - 1)) break;
+      const bool looks = tile > kStages + 2 * (kSteps - 1) && (tile - kStages + 1) % kSteps == 0;
+      if (looks && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kSteps - 2)) break;
       if (tile > tiles) continue;
       const uint32 v_before = v_row;
       if (tile < tiles) {
@@ -141,7 +162,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
         asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
         if (!kPaged && tile + 1 < tiles) ahead = key(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
+        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
         if constexpr (kPaged) {
@@ -152,21 +173,21 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], item_parity ^ 1);
-        shared.rows[slot][row] = position;
-        layout.gather(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
-                      q_units(position), whole_rows && rows.count == kBlockM);
+        shared.rows[item % 2][row] = position;
+        layout.template gather<kBlockM>(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
+                      query_units(position), whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) take_next<Rows>(params, shared);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.gather(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
+        layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
         if (tile == 1) look_up_next(shared, row);
       }
     }
-    voted += tile > tiles + kPastEnd ? tiles : tile - kStages + 1;
+    voted += (tile > tiles + kPastEnd ? tiles + kSteps - 1 : tile - kStages + 1) / kSteps;
     // Rows of the q tile before this one are read until it is done, and there is room for two.
     if (threadIdx.x == 0) publish<2>(shared, item + 1, shared.next.work);
   }

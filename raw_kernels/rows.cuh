@@ -28,8 +28,11 @@ struct ConsecutiveRows : QueryTile {
   __device__ __forceinline__ int keys(const Geometry& g) const {
     return g.is_causal ? limit(g) + count - 1 : limit(g);
   }
-  // Tiles of kBlockM keys. Where there are none one is read, of which no row sees a key.
-  __device__ __forceinline__ int key_tiles(const Geometry& g) const { return max(1, (keys(g) + kBlockM - 1) / kBlockM); }
+  // Where there are no keys one tile is read, of which no row sees a key.
+  template <int kKeys>
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const {
+    return max(1, (keys(g) + kKeys - 1) / kKeys);
+  }
 };
 
 // Pass 1 of packed sequences: row r is query first + r of all, and sees keys of its own sequence alone.
@@ -60,7 +63,10 @@ struct PackedRows : QueryTile {
   __device__ __forceinline__ int keys(const Geometry& g) const {
     return g.is_causal ? causal_limit + count - 1 : seqlen_k;
   }
-  __device__ __forceinline__ int key_tiles(const Geometry& g) const { return max(1, (keys(g) + kBlockM - 1) / kBlockM); }
+  template <int kKeys>
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const {
+    return max(1, (keys(g) + kKeys - 1) / kKeys);
+  }
 };
 
 // Pass 2: row r is query begin + order[r].
@@ -83,7 +89,10 @@ struct OrderedRows : QueryTile {
   // Every row sees every candidate.
   __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
   __device__ __forceinline__ int keys(const Geometry& g) const { return g.candidates(segment); }
-  __device__ __forceinline__ int key_tiles(const Geometry& g) const { return (keys(g) + kBlockM - 1) / kBlockM; }
+  template <int kKeys>
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const {
+    return (keys(g) + kKeys - 1) / kKeys;
+  }
   // Positions of the candidates, most important first.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);

@@ -20,14 +20,14 @@ __device__ __forceinline__ void schedule(const Mapped<Params>& params, typename 
     }
     taken = take_work(p);
     const Rows rows(p, work);
-    const Item described = describe(p, rows);
+    const Item described = describe<Traits::kBlockN>(p, rows);
     publish<3>(shared, item, work, &described);
-    const uint32 slot = item % 2;
-    barrier_wait(shared.q_empty[slot], (item / 2 & 1) ^ 1);
+    const uint32 slot = item % Traits::kQueryPlaces;
+    barrier_wait(shared.q_empty[slot], (item / Traits::kQueryPlaces & 1) ^ 1);
     barrier_expect(shared.q_full[slot], kBlockM * Traits::kHeadDim * 2);
 #pragma unroll
     for (int column = 0; column < Traits::kHeadDim; column += 64)
-      copy_box(shared_address(shared.q[slot]) + column / 64 * kAtomBytes, params.q, shared.q_full[slot], column,
+      copy_box(shared_address(shared.q[slot]) + column / 64 * Traits::kQueryAtom, params.q, shared.q_full[slot], column,
                rows.first, described.head_in_batch, described.batch);
   }
 }

@@ -17,20 +17,23 @@ using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
 
 namespace sm90 {
 
-constexpr int kBlockM = 128, kBlockN = 128;
+constexpr int kBlockM = 128;
+constexpr int kLookKeys = 128;  // keys between two looks at whether to stop: block_n
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kPlaces = 4;     // of q tiles that the block knows of
-// 128 and 256 threads share 65,536 registers.
+// 128 threads of a producer and 256 consumers share what the block was launched with, 384 x 168 registers.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
-// Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way.
-template <bool kPaged>
-constexpr int kProducerRegisters = kPaged ? 88 : 72;
-template <bool kPaged>
-constexpr int kConsumerRegisters = kPaged ? 208 : 216;
-constexpr int kAtomBytes = 128 * 128;
-constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 key tiles ahead of a reader of its votes
+// Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way; outputs
+// of head_dim 256 leave no more.
+template <class Traits>
+constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 88 : 72;
+template <class Traits>
+constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 208 : 216;
+template <int kProducer, int kConsumer>
+constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
+constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 looks ahead of a reader of its votes
 // kTurn has one for either warpgroup.
 enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
 
@@ -59,10 +62,15 @@ struct Traits {
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
   static constexpr bool kPacked = kPacked_;   // rows past a sequence's own are another's
   static constexpr int kDimTiles = kHeadDim / 8;
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is padded to 64 or 128");
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
+  // Of head_dim 256 registers and shared memory have room for half a key tile, and for the queries of one q tile.
+  static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;  // keys of a key tile
+  static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
+  static constexpr int kSteps = kLookKeys / kBlockN;  // key tiles of a look
+  static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
 
   struct Shared {
-    uint16 q[2][kBlockM * kHeadDim];
+    uint16 q[kQueryPlaces][kBlockM * kHeadDim];
     uint16 k[kStages][kBlockN * kHeadDim];
     uint16 v[kStages][kBlockN * kHeadDim];
     int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
@@ -92,7 +100,7 @@ struct Ring {
   }
 };
 
-// Did every row of the block vote to stop at key tile `tile` (counted over all q tiles of the block)?
+// Did every row of the block vote to stop at look `tile` (counted over all q tiles of the block)?
 template <class Shared>
 __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
   barrier_wait(shared.voted[tile % kVoteSlots], tile / kVoteSlots & 1);

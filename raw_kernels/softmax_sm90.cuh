@@ -9,7 +9,7 @@ namespace sm90 {
 template <class Traits>
 struct Softmax {
   using Element = typename Traits::Element;
-  static constexpr int kKeyTiles = kBlockN / 8;
+  static constexpr int kBlockN = Traits::kBlockN, kKeyTiles = kBlockN / 8;
 
   float s[kKeyTiles * 4];    // [rows, keys]: scores, then weights
   float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad; m as of its last move

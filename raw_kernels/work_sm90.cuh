@@ -23,7 +23,8 @@ __device__ __forceinline__ int next_work(const Params& params) {
   return work_from<Rows>(params, take_work(params));
 }
 
-template <class Rows>
+// kKeys: of a key tile.
+template <int kKeys, class Rows>
 __device__ __forceinline__ Item describe(const AttentionParams& params, const Rows& rows) {
   Item item;
   item.head = rows.head;
@@ -32,7 +33,7 @@ __device__ __forceinline__ Item describe(const AttentionParams& params, const Ro
   item.first = rows.first_query();
   item.rows = rows.count;
   item.limit = rows.limit(params.geometry);
-  item.key_tiles = rows.key_tiles(params.geometry);
+  item.key_tiles = rows.template key_tiles<kKeys>(params.geometry);
   item.visited = rows.visited_index(params);
   if constexpr (!Rows::kOrdered) {
     item.kv_head = rows.kv_head(params.heads, params.kv_heads);

@@ -111,6 +111,7 @@ class PackedPass:
         self.attention["geometry"]["seqlen_q"] = operands[0].shape[2]
         self.attention["geometry"]["seqlen_k"] = operands[1].shape[2]
         if self.maps is not None:
-            maps = (tensor_map(x.pointer, x.shape, x.strides, HOPPER_BLOCK) for x in operands[:3])
+            rows = (HOPPER_BLOCK, self.plan.map_rows, self.plan.map_rows)
+            maps = (tensor_map(x.pointer, x.shape, x.strides, box) for x, box in zip(operands, rows, strict=False))
             self.maps[:] = np.frombuffer(b"".join(maps), np.uint8)
         self.pointed = (operands, lse)

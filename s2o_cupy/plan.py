@@ -173,19 +173,24 @@ def _attention(
     )
 
 
-HOPPER_HEAD_DIMS = (64, 128)
-HOPPER_BLOCK = 128  # rows and keys of a Hopper tile
+HOPPER_BLOCK = 128  # rows of a Hopper tile, and keys between two looks at whether to stop
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
+HOPPER_SCORE_HEAD_DIM = 128  # up to which keys are scored by wgmma
 SMALLEST_BOX = 32  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
-def page_box(geometry: Geometry, page_size: int) -> int:
+def hopper_block_n(head_dim: int) -> int:
+    """Keys of a Hopper tile (sm90::Traits::kBlockN)."""
+    return 64 if head_dim > 128 else 128
+
+
+def page_box(geometry: Geometry, page_size: int, head_dim: int = 128) -> int:
     """Rows of a page that the copy engine brings at once in pass 1; 0: it does not, and rows are gathered.
 
     As many as a page or a tile has, if the keys that segments' tiles begin with are multiples of it.
     """
-    box = min(HOPPER_BLOCK, page_size)
+    box = min(hopper_block_n(head_dim), page_size)
     from_key_0 = geometry.window >= geometry.seqlen_k  # every segment
     starts = 0 if from_key_0 else math.gcd(geometry.segment, geometry.offset - geometry.window)
     return box if box >= SMALLEST_BOX and starts % box == 0 else 0
@@ -212,7 +217,8 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
-    tiles = (2 + 2 * HOPPER_STAGES) * HOPPER_BLOCK * head_dim * 2
+    query_places = 1 if head_dim > 128 else 2
+    tiles = (query_places * HOPPER_BLOCK + 2 * HOPPER_STAGES * hopper_block_n(head_dim)) * head_dim * 2
     places, item = 4, 10 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item), 2 * 4 + 4 * 8
     barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
@@ -229,8 +235,6 @@ def hopper_refusal(
     """Why the Hopper kernels cannot run a problem, or None."""
     if limits.compute_capability != 90:
         return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
-    if problem.head_dim > HOPPER_HEAD_DIMS[-1]:
-        return f"head_dim is {problem.head_dim}, above {HOPPER_HEAD_DIMS[-1]}"
     if not aligned:
         return "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple of 8"
     if not compact:
@@ -333,12 +337,13 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
         for aligned, softcap in together:
             kernels.append(_attention("pass1_packed", dtype, head_dim, aligned, block_m1, limits, softcap))
     if compute_capability == 90:
-        for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HOPPER_HEAD_DIMS, (False, True)):
+        for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, not paged):
                 kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
             third = "pass1_gathered_sm90" if paged else "pass1_packed_sm90"
             kernels += [_hopper(third, dtype, head_dim, softcap, paged) for softcap in caps(dtype, head_dim, False)]
-            kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
+            if head_dim <= HOPPER_SCORE_HEAD_DIM:
+                kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_fine_scores(dtype, head_dim, paged)]
     return tuple(kernels)
 
 
@@ -389,7 +394,7 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
-    map_rows = page_box(geometry, page_size) if paged else HOPPER_BLOCK
+    map_rows = page_box(geometry, page_size, head_dim) if paged else hopper_block_n(head_dim)
     key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
     fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
     refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
@@ -404,13 +409,14 @@ def make_plan(
         path = "hopper"
         collects = dense and paged and not map_rows and _collects(problem, config)
         if collects:
-            map_rows = HOPPER_BLOCK
+            map_rows = hopper_block_n(head_dim)
         name1 = "pass1_gathered_sm90" if paged and not map_rows else "pass1_sm90"
         pass1 = _hopper(name1, problem.dtype, head_dim, softcap, paged and not collects)
         pass2 = _hopper("pass2_sm90", problem.dtype, head_dim, softcap, paged)
-        fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
-        if config.coarse.representatives == 1:
-            key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)
+        if head_dim <= HOPPER_SCORE_HEAD_DIM:
+            fine_scores = _hopper_fine_scores(problem.dtype, head_dim, paged)
+            if config.coarse.representatives == 1:
+                key_scores = _hopper_key_scores(problem.dtype, head_dim, paged)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,

@@ -83,7 +83,7 @@ class Case:
         """Whether the Hopper kernels take it."""
         elsewhere = self.arrange in ("one element in", "odd row stride", "sequence backwards")
         tiles = (self.block_m, self.block_n) == (128, 128)
-        head_dim = self.head_dim <= 128 and self.head_dim % 8 == 0
+        head_dim = self.head_dim % 8 == 0
         return tiles and head_dim and not elsewhere and (self.scale is None or self.scale > 1e-37)
 
 
@@ -242,6 +242,7 @@ SANITIZED = (
     Case(seqlen_q=140, poison=("v", 130, NAN), head_dim=128),
     Case(seqlen_q=600, segment=512, head_dim=128, poison=("v", 500, NAN)),  # behind tiles without a mask
     Case(seqlen_q=300, head_dim=256),
+    Case(seqlen_q=600, segment=512, head_dim=256, poison=("v", 500, NAN)),
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),

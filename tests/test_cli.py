@@ -285,8 +285,8 @@ def test_demo_says_which_kernels_ran():
         assert (found["path"], found["path_reason"]) == ("numpy", None)
     found |= {"backend": "cupy", "gpu": "a GPU", "path": "hopper", "path_reason": None}
     assert "\nKernels: hopper.\n" in demo.table(found)
-    found |= {"path": "portable", "path_reason": "head_dim is 136, above 128"}
-    assert "\nKernels: portable, as head_dim is 136, above 128.\n" in demo.table(found)
+    found |= {"path": "portable", "path_reason": "scale is -1.0, not positive"}
+    assert "\nKernels: portable, as scale is -1.0, not positive.\n" in demo.table(found)
 
 
 def test_demo_on_a_file_at_tau_0(tmp_path, rng):

@@ -234,15 +234,20 @@ FAULTS = [
     ),
     *_faults(
         "pass2_sm90", HOPPER,
-        ("rows are swizzled wrongly", "stop", "((c % 8 ^ (row & 7)) << 4)", "((c % 8 ^ (row & 3)) << 4)"),
+        ("rows are swizzled wrongly", "stop", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
+         "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
         ("the mass before the tile is not rescaled", "stop", "      l[h] *= shrink[h];\n", ""),
-        ("one visited tile is not counted", "stop", "params.visited[tile.visited] = visited;",
-         "params.visited[tile.visited] = visited - 1;"),
+        ("one visited tile is not counted", "stop", "params.visited[tile.visited] = looks;",
+         "params.visited[tile.visited] = looks - 1;"),
         ("the state's output is not multiplied by l", "output", "Element::high(x) * ml.y", "Element::high(x)"),
         ("the output is not rescaled", "output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
         ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
+    ),
+    *_faults(
+        "pass2_sm90", replace(HOPPER, head_dim=256),
+        ("all rows are swizzled as the first four", "stop", "pass % 2 ? first ^ 4 * 16", "false ? first"),
     ),
     *_faults(
         "pass2_sm90", RISING,

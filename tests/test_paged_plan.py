@@ -59,7 +59,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
         assert kernel.paged == (stage in READERS)
         assert kernel.paged or kernel == getattr(other, stage)
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
-    hopper = compute_capability == 90 and path == "auto" and block_m == 128 and head_dim <= 128
+    hopper = compute_capability == 90 and path == "auto" and block_m == 128
     of_hopper = "pass1_sm90" if page_size == 32 else "pass1_gathered_sm90"
     assert plan.pass1.function == (of_hopper if hopper else "pass1")
 
@@ -70,21 +70,23 @@ def test_a_plan_of_unaligned_rows_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("page_size", "seqlen_q", "seqlen_k", "window", "rows"),
+    ("page_size", "seqlen_q", "seqlen_k", "window", "head_dim", "rows"),
     [
-        (16, 4096, 4096, 0, 0),  # gathering is faster
-        (32, 4096, 4096, 0, 32),
-        (32, 4000, 4096, 0, 32),  # segments begin with key 96, 1120, ...
-        (64, 4000, 4096, 0, 0),
-        (64, 4000, 4096, 96, 64),  # and read from key 0, 1024, ...
-        (64, 4000, 4001, 4001, 64),  # every segment reads from key 0
-        (256, 4096, 4096, 0, 128),  # a tile's rows
-        (256, 4096, 4096, 64, 0),
+        (16, 4096, 4096, 0, 128, 0),  # gathering is faster
+        (32, 4096, 4096, 0, 128, 32),
+        (32, 4000, 4096, 0, 128, 32),  # segments begin with key 96, 1120, ...
+        (64, 4000, 4096, 0, 128, 0),
+        (64, 4000, 4096, 96, 128, 64),  # and read from key 0, 1024, ...
+        (64, 4000, 4001, 4001, 128, 64),  # every segment reads from key 0
+        (256, 4096, 4096, 0, 128, 128),  # a tile's rows
+        (256, 4096, 4096, 0, 256, 64),
+        (256, 4096, 4096, 64, 128, 0),
+        (256, 4096, 4096, 64, 256, 64),
     ],
 )
-def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, rows):
+def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, head_dim, rows):
     """They begin where tiles may, and end with their page."""
-    problem = replace(PROBLEM, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    problem = replace(PROBLEM, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim)
     config = S2OConfig(window=window, dense_up_to=0)
     plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
     assert plan.map_rows == rows
@@ -103,7 +105,8 @@ def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, rows):
         (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2 - 1}, False),
         (16, {}, {"dense_up_to": 0}, False),
         (16, {}, {"path": "portable"}, False),
-        (16, {"head_dim": 256}, {}, False),
+        (16, {"head_dim": 256}, {}, True),
+        (16, {"scale": -1.0}, {}, False),
     ],
 )
 def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects):
@@ -117,17 +120,18 @@ def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects
     assert plan.collect_pages.name in {kernel.name for kernel in kernels_for(90)}
     assert plan.pass1 == make_plan(problem, config, DeviceLimits.of_architecture(90), True).pass1
     memory = workspace(plan, problem, config)
-    row = problem.kv_heads * page_size * problem.head_dim
-    cache = Operand(0, (999, problem.kv_heads, page_size, 128), (row, 128, problem.kv_heads * 128))
-    heads = (0, problem.seqlen_q * 128, 128)
-    of_q = Operand(0, (1, problem.heads, problem.seqlen_q, 128), heads)
+    dim = problem.head_dim
+    row = problem.kv_heads * page_size * dim
+    cache = Operand(0, (999, problem.kv_heads, page_size, dim), (row, dim, problem.kv_heads * dim))
+    heads = (0, problem.seqlen_q * dim, dim)
+    of_q = Operand(0, (1, problem.heads, problem.seqlen_q, dim), heads)
     operands = {"q": of_q, "k": cache, "v": cache, "out": of_q}
     first, second = launches(plan, problem, config, operands, memory, True, Paging(0, 0, page_size, 999))
     assert (first.stage, second.stage) == ("collect_pages", "pass1")
-    assert first.blocks * 4 * 256 >= int(first.params["chunks"]) == 2 * 4096 * 128 * 2 // 16
+    assert first.blocks * 4 * 256 >= int(first.params["chunks"]) == 2 * 4096 * dim * 2 // 16
     found = memory.operand("values", 1 << 20)
     assert found.pointer == (1 << 20) + memory.places["values"].offset
-    assert (found.shape, found.strides) == ((1, 2, 4096, 128), (0, 4096 * 128, 128))
+    assert (found.shape, found.strides) == ((1, 2, 4096, dim), (0, 4096 * dim, dim))
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,6 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
     ("changes", "options", "message"),
     [
         ({}, {"compute_capability": 100}, "compute capability 10.0, not 9.0"),
-        ({"head_dim": 136}, {}, "head_dim is 136, above 128"),
         ({}, {"aligned": False}, "does not start on 16 bytes"),
         ({}, {"compact": False}, "more than 64 GiB apart"),
         ({"scale": 0.0}, {}, "scale is 0.0, not positive"),
@@ -314,9 +313,10 @@ def test_what_the_hopper_kernels_cannot_run_goes_to_the_portable_ones(changes, o
         plan_of(problem, S2OConfig(path="hopper"), **options)
 
 
-def test_the_hopper_kernels_run_what_they_can():
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+def test_the_hopper_kernels_run_what_they_can(head_dim):
     for config in (S2OConfig(), S2OConfig(path="hopper"), S2OConfig(tau=0)):
-        plan = plan_of(a_problem(), config)
+        plan = plan_of(replace(a_problem(), head_dim=head_dim), config)
         assert (plan.pass1.function, plan.pass2.function) == ("pass1_sm90", "pass2_sm90")
         assert plan.stop_lag == STOP_LAG["hopper"]
         assert (plan.path, plan.path_reason) == ("hopper", None)
@@ -325,16 +325,15 @@ def test_the_hopper_kernels_run_what_they_can():
 @pytest.mark.parametrize(
     ("changes", "config", "options", "reason"),
     [
-        ({"head_dim": 136}, {}, {}, "head_dim is 136, above 128"),
         ({"scale": -1.0}, {}, {}, "scale is -1.0, not positive"),
         ({}, {"block_m": 64}, {}, "block_m and block_n are 64 and 128, not 128"),
         ({}, {}, {"aligned": False}, "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple"),
         ({}, {}, {"compact": False}, "rows, heads or batches of q, k or v are in descending order of address"),
-        ({"head_dim": 256}, {"tau": 0}, {}, "head_dim is 256, above 128"),  # a dense call too
+        ({"scale": -1.0}, {"tau": 0}, {}, "scale is -1.0, not positive"),  # a dense call too
         ({}, {"path": "portable"}, {}, None),  # as asked for
-        ({"head_dim": 136}, {"path": "portable"}, {}, None),
+        ({"scale": -1.0}, {"path": "portable"}, {}, None),
         ({}, {}, {"compute_capability": 80}, None),  # there are no other kernels
-        ({"head_dim": 136}, {}, {"compute_capability": 100}, None),
+        ({"scale": -1.0}, {}, {"compute_capability": 100}, None),
     ],
 )
 def test_a_plan_says_why_it_does_not_take_the_hopper_kernels(changes, config, options, reason):
