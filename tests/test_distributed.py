@@ -579,3 +579,18 @@ def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
 
 def test_config_decides_the_chunks(torch):
     assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512)
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (2, 3), (3, 0), (0, 0)], ids=str)
+def test_two_chunks_go_to_their_positions(torch, lengths):
+    from s2o_cupy.integrations.distributed import _copy_pair
+
+    first, second = lengths
+    x = torch.arange(3 * (first + second) * 2.0).view(3, first + second, 2).transpose(0, 1)
+    to = torch.zeros(12, 2, 3, 2)
+    places = (1, 1 + first), (8, 8 + second)
+    _copy_pair(to[:, 1], x, (places[0], slice(0, first)), (places[1], slice(first, first + second)))
+    expected = torch.zeros(12, 3, 2)
+    expected[1 : 1 + first], expected[8 : 8 + second] = x[:first], x[first:]
+    assert torch.equal(to[:, 1], expected)
+    assert not to[:, 0].any()

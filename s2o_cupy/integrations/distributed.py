@@ -26,6 +26,8 @@ from .zigzag import Zigzag
 __all__ = ["SequenceParallel"]
 
 Tensor = Any  # torch.Tensor
+Span = tuple[tuple[int, int], slice]  # positions [begin, end) in the sequence, and where a rank has these rows
+Transfer = tuple[Callable[..., Any], int, int, int]  # isend or irecv, positions [begin, end), the other rank
 SPLITS = ("sequence", "heads")
 
 
@@ -144,7 +146,7 @@ class SequenceParallel:
         self._check_length("gather", x, axis, self.length)
         rows = x.movedim(axis, 0)
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
-        for (begin, end), here in self._spans():
+        for (begin, end), here in self.spans:
             whole[begin:end] = rows[here]
         _wait([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
         return whole.movedim(0, axis).contiguous()
@@ -270,7 +272,7 @@ class SequenceParallel:
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
         sums = self._sums(q, problem)
         done = made = 0
-        for chunk, begin, end in self.zigzag.runs(self.rank):
+        for chunk, begin, end in self.runs:
             needed = self.zigzag.rounds_before(chunk)
             # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The rest
             # leave when launches are under way, as sending takes the host longer than launching.
@@ -297,27 +299,42 @@ class SequenceParallel:
         shape = (problem.batch * problem.kv_heads, sum_blocks(self.zigzag.seqlen), 2, padded_head_dim(problem.head_dim))
         return q.new_empty(shape, dtype=torch.float32)
 
-    def _spans(self) -> list[tuple[tuple[int, int], slice]]:
-        """For each chunk of this rank its positions, and where its rows are among this rank's."""
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        return self.zigzag.runs(self.rank)
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """This rank's chunks."""
         positions = self.zigzag.rows(self.rank)
         ends = list(itertools.accumulate(end - begin for begin, end in positions))
         return list(zip(positions, map(slice, [0, *ends], ends), strict=True))
 
+    @functools.cached_property
+    def transfers(self) -> list[list[Transfer]]:
+        """Those of each round. Every rank takes part in the same order."""
+        found: list[list[Transfer]] = []
+        for index in range(self.zigzag.rounds):
+            found.append(transfers := [])
+            for distance in range(1, self.world_size):
+                to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+                for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
+                    begin, end = self.zigzag.bounds(self.zigzag.chunk(owner, index))
+                    if begin < end:
+                        transfers.append((transfer, begin, end, peer))
+        return found
+
     def _exchange(self, whole: Tensor, index: int) -> _Exchange:
         """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``.
 
-        All at once, so that links are busy in both directions; every rank takes part in the same order.
+        All at once, so that links are busy in both directions.
         """
-        transfers = []
-        for distance in range(1, self.world_size):
-            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
-                begin, end = self.zigzag.bounds(self.zigzag.chunk(owner, index))
-                if begin < end:
-                    rows = _bytes(whole[begin:end])
-                    transfers.append(dist.P2POp(transfer, rows, group=self.group, tag=index, group_peer=peer))
+        works = [
+            dist.P2POp(transfer, _bytes(whole[begin:end]), group=self.group, tag=index, group_peer=peer)
+            for transfer, begin, end, peer in self.transfers[index]
+        ]
         with torch.cuda.device_of(whole):  # a batch is of the current device
-            return _Exchange(dist.batch_isend_irecv(transfers) if transfers else [])
+            return _Exchange(dist.batch_isend_irecv(works) if works else [])
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """Rows for heads; the whole sequence of a share of the heads; heads for rows. lse or None."""
@@ -403,11 +420,12 @@ class _Gathering:
         self.exchanges: list[_Exchange] = []
         # Rounds are sent on a stream beside the current one, or they would wait for what was launched before them.
         self.beside = torch.cuda.Stream(k.device, priority=-1) if k.device.type == "cuda" else None
-        self.copied = []  # CUDA events: this rank's chunk of each round is in kv
-        keys, values = _wide(k), _wide(v)
-        for (begin, end), rows in parallel._spans():
-            for i, x in enumerate((keys, values)):
-                self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
+        self.copied = []  # CUDA events: this rank's chunks of each pair of rounds are in kv
+        own = [_wide(x) for x in (k, v)]
+        places = [(self.kv.view(x.dtype)[:, i], x.transpose(0, 1)) for i, x in enumerate(own)]  # to, from
+        for index in range(0, parallel.zigzag.rounds, 2):
+            for to, x in places:
+                _copy_pair(to, x, *parallel.spans[index : index + 2])
             if self.beside is not None:
                 self.copied.append(torch.cuda.current_stream(k.device).record_event())
 
@@ -416,7 +434,7 @@ class _Gathering:
         for index in range(len(self.exchanges), rounds):
             with torch.cuda.stream(self.beside):  # None: as it is
                 if self.beside is not None:
-                    self.beside.wait_event(self.copied[index])
+                    self.beside.wait_event(self.copied[index // 2])
                 self.exchanges.append(self.parallel._exchange(self.kv, index))
 
     def awaits(self, rounds: int) -> bool:
@@ -426,6 +444,18 @@ class _Gathering:
     def wait(self, rounds: int) -> None:
         """The current stream, or on the CPU the host, waits for the first so many rounds."""
         _wait(self.exchanges[:rounds])
+
+
+def _copy_pair(to: Tensor, x: Tensor, *spans: Span) -> None:
+    """The rows of two chunks from ``x`` to their positions in ``to``: by one launch if they are as many."""
+    ((begin, end), here), ((next_begin, next_end), next_here) = spans
+    if end - begin == next_end - next_begin > 0:
+        step = (next_begin - begin) * to.stride(0)
+        both = to[begin:].as_strided((2, end - begin, *to.shape[1:]), (step, *to.stride()))
+        both.copy_(x[here.start : next_here.stop].unflatten(0, (2, -1)))
+    else:
+        for (begin, end), here in spans:
+            to[begin:end].copy_(x[here])
 
 
 def _wide(x: Tensor) -> Tensor:
