@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +50,7 @@ def test_every_position_is_one_rank_s(zigzag):
 
 
 def test_chunks_go_there_and_back():
-    assert [Zigzag(0, 3, 1).chunks(rank) for rank in range(3)] == [(0, 5, 6, 11), (1, 4, 7, 10), (2, 3, 8, 9)]
+    assert [Zigzag(0, 3, 1, rounds=4).chunks(rank) for rank in range(3)] == [(0, 5, 6, 11), (1, 4, 7, 10), (2, 3, 8, 9)]
     assert [Zigzag(0, 2, 1, rounds=2).chunks(rank) for rank in range(2)] == [(0, 3), (1, 2)]
 
 
@@ -277,11 +276,11 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
 
 
-def _in_rounds(rank, world_size, folder, rounds, *arguments):
+def _in_rounds(rank, world_size, folder, rounds, function, *arguments):
     import s2o_cupy.integrations.distributed as module
 
-    module.Zigzag = partial(Zigzag, rounds=rounds)
-    _equal_to_one_process(rank, world_size, folder, *arguments)
+    module.rounds_for = lambda seqlen: rounds
+    function(rank, world_size, folder, *arguments)
 
 
 def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
@@ -329,7 +328,7 @@ def _refused(rank, world_size, folder):
         by_heads.attention(x, x, x)
 
 
-def _later_rows_are_waited_for(rank, world_size, folder):
+def _later_rows_are_waited_for(rank, world_size, folder, expected):
     """A rank sends what others need first, computes what needs nothing of others before anything has arrived, and waits
     for no more than it needs."""
     import torch.distributed as dist
@@ -361,9 +360,7 @@ def _later_rows_are_waited_for(rank, world_size, folder):
     module.dist.batch_isend_irecv, module.attend = start, compute
     both.attention(*(both.shard(x, 2) for x in (q, k, v)))
     module.dist.batch_isend_irecv, module.attend = exchange, attend
-    first = "start, attend 1, start, start, start, attend 5, wait 0, wait 1, attend 8, wait 2, wait 3"
-    last = "start, attend 3, wait 0, start, start, start, attend 7, wait 1, wait 2, wait 3"
-    assert ", ".join(log) == (last if rank else first)
+    assert ", ".join(log) == expected[rank]
 
 
 @pytest.mark.parametrize(
@@ -452,9 +449,13 @@ def test_capped_scores_in_two_processes(torch, tmp_path):
     run_ranks(_capped, 2, tmp_path, [8 * SEGMENT, 1000], ["sequence", "heads"], "float32", "cpu")
 
 
-@pytest.mark.parametrize("rounds", [2, 6])
+def test_a_long_sequence_is_dealt_out_in_more_rounds(torch):
+    assert [parallel(seqlen).zigzag.rounds for seqlen in (0, 524_288, 524_289)] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("rounds", [4, 6])
 def test_other_numbers_of_rounds(torch, tmp_path, rounds):
-    run_ranks(_in_rounds, 2, tmp_path, rounds, [1000], ["sequence"], "float32", "cpu")
+    run_ranks(_in_rounds, 2, tmp_path, rounds, _equal_to_one_process, [1000], ["sequence"], "float32", "cpu")
 
 
 @pytest.mark.slow
@@ -470,8 +471,21 @@ def test_errors_come_before_anything_is_sent(torch, tmp_path):
     run_ranks(_refused, 2, tmp_path)
 
 
-def test_computing_overlaps_sending(torch, tmp_path):
-    run_ranks(_later_rows_are_waited_for, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [
+        (2, ("start, attend 2, start, attend 8, wait 0, wait 1", "start, attend 6, wait 0, start, wait 1")),
+        (
+            4,
+            (
+                "start, attend 1, start, start, start, attend 5, wait 0, wait 1, attend 8, wait 2, wait 3",
+                "start, attend 3, wait 0, start, start, start, attend 7, wait 1, wait 2, wait 3",
+            ),
+        ),
+    ],
+)
+def test_computing_overlaps_sending(torch, tmp_path, rounds, expected):
+    run_ranks(_in_rounds, 2, tmp_path, rounds, _later_rows_are_waited_for, expected)
 
 
 # ---------------------------------------------------------------- several GPUs
@@ -491,6 +505,12 @@ def two_gpus(torch, monkeypatch):
 @pytest.mark.parametrize("split", ["sequence", "heads"])
 def test_two_gpus(two_gpus, tmp_path, split):
     run_ranks(_equal_to_one_process, 2, tmp_path, [2000, 3 * SEGMENT, 50, 8 * SEGMENT], [split], "bfloat16", "cuda")
+
+
+@pytest.mark.gpu
+def test_two_gpus_in_four_rounds(two_gpus, tmp_path):
+    arguments = [2000, 16 * SEGMENT], ["sequence"], "bfloat16", "cuda"
+    run_ranks(_in_rounds, 2, tmp_path, 4, _equal_to_one_process, *arguments)
 
 
 @pytest.mark.gpu
@@ -527,10 +547,12 @@ def _late_keys(rank, world_size, folder, window, path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("window", "path"), [(0, "auto"), (0, "portable"), (64, "auto")])
-def test_keys_that_come_late(two_gpus, tmp_path, window, path):
+@pytest.mark.parametrize(
+    ("rounds", "window", "path"), [(2, 0, "auto"), (4, 0, "auto"), (4, 0, "portable"), (4, 64, "auto")]
+)
+def test_keys_that_come_late(two_gpus, tmp_path, rounds, window, path):
     """The host is far ahead of what arrives, and pass 1 before it."""
-    run_ranks(_late_keys, 2, tmp_path, window, path)
+    run_ranks(_in_rounds, 2, tmp_path, rounds, _late_keys, window, path)
 
 
 @pytest.mark.gpu
@@ -569,6 +591,7 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
 
 def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
     as_first_of_two(monkeypatch)
+    monkeypatch.setattr("s2o_cupy.integrations.distributed.rounds_for", lambda seqlen: 4)
     for segments, keys in ((0, []), (1, [1]), (3, [3]), (8, [1, 5, 8]), (12, [1, 6, 12])):
         attended.clear()
         both = parallel(segments * SEGMENT, config=MEAN)
@@ -578,19 +601,4 @@ def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
 
 
 def test_config_decides_the_chunks(torch):
-    assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512)
-
-
-@pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (2, 3), (3, 0), (0, 0)], ids=str)
-def test_two_chunks_go_to_their_positions(torch, lengths):
-    from s2o_cupy.integrations.distributed import _copy_pair
-
-    first, second = lengths
-    x = torch.arange(3 * (first + second) * 2.0).view(3, first + second, 2).transpose(0, 1)
-    to = torch.zeros(12, 2, 3, 2)
-    places = (1, 1 + first), (8, 8 + second)
-    _copy_pair(to[:, 1], x, (places[0], slice(0, first)), (places[1], slice(first, first + second)))
-    expected = torch.zeros(12, 3, 2)
-    expected[1 : 1 + first], expected[8 : 8 + second] = x[:first], x[first:]
-    assert torch.equal(to[:, 1], expected)
-    assert not to[:, 0].any()
+    assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512, 2)

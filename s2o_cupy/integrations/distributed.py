@@ -21,7 +21,7 @@ from ..plan import SUM_KEYS, is_dense, padded_head_dim
 from ..problem import Problem, cached_validate
 from ..program import KeySums, SumsShape, sum_blocks
 from ..spec import S2OConfig
-from .zigzag import Zigzag
+from .zigzag import Zigzag, rounds_for
 
 __all__ = ["SequenceParallel"]
 
@@ -34,8 +34,8 @@ SPLITS = ("sequence", "heads")
 class SequenceParallel:
     """Causal S2O attention of a sequence whose rows are spread over the ranks of a group.
 
-    Chunks of whole segments are dealt out to the ranks in four rounds, there and back: as much causal work for every
-    rank. Results are those of one call on one GPU, bit for bit.
+    Chunks of whole segments are dealt out to the ranks in rounds, there and back: as much causal work for every rank.
+    Results are those of one call on one GPU, bit for bit.
 
     - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other their keys and
       values round by round, while they attend to those that they have; each rank ends up with all of them in memory.
@@ -97,7 +97,7 @@ class SequenceParallel:
         self.world_size: int = dist.get_world_size(group) if connected else 1
         if self.rank < 0:
             raise ValueError("SequenceParallel: group does not hold this process; accepted: a group that does")
-        self.zigzag = Zigzag(seqlen, self.world_size, config.segment)
+        self.zigzag = Zigzag(seqlen, self.world_size, config.segment, rounds_for(seqlen))
         self.length = self.zigzag.length(self.rank)
 
     # ---------------------------------------------------------------- rows
@@ -420,12 +420,11 @@ class _Gathering:
         self.exchanges: list[_Exchange] = []
         # Rounds are sent on a stream beside the current one, or they would wait for what was launched before them.
         self.beside = torch.cuda.Stream(k.device, priority=-1) if k.device.type == "cuda" else None
-        self.copied = []  # CUDA events: this rank's chunks of each pair of rounds are in kv
-        own = [_wide(x) for x in (k, v)]
-        places = [(self.kv.view(x.dtype)[:, i], x.transpose(0, 1)) for i, x in enumerate(own)]  # to, from
-        for index in range(0, parallel.zigzag.rounds, 2):
-            for to, x in places:
-                _copy_pair(to, x, *parallel.spans[index : index + 2])
+        self.copied = []  # CUDA events: this rank's chunk of each round is in kv
+        keys, values = _wide(k), _wide(v)
+        for (begin, end), rows in parallel.spans:
+            for i, x in enumerate((keys, values)):
+                self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
             if self.beside is not None:
                 self.copied.append(torch.cuda.current_stream(k.device).record_event())
 
@@ -434,7 +433,7 @@ class _Gathering:
         for index in range(len(self.exchanges), rounds):
             with torch.cuda.stream(self.beside):  # None: as it is
                 if self.beside is not None:
-                    self.beside.wait_event(self.copied[index // 2])
+                    self.beside.wait_event(self.copied[index])
                 self.exchanges.append(self.parallel._exchange(self.kv, index))
 
     def awaits(self, rounds: int) -> bool:
@@ -444,18 +443,6 @@ class _Gathering:
     def wait(self, rounds: int) -> None:
         """The current stream, or on the CPU the host, waits for the first so many rounds."""
         _wait(self.exchanges[:rounds])
-
-
-def _copy_pair(to: Tensor, x: Tensor, *spans: Span) -> None:
-    """The rows of two chunks from ``x`` to their positions in ``to``: by one launch if they are as many."""
-    ((begin, end), here), ((next_begin, next_end), next_here) = spans
-    if end - begin == next_end - next_begin > 0:
-        step = (next_begin - begin) * to.stride(0)
-        both = to[begin:].as_strided((2, end - begin, *to.shape[1:]), (step, *to.stride()))
-        both.copy_(x[here.start : next_here.stop].unflatten(0, (2, -1)))
-    else:
-        for (begin, end), here in spans:
-            to[begin:end].copy_(x[here])
 
 
 def _wide(x: Tensor) -> Tensor:

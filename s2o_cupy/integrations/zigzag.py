@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Zigzag"]
+__all__ = ["Zigzag", "rounds_for"]
+
+TWO_ROUNDS_UP_TO = 524_288  # tokens
+
+
+def rounds_for(seqlen: int) -> int:
+    """In how many rounds to deal a sequence out: more where unevenness costs more than calls on more chunks do
+    (docs/integrations.md)."""
+    return 2 if seqlen <= TWO_ROUNDS_UP_TO else 4
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,7 @@ class Zigzag:
     seqlen: int
     world_size: int
     segment: int
-    rounds: int = 4
+    rounds: int
 
     @property
     def count(self) -> int:
