@@ -5,13 +5,14 @@
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
 // warpgroup runs under the products of the other (named barriers let them issue in turn).
 //
-// Stopping: after softmax of key tile t, under the products of t + 1, each warp votes; the votes are read before the
-// scores of tile t + 2 are issued, so tile t + 1, already in flight, is still visited (STOP_LAG in s2o_cupy/spec.py).
-// Producer and consumers read the same votes, so both know which copies were started; consumers release those that
-// nobody will use.
+// Stopping: every block_n = 128 keys are a *look*, which elsewhere is called a key tile: what tau, the lag and `visited`
+// count. Here a look is one key tile of kBlockN keys, or two of 64 with head_dim 256. After softmax of a look's last key
+// tile, under the products of the next, each warp votes; the votes of look n are read before the scores of look n + 2 are
+// issued, so look n + 1, already in flight, is still visited (STOP_LAG in s2o_cupy/spec.py). Producer and consumers read
+// the same votes, so both know which copies were started; consumers release those that nobody will use.
 //
-// Shared memory keeps tiles of 128 rows in 64-column atoms of 128-byte rows, swizzled as wgmma reads them: the 16-byte
-// chunk c of row r stands at c ^ (r & 7).
+// Shared memory keeps tiles in atoms of 64 columns, rows of 128 bytes, swizzled as wgmma reads them: the 16-byte chunk c
+// of row r stands at c ^ (r & 7).
 #pragma once
 #include "checker_sm90.cuh"
 #include "consumer_sm90.cuh"

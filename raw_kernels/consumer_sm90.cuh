@@ -11,7 +11,8 @@ struct Consumer : Softmax<Traits> {
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
-  static constexpr int kBlockN = Traits::kBlockN, kSteps = Traits::kSteps, kQueryPlaces = Traits::kQueryPlaces;
+  static constexpr int kBlockN = Traits::kBlockN, kTilesPerLook = Traits::kTilesPerLook;
+  static constexpr int kQueryPlaces = Traits::kQueryPlaces;
   static constexpr int kQueryAtom = Traits::kQueryAtom, kKeyAtom = Traits::kKeyAtom;
   static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
   static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
@@ -219,8 +220,8 @@ struct Consumer : Softmax<Traits> {
   __device__ __forceinline__ int walk(uint32 item, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
-      const bool looks = !kFirst && tile % kSteps == 0;
-      if (looks && tile >= 2 * kSteps && all_voted_to_stop(shared, voted + tile / kSteps - 2)) break;
+      const bool looks = !kFirst && tile % kTilesPerLook == 0;
+      if (looks && tile >= 2 * kTilesPerLook && all_voted_to_stop(shared, voted + tile / kTilesPerLook - 2)) break;
       if (kFirst) guard(limit - (tile - 1) * kBlockN, item);
       issue_scores(q);
       if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
@@ -230,7 +231,7 @@ struct Consumer : Softmax<Traits> {
       }
       issue_output();
       pass_turn();
-      if (looks) vote(rows, tile / kSteps - 1);  // here, as it runs under the products
+      if (looks) vote(rows, tile / kTilesPerLook - 1);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
       bool moved = true;
@@ -341,7 +342,7 @@ struct Consumer : Softmax<Traits> {
       pack();
       const int visited = walk<false>(item, q, tiles, limit, rows);
       issue_output();
-      const int looks = (visited + kSteps - 1) / kSteps;
+      const int looks = (visited + kTilesPerLook - 1) / kTilesPerLook;
       vote(rows, looks - 1);
       voted += looks;
       const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};

@@ -26,8 +26,8 @@ __device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& par
       barrier_expect(full, kTileBytes);
 #pragma unroll
       for (int column = 0; column < Traits::kHeadDim; column += 64)
-        copy_box(shared_address(to) + column / 64 * Traits::kKeyAtom, map, full, column, first_key + tile * kBlockN, kv_head,
-                 batch);
+        copy_box(shared_address(to) + column / 64 * Traits::kKeyAtom, map, full, column, first_key + tile * kBlockN,
+                 kv_head, batch);
     };
     for (int tile = 0; tile <= tiles; ++tile) {
       if (tile < tiles) {

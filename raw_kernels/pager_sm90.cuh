@@ -52,7 +52,8 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     const Rows rows(params, work);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
     const uint16 *k = head_rows<true>(params.k, batch, kv_head), *v = head_rows<true>(params.v, batch, kv_head);
-    const int first_key = rows.first_key(g), tiles = rows.template key_tiles<kBlockN>(g), first_masked = rows.limit(g) / kBlockN;
+    const int first_key = rows.first_key(g), tiles = rows.template key_tiles<kBlockN>(g);
+    const int first_masked = rows.limit(g) / kBlockN;
     const auto key = [&](int tile) {  // the position of this lane's row; -1 past the end
       const int position = first_key + tile * kBlockN + row;
       return position < g.seqlen_k ? position : -1;
@@ -76,8 +77,9 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
       if (tile == 0) {
         const int position = rows.first + row < g.seqlen_q ? rows.first + row : -1;
         barrier_wait(shared.q_empty[slot], (item / kQueryPlaces & 1) ^ 1);
-        layout.template gather<kBlockM>(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
-                      q_units(position), whole_rows && rows.first + kBlockM <= g.seqlen_q);
+        layout.template gather<kBlockM>(shared_address(shared.q[slot]),
+                                        params.q.at(batch, rows.head_in_batch(params.heads)),
+                                        q_units(position), whole_rows && rows.first + kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) next = take_work(params);

@@ -1,5 +1,5 @@
 // Pass 2 on Hopper: each q tile resumes its rows' states and walks its segment's candidates in descending importance
-// until a key tile adds less than tau of the softmax mass to every row, and one tile more (the paper's Algorithm 3).
+// until a look adds less than tau of the softmax mass to every row, and one look more (the paper's Algorithm 3).
 // The candidates that are left count as their mean. Rows of q, k and v are gathered through q_order and k_order; nothing is permuted in memory.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment

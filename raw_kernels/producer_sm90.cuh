@@ -94,7 +94,7 @@ __device__ __forceinline__ void look_up_next(Shared& shared, int row) {
 
 template <class Traits, class Rows>
 __device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
-  constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kSteps = Traits::kSteps;
+  constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerLook = Traits::kTilesPerLook;
   constexpr int kQueryPlaces = Traits::kQueryPlaces;
   constexpr bool kPaged = Traits::kPaged;
   const Geometry& g = params.geometry;
@@ -146,13 +146,13 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
-    // A stop in a look at key tiles (kSteps of them) means that those of the next are the last. It is read
-    // kStages - 1 tiles past these, when the copies that it looked at have been used for sure; past the end of the list only
-    // to know whether consumers stopped short of it.
+    // A vote to stop at a look means that the next look's key tiles are the last. It is read kStages tiles past these, when
+    // the look's own copies have been used for sure; past the end of the list only to know whether consumers stopped short
+    // of it.
     constexpr int kPastEnd = kStages - 2;
     for (; tile <= tiles + kPastEnd; ++tile) {
-      const bool looks = tile > kStages + 2 * (kSteps - 1) && (tile - kStages + 1) % kSteps == 0;
-      if (looks && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kSteps - 2)) break;
+      const bool looks = tile > kStages + 2 * (kTilesPerLook - 1) && (tile - kStages + 1) % kTilesPerLook == 0;
+      if (looks && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kTilesPerLook - 2)) break;
       if (tile > tiles) continue;
       const uint32 v_before = v_row;
       if (tile < tiles) {
@@ -174,8 +174,9 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], item_parity ^ 1);
         shared.rows[item % 2][row] = position;
-        layout.template gather<kBlockM>(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
-                      query_units(position), whole_rows && rows.count == kBlockM);
+        layout.template gather<kBlockM>(shared_address(shared.q[slot]),
+                                        params.q.at(batch, rows.head_in_batch(params.heads)),
+                                        query_units(position), whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) take_next<Rows>(params, shared);
@@ -187,7 +188,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
         if (tile == 1) look_up_next(shared, row);
       }
     }
-    voted += (tile > tiles + kPastEnd ? tiles + kSteps - 1 : tile - kStages + 1) / kSteps;
+    voted += (tile > tiles + kPastEnd ? tiles + kTilesPerLook - 1 : tile - kStages + 1) / kTilesPerLook;
     // Rows of the q tile before this one are read until it is done, and there is room for two.
     if (threadIdx.x == 0) publish<2>(shared, item + 1, shared.next.work);
   }

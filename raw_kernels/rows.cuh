@@ -29,9 +29,9 @@ struct ConsecutiveRows : QueryTile {
     return g.is_causal ? limit(g) + count - 1 : limit(g);
   }
   // Where there are no keys one tile is read, of which no row sees a key.
-  template <int kKeys>
+  template <int kBlockN>
   __device__ __forceinline__ int key_tiles(const Geometry& g) const {
-    return max(1, (keys(g) + kKeys - 1) / kKeys);
+    return max(1, (keys(g) + kBlockN - 1) / kBlockN);
   }
 };
 
@@ -63,9 +63,9 @@ struct PackedRows : QueryTile {
   __device__ __forceinline__ int keys(const Geometry& g) const {
     return g.is_causal ? causal_limit + count - 1 : seqlen_k;
   }
-  template <int kKeys>
+  template <int kBlockN>
   __device__ __forceinline__ int key_tiles(const Geometry& g) const {
-    return max(1, (keys(g) + kKeys - 1) / kKeys);
+    return max(1, (keys(g) + kBlockN - 1) / kBlockN);
   }
 };
 
@@ -89,15 +89,15 @@ struct OrderedRows : QueryTile {
   // Every row sees every candidate.
   __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
   __device__ __forceinline__ int keys(const Geometry& g) const { return g.candidates(segment); }
-  template <int kKeys>
+  template <int kBlockN>
   __device__ __forceinline__ int key_tiles(const Geometry& g) const {
-    return (keys(g) + kKeys - 1) / kKeys;
+    return (keys(g) + kBlockN - 1) / kBlockN;
   }
   // Positions of the candidates, most important first.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);
   }
-  // Where in `visited` the number of key tiles goes: fewer than the blocks of a grid, so that 32 bits hold it.
+  // Where in `visited` the number of key tiles of block_n goes: fewer than the blocks of a grid, so that 32 bits hold it.
   __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
     return static_cast<int>(order_row(p) * p.tiles + tile);
   }

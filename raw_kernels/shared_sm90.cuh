@@ -18,7 +18,7 @@ using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
 namespace sm90 {
 
 constexpr int kBlockM = 128;
-constexpr int kLookKeys = 128;  // keys between two looks at whether to stop: block_n
+constexpr int kLookKeys = 128;  // block_n
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
@@ -43,7 +43,7 @@ struct Item {
   int first;                        // pass 1: the query of row 0
   int rows;
   int limit, key_tiles;             // see Rows
-  int visited;                      // pass 2: where to say how many key tiles were visited
+  int visited;                      // pass 2: where to say how many looks it took
   int kv_head, first_key;           // pass 1: where its keys begin
 };
 
@@ -63,10 +63,10 @@ struct Traits {
   static constexpr bool kPacked = kPacked_;   // rows past a sequence's own are another's
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
-  // Of head_dim 256 registers and shared memory have room for half a key tile, and for the queries of one q tile.
-  static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;  // keys of a key tile
+  // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile.
+  static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;
   static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
-  static constexpr int kSteps = kLookKeys / kBlockN;  // key tiles of a look
+  static constexpr int kTilesPerLook = kLookKeys / kBlockN;  // key tiles of a look
   static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
 
   struct Shared {
@@ -100,11 +100,11 @@ struct Ring {
   }
 };
 
-// Did every row of the block vote to stop at look `tile` (counted over all q tiles of the block)?
+// Did every row of the block vote to stop at look `n` (counted over all q tiles of the block)?
 template <class Shared>
-__device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 tile) {
-  barrier_wait(shared.voted[tile % kVoteSlots], tile / kVoteSlots & 1);
-  return *static_cast<volatile uint64*>(&shared.votes[tile % kVoteSlots]) == 0x0101010101010101ull;
+__device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 n) {
+  barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);
+  return *static_cast<volatile uint64*>(&shared.votes[n % kVoteSlots]) == 0x0101010101010101ull;
 }
 
 // The producer's warps that look for NaN in pass 1: all but one that copies and, where the copy engine does that, one that

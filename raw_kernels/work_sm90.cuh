@@ -23,8 +23,7 @@ __device__ __forceinline__ int next_work(const Params& params) {
   return work_from<Rows>(params, take_work(params));
 }
 
-// kKeys: of a key tile.
-template <int kKeys, class Rows>
+template <int kBlockN, class Rows>
 __device__ __forceinline__ Item describe(const AttentionParams& params, const Rows& rows) {
   Item item;
   item.head = rows.head;
@@ -33,7 +32,7 @@ __device__ __forceinline__ Item describe(const AttentionParams& params, const Ro
   item.first = rows.first_query();
   item.rows = rows.count;
   item.limit = rows.limit(params.geometry);
-  item.key_tiles = rows.template key_tiles<kKeys>(params.geometry);
+  item.key_tiles = rows.template key_tiles<kBlockN>(params.geometry);
   item.visited = rows.visited_index(params);
   if constexpr (!Rows::kOrdered) {
     item.kv_head = rows.kv_head(params.heads, params.kv_heads);

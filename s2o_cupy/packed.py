@@ -15,7 +15,7 @@ from . import kernels
 from .operand import Operand
 from .packed_table import PackedTable
 from .pipeline import Memory, Operands, allocate, device_limits
-from .plan import HOPPER_BLOCK, make_plan, packed_pass1
+from .plan import make_plan, packed_pass1
 from .problem import Problem
 from .program import packed_launch
 from .spec import S2OConfig
@@ -111,7 +111,7 @@ class PackedPass:
         self.attention["geometry"]["seqlen_q"] = operands[0].shape[2]
         self.attention["geometry"]["seqlen_k"] = operands[1].shape[2]
         if self.maps is not None:
-            rows = (HOPPER_BLOCK, self.plan.map_rows, self.plan.map_rows)
-            maps = (tensor_map(x.pointer, x.shape, x.strides, box) for x, box in zip(operands, rows, strict=False))
-            self.maps[:] = np.frombuffer(b"".join(maps), np.uint8)
+            boxes = zip(operands[:3], self.plan.map_boxes, strict=True)
+            maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
+            self.maps[:] = np.frombuffer(maps, np.uint8)
         self.pointed = (operands, lse)

@@ -17,7 +17,7 @@ from cupy.cuda import driver, runtime
 
 from . import kernels
 from .operand import Operand, Paging
-from .plan import HOPPER_BLOCK, DeviceLimits, LaunchPlan, make_plan
+from .plan import DeviceLimits, LaunchPlan, make_plan
 from .problem import Problem
 from .program import BASES, KeySums, SumsShape, Workspace, launches, workspace
 from .replay import GRAPH_LAUNCHES, Replay
@@ -293,8 +293,7 @@ class _Program:
                 self._write_maps((q, k, v), self.map_place)
 
     def _write_maps(self, operands: tuple[Operand, ...], place: int) -> None:
-        rows = (HOPPER_BLOCK, self.plan.map_rows, self.plan.map_rows)
-        boxes = zip(operands, rows, strict=True)
+        boxes = zip(operands, self.plan.map_boxes, strict=True)
         maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
         self.buffer[place : place + len(maps) // 8] = np.frombuffer(maps, np.uint64)
         self.mapped = tuple(x.pointer for x in operands)

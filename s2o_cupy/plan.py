@@ -99,6 +99,11 @@ class LaunchPlan:
         """Scores, and as many key positions, of the largest chunk."""
         return max((chunk.elements for chunk in self.chunks), default=0)
 
+    @property
+    def map_boxes(self) -> tuple[int, int, int]:
+        """Rows that one copy by a tensor map brings, of q, k and v."""
+        return HOPPER_BLOCK, self.map_rows, self.map_rows
+
     def score_blocks(self, chunk: Chunk) -> tuple[int, int]:
         """Blocks of key_scores that cover the rows of one KV head, and the keys.
 
@@ -185,7 +190,12 @@ def hopper_block_n(head_dim: int) -> int:
     return 64 if head_dim > 128 else 128
 
 
-def page_box(geometry: Geometry, page_size: int, head_dim: int = 128) -> int:
+def hopper_query_places(head_dim: int) -> int:
+    """Query tiles in shared memory (sm90::Traits::kQueryPlaces)."""
+    return 1 if head_dim > 128 else 2
+
+
+def page_box(geometry: Geometry, page_size: int, head_dim: int) -> int:
     """Rows of a page that the copy engine brings at once in pass 1; 0: it does not, and rows are gathered.
 
     As many as a page or a tile has, if the keys that segments' tiles begin with are multiples of it.
@@ -217,8 +227,8 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, paged: bool = False) -> Kernel:
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
-    query_places = 1 if head_dim > 128 else 2
-    tiles = (query_places * HOPPER_BLOCK + 2 * HOPPER_STAGES * hopper_block_n(head_dim)) * head_dim * 2
+    keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim), hopper_query_places(head_dim) * HOPPER_BLOCK
+    tiles = (keys + queries) * head_dim * 2
     places, item = 4, 10 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item), 2 * 4 + 4 * 8
     barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
@@ -384,7 +394,11 @@ def make_plan(
     if dense:  # one segment, whose own keys and window are all keys
         geometry = replace(geometry, segment=max(1, problem.seqlen_q), window=problem.seqlen_k)
     head_dim, heads = padded_head_dim(problem.head_dim), problem.batch * problem.heads
-    block_m1 = pass1_block_m(head_dim, limits)
+    refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
+    if config.path == "hopper" and refusal:
+        raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
+    path = "portable" if config.path == "portable" or refusal else "hopper"
+    block_m1 = HOPPER_BLOCK if path == "hopper" else pass1_block_m(head_dim, limits)
     sort_slots = max(WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())  # at most MAX_SEGMENT
     assert config.coarse.representatives is not None
     tiles, pass1_tiles = geometry.block_count(config.block_m), geometry.block_count(block_m1)
@@ -397,16 +411,11 @@ def make_plan(
     map_rows = page_box(geometry, page_size, head_dim) if paged else hopper_block_n(head_dim)
     key_scores = _key_scores(problem.dtype, head_dim, aligned, paged)
     fine_scores = _rank_fine("fine_scores", problem.dtype, head_dim, paged)
-    refusal, softcap = hopper_refusal(problem, config, limits, aligned, compact), problem.softcap > 0
-    if config.path == "hopper" and refusal:
-        raise ValueError(f"S2OConfig: path is 'hopper', but {refusal}; accepted: 'auto' or 'portable'")
     collects = False
-    if config.path == "portable" or refusal:
-        path = "portable"
+    if path == "portable":
         pass1 = _attention("pass1", problem.dtype, head_dim, aligned, block_m1, limits, softcap, paged)
         pass2 = _attention("pass2", problem.dtype, head_dim, aligned, config.block_m, limits, softcap, paged)
     else:
-        path = "hopper"
         collects = dense and paged and not map_rows and _collects(problem, config)
         if collects:
             map_rows = hopper_block_n(head_dim)

@@ -50,13 +50,13 @@ def differing(
     return found
 
 
-def differing_on(path: str, is_causal: bool) -> list[str]:
+def differing_on(path: str, is_causal: bool, head_dim: int) -> list[str]:
     """The same of `LENGTHS`, all of them attended densely, in bfloat16."""
     import cupy
     import ml_dtypes
 
     rng = np.random.default_rng(0)
     lengths = LENGTHS[is_causal]
-    shapes = [(sum(lengths[0]), 4, 64), *[(sum(lengths[1]), 2, 64)] * 2]
+    shapes = [(sum(lengths[0]), 4, head_dim), *[(sum(lengths[1]), 2, head_dim)] * 2]
     q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16)) for shape in shapes)
     return differing(q, k, v, *lengths, S2OConfig(dense_up_to=1000, path=path), is_causal=is_causal)

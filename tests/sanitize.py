@@ -35,8 +35,9 @@ def checks() -> Iterator[Check]:
         yield path, str(case), partial(wrong_stages, case, path)
         if fits_pages(case):
             yield path, "in pages", partial(differing, case, path)
-    for path, is_causal in itertools.product(paths, (True, False)):
-        yield path, f"packed, is_causal={is_causal}", partial(differing_on, path, is_causal)
+    for path, is_causal, head_dim in itertools.product(paths, (True, False), (64, 256)):
+        name = f"packed, is_causal={is_causal}, head_dim={head_dim}"
+        yield path, name, partial(differing_on, path, is_causal, head_dim)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
     for path in paths:
         yield path, "dense, in small pages", partial(differing, dense, path, page_size=16)

@@ -239,7 +239,7 @@ FAULTS = [
         ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
         ("the mass before the tile is not rescaled", "stop", "      l[h] *= shrink[h];\n", ""),
-        ("one visited tile is not counted", "stop", "params.visited[tile.visited] = looks;",
+        ("one look is not counted", "stop", "params.visited[tile.visited] = looks;",
          "params.visited[tile.visited] = looks - 1;"),
         ("the state's output is not multiplied by l", "output", "Element::high(x) * ml.y", "Element::high(x)"),
         ("the output is not rescaled", "output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),

@@ -76,7 +76,7 @@ def test_diff_has_nothing_to_compare_without_queries(gpu):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [1000, 2500])
 def test_dense_at_tau_0(path_config, qkv, dtype, head_dim, length):
     """Error against float64: at most twice that of a plain low-precision attention."""
@@ -87,11 +87,12 @@ def test_dense_at_tau_0(path_config, qkv, dtype, head_dim, length):
     device.assert_dense(device.attend(q, k, v), q, k, v)
 
 
-def test_paths_agree(gpu):
+@pytest.mark.parametrize("head_dim", [128, 200, 256])
+def test_paths_agree(gpu, head_dim):
     """Where nothing is left out both compute the same, up to rounding."""
     if not has_hopper():
         pytest.skip("needs compute capability 9.0")
-    q, k, v = gpu(1500, heads=4, head_dim=128)
+    q, k, v = gpu(1500, heads=4, head_dim=head_dim)
     one, other = (
         s2o_attention(q, k, v, tau=0, config=config).astype(np.float32) for config in (PORTABLE, HOPPER)
     )

@@ -55,7 +55,7 @@ def assert_same_bits(
 @pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])
 @pytest.mark.parametrize("page_size", [1, 16, 32, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
     q, k, v = qkv(*lengths, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
     assert_same_bits(device, q, k, v, rng, page_size, layout)
@@ -94,9 +94,10 @@ def test_problems(device, qkv, rng, lengths, options):
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("row", [5, 299, 650, 699])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite(device, qkv, rng, name, row, value):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_values_that_are_not_finite(device, qkv, rng, name, row, value, head_dim):
     """At the diagonal they are taken out of the product for rows that do not see them."""
-    arrays = dict(zip("qkv", qkv(700, heads=2, head_dim=128), strict=True))
+    arrays = dict(zip("qkv", qkv(700, heads=2, head_dim=head_dim), strict=True))
     arrays[name][:, -1, row, 77] = value
     with np.errstate(invalid="ignore"):
         assert_same_bits(device, *arrays.values(), rng, 32, "NHD")
@@ -182,7 +183,7 @@ def test_many_tiles(big, qkv, rng, lengths, page_size, changes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("head_dim", "layout"), [(64, "NHD"), (72, "HND"), (128, "NHD")])
+@pytest.mark.parametrize(("head_dim", "layout"), [(64, "NHD"), (72, "HND"), (128, "NHD"), (256, "HND")])
 def test_pages_that_a_dense_call_collects(big, qkv, rng, head_dim, layout, page_size, is_causal):
     """Enough queries for a copy of keys and values to arrays first (on Hopper)."""
     q, k, v = qkv(COLLECT_ROWS // 4, COLLECT_ROWS // 4 + 300, batch=2, heads=4, kv_heads=1, head_dim=head_dim)

@@ -392,6 +392,15 @@ def test_tiles_of_large_heads():
         assert all(x.params["steps_per_tile"] * step == 192 for x in steps if x.stage == "pass2")
 
 
+@pytest.mark.parametrize("options", [{}, {"tau": 0.0}], ids=str)
+def test_hopper_tiles_are_the_same_for_every_head_dim(options):
+    """128 queries: not those of the portable pass 1, which has fewer of a large head_dim."""
+    plans = [plan_of(a_problem(head_dim=n, seqlen_q=20_000), S2OConfig(**options)) for n in (64, 128, 136, 256)]
+    assert {(plan.path, plan.pass1.block_m) for plan in plans} == {("hopper", 128)}
+    rows = 20_000 if options else S2OConfig().segment
+    assert {(plan.pass1_tiles, plan.tiles) for plan in plans} == {(-(-rows // 128),) * 2}
+
+
 @pytest.mark.parametrize("scale", [0.1, -0.1, 1e38])
 def test_capped_scores_among_the_parameters(scale):
     problem, config = replace(a_problem(seqlen_q=20_000), softcap=4.0, scale=scale), S2OConfig(path="portable")

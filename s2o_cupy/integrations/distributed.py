@@ -146,7 +146,7 @@ class SequenceParallel:
         self._check_length("gather", x, axis, self.length)
         rows = x.movedim(axis, 0)
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
-        for (begin, end), here in self.spans:
+        for (begin, end), here in self._spans:
             whole[begin:end] = rows[here]
         _wait([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
         return whole.movedim(0, axis).contiguous()
@@ -272,7 +272,7 @@ class SequenceParallel:
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
         sums = self._sums(q, problem)
         done = made = 0
-        for chunk, begin, end in self.runs:
+        for chunk, begin, end in self._runs:
             needed = self.zigzag.rounds_before(chunk)
             # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The rest
             # leave when launches are under way, as sending takes the host longer than launching.
@@ -300,28 +300,28 @@ class SequenceParallel:
         return q.new_empty(shape, dtype=torch.float32)
 
     @functools.cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
+    def _runs(self) -> list[tuple[int, int, int]]:
         return self.zigzag.runs(self.rank)
 
     @functools.cached_property
-    def spans(self) -> list[Span]:
+    def _spans(self) -> list[Span]:
         """This rank's chunks."""
         positions = self.zigzag.rows(self.rank)
         ends = list(itertools.accumulate(end - begin for begin, end in positions))
         return list(zip(positions, map(slice, [0, *ends], ends), strict=True))
 
     @functools.cached_property
-    def transfers(self) -> list[list[Transfer]]:
+    def _transfers(self) -> list[list[Transfer]]:
         """Those of each round. Every rank takes part in the same order."""
         found: list[list[Transfer]] = []
         for index in range(self.zigzag.rounds):
-            found.append(transfers := [])
+            found.append(of_round := [])
             for distance in range(1, self.world_size):
                 to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
                 for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
                     begin, end = self.zigzag.bounds(self.zigzag.chunk(owner, index))
                     if begin < end:
-                        transfers.append((transfer, begin, end, peer))
+                        of_round.append((transfer, begin, end, peer))
         return found
 
     def _exchange(self, whole: Tensor, index: int) -> _Exchange:
@@ -329,12 +329,12 @@ class SequenceParallel:
 
         All at once, so that links are busy in both directions.
         """
-        works = [
+        operations = [
             dist.P2POp(transfer, _bytes(whole[begin:end]), group=self.group, tag=index, group_peer=peer)
-            for transfer, begin, end, peer in self.transfers[index]
+            for transfer, begin, end, peer in self._transfers[index]
         ]
         with torch.cuda.device_of(whole):  # a batch is of the current device
-            return _Exchange(dist.batch_isend_irecv(works) if works else [])
+            return _Exchange(dist.batch_isend_irecv(operations) if operations else [])
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """Rows for heads; the whole sequence of a share of the heads; heads for rows. lse or None."""
@@ -422,7 +422,7 @@ class _Gathering:
         self.beside = torch.cuda.Stream(k.device, priority=-1) if k.device.type == "cuda" else None
         self.copied = []  # CUDA events: this rank's chunk of each round is in kv
         keys, values = _wide(k), _wide(v)
-        for (begin, end), rows in parallel.spans:
+        for (begin, end), rows in parallel._spans:
             for i, x in enumerate((keys, values)):
                 self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
             if self.beside is not None:
