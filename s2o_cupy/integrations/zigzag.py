@@ -21,8 +21,8 @@ class Zigzag:
     from the last rank down in the next.
 
     A causal query at position i sees i + 1 keys, so a rank that has less work than others in one round has as much
-    more in the next. S2O's work grows less than in proportion to the keys, which leaves it a little uneven, the less
-    the more rounds there are.
+    more in the next. S2O's work is not in proportion to the keys, which leaves it a little uneven, the less the more
+    rounds there are.
 
     Chunks are whole segments, as a segment's queries share their key order, and differ by one segment at most; the
     last segment may be short, and with few segments some chunks are empty.
