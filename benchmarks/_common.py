@@ -22,14 +22,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from s2o_cupy import S2OConfig  # noqa: E402
-from s2o_cupy.info import gpu_problem  # noqa: E402
 from s2o_cupy.spec import PATHS  # noqa: E402
+from s2o_cupy.tools.info import gpu_problem  # noqa: E402
 
 # ---------------------------------------------------------------- arguments
 
 # Stages of a call that end a part of it. No event after each stage, as it keeps the next kernel from starting at once.
-# The remainder's sums order nothing.
-PART_ENDS = {"pass1": "pass1", "candidate_means": "remainder", "rank_keys": "ordering", "pass2": "pass2"}
+# The tail's sums order nothing.
+PART_ENDS = {"pass1": "pass1", "candidate_means": "tail", "rank_keys": "ordering", "pass2": "pass2"}
 
 
 def integers(text: str) -> list[int]:
@@ -45,9 +45,9 @@ def names(text: str) -> list[str]:
 
 
 def parse_order(text: str) -> dict[str, Any]:
-    """ "rank:representatives:window:segment", all but the rank optional."""
+    """ "rank:pooled queries:window:segment", all but the rank optional."""
     rank, *rest = text.split(":")
-    fields = ("representatives", "window", "segment")
+    fields = ("pooled_queries", "window", "segment")
     order: dict[str, Any]
     try:
         order = {"rank": rank, **{name: int(x) for name, x in zip(fields, rest, strict=False)}}
@@ -55,7 +55,7 @@ def parse_order(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     if len(rest) > len(fields):
-        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:representatives[:window[:segment]]]")
+        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:pooled_queries[:window[:segment]]]")
     return order
 
 
@@ -78,7 +78,7 @@ def add_s2o(parser: argparse.ArgumentParser) -> None:
     """Options of every call but tau."""
     parser.add_argument(
         "--orders", type=orders, default=orders("mean"),
-        help="comma-separated rank[:representatives[:window[:segment]]]",
+        help="comma-separated rank[:pooled_queries[:window[:segment]]]",
     )  # fmt: skip
     parser.add_argument("--path", choices=PATHS, default="auto")
     parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
@@ -160,7 +160,7 @@ def write_json(path: str | None, result: dict[str, Any]) -> None:
 
 def describe(config: S2OConfig) -> dict[str, Any]:
     """A row's part on how keys were ordered; "order" is as `parse_order` reads it."""
-    row = {name: getattr(config, name) for name in ("rank", "representatives", "window", "segment")}
+    row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment")}
     return {"order": ":".join(map(str, row.values())), **row, "tau": config.tau}
 
 
@@ -273,7 +273,7 @@ def extra_gib(function: Callable[[], Any]) -> float:
     took, and its first call's, as a graph of it would hold its memory already."""
     import torch
 
-    from s2o_cupy import pipeline
+    from s2o_cupy.cuda import pipeline
 
     pipeline.clear_cache()
     release_memory()

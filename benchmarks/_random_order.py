@@ -17,7 +17,7 @@ from s2o_cupy.spec import Geometry, S2OConfig
 
 
 class RandomOrders:
-    """An observer of `s2o_cupy.pipeline.run` that gives each (head, segment) a random order of its candidates.
+    """An observer of `s2o_cupy.cuda.pipeline.run` that gives each (head, segment) a random order of its candidates.
 
     Drawn once a round of the workspace and kept, so that repeats time the same work.
     """

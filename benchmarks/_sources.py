@@ -16,8 +16,8 @@ import _common  # noqa: F401  (finds s2o_cupy)
 import numpy as np
 
 from s2o_cupy import inputs
-from s2o_cupy.frameworks import to_host
-from s2o_cupy.patterns import PATTERNS
+from s2o_cupy.arrays.frameworks import to_host
+from s2o_cupy.tools.patterns import PATTERNS
 
 HELP = (
     'a trace file, a .py with qkv_32_8(length[, offset[, layers]]), "trace" (the recorded one), or a pattern: '
@@ -99,7 +99,7 @@ def load(
 
 
 class TorchRandom:
-    """What `s2o_cupy.patterns` draws from, on a GPU."""
+    """What `s2o_cupy.tools.patterns` draws from, on a GPU."""
 
     def __init__(self, seed: int, device: str) -> None:
         import torch

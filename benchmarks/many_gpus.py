@@ -189,12 +189,12 @@ class Parts:
         return row
 
     def stages_ms(self) -> dict[str, float]:
-        """Median milliseconds of pass 1, ordering, the remainder's sums and pass 2 on this rank."""
-        from s2o_cupy.operand import operand
-        from s2o_cupy.pipeline import run
+        """Median milliseconds of pass 1, ordering, the tail's sums and pass 2 on this rank."""
+        from s2o_cupy.arrays.operand import operand
+        from s2o_cupy.cuda.pipeline import run
         from s2o_cupy.problem import validate
 
-        times: dict[str, list[float]] = {part: [] for part in ("pass1", "ordering", "remainder", "pass2")}
+        times: dict[str, list[float]] = {part: [] for part in ("pass1", "ordering", "tail", "pass2")}
         for repeat in range(1 + self.args.repeats):
             marks: list[tuple[str, torch.cuda.Event]] = []
 

@@ -29,7 +29,7 @@ import _sources
 import numpy as np
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.progress import Report, progress
+from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
 WHERE: list[_common.Column] = [

@@ -26,9 +26,9 @@ import _exact
 import _sources
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.frameworks import to_host
-from s2o_cupy.patterns import PATTERNS
-from s2o_cupy.progress import Report, progress
+from s2o_cupy.arrays.frameworks import to_host
+from s2o_cupy.tools.patterns import PATTERNS
+from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
 WHERE: list[_common.Column] = [

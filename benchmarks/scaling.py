@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --errors 0.06 --json scaling.json --plot scaling.png
     python benchmarks/scaling.py --input my_qkv.py --lengths 8192,32768,131072 --heads 32 --kv-heads 8
 
-A length that the input does not have is measured on the pattern "mixture" of s2o_cupy.patterns, and its row says so.
+A length that the input does not have is measured on the pattern "mixture", and its row says so.
 rel_l2 and rel_l1 are those of some whole segments, evenly spread, against dense attention of their rows in float32:
 at a million tokens an exact answer for all of them would take longer than everything else. For --errors the tau is
 searched on the same segments, each with only the keys up to its end, which is how the whole call treats it. Memory is
@@ -28,8 +28,8 @@ import _sources
 import numpy as np
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.progress import Report, progress
 from s2o_cupy.spec import Geometry
+from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
 FALLBACK = "mixture"

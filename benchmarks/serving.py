@@ -41,8 +41,8 @@ import numpy as np
 
 import s2o_cupy
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention, s2o_attention_paged
-from s2o_cupy.patterns import PATTERNS
-from s2o_cupy.progress import Report, progress
+from s2o_cupy.tools.patterns import PATTERNS
+from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
 Step = Callable[[str], None]

@@ -33,9 +33,9 @@ import torch
 from _random_order import RandomOrders, expected_tau
 
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
-from s2o_cupy.operand import address, operand
-from s2o_cupy.pipeline import run
-from s2o_cupy.plan import is_dense
+from s2o_cupy.arrays.operand import address, operand
+from s2o_cupy.cuda.pipeline import run
+from s2o_cupy.plan.launch_plan import is_dense
 from s2o_cupy.problem import Problem
 
 Row = dict[str, Any]
@@ -65,9 +65,9 @@ class Pipeline:
         return self.run(config, self.change)
 
     def parts_ms(self, config: S2OConfig, repeats: int) -> dict[str, float]:
-        """Median milliseconds of ordering, the remainder's sums, pass 1 and pass 2, on the GPU: a call goes before the
+        """Median milliseconds of ordering, the tail's sums, pass 1 and pass 2, on the GPU: a call goes before the
         first event, or pass 1, the first launch, would be charged with what the host does until then."""
-        times: dict[str, list[float]] = {part: [] for part in ("ordering", "remainder", "pass1", "pass2")}
+        times: dict[str, list[float]] = {part: [] for part in ("ordering", "tail", "pass1", "pass2")}
         for repeat in range(repeats + 2):
             marks: list[tuple[str, Any]] = []
 

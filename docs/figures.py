@@ -66,7 +66,7 @@ VIEWS: dict[str, list[Column]] = {
     "parts": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),
-        ("remainder's sums ms", _key("remainder_ms"), "ms"),
+        ("tail's sums ms", _key("tail_ms"), "ms"),
         ("pass 1 ms", _key("pass1_ms"), "ms"),
         ("pass 2 ms", _key("pass2_ms"), "ms"),
         ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
@@ -77,7 +77,7 @@ VIEWS: dict[str, list[Column]] = {
     # Kinds of order, in files whose rows name them.
     "error": [
         ("segment", _key("segment"), "d"),
-        ("representatives", _key("representatives"), "d"),
+        ("pooled_queries", _key("pooled_queries"), "d"),
         ("window", _key("window"), "d"),
         *_TOKENS,
         ("rel_l2", _key("rel_l2"), "error"),
@@ -159,7 +159,7 @@ VIEWS: dict[str, list[Column]] = {
     "ordering": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),
-        ("remainder's sums ms", _key("remainder_ms"), "ms"),
+        ("tail's sums ms", _key("tail_ms"), "ms"),
         ("of the call", _ratio("ordering_ms", "s2o_ms"), ".0%"),
         ("of cuDNN's time", _ratio("ordering_ms", "cudnn_ms"), ".2%"),
     ],

@@ -7,7 +7,7 @@ hook or your own attention function, and save them as .npz, .npy, .safetensors o
     python examples/make_trace.py q_k_v.npz trace.npz --heads 0,1,4 --length 4096
 
 keeps the named query heads, the KV heads that they read and the first tokens, rounds to bfloat16 and
-writes planes of high and low bytes, compressed. `s2o_cupy.inputs.load("trace.npz")` reads it, and so does
+writes planes of high and low bytes, compressed. `s2o_cupy.tools.inputs.load("trace.npz")` reads it, and so does
 `python -m s2o_cupy diff trace.npz`. The trace inside the package was made this way.
 """
 

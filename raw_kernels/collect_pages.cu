@@ -2,8 +2,8 @@
 // small for the copy engine. Pass 1 is then that of arrays, which repays the copy (docs/kernels.md).
 //
 //   k and v [pages, kv_heads, page_size, head_dim] -> keys and values [batch, kv_heads, seqlen_k, head_dim]
-#include "ptx.cuh"
-#include "pages.cuh"
+#include "common/ptx.cuh"
+#include "common/pages.cuh"
 
 namespace s2o {
 

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from ..spec import FRONT, KEY_BUCKETS, KEY_LEVELS, LAYER_MIX, LOG2E, MIDDLE, MIDDLE_FROM, STRATUM
+from ..spec import KEY_BUCKETS, KEY_LEVELS, LAYER_MIX, LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
 from .dense import Array
 
 __all__ = ["log_weights", "order_keys", "score_buckets", "strata", "stratified_order"]
@@ -104,20 +104,20 @@ def stratified_order(scores: Array) -> Array:
 def order_keys(scores: Array) -> Array:
     """Descending order of scores [..., C] (Algorithm 1, line 19), near a full sort where pass 2 begins.
 
-    Up to FRONT candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket. More come in
+    Up to ORDER_HEAD candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket. More come in
     :func:`stratified_order`; of more than MIDDLE_FROM the first MIDDLE of this are put in such an order again. Of what
-    results the first FRONT are ordered by buckets of their own, stably. Given the same scores any IEEE machine finds
+    results the first ORDER_HEAD are ordered by buckets of their own, stably. Of the same scores any IEEE machine finds
     the same order, bit for bit.
 
     Returns int32 [..., C] candidate indices.
     """
     scores = np.asarray(scores).astype(np.float16)
     count = scores.shape[-1]
-    if count <= FRONT:
+    if count <= ORDER_HEAD:
         return _bucket_order(scores)
     order = stratified_order(scores)
-    for first, sort in ((MIDDLE, stratified_order), (FRONT, _bucket_order)):
-        if first == FRONT or count > MIDDLE_FROM:
+    for first, sort in ((MIDDLE, stratified_order), (ORDER_HEAD, _bucket_order)):
+        if first == ORDER_HEAD or count > MIDDLE_FROM:
             front = order[..., :first]
             inner = sort(np.take_along_axis(scores, front, axis=-1))
             order[..., :first] = np.take_along_axis(front, inner, axis=-1)

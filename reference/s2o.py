@@ -1,7 +1,7 @@
 """S2O in NumPy: the definition, one function a stage.
 
-    representatives -> key_scores -> log_weights -> order_keys  (key_order)    Algorithm 1 (ii)
-    survey -> fine_segments -> fine_scores                      in place of key_scores, with rank="auto" where it pays
+    pooled queries -> key_scores -> log_weights -> order_keys  (key_order)    Algorithm 1 (ii)
+    probe -> refined_segments -> refined_scores                in place of key_scores, with rank="auto" where it pays
     query_order                                                 Algorithm 1 (i)
     pass1                                                       Algorithm 2
     pass2, finish                                               Algorithm 3
@@ -11,7 +11,7 @@ Source: S2O: Early Stopping for Sparse Attention via Online Permutation, Algorit
 Arrays are q [B, H, Lq, D] and k, v [B, Hkv, Lk, D] in one compute dtype: float32, or float64 to
 study the method without rounding. Query head h reads KV head h // (H // Hkv). ``geometry`` says which
 keys a segment attends densely and which are candidates of pass 2. N is the number of segments, S the
-queries of a full one, R the representatives, C the candidates of a segment, T the query tiles of one.
+queries of a full one, R the pooled queries, C the candidates of a segment, T the query tiles of one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 
 from ..spec import (
     MAX_SEGMENT,
-    SURVEY_DEFICIT,
-    SURVEY_EVERY,
-    SURVEY_FRONT,
-    SURVEY_OWN_STEP,
-    SURVEY_SAMPLES,
-    SURVEY_WINDOW,
+    PROBE_DEFICIT,
+    PROBE_EVERY,
+    PROBE_OWN_STEP,
+    PROBE_SAMPLES,
+    PROBE_TOP,
+    PROBE_WINDOW,
     Geometry,
     S2OConfig,
 )
@@ -39,10 +39,10 @@ from .key_order import log_weights, order_keys
 __all__ = [
     "Result",
     "State",
-    "add_remainder",
+    "add_tail",
     "candidate_positions",
-    "fine_scores",
-    "fine_segments",
+    "refined_scores",
+    "refined_segments",
     "finish",
     "key_order",
     "key_scores",
@@ -50,9 +50,9 @@ __all__ = [
     "pass1",
     "pass2",
     "query_order",
-    "representatives",
+    "pooled_queries",
     "s2o",
-    "survey",
+    "probe",
 ]
 
 ROWS = 512  # query rows that pass 1 takes at once; it bounds memory and skips keys past the diagonal
@@ -83,7 +83,7 @@ class Result(NamedTuple):
 
 
 @quiet
-def representatives(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Array, Array]:
+def pooled_queries(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Array, Array]:
     """Means of runs of ``config.run`` consecutive queries of each segment (Algorithm 1, lines 5-8).
 
     ``rank="mean"`` has one run, the whole segment, as in the paper. A short last segment, or a count
@@ -95,7 +95,7 @@ def representatives(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Ar
     counts : int32 [N, R], queries of each run
     """
     batch, heads, _, head_dim = q.shape
-    shape = (geometry.segments, config.representatives or 1)
+    shape = (geometry.segments, config.pooled_queries or 1)
     reps = np.zeros((batch, heads, *shape, head_dim), q.dtype)  # [B, H, N, R, D]
     counts = np.zeros(shape, np.int32)  # [N, R]
     for n, r in np.ndindex(shape):
@@ -155,9 +155,9 @@ def candidate_positions(n: int, geometry: Geometry) -> Array:
 
 @quiet
 def key_scores(reps: Array, counts: Array, k: Array, n: int, geometry: Geometry) -> Array:
-    """Largest unscaled dot product of each candidate with a representative (Algorithm 1, lines 15-18).
+    """Largest unscaled dot product of each candidate with a pooled query (Algorithm 1, lines 15-18).
 
-    Takes :func:`representatives`' arrays. Empty representatives do not count; NaN wins.
+    Takes :func:`pooled_queries`' arrays. Empty pooled queries do not count; NaN wins.
 
     Returns float32 [B, H, C], candidates of segment ``n`` in ascending position.
     """
@@ -174,9 +174,9 @@ def key_scores(reps: Array, counts: Array, k: Array, n: int, geometry: Geometry)
 
 
 def sample_positions(n: int, geometry: Geometry) -> Array:
-    """At most SURVEY_SAMPLES candidates of segment ``n``, evenly spread: key positions, int32 [C']."""
+    """At most PROBE_SAMPLES candidates of segment ``n``, evenly spread: key positions, int32 [C']."""
     positions = candidate_positions(n, geometry)
-    step = max(1, -(-len(positions) // SURVEY_SAMPLES))
+    step = max(1, -(-len(positions) // PROBE_SAMPLES))
     return positions[step // 2 :: step]
 
 
@@ -196,34 +196,34 @@ def _log_mass(scores: Array, weight: float = 1.0) -> Array:
 
 
 @quiet
-def survey(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
-    """How much softmax mass an order by the mean query would find late: deficits, float32 [B, H, surveys].
+def probe(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
+    """How much softmax mass an order by the mean query would find late: deficits, float32 [B, H, probes].
 
-    For each of ``geometry.surveyed()``: representatives of ``config.survey_run`` queries score a sample of the
+    For each of ``geometry.probed()``: pooled queries of ``config.probe_run`` queries score a sample of the
     segment's candidates. A candidate's mass is what they give it on average, of all that they see: the sample, taken
-    for all candidates, and of the keys that pass 1 reads every SURVEY_OWN_STEP-th, taken for all of those. The deficit
-    is the mass of the SURVEY_FRONT-th part of the sample that has the most, less that of the part that the mean of the
+    for all candidates, and of the keys that pass 1 reads every PROBE_OWN_STEP-th, taken for all of those. The deficit
+    is the mass of the PROBE_TOP-th part of the sample that has the most, less that of the part that the mean of the
     scores puts first. Scores that are not finite give no mass; NaN comes first in the mean's order.
     """
     batch, heads = q.shape[:2]
     group = heads // k.shape[1]
-    surveyed = geometry.surveyed()
-    deficits = np.zeros((batch, heads, len(surveyed)), np.float32)
-    for i, n in enumerate(surveyed):
+    probed = geometry.probed()
+    deficits = np.zeros((batch, heads, len(probed)), np.float32)
+    for i, n in enumerate(probed):
         (first, end), (dense_begin, dense_end) = geometry.queries(n), geometry.dense_keys(n)
-        sample, own = sample_positions(n, geometry), np.arange(dense_begin, dense_end, SURVEY_OWN_STEP)
+        sample, own = sample_positions(n, geometry), np.arange(dense_begin, dense_end, PROBE_OWN_STEP)
         if len(sample) == 0:
             continue
         weight = geometry.candidates(n) / len(sample)
-        best = max(1, len(sample) // SURVEY_FRONT)
+        best = max(1, len(sample) // PROBE_TOP)
         for b, h in np.ndindex(batch, heads):
             kh = k[b, h // group]
-            reps, last = run_means(q[b, h, first:end], config.survey_run)  # [R, D], [R]
+            reps, last = run_means(q[b, h, first:end], config.probe_run)  # [R, D], [R]
             scores = reps @ kh[sample].T * scale  # [R, C']
             own_scores = reps @ kh[own].T * scale  # [R, keys]
             if geometry.is_causal:
                 own_scores = np.where(own <= (first + last + geometry.offset)[:, None], own_scores, -np.inf)
-            norm = np.logaddexp(_log_mass(scores, weight), _log_mass(own_scores, SURVEY_OWN_STEP))  # [R]
+            norm = np.logaddexp(_log_mass(scores, weight), _log_mass(own_scores, PROBE_OWN_STEP))  # [R]
             norm = np.where(np.isneginf(norm), 0, norm)
             mass = np.where(np.isfinite(scores), np.exp(scores - norm[:, None]), 0).sum(axis=0)  # [C']
             mean = scores.sum(axis=0)  # [C'] times R
@@ -232,30 +232,30 @@ def survey(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: flo
     return deficits
 
 
-def fine_segments(deficits: Array, geometry: Geometry) -> Array:
-    """Which segments ``rank="auto"`` orders by :func:`fine_scores`: bool [B, H, N].
+def refined_segments(deficits: Array, geometry: Geometry) -> Array:
+    """Which segments ``rank="auto"`` orders by :func:`refined_scores`: bool [B, H, N].
 
-    Those before which their head's latest SURVEY_WINDOW surveys found a mean deficit above SURVEY_DEFICIT, and the
-    first of all, which no survey precedes. A survey sees keys of its own segment, so it says nothing about that one.
+    Those before which their head's latest PROBE_WINDOW probes found a mean deficit above PROBE_DEFICIT, and the
+    first of all, which no probe precedes. A probe sees keys of its own segment, so it says nothing about that one.
     """
-    surveyed = geometry.surveyed()
-    fine = np.zeros((*deficits.shape[:2], geometry.segments), bool)
+    probed = geometry.probed()
+    refined = np.zeros((*deficits.shape[:2], geometry.segments), bool)
     for n in range(geometry.first_ordered, geometry.segments):
-        before = -(-(n - surveyed.start) // SURVEY_EVERY)
-        count = min(before, SURVEY_WINDOW)
+        before = -(-(n - probed.start) // PROBE_EVERY)
+        count = min(before, PROBE_WINDOW)
         total = np.zeros(deficits.shape[:2], np.float32)
         for i in range(before - count, before):
             total += deficits[:, :, i]
-        fine[:, :, n] = total > np.float32(count) * np.float32(SURVEY_DEFICIT) if count else True
-    return fine & np.array([geometry.candidates(n) > 0 for n in range(geometry.segments)], bool)
+        refined[:, :, n] = total > np.float32(count) * np.float32(PROBE_DEFICIT) if count else True
+    return refined & np.array([geometry.candidates(n) > 0 for n in range(geometry.segments)], bool)
 
 
 @quiet
-def fine_scores(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
-    """The largest logarithm of a softmax weight that a representative of segment ``n`` gives each candidate.
+def refined_scores(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
+    """The largest logarithm of a softmax weight that a pooled query of segment ``n`` gives each candidate.
 
-    Representatives are means of ``config.run`` queries; their weights are of the sample of candidates that
-    :func:`survey` sees. In units of a dot product, that is divided by ``scale``, which is positive. NaN wins.
+    Pooled queries are means of ``config.run`` queries; their weights are of the sample of candidates that
+    :func:`probe` sees. In units of a dot product, that is divided by ``scale``, which is positive. NaN wins.
 
     Returns float32 [B, H, C], candidates in ascending position.
     """
@@ -278,16 +278,16 @@ def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: 
 
     Returns N arrays int32 [B, H, C] of absolute key positions.
     """
-    reps, counts = representatives(q, geometry, config.coarse)
+    reps, counts = pooled_queries(q, geometry, config.coarse)
     batch, heads = q.shape[:2]
-    fine = np.zeros((batch, heads, geometry.segments), bool)
-    if config.surveys(scale):
-        fine = fine_segments(survey(q, k, geometry, config, scale), geometry)
+    refined = np.zeros((batch, heads, geometry.segments), bool)
+    if config.probes(scale):
+        refined = refined_segments(probe(q, k, geometry, config, scale), geometry)
     orders = []
     for n in range(geometry.segments):
         scores = key_scores(reps, counts, k, n, geometry)
-        if fine[:, :, n].any():
-            scores = np.where(fine[:, :, n, None], fine_scores(q, k, n, geometry, config, scale), scores)
+        if refined[:, :, n].any():
+            scores = np.where(refined[:, :, n, None], refined_scores(q, k, n, geometry, config, scale), scores)
         orders.append(candidate_positions(n, geometry)[order_keys(log_weights(scores, scale))])
     return orders
 
@@ -338,7 +338,7 @@ def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float, softca
     return state
 
 
-def add_remainder(
+def add_tail(
     m: Array, mass: Array, acc: Array, s: Array, rest: int, v: Array
 ) -> tuple[Array, Array, Array]:
     """Rows in state (m [M], mass [M], acc [M, D]) see ``rest`` keys of score s [M] and value v [D] each.
@@ -377,7 +377,7 @@ def pass2(
     ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). A row whose l0
     is 0 or NaN keeps its tile going; tau = 0 never stops. Every row of a segment sees all its
     candidates, so nothing is masked and no row touches another except through the common stop. What it leaves
-    unvisited counts as its mean (:func:`add_remainder`), unless ``config.remainder`` says otherwise.
+    unvisited counts as its mean (:func:`add_tail`), unless ``config.tail`` says otherwise.
 
     Parameters
     ----------
@@ -397,7 +397,7 @@ def pass2(
     for n in range(geometry.segments):
         first, last = geometry.queries(n)
         tiles = -(-geometry.candidates(n) // block_n)
-        if tiles and config.adds_remainder:
+        if tiles and config.adds_tail:
             positions = candidate_positions(n, geometry)
             mean_k, mean_v = (x[:, :, positions].mean(axis=2) for x in (k, v))  # [B, Hkv, D]
         for b, h, tile in np.ndindex(batch, heads, -(-(last - first) // block_m)):
@@ -419,9 +419,9 @@ def pass2(
                     deciding, end = False, min(j + stop_lag, tiles)
 
             rest = geometry.candidates(n) - j * block_n
-            if rest > 0 and config.adds_remainder:
+            if rest > 0 and config.adds_tail:
                 mean = capped(rows @ mean_k[b, h // group] * scale, softcap)  # [M]
-                m, mass, acc = add_remainder(m, mass, acc, mean, rest, mean_v[b, h // group])
+                m, mass, acc = add_tail(m, mass, acc, mean, rest, mean_v[b, h // group])
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
         if progress is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .frameworks import framework_of
+from .arrays.frameworks import framework_of
 from .problem import LAYOUTS
 
 __all__ = ["merge_states"]

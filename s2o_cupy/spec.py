@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = [
-    "FRONT",
+    "ORDER_HEAD",
     "KERNEL_CONSTANTS",
     "KEY_BUCKETS",
     "KEY_LEVELS",
@@ -32,16 +32,16 @@ __all__ = [
     "S2OError",
 ]
 
-# How keys are ordered (reference.key_order is the definition). Up to FRONT candidates by KEY_BUCKETS parts of the
+# How keys are ordered (reference.key_order is the definition). Up to ORDER_HEAD candidates by KEY_BUCKETS parts of the
 # range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
-FRONT = 8192
+ORDER_HEAD = 8192
 KEY_BUCKETS = 1024
 # More are dealt to strata of STRATUM, and each is sorted by KEY_LEVELS parts of its own range: as many levels times
 # indices as there are finite float16 that are not negative.
 STRATUM = 256
 KEY_LEVELS = 124
 LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
-# Of more than MIDDLE_FROM the first MIDDLE are dealt again: the front would hold too few of so many strata.
+# Of more than MIDDLE_FROM the first MIDDLE are dealt again: the head of the order would hold too few of so many strata.
 MIDDLE_FROM = 1 << 18
 MIDDLE = 1 << 16
 
@@ -49,25 +49,25 @@ MIDDLE = 1 << 16
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
 STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
 PATHS = ("auto", "portable", "hopper")
-REMAINDERS = ("mean", "none")
+TAILS = ("mean", "none")
 
 MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
-MAX_REPRESENTATIVES = {"max": 64, "auto": 256}
+MAX_POOLED_QUERIES = {"max": 64, "auto": 256}
 RANKS = ("mean", "max", "auto")
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
-# rank="auto" (reference.s2o.survey and fine_segments are the definition). Every SURVEY_EVERY-th segment is surveyed,
-# and the last SURVEY_WINDOW surveys before a segment decide on it.
-SURVEY_EVERY = 4
-SURVEY_WINDOW = 4
-SURVEY_RUNS = 128  # of queries: the representatives of a survey
-SURVEY_SAMPLES = 1024  # candidates looked at, at most
-SURVEY_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
-SURVEY_FRONT = 10  # the best tenth of the sample is compared
-SURVEY_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before the segment is ordered finely
-SMALLEST_FINE_SCALE = 1e-30  # norms in units of a dot product could overflow with a smaller one; all scores are alike
+# rank="auto" (reference.s2o.probe and refined_segments are the definition). Every PROBE_EVERY-th segment is probed,
+# and the last PROBE_WINDOW probes before a segment decide on it.
+PROBE_EVERY = 4
+PROBE_WINDOW = 4
+PROBE_RUNS = 128  # of queries: the pooled queries of a probe
+PROBE_SAMPLES = 1024  # candidates looked at, at most
+PROBE_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
+PROBE_TOP = 10  # the best tenth of the sample is compared
+PROBE_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before the segment is ordered finely
+SMALLEST_REFINED_SCALE = 1e-30  # norms in units of a dot product could overflow with less; all scores are alike
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
@@ -77,14 +77,14 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kLayerMix": LAYER_MIX,
     "kMiddleFrom": MIDDLE_FROM,
     "kMiddle": MIDDLE,
-    "kFront": FRONT,
+    "kOrderHead": ORDER_HEAD,
     "kKeyBuckets": KEY_BUCKETS,
-    "kSurveyEvery": SURVEY_EVERY,
-    "kSurveyWindow": SURVEY_WINDOW,
-    "kSurveySamples": SURVEY_SAMPLES,
-    "kSurveyOwnStep": SURVEY_OWN_STEP,
-    "kSurveyFront": SURVEY_FRONT,
-    "kSurveyDeficit": round(SURVEY_DEFICIT * 2**20),
+    "kProbeEvery": PROBE_EVERY,
+    "kProbeWindow": PROBE_WINDOW,
+    "kProbeSamples": PROBE_SAMPLES,
+    "kProbeOwnStep": PROBE_OWN_STEP,
+    "kProbeTop": PROBE_TOP,
+    "kProbeDeficit": round(PROBE_DEFICIT * 2**20),
 }
 
 
@@ -127,13 +127,13 @@ class S2OConfig:
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128.
     block_n : int, default 128
-        Keys of a tile between two looks at the stop rule. The GPU takes multiples of 64 up to 1024.
+        Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024.
     rank : {"auto", "mean", "max"}, default "auto"
         A key's score: "mean" (the paper, Algorithm 1), its dot product with the mean of the segment's
-        queries; "max", the largest of its dot products with ``representatives`` means of equal runs. "auto": "mean",
+        queries; "max", the largest of its dot products with ``pooled_queries`` means of equal runs. "auto": "mean",
         but where samples say that this would miss keys, the largest logarithm of a softmax weight that any of many
-        representatives gives the key.
-    representatives : int, optional
+        pooled queries gives the key.
+    pooled_queries : int, optional
         Runs of consecutive queries that are averaged; default 16 for ``rank="max"``, 256 for "auto" (at most a
         segment's queries), 1 for "mean".
     window : int, default 0
@@ -148,7 +148,7 @@ class S2OConfig:
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default: what was measured (plan.DENSE_UP_TO), and any length at tau 0, which is dense by definition. 0: never.
         The reference on the CPU ignores it.
-    remainder : {"mean", "none"}, default "mean"
+    tail : {"mean", "none"}, default "mean"
         What the candidates count for that a tile of queries did not visit: "mean", what their mean key and mean value
         would, as many times as there are unvisited ones; "none" (the paper), nothing.
 
@@ -163,12 +163,12 @@ class S2OConfig:
     block_m: int = 128
     block_n: int = 128
     rank: str = "auto"
-    representatives: int | None = None
+    pooled_queries: int | None = None
     window: int = 0
     workspace_bytes: int = 256 << 20
     path: str = "auto"
     dense_up_to: int | None = None
-    remainder: str = "mean"
+    tail: str = "mean"
 
     def __post_init__(self) -> None:
         _require_int("segment", self.segment, 1, MAX_SEGMENT)
@@ -177,22 +177,22 @@ class S2OConfig:
         _require_int("block_n", self.block_n, 1, 1024)
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
-        if self.representatives is None or isinstance(self.representatives, _Default):
+        if self.pooled_queries is None or isinstance(self.pooled_queries, _Default):
             default = {"mean": 1, "max": 16, "auto": 256}[self.rank]
-            object.__setattr__(self, "representatives", _Default(min(default, self.segment)))
-        _require_int("representatives", self.representatives, 1, MAX_REPRESENTATIVES.get(self.rank))
-        if self.rank == "mean" and self.representatives != 1:
+            object.__setattr__(self, "pooled_queries", _Default(min(default, self.segment)))
+        _require_int("pooled_queries", self.pooled_queries, 1, MAX_POOLED_QUERIES.get(self.rank))
+        if self.rank == "mean" and self.pooled_queries != 1:
             raise ValueError(
-                f"S2OConfig: representatives is {self.representatives} with rank='mean', which has one; "
+                f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
                 "accepted: 1, or rank='max' or 'auto'"
             )
         _require_int("window", self.window, 0)
         _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
         if self.dense_up_to is not None:
             _require_int("dense_up_to", self.dense_up_to, 0)
-        if self.remainder not in REMAINDERS:
+        if self.tail not in TAILS:
             raise ValueError(
-                f"S2OConfig: remainder is {self.remainder!r}; accepted: {', '.join(map(repr, REMAINDERS))}"
+                f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}"
             )
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
@@ -213,28 +213,28 @@ class S2OConfig:
 
     @property
     def run(self) -> int:
-        """Queries behind one representative: equal runs, the last may be shorter."""
-        assert self.representatives is not None
-        return -(-self.segment // self.representatives)
+        """Queries behind one pooled query: equal runs, the last may be shorter."""
+        assert self.pooled_queries is not None
+        return -(-self.segment // self.pooled_queries)
 
     @property
-    def survey_run(self) -> int:
-        """Queries behind a representative of a survey."""
-        return -(-self.segment // SURVEY_RUNS)
+    def probe_run(self) -> int:
+        """Queries behind a pooled query of a probe."""
+        return -(-self.segment // PROBE_RUNS)
 
     @functools.cached_property
     def coarse(self) -> S2OConfig:
         """How segments are ordered that are not fine: as this says, or with ``rank="auto"`` by the mean."""
-        return replace(self, rank="mean", representatives=1) if self.rank == "auto" else self
+        return replace(self, rank="mean", pooled_queries=1) if self.rank == "auto" else self
 
     @property
-    def adds_remainder(self) -> bool:
+    def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
-        return self.remainder != "none" and self.tau > 0
+        return self.tail != "none" and self.tau > 0
 
-    def surveys(self, scale: float) -> bool:
-        """Whether segments are surveyed at all."""
-        return self.rank == "auto" and abs(scale) >= SMALLEST_FINE_SCALE
+    def probes(self, scale: float) -> bool:
+        """Whether segments are probed at all."""
+        return self.rank == "auto" and abs(scale) >= SMALLEST_REFINED_SCALE
 
 
 @dataclass(frozen=True)
@@ -279,9 +279,9 @@ class Geometry:
         """The first segment with candidates, or ``segments``."""
         return next((n for n in range(self.segments) if self.candidates(n) > 0), self.segments)
 
-    def surveyed(self) -> range:
-        """The segments that ``rank="auto"`` surveys."""
-        return range(self.first_ordered, self.segments, SURVEY_EVERY)
+    def probed(self) -> range:
+        """The segments that ``rank="auto"`` probes."""
+        return range(self.first_ordered, self.segments, PROBE_EVERY)
 
     def guide_keys(self, n: int) -> int:
         """Leading keys whose mean orders the queries: one segment of them, never a future one."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .frameworks import to_host
+from .arrays.frameworks import to_host
 from .problem import Problem
 from .spec import Geometry, S2OConfig
 

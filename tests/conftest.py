@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import S2OConfig, plan, s2o_attention
-from s2o_cupy.metrics import rel_l2
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.plan import launch_plan as plan
 from s2o_cupy.reference.dense import capped, dense_attention
+from s2o_cupy.tools.metrics import rel_l2
 
 # JAX would take three quarters of a GPU's memory for each process of tests.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

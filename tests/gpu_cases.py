@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.diffing import DiffReport, capture, compare
 from s2o_cupy.problem import Problem, validate
+from s2o_cupy.tools.diffing import DiffReport, capture, compare
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 NAN, INF = float("nan"), float("inf")
@@ -160,18 +160,18 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"softcap": 2.0, "poison": (name, 200, value), "seqlen_q": 300} for name in "qkv" for value in (NAN, INF)),
     # Ranks; a short last segment leaves runs of queries short or empty.
     {"options": {"rank": "max"}},
-    {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 128},
-    {"options": {"rank": "max", "representatives": 7}, "seqlen_q": 300, "head_dim": 256},
-    {"options": {"rank": "max", "representatives": 64}, "segment": 20, "seqlen_q": 111},
-    {"options": {"rank": "max", "representatives": 1}},
-    {"options": {"rank": "max", "representatives": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 128},
-    {"options": {"rank": "max", "representatives": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 250},
-    {"options": {"rank": "max", "representatives": 5}, "is_causal": False, "seqlen_k": 500},
+    {"options": {"rank": "max", "pooled_queries": 7}, "seqlen_q": 300, "head_dim": 128},
+    {"options": {"rank": "max", "pooled_queries": 7}, "seqlen_q": 300, "head_dim": 256},
+    {"options": {"rank": "max", "pooled_queries": 64}, "segment": 20, "seqlen_q": 111},
+    {"options": {"rank": "max", "pooled_queries": 1}},
+    {"options": {"rank": "max", "pooled_queries": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 128},
+    {"options": {"rank": "max", "pooled_queries": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 250},
+    {"options": {"rank": "max", "pooled_queries": 5}, "is_causal": False, "seqlen_k": 500},
     {"options": {"rank": "mean"}},
     {"options": {"rank": "mean"}, "is_causal": False, "head_dim": 128},
-    {"options": {"representatives": 7}, "seqlen_q": 1500, "head_dim": 128},
-    {"options": {"representatives": 256}, "segment": 20, "seqlen_q": 311},
-    {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},  # several surveys
+    {"options": {"pooled_queries": 7}, "seqlen_q": 1500, "head_dim": 128},
+    {"options": {"pooled_queries": 256}, "segment": 20, "seqlen_q": 311},
+    {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},  # several probes
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs and samples
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 256, "tau": 0.01, "heads": 1},
     {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "head_dim": 256},
@@ -187,7 +187,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"batch": 2, "heads": 4, "seqlen_q": 4000, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
     {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
     {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    # About as many candidates as a front holds, and more.
+    # About as many candidates as the head of an order holds, and more.
     *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1} for more in (-1, 0, 1, 7, 2000)),
     {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False},
     {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128},
@@ -245,7 +245,7 @@ SANITIZED = (
     Case(seqlen_q=600, segment=512, head_dim=256, poison=("v", 500, NAN)),
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
-    Case(seqlen_q=70, segment=20, options={"rank": "max", "representatives": 64}),
+    Case(seqlen_q=70, segment=20, options={"rank": "max", "pooled_queries": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
     Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False),
     Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1),

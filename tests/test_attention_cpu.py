@@ -35,9 +35,9 @@ def test_tau_0_is_dense_at_every_length(device, qkv, length):
         {"window": 1},
         {"window": 200},
         {"window": 5000},
-        {"rank": "mean", "representatives": None},
-        {"rank": "max", "representatives": None},
-        {"rank": "max", "representatives": 3},
+        {"rank": "mean", "pooled_queries": None},
+        {"rank": "max", "pooled_queries": None},
+        {"rank": "max", "pooled_queries": 3},
         {"block_m": 128, "block_n": 128},
         {"block_n": 1024},
     ],
@@ -149,7 +149,7 @@ def test_lse(device, qkv, config):
 def test_empty_output(device, shape, config, monkeypatch):
     """Nothing is launched: a backend that would run fails."""
     for backend in ("_run_kernels", "_run_reference"):
-        monkeypatch.setattr(f"s2o_cupy.attention.{backend}", lambda *arguments: pytest.fail("a backend ran"))
+        monkeypatch.setattr(f"s2o_cupy.api.attention.{backend}", lambda *arguments: pytest.fail("a backend ran"))
     q = device.array(np.zeros(shape))
     o, lse, stats = s2o_attention(q, q, q, config=config, return_lse=True, return_stats=True)
     assert (o.shape, o.dtype) == (q.shape, q.dtype)

@@ -16,8 +16,8 @@ import pytest
 from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
+from s2o_cupy.plan.rounds import Chunk
 from s2o_cupy.reference import dense_attention
-from s2o_cupy.rounds import Chunk
 from s2o_cupy.spec import Geometry
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -52,10 +52,10 @@ def succeed(script, *arguments):
 def test_orders():
     assert _common.orders("mean,max:4:128:512") == [
         {"rank": "mean"},
-        {"rank": "max", "representatives": 4, "window": 128, "segment": 512},
+        {"rank": "max", "pooled_queries": 4, "window": 128, "segment": 512},
     ]
     assert _common.describe(S2OConfig(rank="max", window=64, tau=0.5)) == {
-        "order": "max:16:64:1024", "rank": "max", "representatives": 16, "window": 64, "segment": 1024, "tau": 0.5,
+        "order": "max:16:64:1024", "rank": "max", "pooled_queries": 16, "window": 64, "segment": 1024, "tau": 0.5,
     }  # fmt: skip
     for text, message in (("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:4", "accepted: rank")):
         with pytest.raises(argparse.ArgumentTypeError, match=message):
@@ -226,7 +226,7 @@ def test_quality(tmp_path):
     for row in result["rows"]:
         q, k, v = given[row["input"]]
         config = S2OConfig(
-            block_m=32, block_n=32, **{n: row[n] for n in ("rank", "representatives", "window", "segment")}
+            block_m=32, block_n=32, **{n: row[n] for n in ("rank", "pooled_queries", "window", "segment")}
         )
         o, stats = s2o_attention(q, k, v, config=config, tau=row["tau"], return_stats=True)
         exact = dense_attention(q, k, v)[0]
@@ -478,7 +478,7 @@ class TestGpu:
                 "--repeats", 3, "--json", tmp_path / "x.json")  # fmt: skip
         rows = json.loads((tmp_path / "x.json").read_text())["rows"]
         assert all(row["equal"] and row["many_ms"] > 0 for row in rows)
-        assert all(rows[0][f"{part}_ms"] > 0 for part in ("pass1", "ordering", "remainder", "pass2"))
+        assert all(rows[0][f"{part}_ms"] > 0 for part in ("pass1", "ordering", "tail", "pass2"))
 
     def test_quality(self, tmp_path):
         succeed("quality.py", "--input", "mixture", "--lengths", 4096, "--taus", "0.01", "--json", tmp_path / "x.json",

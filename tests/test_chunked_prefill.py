@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.attention import attend
-from s2o_cupy.metrics import rel_l2
-from s2o_cupy.plan import SUM_KEYS, padded_head_dim
-from s2o_cupy.program import KeySums, SumsShape, sum_blocks
+from s2o_cupy.api.attention import attend
+from s2o_cupy.plan.launch_plan import SUM_KEYS, padded_head_dim
+from s2o_cupy.plan.launches import KeySums, SumsShape, sum_blocks
 from s2o_cupy.reference import dense_attention
+from s2o_cupy.tools.metrics import rel_l2
 
 LENGTH = 600
 
@@ -57,9 +57,9 @@ def test_any_cuts_and_segments(cuts, segment, window, seed):
 def test_same_bits_in_whole_segments(device, qkv):
     """With chunks of whole segments a sparse result is that of one call too, orders and stops included, if segments are
     ordered without regard to those before them."""
-    mean = replace(device.config, rank="mean", representatives=None)
+    mean = replace(device.config, rank="mean", pooled_queries=None)
     q, k, v = qkv(LENGTH, heads=4, kv_heads=2)
-    for config in (mean, replace(mean, window=50), replace(mean, rank="max", representatives=16)):
+    for config in (mean, replace(mean, window=50), replace(mean, rank="max", pooled_queries=16)):
         segment = config.segment
         one = in_chunks(device, q, k, v, (), config=config)
         for cuts in ((segment,), (2 * segment, 3 * segment), tuple(range(segment, LENGTH, segment))):
@@ -73,7 +73,7 @@ def test_sums_that_chunks_share(device, qkv):
     """Each chunk adds up the keys that are new, in whole blocks, and takes the sums of the others: the same bits."""
     if device.kind == "cpu":
         pytest.skip("only the kernels keep sums")
-    config = replace(device.config, rank="mean", representatives=None)
+    config = replace(device.config, rank="mean", pooled_queries=None)
     length = 3 * SUM_KEYS + 40
     q, k, v = (device.array(x) for x in qkv(length, heads=4, kv_heads=2))
     memory = device.xp.full((2, sum_blocks(length), 2, padded_head_dim(q.shape[3])), np.nan, np.float32)

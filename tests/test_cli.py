@@ -13,9 +13,10 @@ import pytest
 from conftest import has_gpu
 
 import s2o_cupy
-from s2o_cupy import __main__ as cli
-from s2o_cupy import demo, info, inputs, kernels
-from s2o_cupy.kernels import CompiledKernel
+from s2o_cupy import inputs
+from s2o_cupy.cuda import compiler
+from s2o_cupy.cuda.compiler import CompiledKernel
+from s2o_cupy.tools import cli, demo, info
 
 ROOT = Path(s2o_cupy.__file__).parents[1]
 
@@ -162,7 +163,7 @@ def test_compile_judges(monkeypatch, capsys, results, status):
         progress(1, 1)
         return results
 
-    monkeypatch.setattr(kernels, "compile_all", compile_all)
+    monkeypatch.setattr(compiler, "compile_all", compile_all)
     assert cli.main(["compile", "--arch", "sm_90a, sm_80", "--json"]) == status
     assert asked == ["sm_90a", "sm_80"]
     found = json.loads(capsys.readouterr().out)
@@ -205,12 +206,12 @@ def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
         progress(1, 1)
         return types.SimpleNamespace(ok=ok, table=lambda: "the table", to_dict=lambda: {"worst": np.float32("nan")})
 
-    monkeypatch.setitem(sys.modules, "s2o_cupy.diffing", types.SimpleNamespace(diff=diff))
+    monkeypatch.setitem(sys.modules, "s2o_cupy.tools.diffing", types.SimpleNamespace(diff=diff))
     monkeypatch.setattr(s2o_cupy, "diffing", types.SimpleNamespace(diff=diff), raising=False)
     monkeypatch.setattr(info, "gpu_problem", lambda: None)
     line = (
         "--length 70 --heads 6 --kv-heads 2 --head-dim 64 --dtype float16 --seed 3 --segment 64 --tau 0.5 "
-        "--block-m 64 --block-n 192 --rank max --representatives 4 --window 8 --workspace-bytes 2000000 "
+        "--block-m 64 --block-n 192 --rank max --pooled-queries 4 --window 8 --workspace-bytes 2000000 "
         "--scale -0.5 --softcap 30 --no-causal"
     )
     options = line.split()
@@ -222,7 +223,7 @@ def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
     assert k.shape == v.shape == (1, 2, 70, 64)
     assert q.dtype == np.float16
     expected = s2o_cupy.S2OConfig(
-        segment=64, tau=0.5, block_m=64, block_n=192, rank="max", representatives=4, window=8, workspace_bytes=2000000
+        segment=64, tau=0.5, block_m=64, block_n=192, rank="max", pooled_queries=4, window=8, workspace_bytes=2000000
     )  # fmt: skip
     assert (config, scale, softcap, is_causal) == (expected, -0.5, 30.0, False)
 
@@ -315,7 +316,7 @@ def test_demo_with_nothing_to_draw(capsys, tmp_path):
 
 def test_progress_of_long_work(capsys):
     """A log gets a line now and then, and nothing of quick work."""
-    from s2o_cupy import progress
+    from s2o_cupy.tools import progress
 
     with progress.progress("quick") as report:
         report(1, 2)

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from s2o_cupy import S2OConfig, S2OError
-from s2o_cupy.diffing import GpuStages, compare, diff
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, s2o
+from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
-    "representatives", "query order", "survey", "key scores", "key order",
+    "pooled_queries", "query order", "probe", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
     "paper": S2OConfig(segment=64, tau=0.05, block_m=16, block_n=32, rank="mean"),
-    "auto": S2OConfig(segment=16, tau=0.05, block_m=16, block_n=32, representatives=5),
-    "max": S2OConfig(segment=48, tau=0.02, block_m=32, block_n=32, rank="max", representatives=5, window=20),
+    "auto": S2OConfig(segment=16, tau=0.05, block_m=16, block_n=32, pooled_queries=5),
+    "max": S2OConfig(segment=48, tau=0.02, block_m=32, block_n=32, rank="max", pooled_queries=5, window=20),
     "dense": S2OConfig(segment=64, tau=0, block_m=64, block_n=64),
 }
 
@@ -36,15 +36,15 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     if scale < 0:
         q, scale = -q, -scale
     geometry = problem.geometry(config)
-    reps, counts = s2o.representatives(q, geometry, config.coarse)
+    reps, counts = s2o.pooled_queries(q, geometry, config.coarse)
     q_order = s2o.query_order(q, k, geometry)
     scores = [s2o.key_scores(reps, counts, k, n, geometry) for n in range(geometry.segments)]
     deficits = None
-    if config.surveys(scale):
-        deficits = s2o.survey(q, k, geometry, config, scale)
-        fine = s2o.fine_segments(deficits, geometry)
+    if config.probes(scale):
+        deficits = s2o.probe(q, k, geometry, config, scale)
+        refined = s2o.refined_segments(deficits, geometry)
         scores = [
-            np.where(fine[:, :, n, None], s2o.fine_scores(q, k, n, geometry, config, scale), coarse)
+            np.where(refined[:, :, n, None], s2o.refined_scores(q, k, n, geometry, config, scale), coarse)
             for n, coarse in enumerate(scores)
         ]
     scores = [key_order.log_weights(x, scale) for x in scores]
@@ -71,7 +71,7 @@ def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_cau
 def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     stages, problem = make(config, dtype, is_causal=is_causal)
     report = compare(stages, *problem)
-    assert [row.stage for row in report.rows] == [s for s in STAGES if s != "survey" or config.rank == "auto"]
+    assert [row.stage for row in report.rows] == [s for s in STAGES if s != "probe" or config.rank == "auto"]
     assert report.ok, report.table()
     assert 0 < report.density <= 1
     assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)
@@ -130,9 +130,9 @@ def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
 
 
 FAULTS = {
-    "representatives": lambda s: larger(s.reps, (1, 2, 1, 0)),
+    "pooled_queries": lambda s: larger(s.reps, (1, 2, 1, 0)),
     "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
-    "survey": lambda s: s.deficits.__iadd__(0.1),
+    "probe": lambda s: s.deficits.__iadd__(0.1),
     "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),
     "key order": lambda s: swap(s.k_order[2], (0, 0, 1), (0, 0, 60)),
     "pass 1 state": lambda s: larger(s.l1, (0, 3, 11)),
@@ -145,7 +145,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_is_found_where_it_is(stage: str) -> None:
-    stages, problem = make(CONFIGS["auto" if stage == "survey" else "paper"])
+    stages, problem = make(CONFIGS["auto" if stage == "probe" else "paper"])
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)

@@ -45,7 +45,7 @@ def attended(torch, monkeypatch):
 
 
 # Segments of a chunk are ordered without regard to those before it.
-MEAN = replace(SMALL, rank="mean", representatives=None)
+MEAN = replace(SMALL, rank="mean", pooled_queries=None)
 
 
 @pytest.mark.parametrize("split", ["sequence", "heads"])
@@ -253,12 +253,12 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
     exchange, attend = dist.batch_isend_irecv, module.attend
 
     class Logged:
-        def __init__(self, index, works):
-            self.index, self.works = index, works
+        def __init__(self, index, q_tiles):
+            self.index, self.q_tiles = index, q_tiles
 
         def wait(self):
             log.append(f"wait {self.index}")
-            for work in self.works:
+            for work in self.q_tiles:
                 work.wait()
 
     def start(transfers):
@@ -288,9 +288,9 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
 def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     """But for those of a window, or where it is all there is. A CUDA that only takes notes; on GPUs see below."""
     cupy = pytest.importorskip("cupy")
-    from s2o_cupy import pipeline
-    from s2o_cupy.operand import Operand
-    from s2o_cupy.plan import DeviceLimits
+    from s2o_cupy.arrays.operand import Operand
+    from s2o_cupy.cuda import pipeline
+    from s2o_cupy.plan.launch_plan import DeviceLimits
     from s2o_cupy.problem import Problem
 
     notes, names = [], {}
@@ -307,7 +307,7 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
         pipeline, "runtime", SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: notes.append("clear"))
     )
     replays = []
-    monkeypatch.setattr(pipeline, "Replay", lambda cuda: SimpleNamespace(run=lambda *arguments: replays.append(1)))
+    monkeypatch.setattr(pipeline, "GraphCache", lambda cuda: SimpleNamespace(run=lambda *arguments: replays.append(1)))
     assert cupy.__name__ == "cupy"
 
     config = S2OConfig(**{"segment": 128, "rank": "mean", "dense_up_to": 0} | options)
@@ -438,7 +438,7 @@ def _late_keys(rank, world_size, folder, window, path):
     from conftest import SMALL_HOPPER, has_hopper, spin
 
     small = SMALL_HOPPER if has_hopper() else SMALL
-    config = replace(small, rank="mean", representatives=None, window=window, path=path)
+    config = replace(small, rank="mean", pooled_queries=None, window=window, path=path)
     q, k, v = _cases(16 * SEGMENT, "bfloat16", "cuda")
     both = parallel(16 * SEGMENT, config=config)
     for turn in range(6):
@@ -479,7 +479,7 @@ def test_tensors_on_a_device_that_is_not_current(torch):
 
 def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attended):
     """Not that of a chunk's keys, which are fewer: a GPU would else compute early chunks otherwise than in one call."""
-    monkeypatch.setattr("s2o_cupy.plan.DENSE_UP_TO", 8192)
+    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
     as_first_of_two(monkeypatch)
     for seqlen, config, expected in (
         (5000, S2OConfig(), 5000),

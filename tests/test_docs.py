@@ -15,7 +15,7 @@ import pytest
 from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, spec
-from s2o_cupy import __main__ as cli
+from s2o_cupy.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
@@ -191,21 +191,21 @@ def test_the_table_of_arguments():
 
 def test_numbers_of_the_definition():
     page = text_of(ROOT / "docs" / "algorithm.md")
-    assert f"Up to {spec.FRONT:,} candidates are ordered by {spec.KEY_BUCKETS:,} buckets" in page
+    assert f"Up to {spec.ORDER_HEAD:,} candidates are ordered by {spec.KEY_BUCKETS:,} buckets" in page
     assert f"*strata* of at most {spec.STRATUM}," in page
     assert f"Of more than {spec.MIDDLE_FROM:,}" in page and f"the first {spec.MIDDLE:,} are dealt" in page
     assert f"ordered by {spec.KEY_LEVELS} buckets" in page
-    assert f"the first {spec.FRONT:,} of this order are ordered again, by {spec.KEY_BUCKETS:,} buckets" in page
+    assert f"the first {spec.ORDER_HEAD:,} of this order are ordered again, by {spec.KEY_BUCKETS:,} buckets" in page
     lag = spec.STOP_LAG
     assert f'The lag is {lag["hopper"]} on path `"hopper"` and {lag["portable"]} on path `"portable"`' in page
     readme = text_of(ROOT / "README.md")
     assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in readme
     assert f"1 to {spec.MAX_SEGMENT}." in readme
-    assert f"up to {spec.MAX_REPRESENTATIVES['max']}, or {spec.MAX_REPRESENTATIVES['auto']} with" in readme
+    assert f"up to {spec.MAX_POOLED_QUERIES['max']}, or {spec.MAX_POOLED_QUERIES['auto']} with" in readme
 
 
 def test_rounds_of_the_workspace():
-    from s2o_cupy.plan import DeviceLimits, make_plan
+    from s2o_cupy.plan.launch_plan import DeviceLimits, make_plan
     from s2o_cupy.problem import Problem
 
     problem = Problem(1, 32, 8, 131_072, 131_072, 128, "bfloat16", True, 128**-0.5)

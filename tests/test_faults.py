@@ -11,9 +11,9 @@ import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
 
-from s2o_cupy import kernels
-from s2o_cupy.kernels import Kernel
-from s2o_cupy.plan import kernels_for
+from s2o_cupy.cuda import compiler
+from s2o_cupy.plan.catalogue import kernels_for
+from s2o_cupy.plan.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Fault:
 
 MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, options={"window": 30})
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
-           options={"rank": "max", "representatives": 3})  # fmt: skip
-LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01)  # more than a front's keys
+           options={"rank": "max", "pooled_queries": 3})  # fmt: skip
+LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01)  # more keys than the head of an order
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
-FINE = replace(HOPPER, seqlen_q=1023, options={})  # the second segment, the first with candidates
+REFINED = replace(HOPPER, seqlen_q=1023, options={})  # the second segment, the first with candidates
 
 
 def _faults(function: str | tuple[str, ...], case: Case, *rows: tuple[str, str, str, str]) -> list[Fault]:
@@ -58,11 +58,11 @@ FAULTS = [
     ),
     *_faults(
         "rank_queries", MAX,
-        ("a mean divides by a full run's length", "representatives", "p.sign / (end - begin)",
+        ("a mean divides by a full run's length", "pooled_queries", "p.sign / (end - begin)",
          "p.sign / p.run"),
-        ("a sum leaves out a warp's part", "representatives", "w = 0; w < team", "w = 1; w < team"),
-        ("a mean leaves out its last query", "representatives", "8 * u < left", "8 * u + 1 < left"),
-        ("a mean's elements are mixed up", "representatives", "32 * j + 8 * t + g]", "32 * j + 8 * t + (g ^ 1)]"),
+        ("a sum leaves out a warp's part", "pooled_queries", "w = 0; w < team", "w = 1; w < team"),
+        ("a mean leaves out its last query", "pooled_queries", "8 * u < left", "8 * u + 1 < left"),
+        ("a mean's elements are mixed up", "pooled_queries", "32 * j + 8 * t + g]", "32 * j + 8 * t + (g ^ 1)]"),
         ("queries ascend", "query order", "~sortable(score)", "sortable(score)"),
         ("neighbours are written the other way round", "query order", "order[i] = shared", "order[i ^ 1] = shared"),
         ("every segment has the first one's guide", "query order", "(n > 0)) * kHeadDim", "0) * kHeadDim"),
@@ -75,21 +75,21 @@ FAULTS = [
     *_faults(
         "key_scores", MAX,
         ("half of the products are left out", "key scores", "Element::mma(s[j + 1], mean[c], x[2], x[3]);", ""),
-        ("only the first representative counts", "key scores", "r < p.representatives; ++r", "r < 1; ++r"),
-        ("a representative's columns are mixed up", "key scores", "from[i % 2][c * 8 + i / 2 * 4]",
+        ("only the first pooled query counts", "key scores", "r < p.pooled_queries; ++r", "r < 1; ++r"),
+        ("a pooled query's columns are mixed up", "key scores", "from[i % 2][c * 8 + i / 2 * 4]",
          "from[i / 2][c * 8 + i % 2 * 4]"),
         ("scores go to the wrong keys", "key scores", "+ step * kStep + j * 8 + lane % 4 * 2;",
          "+ step * kStep + (j ^ 1) * 8 + lane % 4 * 2;"),
-        ("a lesser representative wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
+        ("a lesser pooled query wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
     ),
     *_faults(
-        ("fine_norms", "fine_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
-        ("half of the representatives come twice", "key scores", "kTiles + kFirst) * 16 + slot % 16",
+        ("refined_norms", "refined_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
+        ("half of the pooled queries come twice", "key scores", "kTiles + kFirst) * 16 + slot % 16",
          "kTiles) * 16 + slot % 16"),
     ),
     # The order stays a permutation, so that pass 2 reads nothing but keys.
     *_faults(
-        "key_front", MEAN,
+        "key_order_head", MEAN,
         ("buckets are twice as wide", "key order", "kBuckets - 2.f,", "kBuckets / 2 - 2.f,"),
         ("distances are of half the scores", "key order", ': "=r"(x) : "r"(high), "r"(scores)',
          ': "=r"(x) : "r"(high), "r"(scores & 0xffffu | scores << 16)'),
@@ -104,7 +104,7 @@ FAULTS = [
          "row.key(index_of(shared.radix.items[i ^ 1]))"),
     ),
     *_faults(
-        "key_front", LONG,
+        "key_order_head", LONG,
         ("entries of the order are exchanged", "key order", "found[i / 2] >> i % 2 * 16",
          "found[i / 2] >> (i + 1) % 2 * 16"),
     ),
@@ -120,7 +120,7 @@ FAULTS = [
          "range.join(swapped);"),
         ("all layers begin alike", "key order", "(pair < shift ? pair - shift + pairs : pair - shift)", "pair"),
         ("places of strata are exchanged", "key order", "make_int4(key(0), key(1),", "make_int4(key(1), key(0),"),
-        ("the front has its neighbours' scores", "key order",
+        ("the head of the order has its neighbours' scores", "key order",
          "make_uint2(score(0) | score(1) << 16,", "make_uint2(score(1) | score(0) << 16,"),
         ("what comes after the last whole layer is dealt the other way round", "key order",
          "found = make_uint4(swapped", "if (false) found = make_uint4(swapped"),
@@ -135,12 +135,12 @@ FAULTS = [
         "pass1", MEAN,
         ("the diagonal lets one key of the future through", "pass 1 state", "if (key >= limit", "if (key > limit"),
         ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
-        ("the sum is not rescaled", "pass 1 state", "float sum = mass[i][h] * shrink;", "float sum = mass[i][h];"),
+        ("the sum is not rescaled", "pass 1 state", "float sum = mass[i][h] * rescale_by;", "float sum = mass[i][h];"),
         ("the score's scale is natural", "pass 1 state", "s[i][j][e] *= params.scale_log2",
          "s[i][j][e] *= params.scale_log2 * 0.6931f"),
-        ("the last look is left out", "pass 1 state", "if (step + 1 == steps ||", "if ("),
+        ("the last stop check is left out", "pass 1 state", "if (step + 1 == steps ||", "if ("),
         ("columns of k are exchanged", "pass 1 state", "c * 2 + lane / 8 % 2));", "c * 2 + 1 - lane / 8 % 2));"),
-        ("the output is not rescaled", "pass 1 output", "acc[i][d][2 * h + 1] *= shrink;", ""),
+        ("the output is not rescaled", "pass 1 output", "acc[i][d][2 * h + 1] *= rescale_by;", ""),
         ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / l[i][h]", "0.f : 1.01f / l[i][h]"),
         ("two weights are exchanged", "pass 1 output", "a[i][1] = p[i][j][1];\n        a[i][2] = p[i][j + 1][0];",
          "a[i][1] = p[i][j + 1][0];\n        a[i][2] = p[i][j][1];"),
@@ -150,11 +150,11 @@ FAULTS = [
         ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= row", "small = row"),
         ("rows past the segment's end keep a tile going", "stop", "row(i, h) >= rows || sum", "sum"),
-        ("the mass before the tile is not rescaled", "stop", "          l[i][h] *= shrink;\n", ""),
+        ("the mass before the tile is not rescaled", "stop", "          l[i][h] *= rescale_by;\n", ""),
         ("one visited tile is not counted", "stop", "rows.visited(params) = visited;",
          "rows.visited(params) = visited - 1;"),
         ("the state's output is not multiplied by l", "output", "Element::high(x) * ml.y", "Element::high(x)"),
-        ("the output is not rescaled", "output", "acc[i][d][2 * h] *= shrink;", ""),
+        ("the output is not rescaled", "output", "acc[i][d][2 * h] *= rescale_by;", ""),
         ("the output is 1 % too small", "output", "0.f : 1.f / l[i][h]", "0.f : 0.99f / l[i][h]"),
         ("two columns of v are exchanged", "output", "Element::mma(acc[i][d + 1], a[i], b[2], b[3]);",
          "Element::mma(acc[i][d + 1], a[i], b[3], b[2]);"),
@@ -191,7 +191,7 @@ FAULTS = [
     ),
     *_faults(
         "pass2", replace(MEAN, tau=1000.0),
-        ("the first tile never stops", "stop", "stop = look(rows) && kStops;", "stop = look(rows) && visited > 0;"),
+        ("the first tile never stops", "stop", "stop = stop_check(rows) && kStops;", "stop = stop_check(rows) && visited > 0;"),
     ),
     *_faults(
         "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
@@ -201,9 +201,9 @@ FAULTS = [
         ("a row has its neighbour's keys", "key scores", "2 * h + i % 2]; }", "2 * (1 - h) + i % 2]; }"),
     ),
     *_faults(
-        "fine_scores_sm90", FINE,
+        "refined_scores_sm90", REFINED,
         ("a norm is left out", "key scores", "[j * 4 + 2 * h] - norm.x", "[j * 4 + 2 * h]"),
-        ("half of the representatives do not count", "key scores", "half * (128 * 128)", "0"),
+        ("half of the pooled queries do not count", "key scores", "half * (128 * 128)", "0"),
         ("a mean is of a full run", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
         ("lanes keep their maxima", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
     ),
@@ -212,9 +212,9 @@ FAULTS = [
         ("the diagonal lets one key of the future through", "pass 1 state", ">= limit + (causal ? first_row",
          "> limit + (causal ? first_row"),
         ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
-        ("the sum is not rescaled", "pass 1 state", "mass[h] = mass[h] * shrink[h]", "mass[h] = mass[h]"),
+        ("the sum is not rescaled", "pass 1 state", "mass[h] = mass[h] * rescale_by[h]", "mass[h] = mass[h]"),
         ("half of head_dim comes twice", "pass 1 state", "map, full, column, first_key", "map, full, 0, first_key"),
-        ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
+        ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= rescale_by[e / 2];", "acc[d * 4 + e] *= 1.f;"),
         ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / final_l[h];\n      if",
          "0.f : 1.01f / final_l[h];\n      if"),
     ),
@@ -238,11 +238,11 @@ FAULTS = [
          "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
-        ("the mass before the tile is not rescaled", "stop", "      l[h] *= shrink[h];\n", ""),
-        ("one look is not counted", "stop", "params.visited[tile.visited] = looks;",
-         "params.visited[tile.visited] = looks - 1;"),
+        ("the mass before the tile is not rescaled", "stop", "      l[h] *= rescale_by[h];\n", ""),
+        ("one stop check is not counted", "stop", "params.visited[tile.visited] = stop_checks;",
+         "params.visited[tile.visited] = stop_checks - 1;"),
         ("the state's output is not multiplied by l", "output", "Element::high(x) * ml.y", "Element::high(x)"),
-        ("the output is not rescaled", "output", "acc[d * 4 + e] *= shrink[e / 2];", "acc[d * 4 + e] *= 1.f;"),
+        ("the output is not rescaled", "output", "acc[d * 4 + e] *= rescale_by[e / 2];", "acc[d * 4 + e] *= 1.f;"),
         ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
     ),
     *_faults(
@@ -264,7 +264,7 @@ def kernel_of(function: str) -> Kernel:
 def test_every_fault_has_its_place(fault):
     """Without a GPU: the sources still hold what each fault changes."""
     for function in fault.functions:
-        kernels_text = kernels.render(kernel_of(function))
+        kernels_text = compiler.render(kernel_of(function))
         assert fault.plant(kernels_text) != kernels_text
 
 
@@ -275,15 +275,15 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         pytest.skip("no GPU: cupy.is_available() is False")
     if fault.path == "hopper" and not has_hopper():
         pytest.skip("needs compute capability 9.0")
-    from s2o_cupy import pipeline
+    from s2o_cupy.cuda import pipeline
 
-    good = kernels.render
+    good = compiler.render
 
     def render(kernel):
         return fault.plant(good(kernel)) if kernel.function in fault.functions else good(kernel)
 
-    monkeypatch.setattr(kernels, "render", render)
-    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(compiler, "render", render)
+    monkeypatch.setattr(compiler, "_loaded", {})
     pipeline.clear_cache()
     try:
         report = run_diff(fault.case, fault.path)

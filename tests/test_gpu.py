@@ -17,7 +17,7 @@ from conftest import has_gpu, has_hopper, spin
 from gpu_cases import CASES, place, run_diff
 
 from s2o_cupy import S2OConfig, diff, s2o_attention
-from s2o_cupy.replay import GRAPH_LAUNCHES, GRAPHS
+from s2o_cupy.cuda.graphs import GRAPH_LAUNCHES, GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -338,7 +338,7 @@ def launched(monkeypatch):
     """launched(): kernels that the pipeline has launched since it was last asked, those it captured among them."""
     from cupy.cuda import driver
 
-    from s2o_cupy import pipeline
+    from s2o_cupy.cuda import pipeline
 
     count = 0
 
@@ -414,8 +414,8 @@ def test_replayed_with_lse_and_statistics(rounds, gpu, launched):
     """Of memory that is always the same: with and without each of the two they are different calls."""
     import cupy
 
-    from s2o_cupy import pipeline
-    from s2o_cupy.operand import operand
+    from s2o_cupy.arrays.operand import operand
+    from s2o_cupy.cuda import pipeline
     from s2o_cupy.problem import validate
 
     q, k, v = gpu(2000, heads=8, kv_heads=2)
@@ -487,7 +487,7 @@ def test_graphs_are_dropped_while_they_run(rounds, gpu, launched):
     """By others' turns, and with the prepared call."""
     import cupy
 
-    from s2o_cupy import pipeline
+    from s2o_cupy.cuda import pipeline
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         q, k, v = gpu(2000, heads=8, kv_heads=2)

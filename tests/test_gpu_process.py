@@ -82,7 +82,7 @@ def test_a_cache_folder_that_cannot_be_written(expected):
 def test_a_cache_folder_that_cannot_be_made(expected, tmp_path):
     """CuPy cannot even be imported there, so it is imported by the library, for another framework's arrays."""
     (tmp_path / "file").write_text("")
-    code = "from s2o_cupy.lazy_cupy import import_cupy; import_cupy(); print(call())"
+    code = "from s2o_cupy.arrays.lazy_cupy import import_cupy; import_cupy(); print(call())"
     assert run(code, CUPY_CACHE_DIR=str(tmp_path / "file" / "folder")) == [expected]
     assert (tmp_path / "file").read_text() == ""
 
@@ -118,7 +118,7 @@ print(call())
 def test_a_changed_header_is_compiled_anew(expected, cache, tmp_path):
     """A comment more in one .cuh: other text, so other entries in the cache beside the old ones."""
     code = """
-from s2o_cupy import kernels
+from s2o_cupy.plan import kernels
 good = kernels._with_includes
 def changed(name, seen):
     for line in good(name, seen):

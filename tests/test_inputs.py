@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import inputs, metrics, patterns
+from s2o_cupy import inputs, metrics
+from s2o_cupy.tools import patterns
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]

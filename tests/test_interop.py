@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from conftest import has_gpu, spin
 
+import s2o_cupy.cuda
 from s2o_cupy import S2OConfig, S2OError, s2o_attention, s2o_attention_varlen
-from s2o_cupy.frameworks import framework_of
-from s2o_cupy.frameworks.numpy import NumpyFramework
-from s2o_cupy.lazy_cupy import import_cupy
-from s2o_cupy.place import Device, Extent
-from s2o_cupy.streams import stream_handle
+from s2o_cupy.arrays.frameworks import framework_of
+from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
+from s2o_cupy.arrays.lazy_cupy import import_cupy
+from s2o_cupy.arrays.place import Device, Extent
+from s2o_cupy.arrays.streams import stream_handle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -208,7 +209,7 @@ def test_jax_arrays_in_another_order(qkv, platform):
     jax = pytest.importorskip("jax")
     from jax.experimental.layout import Format, Layout
 
-    from s2o_cupy.frameworks.jax import _in_c_order
+    from s2o_cupy.arrays.frameworks.jax import _in_c_order
 
     if platform == "gpu" and jax.default_backend() != "gpu":
         pytest.skip("this JAX has no GPU")
@@ -465,10 +466,10 @@ def pretended_gpu(monkeypatch):
 
     import s2o_cupy
 
-    pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
+    pipeline: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
     pipeline.run = run
-    monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
-    monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
+    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", pipeline)
+    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", pipeline, raising=False)
     pipeline.allocate = None
     monkeypatch.setitem(sys.modules, "cupy", np)
     monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 import s2o_cupy
-from s2o_cupy import S2OError, kernels
-from s2o_cupy.kernels import ARCHITECTURES, FAMILIES, Kernel, check_device, render
-from s2o_cupy.plan import kernels_for
+from s2o_cupy import S2OError
+from s2o_cupy.cuda import compiler
+from s2o_cupy.cuda.compiler import ARCHITECTURES, check_device, render
+from s2o_cupy.plan import kernels
+from s2o_cupy.plan.catalogue import kernels_for
+from s2o_cupy.plan.kernels import FAMILIES, Kernel
 
 ALL = {kernel: None for arch in (80, 86, 89, 90, 100, 120) for kernel in kernels_for(arch)}
 SMALL = next(kernel for kernel in ALL if kernel.name == "guides-float16-d64")
@@ -28,7 +31,7 @@ def source_folder() -> Path:
     return Path(s2o_cupy.raw_kernels.__file__).parent
 
 
-HEADERS = sorted(path.name for path in source_folder().glob("*.cuh"))
+HEADERS = sorted(path.relative_to(source_folder()).as_posix() for path in source_folder().glob("**/*.cuh"))
 
 
 # ---------------------------------------------------------------- render
@@ -43,10 +46,10 @@ def test_a_rendered_kernel_is_complete(kernel):
     text = render(kernel)
     assert '#include "' not in text
     assert "#pragma once" not in text
-    headers = re.findall(r'^#line 1 "(\w+\.cuh?)"$', text, re.MULTILINE)
+    headers = re.findall(r'^#line 1 "([\w/]+\.cuh?)"$', text, re.MULTILINE)
     assert len(headers) == len(set(headers)), "a header stands there twice"
     assert FAMILIES[kernel.function].source in headers
-    assert text.count(f"{kernels.ENTRY.format(function=kernel.function)}(") == 1
+    assert text.count(f"{compiler.ENTRY.format(function=kernel.function)}(") == 1
     for name, value in s2o_cupy.spec.KERNEL_CONSTANTS.items():
         assert f"constexpr int {name} = {value};" in text
 
@@ -69,18 +72,24 @@ def test_every_header_is_used():
 def test_a_changed_header_changes_the_text(header, monkeypatch, tmp_path):
     """CuPy's cache keys on the text and knows nothing of the files behind it."""
     before = {kernel: render(kernel) for kernel in ALL}
-    for path in source_folder().glob("*.cu*"):
+    for path in source_folder().glob("**/*.cu*"):
+        name = path.relative_to(source_folder())
         text = path.read_text(encoding="utf-8")
-        (tmp_path / path.name).write_text(text + "\n// changed\n" * (path.name == header), encoding="utf-8")
-    monkeypatch.setattr(kernels, "resources", types.SimpleNamespace(files=lambda package: tmp_path))
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n// changed\n" * (name.as_posix() == header), encoding="utf-8")
+    monkeypatch.setattr(compiler, "resources", types.SimpleNamespace(files=lambda package: tmp_path))
     for kernel, text in before.items():
         assert (render(kernel) != text) == (f'#line 1 "{header}"' in text), kernel.name
 
 
 def test_line_numbers_are_those_of_the_files():
     """So that a compiler's message names a place in a source file."""
-    text = render(next(kernel for kernel in ALL if kernel.function == "key_front"))
-    sources = {path.name: path.read_text(encoding="utf-8").splitlines() for path in source_folder().glob("*.cu*")}
+    text = render(next(kernel for kernel in ALL if kernel.function == "key_order_head"))
+    folder = source_folder()
+    sources = {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8").splitlines()
+        for path in folder.glob("**/*.cu*")
+    }
     checked, name, number = 0, "", 0
     for line in text.splitlines():
         directive = re.fullmatch(r'#line (\d+) "(.+)"', line)
@@ -116,12 +125,12 @@ def test_a_device_that_cannot_is_named_in_one_sentence(capability, driver, runti
 @pytest.mark.parametrize(("driver", "runtime"), [(12040, 12090), (12090, 12020), (13000, 12090), (13010, 13000)])
 def test_a_device_that_can(capability, driver, runtime):
     check_device(capability, driver, runtime)
-    assert kernels.architecture_path(capability) != "unsupported"
+    assert compiler.architecture_path(capability) != "unsupported"
 
 
 def test_architecture_path():
-    assert kernels.architecture_path(75) == "unsupported"
-    assert {kernels.architecture_path(cc) for cc in (80, 86, 89, 120)} == {"portable"}
+    assert compiler.architecture_path(75) == "unsupported"
+    assert {compiler.architecture_path(cc) for cc in (80, 86, 89, 120)} == {"portable"}
 
 
 # ---------------------------------------------------------------- loading, with a CuPy that only pretends
@@ -151,7 +160,7 @@ class PretendedModule:
 def pretended(monkeypatch):
     module = type("Module", (PretendedModule,), {"compiled": []})
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=module))
-    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(compiler, "_loaded", {})
     return module
 
 
@@ -161,23 +170,23 @@ def test_a_cache_folder_that_cannot_be_written(pretended, monkeypatch, before):
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     if before is not None:
         monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", before)
-    kernels.load(SMALL, 0)
+    compiler.load(SMALL, 0)
     assert pretended.compiled == [before, "1"]
     assert os.environ.get("CUPY_CACHE_IN_MEMORY") == before  # as it was
 
 
 def test_a_kernel_is_loaded_once_for_each_device(pretended):
-    first = kernels.load(SMALL, 0)
-    assert kernels.load(SMALL, 0) is first
-    assert kernels.load(SMALL, 1) is not first
+    first = compiler.load(SMALL, 0)
+    assert compiler.load(SMALL, 0) is first
+    assert compiler.load(SMALL, 1) is not first
     assert len(pretended.compiled) == 2
 
 
 def test_other_errors_are_not_hidden(pretended, monkeypatch):
     monkeypatch.setattr(pretended, "compile", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        kernels.load(SMALL, 0)
-    assert kernels._loaded == {}
+        compiler.load(SMALL, 0)
+    assert compiler._loaded == {}
 
 
 # ---------------------------------------------------------------- compiling; `s2o compile` does it for all
@@ -197,10 +206,10 @@ def nvrtc():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compile_all(nvrtc, monkeypatch, arch):
-    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "rank_queries", "key_front"))
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: few)
+    few = tuple(k for k in kernels_for(90) if k.function in ("guides", "rank_queries", "key_order_head"))
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: few)
     seen: list[tuple[int, int]] = []
-    results = kernels.compile_all([arch], progress=lambda done, total: seen.append((done, total)))
+    results = compiler.compile_all([arch], progress=lambda done, total: seen.append((done, total)))
     assert [r.name for r in results] == [k.name for k in few]
     assert seen == [(i + 1, len(few)) for i in range(len(few))]
     for r in results:
@@ -210,47 +219,47 @@ def test_compile_all(nvrtc, monkeypatch, arch):
 
 def test_every_architecture_is_known():
     for arch in ARCHITECTURES:
-        assert kernels.all_kernels(arch) == kernels_for(int(re.sub(r"\D", "", arch)))
+        assert compiler.all_kernels(arch) == kernels_for(int(re.sub(r"\D", "", arch)))
 
 
 @pytest.mark.parametrize("name", ["sm90", "90", "compute_90", "sm_9", "sm_90x", "", "sm_90 "])
 def test_a_name_that_is_no_architecture(name):
     with pytest.raises(ValueError, match=rf"architectures has '{name}'; accepted: names such as sm_80, "):
-        kernels.compile_all(["sm_80", name])
+        compiler.compile_all(["sm_80", name])
 
 
 def test_an_architecture_that_nvrtc_does_not_know(nvrtc, monkeypatch):
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
     with pytest.raises(S2OError, match="guides-float16-d64 does not compile for sm_999:"):
-        kernels.compile_all(["sm_999"])
+        compiler.compile_all(["sm_999"])
 
 
 def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
-    good = kernels.render
+    good = compiler.render
 
     def broken(kernel):
         return good(kernel).replace("lane * 8 + 8 <= head_dim", "lane * 8 + 8 <= hed_dim")
 
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
-    monkeypatch.setattr(kernels, "render", broken)
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(compiler, "render", broken)
     with pytest.raises(S2OError, match=r"does not compile for sm_80:\n(.*\n)*row_sums\.cuh\(\d+\): error.*hed_dim"):
-        kernels.compile_all(["sm_80"])
+        compiler.compile_all(["sm_80"])
 
 
 def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, monkeypatch):
     import dataclasses
 
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (Kernel("key_front", shared_bytes=4),))
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (Kernel("key_order_head", shared_bytes=4),))
     with pytest.raises(S2OError, match="plan.py counts the shared memory differently"):
-        kernels.compile_all(["sm_80"])
+        compiler.compile_all(["sm_80"])
     family = dataclasses.replace(FAMILIES["guides"], params=kernels.ATTENTION_PARAMS)
     monkeypatch.setitem(FAMILIES, "guides", family)
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
     with pytest.raises(S2OError, match="kernels.py lays the parameters out differently"):
-        kernels.compile_all(["sm_80"])
+        compiler.compile_all(["sm_80"])
 
 
 def test_compiling_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(S2OError, match="compiling needs CuPy and NVRTC: pip install"):
-        kernels.compile_all(["sm_80"])
+        compiler.compile_all(["sm_80"])

@@ -1,4 +1,4 @@
-"""The definition of the keys' order: buckets, strata, and the front that is sorted again."""
+"""The definition of the keys' order: buckets, strata, and the head of the order that is sorted again."""
 
 from fractions import Fraction
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from s2o_cupy.reference import key_order
-from s2o_cupy.spec import FRONT, KEY_BUCKETS, KEY_LEVELS, MIDDLE, MIDDLE_FROM, STRATUM
+from s2o_cupy.spec import KEY_BUCKETS, KEY_LEVELS, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
 
 
 def buckets(scores, count=KEY_BUCKETS):
@@ -126,19 +126,19 @@ def test_the_stratified_order_takes_from_all_strata_in_turn(count, seed):
     assert order.tolist() == stratified(scores)
 
 
-@pytest.mark.parametrize("count", [FRONT - 1, FRONT, FRONT + 1, FRONT + 8, 2 * FRONT, 20_001])
+@pytest.mark.parametrize("count", [ORDER_HEAD - 1, ORDER_HEAD, ORDER_HEAD + 1, ORDER_HEAD + 8, 2 * ORDER_HEAD, 20_001])
 def test_the_front_of_a_long_row_is_sorted_again(count):
     scores = unusual(count, count)
     order = key_order.order_keys(scores)
     assert np.sort(order).tolist() == list(range(count))
-    if count <= FRONT:
+    if count <= ORDER_HEAD:
         bucket = buckets(scores)
         assert order.tolist() == sorted(range(count), key=lambda c: (bucket[c], c))
         return
     rough = key_order.stratified_order(scores)
-    np.testing.assert_array_equal(order[FRONT:], rough[FRONT:])
-    bucket = buckets(scores[rough[:FRONT]])
-    assert order[:FRONT].tolist() == [rough[i] for i in sorted(range(FRONT), key=lambda i: (bucket[i], i))]
+    np.testing.assert_array_equal(order[ORDER_HEAD:], rough[ORDER_HEAD:])
+    bucket = buckets(scores[rough[:ORDER_HEAD]])
+    assert order[:ORDER_HEAD].tolist() == [rough[i] for i in sorted(range(ORDER_HEAD), key=lambda i: (bucket[i], i))]
 
 
 def test_a_very_long_row_is_dealt_twice():
@@ -148,14 +148,14 @@ def test_a_very_long_row_is_dealt_twice():
     first = key_order.stratified_order(scores)
     np.testing.assert_array_equal(order[MIDDLE:], first[MIDDLE:])
     second = first[:MIDDLE][key_order.stratified_order(scores[first[:MIDDLE]])]
-    np.testing.assert_array_equal(order[FRONT:MIDDLE], second[FRONT:])
-    bucket = key_order.score_buckets(scores[second[:FRONT]])
-    np.testing.assert_array_equal(order[:FRONT], second[:FRONT][np.argsort(bucket, kind="stable")])
+    np.testing.assert_array_equal(order[ORDER_HEAD:MIDDLE], second[ORDER_HEAD:])
+    bucket = key_order.score_buckets(scores[second[:ORDER_HEAD]])
+    np.testing.assert_array_equal(order[:ORDER_HEAD], second[:ORDER_HEAD][np.argsort(bucket, kind="stable")])
 
 
 @pytest.mark.parametrize("count", [8_193, 30_000, 131_072, MIDDLE_FROM, MIDDLE_FROM + 1, 1 << 20, 1 << 22])
 def test_what_matters_most_comes_first(count):
-    """A span of neighbours far above the rest, which strata deal to few, is the front's front; and NaN before it."""
+    """A span of neighbours far above the rest, which strata deal to few, comes first; and NaN before it."""
     rng = np.random.default_rng(count)
     scores = rng.standard_normal(count).astype(np.float16)
     at = count // 3 + 5

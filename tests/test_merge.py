@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2o_cupy import merge_states, s2o_attention
-from s2o_cupy.metrics import rel_l2
 from s2o_cupy.reference import dense_attention
+from s2o_cupy.tools.metrics import rel_l2
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}

@@ -88,10 +88,11 @@ CHECK = """
 import importlib.util, json, pathlib, sys
 import numpy as np, s2o_cupy, s2o_cupy.reference, s2o_cupy.__main__
 from importlib import resources
-from s2o_cupy import inputs, kernels
+from s2o_cupy import inputs
+from s2o_cupy.plan import kernels
 for name in ("reference", "raw_kernels", "tests"):
     assert importlib.util.find_spec(name) is None, name
-assert len([e for e in resources.files("s2o_cupy.raw_kernels").iterdir() if e.name.endswith((".cu", ".cuh"))]) > 2
+assert len([e for e in resources.files("s2o_cupy.raw_kernels").joinpath("common").iterdir() if e.name.endswith((".cu", ".cuh"))]) > 2
 q, k, v = inputs.builtin("trace", 300, dtype="float32")
 assert np.isfinite(s2o_cupy.s2o_attention(q, k, v)).all()
 print(pathlib.Path(s2o_cupy.__file__).parent)

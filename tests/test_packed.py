@@ -12,9 +12,9 @@ from conftest import has_gpu, has_hopper
 from packs import LENGTHS, differing
 
 from s2o_cupy import S2OConfig, S2OError, s2o_attention_varlen
-from s2o_cupy.operand import Operand
-from s2o_cupy.packed_table import PackedTable
-from s2o_cupy.plan import DeviceLimits, make_plan, packed_pass1
+from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.plan.launch_plan import DeviceLimits, make_plan, packed_pass1
+from s2o_cupy.plan.packed_table import PackedTable
 from s2o_cupy.problem import Problem
 
 DENSE = S2OConfig(dense_up_to=1000)
@@ -27,7 +27,7 @@ DENSE = S2OConfig(dense_up_to=1000)
 def recorded(request, monkeypatch):
     """Launches of a pretended GPU: (blocks, threads, a copy of the parameters); and the module, with a path."""
     pytest.importorskip("cupy")
-    from s2o_cupy import packed
+    from s2o_cupy.cuda import packed
 
     launches = []
 
@@ -49,7 +49,7 @@ def recorded(request, monkeypatch):
     monkeypatch.setattr(packed, "device_limits", lambda device: DeviceLimits.of_architecture(90))
     monkeypatch.setattr(packed, "tensor_map", lambda pointer, *arguments: pointer.to_bytes(128, "little"))
     loaded = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=1))
-    monkeypatch.setattr(packed.kernels, "load", lambda kernel, device: loaded)
+    monkeypatch.setattr(packed.compiler, "load", lambda kernel, device: loaded)
     packed.prepared.cache_clear()
     yield types.SimpleNamespace(module=packed, launches=launches, config=replace(DENSE, path=request.param))
     packed.prepared.cache_clear()
@@ -91,14 +91,14 @@ def test_each_tile_of_each_sequence_once(recorded, lengths):
     seen = set()
     found = run(recorded, lengths)
     for blocks, params in found:
-        works, sequences = int(params["attention"]["works"]), int(params["sequences"])
-        assert blocks == (min(132, works) if recorded.config.path == "hopper" else works)
-        for work in range(works):
-            n = np.searchsorted(params["first_work"][:sequences], work, "right") - 1
+        q_tiles, sequences = int(params["attention"]["q_tiles"]), int(params["sequences"])
+        assert blocks == (min(132, q_tiles) if recorded.config.path == "hopper" else q_tiles)
+        for work in range(q_tiles):
+            n = np.searchsorted(params["first_q_tile"][:sequences], work, "right") - 1
             *key, near = params["of"][n].tolist()
-            local, tiles = work - params["first_work"][n], -(-key[2] // 128)
+            local, tiles = work - params["first_q_tile"][n], -(-key[2] // 128)
             seen.add((*key, int(local // near // tiles * near + local % near), int(local // near % tiles)))
-    assert sum(int(params["attention"]["works"]) for _, params in found) == len(seen)
+    assert sum(int(params["attention"]["q_tiles"]) for _, params in found) == len(seen)
     assert seen == {
         (*begin, *length, head, tile)
         for length, begin in zip(lengths, begins(lengths), strict=True)
@@ -120,7 +120,7 @@ def test_addresses(recorded):
             params = params["attention"]
             assert [int(params[name]["data"]) for name in ("q", "k", "v", "out")] == [n << 20 for n in (1, 2, 3, 4)]
             assert (int(params["lse"]), int(params["state"])) == (lse, 0)
-            assert int(params["next_work"]) == (5 << 20) + 4 * i
+            assert int(params["next_q_tile"]) == (5 << 20) + 4 * i
             assert (int(params["geometry"]["seqlen_q"]), int(params["geometry"]["seqlen_k"])) == (387, 516)
 
 
@@ -148,7 +148,7 @@ def test_a_refused_map_leaves_no_addresses(recorded, monkeypatch):
 def test_single_rows_have_no_stride(stride, lengths, fits):
     """So what is true of all rows together may not be of them."""
     pytest.importorskip("cupy")
-    from s2o_cupy import packed
+    from s2o_cupy.cuda import packed
 
     problems = [Problem(1, 4, 4, n, n, 128, "bfloat16", True, 0.1) for n in lengths]
     table = PackedTable(begins([(n, n) for n in lengths]), problems)
@@ -161,7 +161,7 @@ def test_single_rows_have_no_stride(stride, lengths, fits):
     [(64, 0.0, True), (128, 0.0, True), (128, 0.0, False), (128, 30.0, True), (128, 30.0, False), (256, 0.0, True)],
 )
 def test_kernels_that_are_compiled_ahead(compute_capability, head_dim, softcap, aligned):
-    from s2o_cupy.plan import kernels_for
+    from s2o_cupy.plan.catalogue import kernels_for
 
     problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
     plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), aligned)

@@ -15,9 +15,11 @@ from gpu_cases import CASES
 from pages import differing, fits_pages, paged, random_table
 
 import s2o_cupy
-from s2o_cupy import S2OConfig, place, s2o_attention, s2o_attention_paged
-from s2o_cupy.frameworks.numpy import NumpyFramework
-from s2o_cupy.plan import COLLECT_ROWS
+import s2o_cupy.cuda
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged
+from s2o_cupy.arrays import place
+from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
+from s2o_cupy.plan.launch_plan import COLLECT_ROWS
 
 
 def bits(device: Device, x: Any) -> np.ndarray:
@@ -71,10 +73,10 @@ def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
         ((257, 1000), {"tau": 0}),
         ((200, 333), {"tau": 10.0}),
         ((700, 700), {"config": {"window": 30}}),
-        ((500, 700), {"config": {"rank": "max", "representatives": 3, "segment": 100}}),
-        ((500, 700), {"config": {"rank": "mean", "representatives": 1}}),
-        ((1100, 1900), {"config": {"rank": "auto", "segment": 64}}),  # several surveys
-        ((500, 700), {"config": {"remainder": "none"}}),
+        ((500, 700), {"config": {"rank": "max", "pooled_queries": 3, "segment": 100}}),
+        ((500, 700), {"config": {"rank": "mean", "pooled_queries": 1}}),
+        ((1100, 1900), {"config": {"rank": "auto", "segment": 64}}),  # several probes
+        ((500, 700), {"config": {"tail": "none"}}),
         ((700, 1100), {"config": {"dense_up_to": 10_000}}),
         ((300, 700), {"is_causal": False}),
         ((700, 300), {"is_causal": False}),
@@ -193,7 +195,7 @@ def test_pages_that_a_dense_call_collects(big, qkv, rng, head_dim, layout, page_
 
 @pytest.mark.gpu
 def test_a_captured_graph_collects_pages(big, qkv, rng):
-    """Replays follow the page table and the cache; calls between them do not move what they read."""
+    """Graphs follow the page table and the cache; calls between them do not move what they read."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -272,7 +274,7 @@ def test_100_repeats_of_a_busy_gpu(big, qkv, rng):
 
 @pytest.mark.gpu
 def test_a_captured_graph(big, qkv, rng):
-    """Replays follow the page table."""
+    """Graphs follow the page table."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -489,11 +491,11 @@ def pretended_gpu(monkeypatch):
         given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}
         return run_in_turn([(operands, lse, visited, problem, paging)], config, **given)[0]
 
-    pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
+    pipeline: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
     pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
     pipeline.run = run
-    monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
-    monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
+    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", pipeline)
+    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", pipeline, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", np)
     monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
     monkeypatch.setattr(NumpyFramework, "device", lambda self, x: place.Device("cuda", 0))

@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from s2o_cupy import S2OConfig, kernels
-from s2o_cupy.operand import Operand, Paging
-from s2o_cupy.plan import COLLECT_ROWS, DeviceLimits, kernels_for, make_plan
+from s2o_cupy import S2OConfig
+from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.cuda import compiler
+from s2o_cupy.plan.catalogue import kernels_for
+from s2o_cupy.plan.launch_plan import COLLECT_ROWS, DeviceLimits, make_plan
+from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
-from s2o_cupy.program import launches, workspace
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "block_sums", "candidate_means", "survey", "fine_norms", "fine_scores", "key_scores",
+    "pass1", "pass2", "guides", "block_sums", "candidate_means", "probe", "refined_norms", "refined_scores",
+    "key_scores",
 )
-STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_front")
+STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_order_head")
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
@@ -169,6 +172,6 @@ def test_paged_kernels_compile(monkeypatch, arch):
         pytest.skip(f"no CuPy with NVRTC: {error}")
     capability = int(arch[3:5])
     chosen = [k for k in kernels_for(capability) if k.paged and (k.dtype, k.head_dim) == ("bfloat16", 128)]
-    monkeypatch.setattr(kernels, "all_kernels", lambda arch: tuple(chosen))
-    for compiled in kernels.compile_all([arch]):
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: tuple(chosen))
+    for compiled in compiler.compile_all([arch]):
         assert (compiled.spill_bytes, compiled.warnings) == (0, ()), compiled.name

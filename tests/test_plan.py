@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s2o_cupy.operand import Operand
-from s2o_cupy.plan import (
+from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.plan.catalogue import kernels_for
+from s2o_cupy.plan.launch_plan import (
     HOPPER_SCORE_KEYS,
     HOPPER_SCORE_ROWS,
     MAX_STAGES,
     DeviceLimits,
     LaunchPlan,
-    kernels_for,
     make_plan,
     padded_head_dim,
     stages_for,
     step_for,
 )
+from s2o_cupy.plan.launches import SumsShape, launches, workspace
+from s2o_cupy.plan.rounds import BLOCK_PAIRS, BYTES_PER_CANDIDATE, MAX_GRID, STEP, chunk_bytes
 from s2o_cupy.problem import Problem
-from s2o_cupy.program import SumsShape, launches, workspace
 from s2o_cupy.reference import key_order
-from s2o_cupy.rounds import BLOCK_PAIRS, BYTES_PER_CANDIDATE, MAX_GRID, STEP, chunk_bytes
-from s2o_cupy.spec import FRONT, LOG2E, MIDDLE, MIDDLE_FROM, STOP_LAG, S2OConfig
+from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
@@ -75,7 +75,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
             ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
             ("key_strata", chunk.row_pairs * max(1, chunk.strata_blocks)),  # 0 blocks are not launched
             ("key_middle", chunk.rows * max(1, chunk.middle_blocks)),
-            ("key_front", chunk.rows),
+            ("key_order_head", chunk.rows),
             ("pass2", chunk.rows * plan.tiles),
         ):
             sizes[name] = max(sizes.get(name, 0), size)
@@ -114,7 +114,7 @@ def test_chunks_stay_within_the_workspace(case):
         assert chunk.elements <= plan.workspace_elements
         last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
         # Blocks for all strata, where a row has any, of a long row and a short one together.
-        blocks = lambda n: -(-len(key_order.strata(n)) // (2 * BLOCK_PAIRS)) if n > FRONT else 0  # noqa: E731
+        blocks = lambda n: -(-len(key_order.strata(n)) // (2 * BLOCK_PAIRS)) if n > ORDER_HEAD else 0  # noqa: E731
         counts = [geometry.candidates(chunk.first_segment + n) for n in range(chunk.segments)]
         for i in range(chunk.segments // 2):
             assert chunk.strata_blocks >= blocks(counts[i]) + blocks(counts[-1 - i])
@@ -215,7 +215,7 @@ def test_a_huge_problem_fits_or_is_refused_at_once(changes, workspace_bytes):
     problem = a_problem(**changes)
     for config in (
         S2OConfig(workspace_bytes=workspace_bytes),
-        S2OConfig(rank="max", representatives=64, workspace_bytes=workspace_bytes),
+        S2OConfig(rank="max", pooled_queries=64, workspace_bytes=workspace_bytes),
         S2OConfig(segment=64, block_m=64, workspace_bytes=workspace_bytes),
     ):
         pairs = problem.batch * problem.heads * problem.geometry(config).segments
@@ -230,10 +230,10 @@ def test_a_huge_problem_fits_or_is_refused_at_once(changes, workspace_bytes):
             assert max(grids(problem, config, plan).values()) <= MAX_GRID
 
 
-@pytest.mark.parametrize("representatives", [1, 64])
-def test_the_largest_grid(representatives):
-    config = S2OConfig(segment=64, rank="max", representatives=representatives)
-    fits = MAX_GRID // max(2, representatives)
+@pytest.mark.parametrize("pooled_queries", [1, 64])
+def test_the_largest_grid(pooled_queries):
+    config = S2OConfig(segment=64, rank="max", pooled_queries=pooled_queries)
+    fits = MAX_GRID // max(2, pooled_queries)
     assert plan_of(a_problem(batch=fits, heads=1, kv_heads=1, seqlen_q=64), config).whole.rows == fits
     with pytest.raises(ValueError, match=r"q has \d+ heads x 1 segments, \d+ blocks; accepted: up to 2147483647"):
         plan_of(a_problem(batch=fits + 1, heads=1, kv_heads=1, seqlen_q=64), config)
@@ -356,7 +356,7 @@ def test_shared_memory_fits_a_block(compute_capability):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_a_second_stage_never_costs_a_block(compute_capability, head_dim, block_m):
-    from s2o_cupy.plan import _attention_shared, _blocks
+    from s2o_cupy.plan.launch_plan import _attention_shared, _blocks
 
     limits = LIMITS[compute_capability]
     stages, step = stages_for(head_dim, block_m, limits), step_for(head_dim, block_m, limits)
@@ -411,7 +411,7 @@ def test_capped_scores_among_the_parameters(scale):
     for stage in ("pass1", "pass2"):  # cap_scale * q.k is what tanh takes, and scale_log2 its factor
         assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
         assert found[stage]["cap_scale"] == pytest.approx(abs(scale) / 4)
-    assert found["survey"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
+    assert found["probe"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
 
 
 @pytest.mark.parametrize("shape", [None, SumsShape(200, 0), SumsShape(200, 70)])
@@ -448,8 +448,8 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (
-        "pass1", "pass2", "guides", "survey", "fine_norms", "fine_scores", "rank_queries", "key_scores", "key_strata",
-        "key_middle", "key_front",
+        "pass1", "pass2", "guides", "probe", "refined_norms", "refined_scores", "rank_queries", "key_scores",
+        "key_strata", "key_middle", "key_order_head",
     ):  # fmt: skip
         kernel = getattr(plan, name)
         left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
@@ -468,7 +468,7 @@ def test_memory_of_a_long_call():
     """131,072 tokens, 32 heads over 8, head_dim 128: at most 1 GiB beside the output."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
     plan = plan_of(problem, config)
-    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE + plan.front_rows * FRONT * 2
+    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE + plan.order_head_rows * ORDER_HEAD * 2
     state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
     assert workspace <= 1.02 * config.workspace_bytes  # its parts are the largest of any round
     assert workspace + state + q_order < 0.5 * 2**30

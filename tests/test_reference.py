@@ -135,9 +135,9 @@ SHAPES = [
     Case(config={"window": 500}),
     Case(seqlen_k=51, config={"window": 20}),
     Case(config={"rank": "max"}),
-    Case(config={"rank": "max", "representatives": 5}),  # does not divide the segment
-    Case(seqlen_q=35, seqlen_k=35, config={"rank": "max", "representatives": 16}),  # 3 queries for 16 runs
-    Case(config={"rank": "max", "representatives": 64}),  # more than the segment
+    Case(config={"rank": "max", "pooled_queries": 5}),  # does not divide the segment
+    Case(seqlen_q=35, seqlen_k=35, config={"rank": "max", "pooled_queries": 16}),  # 3 queries for 16 runs
+    Case(config={"rank": "max", "pooled_queries": 64}),  # more than the segment
     Case(is_causal=False),
     Case(seqlen_q=41, seqlen_k=13, is_causal=False),
     Case(seqlen_q=13, seqlen_k=41, is_causal=False, config={"window": 3, "rank": "max"}),
@@ -166,7 +166,7 @@ def cases(draw, /, **fixed):
         "block_n": draw(st.integers(1, 20)),
         "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
         "rank": rank,
-        "representatives": draw(st.integers(1, 20)) if rank != "mean" else None,
+        "pooled_queries": draw(st.integers(1, 20)) if rank != "mean" else None,
     }
     values = {
         "heads": kv_heads * draw(st.integers(1, 3)),
@@ -410,10 +410,10 @@ def test_progress_counts_segments():
 # ---------------------------------------------------------------- ordering
 
 
-def test_representatives_average_runs_of_queries():
-    q, _, _, config = make(Case(seqlen_q=21, config={"rank": "max", "representatives": 5}))
+def test_pooled_queries_average_runs_of_queries():
+    q, _, _, config = make(Case(seqlen_q=21, config={"rank": "max", "pooled_queries": 5}))
     geometry = Geometry(21, 21, config.segment)
-    reps, counts = s2o.representatives(q, geometry, config)  # runs of ceil(16 / 5) = 4 queries
+    reps, counts = s2o.pooled_queries(q, geometry, config)  # runs of ceil(16 / 5) = 4 queries
     assert reps.shape == (1, 2, 2, 5, 8)
     np.testing.assert_array_equal(counts, [[4, 4, 4, 4, 0], [4, 1, 0, 0, 0]])
     four = q[:, :, 12] + q[:, :, 13] + q[:, :, 14] + q[:, :, 15]
@@ -422,12 +422,12 @@ def test_representatives_average_runs_of_queries():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_key_scores_are_the_largest_over_representatives(is_causal):
+def test_key_scores_are_the_largest_over_pooled_queries(is_causal):
     q, k, _, config = make(
-        Case(heads=4, kv_heads=2, seqlen_q=35, config={"rank": "max", "representatives": 4})
+        Case(heads=4, kv_heads=2, seqlen_q=35, config={"rank": "max", "pooled_queries": 4})
     )
     geometry = Geometry(35, 40, 16, 0, is_causal)
-    reps, counts = s2o.representatives(q, geometry, config)
+    reps, counts = s2o.pooled_queries(q, geometry, config)
     assert counts[2].tolist() == [3, 0, 0, 0]
     for n in range(3):
         scores = s2o.key_scores(reps, counts, k, n, geometry)
@@ -467,7 +467,7 @@ def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0):
     k = np.vstack([np.maximum(scores, -1e4).T, np.where(np.eye(rows) == 1, 0, -1e4)])[None, None]
     v = np.zeros_like(k)
     v[0, 0, :4, 0] = [1, 10, 100, 1000]
-    config = S2OConfig(segment=rows, tau=tau, block_m=block_m, block_n=1, remainder="none")
+    config = S2OConfig(segment=rows, tau=tau, block_m=block_m, block_n=1, tail="none")
     geometry = Geometry(rows, rows + 4, rows)
     q_order = np.arange(rows, dtype=np.int32)[None, None, None]
     k_order = [np.arange(4, dtype=np.int32)[None, None]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from s2o_cupy import S2OConfig, S2OError, s2o_attention
-from s2o_cupy.attention import parse_config
+from s2o_cupy.api.attention import parse_config
 from s2o_cupy.problem import Problem, validate
 
 
@@ -292,7 +292,7 @@ def test_errors_are_of_three_kinds():
 
 def test_a_default_follows_the_rank_and_a_given_value_stays():
     config = S2OConfig(segment=512)
-    assert [replace(config, rank=rank).representatives for rank in ("auto", "max", "mean")] == [256, 16, 1]
-    assert replace(config, segment=100).representatives == 100
-    with pytest.raises(ValueError, match="representatives is 256 with rank='mean'"):
-        replace(S2OConfig(representatives=256), rank="mean")
+    assert [replace(config, rank=rank).pooled_queries for rank in ("auto", "max", "mean")] == [256, 16, 1]
+    assert replace(config, segment=100).pooled_queries == 100
+    with pytest.raises(ValueError, match="pooled_queries is 256 with rank='mean'"):
+        replace(S2OConfig(pooled_queries=256), rank="mean")

@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packs import starts
 
-from s2o_cupy import S2OConfig, place, s2o_attention, s2o_attention_varlen
-from s2o_cupy.frameworks.numpy import NumpyFramework
-from s2o_cupy.metrics import rel_l2
-from s2o_cupy.operand import Operand, operand
+import s2o_cupy.cuda
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
+from s2o_cupy.arrays import place
+from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
+from s2o_cupy.arrays.operand import Operand, operand
+from s2o_cupy.tools.metrics import rel_l2
 
 # Lengths of queries and of keys. Zeros, one token, odd ones, whole tiles and several segments.
 CAUSAL = {
@@ -87,7 +89,7 @@ def test_heads_of_every_size(device, packed, heads, kv_heads, head_dim):
         {"tau": 0.0},
         {"tau": 1e30},
         {"segment": 100, "window": 30},
-        {"rank": "max", "representatives": 16},
+        {"rank": "max", "pooled_queries": 16},
         {"dense_up_to": 200},  # on a GPU some sequences are dense, and others are not
         {"workspace_bytes": 1 << 20},
     ],
@@ -232,7 +234,7 @@ def pretended_gpu(monkeypatch):
     import s2o_cupy
 
     recorded: list[Any] = []
-    pipeline: Any = types.ModuleType("s2o_cupy.pipeline")
+    pipeline: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
     pipeline.Call = lambda *fields: types.SimpleNamespace(
         **dict(zip(("operands", "lse", "visited", "problem"), fields, strict=True))
     )
@@ -244,8 +246,8 @@ def pretended_gpu(monkeypatch):
         return [types.SimpleNamespace(path="portable", path_reason=reason) for reason in reasons]
 
     pipeline.run_in_turn = run_in_turn
-    monkeypatch.setitem(sys.modules, "s2o_cupy.pipeline", pipeline)
-    monkeypatch.setattr(s2o_cupy, "pipeline", pipeline, raising=False)
+    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", pipeline)
+    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", pipeline, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", np)
     monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
     monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
@@ -299,7 +301,7 @@ def test_cu_seqlens_on_the_gpu_during_a_capture(pretended_gpu, packed, monkeypat
 def test_one_workspace_and_lse_with_gaps(monkeypatch):
     """Programs get the same memory, and what they write as contiguous lse lands [heads, total_q]."""
     pytest.importorskip("cupy")
-    from s2o_cupy import pipeline
+    from s2o_cupy.cuda import pipeline
     from s2o_cupy.problem import Problem
 
     needs = {10: 1000, 20: 4000, 30: 2000}

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..frameworks import to_host
-from ..inputs import QKV, save
+from ..arrays.frameworks import to_host
+from ..tools.inputs import QKV, save
 
 __all__ = ["capture"]
 
@@ -43,7 +43,7 @@ def capture(
     layers : sequence of int
         Which layers, counted from 0.
     path : path, optional
-        Where to write a ``.npz`` or ``.safetensors`` file that :func:`s2o_cupy.inputs.load` reads.
+        Where to write a ``.npz`` or ``.safetensors`` file that :func:`s2o_cupy.tools.inputs.load` reads.
     **inputs
         Further arguments of the model's forward.
 

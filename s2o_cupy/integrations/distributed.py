@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import check_out, common_framework
-from ..attention import attend
-from ..plan import SUM_KEYS, is_dense, padded_head_dim
+from ..api.attention import attend
+from ..arrays.arguments import check_out, common_framework
+from ..plan.launch_plan import SUM_KEYS, is_dense, padded_head_dim
+from ..plan.launches import KeySums, SumsShape, sum_blocks
 from ..problem import Problem, cached_validate
-from ..program import KeySums, SumsShape, sum_blocks
 from ..spec import S2OConfig
 from .zigzag import Zigzag, rounds_for
 
@@ -392,12 +392,12 @@ def _attend(
 class _Exchange:
     """Chunks on their way. After `wait` the current stream, or on the CPU the host, has waited for them."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
+    def __init__(self, q_tiles: list[Any]) -> None:
+        self.q_tiles = q_tiles
 
     def wait(self) -> None:
-        while self.works:  # each once: gloo would wait for another message
-            self.works.pop().wait()
+        while self.q_tiles:  # each once: gloo would wait for another message
+            self.q_tiles.pop().wait()
 
 
 def _wait(exchanges: Sequence[_Exchange]) -> None:
@@ -438,7 +438,7 @@ class _Gathering:
 
     def awaits(self, rounds: int) -> bool:
         """Whether others' keys of the first so many rounds may still be on their way."""
-        return any(exchange.works for exchange in self.exchanges[:rounds])
+        return any(exchange.q_tiles for exchange in self.exchanges[:rounds])
 
     def wait(self, rounds: int) -> None:
         """The current stream, or on the CPU the host, waits for the first so many rounds."""

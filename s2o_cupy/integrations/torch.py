@@ -14,10 +14,10 @@ from typing import Any, get_type_hints
 
 import torch
 
-from ..attention import s2o_attention
+from ..api.attention import s2o_attention
+from ..api.varlen import check_packed, s2o_attention_varlen
 from ..problem import LAYOUTS, check_softcap, validate
 from ..spec import S2OConfig, check_tau
-from ..varlen import check_packed, s2o_attention_varlen
 
 __all__ = ["attention", "attention_varlen"]
 

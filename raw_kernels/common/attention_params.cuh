@@ -1,0 +1,86 @@
+// What pass 1 and pass 2 are given, on every architecture.
+#pragma once
+#include "common/pages.cuh"
+
+namespace s2o {
+
+struct AttentionParams {
+  Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
+  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
+  Tensor<const uint16> v;  // like k
+  Tensor<uint16> out;      // [batch, heads, seqlen_q, head_dim]; between the passes, pass 1's own output
+  float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
+  float* lse;              // [batch * heads, seqlen_q], or null
+  const int* q_order;      // [batch * heads, segments, segment]
+  const int* k_order;      // rows of the chunk (Chunk::place): key positions, most important first
+  int* visited;            // [batch * heads, segments, tiles]
+  int* next_q_tile;          // the launch's next q tile, 0 at its start (Hopper)
+  const float* tail;        // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null
+  const float* candidate_means;  // [batch * kv_heads, segments, (k, v), width]
+  Geometry geometry;
+  Chunk chunk;
+  int heads, kv_heads;
+  int tiles;               // q tiles of a full segment
+  int steps_per_tile;      // block_n / 64: the stop rule looks once a key tile (portable)
+  int q_tiles;               // q tiles of the launch (Hopper)
+  float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
+  uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
+  float tau;
+  float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
+  Pages pages;             // of a paged cache
+};
+
+// One of several sequences that lie one behind the other in q, and in k and v.
+struct PackedSequence {
+  int begin_q, begin_k;  // its first query and key among all
+  int seqlen_q, seqlen_k;
+  int near_heads;        // see Chunk
+};
+
+constexpr int kPackedSequences = 128;  // of a launch: parameters end at 4096 bytes
+
+// Pass 1 of packed sequences without candidates: geometry has the lengths of all together, and batch is 1.
+struct PackedAttentionParams : AttentionParams {
+  int sequences;
+  int first_q_tile[kPackedSequences];  // q tiles of the launch before a sequence's own; apart, as all blocks search it
+  PackedSequence of[kPackedSequences];
+
+  // The sequence that has a q tile.
+  __device__ __forceinline__ int sequence(int q_tile) const {
+    int found = 0;
+#pragma unroll
+    for (int step = kPackedSequences / 2; step > 0; step /= 2)
+      if (found + step < sequences && first_q_tile[found + step] <= q_tile) found += step;
+    return found;
+  }
+};
+
+// The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the
+// mean candidate, their value the mean value. By convexity the mean of exp is no less than exp of the mean, so they do not
+// get more than their due, as long as scores are not capped. (m, l) becomes the state with them; what acc and the mean
+// value are to be multiplied by.
+struct TailWeights {
+  float acc, value;
+  __device__ __forceinline__ TailWeights(float score, int rest, float& m, float& l) {
+    const float x = score + __log2f(static_cast<float>(rest)), top = fmaxf(m, x);
+    const float base = top == -infinity() ? 0.f : top;
+    acc = exp2_approx(m - base);
+    value = exp2_approx(x - base);
+    m = top;
+    l = l * acc + value;
+  }
+};
+
+// A score in log2 units, under the cap where there is one.
+__device__ __forceinline__ float capped(const AttentionParams& p, float score) {
+  if constexpr (spec::kSoftcap) return p.scale_log2 * tanh_approx(score / p.scale_log2);
+  return score;
+}
+
+// The mean value, [width], of the candidates of a (head, segment) pair.
+__device__ __forceinline__ const float* mean_value(const AttentionParams& p, int head, int segment, int width) {
+  const int64 kv_head = static_cast<int64>(head / p.heads) * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+  return p.candidate_means + ((kv_head * p.geometry.segments() + segment) * 2 + 1) * width;
+}
+
+}  // namespace s2o

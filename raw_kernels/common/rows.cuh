@@ -1,0 +1,107 @@
+// Which queries the rows of a q tile are.
+#pragma once
+#include "common/attention_params.cuh"
+
+namespace s2o {
+
+// Pass 1: row r is query first + r.
+template <int kBlockM>
+struct ConsecutiveRows : QueryTile {
+  static constexpr bool kOrdered = false;
+  static constexpr bool kResumed = true;     // pass 2 may follow
+  static constexpr bool kMayBeEmpty = true;  // a tile may have no row
+  int first, count;
+  __device__ __forceinline__ ConsecutiveRows(const AttentionParams& p, uint32 q_tile)
+      : QueryTile(query_tile<false>(p.chunk, p.tiles, q_tile)),
+        first(p.geometry.query_begin(segment) + tile * kBlockM),
+        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+  __device__ __forceinline__ int first_query() const { return first; }
+  __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
+  __device__ __forceinline__ int first_key(const Geometry& g) const { return g.dense_begin(segment); }
+
+  // Row r sees the first `limit + r` (causal) or `limit` keys from first_key on; the tile reads `keys` of them.
+  __device__ __forceinline__ int limit(const Geometry& g) const {
+    return g.is_causal ? first + g.offset() - g.dense_begin(segment) + 1
+                       : g.dense_end(segment) - g.dense_begin(segment);
+  }
+  __device__ __forceinline__ int keys(const Geometry& g) const {
+    return g.is_causal ? limit(g) + count - 1 : limit(g);
+  }
+  // Where there are no keys one tile is read, of which no row sees a key.
+  template <int kBlockN>
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const {
+    return max(1, (keys(g) + kBlockN - 1) / kBlockN);
+  }
+};
+
+// Pass 1 of packed sequences: row r is query first + r of all, and sees keys of its own sequence alone.
+template <int kBlockM>
+struct PackedRows : QueryTile {
+  static constexpr bool kOrdered = false, kResumed = false, kMayBeEmpty = false;
+  int first, count;
+  int begin_k, seqlen_k, causal_limit;
+  __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, uint32 q_tile)
+      : PackedRows(p, p.sequence(static_cast<int>(q_tile)), q_tile) {}
+  __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, int n, uint32 q_tile)
+      : PackedRows(p, p.of[n], q_tile - p.first_q_tile[n]) {}
+  __device__ __forceinline__ PackedRows(const PackedAttentionParams& p, const PackedSequence& sequence, uint32 q_tile)
+      : QueryTile(query_tile<false>({0, p.heads, 0, 1, 0, sequence.near_heads},
+                                    (sequence.seqlen_q + kBlockM - 1) / kBlockM, q_tile)),
+        first(sequence.begin_q + tile * kBlockM),
+        count(min(kBlockM, sequence.seqlen_q - tile * kBlockM)),
+        begin_k(sequence.begin_k),
+        seqlen_k(sequence.seqlen_k),
+        causal_limit(tile * kBlockM + sequence.seqlen_k - sequence.seqlen_q + 1) {}
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+  __device__ __forceinline__ int first_query() const { return first; }
+  __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
+  __device__ __forceinline__ int first_key(const Geometry&) const { return begin_k; }
+
+  // As in ConsecutiveRows.
+  __device__ __forceinline__ int limit(const Geometry& g) const { return g.is_causal ? causal_limit : seqlen_k; }
+  __device__ __forceinline__ int keys(const Geometry& g) const {
+    return g.is_causal ? causal_limit + count - 1 : seqlen_k;
+  }
+  template <int kBlockN>
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const {
+    return max(1, (keys(g) + kBlockN - 1) / kBlockN);
+  }
+};
+
+// Pass 2: row r is query begin + order[r].
+template <int kBlockM>
+struct OrderedRows : QueryTile {
+  static constexpr bool kOrdered = true, kMayBeEmpty = true;
+  const int* order;
+  int begin, count;
+  __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 q_tile)
+      : QueryTile(query_tile<true>(p.chunk, p.tiles, q_tile)),
+        order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
+        begin(p.geometry.query_begin(segment)),
+        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  __device__ __forceinline__ int64 order_row(const AttentionParams& p) const {
+    return static_cast<int64>(head) * p.geometry.segments() + segment;
+  }
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
+  __device__ __forceinline__ int first_query() const { return begin; }
+
+  // Every row sees every candidate.
+  __device__ __forceinline__ int limit(const Geometry& g) const { return g.candidates(segment); }
+  __device__ __forceinline__ int keys(const Geometry& g) const { return g.candidates(segment); }
+  template <int kBlockN>
+  __device__ __forceinline__ int key_tiles(const Geometry& g) const {
+    return (keys(g) + kBlockN - 1) / kBlockN;
+  }
+  // Positions of the candidates, most important first.
+  __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
+    return p.k_order + p.chunk.place(head, segment);
+  }
+  // Where in `visited` the number of key tiles of block_n goes: fewer than the blocks of a grid, so that 32 bits hold it.
+  __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
+    return static_cast<int>(order_row(p) * p.tiles + tile);
+  }
+  __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
+};
+
+}  // namespace s2o

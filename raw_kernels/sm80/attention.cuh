@@ -1,0 +1,532 @@
+// The portable attention tile (sm_80 and newer): 4 or 8 warps hold kBlockM query rows and walk a list of keys,
+// kStep at a time, with cp.async, ldmatrix and mma.sync. Pass 1 walks a contiguous range, pass 2 an index array;
+// everything else is the same, so it is written once.
+//
+// Shared memory keeps rows of kHeadDim elements; the 16-byte chunk c of row r stands at c ^ (r & 7), which
+// makes both the row-wise writes and ldmatrix's column-wise reads free of bank conflicts.
+#pragma once
+#include "common/attention_params.cuh"
+#include "common/ptx.cuh"
+
+namespace s2o {
+
+template <class Element_, int kHeadDim_, int kBlockM_, int kStages_, bool kAligned_, int kStep_, bool kPaged_>
+struct AttentionTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kStages = kStages_;    // steps of K and of V in shared memory
+  static constexpr bool kAligned = kAligned_; // every row starts on 16 bytes, and head_dim is a multiple of 8
+  static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
+  static constexpr int kStep = kStep_;        // keys of one step of the main loop
+  static constexpr int kRowTiles = kHeadDim <= 128 && kBlockM == 128 ? 2 : 1;  // 16-row mma tiles of a warp
+  static constexpr int kThreads = kBlockM / (16 * kRowTiles) * 32;
+  static constexpr int kKeyTiles = kStep / 8;
+  static constexpr int kDimTiles = kHeadDim / 8;
+  static constexpr int kIndexSlots = 2 * kStages + 2;
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
+  static_assert(kBlockM == 64 || kBlockM == 128, "a warp holds 16 or 32 query rows");
+  static_assert(kAligned || !kPaged, "rows of a paged cache start on 16 bytes");
+  static_assert(kStep == 32 || kStep == 64, "64 bits hold a flag for each key of a step");
+
+  struct Shared {
+    uint16 q[kBlockM * kHeadDim];          // the tile's queries; at the end, its outputs
+    uint16 k[kStages][kStep * kHeadDim];
+    uint16 v[kStages][kStep * kHeadDim];
+    int index[kIndexSlots][kStep];         // key positions of the steps in flight (pass 2)
+    float p_column[kBlockM];               // one key's weights (only where v is not finite)
+    uint64 nonfinite;                      // keys of the step whose v is not finite
+    // What only the copies need is read back for each step: the registers belong to acc and the scores.
+    const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head, or its first row in a cache
+    const uint16* v_rows;
+    const int* order;                      // of the block's segment (pass 2)
+    int first_key;                         // (pass 1)
+    const int* pages;                      // of the block's sequence (kPaged)
+  };
+};
+
+template <class Traits>
+__device__ __forceinline__ uint32 chunk_address(uint32 tile, int row, int chunk) {
+  return tile + row * (Traits::kHeadDim * 2) + ((chunk ^ (row & 7)) << 4);
+}
+
+// Keys shared.first_key, shared.first_key + 1, ...
+template <class Traits>
+struct ContiguousKeys {
+  static constexpr int kStep = Traits::kStep;
+  typename Traits::Shared& shared;
+  int count;
+  const Pages& pages;
+  __device__ __forceinline__ void prefetch(int) const {}
+  // Slots of keys 4 * r4 .. 4 * r4 + 3 of a step; -1 past the end.
+  __device__ __forceinline__ int4 quad(int step, int r4) const {
+    const int j = step * kStep + r4 * 4, begin = shared.first_key;
+    const int4 p = make_int4(j < count ? begin + j : -1, j + 1 < count ? begin + j + 1 : -1,
+                             j + 2 < count ? begin + j + 2 : -1, j + 3 < count ? begin + j + 3 : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
+    return p;
+  }
+};
+
+// The first `count` keys of shared.order; positions pass through a ring in shared memory.
+template <class Traits>
+struct OrderedKeys {
+  static constexpr int kStep = Traits::kStep;
+  typename Traits::Shared& shared;
+  int count;
+  const Pages& pages;
+  __device__ __forceinline__ void prefetch(int step) const {
+    if (threadIdx.x < kStep / 4 && step * kStep < count)
+      cp_async_16(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x * 4]),
+                  shared.order + step * kStep + threadIdx.x * 4);
+  }
+  __device__ __forceinline__ int4 quad(int step, int r4) const {
+    const int4 p = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
+    const int j = step * kStep + r4 * 4;
+    const int4 q = make_int4(j < count ? p.x : -1, j + 1 < count ? p.y : -1, j + 2 < count ? p.z : -1,
+                             j + 3 < count ? p.w : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, q);
+    return q;
+  }
+};
+
+// Starts the copy of one step of keys (or values) into shared memory. `x`: all of them.
+template <class Traits, class Keys>
+__device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const Tensor<const uint16>& x, int head_dim,
+                                          const Keys& keys, int step) {
+  const int64 row_stride = x.row;
+  constexpr int kChunks = Traits::kHeadDim / 8;
+  constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
+#pragma unroll(Traits::kAligned ? kRows : 1)
+  for (int i = 0; i < kRows; i += 4) {
+    const int4 quad = keys.quad(step, (first + i) / 4);
+#pragma unroll(Traits::kAligned ? 4 : 1)
+    for (int j = 0; j < 4; ++j) {
+      const uint32 target = chunk_address<Traits>(tile, first + i + j, chunk);
+      const int key = j == 0 ? quad.x : j == 1 ? quad.y : j == 2 ? quad.z : quad.w;
+      const uint16* row = data + static_cast<int64>(max(key, 0)) * row_stride;
+      if constexpr (Traits::kPaged) row = data + keys.pages.offset(x, max(key, 0));
+      if constexpr (Traits::kAligned) {
+        const bool present = key >= 0 && chunk * 8 < head_dim;
+        cp_async_16_or_zeros(target, present ? row + chunk * 8 : row, present);
+      } else {
+        store_shared_16(target, key < 0 ? make_uint4(0, 0, 0, 0) : load_unaligned(row, chunk * 8, head_dim));
+      }
+    }
+  }
+}
+
+// Query rows of a tile and their online-softmax state. A thread's rows are lane / 4 + 8 * i of its warp's.
+template <class Traits>
+struct AttentionTile {
+  using Element = typename Traits::Element;
+  using Shared = typename Traits::Shared;
+  static constexpr int kRowTiles = Traits::kRowTiles, kThreads = Traits::kThreads, kStep = Traits::kStep;
+
+  float acc[kRowTiles][Traits::kDimTiles][4];
+  float m[kRowTiles][2];     // running maximum of scale_log2 * score
+  float l[kRowTiles][2];     // sum up to the last stop check, the same in a quad
+  float mass[kRowTiles][2];  // this thread's part of the sum since then
+
+  Shared& shared;
+  const AttentionParams& params;
+  int lane, warp_row;        // the warp's first row of the tile
+
+  __device__ __forceinline__ AttentionTile(Shared& shared_, const AttentionParams& params_)
+      : shared(shared_), params(params_), lane(threadIdx.x % 32), warp_row(threadIdx.x / 32 * (16 * kRowTiles)) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        m[i][h] = -infinity();
+        l[i][h] = mass[i][h] = 0.f;
+      }
+#pragma unroll
+      for (int d = 0; d < Traits::kDimTiles; ++d)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][d][e] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ int row(int i, int h) const { return warp_row + i * 16 + h * 8 + lane / 4; }
+
+  // Gathers the tile's queries. `query` is the block's QueryTile and query(r) the position of row r, or -1.
+  template <class Query>
+  __device__ __forceinline__ void load_queries(const Query& query) {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    const int head_dim = params.geometry.head_dim;
+    const uint16* q = params.q.at(query.batch(params.heads), query.head_in_batch(params.heads));
+    const uint32 tile = shared_address(shared.q);
+    for (int r = threadIdx.x / kChunks; r < Traits::kBlockM; r += kThreads / kChunks) {
+      const int chunk = threadIdx.x % kChunks, position = query(r);
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (position >= 0 && chunk * 8 < head_dim) {
+        const uint16* source = q + position * params.q.row;
+        x = Traits::kAligned && chunk * 8 + 8 <= head_dim ? *reinterpret_cast<const uint4*>(source + chunk * 8)
+                                                           : load_unaligned(source, chunk * 8, head_dim);
+      }
+      const uint32 s = params.sign_mask;
+      store_shared_16(chunk_address<Traits>(tile, r, chunk), make_uint4(x.x ^ s, x.y ^ s, x.z ^ s, x.w ^ s));
+    }
+  }
+
+  // Takes up the state that pass 1 left: acc = out * l.
+  template <class Query>
+  __device__ __forceinline__ void resume(const Query& query) {
+    const int head_dim = params.geometry.head_dim;
+    const uint16* out = params.out.at(query.batch(params.heads), query.head_in_batch(params.heads));
+    const float2* state = params.state + static_cast<int64>(query.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int position = query(row(i, h));
+        if (position < 0) continue;
+        const float2 ml = state[position];
+        m[i][h] = ml.x;
+        l[i][h] = ml.y;
+        const uint16* source = out + position * params.out.row;
+#pragma unroll
+        for (int d = 0; d < Traits::kDimTiles; ++d) {
+          const int c = d * 8 + lane % 4 * 2;
+          uint32 x = 0;
+          if (Traits::kAligned && c + 2 <= head_dim) {
+            x = *reinterpret_cast<const uint32*>(source + c);
+          } else {
+            if (c < head_dim) x = source[c];
+            if (c + 1 < head_dim) x |= static_cast<uint32>(source[c + 1]) << 16;
+          }
+          acc[i][d][2 * h] = Element::low(x) * ml.y;
+          acc[i][d][2 * h + 1] = Element::high(x) * ml.y;
+        }
+      }
+  }
+
+  // Says where the block's keys and values lie; seen by all threads after the first barrier of walk().
+  __device__ __forceinline__ void point_to_keys(const QueryTile& query, int first_key, const int* order) {
+    if (threadIdx.x != 0) return;
+    const int batch = query.batch(params.heads), kv_head = query.kv_head(params.heads, params.kv_heads);
+    shared.k_rows = head_rows<Traits::kPaged>(params.k, batch, kv_head);
+    shared.v_rows = head_rows<Traits::kPaged>(params.v, batch, kv_head);
+    if (Traits::kPaged) shared.pages = params.pages.of(batch);
+    shared.first_key = first_key;
+    shared.order = order;
+  }
+
+  // s[row, key] = scale_log2 * q k^T of one step, or scale_log2 * tanh(cap_scale * q k^T)
+  __device__ __forceinline__ void scores(float (&s)[kRowTiles][Traits::kKeyTiles][4], uint32 k_tile) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = 0.f;
+    const uint32 q_tile = shared_address(shared.q);
+#pragma unroll
+    for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
+      uint32 a[kRowTiles][4];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+        ldmatrix_x4(a[i], chunk_address<Traits>(q_tile, warp_row + i * 16 + lane % 16, c * 2 + lane / 16));
+#pragma unroll
+      for (int j = 0; j < Traits::kKeyTiles; j += 2) {
+        uint32 b[4];
+        ldmatrix_x4(b, chunk_address<Traits>(k_tile, j * 8 + lane % 8 + lane / 16 * 8, c * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          Element::mma(s[i][j], a[i], b[0], b[1]);
+          Element::mma(s[i][j + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+    // Scaled before the maximum is taken: exp2(x - max) is then exactly 1 at the maximum, however large x is.
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (spec::kSoftcap) s[i][j][e] = tanh_approx(s[i][j][e] * params.cap_scale);
+          s[i][j][e] *= params.scale_log2;
+        }
+  }
+
+  // Turns scores into weights, moves the state to the new maximum and packs the weights for the next product.
+  __device__ __forceinline__ void softmax(float (&s)[kRowTiles][Traits::kKeyTiles][4],
+                                          uint32 (&p)[kRowTiles][Traits::kKeyTiles][2]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = m[i][h];
+#pragma unroll
+        for (int j = 0; j < Traits::kKeyTiles; ++j)
+          top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+        const float base = top == -infinity() ? 0.f : top;
+        const float rescale_by = exp2_approx(m[i][h] - base);
+        m[i][h] = top;
+        float sum = mass[i][h] * rescale_by;
+#pragma unroll
+        for (int j = 0; j < Traits::kKeyTiles; ++j) {
+          const float x = exp2_approx(s[i][j][2 * h] - base), y = exp2_approx(s[i][j][2 * h + 1] - base);
+          sum += x + y;
+          p[i][j][h] = Element::pack(x, y);
+        }
+        mass[i][h] = sum;
+        // Keys come in descending importance: most steps leave every maximum of the warp where it was.
+        if (__any_sync(kFullWarp, rescale_by != 1.f)) {
+          l[i][h] *= rescale_by;
+#pragma unroll
+          for (int d = 0; d < Traits::kDimTiles; ++d) {
+            acc[i][d][2 * h] *= rescale_by;
+            acc[i][d][2 * h + 1] *= rescale_by;
+          }
+        }
+      }
+  }
+
+  // acc += p v of one step
+  __device__ __forceinline__ void accumulate(const uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], uint32 v_tile) {
+#pragma unroll
+    for (int j = 0; j < Traits::kKeyTiles; j += 2) {
+      uint32 a[kRowTiles][4];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        a[i][0] = p[i][j][0];
+        a[i][1] = p[i][j][1];
+        a[i][2] = p[i][j + 1][0];
+        a[i][3] = p[i][j + 1][1];
+      }
+#pragma unroll
+      for (int d = 0; d < Traits::kDimTiles; d += 2) {
+        uint32 b[4];
+        ldmatrix_x4_transposed(b, chunk_address<Traits>(v_tile, j * 8 + lane % 16, d + lane / 16));
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          Element::mma(acc[i][d], a[i], b[0], b[1]);
+          Element::mma(acc[i][d + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN: where a step that is masked row by row holds values
+  // that are not finite, those keys leave the matrix product and are added to just the rows that see them.
+  __device__ __forceinline__ void add_nonfinite(const uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], uint32 v_tile,
+                                             int first_limit) {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    const uint64 keys = shared.nonfinite;
+    for (int key = 0; key < kStep; ++key) {
+      if (!(keys >> key & 1)) continue;
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+          {
+            uint32 pair = p[i][j][h];
+            asm volatile("" : "+r"(pair));  // or the compiler indexes p by key, which puts it into local memory
+            if (j == key / 8 && lane % 4 == key % 8 / 2)
+              shared.p_column[row(i, h)] = key % 2 ? Element::high(pair) : Element::low(pair);
+          }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (key >= first_limit + row(i, h)) continue;
+          const float weight = shared.p_column[row(i, h)];
+#pragma unroll
+          for (int d = 0; d < Traits::kDimTiles; ++d) {
+            const uint32 x = load_shared_4(chunk_address<Traits>(v_tile, key, d) + lane % 4 * 4);
+            acc[i][d][2 * h] += weight * Element::low(x);
+            acc[i][d][2 * h + 1] += weight * Element::high(x);
+          }
+        }
+      __syncthreads();
+      if (threadIdx.x < kChunks)
+        store_shared_16(chunk_address<Traits>(v_tile, key, threadIdx.x), make_uint4(0, 0, 0, 0));
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ bool find_nonfinite(uint32 v_tile) {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    if (threadIdx.x == 0) shared.nonfinite = 0;
+    __syncthreads();
+    bool found = false;
+    for (int r = threadIdx.x / kChunks; r < kStep; r += kThreads / kChunks) {
+      const uint4 x = load_shared_16(chunk_address<Traits>(v_tile, r, threadIdx.x % kChunks));
+      if (has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
+          has_nonfinite<Element>(x.w)) {
+        found = true;
+        atomicOr(&shared.nonfinite, 1ull << r);
+      }
+    }
+    return __syncthreads_or(found);
+  }
+
+  // Adds the mass since the last look to l; true if it is less than tau of l in every row that counts.
+  __device__ __forceinline__ bool stop_check(int rows) {
+    bool small = true;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = mass[i][h];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        small &= row(i, h) >= rows || sum < params.tau * l[i][h];
+        l[i][h] += sum;
+        mass[i][h] = 0.f;
+      }
+    return small;
+  }
+
+  // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first
+  // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited.
+  template <bool kCausal, bool kStops, class Keys>
+  __device__ __forceinline__ int walk(const Keys& keys, int limit, int rows) {
+    constexpr int kStages = Traits::kStages;
+    const int head_dim = params.geometry.head_dim;
+    const int steps = (keys.count + kStep - 1) / kStep;
+    const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
+    const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+    const auto load_k = [&](int step) {
+      if (step < steps) load_step<Traits>(k_tile(step), shared.k_rows, params.k, head_dim, keys, step);
+      keys.prefetch(step + kStages);
+      cp_async_commit();
+    };
+    const auto load_v = [&](int step) {
+      if (step < steps) load_step<Traits>(v_tile(step), shared.v_rows, params.v, head_dim, keys, step);
+      cp_async_commit();
+    };
+
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < kStages; ++step) keys.prefetch(step);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    // Copies are committed in the order K0 V0 K1 V1 ...; the one that is needed is always followed by 2 (kStages - 1).
+#pragma unroll
+    for (int step = 0; step < kStages; ++step) {
+      load_k(step);
+      if (step < kStages - 1) load_v(step);
+    }
+
+    int visited = 0;
+    for (int step = 0; step < steps; ++step) {
+      float s[kRowTiles][Traits::kKeyTiles][4];     // [rows, keys] of this thread
+      uint32 p[kRowTiles][Traits::kKeyTiles][2];    // the weights, packed in pairs of keys
+
+      cp_async_wait<2 * (kStages - 1)>();
+      __syncthreads();  // K of this step is there, and every warp is done with V of the step before
+      load_v(step + kStages - 1);
+      scores(s, k_tile(step));
+      const bool masked = (step + 1) * kStep > limit;
+      const bool causal = kCausal && params.geometry.is_causal;
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+          for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int key = step * kStep + j * 8 + lane % 4 * 2 + e % 2;
+              if (key >= limit + (causal ? row(i, e / 2) : 0)) s[i][j][e] = -infinity();
+            }
+      }
+      softmax(s, p);
+
+      bool stop = false;
+      if (step + 1 == steps || (kStops && (step + 1) % params.steps_per_tile == 0)) {
+        stop = stop_check(rows) && kStops;
+        ++visited;
+      }
+      cp_async_wait<2 * (kStages - 1)>();
+      if constexpr (kStops) {
+        stop = __syncthreads_and(stop);  // V is there, and every warp is done with K of this step
+      } else {
+        __syncthreads();
+      }
+      if (!stop) load_k(step + kStages);
+      if (causal && masked && find_nonfinite(v_tile(step)))
+        add_nonfinite(p, v_tile(step), limit - step * kStep);
+      accumulate(p, v_tile(step));
+      if (stop) break;
+    }
+    cp_async_wait<0>();
+    return visited;
+  }
+
+  // Adds the `rest` candidates that were not visited, as their mean.
+  template <class Query>
+  __device__ __forceinline__ void add_tail(const Query& query, int rest) {
+    const float2* value = reinterpret_cast<const float2*>(
+        mean_value(params, query.head, query.segment, Traits::kHeadDim));
+    const float* scores = params.tail + static_cast<int64>(query.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int position = query(row(i, h));
+        const TailWeights weights(position < 0 ? 0.f : capped(params, scores[position]), rest, m[i][h], l[i][h]);
+#pragma unroll
+        for (int d = 0; d < Traits::kDimTiles; ++d) {
+          const float2 x = value[d * 4 + lane % 4];
+          acc[i][d][2 * h] = acc[i][d][2 * h] * weights.acc + x.x * weights.value;
+          acc[i][d][2 * h + 1] = acc[i][d][2 * h + 1] * weights.acc + x.y * weights.value;
+        }
+      }
+  }
+
+  // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
+  template <bool kKeepState, class Query>
+  __device__ __forceinline__ void store(const Query& query) {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    const int head_dim = params.geometry.head_dim;
+    const int64 state_row = static_cast<int64>(query.head) * params.geometry.seqlen_q;
+    uint16* out = params.out.at(query.batch(params.heads), query.head_in_batch(params.heads));
+    const uint32 tile = shared_address(shared.q);  // a warp reads and writes only its own rows of it
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = row(i, h), position = query(r);
+        const float inverse = l[i][h] == 0.f ? 0.f : 1.f / l[i][h];
+        if (position >= 0 && lane % 4 == 0) {
+          if (kKeepState) params.state[state_row + position] = make_float2(m[i][h], l[i][h]);
+          if (params.lse)
+            params.lse[state_row + position] =
+                l[i][h] == 0.f ? -infinity() : (m[i][h] + __log2f(l[i][h])) * 0.69314718055994531f;
+        }
+#pragma unroll
+        for (int d = 0; d < Traits::kDimTiles; ++d)
+          store_shared_4(chunk_address<Traits>(tile, r, d) + lane % 4 * 4,
+                         Element::pack(acc[i][d][2 * h] * inverse, acc[i][d][2 * h + 1] * inverse));
+      }
+    __syncwarp();
+    for (int r = lane / kChunks; r < 16 * kRowTiles; r += 32 / kChunks) {
+      const int chunk = lane % kChunks, position = query(warp_row + r);
+      if (position < 0) continue;
+      const uint4 x = load_shared_16(chunk_address<Traits>(tile, warp_row + r, chunk));
+      uint16* target = out + position * params.out.row + chunk * 8;
+      if (Traits::kAligned && chunk * 8 + 8 <= head_dim) {
+        *reinterpret_cast<uint4*>(target) = x;
+      } else {
+        const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          if (chunk * 8 + e < head_dim) target[e] = static_cast<uint16>(pairs[e / 2] >> (e % 2 * 16));
+      }
+    }
+  }
+};
+
+}  // namespace s2o

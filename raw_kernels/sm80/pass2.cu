@@ -1,0 +1,35 @@
+// Pass 2: each q tile resumes its rows' states and walks its segment's candidates in descending importance until a
+// key tile adds less than tau of the softmax mass to every row (the paper's Algorithm 3). One block computes kBlockM
+// consecutive entries of q_order; rows of q, k and v are gathered through q_order and k_order as they are loaded,
+// and outputs scattered; nothing is permuted in memory. The candidates that are left count as their mean.
+//
+//   q_order [batch * heads, segments, segment]: offsets in the segment
+//   k_order, rows of the chunk: key positions of a (head, segment) pair
+//   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
+#include "sm80/attention.cuh"
+#include "common/rows.cuh"
+
+namespace s2o {
+
+template <class Traits>
+__device__ __forceinline__ void pass2(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = OrderedRows<Traits::kBlockM>;
+  AttentionTile<Traits> attention(shared, params);
+  int visited;
+  {
+    const Rows rows(params, block_index());
+    const int count = rows.keys(params.geometry);
+    if (rows.count <= 0 || count == 0) return;
+    attention.load_queries(rows);
+    attention.resume(rows);
+    attention.point_to_keys(rows, 0, rows.key_order(params));
+    visited = attention.template walk<false, true>(OrderedKeys<Traits>{shared, count, params.pages}, count, rows.count);
+  }
+  const Rows rows(params, block_index());
+  if (threadIdx.x == 0) rows.visited(params) = visited;
+  const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * Traits::kStep;
+  if (params.tail && rest > 0) attention.add_tail(rows, rest);
+  attention.template store<false>(rows);
+}
+
+}  // namespace s2o

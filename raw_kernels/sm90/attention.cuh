@@ -1,0 +1,83 @@
+// The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, by the
+// copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. Blocks
+// are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the next tile.
+//
+// Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
+// warpgroup runs under the products of the other (named barriers let them issue in turn).
+//
+// Stopping: every block_n = 128 keys are a *look*, which elsewhere is called a key tile: what tau, the lag and `visited`
+// count. Here a look is one key tile of kBlockN keys, or two of 64 with head_dim 256. After softmax of a look's last key
+// tile, under the products of the next, each warp votes; the votes of look n are read before the scores of look n + 2 are
+// issued, so look n + 1, already in flight, is still visited (STOP_LAG in s2o_cupy/spec.py). Producer and consumers read
+// the same votes, so both know which copies were started; consumers release those that nobody will use.
+//
+// Shared memory keeps tiles in atoms of 64 columns, rows of 128 bytes, swizzled as wgmma reads them: the 16-byte chunk c
+// of row r stands at c ^ (r & 7).
+#pragma once
+#include "sm90/checker.cuh"
+#include "sm90/consumer.cuh"
+#include "sm90/copier.cuh"
+#include "sm90/page_copier.cuh"
+#include "sm90/pager.cuh"
+#include "sm90/producer.cuh"
+#include "sm90/scheduler.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+// One block of pass 1: consecutive rows, by tensor maps.
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void attend_first(const Mapped<Params>& params, typename Traits::Shared& shared) {
+  static_assert(kFitsRegisters<kCopierRegisters, kFirstConsumerRegisters>);
+  initialise<Traits, false>(shared);
+  if (threadIdx.x < kWarpgroup) {
+    registers_shrink<kCopierRegisters>();
+    if (threadIdx.x < 32) {
+      if constexpr (Traits::kPaged) {
+        produce_by_page_maps<Traits>(params, shared);
+      } else {
+        produce_by_tensor_maps<Traits>(params, shared);
+      }
+    } else if (threadIdx.x < 64) {
+      schedule<Traits, Rows>(params, shared);
+    } else {
+      check_values<Traits>(shared);
+    }
+  } else {
+    registers_grow<kFirstConsumerRegisters>();
+    Consumer<Traits>(shared, params.attention).run_first();
+  }
+}
+
+// One block of pass 1 of a paged cache: consecutive rows, gathered through the page table.
+template <class Traits>
+__device__ __forceinline__ void attend_first_in_pages(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = ConsecutiveRows<kBlockM>;
+  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
+  initialise<Traits, true>(shared);
+  if (threadIdx.x < kWarpgroup) {
+    registers_shrink<kProducerRegisters<Traits>>();
+    produce_from_pages<Traits, Rows>(params, shared);
+  } else {
+    registers_grow<kConsumerRegisters<Traits>>();
+    Consumer<Traits>(shared, params).run_first();
+  }
+}
+
+// One block of pass 2: rows gathered through q_order and k_order.
+template <class Traits>
+__device__ __forceinline__ void attend_second(const AttentionParams& params, typename Traits::Shared& shared) {
+  using Rows = OrderedRows<kBlockM>;
+  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
+  initialise<Traits, true>(shared);
+  if (threadIdx.x < kWarpgroup) {
+    registers_shrink<kProducerRegisters<Traits>>();
+    produce_by_gathering<Traits, Rows>(params, shared);
+  } else {
+    registers_grow<kConsumerRegisters<Traits>>();
+    Consumer<Traits>(shared, params).run_second();
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o

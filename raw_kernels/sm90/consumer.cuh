@@ -1,0 +1,462 @@
+// The Hopper tile's consumers: two warpgroups of 64 query rows each, products by wgmma and online softmax.
+#pragma once
+#include "sm90/softmax.cuh"
+#include "sm90/q_tiles.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+template <class Traits>
+struct Consumer : Softmax<Traits> {
+  using Element = typename Traits::Element;
+  using Shared = typename Traits::Shared;
+  static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
+  static constexpr int kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
+  static constexpr int kQueryPlaces = Traits::kQueryPlaces;
+  static constexpr int kQueryAtom = Traits::kQueryAtom, kKeyAtom = Traits::kKeyAtom;
+  static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
+  static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
+  using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
+  using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
+  using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax, Softmax<Traits>::stop_check;
+  using Softmax<Traits>::start_empty, Softmax<Traits>::mind;
+
+  float acc[kDimTiles * 4];  // [rows, dims] of this thread
+  uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
+  bool holds_output = true;  // acc; false: the next product begins it (pass 1)
+  bool unstored = false;     // pass 1: acc is the output of the q tile before this one, of the state done_m, done_l
+  float done_m[2], done_l[2];
+
+  Shared& shared;
+  Ring<kStages> k_ring, v_ring;
+  Ring<2> check_ring;
+  uint32 voted = 0;
+
+  __device__ __forceinline__ Consumer(Shared& shared_, const AttentionParams& params_)
+      : Softmax<Traits>(params_), shared(shared_) {
+    if (group == 1) named_arrive(kTurn, kConsumers * kWarpgroup);  // the first warpgroup goes first
+  }
+
+  __device__ __forceinline__ void release(uint64& barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void await_turn() const { named_sync(kTurn + group, kConsumers * kWarpgroup); }
+  __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + 1 - group, kConsumers * kWarpgroup); }
+
+  // Descriptor of this warpgroup's rows of a q tile.
+  __device__ __forceinline__ uint32 queries(uint32 nth) const {
+    uint32 q = tile_descriptor(shared_address(shared.q[nth % kQueryPlaces]) + group * 64 * 128, 0);
+    asm volatile("" : "+r"(q));  // or it is computed anew for each key tile, while the other warpgroup waits
+    return q;
+  }
+
+  // s = q k^T of the next key tile, in flight.
+  __device__ __forceinline__ void issue_scores(uint32 q) {
+    barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
+    await_turn();
+    const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c) {
+      const uint32 column = c % 4 * 32;
+      Wgmma<Element>::ss(s, descriptor_at(q, c / 4 * kQueryAtom + column), descriptor_at(k, c / 4 * kKeyAtom + column),
+                         c > 0);
+    }
+    wgmma_commit();
+  }
+
+  // acc += p v of the next value tile, in flight.
+  __device__ __forceinline__ void issue_output() {
+    barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kKeyAtom);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; j += 2) {
+      const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
+      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), j > 0 || holds_output);
+    }
+    wgmma_commit();
+    holds_output = true;
+  }
+
+  __device__ __forceinline__ void release_k() {
+    release(shared.k_empty[k_ring.slot]);
+    k_ring.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    release(shared.v_empty[v_ring.slot]);
+    v_ring.advance();
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) p[j][h] = Element::pack(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
+  }
+
+  __device__ __forceinline__ void rescale() {
+    // Keys come in descending importance: most tiles leave every maximum of the warp where it was.
+    if (!__any_sync(kFullWarp, rescale_by[0] != 1.f || rescale_by[1] != 1.f)) return;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[d * 4 + e] *= rescale_by[e / 2];
+  }
+
+  // Stop check number `n` of this q tile.
+  __device__ __forceinline__ void vote(int rows, uint32 n) {
+    const bool small = __all_sync(kFullWarp, stop_check(rows));
+    if (lane == 0) {
+      const int warp = threadIdx.x / 32 - 4;
+      reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + n) % kVoteSlots])[warp] = small;
+      barrier_arrive(shared.voted[(voted + n) % kVoteSlots]);
+    }
+  }
+
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int i = 0; i < kDimTiles * 4; ++i) acc[i] = 0.f;
+  }
+
+  // Takes up the state that pass 1 left: acc = out * l. Nobody stores a row that is not there (-1): it reads the first.
+  __device__ __forceinline__ void resume(const QTile& tile, const int (&position)[2]) {
+    const int head_dim = params.geometry.head_dim;
+    const uint16* out = params.out.at(tile.batch, tile.head_in_batch) + lane % 4 * 2;
+    const float2* state = params.state + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = max(position[h], 0);
+      const float2 ml = state[row];
+      m[h] = ml.x;
+      l[h] = ml.y;
+      mass[h] = 0.f;
+      const uint16* source = out + row * params.out.row;
+      const auto take_pairs = [&](auto present) {
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+          const uint32 x = present(d) ? *reinterpret_cast<const uint32*>(source + d * 8) : 0;
+          acc[d * 4 + 2 * h] = Element::low(x) * ml.y;
+          acc[d * 4 + 2 * h + 1] = Element::high(x) * ml.y;
+        }
+      };
+      if (head_dim == kHeadDim) {
+        take_pairs([](int) { return true; });
+      } else {  // a multiple of 8
+        take_pairs([&](int d) { return d * 8 < head_dim; });
+      }
+    }
+  }
+
+  // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN. Where the next value tile, which is masked row by row,
+  // holds values that are not finite (sm90/checker.cuh looks), their keys are added by plain arithmetic to just the rows
+  // that see them and leave the product. Both warpgroups come here for the same tiles. Row r sees `limit` keys of the
+  // tile, or `limit + r` if causal.
+  __device__ __forceinline__ void guard_values(int limit, uint32 nth) {
+    constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
+    barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
+    uint32 found = 0;  // read by the lane that will release the tile: race detectors follow a thread's own arrivals
+    if (lane == 0) found = *static_cast<volatile uint32*>(&shared.v_nonfinite[check_ring.slot]);
+    check_ring.advance();
+    if (__shfl_sync(kFullWarp, found, 0) == 0) return;
+    barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+    if (unstored) store_last(nth - 1);
+    if (!holds_output) clear_output();
+    holds_output = true;
+    const uint32 tile = shared_address(shared.v[v_ring.slot]);
+
+    // This lane's part of a row of v: kLane elements, the same for every row but for the swizzle.
+    const auto part = [&](int key) {
+      const int c = lane * kLane / 8;
+      return tile + c / 8 * kKeyAtom + key * 128 + ((c % 8 ^ (key & 7)) << 4) + lane * kLane % 8 * 2;
+    };
+    const auto row_is_finite = [&](int key) {
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < kLane / 2; ++i) finite &= !has_nonfinite<Element>(load_shared_4(part(key) + i * 4));
+      return __all_sync(kFullWarp, finite);
+    };
+    for (int key = 0; key < kBlockN; ++key) {
+      if (row_is_finite(key)) continue;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32 pair = 0;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+          uint32 x = p[j][h];
+          asm volatile("" : "+r"(x));  // or the compiler indexes p by key, which puts it into local memory
+          if (j == key / 8) pair = x;
+        }
+        pair = __shfl_sync(kFullWarp, pair, key % 8 / 2, 4);
+        if (key >= limit + (params.geometry.is_causal ? first_row + 8 * h : 0)) continue;
+        const float weight = key % 2 ? Element::high(pair) : Element::low(pair);
+#pragma unroll
+        for (int d = 0; d < kDimTiles; ++d) {
+          const uint32 chunk = tile + d / 8 * kKeyAtom + key * 128 + ((d % 8 ^ (key & 7)) << 4);
+          const uint32 x = load_shared_4(chunk + lane % 4 * 4);
+          acc[d * 4 + 2 * h] += weight * Element::low(x);
+          acc[d * 4 + 2 * h + 1] += weight * Element::high(x);
+        }
+      }
+    }
+    named_sync(kTake, kConsumers * kWarpgroup);  // both warpgroups have what they need of these rows
+    for (int key = threadIdx.x / 32 - 4; key < kBlockN; key += kConsumerWarps) {
+      if (row_is_finite(key)) continue;
+      __syncwarp();  // all lanes have read the row
+      if (lane != 0) continue;  // lane 0 will release the tile, as above
+#pragma unroll
+      for (int c = 0; c < kHeadDim / 8; ++c)
+        store_shared_16(tile + c / 8 * kKeyAtom + key * 128 + ((c % 8 ^ (key & 7)) << 4), make_uint4(0, 0, 0, 0));
+    }
+    fence_for_wgmma();
+    named_sync(kTake, kConsumers * kWarpgroup);
+  }
+
+  // Walks the key tiles of q tile number `nth` from the second on; the first one's weights are in p. Row r sees the first
+  // `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one look after the first that adds too little to each of
+  // the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
+  template <bool kFirst>
+  __device__ __forceinline__ int walk(uint32 nth, uint32 q, int tiles, int limit, int rows) {
+    int tile = 1;
+    for (; tile < tiles; ++tile) {
+      const bool stop_checks = !kFirst && tile % kTilesPerStopCheck == 0;
+      if (stop_checks && tile >= 2 * kTilesPerStopCheck && all_voted_to_stop(shared, voted + tile / kTilesPerStopCheck - 2)) break;
+      if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
+      issue_scores(q);
+      if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
+        pass_turn();
+        store_last(nth - 1);
+        await_turn();
+      }
+      issue_output();
+      pass_turn();
+      if (stop_checks) vote(rows, tile / kTilesPerStopCheck - 1);  // here, as it runs under the products
+      wgmma_wait<1>();
+      release_k();
+      bool moved = true;
+      if constexpr (kFirst) {
+        softmax<true>(limit - tile * kBlockN);
+      } else {
+        moved = settled_softmax(limit - tile * kBlockN);
+      }
+      wgmma_wait<0>();
+      release_v();
+      if (moved) rescale();
+      pack();
+    }
+    release(shared.q_empty[nth % kQueryPlaces]);
+    // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next q
+    // tile, for which it waits until the one before this is done.
+    if (kFirst && unstored) store_last(nth - 1);
+    if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
+    return tile;
+  }
+  __device__ __forceinline__ void guard(int limit, uint32 nth) {
+    if (limit < kBlockN) guard_values(limit, nth);
+  }
+
+  // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
+  // together, like those of any two key tiles.
+  __device__ __forceinline__ void run_first() {
+    uint32 nth = 0;
+    if (!take(nth)) return;
+    wait_for_queries(nth);
+    uint32 q = queries(nth);
+    issue_scores(q);
+    pass_turn();
+    start_empty();
+    wgmma_wait<0>();
+    release_k();
+    mind(q_tile_at(nth).rows);
+    softmax<true>(q_tile_at(nth).limit);
+    holds_output = false;
+    pack();
+    for (;;) {
+      const QTile& tile = q_tile_at(nth);
+      const int rows = tile.rows;
+      walk<true>(nth, q, tile.key_tiles, tile.limit, rows);
+      if (!take(++nth)) {
+        issue_output();
+        stop_check(rows);
+        wgmma_wait<0>();
+        keep_state();
+        store_last(nth - 1);
+        return;
+      }
+      wait_for_queries(nth);
+      q = queries(nth);
+      issue_scores(q);
+      issue_output();
+      pass_turn();
+      stop_check(rows);
+      keep_state();
+      start_empty();
+      wgmma_wait<1>();
+      release_k();
+      mind(q_tile_at(nth).rows);
+      softmax<true>(q_tile_at(nth).limit);
+      wgmma_wait<0>();
+      release_v();
+      if (!kStoresLate) store_last(nth - 1);
+      pack();
+      unstored = kStoresLate;
+      holds_output = false;
+    }
+  }
+
+  __device__ __forceinline__ void keep_state() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      done_m[h] = m[h];
+      done_l[h] = l[h];
+    }
+  }
+  // The output of q tile number `nth`, whose place is then free for another.
+  __device__ __forceinline__ void store_last(uint32 nth) {
+    const QTile& tile = q_tile_at(nth);
+    const int position[2] = {position_of(tile, first_row), position_of(tile, first_row + 8)};
+    store<true>(tile, position, done_m, done_l);
+    barrier_arrive(shared.q_tile_empty[nth % kPlaces]);
+    unstored = false;
+  }
+
+  // Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to
+  // come: nobody knew when this one would stop.
+  __device__ __forceinline__ void run_second() {
+    for (uint32 nth = 0;; ++nth) {
+      const uint32 slot = nth % 2, place = nth % kPlaces;
+      if (!take(nth)) return;
+      const QTile tile = describe<kBlockN>(params, OrderedRows<kBlockM>(params, shared.q_tile[place]));
+      const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
+      wait_for_queries(nth);
+      const int position[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      const uint32 q = queries(nth);
+      issue_scores(q);
+      pass_turn();
+      resume(tile, position);
+      wgmma_wait<0>();
+      release_k();
+      softmax<false>(limit);
+      rescale();
+      pack();
+      const int visited = walk<false>(nth, q, tiles, limit, rows);
+      issue_output();
+      const int stop_checks = (visited + kTilesPerStopCheck - 1) / kTilesPerStopCheck;
+      vote(rows, stop_checks - 1);
+      voted += stop_checks;
+      const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      const int rest = params.tail ? limit - visited * kBlockN : 0;  // candidates that are not visited, if above 0
+      Mean mean;
+      if (kMeanEarly) mean = load_mean(tile, stored, rest > 0);  // on its way under the product
+      wgmma_wait<0>();
+      release_v();
+      // Copies that the producer had started before it saw the stop.
+      for (int i = min(tiles, visited + kStages - 1) - visited; i > 0; --i) {
+        barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
+        release_k();
+      }
+      for (int i = min(tiles, visited + kStages - 2) - visited; i > 0; --i) {
+        barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
+        release_v();
+      }
+      if (!kMeanEarly) mean = load_mean(tile, stored, rest > 0);
+      if (rest > 0) add_tail(mean, rest);
+      store<false>(tile, stored, m, l);
+      if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = stop_checks;
+      barrier_arrive(shared.q_tile_empty[place]);
+    }
+  }
+
+  __device__ __forceinline__ void wait_for_queries(uint32 nth) const {
+    barrier_wait(shared.q_full[nth % kQueryPlaces], nth / kQueryPlaces & 1);
+  }
+
+  // Waits for the block's q tile number `n`; false after the last.
+  __device__ __forceinline__ bool take(uint32 n) const {
+    await_q_tile(shared, n);
+    return shared.q_tile[n % kPlaces] >= 0;
+  }
+
+  __device__ __forceinline__ const QTile& q_tile_at(uint32 n) const { return shared.q_tiles_known[n % kPlaces]; }
+
+  // The query of a row of pass 1, -1 past the segment.
+  static __device__ __forceinline__ int position_of(const QTile& tile, int row) {
+    return row < tile.rows ? tile.first + row : -1;
+  }
+
+  // One row of out. Neighbouring lanes exchange halves of two dim tiles, so that a lane has 4 consecutive elements of
+  // one of them.
+  template <bool kWholeRows>
+  __device__ __forceinline__ void store_row(uint16* out, int position, int h, float inverse) const {
+    const bool odd = lane % 2;
+    const int first = odd * 8 + lane % 4 / 2 * 4;
+    uint16* target = out + position * params.out.row + first;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; d += 2) {
+      const uint32 even_tile = Element::pack(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+      const uint32 odd_tile = Element::pack(acc[d * 4 + 4 + 2 * h] * inverse, acc[d * 4 + 4 + 2 * h + 1] * inverse);
+      const uint32 other = __shfl_xor_sync(kFullWarp, odd ? even_tile : odd_tile, 1);
+      const uint2 x = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+      if (position < 0) continue;
+      if (kWholeRows || d * 8 + first + 4 <= params.geometry.head_dim) *reinterpret_cast<uint2*>(target + d * 8) = x;
+    }
+  }
+
+  // The mean candidate: this thread's elements of its value, and its score in two rows.
+  struct Mean {
+    float2 value[kDimTiles];
+    float score[2];
+  };
+  __device__ __forceinline__ Mean load_mean(const QTile& tile, const int (&position)[2], bool present) const {
+    const int segment = tile.visited / params.tiles % params.geometry.segments();
+    const float2* value = reinterpret_cast<const float2*>(mean_value(params, tile.head, segment, kHeadDim));
+    const float* scores = params.tail + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+    Mean mean;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mean.score[h] = load_float_or_zero(scores + position[h], present && position[h] >= 0);
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) mean.value[d] = load_floats_or_zeros(value + d * 4 + lane % 4, present);
+    return mean;
+  }
+
+  // Adds the `rest` candidates that were not visited, as their mean.
+  __device__ __forceinline__ void add_tail(const Mean& mean, int rest) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const TailWeights weights(capped(params, mean.score[h]), rest, m[h], l[h]);
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d) {
+        acc[d * 4 + 2 * h] = acc[d * 4 + 2 * h] * weights.acc + mean.value[d].x * weights.value;
+        acc[d * 4 + 2 * h + 1] = acc[d * 4 + 2 * h + 1] * weights.acc + mean.value[d].y * weights.value;
+      }
+    }
+  }
+
+  // out = acc / l and lse of a q tile with the state (final_m, final_l), at the rows' own positions. Pass 1 keeps the state
+  // for pass 2.
+  template <bool kFirst>
+  __device__ __forceinline__ void store(const QTile& tile, const int (&position)[2], const float (&final_m)[2],
+                                        const float (&final_l)[2]) {
+    const int64 state_row = static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+    uint16* out = params.out.at(tile.batch, tile.head_in_batch);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = final_l[h] == 0.f ? 0.f : 1.f / final_l[h];
+      if (position[h] >= 0 && lane % 4 == 0) {
+        if (kFirst && params.state) params.state[state_row + position[h]] = make_float2(final_m[h], final_l[h]);
+        if (params.lse)
+          params.lse[state_row + position[h]] =
+              final_l[h] == 0.f ? -infinity() : (final_m[h] + __log2f(final_l[h])) * 0.69314718055994531f;
+      }
+      if (params.geometry.head_dim == kHeadDim) {
+        store_row<true>(out, position[h], h, inverse);
+      } else {
+        store_row<false>(out, position[h], h, inverse);
+      }
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace s2o

@@ -1,0 +1,70 @@
+// The producer of pass 1 on Hopper where keys and values lie in pages, and tiles begin where boxes of a page may: as
+// sm90/copier.cuh, but of a tensor map whose last axis are the pages, and a warp, of which each lane has the copy engine
+// bring one box of rows of one page. Rows past the end of a sequence are whatever stands in its last page, and zeros beyond
+// it: no row of q sees them.
+#pragma once
+#include "sm90/q_tiles.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+template <class Traits>
+__device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams& params, typename Traits::Shared& shared) {
+  const AttentionParams& p = params.attention;
+  const Geometry& g = p.geometry;
+  const Pages& pages = p.pages;
+  constexpr int kBlockN = Traits::kBlockN;
+  constexpr uint32 kTileBytes = kBlockN * Traits::kHeadDim * 2;
+  const int lane = threadIdx.x;
+  const int page_size = 1 << pages.shift, box = min(page_size, kBlockN);  // rows of a box: plan.py sees to the maps
+  const bool copies = lane * box < kBlockN;
+  const auto copy = [&](uint16* tile, const TensorMap& map, uint64& full, int slot, int kv_head) {
+    if (lane == 0) barrier_expect(full, kTileBytes);
+    __syncwarp();
+    if (!copies) return;
+    const int page = slot < 0 ? 0 : slot >> pages.shift;
+    const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
+#pragma unroll
+    for (int column = 0; column < Traits::kHeadDim; column += 64)
+      copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin, kv_head,
+               page);
+  };
+  Ring<Traits::kStages> k_ring, v_ring;
+  Ring<2> check_ring;
+  for (uint32 nth = 0;; ++nth) {
+    const uint32 place = nth % kPlaces;
+    await_q_tile(shared, nth);
+    const int q_tile = shared.q_tile[place];
+    const int kv_head = shared.q_tiles_known[place].kv_head, batch = shared.q_tiles_known[place].batch;
+    const int first_key = shared.q_tiles_known[place].first_key + lane * box, tiles = shared.q_tiles_known[place].key_tiles;
+    const int first_masked = shared.q_tiles_known[place].limit / kBlockN;
+    barrier_arrive(shared.q_tile_empty[place]);
+    if (q_tile < 0) return;
+    const auto key = [&](int tile) {  // the first row of this lane's box; -1 past the end
+      const int position = first_key + tile * kBlockN;
+      return copies && position < g.seqlen_k ? position : -1;
+    };
+    int page = pages.page(pages.of(batch), key(0)), now = -1;  // page: of the next tile, on its way
+    for (int tile = 0; tile <= tiles; ++tile) {
+      const int before = now;
+      if (tile < tiles) {
+        now = pages.slot_in(page, key(tile));
+        if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+        copy(shared.k[k_ring.slot], params.k, shared.k_full[k_ring.slot], now, kv_head);
+        k_ring.advance();
+      }
+      if (tile == 0) continue;
+      barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+      copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], before, kv_head);
+      v_ring.advance();
+      if (tile - 1 >= first_masked) {
+        if (lane == 0) barrier_arrive(shared.v_sent[check_ring.slot]);
+        check_ring.advance();
+      }
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o

@@ -1,0 +1,198 @@
+// The producer of pass 2 on Hopper: one warpgroup that takes q tiles and gathers rows of q, k and v into shared memory.
+#pragma once
+#include "sm90/q_tiles.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
+// lane also keeps where one of the rows its kLanes threads copy lies, and the others get it by a shuffle.
+template <class Traits>
+struct CopyLayout {
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr int kLanes = kHeadDim / 8;
+  static constexpr int kRows = 32 / kLanes;
+  static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
+  static constexpr bool kFlips = kRows == 1;          // they are 4 rows further, so every other pass is swizzled otherwise
+
+  uint32 target;  // of this thread's first chunk in a tile of keys
+  int chunk;      // its offset in a row, in elements
+  bool inside;    // of head_dim
+
+  __device__ __forceinline__ explicit CopyLayout(int head_dim) {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
+    target = c / 8 * Traits::kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4);
+    inside = c * 8 < head_dim;
+    chunk = inside ? c * 8 : 0;
+  }
+  // The same in a tile of kTileRows rows, whose atoms are as much longer.
+  template <int kTileRows>
+  __device__ __forceinline__ uint32 target_in() const {
+    return kTileRows == Traits::kBlockN ? target : target + threadIdx.x % kLanes / 8 * (kTileRows - Traits::kBlockN) * 128;
+  }
+  // The row of which this lane keeps it.
+  static __device__ __forceinline__ int kept_row() {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
+  }
+  // Starts the copy of kTileRows rows; `kept`: where this lane's row lies (RowUnits), or kNoRow for zeros, which kFull
+  // excludes.
+  template <int kTileRows, bool kFull>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept) const {
+    uint64 base = __cvta_generic_to_global(data + chunk);
+    asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
+#pragma unroll
+    for (int pass = 0; pass < kTileRows / (4 * kRows); ++pass) {
+      const uint32 units = __shfl_sync(kFullWarp, kept, pass, kLanes);
+      const uint32 first = tile + target_in<kTileRows>();
+      const uint32 to = (kFlips && pass % 2 ? first ^ 4 * 16 : first) + pass * kPassBytes;
+      if (kFull) {
+        cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
+      } else {
+        const bool present = units != kNoRow && inside;
+        cp_async_16_or_zeros(to, reinterpret_cast<const void*>(base + (present ? units : 0) * 16ull), present);
+      }
+    }
+  }
+  template <int kTileRows>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+    if (full) {
+      gather<kTileRows, true>(tile, data, kept);
+    } else {
+      gather<kTileRows, false>(tile, data, kept);
+    }
+  }
+};
+
+// Takes the next q tile early, as the counter's answer takes a while; one thread.
+template <class Rows, class Shared>
+__device__ __forceinline__ void take_next(const AttentionParams& params, Shared& shared) {
+  const int q_tile = next_q_tile<Rows>(params);
+  shared.next.q_tile = q_tile;
+  if (q_tile < 0) return;
+  const Rows rows(params, q_tile);
+  shared.next.q_order = rows.order;
+  shared.next.k_order = rows.key_order(params);
+  shared.next.begin = rows.begin;
+  shared.next.keys = rows.keys(params.geometry);
+  shared.next.rows = rows.count;
+}
+
+// Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
+// as the copy it serves. `row`: the one this thread keeps.
+template <class Shared>
+__device__ __forceinline__ void look_up_next(Shared& shared, int row) {
+  named_sync(kNext, kWarpgroup);  // take_next is done
+  if (shared.next.q_tile >= 0) {
+    const int thread = threadIdx.x % kWarpgroup;
+    shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
+    shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
+  }
+  named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
+}
+
+template <class Traits, class Rows>
+__device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
+  constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
+  constexpr int kQueryPlaces = Traits::kQueryPlaces;
+  constexpr bool kPaged = Traits::kPaged;
+  const Geometry& g = params.geometry;
+  const Pages& pages = params.pages;
+  const CopyLayout<Traits> layout(g.head_dim);
+  const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
+  const RowUnits<false> q_units(pages, params.q);
+  const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
+  const auto query_units = [&](int position) {
+    if constexpr (kPaged && Traits::kHeadDim > 128) {  // registers do not suffice to keep them
+      auto q = params.q;
+      asm volatile("" : "+l"(q.row));
+      return RowUnits<false>(pages, q)(position);
+    } else {
+      return q_units(position);
+    }
+  };
+  if (thread == 0) {
+    take_next<Rows>(params, shared);
+    publish<2>(shared, 0, shared.next.q_tile);
+  }
+  Ring<kStages> k_ring, v_ring;
+  uint32 voted = 0;  // looks of the q tiles before this one
+  for (uint32 nth = 0;; ++nth) {
+    const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
+    await_q_tile(shared, nth);
+    const int q_tile = shared.q_tile[place];
+    barrier_arrive(shared.q_tile_empty[place]);
+    if (q_tile < 0) return;
+
+    const Rows rows(params, q_tile);
+    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
+    const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
+    const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
+    const int* order = rows.key_order(params);
+    const auto key = [&](int tile) {
+      const int i = tile * kBlockN + row;
+      return i < count ? order[i] : -1;
+    };
+
+    const int position = nth == 0 ? rows(row) : shared.next.row[threadIdx.x];
+    int ahead = nth == 0 ? key(0) : shared.next.key[threadIdx.x];
+    uint32 k_row, v_row = kNoRow;
+    [[maybe_unused]] int page, far;  // kPaged: the page of the key ahead, and the key after that, both on their way
+    if constexpr (kPaged) {
+      page = pages.page(pages.of(batch), ahead);
+      far = key(1);
+    }
+    const bool whole_rows = g.head_dim == Traits::kHeadDim;
+    const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
+    int tile = 0;
+    // A vote to stop at a look means that the next look's key tiles are the last. It is read kStages tiles past these, when
+    // the look's own copies have been used for sure; past the end of the list only to know whether consumers stopped short
+    // of it.
+    constexpr int kPastEnd = kStages - 2;
+    for (; tile <= tiles + kPastEnd; ++tile) {
+      const bool stop_checks = tile > kStages + 2 * (kTilesPerStopCheck - 1) && (tile - kStages + 1) % kTilesPerStopCheck == 0;
+      if (stop_checks && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
+      if (tile > tiles) continue;
+      const uint32 v_before = v_row;
+      if (tile < tiles) {
+        const int now = kPaged ? pages.slot_in(page, ahead) : ahead;
+        k_row = k_units(now);
+        v_row = v_units(now);
+        asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
+        if (!kPaged && tile + 1 < tiles) ahead = key(tile + 1);
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        k_ring.advance();
+        if constexpr (kPaged) {
+          ahead = far;
+          page = pages.page(pages.of(batch), ahead);
+          far = key(tile + 2);
+        }
+      }
+      if (tile == 0) {
+        barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
+        shared.rows[nth % 2][row] = position;
+        layout.template gather<kBlockM>(shared_address(shared.q[slot]),
+                                        params.q.at(batch, rows.head_in_batch(params.heads)),
+                                        query_units(position), whole_rows && rows.count == kBlockM);
+        barrier_arrive_after_copies(shared.q_full[slot]);
+        barrier_arrive(shared.q_full[slot]);
+        if (threadIdx.x == 0) take_next<Rows>(params, shared);
+      } else {
+        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+        layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        v_ring.advance();
+        if (tile == 1) look_up_next(shared, row);
+      }
+    }
+    voted += (tile > tiles + kPastEnd ? tiles + kTilesPerStopCheck - 1 : tile - kStages + 1) / kTilesPerStopCheck;
+    // Rows of the q tile before this one are read until it is done, and there is room for two.
+    if (threadIdx.x == 0) publish<2>(shared, nth + 1, shared.next.q_tile);
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o

@@ -1,0 +1,62 @@
+// Which q tiles a persistent block of the Hopper kernels takes: each the next one of the launch.
+#pragma once
+#include "sm90/shared.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+__device__ __forceinline__ int take_q_tile(const AttentionParams& params) { return atomicAdd(params.next_q_tile, 1); }
+
+// The q tile `q_tile` if it has work, or else the next that has, or -1. Pass 1 also takes rows without keys: their state is
+// to be written. The counter's answer takes a while: who needs it later takes `q_tile` early.
+template <class Rows, class Params>
+__device__ __forceinline__ int q_tile_from(const Params& params, int q_tile) {
+  for (;; q_tile = take_q_tile(params)) {
+    if (q_tile >= params.q_tiles) return -1;
+    if (!Rows::kMayBeEmpty) return q_tile;
+    const Rows rows(params, q_tile);
+    if (rows.count > 0 && (!Rows::kOrdered || rows.keys(params.geometry) > 0)) return q_tile;
+  }
+}
+template <class Rows, class Params>
+__device__ __forceinline__ int next_q_tile(const Params& params) {
+  return q_tile_from<Rows>(params, take_q_tile(params));
+}
+
+template <int kBlockN, class Rows>
+__device__ __forceinline__ QTile describe(const AttentionParams& params, const Rows& rows) {
+  QTile nth;
+  nth.head = rows.head;
+  nth.batch = rows.batch(params.heads);
+  nth.head_in_batch = rows.head_in_batch(params.heads);
+  nth.first = rows.first_query();
+  nth.rows = rows.count;
+  nth.limit = rows.limit(params.geometry);
+  nth.key_tiles = rows.template key_tiles<kBlockN>(params.geometry);
+  nth.visited = rows.visited_index(params);
+  if constexpr (!Rows::kOrdered) {
+    nth.kv_head = rows.kv_head(params.heads, params.kv_heads);
+    nth.first_key = rows.first_key(params.geometry);
+  }
+  return nth;
+}
+
+// Tells the block its q tile number `n`, once all but kKnown - 1 of those before it are done; one thread of the producer.
+template <int kKnown, class Shared>
+__device__ __forceinline__ void publish(Shared& shared, uint32 n, int q_tile, const QTile* nth = nullptr) {
+  static_assert(kKnown < kPlaces, "nobody reads the place any more");
+  if (n >= kKnown) barrier_wait(shared.q_tile_empty[(n - kKnown) % kPlaces], (n - kKnown) / kPlaces & 1);
+  const uint32 place = n % kPlaces;
+  shared.q_tile[place] = q_tile;
+  if (nth) shared.q_tiles_known[place] = *nth;
+  barrier_arrive(shared.q_tile_full[place]);
+}
+
+// Waits until the block knows its q tile number `n`.
+template <class Shared>
+__device__ __forceinline__ void await_q_tile(Shared& shared, uint32 n) {
+  barrier_wait(shared.q_tile_full[n % kPlaces], n / kPlaces & 1);
+}
+
+}  // namespace sm90
+}  // namespace s2o

@@ -1,0 +1,147 @@
+// What producer and consumers of the Hopper tile share: sizes, shared memory, barriers and votes.
+#pragma once
+#include "common/attention_params.cuh"
+#include "sm90/hopper.cuh"
+#include "common/rows.cuh"
+
+namespace s2o {
+
+// Pass 1's parameters on Hopper: the arrays once more, as the copy engine reads them.
+template <class Params>
+struct Mapped {
+  TensorMap q, k, v;
+  Params attention;
+};
+using MappedAttentionParams = Mapped<AttentionParams>;
+using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
+
+namespace sm90 {
+
+constexpr int kBlockM = 128;
+constexpr int kStopCheckKeys = 128;  // block_n
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kConsumerWarps = kConsumers * 4;
+constexpr int kPlaces = 4;     // of q tiles that the block knows of
+// 128 threads of a producer and 256 consumers share what the block was launched with, 384 x 168 registers.
+constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
+// Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way; outputs
+// of head_dim 256 leave no more.
+template <class Traits>
+constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 88 : 72;
+template <class Traits>
+constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 208 : 216;
+template <int kProducer, int kConsumer>
+constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
+constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 looks ahead of a reader of its votes
+// kTurn has one for either warpgroup.
+enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
+
+// What a consumer has to know of its q tile. In pass 1, of short tiles, one thread works it out for all.
+struct QTile {
+  int head, batch, head_in_batch;   // head: flattened
+  int first;                        // pass 1: the query of row 0
+  int rows;
+  int limit, key_tiles;             // see Rows
+  int visited;                      // pass 2: where to say how many looks it took
+  int kv_head, first_key;           // pass 1: where its keys begin
+};
+
+// What the gathering producer knows of its next q tile before that is published.
+struct NextTile {
+  const int *q_order, *k_order;
+  int q_tile, begin, rows, keys;
+  int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
+};
+
+template <class Element_, int kHeadDim_, int kStages_, bool kPaged_, bool kPacked_ = false>
+struct Traits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
+  static constexpr int kStages = kStages_;    // key and value tiles in shared memory
+  static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
+  static constexpr bool kPacked = kPacked_;   // rows past a sequence's own are another's
+  static constexpr int kDimTiles = kHeadDim / 8;
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
+  // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile.
+  static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;
+  static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
+  static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles of a look
+  static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
+
+  struct Shared {
+    uint16 q[kQueryPlaces][kBlockM * kHeadDim];
+    uint16 k[kStages][kBlockN * kHeadDim];
+    uint16 v[kStages][kBlockN * kHeadDim];
+    int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
+    int q_tile[kPlaces];               // this q tile and others; -1 at the end
+    QTile q_tiles_known[kPlaces];             // pass 1: the same, worked out
+    NextTile next;                   // pass 2
+    uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
+    uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
+    // Barriers: full = copies have landed, empty = all readers are done.
+    uint64 q_full[2], q_empty[2];
+    uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    uint64 v_sent[2], v_checked[2];  // of a masked value tile: its copy has begun, it has been looked at
+    uint64 voted[kVoteSlots];
+    uint64 q_tile_full[kPlaces], q_tile_empty[kPlaces];
+  };
+};
+
+// A position in a ring of kSlots barriers: which slot, and the parity of its phase.
+template <int kSlots>
+struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Did every row of the block vote to stop at look `n` (counted over all q tiles of the block)?
+template <class Shared>
+__device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 n) {
+  barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);
+  return *static_cast<volatile uint64*>(&shared.votes[n % kVoteSlots]) == 0x0101010101010101ull;
+}
+
+// The producer's warps that look for NaN in pass 1: all but one that copies and, where the copy engine does that, one that
+// schedules.
+template <bool kGathers>
+constexpr int kCheckers = kGathers ? 3 : 2;
+
+// kGathers: all threads of the producer copy, or two warps have the copy engine do it.
+template <class Traits, bool kGathers>
+__device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
+  if (threadIdx.x == 0) {
+    constexpr int kCopiers = kGathers ? kWarpgroup : 1;
+    for (int s = 0; s < 2; ++s) {
+      // Each gathering thread arrives twice for q: for the positions it wrote and for its copies.
+      barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
+      barrier_init(shared.q_empty[s], kConsumerWarps);
+      barrier_init(shared.v_sent[s], 1);
+      barrier_init(shared.v_checked[s], kCheckers<kGathers>);
+      shared.v_nonfinite[s] = 0;
+    }
+    for (int s = 0; s < kPlaces; ++s) {
+      barrier_init(shared.q_tile_full[s], 1);
+      // Every thread that reads arrives: once a q tile that costs nothing, and race detectors follow it.
+      constexpr int kProducers = kGathers ? kWarpgroup : 32 * kCheckers<false> + (Traits::kPaged ? 32 : 1);
+      barrier_init(shared.q_tile_empty[s], 32 * kConsumerWarps + kProducers);
+    }
+    for (int s = 0; s < Traits::kStages; ++s) {
+      barrier_init(shared.k_full[s], kCopiers);
+      barrier_init(shared.v_full[s], kCopiers);
+      barrier_init(shared.k_empty[s], kConsumerWarps);
+      barrier_init(shared.v_empty[s], kConsumerWarps);
+    }
+    for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], kConsumerWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+
+}  // namespace sm90
+}  // namespace s2o

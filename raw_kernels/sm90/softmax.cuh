@@ -1,0 +1,186 @@
+// Online softmax of a key tile on Hopper, in the registers in which wgmma leaves scores.
+#pragma once
+#include "sm90/shared.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+// 64 query rows in a warpgroup. A thread's rows are lane / 4 and lane / 4 + 8 of its warp's 16.
+template <class Traits>
+struct Softmax {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockN = Traits::kBlockN, kKeyTiles = kBlockN / 8;
+
+  float s[kKeyTiles * 4];    // [rows, keys]: scores, then weights
+  float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad; m as of its last move
+  float mass[2];             // this thread's part of the sum since then
+  float rescale_by[2];           // what the new maximum makes of the output so far
+  float ceiling[2];          // pass 2: m need not move for unscaled scores up to this
+  bool settled;              // pass 2, of the warp's rows: bits of scores compare with bits of ceilings
+
+  static constexpr float kLarge = 4194304.f;  // 2^22, see weigh
+  float large_from[2];       // kPacked: the same; infinite for a row of another sequence, which is to change nothing
+  // Pass 2: weights may be up to 2^kHeadroom, and where m is negative up to 2^kDepth: finite in Element, and in float32 also
+  // a million of them times values of up to 2^70.
+  static constexpr float kHeadroom = 14.f, kDepth = Element::kWide ? 30.f : 14.f;
+  static constexpr int kEarly = 4;  // key tiles of 8 whose weights are under way while scores are compared
+
+  const AttentionParams& params;
+  int group, lane, first_row;  // first_row: this thread's, of the q tile
+
+  __device__ __forceinline__ explicit Softmax(const AttentionParams& params_)
+      : params(params_), group(threadIdx.x / kWarpgroup - 1), lane(threadIdx.x % 32) {
+    first_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+  }
+
+  __device__ __forceinline__ void start_empty() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      m[h] = -infinity();
+      l[h] = mass[h] = 0.f;
+    }
+  }
+  // The first `rows` rows of the q tile are its own.
+  __device__ __forceinline__ void mind(int rows) {
+    if constexpr (Traits::kPacked) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) large_from[h] = first_row + 8 * h < rows ? kLarge : infinity();
+    }
+  }
+  // Turns scores into weights and moves m and mass to the new maximum. Row r sees `limit` keys of this tile, or
+  // `limit + r` with kCausal.
+  template <bool kCausal>
+  __device__ __forceinline__ void softmax(int limit) {
+    cap();
+    mask<kCausal>(limit);
+    weigh<!kCausal>();
+  }
+
+  // The same in pass 2 after a q tile's first keys. The most important ones came first, so m is all but settled: it stays
+  // where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a time and
+  // without asking the row's other threads, while the first weights are under way. True if m has moved, and with it
+  // `rescale_by`.
+  __device__ __forceinline__ bool settled_softmax(int limit) {
+    cap();
+    mask<false>(limit);
+    const float scale = params.scale_log2, base[2] = {m[0], m[1]};
+    float early[kEarly * 4], sum[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kEarly; ++j) weigh(j, scale, base, &early[j * 4], sum);
+    bool above = !settled;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int highest = __float_as_int(ceiling[h]);
+      int top = highest;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) top = largest_bits(top, s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
+      above |= top != highest;
+    }
+    if (__any_sync(kFullWarp, above)) {
+      weigh<true>();
+      return true;
+    }
+#pragma unroll
+    for (int i = 0; i < kEarly * 4; ++i) s[i] = early[i];
+#pragma unroll
+    for (int j = kEarly; j < kKeyTiles; ++j) weigh(j, scale, base, &s[j * 4], sum);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mass[h] += (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
+    return false;
+  }
+
+  __device__ __forceinline__ void cap() {
+    if constexpr (spec::kSoftcap) {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[i] = tanh_approx(s[i] * params.cap_scale);
+    }
+  }
+  template <bool kCausal>
+  __device__ __forceinline__ void mask(int limit) {
+    const bool causal = kCausal && params.geometry.is_causal;
+    const bool masked = limit + (causal ? group * 64 : 0) < kBlockN;
+    if (masked) {
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (j * 8 + lane % 4 * 2 + e % 2 >= limit + (causal ? first_row + e / 2 * 8 : 0)) s[j * 4 + e] = -infinity();
+    }
+  }
+  // The weights of key tile j, to `to`, and their sums. Four partial sums a row keep the pipeline full: of a
+  // multiprocessor's quarter one warp is here at a time.
+  __device__ __forceinline__ void weigh(int j, float scale, const float (&base)[2], float* to, float (&sum)[2][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float x = exp2_approx(fmaf(s[j * 4 + 2 * h], scale, -base[h]));
+      const float y = exp2_approx(fmaf(s[j * 4 + 2 * h + 1], scale, -base[h]));
+      sum[h][j % 4] += x + y;
+      to[2 * h] = x;
+      to[2 * h + 1] = y;
+    }
+  }
+  // Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow.
+  template <bool kSettles>
+  __device__ __forceinline__ void weigh() {
+    float top[2][4];  // four partial maxima, for the same reason
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[h][i] = fmaxf(s[i * 4 + 2 * h], s[i * 4 + 2 * h + 1]);
+#pragma unroll
+    for (int j = 4; j < kKeyTiles; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        top[h][j % 4] = fmaxf(top[h][j % 4], fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
+    float scale = params.scale_log2, base[2];
+    bool large = false, deep = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
+      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+      x = fmaxf(m[h], x * scale);
+      base[h] = x == -infinity() ? 0.f : x;
+      rescale_by[h] = exp2_approx(m[h] - base[h]);
+      m[h] = x;
+      l[h] *= rescale_by[h];
+      large |= fabsf(base[h]) > (Traits::kPacked ? large_from[h] : kLarge);
+      if constexpr (kSettles) {
+        deep |= !(x >= -kDepth);
+        ceiling[h] = fmaxf(__fdividef(x + kHeadroom, scale), 0.f);  // not negative: then bits compare like numbers
+      }
+    }
+    // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
+    // the product is rounded first, so that the weight of the maximum is exactly 1.
+    large = __any_sync(kFullWarp, large);
+    if constexpr (kSettles) settled = !__any_sync(kFullWarp, large || deep);
+    if (large) {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[i] *= scale;
+      scale = 1.f;
+    }
+    float sum[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) weigh(j, scale, base, &s[j * 4], sum);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mass[h] = mass[h] * rescale_by[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
+  }
+
+  // Adds the mass since the last look to l; true if it is less than tau of l in each of the first `rows` rows.
+  __device__ __forceinline__ bool stop_check(int rows) {
+    bool small = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = mass[h];
+      sum += __shfl_xor_sync(kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      small &= first_row + 8 * h >= rows || sum < params.tau * l[h];
+      l[h] += sum;
+      mass[h] = 0.f;
+    }
+    return small;
+  }
+};
+
+}  // namespace sm90
+}  // namespace s2o

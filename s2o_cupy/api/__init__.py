@@ -1,0 +1,1 @@
+"""The public calls: what came is checked and described once, and a backend runs it."""

@@ -1,0 +1,1 @@
+"""Arrays of any framework: what they are, where they lie, and how results become arrays again."""

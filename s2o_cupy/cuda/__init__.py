@@ -1,0 +1,1 @@
+"""Everything that touches the GPU: compiler, launches, graphs, tensor maps."""

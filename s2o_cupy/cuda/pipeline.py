@@ -1,0 +1,332 @@
+"""The GPU backend: order, pass 1 and pass 2, launched on the current device.
+
+What depends on the problem alone is made once and cached; a call fills in addresses and launches. One of many launches
+that comes again with the same addresses is a graph by then (replay.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda import driver, runtime
+
+from ..arrays.operand import Operand, Paging
+from ..plan import kernels
+from ..plan.launch_plan import DeviceLimits, LaunchPlan, make_plan
+from ..plan.launches import BASES, KeySums, SumsShape, Workspace, launches, workspace
+from ..problem import Problem
+from ..spec import S2OConfig
+from . import compiler
+from .graphs import GRAPH_LAUNCHES, GraphCache
+from .tensor_maps import tensor_map
+
+__all__ = ["Call", "Memory", "Operands", "allocate", "clear_cache", "run", "run_in_turn", "write_every_tile"]
+
+Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
+# Returns the address of so many bytes on the current device and an object that keeps them.
+Memory = Callable[[int], tuple[int, Any]]
+# Called after each stage with its name and arrays; a tool's way to look inside (diffing, benchmarks).
+Observer = Callable[[str, Mapping[str, Any]], None]
+# Makes the stream wait until the keys and values before those of the queries are there.
+Await = Callable[[], None]
+
+
+@functools.lru_cache
+def device_limits(device: int) -> DeviceLimits:
+    """The limits of a device, or S2OError if it cannot run the kernels."""
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    compiler.check_device(capability, runtime.driverGetVersion(), runtime.runtimeGetVersion())
+    return DeviceLimits(
+        capability,
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device),
+    )
+
+
+def allocate(nbytes: int) -> tuple[int, Any]:
+    """From CuPy's pool, but the graph's own memory while a graph is captured: the pool would give the call's to others
+    that the graph's launches then overwrite."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
+            memory = cupy.cuda.alloc(nbytes)
+    else:
+        memory = cupy.cuda.alloc(nbytes)
+    return memory.ptr, memory
+
+
+def run(
+    operands: Operands,
+    lse: int,
+    visited: int,
+    problem: Problem,
+    config: S2OConfig,
+    *,
+    stream: int,
+    paging: Paging | None = None,
+    memory: Memory = allocate,
+    observe: Observer | None = None,
+    await_keys: Await | None = None,
+    sums: KeySums | None = None,
+) -> LaunchPlan:
+    """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
+    to a cache: k and v [pages, kv_heads, page_size, head_dim].
+
+    ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
+    [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
+    tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
+    queries' own, which may be after pass 1. ``sums``: shared by calls on one sequence.
+    Nothing waits for the GPU. Returns what was launched.
+    """
+    program = _prepared(operands, paging, problem, config, runtime.getDevice(), sums)
+    program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, sums)
+    return program.plan
+
+
+class Call(NamedTuple):
+    """One of several problems; as in `run`, but for the distance between lse's heads."""
+
+    operands: Operands
+    lse: int
+    visited: int
+    problem: Problem
+    paging: Paging | None = None
+
+
+def run_in_turn(
+    calls: Sequence[Call], config: S2OConfig, *, lse_stride: int, stream: int, memory: Memory = allocate
+) -> list[LaunchPlan]:
+    """Run problems one after the other, in one workspace of the largest need.
+
+    The heads of each ``lse`` [batch, heads, seqlen_q] lie ``lse_stride`` elements apart; with a batch there is no gap
+    between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU. Returns what was
+    launched of each.
+    """
+    device = runtime.getDevice()
+    programs = [_prepared(call.operands, call.paging, call.problem, config, device) for call in calls]
+    workspace_bytes = max(program.workspace.nbytes for program in programs)
+    # Kernels write a contiguous lse, so one with gaps between its heads is written behind the workspace and copied.
+    gaps = [bool(x.lse) and x.problem.heads > 1 and x.problem.seqlen_q != lse_stride for x in calls]
+    rows_bytes = [4 * call.problem.seqlen_q for call in calls]
+    lse_bytes = max(x.problem.heads * n * gap for x, n, gap in zip(calls, rows_bytes, gaps, strict=True))
+    address, keeper = memory(workspace_bytes + lse_bytes)
+    shared = lambda nbytes: (address, keeper)  # noqa: E731
+    for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
+        lse = address + workspace_bytes if gap else call.lse
+        program.run(call.operands, call.paging, lse, call.visited, stream, shared, None)
+        if gap:
+            runtime.memcpy2DAsync(
+                call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
+            )
+    return [program.plan for program in programs]
+
+
+def _prepared(
+    operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
+    sums: KeySums | None = None,
+) -> _Program:  # fmt: skip
+    q, k, v, out = operands
+    aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
+    if paging is not None:
+        paging = paging._replace(pointer=0)
+    strides = (q.strides, k.strides, v.strides, out.strides)
+    return _program(problem, config, device, aligned, strides, paging, sums and sums.shape)
+
+
+@functools.lru_cache(maxsize=1024)  # packed sequences have many lengths
+def _program(
+    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
+    paging: Paging | None, sums: SumsShape | None = None,
+) -> _Program:  # fmt: skip
+    """``strides`` of q, k, v and out."""
+    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
+    if paging is not None:
+        of_k = (paging.pages, problem.kv_heads, paging.page_size, problem.head_dim)
+    shapes = (of_q, of_k, of_k, of_q)
+    operands = {
+        name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
+    }
+    return _Program(problem, config, device, aligned, operands, paging, sums)
+
+
+@functools.cache  # captured graphs copy from it
+def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Any:
+    """What a dense call visits: every key tile, as the geometry without the shortcut counts them."""
+    geometry = problem.geometry(config)
+    full = np.zeros(problem.visited_shape(config), np.int32)
+    for n in range(geometry.segments):
+        begin, end = geometry.queries(n)
+        full[:, :, n, : -(-(end - begin) // config.block_m)] = -(-geometry.candidates(n) // config.block_n)
+    on_device = cupy.asarray(full)
+    cupy.cuda.get_current_stream().synchronize()  # later calls may be on other streams
+    return on_device
+
+
+def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
+    """To the address ``visited``, int32 of problem.visited_shape(config), what a dense call visits."""
+    full = _every_tile(problem, config, runtime.getDevice())
+    runtime.memcpyAsync(visited, full.data.ptr, full.nbytes, runtime.memcpyDeviceToDevice, stream)
+
+
+def clear_cache() -> None:
+    """Forget every prepared call and the kernels and graphs that it holds."""
+    from . import packed
+
+    _program.cache_clear()
+    packed.prepared.cache_clear()
+
+
+class _Program:
+    """A prepared call: all parameter structs in one buffer, in which a call fills in its addresses."""
+
+    def __init__(
+        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
+        paging: Paging | None, sums: SumsShape | None,
+    ) -> None:  # fmt: skip
+        aligned = aligned and all(x.is_aligned() for x in operands.values())
+        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
+        compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
+        self.problem, self.config = problem, config
+        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
+        self.workspace: Workspace = workspace(self.plan, problem, config, sums)
+        planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging, sums)
+        steps = [x for x in planned if x.blocks > 0]
+        # Whether pass 1 reads no keys but the queries' own.
+        self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
+
+        # Structs on 64 bytes each, then the array of their addresses that a launch is given.
+        offsets = np.cumsum([0] + [-(-x.params.nbytes // 64) * 64 for x in steps])
+        self.buffer = np.zeros(int(offsets[-1]) // 8, np.uint64)
+        start = self.buffer.ctypes.data
+        self.addresses = np.array([start + int(x) for x in offsets[:-1]], np.uint64)
+        at, base, delta = [], [], []
+        self.steps = []
+        for i, step in enumerate(steps):
+            offset = int(offsets[i])
+            end = offset + step.params.nbytes
+            self.buffer.view(np.uint8)[offset:end] = np.frombuffer(step.params.tobytes(), np.uint8)
+            for place, name, further in step.pointers:
+                at.append((offset + place) // 8)
+                base.append(BASES.index(name))
+                delta.append(further)
+            function = compiler.load(step.kernel, device)
+            launch = (
+                function.kernel.ptr, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes
+            )  # fmt: skip
+            self.steps.append((launch, self.addresses.ctypes.data + 8 * i, step))
+        self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)
+        self.delta = np.array(delta, np.uint64)
+        # Where in the buffer pass 1 on Hopper has its three tensor maps; none: it takes none.
+        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params is kernels.MAPPED_ATTENTION_PARAMS]
+        self.map_place = int(offsets[mapped[0]]) // 8 if mapped else None
+        self.bases: tuple[int, ...] = ()  # the addresses in the buffer
+        self.mapped: tuple[int, ...] = ()  # and those that its maps are of
+        self.lock = threading.RLock()  # the buffer and the graphs are one for all threads
+        self.replay = GraphCache(cupy.cuda) if len(steps) > GRAPH_LAUNCHES else None
+
+    def run(
+        self,
+        operands: Operands,
+        paging: Paging | None,
+        lse: int,
+        visited: int,
+        stream: int,
+        memory: Memory,
+        observe: Observer | None,
+        await_keys: Await | None = None,
+        sums: KeySums | None = None,
+    ) -> None:
+        if await_keys is not None and not (self.own_keys_first and observe is None):
+            await_keys()
+            await_keys = None
+        address, keeper = memory(self.workspace.nbytes)
+        q, k, v, out = operands
+        page_table = 0 if paging is None else paging.pointer
+        of_sums = 0 if sums is None else sums.pointer
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, of_sums, lse, visited, address)
+        with self.lock:
+            if observe is not None:
+                self._begin(operands, addresses, stream)
+                self._run_observed(address, keeper, stream, observe)
+            elif self.replay is None or await_keys is not None:
+                self._launch(operands, addresses, stream, await_keys)
+            else:
+                self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
+
+    def _launch(
+        self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None
+    ) -> None:
+        """Also into a graph, which copies parameters as any launch does: the buffer is free for other addresses."""
+        self._begin(operands, addresses, stream)
+        for launch, arguments, step in self.steps:
+            if await_keys is not None and step.stage != "pass1":
+                await_keys()
+                await_keys = None
+            driver.launchKernel(*launch, stream, arguments, 0)
+
+    def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
+        """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
+        *others, visited, address = addresses
+        # First of all, as it also makes the device's context current for the driver calls below.
+        runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
+        if visited:
+            if self.plan.dense:
+                write_every_tile(visited, self.problem, self.config, stream)
+            else:
+                runtime.memsetAsync(visited, 0, self.workspace.places["visited"].nbytes, stream)
+        else:
+            visited = address + self.workspace.places["visited"].offset
+        bases = (*others, visited, address)
+        if bases != self.bases:
+            self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
+            self.bases = bases
+        if self.map_place is not None:
+            q, k, v, _ = operands
+            if self.plan.collect_pages is not None:
+                k, v = (self.workspace.operand(name, address) for name in ("keys", "values"))
+            if (q.pointer, k.pointer, v.pointer) != self.mapped:
+                self._write_maps((q, k, v), self.map_place)
+
+    def _write_maps(self, operands: tuple[Operand, ...], place: int) -> None:
+        boxes = zip(operands, self.plan.map_boxes, strict=True)
+        maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
+        self.buffer[place : place + len(maps) // 8] = np.frombuffer(maps, np.uint64)
+        self.mapped = tuple(x.pointer for x in operands)
+
+    def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
+        memory = cupy.cuda.UnownedMemory(address, self.workspace.nbytes, keeper)
+
+        def view(name: str) -> Any:
+            place = self.workspace.places[name]
+            return cupy.ndarray(place.shape, place.dtype, cupy.cuda.MemoryPointer(memory, place.offset))
+
+        for launch, arguments, step in self.steps:
+            driver.launchKernel(*launch, stream, arguments, 0)
+            arrays: dict[str, Any] = {"plan": self.plan, "chunk": step.chunk}
+            observe(step.stage, _Views(arrays, view, self.workspace.places))
+
+
+class _Views(Mapping[str, Any]):
+    """``plan``, ``chunk`` and, made when asked for, arrays of the workspace by name."""
+
+    def __init__(self, known: dict[str, Any], view: Callable[[str], Any], names: Mapping[str, Any]) -> None:
+        self.known, self.view, self.names = known, view, names
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.known:
+            return self.known[name]
+        if name not in self.names:
+            raise KeyError(name)
+        return self.view(name)
+
+    def __iter__(self) -> Any:
+        return iter((*self.known, *self.names))
+
+    def __len__(self) -> int:
+        return len(self.known) + len(self.names)

@@ -1,0 +1,1 @@
+"""From a problem to what will be launched, without an array, a GPU or CuPy."""

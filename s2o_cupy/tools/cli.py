@@ -1,0 +1,288 @@
+"""Command line: ``python -m s2o_cupy`` or ``s2o``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from .. import __version__
+from ..cuda.compiler import ARCHITECTURES
+from ..plan.launch_plan import DENSE_UP_TO
+from ..spec import PATHS, RANKS, TAILS, S2OConfig, S2OError
+from . import inputs
+
+__all__ = ["main"]
+
+OK, FOUND, UNABLE = 0, 1, 2
+EXIT_STATUS = """\
+exit status:
+  0  done, and nothing wrong was found
+  1  done, and something wrong was found: a difference beyond tolerance, a spill or a warning
+  2  not done: wrong arguments, an unreadable file, or a machine that cannot do it
+"""
+
+INPUT_HELP = f"""\
+input:
+  a built-in name ({", ".join(inputs.names())}),
+  a .npz, .safetensors or .pt file with arrays q, k and v,
+  a folder with q.npy, k.npy and v.npy, or those three files.
+  q is (batch, heads, seqlen_q, head_dim), k and v (batch, kv_heads, seqlen_k, head_dim);
+  batch may be left out.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, head for example, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return _unable(args, "interrupted")
+    except (S2OError, ImportError, OSError, TypeError, ValueError, MemoryError) as error:
+        if os.environ.get("S2O_DEBUG"):
+            raise
+        return _unable(args, str(error) or type(error).__name__)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from . import demo
+    from .progress import progress
+
+    qkv = _input(args)
+    picture = None if args.no_picture else args.out
+    source = "the recorded trace" if args.input == ["trace"] else " ".join(args.input)
+    with progress("demo") as report:
+        found = demo.run(qkv, _config(args), source=source, picture=picture, head=args.picture_head, progress=report)
+    _print(args, found, demo.table)
+    return OK
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from .info import gpu_problem
+
+    qkv, config = _input(args, dtype="bfloat16"), _config(args)
+    if problem := gpu_problem():
+        return _unable(args, f"diff compares the GPU with the reference and needs a GPU: {problem}")
+    from . import diffing
+    from .progress import progress
+
+    with progress("diff") as report:
+        found = diffing.diff(
+            *qkv, config, scale=args.scale, softcap=args.softcap, is_causal=not args.no_causal, progress=report
+        )
+    _print(args, {"ok": found.ok, **found.to_dict()}, lambda _: found.table())
+    return OK if found.ok else FOUND
+
+
+def _info(args: argparse.Namespace) -> int:
+    from . import info
+
+    _print(args, info.gather(), info.table)
+    return OK
+
+
+def _compile(args: argparse.Namespace) -> int:
+    architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
+    if not architectures:
+        raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
+    from ..cuda import compiler
+    from .progress import progress
+
+    with progress("compile") as report:
+        compiled = compiler.compile_all(architectures, progress=report)
+    rows = [
+        {
+            "name": kernel.name,
+            "arch": kernel.arch,
+            "registers": kernel.registers,
+            "spill_bytes": kernel.spill_bytes,
+            "shared_bytes": kernel.shared_bytes,
+            "warnings": list(kernel.warnings),
+            "seconds": round(kernel.seconds, 3),
+        }
+        for kernel in compiled
+    ]
+    ok = bool(rows) and not any(map(_faulty, rows))
+    _print(args, {"ok": ok, "kernels": rows}, lambda found: _compile_table(found["kernels"], args.all))
+    return OK if ok else FOUND
+
+
+def _faulty(row: dict[str, Any]) -> bool:
+    return bool(row["spill_bytes"] or row["warnings"])
+
+
+def _compile_table(rows: list[dict[str, Any]], every: bool) -> str:
+    """A line for each architecture, then one for each kernel at fault, or for every kernel."""
+    lines = [f"{'arch':<8} {'kernels':>8} {'registers':>10} {'shared B':>9} {'faults':>7} {'seconds':>8}"]
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        group = [row for row in rows if row["arch"] == arch]
+        most = {key: max(row[key] for row in group) for key in ("registers", "shared_bytes")}
+        lines.append(
+            f"{arch:<8} {len(group):>8} {most['registers']:>10} {most['shared_bytes']:>9} "
+            f"{sum(map(_faulty, group)):>7} {sum(row['seconds'] for row in group):>8.1f}"
+        )
+    lines.append("registers and shared memory: the most of any kernel; faults: kernels with spills or warnings")
+    listed = [row for row in rows if every or _faulty(row)]
+    if listed:
+        width = max(len(row["name"]) for row in listed)
+        lines += [
+            "",
+            f"{'kernel':<{width}}  {'arch':<8} {'registers':>9} {'spill B':>8} {'shared B':>9} {'seconds':>8}",
+        ]
+    for row in listed:
+        lines.append(
+            f"{row['name']:<{width}}  {row['arch']:<8} {row['registers']:>9} {row['spill_bytes']:>8} "
+            f"{row['shared_bytes']:>9} {row['seconds']:>8.2f}"
+        )
+        lines += [f"    warning: {warning}" for warning in row["warnings"]]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- arguments and output
+
+
+def _print(args: argparse.Namespace, found: Any, table: Any) -> None:
+    """JSON (NaN and infinities as null would hide them, so as strings) or the table."""
+    print(json.dumps(_plain(found), indent=1, allow_nan=False) if args.json else table(found))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with NumPy scalars and arrays as Python's own and non-finite numbers as text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _unable(args: argparse.Namespace, message: str) -> int:
+    if args.json:
+        print(json.dumps({"error": message}))
+    print(f"s2o {args.command}: {message}", file=sys.stderr)
+    return UNABLE
+
+
+def _input(args: argparse.Namespace, dtype: str | None = None) -> inputs.QKV:
+    """The arrays that the arguments name; ``dtype`` is the default of built-in inputs."""
+    sizes = {name: getattr(args, name) for name in ("length", "heads", "kv_heads", "head_dim")}
+    if len(args.input) == 1 and args.input[0] in inputs.names():
+        return inputs.builtin(args.input[0], dtype=args.dtype or dtype, seed=args.seed, **sizes)
+    if len(args.input) == 1 and not os.path.exists(args.input[0]) and os.sep not in args.input[0]:
+        raise ValueError(f"{args.input[0]}: neither a file nor a built-in input ({', '.join(inputs.names())})")
+    for name, value in sizes.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; accepted only with a built-in input")
+    qkv = inputs.load(args.input)
+    return qkv if args.dtype is None else inputs.cast(qkv, args.dtype)
+
+
+def _config(args: argparse.Namespace) -> S2OConfig:
+    return S2OConfig(**{field.name: getattr(args, field.name) for field in fields(S2OConfig)})
+
+
+def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> None:
+    parser.add_argument("input", nargs="*", default=[default], help=f"see below (default: {default})")
+    group = parser.add_argument_group("input")
+    group.add_argument("--length", type=int, help="tokens of a built-in input")
+    group.add_argument("--heads", type=int, help="query heads of a synthetic input (default: 4)")
+    group.add_argument("--kv-heads", type=int, help="key/value heads of a synthetic input (default: 1)")
+    group.add_argument("--head-dim", type=int, help="head size of a synthetic input (default: 128)")
+    group.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32", "float64"),
+        help=f"convert the input (default: {dtype}; files as stored)",
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
+
+
+CHOICES = {"rank": RANKS, "path": PATHS, "tail": TAILS}
+CONFIG_HELP = {
+    "segment": "queries per segment, whose own keys are attended densely",
+    "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
+    "block_m": "queries that stop together",
+    "block_n": "keys between two stop checks",
+    "rank": "score of a key: product with the mean query; the largest with several means; auto: many, if it pays",
+    "pooled_queries": "means of --rank max or auto",
+    "window": "keys before the segment that are attended densely too",
+    "workspace_bytes": "bound on the GPU memory of scores and key orders",
+    "path": "GPU kernels",
+    "tail": "what unvisited keys count for: their mean, or nothing",
+    "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
+}
+
+
+def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
+    group = parser.add_argument_group("S2O")
+    for field in fields(S2OConfig):
+        default = getattr(defaults, field.name)
+        said, kind = default, type(default)
+        if field.name == "pooled_queries":
+            default, said = None, "256, 16 with --rank max, 1 with mean"
+        if default is None:
+            kind = int
+        if field.name == "dense_up_to" and default is None:
+            said = f"{DENSE_UP_TO}, and any at tau 0"
+        options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
+        if field.name in CHOICES:
+            options["choices"] = CHOICES[field.name]
+        group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .demo import CONFIG
+
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="s2o",
+        description="S2O sparse attention: see it at work, compare GPU and reference, report and compile.",
+        epilog=EXIT_STATUS,
+        formatter_class=raw,
+    )
+    parser.add_argument("--version", action="version", version=f"s2o_cupy {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, epilog=f"{epilog}\n{EXIT_STATUS}", formatter_class=raw
+        )
+        sub.add_argument("--json", action="store_true", help="write the result to stdout as JSON")
+        sub.set_defaults(run=run)
+        return sub
+
+    demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
+    _add_input(demo, "trace", "as stored, or float32")
+    _add_config(demo, CONFIG)
+    demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
+    demo.add_argument("--no-picture", action="store_true", help="write no picture")
+    demo.add_argument("--picture-head", type=int, default=1, help="the head to draw, from 0 (default: %(default)s)")
+
+    diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)
+    _add_input(diff, "trace", "bfloat16")
+    _add_config(diff, S2OConfig())
+    diff.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
+    diff.add_argument("--softcap", type=float, default=0.0, help="cap of the scores (default: 0, none)")
+    diff.add_argument("--no-causal", action="store_true", help="let every query see every key")
+
+    command("info", _info, "versions, GPU and paths: what a bug report needs")
+
+    build = command("compile", _compile, "build every kernel for named architectures; needs no GPU")
+    build.add_argument("--all", action="store_true", help="list every kernel, not only those at fault")
+    build.add_argument("--arch", default=",".join(ARCHITECTURES), help="separated by commas (default: %(default)s)")
+    return parser
+

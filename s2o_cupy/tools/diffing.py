@@ -1,0 +1,472 @@
+"""Reference against GPU, stage by stage.
+
+Each stage is checked *given the GPU's own decisions of the stage before it*, so that a fault shows where it is
+and nowhere else. Integers must be equal, or lie between what the reference decides at either end of the rounding;
+floats must lie within a bound that follows from their format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.lazy_cupy import import_cupy
+from ..problem import Problem, validate
+from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
+
+__all__ = ["DiffReport", "GpuStages", "Row", "capture", "compare", "diff"]
+
+Array = Any  # numpy.ndarray
+Progress = Callable[[int, int], None]
+
+# Relative size of half a unit in the last place.
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT32 = 2.0**-24
+TANH_UNIT = 2.0**-11  # of tanh.approx
+PROBE_SLACK = 0.02
+
+
+@dataclass
+class GpuStages:
+    """What the GPU decided and computed, on the host. Floats are float32 unless said."""
+
+    reps: Array  # [B, H, N, R, D]
+    q_order: Array  # int32 [B, H, N, S]
+    scores: list[Array]  # N times [B, H, C] float16
+    deficits: Array | None  # [B, H, probes], of rank="auto"
+    k_order: list[Array]  # N times int32 [B, H, C], key positions
+    o1: Array  # [B, H, Lq, D], of the input's dtype
+    m1: Array  # [B, H, Lq], natural log
+    l1: Array  # [B, H, Lq]
+    visited: Array  # int32 [B, H, N, T]
+    o: Array  # [B, H, Lq, D], of the input's dtype
+    lse: Array  # [B, H, Lq]
+    path: str = "portable"  # which kernels ran
+    path_reason: str | None = None  # S2OStats.path_reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report."""
+
+    stage: str
+    compared: int  # numbers compared
+    different: int  # integers that differ from the reference's, or floats beyond the bound
+    worst: float  # the largest difference, as a fraction of what rounding allows; above 1 is a fault
+    where: tuple[int, ...]  # its index
+    error: float  # rel_l2 of floats; share of different integers
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= 1  # False for NaN
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """The comparison of every stage. ``ok`` if no stage differs by more than rounding explains."""
+
+    rows: tuple[Row, ...]
+    density: float
+    problem: Problem
+    config: S2OConfig
+    path: str
+    path_reason: str | None
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def table(self) -> str:
+        head = f"{'stage':16} {'compared':>12} {'different':>10} {'error':>10} {'of allowed':>10}  worst at"
+        lines = [head, "-" * len(head)]
+        for row in self.rows:
+            mark = "" if row.ok else "  FAULT"
+            lines.append(
+                f"{row.stage:16} {row.compared:12,} {row.different:10,} {row.error:10.2e} {row.worst:10.3g}  "
+                f"{list(row.where)}{mark}{'  ' + row.note if row.note else ''}"
+            )
+        reason = f" ({self.path_reason})" if self.path_reason else ""
+        lines.append(f"path {self.path}{reason}")
+        lines.append(f"density {self.density:.4f}; {'all stages agree' if self.ok else 'STAGES DIFFER'}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "where": list(row.where), "ok": row.ok} for row in self.rows]
+        return {
+            "ok": self.ok,
+            "density": self.density,
+            "path": self.path,
+            "path_reason": self.path_reason,
+            "problem": asdict(self.problem),
+            "config": asdict(self.config),
+            "stages": rows,
+        }
+
+
+def diff(
+    q: Any,
+    k: Any,
+    v: Any,
+    config: S2OConfig | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    is_causal: bool = True,
+    progress: Progress | None = None,
+) -> DiffReport:
+    """Run the kernels and the NumPy reference on the same input and compare every stage.
+
+    Parameters
+    ----------
+    q, k, v : arrays, (batch, heads, seqlen_q, head_dim) and (batch, kv_heads, seqlen_k, head_dim), or without batch
+        float16 or bfloat16, on the host (NumPy, ml_dtypes.bfloat16) or on the GPU (CuPy).
+    config, scale, softcap, is_causal : as for `s2o_attention`
+    progress : called with (done, total)
+
+    Returns
+    -------
+    DiffReport
+        ``.ok``, ``.table()``, ``.to_dict()``, ``.rows``.
+
+    Raises
+    ------
+    S2OError
+        There is no usable GPU.
+    TypeError, ValueError
+        As for `s2o_attention`.
+    """
+    try:
+        cupy = import_cupy()
+    except S2OError as error:
+        raise S2OError('diff needs a GPU and CuPy: pip install "s2o_cupy[cuda12]"') from error
+    if not cupy.is_available():
+        raise S2OError("diff needs an NVIDIA GPU, and CuPy finds none")
+    config = config or S2OConfig()
+    host = [cupy.asnumpy(x) if isinstance(x, cupy.ndarray) else np.asarray(x) for x in (q, k, v)]
+    problem = validate(
+        [x.shape for x in host],
+        [x.dtype.name for x in host],
+        config=config,
+        backend="cupy",
+        layout="BHSD",
+        is_causal=is_causal,
+        scale=scale,
+        softcap=softcap,
+    )
+    if problem.empty or problem.seqlen_k == 0:
+        raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
+    hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
+    stages = capture(cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv), problem, config)
+    return compare(stages, hq, hk, hv, problem, config, progress=progress)
+
+
+def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuStages:
+    """Run the GPU pipeline on CuPy arrays [B, H, L, D] and copy every stage to the host."""
+    import cupy
+
+    from ..arrays.operand import address, operand
+    from ..cuda import pipeline
+
+    config = replace(config, dense_up_to=0)  # every stage is to be seen
+    geometry = problem.geometry(config)
+    batch, heads, segments = problem.batch, problem.heads, geometry.segments
+    pooled_queries = config.coarse.pooled_queries or 1
+    head_dim = problem.head_dim
+    stages = GpuStages(
+        reps=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
+        q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
+        scores=[np.empty((batch, heads, geometry.candidates(n)), np.float16) for n in range(segments)],
+        deficits=None,
+        k_order=[np.empty((batch, heads, geometry.candidates(n)), np.int32) for n in range(segments)],
+        o1=None,
+        m1=None,
+        l1=None,
+        visited=None,
+        o=None,
+        lse=None,
+    )
+
+    def observe(stage: str, arrays: Mapping[str, Any]) -> None:
+        def host(name: str) -> Array:
+            return cupy.asnumpy(arrays[name])
+
+        if stage == "pass1":
+            stages.o1 = cupy.asnumpy(out)
+            if "state" in arrays:
+                state = host("state").reshape(batch, heads, problem.seqlen_q, 2)
+                stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
+        elif stage == "rank_queries":
+            with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
+                means = host("means").view(q.dtype).astype(np.float32)
+            stages.reps = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
+            stages.q_order = host("q_order").reshape(stages.q_order.shape)
+        elif stage == "probe":
+            stages.deficits = host("deficits").reshape(batch, heads, -1)
+        elif stage == "rank_keys":
+            chunk = arrays["chunk"]
+            scores, orders = host("scores"), host("k_order")
+            for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
+                count, positions = geometry.candidates(n), _candidates(n, geometry)
+                for i in range(chunk.heads):
+                    at, row = divmod(chunk.first_head + i, heads), chunk.place(chunk.first_head + i, n)
+                    stages.scores[n][at] = scores[row][positions]
+                    stages.k_order[n][at] = orders[row][:count]
+
+    out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
+    lse = cupy.full(q.shape[:3], np.nan, np.float32)
+    visited = cupy.empty(problem.visited_shape(config), np.int32)
+    operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
+    stream = cupy.cuda.get_current_stream().ptr
+    plan = pipeline.run(operands, address(lse), address(visited), problem, config, stream=stream, observe=observe)
+    stages.path, stages.path_reason = plan.path, plan.path_reason
+    stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))
+    return stages
+
+
+def _candidates(n: int, geometry: Geometry) -> Array:
+    from ..reference import s2o
+
+    return s2o.candidate_positions(n, geometry)
+
+
+@dataclass
+class _Rows:
+    """Collects the report's rows."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def floats(self, stage: str, got: Array, want: Array, allowed: Array, note: str = "") -> None:
+        """|got - want| against ``allowed``; NaN and Inf must stand in the same places."""
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            difference = np.abs(got - want)
+            same = (got == want) | (np.isnan(got) & np.isnan(want))
+            part = np.where(same, 0.0, difference / allowed)
+            part = np.where(np.isnan(part), np.inf, part)
+            finite = np.isfinite(want) & np.isfinite(got)
+            norm = np.linalg.norm(want[finite])
+            error = np.linalg.norm(difference[finite]) / norm if norm else 0.0
+        self._add(stage, part, int((part > 1).sum()), error, note)
+
+    def integers(self, stage: str, part: Array, different: int, note: str = "") -> None:
+        """``part`` says by what share of the allowed margin each place is off."""
+        self._add(stage, part, different, different / max(1, part.size), note)
+
+    def _add(self, stage: str, part: Array, different: int, error: float, note: str) -> None:
+        if part.size == 0:
+            self.rows.append(Row(stage, 0, 0, 0.0, (), 0.0, note or "nothing to compare"))
+            return
+        at = np.unravel_index(int(np.argmax(part)), part.shape)
+        where = tuple(int(i) for i in at)
+        self.rows.append(Row(stage, part.size, different, float(part[at]), where, float(error), note))
+
+
+def compare(
+    stages: GpuStages,
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    config: S2OConfig,
+    *,
+    progress: Progress | None = None,
+) -> DiffReport:
+    """Compare captured stages with the reference in float64. NumPy only.
+
+    q [B, H, Lq, D] and k, v [B, Hkv, Lk, D] in the dtype that the GPU saw.
+    """
+    from ..reference import key_order, s2o
+    from ..stats import S2OStats
+
+    unit = UNIT[problem.dtype]
+    geometry, segments = problem.geometry(config), problem.geometry(config).segments
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scale, softcap = problem.scale, problem.softcap
+    if scale < 0:
+        q, scale = -q, -scale
+    group, head_dim = problem.heads // problem.kv_heads, problem.head_dim
+    rows = _Rows()
+    # Half the spacing of the format's subnormal numbers, and a little.
+    smallest = 2.0**-24 if problem.dtype == "float16" else 1e-30
+    total = 6
+    done = iter(range(1, total + 1))
+    step = (lambda: progress(next(done), total)) if progress else (lambda: None)
+
+    # Pooled queries: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
+    reps, counts = s2o.pooled_queries(q, geometry, config.coarse)
+    present = counts > 0  # [N, R]
+    magnitude = s2o.pooled_queries(np.abs(q), geometry, config.coarse)[0]
+    allowed = magnitude * (unit + UNIT32 * (config.coarse.run + 2)) + smallest
+    ordered = any(geometry.candidates(n) for n in range(segments))
+    if ordered:
+        rows.floats("pooled_queries", stages.reps[:, :, present], reps[:, :, present], allowed[:, :, present])
+    step()
+
+    # Query order: descending in exact scores, up to the rounding of two neighbouring scores and the bits that are cut.
+    if ordered:
+        rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
+    step()
+
+    # Deficits, within PROBE_SLACK: a probe rounds its pooled queries as above, and what stands at the edge of the
+    # best tenth is then in it or not. They only say which segments are fine, exactly, given the GPU's.
+    refined = np.zeros((problem.batch, problem.heads, segments), bool)
+    if stages.deficits is not None:
+        want = s2o.probe(q, k, geometry, config, scale)
+        rows.floats("probe", stages.deficits, want, np.full(want.shape, PROBE_SLACK), "mass that the mean misses")
+        refined = s2o.refined_segments(stages.deficits, geometry)
+
+    # Scores given the GPU's pooled queries: products are exact, head_dim sums round, and once more to float16 in the
+    # end. Of fine segments its pooled queries are not seen: they are rounded to the dtype, and so are their norms'
+    # scores.
+    to_log2 = scale * LOG2E
+    worst_part: list[Array] = []
+    for n in range(segments):
+        mine = stages.reps.astype(np.float64)
+        want = s2o.key_scores(mine, counts, k, n, geometry)
+        bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry)
+        bound = bound * (head_dim + 2) * UNIT32 + 1e-30
+        if refined[:, :, n].any():
+            finely = s2o.refined_scores(q, k, n, geometry, config, scale)
+            rounding = _fine_bound(q, k, n, geometry, config) * (2 * unit + (head_dim + config.run) * UNIT32)
+            norms = 2.0**-16 / scale  # of exp2 and log2
+            want = np.where(refined[:, :, n, None], finely, want)
+            bound = np.where(refined[:, :, n, None], rounding[..., None] + norms + smallest, bound)
+        want = want.astype(np.float64) * to_log2
+        bound = bound * to_log2 * (1 + 2 * UNIT32) + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
+        with np.errstate(invalid="ignore", over="ignore"):
+            rounded = want.astype(np.float16)
+            off = np.abs(stages.scores[n].astype(np.float64) - want)
+            part = off / bound
+        part[(stages.scores[n] == rounded) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
+        worst_part.append(np.where(np.isnan(part), np.inf, part))
+    flat = _flatten(worst_part)
+    rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, candidate]" if flat.size else "")
+
+    # Key order given the GPU's scores: equal.
+    parts = []
+    for n in range(segments):
+        want = s2o.candidate_positions(n, geometry)[key_order.order_keys(stages.scores[n])]
+        parts.append(np.where(stages.k_order[n] != want, np.inf, 0.0))
+    flat = _flatten(parts)
+    rows.integers("key order", flat, int((flat > 0).sum()), "exact")
+    step()
+
+    # Pass 1. A score is off by head_dim roundings of its products' sum, and by tanh; exp2 and the sum add a few more.
+    state1 = s2o.pass1(q, k, v, geometry, scale, softcap)
+    o1, lse1 = s2o.finish(state1)
+    reach = _score_error(q, k, group, head_dim, scale, softcap)  # [B, H, Lq] absolute error of a row's scores
+    with np.errstate(divide="ignore", invalid="ignore"):
+        m1, l1 = stages.m1.astype(np.float64), stages.l1.astype(np.float64)
+        gpu_lse1 = np.where(l1 == 0, -np.inf, m1 + np.log(l1))
+    rows.floats("pass 1 state", gpu_lse1, lse1, _lse_allowed(lse1, reach), "m + ln(l)")
+    weight1 = s2o.finish(s2o.pass1(q, k, np.abs(v), geometry, scale, softcap))[0]  # sum p |v| / l
+    # One rounding of p and one of the output.
+    error1 = 2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18
+    rows.floats("pass 1 output", stages.o1, o1, weight1 * error1 + smallest)
+    step()
+
+    # Stops given the orders: where tau is a little larger the reference stops no later, a little smaller no sooner.
+    slack = min(0.5, 2.0**-10 + 4 * float(np.nanmax(np.where(np.isfinite(reach), reach, 0), initial=0)))
+    arguments = (state1, stages.q_order, stages.k_order, geometry)
+    lag = STOP_LAG[stages.path]
+    no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
+    earliest, latest = (
+        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, softcap, stop_lag=lag)[1]
+        for factor in (1 + slack, 1 - slack)
+    )
+    outside = (stages.visited < earliest) | (stages.visited > latest)
+    note = f"{int((earliest != latest).sum())} within rounding of tau"
+    rows.integers("stop", np.where(outside, np.inf, 0.0), int(outside.sum()), note)
+    step()
+
+    # Output given orders and stops: as pass 1, and the hand-over rounds once more.
+    o, lse = s2o.finish(s2o.pass2(q, k, v, *arguments, config, scale, softcap, visited=stages.visited)[0])
+    absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
+    weight = s2o.finish(
+        s2o.pass2(q, k, np.abs(v), absolute1, *arguments[1:], config, scale, softcap, visited=stages.visited)[0]
+    )[0]
+    rows.floats("output", stages.o, o, weight * (error1 + unit) + smallest)
+    rows.floats("lse", stages.lse, lse, _lse_allowed(lse, reach))
+    step()
+    ran = stages.path, stages.path_reason
+    density = S2OStats(stages.visited, problem, config, *ran).density
+    return DiffReport(tuple(rows.rows), density, problem, config, *ran)
+
+
+def _fine_bound(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
+    """Bound [B, H] on the sum of magnitudes in a dot product of a key with a mean of segment ``n``'s queries."""
+    from ..reference import s2o
+
+    first, end = geometry.queries(n)
+    with np.errstate(invalid="ignore", over="ignore"):
+        reps = s2o.run_means(np.abs(np.where(np.isfinite(q[:, :, first:end]), q[:, :, first:end], 0)), config.run)[0]
+        largest = np.abs(np.where(np.isfinite(k), k, 0)).max(axis=2)  # [B, Hkv, D]
+        largest = np.repeat(largest, q.shape[1] // k.shape[1], axis=1)  # [B, H, D]
+        return (reps * largest[:, :, None]).sum(axis=-1).max(axis=-1)
+
+
+def _flatten(parts: list[Array]) -> Array:
+    """Ragged [N][B, H, C] as one array [N, B, H, C], 0 where a segment has no such candidate."""
+    width = max(x.shape[2] for x in parts)
+    if width == 0:
+        return np.zeros(0)
+    return np.stack([np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in parts])
+
+
+def _without_values(state: Any) -> Any:
+    """The state with one zero column for acc: enough to decide stops."""
+    return type(state)(state.m, state.l, np.zeros_like(state.acc[..., :1]))
+
+
+def _score_error(q: Array, k: Array, group: int, head_dim: int, scale: float, softcap: float) -> Array:
+    """Bound [B, H, Lq] on the error of a row's scores over all keys, in nats: float32 rounding of scale * q . k, which
+    tanh, nowhere steeper than 1, does not enlarge, and tanh's own."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        longest = np.linalg.norm(np.where(np.isfinite(k), k, 0), axis=-1).max(axis=-1)  # [B, Hkv]
+        mine = np.linalg.norm(np.where(np.isfinite(q), q, 0), axis=-1)  # [B, H, Lq]
+        largest = abs(scale) * mine * np.repeat(longest, group, axis=1)[..., None]  # of a row's scores
+        return largest * (head_dim + 4) * UNIT32 + np.minimum(largest, softcap) * (TANH_UNIT + 4 * UNIT32)
+
+
+def _lse_allowed(lse: Array, reach: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        return 2 * reach + 2.0**-18 + np.abs(np.where(np.isfinite(lse), lse, 0)) * 4 * UNIT32
+
+
+def _query_order(order: Array, q: Array, k: Array, geometry: Geometry) -> tuple[Array, int]:
+    """How far neighbours of q_order stand in the wrong order, as a share of what rounding of their scores allows,
+    [B, H, N, S - 1]; infinite where a segment's entries are no permutation. And the places unlike the reference's."""
+    from ..reference import s2o
+
+    batch, heads, segments, segment = order.shape
+    group = heads // k.shape[1]
+    part = np.zeros((batch, heads, segments, max(1, segment - 1)))
+    different = 0
+    reference = s2o.query_order(q, k, geometry)
+    for n in range(segments):
+        begin, end = geometry.queries(n)
+        count, guide_keys = end - begin, geometry.guide_keys(n)
+        mine = order[:, :, n, :count]
+        if geometry.candidates(n) == 0:
+            continue
+        different += int((mine != reference[:, :, n, :count]).sum())
+        permutation = (np.sort(mine, axis=-1) == np.arange(count)).all(axis=-1)  # [B, H]
+        part[:, :, n][~permutation] = np.inf
+        guide = np.repeat(k[:, :, :guide_keys].mean(axis=2), group, axis=1)  # [B, H, D]
+        size = np.repeat(np.abs(k[:, :, :guide_keys]).mean(axis=2), group, axis=1)
+        for b, h in np.ndindex(batch, heads):
+            if not permutation[b, h]:
+                continue
+            with np.errstate(invalid="ignore", over="ignore"):
+                scores = (q[b, h, begin:end] @ guide[b, h])[mine[b, h]]  # [count], in the GPU's order
+                bound = (np.abs(q[b, h, begin:end]) @ size[b, h])[mine[b, h]]
+                bound = bound * (q.shape[-1] + guide_keys + 2) * UNIT32
+                rise = scores[1:] - scores[:-1]
+                cut = 2.0**-10 * np.maximum(np.abs(scores[1:]), np.abs(scores[:-1]))  # reference.s2o.leading_bits
+                share = rise / (bound[1:] + bound[:-1] + cut + 1e-30)
+            part[b, h, n, : count - 1] = np.where(rise > 0, share, 0)  # NaN comes first, and any order of NaN is right
+    return part, different
