@@ -12,6 +12,7 @@ import numpy as np
 from ..lazy_cupy import import_cupy
 from ..place import Device, Extent
 from ..streams import stream_handle
+from ..torch_streams import in_use_until_now
 from .base import Framework, Output, is_instance, numpy_dtype
 
 __all__ = ["TorchFramework"]
@@ -69,11 +70,16 @@ class TorchFramework(Framework):
             if handle != current.cuda_stream:
                 # As DLPack orders producer and consumer: the given stream waits for the current one.
                 # The allocator learns that inputs are in use there, and allocates the output there.
-                given = torch.cuda.ExternalStream(handle) if handle > 1 else torch.cuda.default_stream()
+                if isinstance(stream, torch.cuda.Stream) and stream.device_index == device.ordinal:
+                    given = stream
+                else:
+                    given = torch.cuda.ExternalStream(handle) if handle > 1 else torch.cuda.default_stream()
                 given.wait_stream(current)
-                for x in arrays:
-                    x.record_stream(given)
                 stack.enter_context(torch.cuda.stream(given))
+                if host:
+                    stack.callback(given.synchronize)
+                else:
+                    stack.callback(in_use_until_now, arrays, given)
             yield
 
     def stream(self) -> int:
