@@ -10,29 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from . import patterns
+from . import byte_planes, patterns
+from .readers import ACCEPTED, BFLOAT16, DTYPES, SAFETENSORS, read_file, read_folder, read_npy
 
 __all__ = ["QKV", "builtin", "cast", "load", "names", "pack", "save", "unpack"]
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-ACCEPTED = (
-    ".npz, .safetensors or .pt with arrays q, k and v; a folder with q.npy, k.npy and v.npy; "
-    "or three .npy files in the order q, k, v"
-)
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
-_SAFETENSORS = {"BF16": _BFLOAT16, "F16": np.float16, "F32": np.float32, "F64": np.float64}  # its names
-_ALIASES = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
 
 
 class QKV(NamedTuple):
@@ -55,7 +45,8 @@ def load(path: Paths) -> QKV:
         A ``.npz``, ``.safetensors`` or ``.pt`` file with arrays ``q``, ``k`` and ``v`` (or ``query``,
         ``key`` and ``value``), a folder with ``q.npy``, ``k.npy`` and ``v.npy``, or those three files.
         q is (batch, heads, seqlen_q, head_dim) or without batch; k and v (batch, kv_heads, seqlen_k,
-        head_dim) alike. float16, bfloat16, float32 or float64.
+        head_dim) alike. float16, bfloat16, float32 or float64. What compressed files unpack to is at most 1 GiB,
+        or 16 times the file.
 
     Returns
     -------
@@ -71,7 +62,7 @@ def load(path: Paths) -> QKV:
     """
     if isinstance(path, (str, os.PathLike)):
         source = Path(path)
-        arrays = _load_folder(source) if source.is_dir() else _load_file(source)
+        arrays = read_folder(source) if source.is_dir() else read_file(source)
         name = str(source)
     else:
         paths = [Path(p) for p in path]
@@ -79,7 +70,7 @@ def load(path: Paths) -> QKV:
             return load(paths[0])
         if len(paths) != 3:
             raise ValueError(f"got {len(paths)} paths; accepted: {ACCEPTED}")
-        arrays = dict(zip("qkv", map(_load_npy, paths), strict=True))
+        arrays = dict(zip("qkv", map(read_npy, paths), strict=True))
         name = ", ".join(map(str, paths))
     return _check(name, QKV(**{key: _as_float(name, key, arrays[key]) for key in "qkv"}))
 
@@ -102,7 +93,7 @@ def save(path: str | os.PathLike[str], qkv: QKV) -> None:
     target = Path(path)
     qkv = _check(str(target), QKV(*qkv))
     if target.suffix == ".npz":
-        planes: dict[str, Any] = pack(qkv) if qkv.q.dtype == _BFLOAT16 else qkv._asdict()
+        planes: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
         np.savez_compressed(target, **planes)
     elif target.suffix == ".safetensors":
         _save_safetensors(target, qkv)
@@ -115,7 +106,7 @@ def _save_safetensors(path: Path, qkv: QKV) -> None:
     header, offset = {}, 0
     for key, array in qkv._asdict().items():
         end = offset + array.nbytes
-        dtype = next(name for name, known in _SAFETENSORS.items() if known == array.dtype)
+        dtype = next(name for name, known in SAFETENSORS.items() if known == array.dtype)
         header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header).encode()
@@ -126,119 +117,13 @@ def _save_safetensors(path: Path, qkv: QKV) -> None:
             np.ascontiguousarray(array).tofile(file)
 
 
-def _load_file(path: Path) -> Mapping[str, Any]:
-    readers: dict[str, Callable[[Path], Mapping[str, Any]]] = {
-        ".npz": _load_npz,
-        ".safetensors": _load_safetensors,
-        ".pt": _load_torch,
-        ".pth": _load_torch,
-    }
-    _require_file(path)
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise ValueError(f"{path}: a file that ends in {path.suffix or 'nothing'!r}; accepted: {ACCEPTED}")
-    return reader(path)
-
-
-def _require_file(path: Path) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; accepted: {ACCEPTED}")
-
-
-def _pick(path: Path, found: Mapping[str, Any] | Sequence[str]) -> dict[str, str]:
-    """The names under which q, k and v are stored."""
-    picked = {key: next((a for a in aliases if a in found), "") for key, aliases in _ALIASES.items()}
-    if not all(picked.values()):
-        listing = ", ".join(sorted(found)[:12]) or "nothing"
-        raise ValueError(f"{path}: holds {listing}; accepted: arrays named q, k and v (or query, key and value)")
-    return picked
-
-
-def _load_folder(path: Path) -> Mapping[str, Any]:
-    found = {file.stem: file for file in path.glob("*.npy")}
-    return {key: _load_npy(found[stored]) for key, stored in _pick(path, found).items()}
-
-
-@contextmanager
-def _reading(path: Path, what: str) -> Iterator[None]:
-    """Name the file in whatever error a broken one causes; the libraries raise many types."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path}: not a readable {what} ({error})") from error
-
-
-def _load_npy(path: Path) -> np.ndarray:
-    _require_file(path)
-    with _reading(path, ".npy array"):
-        array = np.load(path, allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path}: an archive of arrays; accepted here: one .npy array each for q, k and v")
-    return array
-
-
-def _load_npz(path: Path) -> Mapping[str, Any]:
-    with _reading(path, ".npz archive"):
-        archive = np.load(path, allow_pickle=False)
-        names = archive.files
-    with archive:
-        if "q.high" in names:
-            with _reading(path, "packed trace"):
-                return unpack(archive)
-        picked = _pick(path, names)
-        with _reading(path, ".npz archive"):
-            return {key: archive[name] for key, name in picked.items()}
-
-
-def _load_safetensors(path: Path) -> Mapping[str, Any]:
-    try:
-        from safetensors import deserialize
-    except ImportError as error:
-        raise ImportError(f"{path}: reading it needs safetensors; remedy: pip install safetensors") from error
-    with _reading(path, ".safetensors file"):
-        stored = dict(deserialize(path.read_bytes()))
-
-    def view(key: str) -> np.ndarray:
-        tensor = stored[key]
-        if tensor["dtype"] not in _SAFETENSORS:
-            raise ValueError(f"{path}: {key} is {tensor['dtype']}; accepted: {', '.join(_SAFETENSORS)}")
-        return np.frombuffer(tensor["data"], _SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
-
-    return {key: view(name) for key, name in _pick(path, stored).items()}
-
-
-def _load_torch(path: Path) -> Mapping[str, Any]:
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(f"{path}: reading it needs PyTorch; remedy: save q, k and v as .npz") from error
-    with _reading(path, "file of tensors"):
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(stored, (tuple, list)) and len(stored) == 3:
-        stored = dict(zip("qkv", stored, strict=True))
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path}: holds a {type(stored).__name__}; accepted: a dict of q, k, v or a tuple of three")
-
-    def convert(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        tensor = tensor.detach().contiguous()
-        if tensor.dtype == torch.bfloat16:  # torch's numpy() refuses bfloat16
-            return tensor.view(torch.uint16).numpy().view(_BFLOAT16)
-        return tensor.numpy()
-
-    return {key: convert(stored[name]) for key, name in _pick(path, stored).items()}
-
-
 def _as_float(path: str, key: str, array: Any) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: {key} is a {type(array).__name__}; accepted: an array")
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.names is None:
-        array = array.view(_BFLOAT16)  # NumPy's files keep the bits of bfloat16 but not its name
-    if array.dtype.name not in _DTYPES:
-        raise ValueError(f"{path}: {key} is {array.dtype.name}; accepted: {', '.join(_DTYPES)}")
+        array = array.view(BFLOAT16)  # NumPy's files keep the bits of bfloat16 but not its name
+    if array.dtype.name not in DTYPES:
+        raise ValueError(f"{path}: {key} is {array.dtype.name}; accepted: {', '.join(DTYPES)}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -258,13 +143,23 @@ def _check(path: str, qkv: QKV) -> QKV:
             f"{found}; accepted: q (batch, heads, seqlen_q, head_dim), "
             "k and v (batch, kv_heads, seqlen_k, head_dim), or all three without batch"
         )
-    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"{found}; accepted: heads a multiple of kv_heads")
-    if q.shape[-2] > k.shape[-2]:
-        raise ValueError(f"{found}; accepted: seqlen_k >= seqlen_q")
+    (heads, seqlen_q), (kv_heads, seqlen_k) = q.shape[-3:-1], k.shape[-3:-1]
+    if not _go_together(heads, kv_heads, seqlen_q, seqlen_k):
+        swapped = kv_heads > seqlen_k and _go_together(seqlen_q, seqlen_k, heads, kv_heads)
+        hint = ". Are these (batch, seqlen, heads, head_dim)? Store x.swapaxes(-3, -2)" if swapped else ""
+        which = "seqlen_k >= seqlen_q" if _shared(heads, kv_heads) else "heads a multiple of kv_heads"
+        raise ValueError(f"{found}; accepted: {which}{hint}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{found}; accepted: one dtype for all three")
     return qkv
+
+
+def _shared(heads: int, kv_heads: int) -> bool:
+    return kv_heads > 0 and heads % kv_heads == 0
+
+
+def _go_together(heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int) -> bool:
+    return _shared(heads, kv_heads) and seqlen_q <= seqlen_k
 
 
 # ---------------------------------------------------------------- packed bfloat16
@@ -272,20 +167,12 @@ def _check(path: str, qkv: QKV) -> QKV:
 
 def pack(qkv: QKV) -> dict[str, np.ndarray]:
     """bfloat16 arrays as planes of high and low bytes, which compress a third smaller; lossless."""
-    planes = {}
-    for key, array in zip("qkv", qkv, strict=True):
-        if array.dtype != _BFLOAT16:
-            raise ValueError(f"pack: {key} is {array.dtype.name}; accepted: bfloat16")
-        bits = np.ascontiguousarray(array).view(np.uint16)
-        planes[f"{key}.high"] = (bits >> 8).astype(np.uint8)
-        planes[f"{key}.low"] = (bits & 0xFF).astype(np.uint8)
-    return planes
+    return byte_planes.split(qkv)
 
 
 def unpack(planes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """q, k and v from the planes of :func:`pack`."""
-    join = lambda high, low: (high.astype(np.uint16) << 8 | low).view(_BFLOAT16)  # noqa: E731
-    return {key: join(planes[f"{key}.high"], planes[f"{key}.low"]) for key in "qkv"}
+    return byte_planes.join(planes)
 
 
 # ---------------------------------------------------------------- built-in inputs
@@ -351,9 +238,9 @@ def builtin(
 
 def cast(qkv: QKV, dtype: str) -> QKV:
     """All three as "float16", "bfloat16", "float32" or "float64"."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; accepted: {', '.join(_DTYPES)}")
-    target = _BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+    target = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     return QKV(*(x.astype(target, copy=False) for x in qkv))
 
 
