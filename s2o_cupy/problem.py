@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
@@ -23,6 +23,7 @@ BACKEND_DTYPES = {
 }
 GPU_BLOCK_M = (64, 128)
 GPU_BLOCK_N_UNIT, GPU_BLOCK_N_MAX = 64, 1024
+CPU_BLOCK_UNIT, CPU_BLOCK_MAX = 16, 1024  # all that the GPU takes, and smaller tiles for short inputs
 MAX_SCALE = 1e38  # what float32 holds, and room for a factor of log2(e)
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-3, 1e6  # less leaves no score, more changes none beyond the rounding of tanh
 MAX_SEQLEN = 2**31 - 2**14  # positions are int32; kernels round them up to segments and tiles
@@ -98,9 +99,16 @@ def validate(
         scale=_check_scale(scale, q[3]),
         softcap=check_softcap(softcap),
     )
-    _check_sizes(problem, q, k, v)
+    try:
+        _check_sizes(problem, q, k, v)
+    except ValueError as error:
+        if layout == "BHSD" and _fits_bshd(problem, q, k, v):
+            raise ValueError(f"{error}. Did you mean layout='BSHD'? These shapes fit it") from None
+        raise
     if backend == "cupy":
         _check_gpu_blocks(config)
+    else:
+        _check_on_cpu(config)
     return problem
 
 
@@ -234,6 +242,31 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
             "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
             "(the last query sees the last key)"
         )
+
+
+def _fits_bshd(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:
+    """Whether the shapes, read as BHSD and refused, are a likely problem as BSHD: with more keys than heads of them."""
+    q, k, v = ((s[0], s[2], s[1], s[3]) for s in (q, k, v))
+    swapped = replace(problem, heads=q[1], kv_heads=k[1], seqlen_q=q[2], seqlen_k=k[2])
+    try:
+        _check_sizes(swapped, q, k, v)
+    except ValueError:
+        return False
+    return swapped.seqlen_k > swapped.kv_heads
+
+
+def _check_on_cpu(config: S2OConfig) -> None:
+    if config.path != "auto":
+        raise ValueError(
+            f"s2o_attention: config.path is {config.path!r}, which names GPU kernels, and this call runs on the CPU; "
+            "accepted there: 'auto'"
+        )
+    for name, value in (("block_m", config.block_m), ("block_n", config.block_n)):
+        if value % CPU_BLOCK_UNIT or value > CPU_BLOCK_MAX:
+            raise ValueError(
+                f"s2o_attention: config.{name} is {value}; accepted on the CPU: "
+                f"multiples of {CPU_BLOCK_UNIT} up to {CPU_BLOCK_MAX}"
+            )
 
 
 def _check_gpu_blocks(config: S2OConfig) -> None:

@@ -6,12 +6,13 @@ read these definitions, so that each is written once.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "ORDER_HEAD",
@@ -92,27 +93,57 @@ class S2OError(RuntimeError):
     """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
 
 
-def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _checked_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value``, of Python or NumPy, as an int, or an error that says what is accepted."""
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"S2OConfig: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"S2OConfig: {name} is {value}; accepted: {accepted}")
+    return value if isinstance(value, int) else int(value)  # a _Default stays one
 
 
 def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
     """``tau`` as a float, or an error that says what is accepted."""
     if isinstance(tau, bool) or not isinstance(tau, numbers.Real):
         raise TypeError(f"{owner}: tau is {tau!r} ({type(tau).__name__}); accepted: a number >= 0")
-    if not float(tau) >= 0:  # NaN fails too
+    try:
+        value = float(tau)
+    except OverflowError as error:
+        raise ValueError(
+            f"{owner}: tau is beyond what a float holds; accepted: a number >= 0 (math.inf stops after one key tile)"
+        ) from error
+    if not value >= 0:  # NaN fails too
         raise ValueError(f"{owner}: tau is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
-    return float(tau)
+    return value
 
 
 class _Default(int):
     """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
 
 
+_Class = TypeVar("_Class")
+
+
+def _names_unknown_fields(cls: type[_Class]) -> type[_Class]:
+    """A field that the dataclass has not is answered with those that it has, and with the nearest of them."""
+    make = cls.__init__
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                meant = f"did you mean {near[0]}? " if near else ""
+                raise TypeError(f"{cls.__name__}: {name} is not a field; {meant}accepted: {', '.join(known)}")
+        make(self, *args, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_names_unknown_fields
 @dataclass(frozen=True)
 class S2OConfig:
     """How S2O orders keys and when it stops.
@@ -125,9 +156,9 @@ class S2OConfig:
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention.
     block_m : int, default 128
-        Queries of a tile that stop together. The GPU takes 64 or 128.
+        Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128
-        Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024.
+        Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024, the CPU of 16.
     rank : {"auto", "mean", "max"}, default "auto"
         A key's score: "mean" (the paper, Algorithm 1), its dot product with the mean of the segment's
         queries; "max", the largest of its dot products with ``pooled_queries`` means of equal runs. "auto": "mean",
@@ -143,7 +174,7 @@ class S2OConfig:
         one segment of one head always fits. A dense call copies keys and values from small pages only within it.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
-        else "portable" (8.0 and newer: mma.sync). "hopper" by name is an error where it cannot run.
+        else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
     dense_up_to : int, optional
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default: what was measured (plan.DENSE_UP_TO), and any length at tau 0, which is dense by definition. 0: never.
@@ -171,32 +202,34 @@ class S2OConfig:
     tail: str = "mean"
 
     def __post_init__(self) -> None:
-        _require_int("segment", self.segment, 1, MAX_SEGMENT)
-        object.__setattr__(self, "tau", check_tau(self.tau))
-        _require_int("block_m", self.block_m, 1, 1024)
-        _require_int("block_n", self.block_n, 1, 1024)
+        self._set("segment", _checked_int("segment", self.segment, 1, MAX_SEGMENT))
+        self._set("tau", check_tau(self.tau))
+        self._set("block_m", _checked_int("block_m", self.block_m, 1, 1024))
+        self._set("block_n", _checked_int("block_n", self.block_n, 1, 1024))
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         if self.pooled_queries is None or isinstance(self.pooled_queries, _Default):
             default = {"mean": 1, "max": 16, "auto": 256}[self.rank]
-            object.__setattr__(self, "pooled_queries", _Default(min(default, self.segment)))
-        _require_int("pooled_queries", self.pooled_queries, 1, MAX_POOLED_QUERIES.get(self.rank))
+            self._set("pooled_queries", _Default(min(default, self.segment)))
+        most = MAX_POOLED_QUERIES.get(self.rank)
+        self._set("pooled_queries", _checked_int("pooled_queries", self.pooled_queries, 1, most))
         if self.rank == "mean" and self.pooled_queries != 1:
             raise ValueError(
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
                 "accepted: 1, or rank='max' or 'auto'"
             )
-        _require_int("window", self.window, 0)
-        _require_int("workspace_bytes", self.workspace_bytes, 1 << 20)
+        self._set("window", _checked_int("window", self.window, 0))
+        self._set("workspace_bytes", _checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
         if self.dense_up_to is not None:
-            _require_int("dense_up_to", self.dense_up_to, 0)
+            self._set("dense_up_to", _checked_int("dense_up_to", self.dense_up_to, 0))
         if self.tail not in TAILS:
-            raise ValueError(
-                f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}"
-            )
+            raise ValueError(f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
         _ = self.values  # found here, so that torch.compile meets nothing but a tuple
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the one way into a frozen dataclass
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -123,14 +127,110 @@ def test_gpu_tiles():
         problem(Q, K, config=S2OConfig(block_m=block_m))
     for block_n in range(64, 1025, 64):
         problem(Q, K, config=S2OConfig(block_n=block_n))
-    for block_m in (32, 96, 256):
+    for block_m in (7, 32, 96, 256):
         with pytest.raises(ValueError, match=rf"block_m is {block_m}; accepted on the GPU: 64 or 128"):
             problem(Q, K, config=S2OConfig(block_m=block_m))
-        problem(Q, K, config=S2OConfig(block_m=block_m), backend="numpy")
-    for block_n in (32, 100, 1000):
+    for block_n in (7, 32, 100, 1000):
         with pytest.raises(ValueError, match=rf"block_n is {block_n}; accepted on the GPU: multiples of 64"):
             problem(Q, K, config=S2OConfig(block_n=block_n))
-        problem(Q, K, config=S2OConfig(block_n=block_n), backend="numpy")
+
+
+@pytest.mark.parametrize("name", ["block_m", "block_n"])
+def test_cpu_tiles(name):
+    """What the GPU takes, and smaller ones; but no size that no GPU could ever have."""
+    for size in (*range(16, 129, 16), 192, 1024):
+        problem(Q, K, config=S2OConfig(**{name: size}), backend="numpy")
+    for size in (1, 7, 8, 24, 100, 1000):
+        with pytest.raises(ValueError, match=f"{name} is {size}; accepted on the CPU: multiples of 16 up to 1024"):
+            problem(Q, K, config=S2OConfig(**{name: size}), backend="numpy")
+
+
+@pytest.mark.parametrize("path", ["portable", "hopper"])
+def test_a_path_by_name_is_refused_on_the_cpu(qkv, path):
+    config = S2OConfig(path=path)
+    with pytest.raises(ValueError, match=f"path is '{path}', which names GPU kernels.*; accepted there: 'auto'"):
+        s2o_attention(*qkv(10), config=config)
+    assert problem(Q, K, config=config).dtype == "float16"  # whether that GPU has the path, its plan says
+
+
+# -- the axes in the other order --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((1, 4096, 32, 128), (1, 4096, 8, 128)),  # 32 queries would see 8 keys
+        ((1, 512, 32, 128), (1, 4096, 8, 128)),  # 512 heads would share 4,096
+        ((512, 32, 128), (4096, 8, 128)),
+    ],
+)
+def test_bshd_given_as_bhsd_is_asked_about(q, k):
+    for backend in ("cupy", "numpy"):
+        with pytest.raises(ValueError, match=r"accepted.*\. Did you mean layout='BSHD'\? These shapes fit it"):
+            problem(q, k, backend=backend)
+        problem(q, k, backend=backend, layout="BSHD")
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((1, 8, 100, 64), (1, 8, 50, 64)),  # would be 100 heads of 50, of 8 tokens: not likely
+        ((1, 32, 4096, 128), (1, 5, 4096, 128)),  # wrong in either order
+    ],
+)
+def test_other_wrong_shapes_are_not(q, k):
+    with pytest.raises(ValueError, match="accepted") as error:
+        problem(q, k)
+    assert "BSHD" not in str(error.value)
+
+
+# -- S2OConfig ------------------------------------------------------------------------------------
+
+INTEGERS = [f.name for f in fields(S2OConfig) if f.name not in ("tau", "rank", "path", "tail")]
+INDEX = {field.name: n for n, field in enumerate(fields(S2OConfig))}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("kind", [np.int64, np.uint32])
+def test_integers_of_numpy_become_python_s(name, kind):
+    value = {"workspace_bytes": 1 << 20}.get(name, 64)
+    config = S2OConfig(**{name: kind(value)})
+    assert config == S2OConfig(**{name: value})
+    assert type(config.values[INDEX[name]]) is int
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("bad", [True, np.True_, 64.0, np.float64(64), "64", np.array([64])], ids=repr)
+def test_what_is_no_integer_is_refused(name, bad):
+    with pytest.raises(TypeError, match=rf"S2OConfig: {name} is .* \({type(bad).__name__}\); accepted: an integer"):
+        S2OConfig(**{name: bad})
+
+
+@pytest.mark.parametrize("tau", [10**400, -(10**400), 10**5000, Fraction(10**400)], ids=["+", "-", "long", "fraction"])
+def test_a_tau_beyond_any_float(qkv, tau):
+    for owner, call in (
+        ("S2OConfig", lambda: S2OConfig(tau=tau)),
+        ("s2o_attention", lambda: s2o_attention(*qkv(10), tau=tau)),
+    ):
+        with pytest.raises(ValueError, match=f"{owner}: tau is beyond what a float holds; accepted: a number >= 0"):
+            call()
+
+
+def test_an_unknown_field_names_the_accepted_ones():
+    everything = ", ".join(field.name for field in fields(S2OConfig))
+    for make in (S2OConfig, lambda **given: replace(S2OConfig(), **given)):
+        with pytest.raises(TypeError, match=f"segmnt is not a field; did you mean segment\\? accepted: {everything}"):
+            make(segmnt=3)
+        with pytest.raises(TypeError, match=f"zzz is not a field; accepted: {everything}"):
+            make(zzz=3)
+
+
+def test_a_config_is_a_dataclass_like_any_other():
+    config = S2OConfig(512, 0.5, tail="none")
+    assert (config.segment, config.tau, config.tail) == (512, 0.5, "none")
+    assert replace(config, tau=0.25) == S2OConfig(512, 0.25, tail="none")
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert list(inspect.signature(S2OConfig).parameters) == [field.name for field in fields(S2OConfig)]
 
 
 # -- through the public call ----------------------------------------------------------------------
