@@ -12,7 +12,6 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand
-from ..plan import kernels
 from ..plan.launch_plan import make_plan, packed_pass1
 from ..plan.launches import packed_launch
 from ..plan.packed_table import PackedTable
@@ -73,10 +72,9 @@ class PackedPass:
         self.params = packed_launch(self.plan, self.kernel, problem, config, operands, aligned).params
         self.function = compiler.load(self.kernel, device).kernel.ptr
         self.address = np.array([self.params.ctypes.data], np.uint64)
-        mapped = self.kernel.family.arch == "sm_90a"  # tensor maps first; persistent blocks
-        self.maps = self.params.reshape(1).view(np.uint8)[: 3 * kernels.TENSOR_MAP_BYTES] if mapped else None
-        self.packed = self.params["attention"] if mapped else self.params
-        self.attention = self.packed["attention"]
+        map_bytes = self.kernel.family.params.map_bytes  # tensor maps first; persistent blocks
+        self.maps = self.params.reshape(1).view(np.uint8)[:map_bytes] if map_bytes else None
+        self.attention = self.params["attention"] if map_bytes else self.params
         self.pointed: tuple[Operands, int] | None = None  # the arrays whose addresses are in the parameters
         self.lock = threading.Lock()  # they are one for all threads
 
@@ -92,9 +90,9 @@ class PackedPass:
                 self._point_to(operands, lse)
             for i, launch in enumerate(launches):
                 n = len(launch.of)
-                self.packed["sequences"] = n
-                self.packed["first_q_tile"][:n] = launch.first_q_tile
-                self.packed["of"][:n] = launch.of
+                self.attention["sequences"] = n
+                self.attention["first_q_tile"][:n] = launch.first_q_tile
+                self.attention["of"][:n] = launch.of
                 self.attention["q_tiles"] = launch.q_tiles
                 self.attention["next_q_tile"] = counters + 4 * i
                 blocks = launch.q_tiles if self.maps is None else min(launch.q_tiles, self.plan.persistent_blocks)

@@ -16,7 +16,6 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand, Paging
-from ..plan import kernels
 from ..plan.launch_plan import DeviceLimits, LaunchPlan, make_plan
 from ..plan.launches import BASES, KeySums, SumsShape, Workspace, launches, workspace
 from ..problem import Problem
@@ -223,7 +222,7 @@ class _Program:
         self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)
         self.delta = np.array(delta, np.uint64)
         # Where in the buffer pass 1 on Hopper has its three tensor maps; none: it takes none.
-        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params is kernels.MAPPED_ATTENTION_PARAMS]
+        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self.map_place = int(offsets[mapped[0]]) // 8 if mapped else None
         self.bases: tuple[int, ...] = ()  # the addresses in the buffer
         self.mapped: tuple[int, ...] = ()  # and those that its maps are of

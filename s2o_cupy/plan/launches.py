@@ -6,7 +6,7 @@ No array and no GPU: addresses are filled in at each call (pipeline.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
@@ -177,14 +178,13 @@ def packed_launch(
     return builder.packed_pass1(kernel)
 
 
-def _within(dtype: np.dtype[Any], attention: Params) -> Params:
-    """A struct that has AttentionParams in it, or these themselves."""
-    if dtype is kernels.ATTENTION_PARAMS:
-        return attention
-    outer = np.zeros((), dtype)
-    assert dtype.fields is not None
-    outer["attention"] = _within(dtype.fields["attention"][0], attention)
-    return outer
+Values = dict[str, Any]  # of a parameter struct, by name
+
+
+def _fill(kernel: kernels.Kernel, values: Values) -> Params:
+    """A kernel's parameters without addresses."""
+    params = kernel.family.params
+    return params.fill({"attention": values} if params.map_bytes else values)
 
 
 class _Builder:
@@ -201,12 +201,22 @@ class _Builder:
     ) -> None:
         self.sums = sums
         self.bases = BASES if sums else tuple(name for name in BASES if name != "sums")
-        self.pages = (0, 0, 0) if paging is None else (0, paging.stride, paging.page_size.bit_length() - 1)
+        stride, page_size = (0, 1) if paging is None else (paging.stride, paging.page_size)
+        self.pages = {"stride": stride, "shift": page_size.bit_length() - 1}
         self.plan, self.problem, self.config, self.memory, self.aligned = plan, problem, config, memory, aligned
-        self.tensors = {name: x.tensor for name, x in operands.items()}
+        self.tensors = {
+            name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
+        }
         g = plan.geometry
         window = min(g.window, g.seqlen_k)  # the same keys, and 32 bits hold it
-        self.geometry = (g.seqlen_q, g.seqlen_k, g.segment, window, g.is_causal, problem.head_dim)
+        self.geometry = {
+            "seqlen_q": g.seqlen_q,
+            "seqlen_k": g.seqlen_k,
+            "segment": g.segment,
+            "window": window,
+            "is_causal": g.is_causal,
+            "head_dim": problem.head_dim,
+        }
         self.attention_launches = 0
 
     def _launch(
@@ -214,66 +224,60 @@ class _Builder:
     ) -> Launch:
         """``extra``: bytes further into the array that a pointer of this name reads."""
         pointers = []
-        fields, shift = params.dtype.fields, 0
-        while "attention" in fields:
-            inner, offset = fields["attention"]
-            fields, shift = inner.fields, shift + offset
-        for name, (_, offset, *_) in fields.items():
-            if name in self.bases:  # of the caller; the address of a tensor or page table stands first in it
-                pointers.append((shift + offset, name, 0))
-            elif name in self.memory.places:
-                pointers.append((shift + offset, "workspace", self.memory.places[name].offset + extra.get(name, 0)))
+        for names, offset in kernel.family.params.pointers:
+            for name in names:
+                if name in self.bases:  # of the caller
+                    pointers.append((offset, name, 0))
+                elif name in self.memory.places:
+                    further = self.memory.places[name].offset + extra.get(name, 0)
+                    pointers.append((offset, "workspace", further))
         return Launch(stage, kernel, blocks, params, tuple(pointers), chunk)
 
     @staticmethod
-    def _chunk(chunk: Chunk) -> tuple[int, ...]:
-        return (
-            chunk.first_head, chunk.heads, chunk.first_segment, chunk.segments, chunk.shared_heads, chunk.near_heads,
-            chunk.stride, chunk.growth,
-        )  # fmt: skip
+    def _chunk(chunk: Chunk) -> Values:
+        return {field.name: getattr(chunk, field.name) for field in fields(Chunk)}
 
-    def _attention(self, stage: str, kernel: kernels.Kernel, chunk: Chunk, tiles: int) -> Launch:
+    def _attention(self, stage: str, kernel: kernels.Kernel, chunk: Chunk, tiles: int, **more: int) -> Launch:
         p, q_tiles = self.problem, chunk.rows * tiles
-        params = np.array(
-            (
-                *(self.tensors[name] for name in ("q", "k", "v", "out")),
-                *(0,) * 8,
-                self.geometry,
-                self._chunk(chunk),
-                p.heads,
-                p.kv_heads,
-                tiles,
-                max(1, self.config.block_n // kernel.step),
-                q_tiles,
-                (p.softcap or abs(p.scale)) * LOG2E,
-                0x80008000 if p.scale < 0 else 0,
-                self.config.tau,
-                min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
-                self.pages,
-            ),
-            kernels.ATTENTION_PARAMS,
-        )
-        family = kernel.family
-        params = _within(family.params, params)
-        blocks = min(q_tiles, self.plan.persistent_blocks) if family.arch == "sm_90a" else q_tiles
+        values: Values = {
+            **self.tensors,
+            "geometry": self.geometry,
+            "chunk": self._chunk(chunk),
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "tiles": tiles,
+            "steps_per_tile": max(1, self.config.block_n // kernel.step),
+            "q_tiles": q_tiles,
+            "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
+            "sign_mask": 0x80008000 if p.scale < 0 else 0,
+            "tau": self.config.tau if self.config.tau <= MAX_FLOAT32 else math.inf,
+            "cap_scale": min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
+            "pages": self.pages,
+            **more,
+        }
+        blocks = min(q_tiles, self.plan.persistent_blocks) if kernel.family.arch == "sm_90a" else q_tiles
         counter = self.attention_launches * 4
         self.attention_launches += 1
-        return self._launch(stage, kernel, blocks, params, chunk, next_q_tile=counter)
+        return self._launch(stage, kernel, blocks, _fill(kernel, values), chunk, next_q_tile=counter)
 
     def collect_pages(self, kernel: kernels.Kernel) -> Launch:
         p, chunks = self.problem, collected_chunks(self.problem)
-        k, v = self.tensors["k"], self.tensors["v"]
-        row_chunks = p.head_dim * ITEM_BYTES // COLLECT_CHUNK
-        params = np.array(
-            (k, v, 0, 0, p.kv_heads, p.seqlen_k, row_chunks, chunks, self.pages), kernels.COLLECT_PAGES_PARAMS
-        )
-        return self._launch("collect_pages", kernel, -(-chunks // COLLECT_CHUNKS), params)
+        values: Values = {
+            "k": self.tensors["k"],
+            "v": self.tensors["v"],
+            "kv_heads": p.kv_heads,
+            "seqlen_k": p.seqlen_k,
+            "row_chunks": p.head_dim * ITEM_BYTES // COLLECT_CHUNK,
+            "chunks": chunks,
+            "pages": self.pages,
+        }
+        return self._launch("collect_pages", kernel, -(-chunks // COLLECT_CHUNKS), _fill(kernel, values))
 
     def pass1(self) -> Launch:
         return self._attention("pass1", self.plan.pass1, self.plan.whole, self.plan.pass1_tiles)
 
     def packed_pass1(self, kernel: kernels.Kernel) -> Launch:
-        return self._attention("pass1", kernel, self.plan.whole, self.plan.pass1_tiles)
+        return self._attention("pass1", kernel, self.plan.whole, self.plan.pass1_tiles, sequences=0)
 
     def pass2(self, chunk: Chunk) -> Launch:
         return self._attention("pass2", self.plan.pass2, chunk, self.plan.tiles)
@@ -282,118 +286,102 @@ class _Builder:
         p, plan = self.problem, self.plan
         blocks, first = self.sums or (sum_blocks(p.seqlen_k), 0)
         made = sum_blocks(p.seqlen_k) - first
-        params = np.array(
-            (
-                self.tensors["k"],
-                self.tensors["v"],
-                0,
-                0,
-                self.geometry,
-                p.kv_heads,
-                blocks,
-                first,
-                made,
-                self.aligned,
-                self.pages,
-            ),
-            kernels.TAIL_PARAMS,
-        )
+        values: Values = {
+            "k": self.tensors["k"],
+            "v": self.tensors["v"],
+            "geometry": self.geometry,
+            "kv_heads": p.kv_heads,
+            "blocks": blocks,
+            "first_block": first,
+            "made": made,
+            "aligned": self.aligned,
+            "pages": self.pages,
+        }
         pairs = 2 * p.batch * p.kv_heads  # k and v of each KV head
-        return [
-            self._launch("block_sums", plan.block_sums, pairs * made, params),
-            self._launch("candidate_means", plan.candidate_means, pairs * plan.geometry.segments, params),
-        ]
+        stages = (
+            ("block_sums", plan.block_sums, pairs * made),
+            ("candidate_means", plan.candidate_means, pairs * plan.geometry.segments),
+        )
+        return [self._launch(stage, kernel, blocks, _fill(kernel, values)) for stage, kernel, blocks in stages]
 
     def rank_queries(self) -> list[Launch]:
         p, plan, config = self.problem, self.plan, self.config
-        params = np.array(
-            (
-                self.tensors["q"],
-                self.tensors["k"],
-                *(0,) * 5,
-                self.geometry,
-                p.heads,
-                p.kv_heads,
-                config.coarse.pooled_queries,
-                config.coarse.run,
-                plan.sort_slots,
-                -1.0 if p.scale < 0 else 1.0,
-                abs(p.scale) * LOG2E,
-                self.pages,
-            ),
-            kernels.RANK_QUERIES_PARAMS,
-        )
+        values: Values = {
+            "q": self.tensors["q"],
+            "k": self.tensors["k"],
+            "geometry": self.geometry,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "pooled_queries": config.coarse.pooled_queries,
+            "run": config.coarse.run,
+            "sort_slots": plan.sort_slots,
+            "sign": -1.0 if p.scale < 0 else 1.0,
+            "scale_log2": abs(p.scale) * LOG2E,
+            "pages": self.pages,
+        }
         return [
-            self._launch("guides", plan.guides, p.batch * p.kv_heads * 2, params),
-            self._launch("rank_queries", plan.rank_queries, plan.whole.rows, params),
+            self._launch("guides", plan.guides, p.batch * p.kv_heads * 2, _fill(plan.guides, values)),
+            self._launch("rank_queries", plan.rank_queries, plan.whole.rows, _fill(plan.rank_queries, values)),
         ]
 
-    def _refine(self, chunk: Chunk) -> tuple[Params, int]:
+    def _refine(self, chunk: Chunk) -> tuple[Values, int]:
         """Parameters of the kernels of refine.cu, and the blocks of refined_scores."""
         p, config, geometry = self.problem, self.config, self.plan.geometry
         key_blocks = -(-chunk.longest // REFINE_KEYS)
-        params = np.array(
-            (
-                self.tensors["q"],
-                self.tensors["k"],
-                *(0,) * 4,
-                self.geometry,
-                self._chunk(chunk),
-                p.heads,
-                p.kv_heads,
-                config.pooled_queries,
-                config.run,
-                config.probe_run,
-                geometry.first_ordered,
-                len(geometry.probed()),
-                key_blocks,
-                self.aligned,
-                abs(p.scale) * LOG2E,
-                -1.0 if p.scale < 0 else 1.0,
-                self.pages,
-            ),
-            kernels.REFINE_PARAMS,
-        )
+        values: Values = {
+            "q": self.tensors["q"],
+            "k": self.tensors["k"],
+            "geometry": self.geometry,
+            "chunk": self._chunk(chunk),
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "pooled_queries": config.pooled_queries,
+            "run": config.run,
+            "probe_run": config.probe_run,
+            "first_ordered": geometry.first_ordered,
+            "probes": len(geometry.probed()),
+            "key_blocks": key_blocks,
+            "aligned": self.aligned,
+            "scale_log2": abs(p.scale) * LOG2E,
+            "sign": -1.0 if p.scale < 0 else 1.0,
+            "pages": self.pages,
+        }
         if self.plan.refined_scores.family.arch == "sm_90a":  # shares all rows' work among blocks that run at once
-            return params, 2 * self.plan.persistent_blocks
-        return params, chunk.rows * key_blocks
+            return values, 2 * self.plan.persistent_blocks
+        return values, chunk.rows * key_blocks
 
     def probes(self) -> list[Launch]:
-        plan, params = self.plan, self._refine(self.plan.whole)[0]
+        plan, values = self.plan, self._refine(self.plan.whole)[0]
         probes = self.problem.batch * self.problem.heads * len(plan.geometry.probed())
         return [
-            self._launch("probe", plan.probe, probes, params),
-            self._launch("refined_norms", plan.refined_norms, plan.whole.rows, params),
+            self._launch("probe", plan.probe, probes, _fill(plan.probe, values)),
+            self._launch("refined_norms", plan.refined_norms, plan.whole.rows, _fill(plan.refined_norms, values)),
         ]
 
     def rank_keys(self, chunk: Chunk) -> list[Launch]:
         p, plan, config = self.problem, self.plan, self.config
         row_blocks, key_blocks = plan.score_blocks(chunk)
-        params = np.array(
-            (
-                self.tensors["k"],
-                *(0,) * 7,
-                self.geometry,
-                self._chunk(chunk),
-                p.heads,
-                p.kv_heads,
-                config.coarse.pooled_queries,
-                config.coarse.run,
-                row_blocks,
-                key_blocks,
-                chunk.strata_blocks,
-                abs(p.scale) * LOG2E,
-                self.pages,
-            ),
-            kernels.RANK_KEYS_PARAMS,
-        )
-        steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, params)]
+        values: Values = {
+            "k": self.tensors["k"],
+            "geometry": self.geometry,
+            "chunk": self._chunk(chunk),
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "pooled_queries": config.coarse.pooled_queries,
+            "run": config.coarse.run,
+            "row_blocks": row_blocks,
+            "key_blocks": key_blocks,
+            "strata_blocks": chunk.strata_blocks,
+            "scale_log2": abs(p.scale) * LOG2E,
+            "pages": self.pages,
+        }
+        steps = [("key_scores", plan.key_scores, chunk.heads // chunk.shared_heads * row_blocks * key_blocks, values)]
         if config.probes(p.scale):
             refined, blocks = self._refine(chunk)
             steps.append(("refined_scores", plan.refined_scores, blocks, refined))
         if chunk.strata_blocks:
-            steps.append(("key_strata", plan.key_strata, chunk.row_pairs * chunk.strata_blocks, params))
+            steps.append(("key_strata", plan.key_strata, chunk.row_pairs * chunk.strata_blocks, values))
         if chunk.middle_blocks:
-            steps.append(("key_middle", plan.key_middle, chunk.rows * chunk.middle_blocks, params))
-        steps.append(("rank_keys", plan.key_order_head, chunk.rows, params))
-        return [self._launch(stage, kernel, blocks, its_params, chunk) for stage, kernel, blocks, its_params in steps]
+            steps.append(("key_middle", plan.key_middle, chunk.rows * chunk.middle_blocks, values))
+        steps.append(("rank_keys", plan.key_order_head, chunk.rows, values))
+        return [self._launch(stage, kernel, blocks, _fill(kernel, its), chunk) for stage, kernel, blocks, its in steps]

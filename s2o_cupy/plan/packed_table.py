@@ -20,7 +20,7 @@ class PackedLaunch(NamedTuple):
 
     q_tiles: int  # q tiles
     first_q_tile: Any  # int32 (sequences,): q tiles before each one's
-    of: Any  # kernels.PACKED_SEQUENCE (sequences,)
+    of: Any  # PackedSequence of attention_params.cuh (sequences,)
 
 
 class PackedTable:
@@ -28,10 +28,12 @@ class PackedTable:
 
     def __init__(self, begins: Sequence[tuple[int, int]], problems: Sequence[Problem]) -> None:
         """``begins``: each sequence's first row in q, and in k and v."""
-        rows = [
-            (*begin, x.seqlen_q, x.seqlen_k, near_heads(x, x.heads)) for begin, x in zip(begins, problems, strict=True)
-        ]
-        of = np.array(rows, kernels.PACKED_SEQUENCE)
+        self._among = kernels.FAMILIES["pass1_packed"].params.dtype["of"]  # the sequences of a launch
+        of = np.zeros(len(problems), self._among.base)
+        of["begin_q"], of["begin_k"] = zip(*begins, strict=True)
+        of["seqlen_q"] = [x.seqlen_q for x in problems]
+        of["seqlen_k"] = [x.seqlen_k for x in problems]
+        of["near_heads"] = [near_heads(x, x.heads) for x in problems]
         self.problem = replace(problems[0], seqlen_q=1, seqlen_k=1)
         self.shortest = int(min(of["seqlen_q"].min(), of["seqlen_k"].min()))
         self.longest_q, self.longest_k = int(of["seqlen_q"].max()), int(of["seqlen_k"].max())
@@ -41,7 +43,7 @@ class PackedTable:
     def launches(self, block_m: int) -> list[PackedLaunch]:
         """For q tiles of ``block_m`` rows."""
         if block_m not in self._launches:
-            size = kernels.PACKED_SEQUENCES
+            (size,) = self._among.shape
             parts = [self._of[i : i + size] for i in range(0, len(self._of), size)]
             self._launches[block_m] = [self._launch(part, block_m) for part in parts]
         return self._launches[block_m]
