@@ -69,21 +69,33 @@ struct PackedRows : QueryTile {
   }
 };
 
-// Pass 2: row r is query begin + order[r].
-template <int kBlockM>
-struct OrderedRows : QueryTile {
+// What q tiles of pass 2 have in common: their rows visit a list of keys, most important first.
+struct VisitingRows : QueryTile {
   static constexpr bool kOrdered = true, kMayBeEmpty = true;
-  const int* order;
-  int begin, count;
-  __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 q_tile)
-      : QueryTile(query_tile<true>(p.chunk, p.tiles, q_tile)),
-        order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
-        begin(p.geometry.query_begin(segment)),
-        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  __device__ __forceinline__ explicit VisitingRows(const QueryTile& q_tile) : QueryTile(q_tile) {}
   __device__ __forceinline__ int64 order_row(const AttentionParams& p) const {
     return static_cast<int64>(head) * p.geometry.segments() + segment;
   }
-  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
+  // Where in `visited` the number of key tiles of block_n goes: fewer than the blocks of a grid, so that 32 bits hold it.
+  __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
+    return static_cast<int>(order_row(p) * p.tiles + tile);
+  }
+  __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
+};
+
+// Pass 2: row r is query begin + order[r].
+template <int kBlockM>
+struct OrderedRows : VisitingRows {
+  const int* order;
+  int begin, count;
+  __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 q_tile)
+      : VisitingRows(query_tile<true>(p.chunk, p.tiles, q_tile)),
+        order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
+        begin(p.geometry.query_begin(segment)),
+        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  // The query of a row is `begin` more than this; `order`: the tile's.
+  static __device__ __forceinline__ int query(const int* order, int r) { return order[r]; }
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }
   __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every candidate.
@@ -93,15 +105,17 @@ struct OrderedRows : QueryTile {
   __device__ __forceinline__ int key_tiles(const Geometry& g) const {
     return (keys(g) + kBlockN - 1) / kBlockN;
   }
+  static constexpr bool kListed = false;
+  static __device__ __forceinline__ constexpr bool resumes(const AttentionParams&) { return true; }
+  // Whether anything is to be written: pass 1 has written the rows of a tile without candidates.
+  __device__ __forceinline__ bool has_work(const AttentionParams& p) const { return keys(p.geometry) > 0; }
+
   // Positions of the candidates, most important first.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);
   }
-  // Where in `visited` the number of key tiles of block_n goes: fewer than the blocks of a grid, so that 32 bits hold it.
-  __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
-    return static_cast<int>(order_row(p) * p.tiles + tile);
-  }
-  __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
+  // Key number i; `order`: what key_order gave.
+  static __device__ __forceinline__ int key(const AttentionParams&, const int* order, int i) { return order[i]; }
 };
 
 }  // namespace s2o

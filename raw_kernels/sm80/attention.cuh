@@ -90,6 +90,31 @@ struct OrderedKeys {
   }
 };
 
+// The same of a list in memory (KeyLists), which may begin anywhere: the ring has the entry of each key, and nothing past the
+// list's last is read.
+template <class Traits, class Lists>
+struct ListedKeys {
+  static constexpr int kStep = Traits::kStep;
+  typename Traits::Shared& shared;
+  int count;
+  const Pages& pages;
+  const Lists& lists;
+  __device__ __forceinline__ void prefetch(int step) const {
+    const int i = step * kStep + threadIdx.x;
+    if (threadIdx.x < kStep && i < count)
+      cp_async_4(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x]),
+                 shared.order + (i >> lists.unit_shift));
+  }
+  __device__ __forceinline__ int4 quad(int step, int r4) const {
+    const int4 e = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
+    const int j = step * kStep + r4 * 4;
+    const int4 p = make_int4(j < count ? lists.key(e.x, j) : -1, j + 1 < count ? lists.key(e.y, j + 1) : -1,
+                             j + 2 < count ? lists.key(e.z, j + 2) : -1, j + 3 < count ? lists.key(e.w, j + 3) : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
+    return p;
+  }
+};
+
 // Starts the copy of one step of keys (or values) into shared memory. `x`: all of them.
 template <class Traits, class Keys>
 __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const Tensor<const uint16>& x, int head_dim,

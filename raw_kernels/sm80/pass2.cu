@@ -6,30 +6,46 @@
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order, rows of the chunk: key positions of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
+//
+// pass2_listed is the same with queries and keys as KeyLists says, and perhaps no state to resume.
 #include "sm80/attention.cuh"
-#include "common/rows.cuh"
+#include "common/listed_rows.cuh"
 
 namespace s2o {
 
-template <class Traits>
-__device__ __forceinline__ void pass2(const AttentionParams& params, typename Traits::Shared& shared) {
-  using Rows = OrderedRows<Traits::kBlockM>;
+// `keys_of(n)`: the first n keys of the list that shared.order points to.
+template <class Traits, class Rows, class Params, class KeysOf>
+__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared,
+                                              const KeysOf& keys_of) {
   AttentionTile<Traits> attention(shared, params);
   int visited;
   {
     const Rows rows(params, block_index());
     const int count = rows.keys(params.geometry);
-    if (rows.count <= 0 || count == 0) return;
+    if (rows.count <= 0 || !rows.has_work(params)) return;
     attention.load_queries(rows);
-    attention.resume(rows);
+    if (rows.resumes(params)) attention.resume(rows);
     attention.point_to_keys(rows, 0, rows.key_order(params));
-    visited = attention.template walk<false, true>(OrderedKeys<Traits>{shared, count, params.pages}, count, rows.count);
+    visited = attention.template walk<false, true>(keys_of(count), count, rows.count);
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
   const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * Traits::kStep;
   if (params.tail && rest > 0) attention.add_tail(rows, rest);
   attention.template store<false>(rows);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2(const AttentionParams& params, typename Traits::Shared& shared) {
+  attend_second<Traits, OrderedRows<Traits::kBlockM>>(
+      params, shared, [&](int count) { return OrderedKeys<Traits>{shared, count, params.pages}; });
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_listed(const ListedAttentionParams& params, typename Traits::Shared& shared) {
+  attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared, [&](int count) {
+    return ListedKeys<Traits, KeyLists>{shared, count, params.pages, params.lists};
+  });
 }
 
 }  // namespace s2o

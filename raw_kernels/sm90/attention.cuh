@@ -64,10 +64,9 @@ __device__ __forceinline__ void attend_first_in_pages(const AttentionParams& par
   }
 }
 
-// One block of pass 2: rows gathered through q_order and k_order.
-template <class Traits>
-__device__ __forceinline__ void attend_second(const AttentionParams& params, typename Traits::Shared& shared) {
-  using Rows = OrderedRows<kBlockM>;
+// One block of pass 2: rows of queries and of keys gathered as `Rows` says.
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared) {
   static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
@@ -75,7 +74,7 @@ __device__ __forceinline__ void attend_second(const AttentionParams& params, typ
     produce_by_gathering<Traits, Rows>(params, shared);
   } else {
     registers_grow<kConsumerRegisters<Traits>>();
-    Consumer<Traits>(shared, params).run_second();
+    Consumer<Traits>(shared, params).template run_second<Rows>(params);
   }
 }
 

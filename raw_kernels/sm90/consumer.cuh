@@ -322,19 +322,31 @@ struct Consumer : Softmax<Traits> {
   }
 
   // Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to
-  // come: nobody knew when this one would stop.
-  __device__ __forceinline__ void run_second() {
+  // come: nobody knew when this one would stop. `all`: the kernel's parameters, of which params are a part.
+  template <class Rows, class Params>
+  __device__ __forceinline__ void run_second(const Params& all) {
     for (uint32 nth = 0;; ++nth) {
       const uint32 slot = nth % 2, place = nth % kPlaces;
       if (!take(nth)) return;
-      const QTile tile = describe<kBlockN>(params, OrderedRows<kBlockM>(params, shared.q_tile[place]));
+      const QTile tile = describe<kBlockN>(params, Rows(all, shared.q_tile[place]));
       const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
       wait_for_queries(nth);
       const int position[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
+      if (Rows::kListed && tiles == 0) {
+        release(shared.q_empty[nth % kQueryPlaces]);
+        store_nothing(tile, position);
+        barrier_arrive(shared.q_tile_empty[place]);
+        continue;
+      }
       const uint32 q = queries(nth);
       issue_scores(q);
       pass_turn();
-      resume(tile, position);
+      if (Rows::resumes(all)) {
+        resume(tile, position);
+      } else {
+        start_empty();
+        clear_output();
+      }
       wgmma_wait<0>();
       release_k();
       softmax<false>(limit);
@@ -365,6 +377,19 @@ struct Consumer : Softmax<Traits> {
       store<false>(tile, stored, m, l);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = stop_checks;
       barrier_arrive(shared.q_tile_empty[place]);
+    }
+  }
+
+  // The rows of a q tile that has no keys and no state: out = 0.
+  __device__ __forceinline__ void store_nothing(const QTile& tile, const int (&position)[2]) const {
+    const int head_dim = params.geometry.head_dim;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (position[h] < 0) continue;
+      uint16* row = params.out.at(tile.batch, tile.head_in_batch) + position[h] * params.out.row;
+      for (int c = lane % 4 * 8; c < head_dim; c += 4 * 8) *reinterpret_cast<uint4*>(row + c) = make_uint4(0, 0, 0, 0);
+      if (params.lse && lane % 4 == 0)
+        params.lse[static_cast<int64>(tile.head) * params.geometry.seqlen_q + position[h]] = -infinity();
     }
   }
 

@@ -5,13 +5,21 @@
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order, rows of the chunk: key positions of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
+//
+// pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume.
 #include "sm90/attention.cuh"
+#include "common/listed_rows.cuh"
 
 namespace s2o {
 
 template <class Traits>
 __device__ __forceinline__ void pass2_sm90(const AttentionParams& params, typename Traits::Shared& shared) {
-  sm90::attend_second<Traits>(params, shared);
+  sm90::attend_second<Traits, OrderedRows<sm90::kBlockM>>(params, shared);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params, typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
 }
 
 }  // namespace s2o

@@ -66,8 +66,8 @@ struct CopyLayout {
 };
 
 // Takes the next q tile early, as the counter's answer takes a while; one thread.
-template <class Rows, class Shared>
-__device__ __forceinline__ void take_next(const AttentionParams& params, Shared& shared) {
+template <class Rows, class Params, class Shared>
+__device__ __forceinline__ void take_next(const Params& params, Shared& shared) {
   const int q_tile = next_q_tile<Rows>(params);
   shared.next.q_tile = q_tile;
   if (q_tile < 0) return;
@@ -81,19 +81,19 @@ __device__ __forceinline__ void take_next(const AttentionParams& params, Shared&
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
 // as the copy it serves. `row`: the one this thread keeps.
-template <class Shared>
-__device__ __forceinline__ void look_up_next(Shared& shared, int row) {
+template <class Rows, class Params, class Shared>
+__device__ __forceinline__ void look_up_next(const Params& params, Shared& shared, int row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
   if (shared.next.q_tile >= 0) {
     const int thread = threadIdx.x % kWarpgroup;
-    shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + shared.next.q_order[row] : -1;
-    shared.next.key[thread] = row < shared.next.keys ? shared.next.k_order[row] : -1;
+    shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + Rows::query(shared.next.q_order, row) : -1;
+    shared.next.key[thread] = row < shared.next.keys ? Rows::key(params, shared.next.k_order, row) : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
 
-template <class Traits, class Rows>
-__device__ __forceinline__ void produce_by_gathering(const AttentionParams& params, typename Traits::Shared& shared) {
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void produce_by_gathering(const Params& params, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   constexpr int kQueryPlaces = Traits::kQueryPlaces;
   constexpr bool kPaged = Traits::kPaged;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
   const auto query_units = [&](int position) {
-    if constexpr (kPaged && Traits::kHeadDim > 128) {  // registers do not suffice to keep them
+    if constexpr (Rows::kListed || (kPaged && Traits::kHeadDim > 128)) {  // registers do not suffice to keep them
       auto q = params.q;
       asm volatile("" : "+l"(q.row));
       return RowUnits<false>(pages, q)(position);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
     const int* order = rows.key_order(params);
     const auto key = [&](int tile) {
       const int i = tile * kBlockN + row;
-      return i < count ? order[i] : -1;
+      return i < count ? Rows::key(params, order, i) : -1;
     };
 
     const int position = nth == 0 ? rows(row) : shared.next.row[threadIdx.x];
@@ -180,12 +180,13 @@ __device__ __forceinline__ void produce_by_gathering(const AttentionParams& para
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) take_next<Rows>(params, shared);
+        if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
-        if (tile == 1) look_up_next(shared, row);
+        if (tile == 1) look_up_next<Rows>(params, shared, row);
       }
     }
     voted += (tile > tiles + kPastEnd ? tiles + kTilesPerStopCheck - 1 : tile - kStages + 1) / kTilesPerStopCheck;

@@ -15,7 +15,11 @@ __device__ __forceinline__ int q_tile_from(const Params& params, int q_tile) {
     if (q_tile >= params.q_tiles) return -1;
     if (!Rows::kMayBeEmpty) return q_tile;
     const Rows rows(params, q_tile);
-    if (rows.count > 0 && (!Rows::kOrdered || rows.keys(params.geometry) > 0)) return q_tile;
+    if constexpr (Rows::kOrdered) {
+      if (rows.count > 0 && rows.has_work(params)) return q_tile;
+    } else {
+      if (rows.count > 0) return q_tile;
+    }
   }
 }
 template <class Rows, class Params>

@@ -1,0 +1,76 @@
+// Pass 2 with the keys of each q tile given as data: which lists there are, and which rows and keys a q tile has by them.
+#pragma once
+#include "common/rows.cuh"
+
+namespace s2o {
+
+// The keys that q tiles visit, in the order in which they do. A list belongs to a q tile or to all q tiles of a segment, and
+// to one query head or to several neighbours. Keys are listed in units of 1 << unit_shift neighbours, of which only the
+// last of a list may be short. Nobody checks them: the keys of a list are distinct, and all are before seqlen_k.
+struct KeyLists {
+  const int* entries;   // [any]: the units of all lists; unit e has the keys from e << unit_shift on
+  const int64* begins;  // [chunk's list heads, chunk's segments], or [.., .., tiles]: each list's first entry
+  const int* keys;      // like begins: how many keys a list has; no entry beyond them is read
+  const int* q_order;   // [batch * heads, seqlen_q]: queries in the order in which q tiles take them; null: as they lie
+  int unit_shift;       // 0, 6 or 7
+  int shared_heads;     // neighbouring query heads that share a list; divides the heads
+  int per_tile;         // 1: a list for each q tile
+
+  // The key number i of a list, of whose entry that is number `i >> unit_shift`.
+  __device__ __forceinline__ int key(int entry, int i) const {
+    return (entry << unit_shift) + (i & ((1 << unit_shift) - 1));
+  }
+};
+
+// Of AttentionParams, q_order and k_order are not read, and state may be null: rows then start without any key, and those
+// whose list is empty have an output of 0.
+struct ListedAttentionParams : AttentionParams {
+  KeyLists lists;
+};
+
+// Row r of a q tile is the r-th of its queries in the caller's order.
+template <int kBlockM>
+struct ListedRows : VisitingRows {
+  const int* order;  // of the tile's rows: query positions; null: they are neighbours
+  int begin, count;
+  int listed;        // keys of the tile's list
+  __device__ __forceinline__ ListedRows(const ListedAttentionParams& p, uint32 q_tile)
+      : VisitingRows(query_tile<true>(p.chunk, p.tiles, q_tile)) {
+    const int first = p.geometry.query_begin(segment) + tile * kBlockM;
+    order = p.lists.q_order ? p.lists.q_order + static_cast<int64>(head) * p.geometry.seqlen_q + first : nullptr;
+    begin = order ? 0 : first;
+    count = min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM);
+    listed = p.lists.keys[list(p)];
+  }
+  __device__ __forceinline__ int64 list(const ListedAttentionParams& p) const {
+    const int64 list_head = (head - p.chunk.first_head) / p.lists.shared_heads;
+    const int64 of_segment = list_head * p.chunk.segments + (segment - p.chunk.first_segment);
+    return p.lists.per_tile ? of_segment * p.tiles + tile : of_segment;
+  }
+  // The query of a row is `begin` more than this; `order`: the tile's.
+  static __device__ __forceinline__ int query(const int* order, int r) { return order ? order[r] : r; }
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }
+  __device__ __forceinline__ int first_query() const { return begin; }
+
+  // Every row sees every key of the list.
+  __device__ __forceinline__ int limit(const Geometry&) const { return listed; }
+  __device__ __forceinline__ int keys(const Geometry&) const { return listed; }
+  template <int kBlockN>
+  __device__ __forceinline__ int key_tiles(const Geometry&) const {
+    return (listed + kBlockN - 1) / kBlockN;
+  }
+  static constexpr bool kListed = true;  // a tile with work may have no keys
+  static __device__ __forceinline__ bool resumes(const ListedAttentionParams& p) { return p.state != nullptr; }
+  // Whether anything is to be written: pass 1 has written what a tile without keys resumes.
+  __device__ __forceinline__ bool has_work(const ListedAttentionParams& p) const { return listed > 0 || !resumes(p); }
+
+  __device__ __forceinline__ const int* key_order(const ListedAttentionParams& p) const {
+    return p.lists.entries + p.lists.begins[list(p)];
+  }
+  // Key number i; `order`: what key_order gave.
+  static __device__ __forceinline__ int key(const ListedAttentionParams& p, const int* order, int i) {
+    return p.lists.key(order[i >> p.lists.unit_shift], i);
+  }
+};
+
+}  // namespace s2o
