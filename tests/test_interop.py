@@ -14,13 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import has_gpu, spin
+from pretended import pretend_gpu
 
-import s2o_cupy.cuda
 from s2o_cupy import S2OConfig, S2OError, s2o_attention, s2o_attention_varlen
+from s2o_cupy.arrays.array_info import ArrayInfo
 from s2o_cupy.arrays.frameworks import framework_of
-from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
 from s2o_cupy.arrays.lazy_cupy import import_cupy
-from s2o_cupy.arrays.place import Device, Extent
 from s2o_cupy.arrays.streams import stream_handle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -305,6 +304,37 @@ def test_sparse_tensors():
         s2o_attention(q, q.to_sparse(), q)
 
 
+@pytest.mark.parametrize("name", ["q", "v", "out"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_negative_bit_is_refused(qkv, name, dtype):
+    """Memory holds the numbers with the other sign, and memory is what kernels read."""
+    torch = pytest.importorskip("torch")
+    given = dict(zip("qkv", (torch.from_numpy(x).to(getattr(torch, dtype)) for x in qkv(10)), strict=True))
+    given["out"] = torch.empty_like(given["q"])
+    with pytest.raises(TypeError, match=rf"{name} is a view with its negative bit set; accepted: {name}\.resolve_neg"):
+        s2o_attention(**given | {name: torch._neg_view(given[name])})
+    s2o_attention(**given | {name: torch._neg_view(given[name]).resolve_neg()})
+
+
+OTHER_TENSORS = {
+    "conjugate": (lambda t, x: t.complex(x, x).conj(), "are complex64; accepted"),
+    "float8": (lambda t, x: x.to(t.float8_e4m3fn), "are float8_e4m3fn; accepted"),
+    "quantised": (lambda t, x: t.quantize_per_tensor(x, 0.1, 0, t.qint8), "are qint8; accepted"),
+    "integers": (lambda t, x: x.int(), "are int32; accepted"),
+    "nested": (lambda t, x: t.nested.nested_tensor([x[0], x[0]]), "q is a nested tensor; accepted: dense tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TENSORS)
+@pytest.mark.filterwarnings("ignore")  # torch's, of kinds that it calls beta or deprecated
+def test_tensors_of_other_kinds(kind):
+    torch = pytest.importorskip("torch")
+    make, message = OTHER_TENSORS[kind]
+    x = make(torch, torch.ones(1, 2, 10, 16))
+    with pytest.raises(TypeError, match=message):
+        s2o_attention(x, x, x)
+
+
 def test_tensors_without_data():
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 1, 4, 8, device="meta")
@@ -418,9 +448,9 @@ def test_stream_handles():
             stream_handle(bad)
 
 
-def test_extents():
+def test_where_arrays_lie():
     def of(x):
-        return framework_of("x", x).extent(x)
+        return framework_of("x", x).describe(x)
 
     a = np.zeros((4, 6), np.float32)
     start = a.ctypes.data
@@ -432,9 +462,9 @@ def test_extents():
     assert not of(a[:2]).overlaps(of(a[2:]))
     assert not of(a[1:1]).overlaps(of(a))
     assert not of(a[::2, ::-1].T).overlaps_itself()
-    assert Extent(0, (2, 3), (0, 4), 4).overlaps_itself()
-    assert Extent(0, (2, 3), (8, 4), 4).overlaps_itself()
-    assert not Extent(0, (1, 3), (0, 4), 4).overlaps_itself()
+    assert ArrayInfo(0, (2, 3), (0, 4), 4).overlaps_itself()
+    assert ArrayInfo(0, (2, 3), (8, 4), 4).overlaps_itself()
+    assert not ArrayInfo(0, (1, 3), (0, 4), 4).overlaps_itself()
 
 
 def test_without_cupy(monkeypatch):
@@ -456,7 +486,7 @@ def pretended_gpu(monkeypatch):
     """NumPy arrays that claim to be on a GPU, NumPy for CuPy, and a pipeline that records its call."""
     calls = []
 
-    def run(operands, lse, visited, problem, config, *, stream, memory, await_keys, sums):
+    def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys, sums):
         arrays = [array_at(x.pointer, np.float16, x.shape, x.strides) for x in operands]
         calls.append((*arrays, lse, visited, problem, config))
         arrays[3][...] = 1
@@ -464,16 +494,7 @@ def pretended_gpu(monkeypatch):
             array_at(lse, np.float32, (problem.batch, problem.heads, problem.seqlen_q))[...] = 2
         return types.SimpleNamespace(path="portable", path_reason="a reason")
 
-    import s2o_cupy
-
-    pipeline: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
-    pipeline.run = run
-    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", pipeline)
-    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", pipeline, raising=False)
-    pipeline.allocate = None
-    monkeypatch.setitem(sys.modules, "cupy", np)
-    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: Device("cuda", 0))
+    pretend_gpu(monkeypatch, run=run)
     return calls
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import types
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,9 @@ import pytest
 from conftest import SMALL, Device, has_gpu, has_hopper
 from gpu_cases import CASES
 from pages import differing, fits_pages, paged, random_table
+from pretended import pretend_gpu
 
-import s2o_cupy
-import s2o_cupy.cuda
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged
-from s2o_cupy.arrays import place
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
 from s2o_cupy.plan.launch_plan import COLLECT_ROWS
 
@@ -487,18 +484,11 @@ def pretended_gpu(monkeypatch):
         calls.append(problems)
         return [types.SimpleNamespace(path="portable", path_reason="a reason")] * len(problems)
 
-    def run(operands, lse, visited, problem, config, *, stream, paging, memory):
+    def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys, sums):
         given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}
         return run_in_turn([(operands, lse, visited, problem, paging)], config, **given)[0]
 
-    pipeline: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
-    pipeline.Call, pipeline.run_in_turn, pipeline.allocate = lambda *fields: fields, run_in_turn, None
-    pipeline.run = run
-    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", pipeline)
-    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", pipeline, raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", np)
-    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: place.Device("cuda", 0))
+    pretend_gpu(monkeypatch, run=run, run_in_turn=run_in_turn)
     return calls
 
 

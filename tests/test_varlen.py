@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import types
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,9 @@ from conftest import DEVICES, SMALL, has_gpu, has_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packs import starts
+from pretended import pretend_gpu
 
-import s2o_cupy.cuda
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
-from s2o_cupy.arrays import place
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
 from s2o_cupy.arrays.operand import Operand, operand
 from s2o_cupy.tools.metrics import rel_l2
@@ -114,7 +112,7 @@ def test_softcap_by_keyword(device, packed):
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), is_causal=st.booleans(), kv_heads=st.integers(1, 2), group=st.integers(1, 3))
 def test_any_lengths(packed, data, is_causal, kv_heads, group):
-    """On the CPU, whose tiles may have any size."""
+    """On the CPU, whose tiles may be small."""
     length = st.one_of(st.just(0), st.integers(0, 70))
     lengths_k = data.draw(st.lists(length, max_size=6))
     lengths_q = [data.draw(st.integers(0, n) if is_causal else length) for n in lengths_k]
@@ -231,27 +229,19 @@ def array_at(pointer, shape, strides, dtype):
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """NumPy arrays that claim to be on a GPU, NumPy for CuPy, and a pipeline that records its calls."""
-    import s2o_cupy
-
     recorded: list[Any] = []
-    pipeline: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
-    pipeline.Call = lambda *fields: types.SimpleNamespace(
-        **dict(zip(("operands", "lse", "visited", "problem"), fields, strict=True))
-    )
-    pipeline.allocate = None
+
+    def call(*fields):
+        return types.SimpleNamespace(
+            **dict(zip(("operands", "lse", "visited", "problem", "paging"), fields, strict=True))
+        )
 
     def run_in_turn(calls, config, **options):
         recorded.append((calls, config, options))
         reasons = (f"{call.problem.seqlen_q} queries" for call in calls)
         return [types.SimpleNamespace(path="portable", path_reason=reason) for reason in reasons]
 
-    pipeline.run_in_turn = run_in_turn
-    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", pipeline)
-    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", pipeline, raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", np)
-    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
-    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
-    monkeypatch.setattr(NumpyFramework, "device", lambda self, x: place.Device("cuda", 0))
+    pretend_gpu(monkeypatch, Call=call, run_in_turn=run_in_turn)
     return recorded
 
 

@@ -1,25 +1,19 @@
-"""The public call: parse the arrays, check the problem, run a backend."""
+"""Attention of one batch of sequences of equal lengths."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..arrays.arguments import check_out, common_framework
-from ..arrays.frameworks.base import Framework
-from ..arrays.lazy_cupy import import_cupy
-from ..arrays.operand import address, operand
-from ..arrays.place import Device
-from ..plan.launches import KeySums
-from ..problem import Problem, cached_validate
-from ..spec import S2OConfig, check_tau
-from ..stats import NOTHING_RAN, Ran, S2OStats
+from ..arrays.arguments import describe
+from ..spec import S2OConfig
+from .batch import batched
+from .run import parse_backend, parse_config, run
+
+if TYPE_CHECKING:
+    from ..plan.launches import KeySums
 
 __all__ = ["s2o_attention"]
-
-BACKENDS = ("auto", "cupy", "numpy")
 
 
 def s2o_attention(
@@ -60,7 +54,7 @@ def s2o_attention(
         attention.
     config : S2OConfig, optional
         How to order keys and when to stop. On the GPU block_m is 64 or 128, and block_n a multiple of
-        64 up to 1024.
+        64 up to 1024; on the CPU both are multiples of 16 up to 1024, and path is "auto".
     scale : float, optional
         Finite factor of the scores; default 1 / sqrt(head_dim).
     softcap : float, default 0
@@ -87,7 +81,8 @@ def s2o_attention(
     -------
     o : array, like q
     lse : float32 array (batch, heads, seqlen_q), if ``return_lse``
-        Natural logarithm; of the visited keys only. -inf, with o = 0, for a row that has no key.
+        Natural logarithm, over the visited keys and what the tail counts for the others; with ``tail="none"`` over the
+        visited ones only. -inf, with o = 0, for a row that has no key.
     stats : S2OStats, if ``return_stats``
         Several results come as a tuple in this order.
 
@@ -161,159 +156,10 @@ def attend(
 
     ``sums``: on a GPU, of keys and values, for calls on one sequence to share. This one makes those that are missing.
     """
-    framework, device = common_framework(q=q, k=k, v=v)
-    backend = parse_backend(backend, device, stream)
-    problem = cached_validate(
-        tuple(map(framework.shape, (q, k, v))), tuple(map(framework.dtype, (q, k, v))), config, backend, layout,
-        is_causal, scale, softcap,
+    framework, infos = describe(q=q, k=k, v=v)
+    backend = parse_backend(backend, infos[0].device, stream)
+    batch = batched(*[x.form for x in infos], config, backend, layout, is_causal, scale, softcap)
+    return run(
+        batch, framework, {"q": q, "k": k, "v": v}, infos, host=backend == "numpy", out=out, stream=stream,
+        return_lse=return_lse, return_stats=return_stats, await_keys=await_keys, sums=sums,
     )  # fmt: skip
-    host = backend == "numpy"
-    run = _run_reference if host else _run_kernels
-    return with_outputs(
-        framework, device, {"q": q, "k": k, "v": v}, problem, config,
-        functools.partial(run, framework, problem, config, layout, await_keys, sums),
-        host=host, out=out, stream=stream, return_lse=return_lse, return_stats=return_stats,
-    )  # fmt: skip
-
-
-# run(natives, o, lse, visited): computes on native arrays and writes o, and lse and visited unless they are None.
-Run = Callable[[tuple[Any, ...], Any, Any, Any], Ran]
-
-
-def with_outputs(
-    framework: Framework,
-    device: Device,
-    inputs: dict[str, Any],
-    problem: Problem,
-    config: S2OConfig,
-    run: Run,
-    *,
-    host: bool,
-    out: Any,
-    stream: Any,
-    return_lse: bool,
-    return_stats: bool,
-) -> Any:
-    """The outputs that the caller wants, written by ``run`` on the device and stream of the call. ``inputs``: checked
-    arrays of the caller, q first."""
-    q = inputs["q"]
-    shape = framework.shape(q)
-    if out is not None:
-        check_out(out, framework, inputs, shape, problem.dtype, device)
-    arrays = (*inputs.values(),) if out is None else (*inputs.values(), out)
-    with framework.scope(device, stream, arrays, host=host):
-        if out is None:
-            o = framework.output(shape, problem.dtype, q, host=host)
-        else:
-            o = framework.output_into(out, host=host)
-        lse = None
-        if return_lse:
-            rows = (problem.batch, problem.heads, problem.seqlen_q)
-            lse = framework.output(rows[-len(shape) + 1 :], "float32", q, host=host)
-
-        visited = None
-        if return_stats:
-            visited = framework.output(problem.visited_shape(config), "int32", q, host=host)
-
-        natives = [x.native if x is not None else None for x in (o, lse, visited)]
-        ran = NOTHING_RAN
-        if problem.empty or problem.seqlen_k == 0:
-            without_keys(framework, *natives)
-        else:
-            given = [framework.contiguous_last_axis(framework.native(x, host=host)) for x in inputs.values()]
-            ran = run(tuple(given), *natives)
-        results = [o.finish()]
-        if lse is not None:
-            results.append(lse.finish())
-        if return_stats:
-            assert visited is not None
-            results.append(S2OStats(visited.finish(), problem, config, *ran))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def parse_config(config: Any, tau: Any) -> S2OConfig:
-    if config is None:
-        config = DEFAULT
-    elif not isinstance(config, S2OConfig):
-        raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    return config if tau is None else _with_tau(config, check_tau(tau, "s2o_attention"))
-
-
-DEFAULT = S2OConfig()
-
-
-@functools.lru_cache(maxsize=256)  # making a config anew, with its checks, would take 20 microseconds of each call
-def _with_tau(config: S2OConfig, tau: float) -> S2OConfig:
-    return replace(config, tau=tau)
-
-
-def parse_backend(backend: Any, device: Device, stream: Any) -> str:
-    """ "cupy" or "numpy"."""
-    if backend not in BACKENDS:
-        raise ValueError(f"s2o_attention: backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
-    if device.kind not in ("cpu", "cuda"):
-        raise ValueError(
-            f"s2o_attention: q, k and v are on {device}; accepted: the CPU or an NVIDIA GPU (move them there)"
-        )
-    if backend == "cupy" and device.kind == "cpu":
-        raise ValueError(
-            's2o_attention: backend is "cupy", but q, k and v are on the CPU; '
-            'move them to a GPU (cupy.asarray, .to("cuda"), jax.device_put), or pass backend="auto"'
-        )
-    if stream is not None and device.kind == "cpu":
-        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
-    if backend == "auto":
-        return "cupy" if device.kind == "cuda" else "numpy"
-    return backend
-
-
-def _run_reference(
-    framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
-    sums: KeySums | None, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
-) -> Ran:  # fmt: skip
-    from . import on_host as numpy_pipeline
-
-    if await_keys is not None:
-        await_keys()
-    q, k, v, o = (bhsd(x, layout) for x in (*natives, o))
-    lse = None if lse is None else lse.reshape(problem.batch, problem.heads, problem.seqlen_q)
-    found = numpy_pipeline.run(q, k, v, o, lse, problem, config)
-    if visited is not None:
-        visited[...] = found
-    return "numpy", None
-
-
-def _run_kernels(
-    framework: Framework, problem: Problem, config: S2OConfig, layout: str, await_keys: Callable[[], None] | None,
-    sums: KeySums | None, natives: tuple[Any, ...], o: Any, lse: Any, visited: Any,
-) -> Ran:  # fmt: skip
-    import_cupy()
-    from ..cuda import pipeline
-
-    q, k, v = natives
-    plan = pipeline.run(
-        (operand(q, layout), operand(k, layout), operand(v, layout), operand(o, layout)),
-        address(lse),
-        address(visited),
-        problem,
-        config,
-        stream=framework.stream(),
-        memory=framework.memory(q) or pipeline.allocate,
-        await_keys=await_keys,
-        sums=sums,
-    )
-    return plan.path, plan.path_reason
-
-
-def bhsd(x: Any, layout: str) -> Any:
-    """A view [batch, heads, seqlen, head_dim] of an array in the caller's layout."""
-    if x.ndim == 3:
-        x = x[None]
-    return x.transpose(0, 2, 1, 3) if layout == "BSHD" else x
-
-
-def without_keys(framework: Framework, o: Any, lse: Any, visited: Any) -> None:
-    """No query, or no key: o = 0 and lse = -inf wherever there is a row; no kernel is launched. Arrays are native."""
-    for native, value in ((o, 0), (lse, float("-inf")), (visited, 0)):
-        if native is not None and 0 not in native.shape:
-            framework.fill(native, value)

@@ -1,17 +1,55 @@
-"""The CPU backend: the NumPy reference behind the same call as the GPU's ``pipeline.run``."""
+"""The CPU backend: the NumPy reference on each part of a call."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ..problem import Problem
 from ..reference import s2o
 from ..spec import S2OConfig
+from ..stats import Ran
+from .batch import Batch
 
-__all__ = ["run"]
+__all__ = ["attend", "run"]
+
+RAN: Ran = ("numpy", None)
 
 
 def run(
+    batch: Batch, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
+    visited: Sequence[np.ndarray] | None,
+) -> list[Ran]:  # fmt: skip
+    """Attend each part. ``natives``: q, k and v, of a paged call also the page table; ``o`` and, where they are not
+    None, ``lse`` and each sequence's ``visited`` (a packed call's) or that of all are written."""
+    q, k, v, *table = natives
+    if table:
+        _check_entries(k, table[0], batch)
+    for x in batch.parts:
+        if batch.packed:
+            q_part, o_part = (bhsd(rows[x.rows_q], "BSHD") for rows in (q, o))
+            lse_part = None if lse is None else lse[None, :, x.rows_q]  # [1, heads, seqlen_q]
+        else:
+            q_part, o_part = (bhsd(rows, batch.layout)[x.sequences] for rows in (q, o))
+            of_all = (-1, *o_part.shape[1:3])
+            lse_part = None if lse is None else lse.reshape(of_all)[x.sequences]
+        if table:
+            k_part, v_part = (
+                gathered(pages, table[0][x.sequences], x.problem.seqlen_k, batch.page_layout) for pages in (k, v)
+            )
+        elif batch.packed:
+            k_part, v_part = (bhsd(rows[x.rows_k], "BSHD") for rows in (k, v))
+        else:
+            k_part, v_part = (bhsd(rows, batch.layout) for rows in (k, v))
+        found = attend(q_part, k_part, v_part, o_part, lse_part, x.problem, batch.config)
+        if visited is not None:
+            visited[x.first if batch.packed else 0][...] = found
+    return [RAN] * len(batch.parts)
+
+
+def attend(
     q: np.ndarray,  # [batch, heads, seqlen_q, head_dim], any strides
     k: np.ndarray,  # [batch, kv_heads, seqlen_k, head_dim]
     v: np.ndarray,  # [batch, kv_heads, seqlen_k, head_dim]
@@ -19,16 +57,43 @@ def run(
     lse: np.ndarray | None,  # [batch, heads, seqlen_q] float32, written
     problem: Problem,
     config: S2OConfig,
-    *,
-    keep_visited: bool = True,
-) -> np.ndarray | None:  # visited, int32 [batch, heads, segments, tiles]
+) -> np.ndarray:  # visited, int32 [batch, heads, segments, tiles]
     """float16 and bfloat16 are computed in float32 and rounded once, in the output."""
     q, k, v = (_blas_ready(x) for x in (q, k, v))
     result = s2o.s2o(q, k, v, config, scale=problem.scale, softcap=problem.softcap, is_causal=problem.is_causal)
     out[...] = result.o
     if lse is not None:
         lse[...] = result.lse
-    return result.visited if keep_visited else None
+    return result.visited
+
+
+def bhsd(x: Any, layout: str) -> Any:
+    """A view [batch, heads, seqlen, head_dim] of an array in ``layout``, with or without the batch axis."""
+    if x.ndim == 3:
+        x = x[None]
+    return x.transpose(0, 2, 1, 3) if layout == "BSHD" else x
+
+
+def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str) -> np.ndarray:
+    """[batch, kv_heads, seqlen_k, head_dim] of the pages that ``entries`` [batch, pages_per_sequence] name."""
+    pages = pages if layout == "BSHD" else pages.swapaxes(1, 2)  # [pages, page_size, kv_heads, head_dim]
+    page_size, kv_heads, head_dim = pages.shape[1:]
+    found = pages[entries[:, : -(-seqlen_k // page_size)]]
+    return found.reshape(len(entries), -1, kv_heads, head_dim)[:, :seqlen_k].swapaxes(1, 2)
+
+
+def _check_entries(k_pages: np.ndarray, table: np.ndarray, batch: Batch) -> None:
+    """On the host, where nobody waits for them."""
+    pages, page_size = k_pages.shape[0], k_pages.shape[1 if batch.page_layout == "BSHD" else 2]
+    for part in batch.parts:
+        length = part.problem.seqlen_k
+        for b in range(part.first, part.end):
+            for i, page in enumerate(table[b, : -(-length // page_size)].tolist()):
+                if not 0 <= page < pages:
+                    raise ValueError(
+                        f"s2o_attention_paged: page_table[{b}, {i}] is {page}; accepted: 0 to {pages - 1}, the pages "
+                        f"of k_pages, in the entries of the first seqlen_k ({length}) keys"
+                    )
 
 
 def _blas_ready(x: np.ndarray) -> np.ndarray:

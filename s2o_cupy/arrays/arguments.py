@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+from ..caches import remembered
+from .array_info import ArrayInfo
 from .frameworks import framework_of
 from .frameworks.base import Framework
-from .place import Device, Extent
 
-__all__ = ["check_out", "common_framework"]
+__all__ = ["check_out", "describe"]
 
 
-def common_framework(**inputs: Any) -> tuple[Framework, Device]:
-    """The one framework and the one device of q, k and v."""
-    owners = [framework_of(name, x) for name, x in inputs.items()]
+def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
+    """The one framework of some arrays on one device, and what is known of each."""
+    owners = [framework_of(name, x) for name, x in arrays.items()]
     framework = owners[0]
     if owners.count(framework) != len(owners):
-        came = ", ".join(f"{name} {owner.name}" for name, owner in zip(inputs, owners, strict=True))
+        came = ", ".join(f"{name} {owner.name}" for name, owner in zip(arrays, owners, strict=True))
         raise TypeError(
-            f"s2o_attention: {_listed(inputs)} come from different frameworks: {came}; accepted: one framework "
-            f"for all {_COUNTS[len(inputs)]} (convert with its from_dlpack, without a copy)"
+            f"s2o_attention: {_listed(arrays)} come from different frameworks: {came}; accepted: one framework "
+            f"for all {_COUNTS[len(arrays)]} (convert with its from_dlpack, without a copy)"
         )
-    for name, x in inputs.items():
+    for name, x in arrays.items():
         framework.check(name, x)
-    devices = [framework.device(x) for x in inputs.values()]
-    if devices.count(devices[0]) != len(devices):
-        came = ", ".join(f"{name} on {device}" for name, device in zip(inputs, devices, strict=True))
-        raise ValueError(
-            f"s2o_attention: {_listed(inputs)} are on different devices: {came}; accepted: one device for all "
-            f"{_COUNTS[len(inputs)]} (move them with .to, jax.device_put or cupy.asarray)"
-        )
-    return framework, devices[0]
+    infos = tuple([framework.describe(x) for x in arrays.values()])
+    device = infos[0].device
+    for info in infos:
+        if info.device != device:
+            came = ", ".join(f"{name} on {info.device}" for name, info in zip(arrays, infos, strict=True))
+            raise ValueError(
+                f"s2o_attention: {_listed(arrays)} are on different devices: {came}; accepted: one device for all "
+                f"{_COUNTS[len(arrays)]} (move them with .to, jax.device_put or cupy.asarray)"
+            )
+    return framework, infos
 
 
 _COUNTS = {3: "three", 4: "four"}
 
 
-def _listed(inputs: dict[str, Any]) -> str:
-    *names, last = inputs
+def _listed(arrays: dict[str, Any]) -> str:
+    *names, last = arrays
     return f"{', '.join(names)} and {last}"
 
 
-def check_out(
-    out: Any, framework: Framework, inputs: dict[str, Any], shape: tuple[int, ...], dtype: str, device: Device
-) -> None:
-    """Raise unless ``out`` can be written in place as the output."""
+def check_out(out: Any, framework: Framework, inputs: dict[str, ArrayInfo], dtype: str) -> ArrayInfo:
+    """What is known of ``out``, or an error unless it can be written in place as the output. The first of ``inputs`` is
+    q, whose shape and device it has."""
+    q = next(iter(inputs.values()))
     owner = framework_of("out", out)
     if owner is not framework:
         raise TypeError(
@@ -54,36 +56,44 @@ def check_out(
     if not framework.mutable:
         raise TypeError(f"s2o_attention: out is a {framework.name} array, which is immutable; accepted: None")
     framework.check("out", out)
-    if framework.shape(out) != shape:
-        raise ValueError(f"s2o_attention: out has shape {framework.shape(out)}; accepted: {shape}, the shape of q")
-    if framework.dtype(out) != dtype:
-        raise TypeError(f"s2o_attention: out is {framework.dtype(out)}; accepted: {dtype}, the dtype of q")
-    if framework.device(out) != device:
-        raise ValueError(f"s2o_attention: out is on {framework.device(out)}; accepted: {device} as q")
-    if not framework.writeable(out):
+    info = framework.describe(out)
+    if info.shape != q.shape:
+        raise ValueError(
+            f"s2o_attention: out has shape {tuple(info.shape)}; accepted: {tuple(q.shape)}, the shape of q"
+        )
+    if info.dtype != dtype:
+        raise TypeError(f"s2o_attention: out is {info.dtype}; accepted: {dtype}, the dtype of q")
+    if info.device != q.device:
+        raise ValueError(f"s2o_attention: out is on {info.device}; accepted: {q.device} as q")
+    if not framework.writeable(info.native):
         raise ValueError("s2o_attention: out is read-only; accepted: a writeable array")
-    problem = _place_problem(framework.extent(out), tuple((name, framework.extent(x)) for name, x in inputs.items()))
+    place = (info.pointer, info.shape, info.strides, info.itemsize)
+    problem = _place_problem(
+        place, tuple((name, x.pointer, x.shape, x.strides, x.itemsize) for name, x in inputs.items())
+    )
     if problem:
         raise ValueError(f"s2o_attention: out{problem}")
+    return info
 
 
-@functools.lru_cache(maxsize=1024)
-def _place_problem(extent: Extent, inputs: tuple[tuple[str, Extent], ...]) -> str | None:
+@remembered
+def _place_problem(place: tuple[Any, ...], inputs: tuple[tuple[Any, ...], ...]) -> str | None:
     """Why nothing can be written there, or None."""
-    if 0 in extent.shape:
+    out = ArrayInfo(*place)
+    if 0 in out.shape:
         return None  # no element, no place in memory
-    if extent.shape[-1] > 1 and extent.strides[-1] != extent.itemsize:
+    if not out.has_contiguous_rows:
         return (
-            f" has a stride of {extent.strides[-1]} bytes on its last axis; "
-            f"accepted: a contiguous last axis ({extent.itemsize} bytes)"
+            f" has a stride of {out.strides[-1]} bytes on its last axis; "
+            f"accepted: a contiguous last axis ({out.itemsize} bytes)"
         )
-    if extent.overlaps_itself():
+    if out.overlaps_itself():
         return (
-            f"'s strides {extent.strides} (bytes) put several elements in one place; "
+            f"'s strides {out.strides} (bytes) put several elements in one place; "
             "accepted: an array whose elements are distinct in memory"
         )
-    for name, x in inputs:
-        if extent.overlaps(x):
+    for name, *where in inputs:
+        if out.overlaps(ArrayInfo(*where)):
             return (
                 f" and {name} overlap in memory (their first to last bytes); "
                 "accepted: an out that lies apart from q, k and v"

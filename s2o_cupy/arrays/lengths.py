@@ -7,7 +7,7 @@ from typing import Any
 
 from .frameworks import framework_of, to_host
 
-__all__ = ["INTEGERS", "is_integer", "parse_integers"]
+__all__ = ["parse_lengths", "parse_starts"]
 
 INTEGERS = "a list or tuple of integers, or a one-dimensional array of int32 or int64"
 
@@ -16,9 +16,18 @@ def is_integer(x: Any) -> bool:
     return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
 
 
-def parse_integers(function: str, name: str, x: Any, axis: str, accepted: str = INTEGERS) -> tuple[int, ...]:
-    """The argument ``name`` of ``function``, whose axis has the length ``axis``, on the host. The host waits for an
-    array on a GPU."""
+def parse_starts(function: str, name: str, x: Any) -> tuple[int, ...]:
+    """Where packed sequences begin, and their total: the argument ``name`` of ``function``."""
+    return _integers(function, name, x, "batch + 1", INTEGERS)
+
+
+def parse_lengths(function: str, name: str, x: Any) -> int | tuple[int, ...]:
+    """One length for all sequences, or one of each."""
+    return int(x) if is_integer(x) else _integers(function, name, x, "batch", f"an integer, {INTEGERS}")
+
+
+def _integers(function: str, name: str, x: Any, axis: str, accepted: str) -> tuple[int, ...]:
+    """On the host. ``axis``: the length of its axis. The host waits for an array on a GPU."""
     if isinstance(x, (list, tuple, range)):
         for i, n in enumerate(x):
             if not is_integer(n):
@@ -29,7 +38,8 @@ def parse_integers(function: str, name: str, x: Any, axis: str, accepted: str = 
     except TypeError:
         raise TypeError(f"{function}: {name} is a {type(x).__name__}; accepted: {accepted}") from None
     framework.check(name, x)
-    device, dtype, shape = framework.device(x), framework.dtype(x), framework.shape(x)
+    info = framework.describe(x)
+    device, dtype, shape = info.device, info.dtype, tuple(info.shape)
     if dtype not in ("int32", "int64"):
         raise TypeError(f"{function}: {name} is {dtype}; accepted: {accepted}")
     if len(shape) != 1:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
+from .array_info import ArrayInfo
 from .frameworks import framework_of
 
-__all__ = ["ITEM_BYTES", "Operand", "Paging", "address", "operand"]
+__all__ = ["ITEM_BYTES", "Operand", "Paging", "address", "axes", "operand"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
 ENTRY_BYTES = 4  # of a page table
@@ -82,17 +82,17 @@ class Paging(NamedTuple):
         return self._replace(pointer=pointer, stride=self.stride if end - begin > 1 else 0)
 
 
-def operand(native: Any, layout: str) -> Operand:
-    """Where a native array on a GPU lies, its axes ordered as ``layout`` says."""
-    pointer, shape, strides, itemsize = framework_of("array", native).extent(native)
-    return Operand(pointer, *_axes(shape, strides, layout, itemsize))
+def operand(array: Any, layout: str) -> Operand:
+    """Where an array on a GPU lies, or one that an ArrayInfo tells of, its axes ordered as ``layout`` says."""
+    info = array if isinstance(array, ArrayInfo) else framework_of("array", array).describe(array)
+    return Operand(info.pointer, *axes(info.shape, info.strides, layout, info.itemsize))
 
 
-@functools.lru_cache(maxsize=1024)
-def _axes(
-    shape: tuple[int, ...], strides: tuple[int, ...], layout: str, itemsize: int
+def axes(
+    shape: tuple[int, ...], strides: tuple[int, ...], layout: str, itemsize: int = ITEM_BYTES
 ) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
-    """The shape and strides of an Operand from those of an array in ``layout``, with or without the batch axis."""
+    """The shape and strides of an Operand from those (in bytes) of an array in ``layout``, with or without the batch
+    axis."""
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
     b, x, y, d = shape
@@ -103,5 +103,5 @@ def _axes(
 
 
 def address(native: Any) -> int:
-    """Where a native array on a GPU begins; 0 for None, an output that is not wanted."""
-    return 0 if native is None else framework_of("array", native).extent(native).pointer
+    """Where an array on a GPU begins; 0 for None, an output that is not wanted."""
+    return 0 if native is None else framework_of("array", native).describe(native).pointer

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from .array_info import Device
 from .lazy_cupy import import_cupy
-from .place import Device
 
 __all__ = ["cupy_scope", "stream_handle"]
 

@@ -48,4 +48,4 @@ def framework_of(name: str, x: Any) -> Framework:
 
 def to_host(x: Any) -> np.ndarray:
     """A NumPy array of any framework's array; synchronises if it is on a GPU."""
-    return framework_of("array", x).native(x, host=True)
+    return framework_of("array", x).on_host(x)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
-from ..place import Device, Extent
 
 __all__ = ["Framework", "Output", "dtype_name", "is_instance", "numpy_dtype"]
 
@@ -28,6 +28,7 @@ class Framework:
 
     name = ""
     mutable = True
+    imports = False  # describe() is an exchange that orders the producer's stream and the current one
 
     def owns(self, x: Any) -> bool:
         raise NotImplementedError
@@ -35,36 +36,32 @@ class Framework:
     def check(self, name: str, x: Any) -> None:
         """Raise if ``x`` is of this framework but cannot be computed on."""
 
-    def device(self, x: Any) -> Device:
+    def describe(self, x: Any) -> ArrayInfo:
+        """All that a call needs to know of ``x``, at once."""
         raise NotImplementedError
 
     def dtype(self, x: Any) -> str:
         return dtype_name(x.dtype)
 
-    def shape(self, x: Any) -> tuple[int, ...]:
-        return tuple(x.shape)
-
-    def extent(self, x: Any) -> Extent:
-        raise NotImplementedError
-
-    def writeable(self, x: Any) -> bool:
+    def writeable(self, native: Any) -> bool:
+        """Whether what ``ArrayInfo.native`` is may be written."""
         return True
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         """Device and stream to run on; ``host``: the NumPy backend will do the work."""
         return nullcontext()
 
-    def native(self, x: Any, *, host: bool) -> Any:
-        """``x`` as a numpy.ndarray (``host``; a copy only if x is on a GPU) or as what kernels can be pointed at."""
+    def on_host(self, x: Any) -> np.ndarray:
+        """``x`` as a numpy.ndarray, a copy only if it is on a GPU."""
         raise NotImplementedError
 
     def export(self, native: Any, like: Any) -> Any:
         """A native array as the caller's array on the device of ``like``."""
         raise NotImplementedError
 
-    def contiguous_last_axis(self, native: Any) -> Any:
-        """``native``, copied only if its last axis is strided: kernels read rows in vectors."""
-        return native if native.strides[-1] == native.itemsize or native.shape[-1] == 1 else native.copy()
+    def contiguous(self, native: Any) -> Any:
+        """A copy of what ``ArrayInfo.native`` is, whose rows are contiguous."""
+        return native.copy()
 
     def stream(self) -> int:
         """The handle of the stream to launch on, inside `scope`."""
@@ -90,10 +87,12 @@ class Framework:
         native = (np if host else import_cupy()).empty(shape, numpy_dtype(dtype))
         return Output(native, lambda: self.export(native, like))
 
-    def output_into(self, out: Any, *, host: bool) -> Output:
-        """An output that is written to the caller's ``out``."""
-        native = self.native(out, host=host)
-        if not host or self.device(out).kind == "cpu":
+    def output_into(self, out: Any, info: ArrayInfo, *, host: bool) -> Output:
+        """An output that is written to the caller's ``out``, of which ``info`` was found."""
+        if not host:
+            return Output(info.native, lambda: out)
+        native = self.on_host(out)
+        if info.device.kind == "cpu":
             return Output(native, lambda: out)
 
         def finish() -> Any:

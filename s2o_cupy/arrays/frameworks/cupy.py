@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
-from ..place import Device, Extent
 from ..streams import cupy_scope
-from .base import Framework, is_instance
+from .base import Framework, dtype_name, is_instance
 
 __all__ = ["CupyFramework"]
 
@@ -22,19 +22,17 @@ class CupyFramework(Framework):
     def owns(self, x: Any) -> bool:
         return is_instance(x, "cupy", "ndarray")
 
-    def device(self, x: Any) -> Device:
-        return Device("cuda", x.device.id)
-
-    def extent(self, x: Any) -> Extent:
-        return Extent(x.data.ptr, x.shape, x.strides, x.itemsize)
+    def describe(self, x: Any) -> ArrayInfo:
+        device = Device("cuda", x.data.device_id)
+        return ArrayInfo(x.data.ptr, x.shape, x.strides, x.itemsize, dtype_name(x.dtype), device, x)
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         if stream is None and import_cupy().cuda.runtime.getDevice() == device.ordinal:
             return nullcontext()
         return cupy_scope(device, stream)
 
-    def native(self, x: Any, *, host: bool) -> Any:
-        return x.get() if host else x
+    def on_host(self, x: Any) -> np.ndarray:
+        return x.get()
 
     def export(self, native: Any, like: Any) -> Any:
         return import_cupy().asarray(native) if isinstance(native, np.ndarray) else native

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
-from ..place import Device, Extent
 from ..streams import cupy_scope
 from .base import Framework
 from .cupy import CupyFramework
@@ -26,23 +26,24 @@ class DlpackFramework(Framework):
     def owns(self, x: Any) -> bool:
         return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__") and not isinstance(x, np.generic)
 
-    def device(self, x: Any) -> Device:
+    imports = True
+
+    def _device(self, x: Any) -> Device:
         kind, index = x.__dlpack_device__()
         names = {1: "cpu", 3: "cpu", 2: "cuda", 13: "cuda"}  # DLPack's: CPU, pinned host; CUDA, managed
         return Device(names.get(int(kind), f"DLPack device type {int(kind)}"), int(index))
 
+    def describe(self, x: Any) -> ArrayInfo:
+        device = self._device(x)
+        if device.kind not in ("cpu", "cuda"):  # what nobody can import: refused by its device
+            return ArrayInfo(0, (), (), 1, "", device)
+        native = self._import(x, device)
+        return _framework_of(native).describe(native)._replace(device=device)
+
     def dtype(self, x: Any) -> str:
-        return self._import(x).dtype.name
+        return self.describe(x).dtype
 
-    def shape(self, x: Any) -> tuple[int, ...]:
-        return self._import(x).shape
-
-    def extent(self, x: Any) -> Extent:
-        native = self._import(x)
-        return _framework_of(native).extent(native)
-
-    def writeable(self, x: Any) -> bool:
-        native = self._import(x)
+    def writeable(self, native: Any) -> bool:
         return _framework_of(native).writeable(native)
 
     @contextmanager
@@ -53,14 +54,14 @@ class DlpackFramework(Framework):
         with cupy_scope(device, stream):  # the DLPack exchange itself orders producer and consumer
             yield
 
-    def native(self, x: Any, *, host: bool) -> Any:
-        native = self._import(x)
-        return native.get() if host and not isinstance(native, np.ndarray) else native
+    def on_host(self, x: Any) -> np.ndarray:
+        native = self._import(x, self._device(x))
+        return native if isinstance(native, np.ndarray) else native.get()
 
     def export(self, native: Any, like: Any) -> Any:
         from array_api_compat import array_namespace
 
-        if self.device(like).kind == "cuda":
+        if self._device(like).kind == "cuda":
             native = import_cupy().asarray(native)
         try:
             namespace = array_namespace(like)
@@ -70,10 +71,9 @@ class DlpackFramework(Framework):
         return native if from_dlpack is None else from_dlpack(native)
 
     def store(self, native: np.ndarray, out: Any) -> None:
-        self._import(out)[...] = import_cupy().asarray(native)
+        self._import(out, self._device(out))[...] = import_cupy().asarray(native)
 
-    def _import(self, x: Any) -> Any:
-        device = self.device(x)
+    def _import(self, x: Any, device: Device) -> Any:
         if device.kind == "cuda":
             with cupy_scope(device, None) as cupy:
                 return cupy.from_dlpack(x)

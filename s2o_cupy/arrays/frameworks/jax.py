@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
-from ..place import Device, Extent
 from ..streams import cupy_scope
-from .base import Framework, is_instance
+from .base import Framework, dtype_name, is_instance
 
 __all__ = ["JaxFramework"]
 
@@ -23,7 +23,7 @@ class JaxFramework(Framework):
     mutable = False
 
     def __init__(self) -> None:
-        self.places: dict[Any, Device] = {}  # JAX's device -> ours
+        self.devices: dict[Any, Device] = {}  # JAX's device -> ours
 
     def owns(self, x: Any) -> bool:
         return is_instance(x, "jax", "Array")
@@ -42,14 +42,14 @@ class JaxFramework(Framework):
                 "on one device (call it on each shard, x.addressable_shards[i].data)"
             )
 
-    def device(self, x: Any) -> Device:
+    def _device(self, x: Any) -> Device:
         (device,) = x.devices()
-        place = self.places.get(device)
-        if place is None:
+        known = self.devices.get(device)
+        if known is None:
             is_gpu = device.platform in ("gpu", "cuda")
-            place = Device("cuda", int(x.__dlpack_device__()[1])) if is_gpu else Device(device.platform)
-            self.places[device] = place
-        return place
+            known = Device("cuda", int(x.__dlpack_device__()[1])) if is_gpu else Device(device.platform)
+            self.devices[device] = known
+        return known
 
     @contextmanager
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> Iterator[None]:
@@ -67,18 +67,16 @@ class JaxFramework(Framework):
             finally:
                 cupy.cuda.get_current_stream().synchronize()
 
-    def native(self, x: Any, *, host: bool) -> Any:
-        if host:
-            return np.asarray(x)
+    def describe(self, x: Any) -> ArrayInfo:
+        device, dtype, size = self._device(x), dtype_name(x.dtype), x.dtype.itemsize
+        if device.kind == "cuda" and not _in_c_order(x):
+            native = import_cupy().from_dlpack(x)
+            return ArrayInfo(native.data.ptr, native.shape, native.strides, size, dtype, device, native)
         # Kernels need no more than an address, which JAX tells in a tenth of the time that an import by CuPy takes.
-        return x if _in_c_order(x) else import_cupy().from_dlpack(x)
+        return ArrayInfo(x.unsafe_buffer_pointer(), x.shape, _c_strides(x.shape, size), size, dtype, device, x)
 
-    def extent(self, x: Any) -> Extent:
-        size = x.dtype.itemsize
-        return Extent(x.unsafe_buffer_pointer(), x.shape, _c_strides(x.shape, size), size)
-
-    def contiguous_last_axis(self, native: Any) -> Any:
-        return native if self.owns(native) else super().contiguous_last_axis(native)
+    def on_host(self, x: Any) -> np.ndarray:
+        return np.asarray(x)
 
     def export(self, native: Any, like: Any) -> Any:
         import jax

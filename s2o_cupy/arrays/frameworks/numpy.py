@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..place import Device, Extent
-from .base import Framework
+from ..array_info import ArrayInfo, Device
+from .base import Framework, dtype_name
 
 __all__ = ["NumpyFramework"]
+
+CPU = Device("cpu")
 
 
 class NumpyFramework(Framework):
@@ -22,16 +24,15 @@ class NumpyFramework(Framework):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"s2o_attention: {name} is a masked array; accepted: arrays without a mask")
 
-    def device(self, x: Any) -> Device:
-        return Device("cpu")
+    def describe(self, x: Any) -> ArrayInfo:
+        x = np.asarray(x)  # of a subclass: its data
+        pointer = x.__array_interface__["data"][0]
+        return ArrayInfo(pointer, x.shape, x.strides, x.itemsize, dtype_name(x.dtype), CPU, x)
 
-    def extent(self, x: Any) -> Extent:
-        return Extent(x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize)
+    def writeable(self, native: Any) -> bool:
+        return native.flags.writeable
 
-    def writeable(self, x: Any) -> bool:
-        return x.flags.writeable
-
-    def native(self, x: Any, *, host: bool) -> Any:
+    def on_host(self, x: Any) -> np.ndarray:
         return np.asarray(x)
 
     def export(self, native: Any, like: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
-from ..place import Device, Extent
 from ..streams import stream_handle
 from ..torch_streams import in_use_until_now
 from .base import Framework, Output, is_instance, numpy_dtype
@@ -29,21 +29,27 @@ class TorchFramework(Framework):
 
         if x.layout != torch.strided:
             raise TypeError(f"s2o_attention: {name} is {x.layout}; accepted: dense tensors (.to_dense())")
+        if x.is_nested:
+            raise TypeError(f"s2o_attention: {name} is a nested tensor; accepted: dense tensors")
+        if x.is_neg():  # kernels read memory, which holds the other sign
+            raise TypeError(
+                f"s2o_attention: {name} is a view with its negative bit set; accepted: {name}.resolve_neg()"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
                 f"call it under torch.no_grad(), or pass {name}.detach()"
             )
 
-    def device(self, x: Any) -> Device:
-        return place_of(x.device)
+    def describe(self, x: Any) -> ArrayInfo:
+        if x.requires_grad:  # refused by check() where it would matter
+            x = x.detach()
+        size, dtype = x.element_size(), torch_dtype_name(x.dtype)
+        strides = byte_strides(x.stride(), size)
+        return ArrayInfo(x.data_ptr(), tuple(x.shape), strides, size, dtype, device_of(x.device), x)
 
     def dtype(self, x: Any) -> str:
         return torch_dtype_name(x.dtype)
-
-    def extent(self, x: Any) -> Extent:
-        size = x.element_size()
-        return Extent(x.data_ptr(), x.shape, byte_strides(x.stride(), size), size)
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
         import torch
@@ -102,10 +108,8 @@ class TorchFramework(Framework):
 
         return allocate
 
-    def contiguous_last_axis(self, native: Any) -> Any:
-        if isinstance(native, np.ndarray):
-            return super().contiguous_last_axis(native)
-        return native if native.stride(-1) == 1 or native.shape[-1] == 1 else native.contiguous()
+    def contiguous(self, native: Any) -> Any:
+        return native.contiguous()
 
     def fill(self, native: Any, value: float) -> None:
         if isinstance(native, np.ndarray):
@@ -113,14 +117,10 @@ class TorchFramework(Framework):
         else:
             native.fill_(value)
 
-    def native(self, x: Any, *, host: bool) -> Any:
-        if x.requires_grad:  # refused by check() where it would matter
-            x = x.detach()
-        if not host:
-            return x
+    def on_host(self, x: Any) -> np.ndarray:
         import torch
 
-        x = x.cpu()
+        x = x.detach().cpu()
         if x.dtype == torch.bfloat16:  # NumPy imports none: carry the bits as int16
             return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
         return x.numpy()
@@ -144,11 +144,11 @@ class TorchFramework(Framework):
         out = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
         if not host:
             return Output(out, lambda: out)
-        return self.output_into(out, host=host)
+        return self.output_into(out, self.describe(out), host=host)
 
 
 @functools.lru_cache
-def place_of(device: Any) -> Device:
+def device_of(device: Any) -> Device:
     return Device(device.type, device.index or 0)
 
 

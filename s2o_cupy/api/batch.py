@@ -1,0 +1,226 @@
+"""What a call is: rows of q, rows or pages of k and v, and the lengths of each sequence.
+
+Three forms of q, k and v come in: batched, (batch, heads, seqlen, head_dim) in a layout; packed, (total, heads,
+head_dim), one sequence behind the other; and paged, keys and values in the pages of a cache. All become *parts*:
+neighbouring sequences that pose one problem. A Batch is known by shapes, strides, dtypes, lengths and options alone, so
+the calls of a model's layers share one; no array is looked into.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..arrays.operand import axes
+from ..caches import remembered
+from ..problem import Problem, Shape, validate
+from ..spec import S2OConfig
+from .lengths import (
+    check_lengths,
+    check_packed_keys,
+    check_packed_queries,
+    check_packed_shapes,
+    check_paged_shapes,
+    paged_lengths,
+)  # fmt: skip
+
+__all__ = ["Batch", "Part", "batched", "packed", "paged"]
+
+# A layout of pages -> the same order of axes as one of q, k and v, with pages for the batch.
+PAGE_LAYOUTS = {"NHD": "BSHD", "HND": "BHSD"}
+
+Form = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in bytes, dtype
+Axes = tuple[tuple[int, int, int, int], tuple[int, int, int]]  # shape and strides of an Operand
+
+
+class Part(NamedTuple):
+    """Sequences ``first`` to ``end``, half-open, that pose one problem, and where their rows begin."""
+
+    first: int
+    end: int
+    begin_q: int  # in a packed q
+    begin_k: int  # in packed k and v
+    problem: Problem
+
+    @property
+    def rows_q(self) -> slice:
+        return slice(self.begin_q, self.begin_q + self.problem.seqlen_q)
+
+    @property
+    def rows_k(self) -> slice:
+        return slice(self.begin_k, self.begin_k + self.problem.seqlen_k)
+
+    @property
+    def sequences(self) -> slice:
+        return slice(self.first, self.end)
+
+
+class Batch:
+    """What a call is. One object for all calls of one kind, which is what caches know it by."""
+
+    def __init__(
+        self, parts: list[Part], whole: Problem, config: S2OConfig, forms: tuple[Form, ...], *, layout: str,
+        packed: bool = False, page_layout: str | None = None,
+    ) -> None:  # fmt: skip
+        # A problem without a query, or without a key, leaves nothing to compute.
+        self.all_parts = tuple(parts)
+        self.parts = tuple(x for x in parts if not (x.problem.empty or x.problem.seqlen_k == 0))
+        self.idle = tuple(x for x in parts if x.problem.empty or x.problem.seqlen_k == 0)
+        self.whole = whole  # of all sequences, as if they were as long as the longest
+        self.config = config
+        self.packed = packed  # q lies one sequence behind the other, as k and v do where they are not paged
+        self.layout = layout
+        self.paged = page_layout is not None
+        self.page_layout = page_layout or layout
+        # Of q, k and v: rows with gaps between their elements, which kernels do not read.
+        self.copied = tuple(shape[-1] > 1 and strides[-1] != _itemsize(dtype) for shape, strides, dtype in forms[:3])
+        self.shape_q, shape_k = forms[0][0], forms[1][0]
+        self.total_q = self.shape_q[0] if packed else 0
+        self.total_k = shape_k[0] if packed and not self.paged else 0
+        self._forms = forms
+
+    @property
+    def alone(self) -> bool:
+        """Whether one problem is all there is: q, k and v are used whole."""
+        return len(self.all_parts) == 1 and not self.packed
+
+    @property
+    def lse_shape(self) -> Shape:
+        if self.packed:
+            return self.whole.heads, self.total_q
+        rows = (self.whole.batch, self.whole.heads, self.whole.seqlen_q)
+        return rows[4 - len(self.shape_q) :]
+
+    def axes(self) -> tuple[Axes, Axes, Axes, Axes]:
+        """Shapes and strides of the operands q, k, v and of an output in C order."""
+        if self._axes is None:
+            (q, q_strides, dtype), (k, k_strides, _), (v, v_strides, _) = self._forms[:3]
+            size = _itemsize(dtype)
+            out_strides = tuple(size * math.prod(q[axis + 1 :]) for axis in range(len(q)))
+            self._axes = (
+                axes(q, q_strides, self.layout, size),
+                axes(k, k_strides, self.page_layout, size),
+                axes(v, v_strides, self.page_layout, size),
+                axes(q, out_strides, self.layout, size),
+            )
+        return self._axes
+
+    _axes: tuple[Axes, Axes, Axes, Axes] | None = None
+
+    def of_forms(self, forms: tuple[Form, ...]) -> Batch:
+        """The same call on arrays that lie in memory in another way."""
+        other = copy.copy(self)
+        other._forms, other._axes, other.copied = forms, None, (False,) * 3
+        return other
+
+
+def _itemsize(dtype: str) -> int:
+    return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+
+
+def batched(
+    q: Form, k: Form, v: Form, config: S2OConfig, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any
+) -> Batch:
+    """q, k and v in ``layout``: one problem."""
+    forms = (q, k, v)
+    problem = validate(
+        [x[0] for x in forms], [x[2] for x in forms], config=config, backend=backend, layout=layout,
+        is_causal=is_causal, scale=scale, softcap=softcap,
+    )  # fmt: skip
+    return Batch([Part(0, problem.batch, 0, 0, problem)], problem, config, forms, layout=layout)
+
+
+def packed(
+    q: Form, k: Form, v: Form, starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None, config: S2OConfig,
+    backend: str, is_causal: Any, scale: Any, softcap: Any,
+) -> Batch:  # fmt: skip
+    """Sequences packed one behind the other, in q and in k and v."""
+    function, forms = "s2o_attention_varlen", (q, k, v)
+    base = check_packed_shapes(
+        function, [x[0] for x in forms], [x[2] for x in forms], config, backend, is_causal, scale, softcap
+    )
+    check_packed_queries(function, starts_q, q[0][0])
+    if starts_k is None:
+        starts_k = starts_q
+        if k[0][0] != q[0][0]:
+            raise ValueError(
+                f"{function}: cu_seqlens_k is None, but q has {q[0][0]} rows and k {k[0][0]}; "
+                "accepted: None only for sequences with as many keys as queries"
+            )
+    else:
+        check_packed_keys(function, starts_q, starts_k, k[0][0])
+    lengths = [end - begin for begin, end in itertools.pairwise(starts_k)]
+    parts = _one_each(function, base, starts_q, starts_k[:-1], lengths)
+    return Batch(parts, base, config, forms, layout="BSHD", packed=True)
+
+
+def paged(
+    q: Form, k_pages: Form, v_pages: Form, page_table: Form, starts_q: tuple[int, ...] | None,
+    seqlen_k: int | tuple[int, ...], config: S2OConfig, backend: str, layout: Any, is_causal: Any, scale: Any,
+    softcap: Any,
+) -> Batch:  # fmt: skip
+    """Keys and values in the pages of a cache; q batched, or packed if ``starts_q`` is given."""
+    function, forms = "s2o_attention_paged", (q, k_pages, v_pages, page_table)
+    check_paged_shapes([x[0] for x in forms], [x[2] for x in forms], layout, packed=starts_q is not None)
+    lengths = paged_lengths(seqlen_k, *(x[0] for x in forms[1::2]), layout)
+    kv_heads, head_dim = k_pages[0][2 if layout == "NHD" else 1], k_pages[0][3]
+    dtypes = [q[2]] * 3
+    if starts_q is not None:
+        of_k = (0, kv_heads, head_dim)
+        base = check_packed_shapes(function, [q[0], of_k, of_k], dtypes, config, backend, is_causal, scale, softcap)
+        check_packed_queries(function, starts_q, q[0][0], batch=len(lengths))
+        parts = _one_each(function, base, starts_q, [0] * len(lengths), lengths)
+        return Batch(parts, base, config, forms, layout="BSHD", packed=True, page_layout=PAGE_LAYOUTS[layout])
+
+    longest = max(lengths, default=q[0][2])  # of no sequence: as long as it takes to be accepted
+    problems = {}
+    for length in {longest, *lengths}:
+        of_k = (q[0][0], kv_heads, length, head_dim)
+        problems[length] = validate(
+            (q[0], of_k, of_k), dtypes, config=config, backend=backend, is_causal=is_causal, scale=scale,
+            softcap=softcap,
+        )  # fmt: skip
+    parts, first = [], 0
+    for length, same in itertools.groupby(lengths):  # neighbours of one length
+        end = first + len(list(same))
+        parts.append(Part(first, end, 0, 0, replace(problems[length], batch=end - first)))
+        first = end
+    return Batch(parts, problems[longest], config, forms, layout="BHSD", page_layout=PAGE_LAYOUTS[layout])
+
+
+def _one_each(
+    function: str, base: Problem, starts_q: tuple[int, ...], begins_k: Any, lengths_k: list[int]
+) -> list[Part]:
+    """A part for each sequence of a packed q; sequences of the same lengths share a problem."""
+    problems: dict[tuple[int, int], Problem] = {}
+    parts = []
+    each = zip(itertools.pairwise(starts_q), begins_k, lengths_k, strict=True)
+    for i, ((begin_q, end_q), begin_k, length_k) in enumerate(each):
+        lengths = end_q - begin_q, length_k
+        if lengths not in problems:
+            check_lengths(function, i, *lengths, base.is_causal)
+            problems[lengths] = replace(base, seqlen_q=lengths[0], seqlen_k=lengths[1])
+        parts.append(Part(i, i + 1, begin_q, begin_k, problems[lengths]))
+    return parts
+
+
+def _or_a_better_error(build: Callable[..., Batch]) -> Callable[..., Batch]:
+    """``build``, remembered. What is not hashable is not accepted either, and has better words there."""
+    known = remembered(build)
+
+    def found(*arguments: Any) -> Batch:
+        try:
+            return known(*arguments)
+        except TypeError:
+            return build(*arguments)
+
+    return found
+
+
+batched = _or_a_better_error(batched)
+packed = _or_a_better_error(packed)
+paged = _or_a_better_error(paged)

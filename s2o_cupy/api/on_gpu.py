@@ -1,0 +1,126 @@
+"""The GPU backend: each part of a call where its rows lie, through the CUDA pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..arrays.array_info import ArrayInfo
+from ..arrays.frameworks.base import Framework
+from ..arrays.lazy_cupy import import_cupy
+from ..arrays.operand import ENTRY_BYTES, Operand, Paging, address, operand
+from ..caches import remembered
+from ..plan.launch_plan import is_dense
+from ..plan.packed_table import PackedTable
+from ..plan.rounds import MAX_GRID
+from ..stats import NOTHING_RAN, Ran
+from .batch import Batch, Part
+
+if TYPE_CHECKING:
+    from ..plan.launches import KeySums
+
+__all__ = ["run"]
+
+LSE_BYTES = 4
+
+
+def run(
+    batch: Batch,
+    framework: Framework,
+    infos: Sequence[ArrayInfo],
+    o: ArrayInfo | Any,
+    lse: Any,
+    visited: Sequence[Any] | None,
+    *,
+    await_keys: Callable[[], None] | None = None,
+    sums: KeySums | None = None,
+) -> list[Ran]:
+    """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is known
+    of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed call, or
+    that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran for each
+    part."""
+    import_cupy()
+    from ..cuda import pipeline
+
+    of_q, of_k, of_v, of_out = batch.axes()
+    q, k, v = (Operand(x.pointer, *of) for x, of in zip(infos, (of_q, of_k, of_v), strict=False))
+    out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
+    paging = None
+    if batch.paged:
+        table = infos[3]
+        paging = Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+    stream, memory = framework.stream(), framework.memory(infos[0].native) or pipeline.allocate
+    to_visit = [] if visited is None else [address(x) for x in visited]
+    config = batch.config
+    if batch.alone:
+        problem = batch.parts[0].problem
+        if paging is not None:
+            paging = paging.sequences(0, problem.batch)
+        plan = pipeline.run(
+            (q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, config,
+            stream=stream, paging=paging, memory=memory, await_keys=await_keys, sums=sums,
+        )  # fmt: skip
+        return [(plan.path, plan.path_reason)]
+
+    first_lse = address(lse)
+    ran = [NOTHING_RAN] * len(batch.parts)
+    together, packed_table, in_turn = _together(batch)
+    launch = None
+    if packed_table is not None:
+        from ..cuda import packed
+
+        if packed.fits((q, k, v, out), packed_table):
+            launch = packed.prepare((q, k, v, out), packed_table, config, paging)  # before any other is launched
+        else:
+            in_turn = list(range(len(batch.parts)))
+    if in_turn:
+        calls = [_call(batch, batch.parts[i], (q, k, v, out), paging, first_lse, to_visit) for i in in_turn]
+        plans = pipeline.run_in_turn(calls, config, lse_stride=out.shape[2], stream=stream, memory=memory)
+        for i, plan in zip(in_turn, plans, strict=True):
+            ran[i] = (plan.path, plan.path_reason)
+    if packed_table is not None and launch is not None:
+        launch.run((q, k, v, out), packed_table, first_lse, stream=stream, memory=memory)
+        for i in together:
+            ran[i] = (launch.plan.path, launch.plan.path_reason)
+            if to_visit:
+                part = batch.parts[i]
+                pipeline.write_every_tile(to_visit[part.first], part.problem, config, stream)
+    return ran
+
+
+def _call(
+    batch: Batch, part: Part, operands: tuple[Operand, ...], paging: Paging | None, lse: int, to_visit: Sequence[int]
+) -> Any:
+    """One part's own problem for `pipeline.run_in_turn`."""
+    from ..cuda import pipeline
+
+    q, k, v, out = operands
+    if batch.packed:
+        rows = (part.begin_q, part.begin_q + part.problem.seqlen_q)
+        q, out, before = q.rows(*rows), out.rows(*rows), part.begin_q
+        if paging is None:
+            k, v = (x.rows(part.begin_k, part.begin_k + part.problem.seqlen_k) for x in (k, v))
+    else:
+        before = part.first * q.shape[1] * q.shape[2]
+        q, out = (x.sequences(part.first, part.end) for x in (q, out))
+    if paging is not None:
+        paging = paging.sequences(part.first, part.end)
+    visited = to_visit[part.first] if to_visit else 0
+    return pipeline.Call((q, k, v, out), lse and lse + LSE_BYTES * before, visited, part.problem, paging)
+
+
+@remembered
+def _together(batch: Batch) -> tuple[list[int], PackedTable | None, list[int]]:
+    """Parts that may share launches, their table, and the others. The first are those of a packed q that are attended
+    densely, if 32 bits hold their rows and q tiles."""
+    parts = batch.parts
+    alone = list(range(len(parts)))
+    if not batch.packed or max(batch.total_q * batch.whole.heads, batch.total_k) > MAX_GRID:
+        return [], None, alone
+    together = [i for i in alone if is_dense(parts[i].problem, batch.config)]
+    if not together:
+        return [], None, alone
+    # Where a sequence's keys begin: among the packed ones, or the row of the page table that names its pages.
+    begins = [(x.begin_q, x.first if batch.paged else x.begin_k) for x in (parts[i] for i in together)]
+    table = PackedTable(begins, [parts[i].problem for i in together])
+    return together, table, [i for i in alone if i not in set(together)]

@@ -1,0 +1,27 @@
+"""A GPU that is not there: NumPy arrays claim to be on it, and a module stands for the CUDA pipeline."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+
+import s2o_cupy.cuda
+from s2o_cupy.arrays.array_info import Device
+from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
+
+
+def pretend_gpu(monkeypatch: Any, **pipeline: Any) -> None:
+    """``pipeline``: what the module s2o_cupy.cuda.pipeline has."""
+    module: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
+    module.__dict__.update({"allocate": None, "Call": lambda *fields: fields, **pipeline})
+    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", module)
+    monkeypatch.setattr(s2o_cupy.cuda, "pipeline", module, raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
+    describe = NumpyFramework.describe
+    on_gpu = Device("cuda", 0)
+    monkeypatch.setattr(NumpyFramework, "describe", lambda self, x: describe(self, x)._replace(device=on_gpu))
