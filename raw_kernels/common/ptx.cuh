@@ -143,6 +143,7 @@ __device__ __forceinline__ float2 load_floats_or_zeros(const float2* global, boo
 struct Float16 {
   static constexpr uint32 kExponentMask = 0x7c007c00u;  // both halves of a packed pair
   static constexpr bool kWide = false;                   // the exponents of float32
+  static constexpr float kLargest = 65504.f;             // finite
   static constexpr int kPartBits = 11;  // times 2^11, what rounding leaves of a float32 is in range again
 
   static __device__ __forceinline__ uint32 pack(float low, float high) {

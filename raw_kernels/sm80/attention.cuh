@@ -6,6 +6,7 @@
 // makes both the row-wise writes and ldmatrix's column-wise reads free of bank conflicts.
 #pragma once
 #include "common/attention_params.cuh"
+#include "common/keep_finite.cuh"
 #include "common/ptx.cuh"
 
 namespace s2o {
@@ -524,6 +525,8 @@ struct AttentionTile {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = row(i, h), position = query(r);
+        keep_finite<Element, Traits::kDimTiles * 2>(
+            [&](int e) -> float& { return acc[i][e / 2][2 * h + e % 2]; }, l[i][h]);
         const float inverse = l[i][h] == 0.f ? 0.f : 1.f / l[i][h];
         if (position >= 0 && lane % 4 == 0) {
           if (kKeepState) params.state[state_row + position] = make_float2(m[i][h], l[i][h]);

@@ -1,5 +1,6 @@
 // The Hopper tile's consumers: two warpgroups of 64 query rows each, products by wgmma and online softmax.
 #pragma once
+#include "common/keep_finite.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/q_tiles.cuh"
 
@@ -19,7 +20,7 @@ struct Consumer : Softmax<Traits> {
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
   using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
   using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax, Softmax<Traits>::stop_check;
-  using Softmax<Traits>::start_empty, Softmax<Traits>::mind;
+  using Softmax<Traits>::start_empty;
 
   float acc[kDimTiles * 4];  // [rows, dims] of this thread
   uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
@@ -268,7 +269,6 @@ struct Consumer : Softmax<Traits> {
     start_empty();
     wgmma_wait<0>();
     release_k();
-    mind(q_tile_at(nth).rows);
     softmax<true>(q_tile_at(nth).limit);
     holds_output = false;
     pack();
@@ -294,7 +294,6 @@ struct Consumer : Softmax<Traits> {
       start_empty();
       wgmma_wait<1>();
       release_k();
-      mind(q_tile_at(nth).rows);
       softmax<true>(q_tile_at(nth).limit);
       wgmma_wait<0>();
       release_v();
@@ -467,6 +466,7 @@ struct Consumer : Softmax<Traits> {
     uint16* out = params.out.at(tile.batch, tile.head_in_batch);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      keep_finite<Element, kDimTiles * 2>([&](int i) -> float& { return acc[i / 2 * 4 + 2 * h + i % 2]; }, final_l[h]);
       const float inverse = final_l[h] == 0.f ? 0.f : 1.f / final_l[h];
       if (position[h] >= 0 && lane % 4 == 0) {
         if (kFirst && params.state) params.state[state_row + position[h]] = make_float2(final_m[h], final_l[h]);

@@ -54,13 +54,12 @@ struct NextTile {
   int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
 };
 
-template <class Element_, int kHeadDim_, int kStages_, bool kPaged_, bool kPacked_ = false>
+template <class Element_, int kHeadDim_, int kStages_, bool kPaged_>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
-  static constexpr bool kPacked = kPacked_;   // rows past a sequence's own are another's
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
   // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile.

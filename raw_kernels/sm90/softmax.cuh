@@ -12,16 +12,15 @@ struct Softmax {
   static constexpr int kBlockN = Traits::kBlockN, kKeyTiles = kBlockN / 8;
 
   float s[kKeyTiles * 4];    // [rows, keys]: scores, then weights
-  float m[2], l[2];          // as in attention.cuh: l up to the last look, the same in a quad; m as of its last move
+  float m[2], l[2];          // [rows] running maximum, as of its last move; sum up to the last stop check, of the quad
   float mass[2];             // this thread's part of the sum since then
-  float rescale_by[2];           // what the new maximum makes of the output so far
+  float rescale_by[2];       // what the new maximum makes of the output so far
   float ceiling[2];          // pass 2: m need not move for unscaled scores up to this
-  bool settled;              // pass 2, of the warp's rows: bits of scores compare with bits of ceilings
+  bool settled;              // pass 2: every row of the warp has such a ceiling
 
   static constexpr float kLarge = 4194304.f;  // 2^22, see weigh
-  float large_from[2];       // kPacked: the same; infinite for a row of another sequence, which is to change nothing
-  // Pass 2: weights may be up to 2^kHeadroom, and where m is negative up to 2^kDepth: finite in Element, and in float32 also
-  // a million of them times values of up to 2^70.
+  // Pass 2: weights may be up to 2^kHeadroom, and where m is negative up to 2^kDepth: finite in Element, and in float32
+  // also a million of them times values of up to 2^70.
   static constexpr float kHeadroom = 14.f, kDepth = Element::kWide ? 30.f : 14.f;
   static constexpr int kEarly = 4;  // key tiles of 8 whose weights are under way while scores are compared
 
@@ -40,13 +39,6 @@ struct Softmax {
       l[h] = mass[h] = 0.f;
     }
   }
-  // The first `rows` rows of the q tile are its own.
-  __device__ __forceinline__ void mind(int rows) {
-    if constexpr (Traits::kPacked) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) large_from[h] = first_row + 8 * h < rows ? kLarge : infinity();
-    }
-  }
   // Turns scores into weights and moves m and mass to the new maximum. Row r sees `limit` keys of this tile, or
   // `limit + r` with kCausal.
   template <bool kCausal>
@@ -58,8 +50,8 @@ struct Softmax {
 
   // The same in pass 2 after a q tile's first keys. The most important ones came first, so m is all but settled: it stays
   // where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a time and
-  // without asking the row's other threads, while the first weights are under way. True if m has moved, and with it
-  // `rescale_by`.
+  // without asking the row's other threads, while the first weights are under way. True if m has moved in a row of the
+  // warp; then `rescale_by` says by how much, and is 1 in the others.
   __device__ __forceinline__ bool settled_softmax(int limit) {
     cap();
     mask<false>(limit);
@@ -77,7 +69,7 @@ struct Softmax {
       above |= top != highest;
     }
     if (__any_sync(kFullWarp, above)) {
-      weigh<true>();
+      weigh<true, true>();
       return true;
     }
 #pragma unroll
@@ -119,8 +111,15 @@ struct Softmax {
       to[2 * h + 1] = y;
     }
   }
-  // Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow.
-  template <bool kSettles>
+  // Does a row with this m have a ceiling? Neither far below 0 nor where weigh rounds products first.
+  static __device__ __forceinline__ bool settles(float m) { return m >= -kDepth && m <= kLarge; }
+
+  // Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow. kSettled:
+  // m stays in rows that have a ceiling and no score above it.
+  //
+  // A vote of the warp only says which code runs: what becomes of a row depends on its own scores alone, and the same bits
+  // come out whichever code it is. Else a key that only later rows see would change how an earlier one is rounded.
+  template <bool kSettles, bool kSettled = false>
   __device__ __forceinline__ void weigh() {
     float top[2][4];  // four partial maxima, for the same reason
 #pragma unroll
@@ -133,30 +132,37 @@ struct Softmax {
       for (int h = 0; h < 2; ++h)
         top[h][j % 4] = fmaxf(top[h][j % 4], fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
     float scale = params.scale_log2, base[2];
-    bool large = false, deep = false;
+    bool large[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
-      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-      x = fmaxf(m[h], x * scale);
+      float highest = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
+      highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2));
+      const bool stays = kSettled && settles(m[h]) && highest <= ceiling[h];
+      const float x = stays ? m[h] : fmaxf(m[h], highest * scale);
       base[h] = x == -infinity() ? 0.f : x;
       rescale_by[h] = exp2_approx(m[h] - base[h]);
       m[h] = x;
       l[h] *= rescale_by[h];
-      large |= fabsf(base[h]) > (Traits::kPacked ? large_from[h] : kLarge);
-      if constexpr (kSettles) {
-        deep |= !(x >= -kDepth);
-        ceiling[h] = fmaxf(__fdividef(x + kHeadroom, scale), 0.f);  // not negative: then bits compare like numbers
-      }
+      large[h] = fabsf(base[h]) > kLarge;
+      // Not negative: then bits compare like numbers.
+      if constexpr (kSettles) ceiling[h] = fmaxf(__fdividef(x + kHeadroom, scale), 0.f);
     }
+    if constexpr (kSettles) settled = __all_sync(kFullWarp, settles(m[0]) && settles(m[1]));
     // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
-    // the product is rounded first, so that the weight of the maximum is exactly 1.
-    large = __any_sync(kFullWarp, large);
-    if constexpr (kSettles) settled = !__any_sync(kFullWarp, large || deep);
-    if (large) {
+    // the product is rounded first, so that the weight of the maximum is exactly 1. The warp's other rows get here what
+    // the one instruction gives them; for all of them it then computes s * 1 - 0.
+    if (__any_sync(kFullWarp, large[0] || large[1])) {
 #pragma unroll
-      for (int i = 0; i < kKeyTiles * 4; ++i) s[i] *= scale;
+      for (int h = 0; h < 2; ++h) {
+        const float before = large[h] ? scale : 1.f, after = large[h] ? 1.f : scale;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; ++e)
+            s[j * 4 + e] = fmaf(__fmul_rn(s[j * 4 + e], before), after, -base[h]);
+        base[h] = 0.f;
+      }
       scale = 1.f;
     }
     float sum[2][4] = {};
@@ -166,7 +172,7 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) mass[h] = mass[h] * rescale_by[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
   }
 
-  // Adds the mass since the last look to l; true if it is less than tau of l in each of the first `rows` rows.
+  // Adds the mass since the last stop check to l; true if it is less than tau of l in each of the first `rows` rows.
   __device__ __forceinline__ bool stop_check(int rows) {
     bool small = true;
 #pragma unroll

@@ -33,7 +33,7 @@ class _Family:
 
 
 _ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {step}, {paged}>"
-_HOPPER_TRAITS = "sm90::Traits<{{element}}, {{head_dim}}, {{stages}}, {{paged}}, {packed}>"
+_HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
 FAMILIES = {
     **{
         name: _Family(source, type, 128, "256 / {threads}", _ATTENTION_TRAITS)
@@ -44,12 +44,12 @@ FAMILIES = {
         )
     },
     **{
-        name: _Family(f"sm90/{source}.cu", type, 384, 1, _HOPPER_TRAITS.format(packed=packed), "sm_90a")
-        for name, source, type, packed in (
-            ("pass1_sm90", "pass1", "MappedAttentionParams", "false"),
-            ("pass1_packed_sm90", "pass1", "MappedPackedAttentionParams", "true"),
-            ("pass1_gathered_sm90", "pass1_gathered", "AttentionParams", "false"),
-            ("pass2_sm90", "pass2", "AttentionParams", "false"),
+        name: _Family(f"sm90/{source}.cu", type, 384, 1, _HOPPER_TRAITS, "sm_90a")
+        for name, source, type in (
+            ("pass1_sm90", "pass1", "MappedAttentionParams"),
+            ("pass1_packed_sm90", "pass1", "MappedPackedAttentionParams"),
+            ("pass1_gathered_sm90", "pass1_gathered", "AttentionParams"),
+            ("pass2_sm90", "pass2", "AttentionParams"),
         )
     },
     **{

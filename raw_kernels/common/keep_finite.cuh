@@ -1,0 +1,28 @@
+// Outputs that stay finite where all values are.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace s2o {
+
+// An output is a mean of values, weighted with p / l, and no larger than the largest of them. But p is rounded to 16 bits
+// for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l. Where values
+// are 65504, the largest float16, such a mean would round to infinity; here it becomes 65504. An infinity among the values
+// that the row sees makes acc infinite in float32 already, where no sum of finite values comes near, and stays. Of
+// bfloat16, which reaches as far as float32 does, nothing is done.
+//
+//   element(i): element i < kElements of this thread's part of a row's acc; l: the row's sum of weights
+template <class Element, int kElements, class Row>
+__device__ __forceinline__ void keep_finite(const Row& element, float l) {
+  if constexpr (!Element::kWide) {
+    const float most = Element::kLargest * l;
+    float sum[4] = {};  // no less than the largest, and an addition takes half a maximum's time
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) sum[i % 4] += fabsf(element(i));
+    if ((sum[0] + sum[1]) + (sum[2] + sum[3]) <= most) return;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i)
+      if (fabsf(element(i)) < infinity()) element(i) = fminf(fmaxf(element(i), -most), most);
+  }
+}
+
+}  // namespace s2o
