@@ -102,14 +102,22 @@ def test_info():
 
 
 def test_info_imports_no_framework():
-    code = "import sys; from s2o_cupy import info; info.gather(); print('torch' in sys.modules, 'jax' in sys.modules)"
+    code = """
+import sys
+from s2o_cupy.tools import info
+info.gather()
+print('torch' in sys.modules, 'jax' in sys.modules)
+"""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
 
 
 def test_info_names_the_cache_folder(tmp_path):
     found = json.loads(s2o("info", "--json", CUPY_CACHE_DIR=str(tmp_path)).stdout)
-    assert found["cache_folder"] == str(tmp_path)
+    assert (found["cache_folder"], found["cache_problem"]) == (str(tmp_path / "s2o_cupy"), None)
+    (tmp_path / "file").write_text("")
+    found = json.loads(s2o("info", "--json", S2O_CACHE_DIR=str(tmp_path / "file" / "folder")).stdout)
+    assert found["cache_problem"] == "Not a directory"
 
 
 @pytest.mark.parametrize("broken", [None, "module"])
@@ -155,27 +163,57 @@ def compiled(**changes):
         ([], cli.FOUND),  # nothing compiled is no success
     ],
 )
-def test_compile_judges(monkeypatch, capsys, results, status):
+def test_compile_judges(monkeypatch, capsys, tmp_path, results, status):
     asked = []
 
-    def compile_all(architectures, progress):
-        asked.extend(architectures)
+    def compile_all(architectures, progress, dtypes, head_dims):
+        asked.extend((*architectures, dtypes, head_dims))
         progress(1, 1)
         return results
 
     monkeypatch.setattr(compiler, "compile_all", compile_all)
+    monkeypatch.setenv("S2O_CACHE_DIR", str(tmp_path))
     assert cli.main(["compile", "--arch", "sm_90a, sm_80", "--json"]) == status
-    assert asked == ["sm_90a", "sm_80"]
+    assert asked == ["sm_90a", "sm_80", None, None]
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] == (status == cli.OK)
     assert len(found["kernels"]) == len(results)
+    assert (found["cache_folder"], found["cache_problem"]) == (str(tmp_path), None)
 
     assert cli.main(["compile", "--arch", "sm_90a"]) == status
     text = capsys.readouterr().out
+    assert f"kept for calls in {tmp_path}" in text
     assert ("C7510" in text) == any(kernel.warnings for kernel in results)
     assert ("pass2" in text) == (status == cli.FOUND and bool(results))  # only kernels at fault are listed
     assert cli.main(["compile", "--arch", "sm_90a", "--all"]) == status
     assert all(kernel.name in capsys.readouterr().out for kernel in results[:1])
+
+
+def test_compile_of_one_dtype_and_size(monkeypatch, capsys):
+    """Head sizes that share kernels are one; without --arch it is for the GPUs here, or for every one without."""
+    asked = []
+
+    def compile_all(architectures, progress, dtypes, head_dims):
+        asked.append((list(architectures), dtypes, head_dims))
+        return [compiled()]
+
+    monkeypatch.setattr(compiler, "compile_all", compile_all)
+    monkeypatch.setattr(compiler, "local_architectures", lambda: ["sm_90a"])
+    assert cli.main(["compile", "--dtype", "float16", "--head-dim", "80"]) == cli.OK
+    monkeypatch.setattr(compiler, "local_architectures", list)
+    assert cli.main(["compile", "--head-dim", "256"]) == cli.OK
+    assert asked == [(["sm_90a"], ["float16"], [128]), (list(compiler.ARCHITECTURES), None, [256])]
+    for head_dim in ("0", "257"):
+        assert cli.main(["compile", "--head-dim", head_dim]) == cli.UNABLE
+        assert f"--head-dim is {head_dim}; accepted: 1 to 256" in capsys.readouterr().err
+
+
+def test_compile_says_where_nothing_can_be_kept(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("S2O_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr(compiler, "compile_all", lambda *asked, **options: [compiled()])
+    assert cli.main(["compile"]) == cli.OK
+    assert "not kept for calls: Not a directory" in capsys.readouterr().out
 
 
 def test_compile_without_cupy(monkeypatch, capsys):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from s2o_cupy.cuda.graphs import GRAPHS, GraphCache
+from s2o_cupy.cuda import graphs
+from s2o_cupy.cuda.graphs import ATTEMPTS, GRAPHS, GraphCache
 
 STREAM = 7  # a caller's
 
@@ -71,14 +72,29 @@ class Cuda:
 
 @pytest.fixture
 def cuda():
-    return Cuda()
+    graphs.forget_graphs()
+    yield Cuda()
+    graphs.forget_graphs()
+
+
+def kept():
+    """Keys of all prepared calls."""
+    return len(graphs._graphs)
 
 
 @pytest.fixture
-def call(cuda):
-    """call(addresses, stream=...): run it and check that its work is done once, in order, on the stream."""
-    replay = GraphCache(cuda)
+def prepared(cuda):
+    """prepared() -> call; call(addresses, stream=...): run it and check that its work is done once, in order, on the
+    stream. It returns what was said of graphs."""
+    return lambda: make_call(cuda, GraphCache(cuda))
 
+
+@pytest.fixture
+def call(prepared):
+    return prepared()
+
+
+def make_call(cuda, replay):
     def call(*addresses, stream=STREAM):
         before = len(cuda.done)
 
@@ -89,22 +105,23 @@ def call(cuda):
                 if into != stream:
                     cuda.maybe_fail("launch")
 
-        replay.run(addresses, stream, launch)
+        said = replay.run(addresses, stream, launch)
         expected = [(stream, (step, addresses)) for step in ("memset", "kernel", "kernel")]
         assert cuda.done[before:] == expected
         assert not cuda.captured
+        return said
 
     call.replay, call.launches = replay, 0
     return call
 
 
 def test_first_launched_then_captured_then_replayed(cuda, call):
-    call(1, 2)
+    assert call(1, 2) == "launched"
     assert (call.launches, len(cuda.graphs), cuda.replays) == (1, 0, 0)
-    call(1, 2)
+    assert call(1, 2) == "replayed"
     assert (call.launches, len(cuda.graphs), cuda.replays) == (2, 1, 1)
     for repeat in range(3, 10):
-        call(1, 2)
+        assert call(1, 2) == "replayed"
         assert (call.launches, len(cuda.graphs), cuda.replays) == (2, 1, repeat - 1)
 
 
@@ -123,29 +140,59 @@ def test_another_stream_is_another_graph(cuda, call, monkeypatch):
     assert (len(cuda.graphs), cuda.replays) == (2, 4)
 
 
-def test_the_least_recently_used_is_dropped(cuda, call):
-    for i in range(GRAPHS):
-        for _ in range(2):
-            call(i)
-    call(0)
-    assert (len(cuda.graphs), cuda.replays) == (GRAPHS, GRAPHS + 1)
-    call(GRAPHS)  # in place of 1, although it came only once
-    assert len(call.replay.graphs) == GRAPHS
-    launches = call.launches
-    for i in (0, *range(2, GRAPHS)):
-        call(i)
-    assert call.launches == launches
-    call(1)  # as if for the first time
-    assert call.launches == launches + 1
-    assert len(call.replay.graphs) == GRAPHS
-    assert (len(cuda.graphs), cuda.replays) == (GRAPHS, 2 * GRAPHS)
+def test_another_prepared_call_has_graphs_of_its_own(cuda, prepared):
+    first, second = prepared(), prepared()
+    for _ in range(3):
+        first(1)
+        second(1)
+    assert (first.launches, second.launches, len(cuda.graphs), cuda.replays) == (2, 2, 2, 4)
+
+
+def test_the_least_recently_used_of_all_prepared_calls_is_dropped(cuda, prepared):
+    calls = [prepared() for _ in range(GRAPHS // 8)]
+    keys = [(call, i) for call in calls for i in range(8)]
+    for call, i in keys:
+        assert [call(i), call(i)] == ["launched", "replayed"]
+    calls[0](0)
+    assert (len(cuda.graphs), kept()) == (GRAPHS, GRAPHS)
+    calls[1](8)  # in place of calls[0]'s 1, although it came only once
+    assert kept() == GRAPHS
+    for call, i in keys[:1] + keys[2:]:
+        assert call(i) == "replayed"
+    assert calls[0](1) == "launched"  # as if for the first time
+    assert (len(cuda.graphs), kept()) == (GRAPHS, GRAPHS)
 
 
 def test_more_calls_in_turn_than_graphs_are_launched(cuda, call):
     for _ in range(5):
         for i in range(GRAPHS + 1):
             call(i)
-    assert (call.launches, len(cuda.graphs)) == (5 * (GRAPHS + 1), 0)
+    assert (call.launches, len(cuda.graphs), kept()) == (5 * (GRAPHS + 1), 0, GRAPHS)
+
+
+def test_forgotten_graphs_are_made_anew(cuda, prepared):
+    calls = prepared(), prepared()
+    for _ in range(2):
+        for call in calls:
+            call(1)
+    graphs.forget_graphs()
+    assert kept() == 0
+    for call in calls:
+        assert [call(1), call(1)] == ["launched", "replayed"]
+    assert len(cuda.graphs) == 4
+
+
+def test_a_graph_that_other_threads_push_out_while_it_is_made_is_launched(cuda, call):
+    call(1)
+    good = cuda.Stream
+
+    def stream(**options):
+        graphs.forget_graphs()
+        return good(**options)
+
+    cuda.Stream = stream
+    assert call(1) == "replayed"
+    assert kept() == 0
 
 
 @pytest.mark.parametrize("capturing", [True, RuntimeError("cudaErrorStreamCaptureImplicit")], ids=["yes", "an error"])
@@ -153,7 +200,7 @@ def test_while_the_caller_captures_it_is_launched_and_nothing_is_kept(cuda, call
     cuda.capturing = capturing
     for _ in range(3):
         call(1)
-    assert (call.launches, len(cuda.graphs), call.replay.graphs) == (3, 0, {})
+    assert (call.launches, len(cuda.graphs), kept()) == (3, 0, 0)
     cuda.capturing = False
     for _ in range(3):
         call(1)
@@ -166,18 +213,37 @@ def test_while_the_caller_captures_it_is_launched_and_nothing_is_kept(cuda, call
     assert (call.launches, cuda.replays) == (6, 3)
 
 
-@pytest.mark.parametrize("what", ["Stream", "begin_capture", "launch", "end_capture", "graphLaunch"])
-def test_what_fails_is_launched_from_then_on(cuda, call, what):
+FAILURES = ["Stream", "begin_capture", "launch", "end_capture", "graphLaunch"]
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_fails_once_is_launched_and_tried_again(cuda, call, what):
+    """Memory may be there the next time."""
+    for _ in range(2 * ATTEMPTS):  # failures that are not one after the other do not add up
+        cuda.fails = what
+        assert [call(1), call(1)] == ["launched", "launched"]
+        assert kept() == 0
+        cuda.fails = ""
+        assert [call(1), call(1), call(1)] == ["launched", "replayed", "replayed"]
+        graphs.forget_graphs()
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_fails_again_and_again_is_launched_from_then_on_and_says_why(cuda, prepared, what):
+    call, other = prepared(), prepared()
+    call(3)
+    other(3)
     cuda.fails = what
-    call(1)
-    call(1)
-    assert call.replay.failed and not call.replay.graphs
+    for attempt in range(1, ATTEMPTS + 1):
+        assert call(1) == "launched"
+        assert call(1) == ("launched" if attempt < ATTEMPTS else f"off: {what}")
+    assert kept() == 1  # the other's
     cuda.fails = ""
-    launches, graphs = call.launches, len(cuda.graphs)
+    launches, made = call.launches, len(cuda.graphs)
     for _ in range(3):
-        call(1)
-        call(2)
-    assert (call.launches, len(cuda.graphs), cuda.replays) == (launches + 6, graphs, 0)
+        assert [call(1), call(2), call(3)] == [f"off: {what}"] * 3
+    assert (call.launches, len(cuda.graphs), cuda.replays) == (launches + 9, made, 0)
+    assert other(3) == "replayed"
 
 
 def test_an_interrupted_capture_is_ended(cuda, call):

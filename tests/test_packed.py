@@ -48,7 +48,7 @@ def recorded(request, monkeypatch):
     monkeypatch.setattr(packed, "driver", types.SimpleNamespace(launchKernel=launch))
     monkeypatch.setattr(packed, "device_limits", lambda device: DeviceLimits.of_architecture(90))
     monkeypatch.setattr(packed, "tensor_map", lambda pointer, *arguments: pointer.to_bytes(128, "little"))
-    loaded = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=1))
+    loaded = types.SimpleNamespace(ptr=1)
     monkeypatch.setattr(packed.compiler, "load", lambda kernel, device: loaded)
     packed.prepared.cache_clear()
     yield types.SimpleNamespace(module=packed, launches=launches, config=replace(DENSE, path=request.param))

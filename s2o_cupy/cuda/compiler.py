@@ -1,8 +1,7 @@
 """From a kernel to machine code: rendered, compiled by NVRTC, cached and loaded.
 
-The only user of CuPy's RawModule. A kernel's text is its source file with every ``#include "..."``
-written out, the spec's constants before it and one instantiation after it, so that CuPy's cache,
-which keys on the text, sees every change of every file.
+A kernel's text is its source file with every ``#include "..."`` written out, the spec's constants before it and one
+instantiation after it, so that the cache, which keys on the text, sees every change of every file.
 """
 
 from __future__ import annotations
@@ -13,20 +12,24 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from ..arrays.lazy_cupy import import_cupy
 from ..plan.catalogue import kernels_for
 from ..plan.kernels import Kernel
 from ..spec import KERNEL_CONSTANTS, S2OError
+from . import cubin_cache
 
-__all__ = ["ARCHITECTURES", "CompiledKernel", "architecture_path", "check_device", "compile_all", "load", "render"]
+__all__ = [
+    "ARCHITECTURES", "CompiledKernel", "architecture_path", "check_device", "compile_all", "device_architecture",
+    "load", "load_all", "local_architectures", "machine_code", "render",
+]  # fmt: skip
 
 ENTRY = "s2o_{function}"
-OPTIONS = ("-std=c++17", "-default-device")
+OPTIONS = ("-std=c++17", "-default-device", "-ftz=true")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16"}
 MIN_COMPUTE_CAPABILITY = 80
@@ -126,55 +129,10 @@ def check_device(compute_capability: int, driver_version: int, runtime_version: 
         )
 
 
-@contextmanager
-def _cache_in_memory() -> Iterator[None]:
-    before = os.environ.get("CUPY_CACHE_IN_MEMORY")
-    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUPY_CACHE_IN_MEMORY"]
-        else:
-            os.environ["CUPY_CACHE_IN_MEMORY"] = before
-
-
-_lock = threading.Lock()
-_loaded: dict[tuple[Kernel, int], Any] = {}
-
-
-def load(kernel: Kernel, device: int) -> Any:
-    """The compiled kernel on a device (which must be current), from memory, CuPy's cache or NVRTC."""
-    try:
-        return _loaded[kernel, device]
-    except KeyError:
-        pass
-    import cupy
-
-    with _lock:
-        if (kernel, device) in _loaded:
-            return _loaded[kernel, device]
-        entry = ENTRY.format(function=kernel.function)
-        # CuPy adds the device's plain architecture; a kernel's own, sm_90a, comes first and wins.
-        options = OPTIONS if kernel.family.arch is None else (f"-arch={kernel.family.arch}", *OPTIONS)
-        module = cupy.RawModule(code=render(kernel), options=options)
-        try:
-            module.compile()
-        except OSError:  # the cache folder cannot be written
-            with _cache_in_memory():
-                module = cupy.RawModule(code=render(kernel), options=options)
-                module.compile()
-        function = module.get_function(entry)
-        if kernel.shared_bytes > 48 * 1024:
-            function.max_dynamic_shared_size_bytes = kernel.shared_bytes
-        _loaded[kernel, device] = function
-        return function
-
-
-# --- Compiling without a GPU ---
+# --- Machine code: from the cache folder, or from NVRTC ---
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What NVRTC says of a kernel for an architecture."""
+    """A kernel's machine code for an architecture, and what NVRTC said of it."""
 
     name: str
     arch: str
@@ -182,20 +140,53 @@ class CompiledKernel:
     spill_bytes: int
     shared_bytes: int
     warnings: tuple[str, ...]
-    seconds: float
+    seconds: float  # that NVRTC took, in this process or in the one that filled the cache
+    code: bytes = field(default=b"", repr=False)
 
 
-def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
+def _options(kernel: Kernel, arch: str) -> tuple[str, ...]:
+    return (f"-arch={kernel.family.arch or arch}", *OPTIONS)
+
+
+@functools.lru_cache
+def _nvrtc_build() -> str:
+    """NVRTC's own name of its build: two of the same version may compile differently."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram("", "build.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, ["-arch=compute_80"])
+        ptx: bytes = nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    return "\n".join(line for line in ptx.decode().splitlines() if line.startswith("//"))
+
+
+def machine_code(kernel: Kernel, arch: str) -> CompiledKernel:
+    """A kernel for ``arch``, "sm_90a" or, for a driver to translate, "compute_90"; compiled if no process has yet."""
+    text, options = render(kernel), _options(kernel, arch)
+    name = cubin_cache.key(text, options, _nvrtc_build())
+    if found := cubin_cache.read(name):
+        facts = {**found.facts, "warnings": tuple(found.facts["warnings"])}
+        return CompiledKernel(kernel.name, arch, shared_bytes=kernel.shared_bytes, code=found.code, **facts)
+    compiled = _compile(kernel, arch, text, options)
+    facts = {name: getattr(compiled, name) for name in ("registers", "spill_bytes", "warnings", "seconds")}
+    cubin_cache.write(name, cubin_cache.Entry(compiled.code, facts))
+    return compiled
+
+
+def _compile(kernel: Kernel, arch: str, text: str, options: Sequence[str]) -> CompiledKernel:
     from cupy.cuda import nvrtc
 
     start = time.perf_counter()
-    program = nvrtc.createProgram(render(kernel), f"{kernel.name}.cu", [], [])
+    program = nvrtc.createProgram(text, f"{kernel.name}.cu", [], [])
     try:
-        options = [f"-arch={kernel.family.arch or arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v"]
+        options = [*options, "--ptxas-options=-v"]  # report registers and spills
         if nvrtc.getVersion() >= (12, 9):
             options.append("--no-cache")  # a kernel from NVRTC's own cache comes without ptxas' report
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
+        code = (nvrtc.getPTX if options[0].startswith("-arch=compute_") else nvrtc.getCUBIN)(program)
     except nvrtc.NVRTCError as error:
         raise S2OError(f"{kernel.name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error
     finally:
@@ -214,7 +205,96 @@ def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
         shared_bytes=kernel.shared_bytes,
         warnings=tuple(warnings),
         seconds=time.perf_counter() - start,
+        code=code,
     )
+
+
+def _threads() -> int:
+    """Compilations at a time: NVRTC takes a core for each and keeps no thread of Python's waiting."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- Kernels for calls ---
+_lock = threading.Lock()
+_loaded: dict[tuple[Kernel, int], Any] = {}
+_compiling: dict[tuple[Kernel, str], Future[CompiledKernel]] = {}  # what some thread is about to load
+
+
+def device_architecture(compute_capability: int, supported: Sequence[int]) -> str:
+    """What NVRTC, which knows the ``supported`` compute capabilities, compiles a device's kernels for."""
+    family = [known for known in supported if known // 10 == compute_capability // 10 and known <= compute_capability]
+    if not family:
+        return f"compute_{max(supported)}"  # a newer device's driver translates it
+    best = max(family)
+    return f"sm_{best}a" if best == compute_capability and best >= 90 else f"sm_{best}"
+
+
+@functools.lru_cache
+def _architecture_of(device: int) -> str:
+    import cupy
+
+    return device_architecture(
+        int(cupy.cuda.Device(device).compute_capability), tuple(cupy.cuda.nvrtc.getSupportedArchs())
+    )
+
+
+def load(kernel: Kernel, device: int) -> Any:
+    """The compiled kernel on a device (which must be current): a cupy.cuda.function.Function."""
+    return load_all([kernel], device)[0]
+
+
+def load_all(kernels: Sequence[Kernel], device: int) -> list[Any]:
+    """The compiled kernels on a device (which must be current), from memory, the cache folder or NVRTC.
+
+    Several are compiled at a time. One that another thread is compiling is waited for.
+    """
+    missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in _loaded]
+    if missing:
+        arch = _architecture_of(device)
+        with ThreadPoolExecutor(min(len(missing), _threads()), "s2o-compile") as pool:
+            with _lock:
+                waiting = {}
+                for kernel in missing:
+                    if (kernel, device) not in _loaded:
+                        if (kernel, arch) not in _compiling:
+                            _compiling[kernel, arch] = pool.submit(machine_code, kernel, arch)
+                        waiting[kernel] = _compiling[kernel, arch]
+            try:
+                for kernel, future in waiting.items():
+                    compiled = future.result()
+                    with _lock:
+                        if (kernel, device) not in _loaded:
+                            _loaded[kernel, device] = _function(kernel, compiled.code)
+            finally:
+                with _lock:
+                    for kernel, future in waiting.items():
+                        if _compiling.get((kernel, arch)) is future:
+                            del _compiling[kernel, arch]
+    return [_loaded[kernel, device] for kernel in kernels]
+
+
+def _function(kernel: Kernel, code: bytes) -> Any:
+    from cupy.cuda import driver, function
+
+    module = function.Module()
+    module.load(code)
+    loaded = module.get_function(ENTRY.format(function=kernel.function))
+    if kernel.shared_bytes > 48 * 1024:
+        which = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(loaded.ptr, which, kernel.shared_bytes)
+    return loaded
+
+
+# --- Compiling ahead, with or without a GPU ---
+def local_architectures() -> list[str]:
+    """What calls compile for on this machine's GPUs that can run the kernels; none without CuPy or a GPU."""
+    try:
+        cupy = import_cupy()
+        devices = range(cupy.cuda.runtime.getDeviceCount())
+        usable = [x for x in devices if int(cupy.cuda.Device(x).compute_capability) >= MIN_COMPUTE_CAPABILITY]
+        return list(dict.fromkeys(_architecture_of(x) for x in usable))
+    except Exception:  # no driver, or an S2OError without CuPy
+        return []
 
 
 @functools.lru_cache
@@ -224,17 +304,23 @@ def all_kernels(arch: str) -> tuple[Kernel, ...]:
 
 
 def compile_all(
-    architectures: Sequence[str] = ARCHITECTURES, progress: Callable[[int, int], None] | None = None
+    architectures: Sequence[str] = ARCHITECTURES,
+    progress: Callable[[int, int], None] | None = None,
+    dtypes: Sequence[str] | None = None,
+    head_dims: Sequence[int] | None = None,
 ) -> list[CompiledKernel]:
-    """Compile every kernel for the named architectures with NVRTC; needs CuPy and NVRTC, but no GPU.
+    """Compile every kernel for the named architectures into the cache folder that calls use.
 
-    ``progress`` is called with (done, total). Raises S2OError if CuPy or NVRTC is missing or a kernel
-    does not compile; spills and warnings are in the result for the caller to judge.
+    Needs CuPy and NVRTC, but no GPU. A kernel that is in the folder already is not compiled again. ``dtypes`` and
+    ``head_dims`` (64, 128 or 256): only kernels of these, and those that are of none. ``progress`` is called with
+    (done, total). Raises S2OError if CuPy or NVRTC is missing or a kernel does not compile; spills and warnings are in
+    the result for the caller to judge.
     """
     unknown = [arch for arch in architectures if not re.fullmatch(r"sm_\d{2,3}[af]?", arch)]
     if unknown:
         raise ValueError(f"architectures has {unknown[0]!r}; accepted: names such as {', '.join(ARCHITECTURES)}")
     try:
+        import_cupy()
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
@@ -242,10 +328,16 @@ def compile_all(
         raise S2OError(
             "compiling needs CuPy and NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"
         ) from error
-    jobs = [(kernel, arch) for arch in architectures for kernel in all_kernels(arch)]
+    jobs = [
+        (kernel, arch)
+        for arch in architectures
+        for kernel in all_kernels(arch)
+        if kernel.family.traits is None
+        or ((dtypes is None or kernel.dtype in dtypes) and (head_dims is None or kernel.head_dim in head_dims))
+    ]
     done: list[CompiledKernel] = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for compiled in pool.map(lambda job: _compile(*job), jobs):
+    with ThreadPoolExecutor(_threads()) as pool:
+        for compiled in pool.map(lambda job: machine_code(*job), jobs):
             done.append(compiled)
             if progress:
                 progress(len(done), len(jobs))

@@ -12,8 +12,8 @@ from typing import Any
 
 from .. import __version__
 from ..cuda.compiler import ARCHITECTURES
-from ..plan.launch_plan import DENSE_UP_TO
-from ..spec import PATHS, RANKS, TAILS, S2OConfig, S2OError
+from ..plan.launch_plan import DENSE_UP_TO, padded_head_dim
+from ..spec import MAX_HEAD_DIM, PATHS, RANKS, TAILS, S2OConfig, S2OError
 from . import inputs
 
 __all__ = ["main"]
@@ -95,14 +95,21 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace) -> int:
-    architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
-    if not architectures:
-        raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
-    from ..cuda import compiler
+    from ..cuda import compiler, cubin_cache
     from .progress import progress
 
+    if args.arch is None:
+        architectures: Sequence[str] = compiler.local_architectures() or ARCHITECTURES
+    else:
+        architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
+    if not architectures:
+        raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
+    if args.head_dim is not None and not 1 <= args.head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"--head-dim is {args.head_dim}; accepted: 1 to {MAX_HEAD_DIM}")
+    dtypes = None if args.dtype is None else [args.dtype]
+    head_dims = None if args.head_dim is None else [padded_head_dim(args.head_dim)]
     with progress("compile") as report:
-        compiled = compiler.compile_all(architectures, progress=report)
+        compiled = compiler.compile_all(architectures, report, dtypes=dtypes, head_dims=head_dims)
     rows = [
         {
             "name": kernel.name,
@@ -116,7 +123,10 @@ def _compile(args: argparse.Namespace) -> int:
         for kernel in compiled
     ]
     ok = bool(rows) and not any(map(_faulty, rows))
-    _print(args, {"ok": ok, "kernels": rows}, lambda found: _compile_table(found["kernels"], args.all))
+    problem, folder = cubin_cache.unwritable(), cubin_cache.folder()
+    kept = f"kept for calls in {folder}" if problem is None else f"not kept for calls: {problem} ({folder})"
+    found = {"ok": ok, "kernels": rows, "cache_folder": folder, "cache_problem": problem}
+    _print(args, found, lambda found: f"{_compile_table(found['kernels'], args.all)}\n{kept}")
     return OK if ok else FOUND
 
 
@@ -281,8 +291,12 @@ def _parser() -> argparse.ArgumentParser:
 
     command("info", _info, "versions, GPU and paths: what a bug report needs")
 
-    build = command("compile", _compile, "build every kernel for named architectures; needs no GPU")
+    build = command("compile", _compile, "build kernels into the cache that calls use; needs no GPU")
     build.add_argument("--all", action="store_true", help="list every kernel, not only those at fault")
-    build.add_argument("--arch", default=",".join(ARCHITECTURES), help="separated by commas (default: %(default)s)")
+    build.add_argument(
+        "--arch", help=f"separated by commas (default: of the GPUs here; without one, {','.join(ARCHITECTURES)})"
+    )
+    build.add_argument("--dtype", choices=("float16", "bfloat16"), help="of the arrays (default: both)")
+    build.add_argument("--head-dim", type=int, help=f"head size, up to {MAX_HEAD_DIM} (default: any)")
     return parser
 

@@ -1,18 +1,19 @@
-"""What a bug report needs: versions, GPU, architecture path, cache folder. Never raises."""
+"""What a bug report needs: versions, GPU, architecture path, CUDA graphs, cache folder. Never raises."""
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from ..arrays.lazy_cupy import import_cupy
+from ..cuda import cubin_cache
 from ..cuda.compiler import architecture_path, check_device
+from ..cuda.graphs import ATTEMPTS, REPLAYED, GraphCache
 from ..spec import S2OError
 
 __all__ = ["gather", "gpu_problem", "table"]
@@ -27,10 +28,11 @@ PACKAGES = (
 def gpu_problem() -> str | None:
     """Why the CUDA kernels cannot run here, with the remedy; None if they can."""
     try:
-        import cupy
+        cupy = import_cupy()
     except Exception as error:  # a broken CuPy raises more than ImportError
         return (
-            f"CuPy cannot be imported ({_line(error)}); with an NVIDIA GPU: pip install 's2o_cupy[cuda12]' (or cuda13)"
+            f"CuPy cannot be imported ({_line(error.__cause__ or error)}); "
+            "with an NVIDIA GPU: pip install 's2o_cupy[cuda12]' (or cuda13)"
         )
     try:
         if not cupy.is_available():
@@ -56,7 +58,9 @@ def gather() -> dict[str, Any]:
         "cuda": _cuda(),
         "gpus": _try(_cupy_gpus) or _try(_smi_gpus) or [],
         "gpu_problem": _try(gpu_problem),
+        "cuda_graphs": _try(_cuda_graphs),
         "cache_folder": _try(_cache_folder),
+        "cache_problem": _try(cubin_cache.unwritable),
         "kernel_sources": _try(_kernel_sources),
     }
 
@@ -70,7 +74,9 @@ def table(found: dict[str, Any]) -> str:
         rows.append((f"GPU {number}", ", ".join(f"{key} {value}" for key, value in gpu.items() if value)))
     rows += [
         ("GPU path", found["gpu_problem"] or "usable"),
+        ("CUDA graphs", found["cuda_graphs"]),
         ("cache folder", found["cache_folder"]),
+        *([("cache problem", found["cache_problem"])] if found["cache_problem"] else []),
         ("kernel sources", found["kernel_sources"]),
     ]
     width = max(len(name) for name, _ in rows)
@@ -84,7 +90,7 @@ def _try(function: Callable[[], Any]) -> Any:
         return None
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -150,8 +156,22 @@ def _smi_gpus() -> list[dict[str, Any]]:
     return [dict(zip(fields, line.split(", "), strict=True)) for line in text.splitlines() if line.strip()]
 
 
-def _cache_folder() -> str:
-    return os.environ.get("CUPY_CACHE_DIR") or str(Path.home() / ".cupy" / "kernel_cache")
+def _cuda_graphs() -> str:
+    """Whether one that clears a few bytes can be captured and replayed on the current device; else why not."""
+    cupy = import_cupy()
+    zeros, graphs = cupy.cuda.alloc(512), GraphCache(cupy.cuda)
+    for _ in range(2 * ATTEMPTS):
+        said = graphs.run((zeros.ptr,), 0, lambda stream: cupy.cuda.runtime.memsetAsync(zeros.ptr, 0, 512, stream))
+        if said == REPLAYED:
+            cupy.cuda.runtime.streamSynchronize(0)
+            return "usable"
+    return said
+
+
+def _cache_folder() -> str | None:
+    """Where compiled kernels are kept; None: in memory only."""
+    folder = cubin_cache.folder()
+    return None if folder is None else str(folder)
 
 
 def _kernel_sources() -> str:
