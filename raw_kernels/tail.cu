@@ -1,11 +1,11 @@
 // What pass 2 needs for the keys that it does not visit: the mean key and value of each segment's candidates.
 //
-//   block_sums:      sums of blocks of kSumBlock keys and values    -> sums [batch * kv_heads, blocks, (k, v), kHeadDim]
-//   candidate_means: means over the candidates of each segment      -> candidate_means [batch * kv_heads, segments,
+//   block_sums:      sums of blocks of kSumBlock keys and values   -> sums [batch * kv_heads, blocks, (k, v), kHeadDim]
+//   candidate_means: means over the candidates of each segment     -> candidate_means [batch * kv_heads, segments,
 //                                                                      (k, v), kHeadDim], 0 where there are none
 //
-// Blocks stand at multiples of kSumBlock in the sequence and are added in order, so a sum over the first keys is the same
-// in every call that has them: a prompt in chunks gets the means of the whole.
+// Blocks stand at multiples of kSumBlock in the sequence and are added in order, so a sum over the first keys is the
+// same in every call that has them: a prompt in chunks gets the means of the whole.
 #include "common/pages.cuh"
 #include "common/row_sums.cuh"
 

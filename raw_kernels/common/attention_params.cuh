@@ -21,7 +21,7 @@ struct AttentionParams {
   Chunk chunk;
   int heads, kv_heads;
   int tiles;               // q tiles of a full segment
-  int steps_per_tile;      // block_n / 64: the stop rule looks once a key tile (portable)
+  int steps_per_tile;      // block_n / 64: steps from one stop check to the next (portable)
   int q_tiles;               // q tiles of the launch (Hopper)
   float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
@@ -56,9 +56,10 @@ struct PackedAttentionParams : AttentionParams {
 };
 
 // The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the
-// mean candidate, their value the mean value. By convexity the mean of exp is no less than exp of the mean, so they do not
-// get more than their due, as long as scores are not capped. (m, l) becomes the state with them; what acc and the mean
-// value are to be multiplied by.
+// mean candidate, their value the mean value. The mean is of all candidates, the visited ones among them. By convexity
+// the mean of exp is no less than exp of the mean, so each is given no more than the candidates weigh on average, if
+// scores are not capped. Those that are left may weigh less than that average, and then get more than they weigh.
+// (m, l) becomes the state with them; what acc and the mean value are to be multiplied by.
 struct TailWeights {
   float acc, value;
   __device__ __forceinline__ TailWeights(float score, int rest, float& m, float& l) {

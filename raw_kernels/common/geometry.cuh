@@ -64,9 +64,9 @@ __device__ __forceinline__ uint32 block_index() {
   return x;
 }
 
-// Longest tiles first, and neighbouring blocks share keys in L2: the tiles of a segment from the last, and near heads; then
-// segments from the longest prefix to the shortest, then other heads. kTilesFirst: tiles of a segment that walk one list of
-// keys go side by side; otherwise heads do, so that the longest tiles of all of them come first.
+// Longest tiles first, and neighbouring blocks share keys in L2: the tiles of a segment from the last, and near heads;
+// then segments from the longest prefix to the shortest, then other heads. kTilesFirst: tiles of a segment that walk
+// one list of keys go side by side; otherwise heads do, so that the longest tiles of all of them come first.
 template <bool kTilesFirst>
 __device__ __forceinline__ QueryTile query_tile(const Chunk& chunk, int tiles, uint32 block) {
   QueryTile t;

@@ -1,12 +1,13 @@
-// Pass 2 with the keys of each q tile given as data: which lists there are, and which rows and keys a q tile has by them.
+// Pass 2 with the keys of each q tile given as data: which lists there are, and a q tile's rows and keys by them.
 #pragma once
 #include "common/rows.cuh"
 
 namespace s2o {
 
-// The keys that q tiles visit, in the order in which they do. A list belongs to a q tile or to all q tiles of a segment, and
-// to one query head or to several neighbours. Keys are listed in units of 1 << unit_shift neighbours, of which only the
-// last of a list may be short. Nobody checks them: the keys of a list are distinct, and all are before seqlen_k.
+// The keys that q tiles visit, in the order in which they do. A list belongs to a q tile or to all q tiles of a
+// segment, and to one query head or to several neighbours. Keys are listed in units of 1 << unit_shift neighbours, of
+// which only the last of a list may be short. Nobody checks them: the keys of a list are distinct, and all are before
+// seqlen_k.
 struct KeyLists {
   const int* entries;   // [any]: the units of all lists; unit e has the keys from e << unit_shift on
   const int64* begins;  // [chunk's list heads, chunk's segments], or [.., .., tiles]: each list's first entry
@@ -22,8 +23,8 @@ struct KeyLists {
   }
 };
 
-// Of AttentionParams, q_order and k_order are not read, and state may be null: rows then start without any key, and those
-// whose list is empty have an output of 0.
+// Of AttentionParams, q_order and k_order are not read, and state may be null: rows then start without any key, and
+// those whose list is empty have an output of 0.
 struct ListedAttentionParams : AttentionParams {
   KeyLists lists;
 };

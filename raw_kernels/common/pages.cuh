@@ -36,8 +36,8 @@ struct Pages {
   __device__ __forceinline__ int in_page(int index) const { return index & ((1 << shift) - 1); }
 };
 
-// From a head's first row to a slot's, in units of 16 bytes. Only of what the Hopper path takes: the plan sees to it that
-// 32 bits hold it.
+// From a head's first row to a slot's, in units of 16 bytes. Only of what the Hopper path takes: the plan sees to it
+// that 32 bits hold it.
 constexpr uint32 kNoRow = ~0u;
 
 template <bool kPaged>

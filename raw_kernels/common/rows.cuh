@@ -76,7 +76,7 @@ struct VisitingRows : QueryTile {
   __device__ __forceinline__ int64 order_row(const AttentionParams& p) const {
     return static_cast<int64>(head) * p.geometry.segments() + segment;
   }
-  // Where in `visited` the number of key tiles of block_n goes: fewer than the blocks of a grid, so that 32 bits hold it.
+  // Where in `visited` the number of key tiles of block_n goes: fewer than the blocks of a grid, so 32 bits hold it.
   __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
     return static_cast<int>(order_row(p) * p.tiles + tile);
   }

@@ -20,7 +20,8 @@ constexpr int kPairLanes = spec::kStratum / kOfLane;     // lanes that sort a pa
 constexpr int kBlockPairs = kOrderThreads / kPairLanes;  // of a block of key_strata
 constexpr uint32 kAbsent = 0x7fff;      // a score that is not there: NaN, so outside every range
 constexpr uint32 kLastNumber = 0x7c00;  // above all others
-static_assert((spec::kKeyLevels - 1) * spec::kStratum + spec::kStratum - 1 < kLastNumber, "level and index as a float16");
+static_assert((spec::kKeyLevels - 1) * spec::kStratum + spec::kStratum - 1 < kLastNumber,
+              "level and index as a float16");
 static_assert(spec::kStratum == 256 && spec::kKeyLevels <= 256, "a byte each");
 
 struct StrataShared {
@@ -160,8 +161,8 @@ __device__ __forceinline__ int strata_blocks(const CandidateRow& row) {
   return row.count <= spec::kOrderHead ? 0 : (Strata(row.count).pairs + kBlockPairs - 1) / kBlockPairs;
 }
 
-// p.strata_blocks blocks are of two rows, a long one and a short one: those of the i-th segment from the end and from the
-// beginning of the chunk. So nearly all that are launched have work.
+// p.strata_blocks blocks are of two rows, a long one and a short one: those of the i-th segment from the end and from
+// the beginning of the chunk. So nearly all that are launched have work.
 __device__ __forceinline__ void key_strata(const RankKeysParams& p, StrataShared& shared) {
   const int rows = blockIdx.x / p.strata_blocks, i = rows / p.chunk.heads;
   const int head = p.chunk.first_head + rows % p.chunk.heads;

@@ -10,7 +10,7 @@ struct RankKeysParams {
   const int* refined;         // [batch * heads, segments]: 1 where refined_scores does the work of key_scores; or null
   uint16* scores;          // rows of the chunk (Chunk::place) by key position: float16, in log2 of a softmax weight
   int* k_order;            // rows of the chunk
-  uint16* order_head_scores;    // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order
+  uint16* order_head_scores;  // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order
   int* middle;             // [chunk rows, kMiddle]: the first of key_strata's order, of rows of more than kMiddleFrom
   uint16* middle_scores;   // [chunk rows, kMiddle]
   Geometry geometry;

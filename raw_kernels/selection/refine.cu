@@ -366,7 +366,8 @@ __device__ __forceinline__ bool is_refine(const RefineParams& p, int head, int n
   const int before = (n - p.first_ordered + spec::kProbeEvery - 1) / spec::kProbeEvery;
   const int count = min(before, spec::kProbeWindow);
   float sum = 0.f;
-  for (int i = before - count; i < before; ++i) sum = __fadd_rn(sum, p.deficits[static_cast<int64>(head) * p.probes + i]);
+  for (int i = before - count; i < before; ++i)
+    sum = __fadd_rn(sum, p.deficits[static_cast<int64>(head) * p.probes + i]);
   // Of 2^-20: as an integer is all that a kernel's constants are.
   return count == 0 || sum > __fmul_rn(static_cast<float>(count), spec::kProbeDeficit * 0x1p-20f);
 }
@@ -423,7 +424,8 @@ __device__ __forceinline__ void refined_scores(const RefineParams& p, typename T
   const int head = p.chunk.first_head + static_cast<int>(block % p.chunk.heads);
   const int64 pair = static_cast<int64>(head) * g.segments() + n;
   const int first_key = key_block * kRefineBlockSteps * kRefineStep;
-  const int end = g.is_causal ? g.candidates(n) : g.seqlen_k, keys = min(kRefineBlockSteps * kRefineStep, end - first_key);
+  const int end = g.is_causal ? g.candidates(n) : g.seqlen_k;
+  const int keys = min(kRefineBlockSteps * kRefineStep, end - first_key);
   if (keys <= 0 || !p.refined[pair]) return;
 
   const int batch = head / p.heads, queries = g.query_count(n);

@@ -143,7 +143,8 @@ __device__ __forceinline__ void load_pooled_queries(const RefineParams& p, typen
                       make_uint4(packed[0], packed[1], packed[2], packed[3]));
     }
   }
-  for (int r = threadIdx.x; r < kRefinePooled; r += kRefineThreads) shared.norms[r] = norms[r * p.run < queries ? r : 0];
+  for (int r = threadIdx.x; r < kRefinePooled; r += kRefineThreads)
+    shared.norms[r] = norms[r * p.run < queries ? r : 0];
 }
 
 // Steps [step, end) of a row.
@@ -151,7 +152,8 @@ template <class Traits>
 __device__ __forceinline__ void score_row(const RefineParams& p, typename Traits::Shared& shared, int row, int step,
                                           int end) {
   using Element = typename Traits::Element;
-  constexpr int kSlots = kRefineThreads / Traits::kChunks, kPasses = kRefineKeys / kSlots;  // rows copied at a time, turns
+  constexpr int kSlots = kRefineThreads / Traits::kChunks;  // rows copied at a time
+  constexpr int kPasses = kRefineKeys / kSlots;
   const Geometry& g = p.geometry;
   const int n = p.chunk.first_segment + row % p.chunk.segments, head = p.chunk.first_head + row / p.chunk.segments;
   const int batch = head / p.heads;

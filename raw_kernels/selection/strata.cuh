@@ -32,7 +32,7 @@ struct Strata {
   __device__ __forceinline__ int size(int stratum) const {
     return 4 * layers + (min(max(left - stratum / 2 * 8, 0), 8) + 1 - stratum % 2) / 2;
   }
-  // The place in the row's order of a stratum's candidate of a rank: all of lower ranks come first, then strata in turn.
+  // The place in the row's order of a stratum's candidate of a rank: lower ranks come first, then strata in turn.
   __device__ __forceinline__ int place(int rank, int stratum) const {
     const int beyond = rank - 4 * layers;
     if (beyond < 0) return rank * 2 * pairs + stratum;

@@ -91,8 +91,8 @@ struct OrderedKeys {
   }
 };
 
-// The same of a list in memory (KeyLists), which may begin anywhere: the ring has the entry of each key, and nothing past the
-// list's last is read.
+// The same of a list in memory (KeyLists), which may begin anywhere: the ring has the entry of each key, and nothing
+// past the list's last is read.
 template <class Traits, class Lists>
 struct ListedKeys {
   static constexpr int kStep = Traits::kStep;
@@ -396,7 +396,7 @@ struct AttentionTile {
     return __syncthreads_or(found);
   }
 
-  // Adds the mass since the last look to l; true if it is less than tau of l in every row that counts.
+  // Adds the mass since the last stop check to l; true if it is less than tau of l in every row that counts.
   __device__ __forceinline__ bool stop_check(int rows) {
     bool small = true;
 #pragma unroll

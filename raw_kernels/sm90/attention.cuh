@@ -1,18 +1,20 @@
 // The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, by the
-// copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. Blocks
-// are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the next tile.
+// copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma.
+// Blocks are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the
+// next tile.
 //
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
 // warpgroup runs under the products of the other (named barriers let them issue in turn).
 //
-// Stopping: every block_n = 128 keys are a *look*, which elsewhere is called a key tile: what tau, the lag and `visited`
-// count. Here a look is one key tile of kBlockN keys, or two of 64 with head_dim 256. After softmax of a look's last key
-// tile, under the products of the next, each warp votes; the votes of look n are read before the scores of look n + 2 are
-// issued, so look n + 1, already in flight, is still visited (STOP_LAG in s2o_cupy/spec.py). Producer and consumers read
-// the same votes, so both know which copies were started; consumers release those that nobody will use.
+// Stopping: there is a *stop check* every block_n = 128 keys. Tau, the lag and `visited` count in these, and what lies
+// between two of them is called a key tile outside of this folder. Here it is one key tile of kBlockN keys, or two of
+// 64 with head_dim 256. After softmax of the last one, under the products of the next, each warp votes. The votes of
+// stop check n are read before the scores that stop check n + 2 is about are issued, so those of stop check n + 1,
+// already in flight, still count (STOP_LAG in s2o_cupy/spec.py). Producer and consumers read the same votes, so both
+// know which copies were started; consumers release those that nobody will use.
 //
-// Shared memory keeps tiles in atoms of 64 columns, rows of 128 bytes, swizzled as wgmma reads them: the 16-byte chunk c
-// of row r stands at c ^ (r & 7).
+// Shared memory keeps tiles in atoms of 64 columns, rows of 128 bytes, swizzled as wgmma reads them: the 16-byte chunk
+// c of row r stands at c ^ (r & 7).
 #pragma once
 #include "sm90/checker.cuh"
 #include "sm90/consumer.cuh"

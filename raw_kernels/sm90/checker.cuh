@@ -1,5 +1,5 @@
-// Pass 1's second job beside its consumers: warps of the producer that look for NaN and infinities in value tiles that are
-// masked row by row, where a weight of 0 would turn them into NaN for rows that do not see them.
+// Pass 1's second job beside its consumers: warps of the producer that look for NaN and infinities in value tiles that
+// are masked row by row, where a weight of 0 would turn them into NaN for rows that do not see them.
 #pragma once
 #include "sm90/q_tiles.cuh"
 

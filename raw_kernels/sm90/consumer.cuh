@@ -19,8 +19,8 @@ struct Consumer : Softmax<Traits> {
   static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
   using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
-  using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax, Softmax<Traits>::stop_check;
-  using Softmax<Traits>::start_empty;
+  using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax;
+  using Softmax<Traits>::stop_check, Softmax<Traits>::start_empty;
 
   float acc[kDimTiles * 4];  // [rows, dims] of this thread
   uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
@@ -151,9 +151,9 @@ struct Consumer : Softmax<Traits> {
   }
 
   // A masked key has weight 0, but 0 * NaN and 0 * Inf are NaN. Where the next value tile, which is masked row by row,
-  // holds values that are not finite (sm90/checker.cuh looks), their keys are added by plain arithmetic to just the rows
-  // that see them and leave the product. Both warpgroups come here for the same tiles. Row r sees `limit` keys of the
-  // tile, or `limit + r` if causal.
+  // holds values that are not finite (sm90/checker.cuh finds out), their keys are added by plain arithmetic to just the
+  // rows that see them and leave the product. Both warpgroups come here for the same tiles. Row r sees `limit` keys of
+  // the tile, or `limit + r` if causal.
   __device__ __forceinline__ void guard_values(int limit, uint32 nth) {
     constexpr int kLane = kHeadDim / 32;  // elements of a row in a lane
     barrier_wait(shared.v_checked[check_ring.slot], check_ring.parity);
@@ -214,15 +214,18 @@ struct Consumer : Softmax<Traits> {
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
-  // Walks the key tiles of q tile number `nth` from the second on; the first one's weights are in p. Row r sees the first
-  // `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one look after the first that adds too little to each of
-  // the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued yet.
+  // Walks the key tiles of q tile number `nth` from the second on; the first one's weights are in p. Row r sees the
+  // first `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one stop check after the first that adds too
+  // little to each of the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued
+  // yet.
   template <bool kFirst>
   __device__ __forceinline__ int walk(uint32 nth, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
       const bool stop_checks = !kFirst && tile % kTilesPerStopCheck == 0;
-      if (stop_checks && tile >= 2 * kTilesPerStopCheck && all_voted_to_stop(shared, voted + tile / kTilesPerStopCheck - 2)) break;
+      if (stop_checks && tile >= 2 * kTilesPerStopCheck &&
+          all_voted_to_stop(shared, voted + tile / kTilesPerStopCheck - 2))
+        break;
       if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
       issue_scores(q);
       if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
@@ -247,8 +250,8 @@ struct Consumer : Softmax<Traits> {
       pack();
     }
     release(shared.q_empty[nth % kQueryPlaces]);
-    // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next q
-    // tile, for which it waits until the one before this is done.
+    // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next
+    // q tile, for which it waits until the one before this is done.
     if (kFirst && unstored) store_last(nth - 1);
     if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
     return tile;
@@ -457,8 +460,8 @@ struct Consumer : Softmax<Traits> {
     }
   }
 
-  // out = acc / l and lse of a q tile with the state (final_m, final_l), at the rows' own positions. Pass 1 keeps the state
-  // for pass 2.
+  // out = acc / l and lse of a q tile with the state (final_m, final_l), at the rows' own positions. Pass 1 keeps the
+  // state for pass 2.
   template <bool kFirst>
   __device__ __forceinline__ void store(const QTile& tile, const int (&position)[2], const float (&final_m)[2],
                                         const float (&final_l)[2]) {

@@ -1,5 +1,5 @@
-// The thread of pass 1 on Hopper that has the copy engine bring consecutive rows of k and v, so that the consumers keep the
-// issue slots. Rows past a tile's own come along; nothing of theirs is used.
+// The thread of pass 1 on Hopper that has the copy engine bring consecutive rows of k and v, so that the consumers keep
+// the issue slots. Rows past a tile's own come along; nothing of theirs is used.
 #pragma once
 #include "sm90/q_tiles.cuh"
 

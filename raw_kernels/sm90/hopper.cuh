@@ -44,8 +44,8 @@ __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
 // Makes this thread's ordinary writes visible to wgmma of those that a barrier tells of them.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The largest of a number and the bits of two floats, which Hopper has an instruction for. Of floats that are not negative
-// it is the largest; negative ones are below those.
+// The largest of a number and the bits of two floats, which Hopper has an instruction for. Of floats that are not
+// negative it is the largest; negative ones are below those.
 __device__ __forceinline__ int largest_bits(int a, float x, float y) {
   int found;  // in one piece: a copy of an accumulator to an integer would be made before wgmma is done with it
   asm("{\n.reg .s32 x, y;\nmov.b32 x, %2;\nmov.b32 y, %3;\nmax.s32 x, x, %1;\nmax.s32 %0, x, y;\n}"
@@ -55,7 +55,8 @@ __device__ __forceinline__ int largest_bits(int a, float x, float y) {
 }
 
 // --- tensor maps ---
-// What describes an array of four axes and a box of it to the copy engine; the driver writes it (s2o_cupy/tensor_maps.py).
+// What describes an array of four axes and a box of it to the copy engine; the driver writes it
+// (s2o_cupy/cuda/tensor_maps.py).
 struct alignas(64) TensorMap {
   uint64 opaque[16];
 };

@@ -1,7 +1,7 @@
 // The producer of pass 1 on Hopper where keys and values lie in pages, and tiles begin where boxes of a page may: as
-// sm90/copier.cuh, but of a tensor map whose last axis are the pages, and a warp, of which each lane has the copy engine
-// bring one box of rows of one page. Rows past the end of a sequence are whatever stands in its last page, and zeros beyond
-// it: no row of q sees them.
+// sm90/copier.cuh, but of a tensor map whose last axis are the pages, and a warp, of which each lane has the copy
+// engine bring one box of rows of one page. Rows past the end of a sequence are whatever stands in its last page, and
+// zeros beyond it: no row of q sees them.
 #pragma once
 #include "sm90/q_tiles.cuh"
 
@@ -9,7 +9,8 @@ namespace s2o {
 namespace sm90 {
 
 template <class Traits>
-__device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams& params, typename Traits::Shared& shared) {
+__device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams& params,
+                                                     typename Traits::Shared& shared) {
   const AttentionParams& p = params.attention;
   const Geometry& g = p.geometry;
   const Pages& pages = p.pages;
@@ -26,8 +27,8 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
 #pragma unroll
     for (int column = 0; column < Traits::kHeadDim; column += 64)
-      copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin, kv_head,
-               page);
+      copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin,
+               kv_head, page);
   };
   Ring<Traits::kStages> k_ring, v_ring;
   Ring<2> check_ring;
@@ -36,7 +37,8 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
     const int kv_head = shared.q_tiles_known[place].kv_head, batch = shared.q_tiles_known[place].batch;
-    const int first_key = shared.q_tiles_known[place].first_key + lane * box, tiles = shared.q_tiles_known[place].key_tiles;
+    const int first_key = shared.q_tiles_known[place].first_key + lane * box;
+    const int tiles = shared.q_tiles_known[place].key_tiles;
     const int first_masked = shared.q_tiles_known[place].limit / kBlockN;
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) return;

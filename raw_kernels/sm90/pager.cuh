@@ -1,8 +1,8 @@
-// The producer of pass 1 on Hopper where keys and values lie in pages: consecutive rows, gathered through the page table.
-// It loads just what sm90/copier.cuh would from one array, rows past a tile's own too, so that the consumers compute the
-// same bits. Its warps copy and then look for NaN and infinities: a value tile is checked after the copies that follow it
-// were started, which is before any that wait for its consumers. The last one of a q tile is checked after the next q tile
-// is announced, so consumers must not wait for it before they have stored the q tile before.
+// The producer of pass 1 on Hopper where keys and values lie in pages: consecutive rows, gathered through the page
+// table. It loads just what sm90/copier.cuh would from one array, rows past a tile's own too, so that the consumers
+// compute the same bits. Its warps copy and then look for NaN and infinities: a value tile is checked after the copies
+// that follow it were started, which is before any that wait for its consumers. The last one of a q tile is checked
+// after the next q tile is announced, so consumers must not wait for it before they have stored the q tile before.
 #pragma once
 #include "sm90/checker.cuh"
 #include "sm90/producer.cuh"

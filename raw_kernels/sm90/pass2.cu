@@ -1,6 +1,7 @@
 // Pass 2 on Hopper: each q tile resumes its rows' states and walks its segment's candidates in descending importance
-// until a look adds less than tau of the softmax mass to every row, and one look more (the paper's Algorithm 3).
-// The candidates that are left count as their mean. Rows of q, k and v are gathered through q_order and k_order; nothing is permuted in memory.
+// until a stop check finds less than tau of the softmax mass added in every row, and to the next one (the paper's
+// Algorithm 3). The candidates that are left count as their mean. Rows of q, k and v are gathered through q_order and
+// k_order; nothing is permuted in memory.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order, rows of the chunk: key positions of a (head, segment) pair
@@ -18,7 +19,8 @@ __device__ __forceinline__ void pass2_sm90(const AttentionParams& params, typena
 }
 
 template <class Traits>
-__device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params, typename Traits::Shared& shared) {
+__device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
+                                                  typename Traits::Shared& shared) {
   sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
 }
 

@@ -5,15 +5,15 @@
 namespace s2o {
 namespace sm90 {
 
-// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Each
-// lane also keeps where one of the rows its kLanes threads copy lies, and the others get it by a shuffle.
+// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time.
+// Each lane also keeps where one of the rows its kLanes threads copy lies, and the others get it by a shuffle.
 template <class Traits>
 struct CopyLayout {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kLanes = kHeadDim / 8;
   static constexpr int kRows = 32 / kLanes;
   static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
-  static constexpr bool kFlips = kRows == 1;          // they are 4 rows further, so every other pass is swizzled otherwise
+  static constexpr bool kFlips = kRows == 1;  // they are 4 rows further, so every other pass is swizzled otherwise
 
   uint32 target;  // of this thread's first chunk in a tile of keys
   int chunk;      // its offset in a row, in elements
@@ -29,7 +29,8 @@ struct CopyLayout {
   // The same in a tile of kTileRows rows, whose atoms are as much longer.
   template <int kTileRows>
   __device__ __forceinline__ uint32 target_in() const {
-    return kTileRows == Traits::kBlockN ? target : target + threadIdx.x % kLanes / 8 * (kTileRows - Traits::kBlockN) * 128;
+    if constexpr (kTileRows == Traits::kBlockN) return target;
+    return target + threadIdx.x % kLanes / 8 * (kTileRows - Traits::kBlockN) * 128;
   }
   // The row of which this lane keeps it.
   static __device__ __forceinline__ int kept_row() {
@@ -79,8 +80,8 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
   shared.next.rows = rows.count;
 }
 
-// Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as long
-// as the copy it serves. `row`: the one this thread keeps.
+// Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as
+// long as the copy it serves. `row`: the one this thread keeps.
 template <class Rows, class Params, class Shared>
 __device__ __forceinline__ void look_up_next(const Params& params, Shared& shared, int row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
@@ -117,7 +118,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     publish<2>(shared, 0, shared.next.q_tile);
   }
   Ring<kStages> k_ring, v_ring;
-  uint32 voted = 0;  // looks of the q tiles before this one
+  uint32 voted = 0;  // stop checks of the q tiles before this one
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
     await_q_tile(shared, nth);
@@ -146,12 +147,13 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
-    // A vote to stop at a look means that the next look's key tiles are the last. It is read kStages tiles past these, when
-    // the look's own copies have been used for sure; past the end of the list only to know whether consumers stopped short
-    // of it.
+    // A vote to stop means that the key tiles up to the next stop check are the last. It is read kStages tiles past
+    // these, when the copies it is about have been used for sure; past the end of the list only to know whether
+    // consumers stopped short of it.
     constexpr int kPastEnd = kStages - 2;
     for (; tile <= tiles + kPastEnd; ++tile) {
-      const bool stop_checks = tile > kStages + 2 * (kTilesPerStopCheck - 1) && (tile - kStages + 1) % kTilesPerStopCheck == 0;
+      const bool stop_checks =
+          tile > kStages + 2 * (kTilesPerStopCheck - 1) && (tile - kStages + 1) % kTilesPerStopCheck == 0;
       if (stop_checks && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
       if (tile > tiles) continue;
       const uint32 v_before = v_row;

@@ -7,8 +7,8 @@ namespace sm90 {
 
 __device__ __forceinline__ int take_q_tile(const AttentionParams& params) { return atomicAdd(params.next_q_tile, 1); }
 
-// The q tile `q_tile` if it has work, or else the next that has, or -1. Pass 1 also takes rows without keys: their state is
-// to be written. The counter's answer takes a while: who needs it later takes `q_tile` early.
+// The q tile `q_tile` if it has work, or else the next that has, or -1. Pass 1 also takes rows without keys: their
+// state is to be written. The counter's answer takes a while: who needs it later takes `q_tile` early.
 template <class Rows, class Params>
 __device__ __forceinline__ int q_tile_from(const Params& params, int q_tile) {
   for (;; q_tile = take_q_tile(params)) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ QTile describe(const AttentionParams& params, const R
   return nth;
 }
 
-// Tells the block its q tile number `n`, once all but kKnown - 1 of those before it are done; one thread of the producer.
+// Tells the block its q tile number `n`, once all but kKnown - 1 of those before are done; one thread of the producer.
 template <int kKnown, class Shared>
 __device__ __forceinline__ void publish(Shared& shared, uint32 n, int q_tile, const QTile* nth = nullptr) {
   static_assert(kKnown < kPlaces, "nobody reads the place any more");

@@ -1,6 +1,7 @@
-// The thread of pass 1 on Hopper that takes q tiles, works out where each lies and has the copy engine bring its queries.
-// That is a dozen integer divisions and two waits a q tile: a warp of its own does it, so that the one that asks for keys
-// and values goes from one q tile to the next at once. Rows past a tile's own come along; nothing of theirs is used.
+// The thread of pass 1 on Hopper that takes q tiles, works out where each lies and has the copy engine bring its
+// queries. That is a dozen integer divisions and two waits a q tile: a warp of its own does it, so that the one that
+// asks for keys and values goes from one q tile to the next at once. Rows past a tile's own come along; nothing of
+// theirs is used.
 #pragma once
 #include "sm90/q_tiles.cuh"
 

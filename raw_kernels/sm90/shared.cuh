@@ -25,15 +25,15 @@ constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kPlaces = 4;     // of q tiles that the block knows of
 // 128 threads of a producer and 256 consumers share what the block was launched with, 384 x 168 registers.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
-// Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way; outputs
-// of head_dim 256 leave no more.
+// Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way;
+// outputs of head_dim 256 leave no more.
 template <class Traits>
 constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 88 : 72;
 template <class Traits>
 constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 208 : 216;
 template <int kProducer, int kConsumer>
 constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
-constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 looks ahead of a reader of its votes
+constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 stop checks ahead of a reader of its votes
 // kTurn has one for either warpgroup.
 enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
 
@@ -43,7 +43,7 @@ struct QTile {
   int first;                        // pass 1: the query of row 0
   int rows;
   int limit, key_tiles;             // see Rows
-  int visited;                      // pass 2: where to say how many looks it took
+  int visited;                      // pass 2: where to say how many stop checks it took
   int kv_head, first_key;           // pass 1: where its keys begin
 };
 
@@ -65,7 +65,7 @@ struct Traits {
   // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile.
   static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;
   static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
-  static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles of a look
+  static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles
   static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
 
   struct Shared {
@@ -81,7 +81,7 @@ struct Traits {
     // Barriers: full = copies have landed, empty = all readers are done.
     uint64 q_full[2], q_empty[2];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    uint64 v_sent[2], v_checked[2];  // of a masked value tile: its copy has begun, it has been looked at
+    uint64 v_sent[2], v_checked[2];  // of a masked value tile: its copy has begun, it has been checked
     uint64 voted[kVoteSlots];
     uint64 q_tile_full[kPlaces], q_tile_empty[kPlaces];
   };
@@ -99,15 +99,15 @@ struct Ring {
   }
 };
 
-// Did every row of the block vote to stop at look `n` (counted over all q tiles of the block)?
+// Did every row of the block vote to stop at stop check `n` (counted over all q tiles of the block)?
 template <class Shared>
 __device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 n) {
   barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);
   return *static_cast<volatile uint64*>(&shared.votes[n % kVoteSlots]) == 0x0101010101010101ull;
 }
 
-// The producer's warps that look for NaN in pass 1: all but one that copies and, where the copy engine does that, one that
-// schedules.
+// The producer's warps that look for NaN in pass 1: all but one that copies and, where the copy engine does that, one
+// that schedules.
 template <bool kGathers>
 constexpr int kCheckers = kGathers ? 3 : 2;
 

@@ -48,10 +48,10 @@ struct Softmax {
     weigh<!kCausal>();
   }
 
-  // The same in pass 2 after a q tile's first keys. The most important ones came first, so m is all but settled: it stays
-  // where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a time and
-  // without asking the row's other threads, while the first weights are under way. True if m has moved in a row of the
-  // warp; then `rescale_by` says by how much, and is 1 in the others.
+  // The same in pass 2 after a q tile's first keys. The most important ones came first, so m is all but settled: it
+  // stays where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a
+  // time and without asking the row's other threads, while the first weights are under way. True if m has moved in a
+  // row of the warp; then `rescale_by` says by how much, and is 1 in the others.
   __device__ __forceinline__ bool settled_softmax(int limit) {
     cap();
     mask<false>(limit);
@@ -117,8 +117,8 @@ struct Softmax {
   // Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow. kSettled:
   // m stays in rows that have a ceiling and no score above it.
   //
-  // A vote of the warp only says which code runs: what becomes of a row depends on its own scores alone, and the same bits
-  // come out whichever code it is. Else a key that only later rows see would change how an earlier one is rounded.
+  // A vote of the warp only says which code runs: what becomes of a row depends on its own scores alone, and the same
+  // bits come out whichever code it is. Else a key that only later rows see would change how an earlier one is rounded.
   template <bool kSettles, bool kSettled = false>
   __device__ __forceinline__ void weigh() {
     float top[2][4];  // four partial maxima, for the same reason
