@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from ..problem import GPU_BLOCK_M
+from .every_tile import KERNEL as EVERY_TILE
 from .kernels import Kernel
 from .launch_plan import (
     HEAD_DIMS,
@@ -36,7 +37,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     def caps(dtype: str, head_dim: int, alone: bool) -> tuple[bool, ...]:
         return (False, True) if alone or (dtype, head_dim) == SAMPLE else (False,)
 
-    kernels: list[Kernel] = [_key_strata(), _key_strata("key_middle"), _key_order_head()]
+    kernels: list[Kernel] = [_key_strata(), _key_strata("key_middle"), _key_order_head(), EVERY_TILE]
     if compute_capability == 90:
         kernels.append(Kernel("collect_pages"))
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):

@@ -1,0 +1,42 @@
+"""What a dense call visits, for a caller who asks: every key tile, written by a kernel of its own.
+
+It depends on nothing but the problem; kept in memory it would have to outlive every CUDA graph that copies it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..caches import remembered
+from ..problem import Problem
+from ..spec import S2OConfig
+from .kernels import Kernel
+from .launches import Launch
+
+__all__ = ["every_tile"]
+
+KERNEL = Kernel("every_tile")
+
+
+@remembered
+def every_tile(problem: Problem, config: S2OConfig) -> Launch:
+    """The launch; its parameters lack the address of ``visited``, int32 of problem.visited_shape(config)."""
+    geometry, shape = problem.geometry(config), problem.visited_shape(config)
+    count = math.prod(shape)
+    params = KERNEL.family.params.fill(
+        {
+            "geometry": {
+                "seqlen_q": geometry.seqlen_q,
+                "seqlen_k": geometry.seqlen_k,
+                "segment": geometry.segment,
+                "window": min(geometry.window, geometry.seqlen_k),  # the same keys, and 32 bits hold it
+                "is_causal": geometry.is_causal,
+                "head_dim": problem.head_dim,
+            },
+            "count": count,
+            "tiles": shape[-1],
+            "block_m": config.block_m,
+            "block_n": config.block_n,
+        }
+    )
+    return Launch("every_tile", KERNEL, -(-count // KERNEL.threads), params, ())
