@@ -273,9 +273,9 @@ def extra_gib(function: Callable[[], Any]) -> float:
     took, and its first call's, as a graph of it would hold its memory already."""
     import torch
 
-    from s2o_cupy.cuda import pipeline
+    from s2o_cupy import clear_cache
 
-    pipeline.clear_cache()
+    clear_cache()
     release_memory()
     before = torch.cuda.mem_get_info()[0]
     out = function()

@@ -12,6 +12,7 @@ from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
 from .api.paged import s2o_attention_paged
 from .api.varlen import s2o_attention_varlen
+from .caches import clear_cache
 from .merge import merge_states
 from .spec import S2OConfig, S2OError
 from .stats import S2OStats
@@ -25,6 +26,7 @@ __all__ = [
     "S2OError",
     "S2OStats",
     "__version__",
+    "clear_cache",
     "diff",
     "inputs",
     "merge_states",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .caches import remembered
 from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
 
 __all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
@@ -112,7 +113,7 @@ def validate(
     return problem
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # typed: 1 is not True
+@remembered
 def _validate(
     shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, layout: str, is_causal: bool,
     scale: float | None, softcap: float,

@@ -17,6 +17,7 @@ from gpu_cases import SANITIZED, Case, run_diff
 from packs import differing_on
 from pages import differing, fits_pages
 
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan import launch_plan as plan
 
 Check = tuple[str, str, Callable[[], list[str]]]  # path, name, what is wrong
@@ -43,10 +44,9 @@ def checks() -> Iterator[Check]:
         yield path, "dense, in small pages", partial(differing, dense, path, page_size=16)
         if path == "portable":
             continue
-        from s2o_cupy.cuda import pipeline
 
         plan.COLLECT_ROWS = 0  # however few its queries are
-        pipeline.clear_cache()
+        clear_cache()
         yield path, "dense, in pages that are collected", partial(differing, dense, path, page_size=16)
 
 

@@ -16,6 +16,7 @@ import pytest
 from conftest import SMALL, has_gpu
 
 from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.integrations.zigzag import Zigzag
 
 SEGMENT = SMALL.segment
@@ -314,13 +315,13 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     problem = Problem(1, 2, 1, 512, 2048, 64, "bfloat16", True, 0.125)
     q = Operand(1 << 20, (1, 2, 512, 64), (2 * 512 * 64, 512 * 64, 64))
     k = Operand(2 << 20, (1, 1, 2048, 64), (2048 * 64, 2048 * 64, 64))
-    pipeline.clear_cache()
+    clear_cache()
     try:
         for await_keys in (lambda: notes.append("wait"), None):
             memory = lambda nbytes: (4 << 20, None)  # noqa: E731
             pipeline.run((q, k, k, q), 0, 0, problem, config, stream=0, memory=memory, await_keys=await_keys)
     finally:
-        pipeline.clear_cache()
+        clear_cache()
     launched = [note.removesuffix("_sm90") for note in notes]
     at = launched.index("wait")
     assert launched.count("wait") == 1

@@ -11,6 +11,7 @@ import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
 
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
 from s2o_cupy.plan.catalogue import kernels_for
 from s2o_cupy.plan.kernels import Kernel
@@ -275,7 +276,6 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         pytest.skip("no GPU: cupy.is_available() is False")
     if fault.path == "hopper" and not has_hopper():
         pytest.skip("needs compute capability 9.0")
-    from s2o_cupy.cuda import pipeline
 
     good = compiler.render
 
@@ -284,11 +284,11 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
     monkeypatch.setattr(compiler, "render", render)
     monkeypatch.setattr(compiler, "_loaded", {})
-    pipeline.clear_cache()
+    clear_cache()
     try:
         report = run_diff(fault.case, fault.path)
     finally:
-        pipeline.clear_cache()
+        clear_cache()
     found = [row.stage for row in report.rows if not row.ok]
     assert found and found[0] == fault.stage, report.table()
 

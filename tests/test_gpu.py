@@ -17,6 +17,7 @@ from conftest import has_gpu, has_hopper, spin
 from gpu_cases import CASES, place, run_diff
 
 from s2o_cupy import S2OConfig, diff, s2o_attention
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda.graphs import GRAPH_LAUNCHES, GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
@@ -353,7 +354,7 @@ def launched(monkeypatch):
         return asked
 
     monkeypatch.setattr(pipeline, "driver", SimpleNamespace(launchKernel=launch))
-    pipeline.clear_cache()
+    clear_cache()
     return ask
 
 
@@ -487,7 +488,6 @@ def test_graphs_are_dropped_while_they_run(rounds, gpu, launched):
     """By others' turns, and with the prepared call."""
     import cupy
 
-    from s2o_cupy.cuda import pipeline
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         q, k, v = gpu(2000, heads=8, kv_heads=2)
@@ -500,7 +500,7 @@ def test_graphs_are_dropped_while_they_run(rounds, gpu, launched):
         for out in outs:
             for _ in range(3):
                 s2o_attention(q, k, v, config=rounds, out=out)
-        pipeline.clear_cache()
+        clear_cache()
         queued = not stream.done
         stream.synchronize()
         assert queued  # or nothing was dropped while it ran

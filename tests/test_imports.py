@@ -10,14 +10,26 @@ from pathlib import Path
 import pytest
 
 import s2o_cupy
+import s2o_cupy.raw_kernels
+import s2o_cupy.reference
 
 PACKAGE = Path(s2o_cupy.__file__).parent
-GPU_PATH = (
-    "attention", "arguments", "operand", "place", "streams", "lazy_cupy", "problem", "spec", "stats", "pipeline",
-    "replay", "plan", "rounds", "kernels", "varlen", "paged",
-    *(f"frameworks/{path.stem}" for path in sorted(PACKAGE.glob("frameworks/*.py"))),
-)  # fmt: skip
+REFERENCE = Path(s2o_cupy.reference.__file__).parent
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")
+# Floors of the house: a room imports from its own floor's files and from those below, never from above.
+FLOORS = (
+    {"spec", "caches"},
+    {"problem"},
+    {"arrays"},
+    {"plan"},
+    {"selection"},
+    {"cuda"},
+    {"stats", "merge"},
+    {"api"},
+    {"tools"},
+    {"integrations"},
+)
+ENTRANCES = {"__init__", "__main__", "_source_tree"}  # of the package: they may import any room
 
 
 def loaded_after(code: str) -> set[str]:
@@ -41,6 +53,69 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+def files() -> dict[str, Path]:
+    """Dotted names in the package, without its own, and their files."""
+    found = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in found.items()}
+
+
+def package_imports(name: str, path: Path) -> set[str]:
+    """Files of the package that one imports anywhere, also inside functions."""
+    known = files()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for imported in imports_of(path):
+        dots = len(imported) - len(imported.lstrip("."))
+        parts = imported[dots:].split(".")
+        if dots == 0:
+            if parts[0] != "s2o_cupy":
+                continue
+            target = parts[1:]
+        else:
+            target = package[: len(package) - dots + 1] + parts
+        while target and ".".join(target) not in known:
+            target = target[:-1]
+        if target:
+            found.add(".".join(target))
+    return found - {name}
+
+
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_every_room_has_a_floor():
+    rooms = {room(name) for name in files()} - ENTRANCES
+    assert rooms == set().union(*FLOORS)
+
+
+def test_imports_go_down():
+    """From api down to spec. What only says what a type is, under TYPE_CHECKING, counts too."""
+    floor = {name: i for i, names in enumerate(FLOORS) for name in names}
+    upward = [
+        f"{name} imports {target}"
+        for name, path in files().items()
+        if room(name) not in ENTRANCES
+        for target in package_imports(name, path)
+        if room(target) != room(name) and (room(target) in ENTRANCES or floor[room(target)] > floor[room(name)])
+    ]
+    allowed = {name for name in upward if name.endswith(" imports __init__")}
+    assert not set(upward) - allowed
+
+
+def test_no_circle_of_files():
+    """Not even one that imports inside functions would hide."""
+    imports = {
+        name: {x for x in package_imports(name, path) if (PACKAGE / f"{x.replace('.', '/')}.py").exists()}
+        for name, path in files().items()
+        if path.name != "__init__.py"
+    }
+    while imports:
+        ends = {name for name, targets in imports.items() if not targets & imports.keys()}
+        assert ends, f"a circle among {sorted(imports)}"
+        imports = {name: targets for name, targets in imports.items() if name not in ends}
+
+
 def test_import_is_light():
     loaded = loaded_after("import s2o_cupy; s2o_cupy.s2o_attention; s2o_cupy.S2OStats")
     assert loaded.isdisjoint(HEAVY)
@@ -57,21 +132,9 @@ def test_integrations_import_only_their_framework():
         assert loaded & set(HEAVY) == {framework, "torch"}
 
 
-@pytest.mark.parametrize("folder", [".", "frameworks"])
-def test_nothing_else_imports_the_integrations(folder):
-    for path in (PACKAGE / folder).glob("*.py"):
-        assert not any("integrations" in name.split(".") for name in imports_of(path)), path
-
-
-@pytest.mark.parametrize("module", ["place", "lazy_cupy", "streams"])
-def test_what_frameworks_are_built_on_does_not_import_them(module):
-    """So that any of them can come first."""
-    assert not any("frameworks" in name.split(".") for name in imports_of(PACKAGE / f"{module}.py"))
-
-
 def test_a_framework_is_imported_by_its_own_file_only():
     """CuPy by lazy_cupy, which all share."""
-    for path in PACKAGE.glob("frameworks/*.py"):
+    for path in PACKAGE.glob("arrays/frameworks/*.py"):
         heavy = {name.split(".")[0] for name in imports_of(path)} & set(HEAVY)
         assert heavy <= {path.stem} - {"cupy"}, path
 
@@ -95,17 +158,17 @@ def test_the_reference_loads_no_gpu_library():
 
 
 def test_the_reference_imports_only_the_specification():
-    import s2o_cupy.reference
-
-    for path in Path(s2o_cupy.reference.__file__).parent.glob("*.py"):
+    for path in REFERENCE.glob("*.py"):
         outside = {name for name in imports_of(path) if name.startswith("..")}
         assert all(name.startswith("..spec") for name in outside), path
         assert not any(name.split(".")[0] in HEAVY for name in imports_of(path)), path
 
 
-@pytest.mark.parametrize("module", GPU_PATH)
-def test_the_gpu_path_does_not_import_the_reference(module):
-    assert not any("reference" in name.split(".") for name in imports_of(PACKAGE / f"{module}.py"))
+def test_the_gpu_path_does_not_import_the_reference():
+    """Only the CPU backend and the tools do."""
+    for name, path in files().items():
+        if any("reference" in x.split(".") for x in imports_of(path)):
+            assert name == "api.on_host" or room(name) == "tools", name
 
 
 def test_no_module_imports_a_top_level_reference():
@@ -117,11 +180,16 @@ def test_kernels_and_reference_are_found():
     """From a source checkout and installed alike."""
     from importlib import resources
 
-    import s2o_cupy.reference as reference
+    assert s2o_cupy.reference.__name__ == "s2o_cupy.reference"
+    assert resources.files("s2o_cupy.raw_kernels").joinpath("common/geometry.cuh").is_file()
 
-    assert reference.__name__ == "s2o_cupy.reference"
-    names = [entry.name for entry in resources.files("s2o_cupy.raw_kernels").iterdir()]
-    assert any(name.endswith((".cu", ".cuh")) for name in names)
+
+def test_a_checkout_is_no_part_of_the_package():
+    """There is one S2OConfig: no second copy of a module under another name."""
+    from importlib.util import find_spec
+
+    for name in ("s2o_cupy", "tests", "benchmarks", "docs"):
+        assert find_spec(f"s2o_cupy.{name}") is None
 
 
 def test_public_names():

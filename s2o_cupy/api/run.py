@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from ..arrays.arguments import check_out
 from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
-from ..caches import CALLS
+from ..caches import remembered
 from ..spec import S2OConfig, check_tau
 from ..stats import NOTHING_RAN, S2OStats
 from .batch import Batch
@@ -34,7 +33,7 @@ def parse_config(config: Any, tau: Any) -> S2OConfig:
     return config if tau is None else _with_tau(config, check_tau(tau, "s2o_attention"))
 
 
-@functools.lru_cache(maxsize=CALLS)  # making a config anew, with its checks, would take 20 microseconds of each call
+@remembered  # making a config anew, with its checks, would take 20 microseconds of each call
 def _with_tau(config: S2OConfig, tau: float) -> S2OConfig:
     return replace(config, tau=tau)
 

@@ -10,6 +10,7 @@ import functools
 import sys
 from typing import Any
 
+from ..caches import remembered
 from ..spec import S2OError
 
 __all__ = ["tensor_map"]
@@ -27,7 +28,7 @@ def _encode() -> Any:
     return function
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> bytes:
     """The map of a [batch, heads, seqlen, head_dim] array of 16-bit elements, in boxes of ``box_rows`` x 64.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..api.attention import attend
-from ..arrays.arguments import check_out, common_framework
+from ..arrays.arguments import check_out, describe
 from ..plan.launch_plan import SUM_KEYS, is_dense, padded_head_dim
 from ..plan.launches import KeySums, SumsShape, sum_blocks
 from ..problem import Problem, cached_validate
@@ -256,8 +256,8 @@ class SequenceParallel:
                 f"{self.length} on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
             )
         if out is not None:
-            framework, device = common_framework(q=q, k=k, v=v)
-            check_out(out, framework, {"q": q, "k": k, "v": v}, tuple(q.shape), problem.dtype, device)
+            framework, infos = describe(q=q, k=k, v=v)
+            check_out(out, framework, dict(zip("qkv", infos, strict=True)), problem.dtype)
         if self.split == "heads" and problem.kv_heads % self.world_size:
             raise ValueError(
                 f'SequenceParallel: split is "heads" with {problem.kv_heads} kv_heads on {self.world_size} ranks; '

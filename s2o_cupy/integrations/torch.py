@@ -15,7 +15,8 @@ from typing import Any, get_type_hints
 import torch
 
 from ..api.attention import s2o_attention
-from ..api.varlen import check_packed, s2o_attention_varlen
+from ..api.lengths import check_packed_shapes
+from ..api.varlen import s2o_attention_varlen
 from ..problem import LAYOUTS, check_softcap, validate
 from ..spec import S2OConfig, check_tau
 
@@ -297,7 +298,9 @@ def _fake_varlen(
     """As `_fake`, but blind to cu_seqlens: a graph that asked for their order would be one for these lengths alone."""
     _check_devices(q, k, v)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
-    problem = check_packed(shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale, softcap)
+    problem = check_packed_shapes(
+        "s2o_attention_varlen", shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale, softcap
+    )
     rows = (problem.heads, q.shape[0]) if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)

@@ -5,12 +5,12 @@ Pure: no array, no GPU, no CuPy.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..caches import remembered
 from ..problem import Problem
 from ..spec import MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM, Geometry, S2OConfig
 
@@ -96,12 +96,12 @@ def near_heads(problem: Problem, heads: int) -> int:
     return group * _near_kv_heads(heads // group, NEAR_BYTES // (2 * problem.seqlen_k * problem.head_dim * 2))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _near_kv_heads(kv_heads: int, fits: int) -> int:
     return max(n for n in _divisors(kv_heads) if n <= max(1, fits))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _divisors(n: int) -> tuple[int, ...]:
     """From the largest to 1."""
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]

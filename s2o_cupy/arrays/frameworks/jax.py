@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...caches import remembered
 from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
 from ..streams import cupy_scope
@@ -93,6 +93,6 @@ def _in_c_order(x: Any) -> bool:
     return layout is not None and not layout.tiling and tuple(layout.major_to_minor) == tuple(range(x.ndim))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _c_strides(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

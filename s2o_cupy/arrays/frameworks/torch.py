@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...caches import remembered
 from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
 from ..streams import stream_handle
@@ -152,7 +153,7 @@ def device_of(device: Any) -> Device:
     return Device(device.type, device.index or 0)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def byte_strides(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(s * size for s in strides)
 
