@@ -13,8 +13,8 @@ from .spec import Geometry, S2OConfig
 
 __all__ = ["NOTHING_RAN", "Ran", "S2OStats"]
 
-Ran = tuple[str | None, str | None]  # path and path_reason
-NOTHING_RAN: Ran = (None, None)
+Ran = tuple[str | None, str | None, str | None]  # path, path_reason and graphs
+NOTHING_RAN: Ran = (None, None, None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,6 +38,11 @@ class S2OStats:
     path_reason : str or None
         Why ``config.path`` "auto" took the portable kernels on a GPU that has the Hopper ones. None where it did not,
         on other GPUs, and where ``config.path`` asked for the portable ones.
+    graphs : str or None
+        "replayed": one CUDA graph stood for the call's launches, as it had come before with the same addresses.
+        "launched": it did not, for this is the first such call, or it has few launches. "off: " and the driver's
+        message: graphs failed again and again, and calls of this problem are launched one kernel after the other from
+        then on. None where no kernel ran.
     """
 
     visited: Any
@@ -45,6 +50,7 @@ class S2OStats:
     config: S2OConfig
     path: str | None
     path_reason: str | None = None
+    graphs: str | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -83,6 +89,8 @@ class S2OStats:
     def __repr__(self) -> str:
         sizes = "x".join(str(n) for n in self.problem.visited_shape(self.config))
         path = f"path: {self.path}" + (f" ({self.path_reason})" if self.path_reason else "")
+        if (self.graphs or "").startswith("off"):
+            path += f", graphs {self.graphs}"
         return f"S2OStats(visited: {sizes} [batch, heads, segments, tiles], {path}, {self.problem}, {self.config})"
 
     def _like_visited(self, host: np.ndarray) -> Any:

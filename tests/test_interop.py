@@ -492,7 +492,7 @@ def pretended_gpu(monkeypatch):
         arrays[3][...] = 1
         if lse:
             array_at(lse, np.float32, (problem.batch, problem.heads, problem.seqlen_q))[...] = 2
-        return types.SimpleNamespace(path="portable", path_reason="a reason")
+        return types.SimpleNamespace(path="portable", path_reason="a reason", graphs="off: a reason")
 
     pretend_gpu(monkeypatch, run=run)
     return calls
@@ -544,13 +544,13 @@ def test_lse_is_computed_only_when_asked(pretended_gpu, qkv, config):
 def test_statistics_say_which_kernels_ran(pretended_gpu, qkv, config):
     x = [x.astype(np.float16) for x in qkv(20)]
     _, stats = s2o_attention(*x, config=config, return_stats=True)
-    assert (stats.path, stats.path_reason) == ("portable", "a reason")
-    assert ", path: portable (a reason), Problem(" in repr(stats)
+    assert (stats.path, stats.path_reason, stats.graphs) == ("portable", "a reason", "off: a reason")
+    assert ", path: portable (a reason), graphs off: a reason, Problem(" in repr(stats)
     _, stats = s2o_attention(*x, config=config, return_stats=True, backend="numpy")
-    assert (stats.path, stats.path_reason) == ("numpy", None)
+    assert (stats.path, stats.path_reason, stats.graphs) == ("numpy", None, None)
     assert ", path: numpy, Problem(" in repr(stats)
     _, stats = s2o_attention(*(x[:, :, :0] for x in x), config=config, return_stats=True)
-    assert (stats.path, stats.path_reason) == (None, None)
+    assert (stats.path, stats.path_reason, stats.graphs) == (None, None, None)
 
 
 def test_float32_on_a_gpu_is_refused(pretended_gpu, qkv):

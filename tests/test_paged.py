@@ -482,7 +482,7 @@ def pretended_gpu(monkeypatch):
     def run_in_turn(problems, config, *, lse_stride, stream, memory):
         assert lse_stride == problems[0][0][0].shape[2]
         calls.append(problems)
-        return [types.SimpleNamespace(path="portable", path_reason="a reason")] * len(problems)
+        return [types.SimpleNamespace(path="portable", path_reason="a reason", graphs="launched")] * len(problems)
 
     def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys, sums):
         given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}

@@ -239,7 +239,7 @@ def pretended_gpu(monkeypatch):
     def run_in_turn(calls, config, **options):
         recorded.append((calls, config, options))
         reasons = (f"{call.problem.seqlen_q} queries" for call in calls)
-        return [types.SimpleNamespace(path="portable", path_reason=reason) for reason in reasons]
+        return [types.SimpleNamespace(path="portable", path_reason=reason, graphs="launched") for reason in reasons]
 
     pretend_gpu(monkeypatch, Call=call, run_in_turn=run_in_turn)
     return recorded
@@ -335,7 +335,7 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
         for begin, rows in zip(starts(lengths), lengths, strict=False)
     ]
     plans = pipeline.run_in_turn(calls, SMALL, lse_stride=lse.shape[1], stream=7, memory=memory)
-    assert plans == ["plan of 10", "plan of 30", "plan of 20", "plan of 10"]
+    assert [x.plan for x in plans] == ["plan of 10", "plan of 30", "plan of 20", "plan of 10"]
     expected = 100 * np.arange(heads)[:, None] + np.repeat([1, 2, 3, 4], lengths)
     np.testing.assert_array_equal(lse, expected)
     (allocated,) = allocations

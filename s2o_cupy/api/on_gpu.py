@@ -56,11 +56,11 @@ def run(
         problem = batch.parts[0].problem
         if paging is not None:
             paging = paging.sequences(0, problem.batch)
-        plan = pipeline.run(
+        launched = pipeline.run(
             (q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, config,
             stream=stream, paging=paging, memory=memory, await_keys=await_keys, sums=sums,
         )  # fmt: skip
-        return [(plan.path, plan.path_reason)]
+        return [(launched.path, launched.path_reason, launched.graphs)]
 
     first_lse = address(lse)
     ran = [NOTHING_RAN] * len(batch.parts)
@@ -75,13 +75,13 @@ def run(
             in_turn = list(range(len(batch.parts)))
     if in_turn:
         calls = [_call(batch, batch.parts[i], (q, k, v, out), paging, first_lse, to_visit) for i in in_turn]
-        plans = pipeline.run_in_turn(calls, config, lse_stride=out.shape[2], stream=stream, memory=memory)
-        for i, plan in zip(in_turn, plans, strict=True):
-            ran[i] = (plan.path, plan.path_reason)
+        found = pipeline.run_in_turn(calls, config, lse_stride=out.shape[2], stream=stream, memory=memory)
+        for i, launched in zip(in_turn, found, strict=True):
+            ran[i] = (launched.path, launched.path_reason, launched.graphs)
     if packed_table is not None and launch is not None:
         launch.run((q, k, v, out), packed_table, first_lse, stream=stream, memory=memory)
         for i in together:
-            ran[i] = (launch.plan.path, launch.plan.path_reason)
+            ran[i] = (launch.plan.path, launch.plan.path_reason, "launched")
             if to_visit:
                 part = batch.parts[i]
                 pipeline.write_every_tile(to_visit[part.first], part.problem, config, stream)

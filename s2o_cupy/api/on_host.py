@@ -15,7 +15,7 @@ from .batch import Batch
 
 __all__ = ["attend", "run"]
 
-RAN: Ran = ("numpy", None)
+RAN: Ran = ("numpy", None, None)
 
 
 def run(

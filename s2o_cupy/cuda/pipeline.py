@@ -16,15 +16,17 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand, Paging
+from ..caches import remembered
+from ..plan.every_tile import every_tile
 from ..plan.launch_plan import DeviceLimits, LaunchPlan, make_plan
 from ..plan.launches import BASES, KeySums, SumsShape, Workspace, launches, workspace
 from ..problem import Problem
 from ..spec import S2OConfig
 from . import compiler
-from .graphs import GRAPH_LAUNCHES, GraphCache
+from .graphs import GRAPH_LAUNCHES, LAUNCHED, GraphCache
 from .tensor_maps import tensor_map
 
-__all__ = ["Call", "Memory", "Operands", "allocate", "clear_cache", "run", "run_in_turn", "write_every_tile"]
+__all__ = ["Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "write_every_tile"]
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 # Returns the address of so many bytes on the current device and an object that keeps them.
@@ -59,6 +61,21 @@ def allocate(nbytes: int) -> tuple[int, Any]:
     return memory.ptr, memory
 
 
+class Launched(NamedTuple):
+    """What a call did."""
+
+    plan: LaunchPlan
+    graphs: str  # S2OStats.graphs
+
+    @property
+    def path(self) -> str:
+        return self.plan.path
+
+    @property
+    def path_reason(self) -> str | None:
+        return self.plan.path_reason
+
+
 def run(
     operands: Operands,
     lse: int,
@@ -72,7 +89,7 @@ def run(
     observe: Observer | None = None,
     await_keys: Await | None = None,
     sums: KeySums | None = None,
-) -> LaunchPlan:
+) -> Launched:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
     to a cache: k and v [pages, kv_heads, page_size, head_dim].
 
@@ -83,8 +100,8 @@ def run(
     Nothing waits for the GPU. Returns what was launched.
     """
     program = _prepared(operands, paging, problem, config, runtime.getDevice(), sums)
-    program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, sums)
-    return program.plan
+    graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, sums)
+    return Launched(program.plan, graphs)
 
 
 class Call(NamedTuple):
@@ -99,7 +116,7 @@ class Call(NamedTuple):
 
 def run_in_turn(
     calls: Sequence[Call], config: S2OConfig, *, lse_stride: int, stream: int, memory: Memory = allocate
-) -> list[LaunchPlan]:
+) -> list[Launched]:
     """Run problems one after the other, in one workspace of the largest need.
 
     The heads of each ``lse`` [batch, heads, seqlen_q] lie ``lse_stride`` elements apart; with a batch there is no gap
@@ -115,14 +132,16 @@ def run_in_turn(
     lse_bytes = max(x.problem.heads * n * gap for x, n, gap in zip(calls, rows_bytes, gaps, strict=True))
     address, keeper = memory(workspace_bytes + lse_bytes)
     shared = lambda nbytes: (address, keeper)  # noqa: E731
+    launched = []
     for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
         lse = address + workspace_bytes if gap else call.lse
-        program.run(call.operands, call.paging, lse, call.visited, stream, shared, None)
+        graphs = program.run(call.operands, call.paging, lse, call.visited, stream, shared, None)
+        launched.append(Launched(program.plan, graphs))
         if gap:
             runtime.memcpy2DAsync(
                 call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
             )
-    return [program.plan for program in programs]
+    return launched
 
 
 def _prepared(
@@ -137,7 +156,7 @@ def _prepared(
     return _program(problem, config, device, aligned, strides, paging, sums and sums.shape)
 
 
-@functools.lru_cache(maxsize=1024)  # packed sequences have many lengths
+@remembered  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
     paging: Paging | None, sums: SumsShape | None = None,
@@ -154,31 +173,16 @@ def _program(
     return _Program(problem, config, device, aligned, operands, paging, sums)
 
 
-@functools.cache  # captured graphs copy from it
-def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Any:
-    """What a dense call visits: every key tile, as the geometry without the shortcut counts them."""
-    geometry = problem.geometry(config)
-    full = np.zeros(problem.visited_shape(config), np.int32)
-    for n in range(geometry.segments):
-        begin, end = geometry.queries(n)
-        full[:, :, n, : -(-(end - begin) // config.block_m)] = -(-geometry.candidates(n) // config.block_n)
-    on_device = cupy.asarray(full)
-    cupy.cuda.get_current_stream().synchronize()  # later calls may be on other streams
-    return on_device
-
-
 def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
     """To the address ``visited``, int32 of problem.visited_shape(config), what a dense call visits."""
-    full = _every_tile(problem, config, runtime.getDevice())
-    runtime.memcpyAsync(visited, full.data.ptr, full.nbytes, runtime.memcpyDeviceToDevice, stream)
-
-
-def clear_cache() -> None:
-    """Forget every prepared call and the kernels and graphs that it holds."""
-    from . import packed
-
-    _program.cache_clear()
-    packed.prepared.cache_clear()
+    launch = every_tile(problem, config)
+    params = launch.params.copy()  # calls of other threads have addresses of their own
+    params["visited"] = visited
+    address = np.array([params.ctypes.data], np.uint64)
+    function = compiler.load(launch.kernel, runtime.getDevice())
+    driver.launchKernel(
+        function.ptr, launch.blocks, 1, 1, launch.kernel.threads, 1, 1, 0, stream, address.ctypes.data, 0
+    )
 
 
 class _Program:
@@ -206,7 +210,8 @@ class _Program:
         self.addresses = np.array([start + int(x) for x in offsets[:-1]], np.uint64)
         at, base, delta = [], [], []
         self.steps = []
-        for i, step in enumerate(steps):
+        functions = compiler.load_all([x.kernel for x in steps], device)
+        for i, (step, function) in enumerate(zip(steps, functions, strict=True)):
             offset = int(offsets[i])
             end = offset + step.params.nbytes
             self.buffer.view(np.uint8)[offset:end] = np.frombuffer(step.params.tobytes(), np.uint8)
@@ -214,9 +219,8 @@ class _Program:
                 at.append((offset + place) // 8)
                 base.append(BASES.index(name))
                 delta.append(further)
-            function = compiler.load(step.kernel, device)
             launch = (
-                function.kernel.ptr, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes
+                function.ptr, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes
             )  # fmt: skip
             self.steps.append((launch, self.addresses.ctypes.data + 8 * i, step))
         self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)
@@ -240,7 +244,8 @@ class _Program:
         observe: Observer | None,
         await_keys: Await | None = None,
         sums: KeySums | None = None,
-    ) -> None:
+    ) -> str:
+        """Returns S2OStats.graphs."""
         if await_keys is not None and not (self.own_keys_first and observe is None):
             await_keys()
             await_keys = None
@@ -256,7 +261,8 @@ class _Program:
             elif self.replay is None or await_keys is not None:
                 self._launch(operands, addresses, stream, await_keys)
             else:
-                self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
+                return self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
+        return LAUNCHED
 
     def _launch(
         self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None
