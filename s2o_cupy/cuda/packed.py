@@ -5,13 +5,13 @@ What depends on neither lengths nor addresses is made once and cached; a call fi
 
 from __future__ import annotations
 
-import functools
 import threading
 
 import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand
+from ..caches import remembered
 from ..plan.launch_plan import make_plan, packed_pass1
 from ..plan.launches import packed_launch
 from ..plan.packed_table import PackedTable
@@ -45,7 +45,7 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig) -> Packed
     return prepared(table.problem, config, runtime.getDevice(), aligned, compact, strides)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def prepared(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, compact: bool,
     strides: tuple[tuple[int, int, int], ...],
@@ -70,7 +70,7 @@ class PackedPass:
         self.plan = make_plan(problem, config, device_limits(device), aligned, compact)
         self.kernel = packed_pass1(self.plan)
         self.params = packed_launch(self.plan, self.kernel, problem, config, operands, aligned).params
-        self.function = compiler.load(self.kernel, device).kernel.ptr
+        self.function = compiler.load(self.kernel, device).ptr
         self.address = np.array([self.params.ctypes.data], np.uint64)
         map_bytes = self.kernel.family.params.map_bytes  # tensor maps first; persistent blocks
         self.maps = self.params.reshape(1).view(np.uint8)[:map_bytes] if map_bytes else None
