@@ -53,6 +53,7 @@ __all__ = [
     "pooled_queries",
     "s2o",
     "probe",
+    "visit",
 ]
 
 ROWS = 512  # query rows that pass 1 takes at once; it bounds memory and skips keys past the diagonal
@@ -338,13 +339,37 @@ def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float, softca
     return state
 
 
+def visit(
+    rows: Array, start: tuple[Array, Array, Array], keys: Array, k: Array, v: Array, scale: float, softcap: float,
+    *, block_n: int, tau: float, stop_lag: int, visited: int | None,
+) -> tuple[Array, Array, Array, int]:  # fmt: skip
+    """A q tile's ``rows`` [M, D] in the state ``start`` (m [M], mass [M], acc [M, D]) see ``keys`` [C], positions in k
+    and v [Lk, D], block_n at a time, until a key tile adds too little (:func:`pass2`) or ``visited`` are done.
+
+    Returns the state and the number of key tiles visited.
+    """
+    m, mass, acc = start
+    tiles = -(-len(keys) // block_n)
+    deciding, end = visited is None, tiles if visited is None else min(visited, tiles)
+    j = 0
+    while j < end:
+        at = keys[j * block_n : (j + 1) * block_n]  # [K]
+        s = capped(rows @ k[at].T * scale, softcap)  # [M, K]
+        m, mass, acc, t, l0 = _update(m, mass, acc, s, v[at])
+        j += 1
+        if deciding and (t < tau * l0).all():
+            deciding, end = False, min(j + stop_lag, tiles)
+    return m, mass, acc, j
+
+
 def add_tail(
     m: Array, mass: Array, acc: Array, s: Array, rest: int, v: Array
 ) -> tuple[Array, Array, Array]:
     """Rows in state (m [M], mass [M], acc [M, D]) see ``rest`` keys of score s [M] and value v [D] each.
 
-    In place of candidates that a q tile did not visit, with the score and value of the mean candidate. By convexity the
-    mean of exp(score) is no less than exp of the mean score: such keys do not get more than those they stand for.
+    In place of candidates that a q tile did not visit, with the score and value of the mean candidate. By convexity
+    exp of the mean score is no more than the mean of exp(score) over all candidates. The visited ones, which weigh most,
+    are among these: such keys may get more than those they stand for.
     """
     x = s + np.log(rest).astype(s.dtype)  # [M]
     top = np.fmax(m, x)
@@ -405,19 +430,11 @@ def pass2(
             offsets = q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
             at = (b, h, first + offsets)  # rows of this tile
             rows = q[at]  # [M, D]
-            m, mass, acc = state.m[at], state.l[at], state.acc[at]  # [M], [M], [M, D]
-
-            deciding = visited is None
-            end = tiles if visited is None else min(int(visited[b, h, n, tile]), tiles)
-            j = 0
-            while j < end:
-                keys = k_order[n][b, h, j * block_n : (j + 1) * block_n]  # [K]
-                s = capped(rows @ kh[keys].T * scale, softcap)  # [M, K]
-                m, mass, acc, t, l0 = _update(m, mass, acc, s, vh[keys])
-                j += 1
-                if deciding and (t < config.tau * l0).all():
-                    deciding, end = False, min(j + stop_lag, tiles)
-
+            m, mass, acc, j = visit(
+                rows, (state.m[at], state.l[at], state.acc[at]), k_order[n][b, h], kh, vh, scale, softcap,
+                block_n=block_n, tau=config.tau, stop_lag=stop_lag,
+                visited=None if visited is None else int(visited[b, h, n, tile]),
+            )  # fmt: skip
             rest = geometry.candidates(n) - j * block_n
             if rest > 0 and config.adds_tail:
                 mean = capped(rows @ mean_k[b, h // group] * scale, softcap)  # [M]

@@ -1,0 +1,124 @@
+"""A schedule as data: which keys the q tiles of pass 2 visit, whatever chose them.
+
+Pure: no array on a GPU and no CuPy. raw_kernels/common/listed_rows.cuh has the same as the kernels read it, and
+reference/lists.py what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..problem import Problem
+from ..spec import Geometry
+from .kernels import Kernel
+from .launch_plan import LaunchPlan
+from .rounds import Chunk, near_heads
+
+__all__ = ["UNITS", "ScheduleShape", "listed_plan", "order_lists"]
+
+UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
+LISTED = {"pass2": "pass2_listed", "pass2_sm90": "pass2_listed_sm90"}
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """What is known of lists before they are made.
+
+    Parameters
+    ----------
+    list_heads : int
+        Lists are for each query head (as many as these), KV head, or one for all heads.
+    unit : {1, 64, 128}, default 1
+        Keys that an entry stands for: key number i of a list is ``entries[begin + i // unit] * unit + i % unit``.
+    per_tile : bool, default False
+        Each q tile has a list of its own; otherwise all of a segment share one.
+    segment : int, optional
+        Queries of a segment; a q tile has queries of one. By default all queries are one segment.
+    resumed : bool, default False
+        Rows start from the output and state of a pass before, which are theirs to keep where a list is empty. Otherwise
+        they start empty, and a row whose list is empty has an output of 0 and an lse of minus infinity.
+    """
+
+    list_heads: int
+    unit: int = 1
+    per_tile: bool = False
+    segment: int | None = None
+    resumed: bool = False
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError where no kernel takes it."""
+        heads, kv_heads = problem.heads, problem.kv_heads
+        if self.unit not in UNITS:
+            raise ValueError(f"attend_lists: unit is {self.unit}; accepted: 1, 64 or 128")
+        if self.list_heads not in (1, kv_heads, heads):
+            raise ValueError(
+                f"attend_lists: list_heads is {self.list_heads} with {heads} query and {kv_heads} KV heads; accepted: "
+                f"{', '.join(map(str, sorted({1, kv_heads})))} or {heads}"
+            )
+        if self.segment is not None and self.segment < 1:
+            raise ValueError(
+                f"attend_lists: segment is {self.segment}; accepted: an integer >= 1, or None for all queries"
+            )
+
+    def geometry(self, problem: Problem) -> Geometry:
+        return Geometry(problem.seqlen_q, problem.seqlen_k, self._segment(problem), 0, problem.is_causal)
+
+    def lists_shape(self, problem: Problem, block_m: int) -> tuple[int, ...]:
+        """Of ``begins`` and ``keys``: [batch, list heads, segments], or [batch, list heads, segments, q tiles]."""
+        batch, _, segments, tiles = self.visited_shape(problem, block_m)
+        shape = (batch, self.list_heads, segments)
+        return (*shape, tiles) if self.per_tile else shape
+
+    def visited_shape(self, problem: Problem, block_m: int) -> tuple[int, int, int, int]:
+        """[batch, heads, segments, q tiles of a full segment]"""
+        geometry = self.geometry(problem)
+        return problem.batch, problem.heads, geometry.segments, geometry.block_count(block_m)
+
+    def params(self, problem: Problem) -> dict[str, int]:
+        """The kernels' KeyLists without addresses."""
+        return {
+            "unit_shift": self.unit.bit_length() - 1,
+            "shared_heads": problem.heads // self.list_heads,
+            "per_tile": int(self.per_tile),
+        }
+
+    def _segment(self, problem: Problem) -> int:
+        return max(1, problem.seqlen_q) if self.segment is None else self.segment
+
+
+def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem, block_m: int) -> tuple[LaunchPlan, Kernel]:
+    """From the plan of a call with the same arrays to that of pass 2 alone, by lists, and its kernel."""
+    geometry = shape.geometry(problem)
+    heads = problem.batch * problem.heads
+    whole = Chunk(
+        0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0, 0
+    )
+    tiles = geometry.block_count(block_m)
+    return (
+        replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)),
+        replace(plan.pass2, function=LISTED[plan.pass2.function]),
+    )
+
+
+def order_lists(
+    chunks: Sequence[Chunk], geometry: Geometry, heads: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """S2O's own schedule: the lists that its key orders are, where those of all rounds stand one behind the other.
+
+    ``heads``: batch times query heads. Returns begins, int64 [heads, segments], and keys, int32 [heads, segments].
+    """
+    begins = np.zeros((heads, geometry.segments), np.int64)
+    keys = np.zeros((heads, geometry.segments), np.int32)
+    before = 0  # elements of the rounds before
+    for chunk in chunks:
+        for head in range(chunk.first_head, chunk.first_head + chunk.heads):
+            for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
+                begins[head, n] = before + chunk.place(head, n).start
+                keys[head, n] = geometry.candidates(n)
+        before += chunk.elements
+    return begins, keys
