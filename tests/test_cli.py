@@ -13,10 +13,9 @@ import pytest
 from conftest import has_gpu
 
 import s2o_cupy
-from s2o_cupy import inputs
 from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import CompiledKernel
-from s2o_cupy.tools import cli, demo, info
+from s2o_cupy.tools import cli, info
 
 ROOT = Path(s2o_cupy.__file__).parents[1]
 
@@ -56,7 +55,11 @@ def test_every_field_of_the_configuration_is_an_option():
         (["demo", "folder/nowhere.npz"], "folder/nowhere.npz: no such file"),
         (["demo", "--tau", "-1"], "tau is -1.0; accepted: a number >= 0"),
         (["demo", "--segment", "0"], "segment is 0"),
-        (["demo", "--picture-head", "-1"], "the head to draw is -1; accepted: 0 or more"),
+        (["demo", "--picture-head", "-1"], "the head to draw is -1; accepted: 0 to 3, as q has 4"),
+        (["demo", "--picture-head", "9"], "the head to draw is 9; accepted: 0 to 3, as q has 4"),
+        (["demo", "--segmnt", "3"], "--segmnt is not accepted; did you mean --segment? accepted: --block-m"),
+        (["info", "--tau=3"], "--tau is not accepted; accepted: --help, --json, -h"),
+        (["info", "trace"], "trace is not accepted; accepted: --help"),
         (["demo", "--length", "9999"], "length is 9999; accepted: at most 2816"),
         (["demo", "setup.cfg", "--heads", "3"], "--heads is 3; accepted only with a built-in input"),
         (["compile", "--arch", "fermi"], "fermi"),
@@ -283,73 +286,6 @@ def test_diff_on_the_gpu():
     result = s2o("diff", "--json", "--length", "1024", "--segment", "256")
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(result.stdout)["ok"] is True
-
-
-# ---------------------------------------------------------------- demo
-
-
-def test_demo(tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "demo.png"
-    result = s2o("demo", "--json", "--out", picture)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["picture"] == str(picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 50_000
-    assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
-    overall = found["overall"]
-    assert overall["density"] == pytest.approx(0.587, abs=0.02)
-    assert overall["rel_l2"] == pytest.approx(0.016, abs=0.004)
-    assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
-    taus, densities = zip(*((point["tau"], point["density"]) for point in found["sweep"]), strict=True)
-    assert sorted(taus, reverse=True) == list(taus)
-    assert sorted(densities) == list(densities)
-    assert found["times_ms"]["s2o"] > 0
-    assert found["path"] in (("portable", "hopper") if has_gpu() else ("numpy",))
-
-
-def test_demo_text(tmp_path):
-    result = s2o("demo", "--length", "600", "--no-picture")
-    assert result.returncode == 0, result.stderr
-    assert "density" in result.stdout
-    assert "icture" not in result.stdout
-    if not has_gpu():
-        assert "These times say nothing of the GPU" in result.stdout
-
-
-def test_demo_says_which_kernels_ran():
-    found = demo.run(inputs.builtin("trace", length=300), picture=None)
-    if not has_gpu():
-        assert (found["path"], found["path_reason"]) == ("numpy", None)
-    found |= {"backend": "cupy", "gpu": "a GPU", "path": "hopper", "path_reason": None}
-    assert "\nKernels: hopper.\n" in demo.table(found)
-    found |= {"path": "portable", "path_reason": "scale is -1.0, not positive"}
-    assert "\nKernels: portable, as scale is -1.0, not positive.\n" in demo.table(found)
-
-
-def test_demo_on_a_file_at_tau_0(tmp_path, rng):
-    x = rng.standard_normal((3, 2, 300, 16))
-    np.savez(tmp_path / "a.npz", q=x[0], k=x[1], v=x[2])
-    result = s2o(
-        "demo", tmp_path / "a.npz", "--tau", 0, "--segment", 128, "--json", "--no-picture", "--dtype", "float16"
-    )
-    assert result.returncode == 0, result.stderr
-    overall = json.loads(result.stdout)["overall"]
-    assert overall["density"] == 1
-    assert overall["rel_l2"] < 1e-3
-
-
-def test_demo_without_matplotlib(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["demo", "--length", "600"]) == cli.OK
-    assert "No picture: it needs matplotlib" in capsys.readouterr().out
-
-
-def test_demo_with_nothing_to_draw(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert cli.main(["demo", "--length", "300", "--out", str(tmp_path / "a.png")]) == cli.UNABLE
-    assert "--no-picture" in capsys.readouterr().err
 
 
 def test_progress_of_long_work(capsys):

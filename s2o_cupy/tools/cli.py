@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +23,7 @@ OK, FOUND, UNABLE = 0, 1, 2
 EXIT_STATUS = """\
 exit status:
   0  done, and nothing wrong was found
-  1  done, and something wrong was found: a difference beyond tolerance, a spill or a warning
+  1  done, and something wrong was found: a difference beyond tolerance, NaN or infinities, a spill or a warning
   2  not done: wrong arguments, an unreadable file, or a machine that cannot do it
 """
 
@@ -38,7 +39,9 @@ input:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(_unknown(unknown, sorted(args.parser._option_string_actions)))
     try:
         status: int = args.run(args)
         sys.stdout.flush()
@@ -62,12 +65,14 @@ def _demo(args: argparse.Namespace) -> int:
     from .progress import progress
 
     qkv = _input(args)
+    if args.segment is None:
+        args.segment = demo.segment_for(qkv)
     picture = None if args.no_picture else args.out
     source = "the recorded trace" if args.input == ["trace"] else " ".join(args.input)
     with progress("demo") as report:
         found = demo.run(qkv, _config(args), source=source, picture=picture, head=args.picture_head, progress=report)
     _print(args, found, demo.table)
-    return OK
+    return OK if found["ok"] else FOUND
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -182,6 +187,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
+def _unknown(arguments: Sequence[str], accepted: Sequence[str]) -> str:
+    """What to say of the first argument that a command does not know."""
+    name = arguments[0].partition("=")[0]
+    near = difflib.get_close_matches(name, accepted, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{name} is not accepted; {meant}accepted: {', '.join(accepted)}"
+
+
 def _unable(args: argparse.Namespace, message: str) -> int:
     if args.json:
         print(json.dumps({"error": message}))
@@ -200,6 +213,13 @@ def _input(args: argparse.Namespace, dtype: str | None = None) -> inputs.QKV:
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; accepted only with a built-in input")
     qkv = inputs.load(args.input)
+    if inputs.looks_swapped(qkv):
+        _, heads, length, _ = (1, *qkv.q.shape)[-4:]
+        print(
+            f"s2o {args.command}: note: q has {heads:,} heads of {length:,} tokens; "
+            "if its axes are (batch, seqlen, heads, head_dim), store x.swapaxes(-3, -2) of all three",
+            file=sys.stderr,
+        )
     return qkv if args.dtype is None else inputs.cast(qkv, args.dtype)
 
 
@@ -221,6 +241,7 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
+NONE: Mapping[str, str] = {}
 CHOICES = {"rank": RANKS, "path": PATHS, "tail": TAILS}
 CONFIG_HELP = {
     "segment": "queries per segment, whose own keys are attended densely",
@@ -237,13 +258,16 @@ CONFIG_HELP = {
 }
 
 
-def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
+def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, by_input: Mapping[str, str] = NONE) -> None:
+    """An option for each field. Those of ``by_input`` have None for a default, and in the help those words."""
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
         said, kind = default, type(default)
         if field.name == "pooled_queries":
             default, said = None, "256, 16 with --rank max, 1 with mean"
+        if field.name in by_input:
+            default, said = None, by_input[field.name]
         if default is None:
             kind = int
         if field.name == "dense_up_to" and default is None:
@@ -272,15 +296,15 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text, description=text, epilog=f"{epilog}\n{EXIT_STATUS}", formatter_class=raw
         )
         sub.add_argument("--json", action="store_true", help="write the result to stdout as JSON")
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, parser=sub)
         return sub
 
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
     _add_input(demo, "trace", "as stored, or float32")
-    _add_config(demo, CONFIG)
+    _add_config(demo, CONFIG, {"segment": f"{CONFIG.segment}, less for an input of under {2 * CONFIG.segment:,} keys"})
     demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
     demo.add_argument("--no-picture", action="store_true", help="write no picture")
-    demo.add_argument("--picture-head", type=int, default=1, help="the head to draw, from 0 (default: %(default)s)")
+    demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")
 
     diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)
     _add_input(diff, "trace", "bfloat16")
@@ -299,4 +323,3 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--dtype", choices=("float16", "bfloat16"), help="of the arrays (default: both)")
     build.add_argument("--head-dim", type=int, help=f"head size, up to {MAX_HEAD_DIM} (default: any)")
     return parser
-

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import math
-import time
+import os
 from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..api.attention import s2o_attention
 from ..arrays.frameworks import to_host
+from ..plan import launch_plan
 from ..reference import dense_attention
-from ..spec import S2OConfig
-from . import metrics
-from .info import gpu_problem
+from ..spec import Geometry, S2OConfig
+from . import info, metrics
 from .inputs import QKV
 from .progress import Report
 
-__all__ = ["CONFIG", "run", "table"]
+__all__ = ["CONFIG", "run", "segment_for", "table"]
 
-# Smaller segments and tiles than the library's defaults, which are meant for contexts of 8K and more.
-CONFIG = S2OConfig(segment=256, tau=0.02, block_m=64, block_n=64, dense_up_to=0)
+# The library's defaults, but that S2O runs on short inputs too, which a GPU would attend densely.
+CONFIG = S2OConfig(dense_up_to=0)
 
+PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 SWEEP = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+
+
+def segment_for(qkv: QKV) -> int:
+    """The default's segment, or for an input of less than two of them a quarter of its keys, down to a power of two."""
+    seqlen_k = qkv.k.shape[-2]
+    return CONFIG.segment if seqlen_k >= 2 * CONFIG.segment else 1 << max(seqlen_k // 4, 1).bit_length() - 1
 
 
 def run(
@@ -32,51 +41,61 @@ def run(
     *,
     source: str = "the recorded trace",
     picture: str | None = "s2o_demo.png",
-    head: int = 1,
+    head: int | None = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """S2O on ``qkv``, causal, on the GPU where one is usable and in NumPy otherwise.
 
-    Returns what the command prints, as plain values: figures per head and over all, times in
-    milliseconds, a sweep of tau, and the picture's path (None without ``picture`` or matplotlib).
+    Returns what the command prints, as plain values: figures per head and over all, times of a GPU in
+    milliseconds (None without one), a sweep of tau, the picture's path (None without ``picture`` or matplotlib), and
+    ``wrong``: in words, which arrays hold values that are not finite. ``head`` is the one to draw, by default 1.
     """
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
-    if head < 0:
-        raise ValueError(f"demo: the head to draw is {head}; accepted: 0 or more (the last one if there are fewer)")
-    head = min(head, q.shape[1] - 1)
+    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window)
+    head = _check_head(head, q.shape[1])
+    picture_problem = _check_picture(picture, geometry) if picture else None
     report = progress or (lambda *_: None)
     scale = 1 / math.sqrt(q.shape[3])
-    problem = gpu_problem()
-    steps = 3 + len(SWEEP)
+    problem = info.gpu_problem()
+    steps = 3 + len({*SWEEP, config.tau})
 
-    report(0, steps, "dense, float64")
-    began = time.perf_counter()
-    exact = dense_attention(q, k, v, scale=scale)[0]  # float64 [1, H, L, D]
-    numpy_dense = (time.perf_counter() - began) * 1e3
-
-    report(1, steps, "S2O")
+    report(0, steps, f"tau {config.tau:g}")
     arrays = (q, k, v) if problem else _to_gpu(q, k, v)
     call: Callable[..., Any] = lambda **options: s2o_attention(*arrays, scale=scale, **options)  # noqa: E731
-    began = time.perf_counter()
-    o, stats = call(config=config, return_stats=True)
-    times = {"s2o": (time.perf_counter() - began) * 1e3, "dense": numpy_dense, "dense_by": "NumPy, float64"}
-    if not problem:
-        times = _gpu_times(call, arrays, config, scale)
-    o = to_host(o)
+    with np.errstate(invalid="ignore", over="ignore"):  # said in words below
+        o, stats = call(config=config, return_stats=True)
+        o = to_host(o)
+        report(1, steps, "dense, float64")
+        exact = dense_attention(q, k, v, scale=scale)[0]  # float64 [1, H, L, D]
     density = to_host(stats.density_per_head)[0]
     heads = [_errors(o[:, h], exact[:, h]) | {"head": h, "density": float(density[h])} for h in range(q.shape[1])]
+    overall = _errors(o, exact) | {"density": stats.density}
+    named = {"q": q, "k": k, "v": v, "dense attention's output": exact, f"S2O's output at tau {config.tau:g}": o}
+    wrong = [words for name, x in named.items() for words in _not_finite(name, x)]
 
     sweep = []
     for step, tau in enumerate(sorted({*SWEEP, config.tau}, reverse=True)):
         report(2 + step, steps, f"tau {tau:g}")
-        o_tau, stats_tau = call(config=config, tau=tau, return_stats=True)
-        sweep.append({"tau": tau, "density": stats_tau.density, "rel_l2": metrics.rel_l2(to_host(o_tau), exact)})
+        point = {"tau": tau, "density": overall["density"], "rel_l2": overall["rel_l2"]}
+        if tau != config.tau:
+            with np.errstate(invalid="ignore", over="ignore"):
+                o_tau, stats_tau = call(config=config, tau=tau, return_stats=True)
+            o_tau = to_host(o_tau)
+            wrong += _not_finite(f"S2O's output at tau {tau:g}", o_tau)
+            point |= {"density": stats_tau.density, "rel_l2": metrics.rel_l2(o_tau, exact)}
+        sweep.append(point)
 
     report(steps - 1, steps, "picture")
-    drawn = _draw(picture, QKV(q, k, v), config, sweep, head, scale, source) if picture else None
+    if picture and wrong:
+        picture_problem = "there are values that are not finite"
+    drawn = picture if picture and not picture_problem else None
+    if drawn:
+        _draw(drawn, QKV(q, k, v), config, sweep, head, scale, source)
     return {
+        "ok": not wrong,
+        "wrong": wrong,
         "source": source,
         "shapes": {"q": list(q.shape), "k": list(k.shape), "dtype": q.dtype.name},
         "config": {name: getattr(config, name) for name in config.__dataclass_fields__},
@@ -86,11 +105,11 @@ def run(
         "path": stats.path,
         "path_reason": stats.path_reason,
         "heads": heads,
-        "overall": _errors(o, exact) | {"density": stats.density},
-        "times_ms": times,
+        "overall": overall,
+        "times_ms": None if problem else _gpu_times(call, arrays, config, scale),
         "sweep": sweep,
         "picture": drawn,
-        "picture_problem": "it needs matplotlib (pip install matplotlib)" if picture and not drawn else None,
+        "picture_problem": picture_problem,
     }
 
 
@@ -103,6 +122,7 @@ def table(found: dict[str, Any]) -> str:
         f"head_dim {head_dim}, {shapes['dtype']}, causal",
         f"tau {config['tau']:g}, segment {config['segment']}, tiles of {config['block_m']} queries x "
         f"{config['block_n']} keys; density = pairs computed / causal pairs; errors against dense in float64",
+        *_unlike_the_defaults(config, shapes["k"][2]),
         "",
         f"{'head':>6} {'density':>9} {'rel_l2':>9} {'cosine':>10}",
     ]
@@ -118,17 +138,80 @@ def table(found: dict[str, Any]) -> str:
             f"Kernels: {found['path']}{', as ' + found['path_reason'] if found['path_reason'] else ''}.",
         ]
     else:
-        lines += [
-            f"No GPU used: {found['gpu_problem']}.",
-            f"NumPy on the CPU took {times['s2o']:.0f} ms for S2O, {times['dense']:.0f} ms for dense in float64. "
-            "These times say nothing of the GPU.",
-        ]
+        lines.append(f"No GPU used: {found['gpu_problem']}. NumPy's reference ran; its time says nothing of a GPU's.")
     lines.append("Savings grow with the context: a short one has few keys that can be left out.")
     if found["picture"]:
         lines.append(f"Picture: {found['picture']}")
     elif found["picture_problem"]:
         lines.append(f"No picture: {found['picture_problem']}")
+    lines += [f"WRONG: {words}" for words in found["wrong"]]
     return "\n".join(lines)
+
+
+def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
+    """Lines of what differs from a plain call on such an input."""
+    lines = []
+    changed = [
+        f"{field.name} {config[field.name]} instead of {field.default}"
+        for field in fields(S2OConfig)
+        if field.name not in ("pooled_queries", "dense_up_to") and config[field.name] != field.default
+    ]
+    if changed:
+        why = f" ({seqlen_k:,} keys are few for {CONFIG.segment})" if seqlen_k < 2 * CONFIG.segment else ""
+        lines.append(f"Not the library's defaults: {', '.join(changed)}{why}")
+    if config["dense_up_to"] == 0 and seqlen_k <= launch_plan.DENSE_UP_TO:
+        lines.append(
+            f"On a GPU a call of up to {launch_plan.DENSE_UP_TO:,} keys is plain dense attention by default, which is "
+            "faster there; here S2O runs all the same"
+        )
+    return lines
+
+
+def _check_head(head: int | None, heads: int) -> int:
+    """Which head to draw."""
+    if head is None:
+        return min(1, heads - 1)
+    if not 0 <= head < heads:
+        raise ValueError(f"demo: the head to draw is {head}; accepted: 0 to {heads - 1}, as q has {heads}")
+    return head
+
+
+def _drawn_segment(geometry: Geometry) -> int:
+    """The last segment, or the one before if that has less than half its queries."""
+    last = geometry.segments - 1
+    first, end = geometry.queries(last)
+    return last - (last > 0 and end - first < geometry.segment / 2)
+
+
+def _check_picture(path: str, geometry: Geometry) -> str | None:
+    """Why there will be no picture, in words for a reader; or an error if it was asked for as it cannot be."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "it needs matplotlib (pip install matplotlib)"
+    target = Path(path)
+    if target.suffix not in PICTURES:
+        accepted = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        raise ValueError(f"demo: the picture is {path!r}; accepted: a file that ends in {accepted}")
+    if not target.parent.is_dir() or target.is_dir():
+        raise ValueError(f"demo: the picture is {path!r}; accepted: a file in a folder that exists")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ValueError(f"demo: the picture is {path!r}; accepted: a place that may be written to")
+    if geometry.candidates(_drawn_segment(geometry)) == 0:
+        raise ValueError(
+            f"demo: segment {geometry.segment} leaves no earlier keys to draw of {geometry.seqlen_k} tokens; "
+            "accepted: a segment of at most half of them, or --no-picture"
+        )
+    return None
+
+
+def _not_finite(name: str, x: np.ndarray) -> list[str]:
+    """Which of x's values are NaN or infinite, in words; nothing if none is."""
+    bad = ~np.isfinite(x.astype(np.float32) if x.dtype.name == "bfloat16" else x)
+    if not bad.any():
+        return []
+    first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), x.shape))
+    return [f"{name} has {bad.sum():,} of {x.size:,} values that are not finite, the first {x[first]} at {list(first)}"]
 
 
 def _errors(o: np.ndarray, exact: np.ndarray) -> dict[str, float]:
@@ -174,7 +257,8 @@ def _dense_on_gpu(
         # torch and CuPy are both on the default stream, where the events are recorded.
         return dense, f"scaled_dot_product_attention of torch {torch.__version__}"
     except Exception:  # PyTorch is only to compare with: any trouble with it means the other way
-        return (lambda: call(config=config, tau=0)), "this library with tau 0"
+        plain = replace(config, tau=0, dense_up_to=None)
+        return (lambda: call(config=plain)), "this library with tau 0"
 
 
 def _draw(
@@ -185,20 +269,9 @@ def _draw(
     head: int,
     scale: float,
     source: str,
-) -> str | None:
-    """Write the picture of ``head``'s last full segment; None without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return None
+) -> None:
     from . import plot
 
-    segment = max(qkv.q.shape[2] // config.segment - 1, 0)
+    segment = _drawn_segment(Geometry(qkv.q.shape[2], qkv.k.shape[2], config.segment, config.window))
     view = plot.segment_map(*qkv, config, head=head, segment=segment, scale=scale)
-    if not view.mass.size:
-        raise ValueError(
-            f"demo: segment {config.segment} leaves no earlier keys to draw of {qkv.q.shape[2]} tokens; "
-            "accepted: a segment of at most half of them, or --no-picture"
-        )
     plot.draw(path, view, [plot.SweepPoint(**point) for point in sweep], config, source)
-    return path

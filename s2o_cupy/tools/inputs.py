@@ -20,7 +20,7 @@ import numpy as np
 from . import byte_planes, patterns
 from .readers import ACCEPTED, BFLOAT16, DTYPES, SAFETENSORS, read_file, read_folder, read_npy
 
-__all__ = ["QKV", "builtin", "cast", "load", "names", "pack", "save", "unpack"]
+__all__ = ["QKV", "builtin", "cast", "load", "looks_swapped", "names", "pack", "save", "unpack"]
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -152,6 +152,12 @@ def _check(path: str, qkv: QKV) -> QKV:
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{found}; accepted: one dtype for all three")
     return qkv
+
+
+def looks_swapped(qkv: QKV) -> bool:
+    """Whether the axes of heads and sequence are probably in the other order, though the shapes are possible."""
+    (heads, seqlen_q), (kv_heads, seqlen_k) = qkv.q.shape[-3:-1], qkv.k.shape[-3:-1]
+    return kv_heads > 2 * seqlen_k and _go_together(seqlen_q, seqlen_k, heads, kv_heads)
 
 
 def _shared(heads: int, kv_heads: int) -> bool:

@@ -1,0 +1,231 @@
+"""The demo: figures that are right, and one sentence before any work where it cannot do what was asked."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import has_gpu
+
+from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
+from s2o_cupy.plan import launch_plan
+from s2o_cupy.reference import dense_attention
+from s2o_cupy.spec import Geometry
+from s2o_cupy.tools import cli, demo
+
+UNCHANGED = ["--no-picture", "--json"]
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails where attention is computed."""
+    for name in ("s2o_attention", "dense_attention"):
+        monkeypatch.setattr(demo, name, lambda *_, **__: pytest.fail("attention was computed"))
+
+
+def file_of(tmp_path, q, k=None, v=None):
+    np.savez(tmp_path / "a.npz", q=q, k=q if k is None else k, v=q if v is None else v)
+    return str(tmp_path / "a.npz")
+
+
+# ---------------------------------------------------------------- what it shows
+
+
+def test_demo(tmp_path, capsys):
+    """The recorded input, as the library's defaults compute it."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "demo.png"
+    assert cli.main(["demo", "--json", "--out", str(picture)]) == cli.OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["wrong"]) == (True, [])
+    assert found["picture"] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 50_000
+    defaults = replace(S2OConfig(), dense_up_to=0)
+    assert found["config"] == {name: getattr(defaults, name) for name in found["config"]}
+    assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
+    overall = found["overall"]
+    assert overall["density"] == pytest.approx(0.912, abs=0.02)
+    assert overall["rel_l2"] == pytest.approx(0.0166, abs=0.004)
+    assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
+    taus, densities = zip(*((point["tau"], point["density"]) for point in found["sweep"]), strict=True)
+    assert sorted(taus, reverse=True) == list(taus)
+    assert sorted(densities) == list(densities)
+    assert found["path"] in (("portable", "hopper") if has_gpu() else ("numpy",))
+
+
+def test_figures_are_those_of_the_call():
+    qkv, config = inputs.builtin("trace", length=600, dtype="float32"), replace(demo.CONFIG, segment=128, tau=0.03)
+    found = demo.run(qkv, config, picture=None)
+    if found["backend"] == "cupy":
+        pytest.skip("the GPU rounds otherwise")
+    exact = dense_attention(*qkv)[0]
+    for tau in (0.1, 0.03, 0.002):
+        o, stats = s2o_attention(*qkv, config=config, tau=tau, return_stats=True)
+        point = next(x for x in found["sweep"] if x["tau"] == tau)
+        assert point == {"tau": tau, "density": stats.density, "rel_l2": metrics.rel_l2(o, exact)}
+        if tau == config.tau:
+            assert found["overall"]["rel_l2"] == point["rel_l2"]
+    assert len(found["sweep"]) == len(demo.SWEEP) + 1
+
+
+@pytest.mark.parametrize(("length", "segment"), [(1, 1), (5, 1), (600, 128), (1024, 256), (2047, 256), (2048, 1024)])
+def test_a_short_input_has_shorter_segments(length, segment):
+    x = np.zeros((1, 1, length, 8), np.float32)
+    assert demo.segment_for(inputs.QKV(x, x, x)) == segment
+
+
+def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
+    assert cli.main(["demo", "--length", "600", "--block-n", "64", "--no-picture"]) == cli.OK
+    text = capsys.readouterr().out
+    assert "block_n 64 instead of 128" in text
+    assert "segment 128 instead of 1024" in text
+    assert "600 keys are few for 1024" in text
+    assert "a call of up to 8,192 keys is plain dense attention by default" in text
+    assert "icture" not in text
+    defaults = {name: getattr(S2OConfig(), name) for name in S2OConfig.__dataclass_fields__}
+    assert demo._unlike_the_defaults(defaults, 100_000) == []
+
+
+def test_no_time_of_a_cpu(capsys):
+    """It would be of NumPy, and of a first call."""
+    if has_gpu():
+        pytest.skip("there is a GPU")
+    found = demo.run(inputs.builtin("trace", length=300), picture=None)
+    assert found["times_ms"] is None
+    text = demo.table(found)
+    assert "No GPU used: " in text
+    assert re.search(r"\d ms|seconds", text) is None
+
+
+def test_demo_says_which_kernels_ran():
+    found = demo.run(inputs.builtin("trace", length=300), picture=None)
+    if not has_gpu():
+        assert (found["path"], found["path_reason"]) == ("numpy", None)
+    times = {"s2o": 0.5, "dense": 0.25, "dense_by": "another"}
+    found |= {"backend": "cupy", "gpu": "a GPU", "path": "hopper", "path_reason": None, "times_ms": times}
+    assert "S2O 0.500 ms, dense 0.250 ms" in demo.table(found)
+    assert "\nKernels: hopper.\n" in demo.table(found)
+    found |= {"path": "portable", "path_reason": "scale is -1.0, not positive"}
+    assert "\nKernels: portable, as scale is -1.0, not positive.\n" in demo.table(found)
+
+
+def test_demo_on_a_file_at_tau_0(tmp_path, rng, capsys):
+    x = rng.standard_normal((3, 2, 300, 16))
+    file = file_of(tmp_path, *x)
+    assert cli.main(["demo", file, "--tau", "0", "--dtype", "float16", *UNCHANGED]) == cli.OK
+    overall = json.loads(capsys.readouterr().out)["overall"]
+    assert overall["density"] == 1
+    assert overall["rel_l2"] < 1e-3
+
+
+# ---------------------------------------------------------------- values that are not finite
+
+
+@pytest.mark.parametrize(("name", "value"), [("q", np.nan), ("k", np.nan), ("v", np.inf), ("v", -np.inf)])
+def test_values_that_are_not_finite_are_found(tmp_path, rng, capsys, name, value):
+    arrays = dict(zip("qkv", rng.standard_normal((3, 1, 2, 300, 16), dtype=np.float32), strict=True))
+    arrays[name][0, 1, 7, 3:5] = value
+    file = file_of(tmp_path, *arrays.values())
+    assert cli.main(["demo", file, "--out", str(tmp_path / "a.png")]) == cli.FOUND
+    text = capsys.readouterr().out
+    assert f"WRONG: {name} has 2 of 9,600 values that are not finite, the first {value} at [0, 1, 7, 3]" in text
+    assert "WRONG: S2O's output at tau 0.01 has" in text
+    assert "No picture: " in text
+    assert cli.main(["demo", file, *UNCHANGED]) == cli.FOUND
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert np.isinf(float(found["overall"]["rel_l2"])) == np.isnan(value)  # infinities may be the right ones
+
+
+def test_an_output_that_is_not_finite_is_found(tmp_path, capsys):
+    """Of finite inputs: a sum of values beyond float64, before it is divided by their number."""
+    x = np.zeros((1, 1, 64, 16))
+    assert cli.main(["demo", file_of(tmp_path, x, x, x + 1e308), *UNCHANGED]) == cli.FOUND
+    wrong = json.loads(capsys.readouterr().out)["wrong"]
+    assert wrong
+    assert all("output" in words for words in wrong)
+
+
+# ---------------------------------------------------------------- the picture
+
+
+def test_demo_without_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo", "--length", "300"]) == cli.OK
+    assert "No picture: it needs matplotlib" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("nowhere/a.png", "accepted: a file in a folder that exists"),
+        ("folder.png", "accepted: a file in a folder that exists"),
+        ("file/a.png", "accepted: a file in a folder that exists"),
+        ("a", "accepted: a file that ends in .jpeg, .jpg, .pdf, .png, .svg or .webp"),
+        ("a.npz", "accepted: a file that ends in .jpeg, .jpg, .pdf, .png, .svg or .webp"),
+    ],
+)
+def test_where_no_picture_can_be_written(tmp_path, capsys, no_work, out, message):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / out)]) == cli.UNABLE
+    error = capsys.readouterr().err
+    assert f"the picture is {str(tmp_path / out)!r}" in error
+    assert message in error
+
+
+def test_a_place_that_may_not_be_written_to(tmp_path, capsys, no_work, monkeypatch):
+    """By what the system says: root may write anywhere."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo.os, "access", lambda place, mode: False)
+    assert cli.main(["demo", "--out", str(tmp_path / "a.png")]) == cli.UNABLE
+    assert "accepted: a place that may be written to" in capsys.readouterr().err
+
+
+def test_a_head_that_is_not_there(no_work):
+    qkv = inputs.builtin("random", length=64, heads=2, head_dim=8)
+    for head in (-1, 2):
+        with pytest.raises(ValueError, match=f"the head to draw is {head}; accepted: 0 to 1, as q has 2"):
+            demo.run(qkv, picture=None, head=head)
+
+
+def test_the_default_head_is_there(tmp_path):
+    pytest.importorskip("matplotlib")
+    qkv = inputs.builtin("random", length=64, heads=1, head_dim=8)
+    found = demo.run(qkv, replace(demo.CONFIG, segment=16), picture=str(tmp_path / "a.png"))
+    assert found["picture"] == str(tmp_path / "a.png")
+
+
+def test_demo_with_nothing_to_draw(capsys, tmp_path, no_work):
+    pytest.importorskip("matplotlib")
+    options = ["--length", "300", "--segment", "512", "--out", str(tmp_path / "a.png")]
+    assert cli.main(["demo", *options]) == cli.UNABLE
+    assert "--no-picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("length", "segment", "drawn"), [(2816, 1024, 2), (2500, 1024, 1), (2560, 1024, 2), (100, 1024, 0), (256, 128, 1)]
+)
+def test_the_segment_to_draw(length, segment, drawn):
+    """The last one, unless it has less than half its queries."""
+    assert demo._drawn_segment(Geometry(length, length, segment)) == drawn
+
+
+# ---------------------------------------------------------------- axes in the other order
+
+
+@pytest.mark.parametrize(("shape", "noted"), [((1, 64, 4, 8), True), ((1, 4, 64, 8), False), ((1, 8, 5, 8), False)])
+def test_many_heads_of_few_tokens_are_noted(tmp_path, capsys, rng, shape, noted):
+    file = file_of(tmp_path, rng.standard_normal(shape))
+    assert cli.main(["demo", file, *UNCHANGED]) == cli.OK
+    captured = capsys.readouterr()
+    note = "s2o demo: note: q has 64 heads of 4 tokens; if its axes are (batch, seqlen, heads, head_dim), store"
+    assert (note in captured.err) == noted
+    assert json.loads(captured.out)["ok"] is True
