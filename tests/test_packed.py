@@ -12,8 +12,10 @@ from conftest import has_gpu, has_hopper
 from packs import LENGTHS, differing
 
 from s2o_cupy import S2OConfig, S2OError, s2o_attention_varlen
-from s2o_cupy.arrays.operand import Operand
-from s2o_cupy.plan.launch_plan import DeviceLimits, make_plan, packed_pass1
+from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.plan.collecting import COLLECT_PAIRS, repays_collecting
+from s2o_cupy.plan.kernels import Kernel
+from s2o_cupy.plan.launch_plan import COLLECT_ROWS, DeviceLimits, make_plan, packed_pass1
 from s2o_cupy.plan.packed_table import PackedTable
 from s2o_cupy.problem import Problem
 
@@ -27,7 +29,7 @@ DENSE = S2OConfig(dense_up_to=1000)
 def recorded(request, monkeypatch):
     """Launches of a pretended GPU: (blocks, threads, a copy of the parameters); and the module, with a path."""
     pytest.importorskip("cupy")
-    from s2o_cupy.cuda import packed
+    from s2o_cupy.cuda import packed, packed_pages
 
     launches = []
 
@@ -40,23 +42,34 @@ def recorded(request, monkeypatch):
     class PackedPass(packed.PackedPass):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            programs.append(self)
+            programs.extend(x for x in (self, self.collector) if x)
 
     runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
     monkeypatch.setattr(packed, "PackedPass", PackedPass)
     monkeypatch.setattr(packed, "runtime", runtime)
-    monkeypatch.setattr(packed, "driver", types.SimpleNamespace(launchKernel=launch))
+    for module in (packed, packed_pages):
+        monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch))
     monkeypatch.setattr(packed, "device_limits", lambda device: DeviceLimits.of_architecture(90))
-    monkeypatch.setattr(packed, "tensor_map", lambda pointer, *arguments: pointer.to_bytes(128, "little"))
+    maps = []  # (address, shape, strides, rows of a box) of each that was made
+    monkeypatch.setattr(packed, "tensor_map", lambda *x: maps.append(x) or x[0].to_bytes(128, "little"))
     loaded = types.SimpleNamespace(ptr=1)
     monkeypatch.setattr(packed.compiler, "load", lambda kernel, device: loaded)
     packed.prepared.cache_clear()
-    yield types.SimpleNamespace(module=packed, launches=launches, config=replace(DENSE, path=request.param))
+    path = request.param
+    yield types.SimpleNamespace(module=packed, launches=launches, maps=maps, config=replace(DENSE, path=path))
     packed.prepared.cache_clear()
 
 
 def begins(lengths):
     return list(zip(*(list(itertools.accumulate(x, initial=0))[:-1] for x in zip(*lengths, strict=True)), strict=True))
+
+
+def without_maps(params):
+    """Pass 1's parameters, and the addresses that its tensor maps of q, k and v are of."""
+    if "attention" not in params.dtype.names:
+        return params, []
+    maps = params.tobytes()
+    return params["attention"], [int.from_bytes(maps[i : i + 128], "little") for i in (0, 128, 256)]
 
 
 def run(recorded, lengths, lse=0):
@@ -73,10 +86,8 @@ def run(recorded, lengths, lse=0):
     found = []
     for blocks, threads, params in recorded.launches:
         assert threads == (384 if recorded.config.path == "hopper" else 128)
-        if "maps" in params.dtype.names:
-            maps = params["maps"].tobytes()
-            assert [int.from_bytes(maps[i : i + 128], "little") for i in (0, 128, 256)] == [1 << 20, 2 << 20, 3 << 20]
-            params = params["attention"]
+        params, maps = without_maps(params)
+        assert maps == ([1 << 20, 2 << 20, 3 << 20] if recorded.config.path == "hopper" else [])
         found.append((blocks, params))
     return found
 
@@ -91,14 +102,14 @@ def test_each_tile_of_each_sequence_once(recorded, lengths):
     seen = set()
     found = run(recorded, lengths)
     for blocks, params in found:
-        q_tiles, sequences = int(params["attention"]["q_tiles"]), int(params["sequences"])
+        q_tiles, sequences = int(params["q_tiles"]), int(params["sequences"])
         assert blocks == (min(132, q_tiles) if recorded.config.path == "hopper" else q_tiles)
         for work in range(q_tiles):
             n = np.searchsorted(params["first_q_tile"][:sequences], work, "right") - 1
             *key, near = params["of"][n].tolist()
             local, tiles = work - params["first_q_tile"][n], -(-key[2] // 128)
             seen.add((*key, int(local // near // tiles * near + local % near), int(local // near % tiles)))
-    assert sum(int(params["attention"]["q_tiles"]) for _, params in found) == len(seen)
+    assert sum(int(params["q_tiles"]) for _, params in found) == len(seen)
     assert seen == {
         (*begin, *length, head, tile)
         for length, begin in zip(lengths, begins(lengths), strict=True)
@@ -117,7 +128,6 @@ def test_addresses(recorded):
     """Of all rows; each launch has a counter of its own, and a later call its own addresses."""
     for lse in (0, 9 << 20):
         for i, (_, params) in enumerate(run(recorded, [(3, 4)] * 129, lse)):
-            params = params["attention"]
             assert [int(params[name]["data"]) for name in ("q", "k", "v", "out")] == [n << 20 for n in (1, 2, 3, 4)]
             assert (int(params["lse"]), int(params["state"])) == (lse, 0)
             assert int(params["next_q_tile"]) == (5 << 20) + 4 * i
@@ -138,7 +148,7 @@ def test_a_refused_map_leaves_no_addresses(recorded, monkeypatch):
         with pytest.raises(S2OError):
             run(recorded, [(3, 4)] * 2, lse=10 << 20)
     ((_, params),) = run(recorded, [(3, 4)] * 2, lse=9 << 20)
-    assert int(params["attention"]["lse"]) == 9 << 20
+    assert int(params["lse"]) == 9 << 20
 
 
 @pytest.mark.parametrize(
@@ -166,6 +176,169 @@ def test_kernels_that_are_compiled_ahead(compute_capability, head_dim, softcap, 
     problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
     plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), aligned)
     assert packed_pass1(plan) in kernels_for(compute_capability)
+
+
+# ---------------------------------------------------------------- keys in pages
+
+Q, K, V, OUT, MEMORY, TABLE = (n << 20 for n in range(1, 7))  # addresses
+
+
+def run_in_pages(recorded, lengths, page_size, **changes):
+    """Launches where sequence i has row 2 i + 1 of the page table: (blocks, threads, parameters), in order."""
+    problems = [
+        replace(Problem(1, 8, 2, *x, 128, "bfloat16", is_causal=True, scale=0.1), **changes) for x in lengths
+    ]  # fmt: skip
+    p, total_q = problems[0], sum(x for x, _ in lengths)
+    first_q = [begin_q for begin_q, _ in begins(lengths)]
+    table = PackedTable([(begin_q, 2 * i + 1) for i, begin_q in enumerate(first_q)], problems)
+    q, out = (Operand(x, (1, p.heads, total_q, p.head_dim), (0, p.head_dim, p.heads * p.head_dim)) for x in (Q, OUT))
+    cache = (999, p.kv_heads, page_size, p.head_dim)
+    strides = (page_size * p.kv_heads * p.head_dim, p.head_dim, p.kv_heads * p.head_dim)
+    operands = (q, Operand(K, cache, strides), Operand(V, cache, strides), out)
+    paging = Paging(TABLE, 70, page_size, 999)
+    asked = []
+    recorded.launches.clear()
+    recorded.maps.clear()
+    launch = recorded.module.prepare(operands, table, recorded.config, paging)
+    launch.run(operands, table, 0, stream=7, paging=paging, memory=lambda n: asked.append(n) or (MEMORY, None))
+    return types.SimpleNamespace(launches=recorded.launches, launch=launch, asked=asked, table=table)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 256])
+def test_sequences_in_pages_share_a_launch(recorded, page_size):
+    """Each with its row of the page table where packed keys would say where they begin; boxes end with their page."""
+    lengths = [(300, 301), (1, 70), (128, 128), (257, 900)]
+    found = run_in_pages(recorded, lengths, page_size)
+    ((_, threads, params),) = found.launches
+    hopper, boxes = recorded.config.path == "hopper", page_size >= 32
+    assert threads == (384 if hopper else 128)
+    functions = {(False, False): "pass1_packed", (False, True): "pass1_packed"}
+    functions |= {(True, False): "pass1_packed_gathered_sm90", (True, True): "pass1_packed_sm90"}
+    kernel = found.launch.kernel
+    assert (kernel.function, kernel.paged) == (functions[hopper, boxes], True)
+    if hopper and boxes:
+        assert [(x[0], x[3]) for x in recorded.maps] == [(Q, 128), *((x, min(128, page_size)) for x in (K, V))]
+        assert recorded.maps[1][1] == (999, 2, page_size, 128)
+    params, _ = without_maps(params)
+    assert params["pages"].tolist() == (TABLE, 70, page_size.bit_length() - 1)
+    assert int(params["geometry"]["seqlen_q"]) == 686
+    of = params["of"][: int(params["sequences"])]
+    rows = {tuple(x)[:4] for x in of.tolist()}
+    assert rows == {(0, 1, 300, 301), (300, 3, 1, 70), (301, 5, 128, 128), (429, 7, 257, 900)}
+
+
+def test_another_page_table_is_seen(recorded):
+    """Though all else is as before."""
+    run_in_pages(recorded, [(3, 4)] * 2, 16)
+    other = run_in_pages(recorded, [(3, 4)] * 2, 16)
+    launch, table = other.launch, other.table
+    q = Operand(Q, (1, 8, 6, 128), (0, 128, 1024))
+    cache = Operand(K, (999, 2, 16, 128), (4096, 128, 256))
+    recorded.launches.clear()
+    launch.run(
+        (q, cache, cache, q), table, 0, stream=7, paging=Paging(9 << 20, 70, 16, 999), memory=lambda n: (MEMORY, None)
+    )
+    ((_, _, params),) = recorded.launches
+    assert int(params["pages"]["table"]) == 9 << 20
+
+
+LONG = [(900, 1000), (4000, 4000), (3000, 3000)]  # queries enough to repay a copy
+
+
+@pytest.mark.parametrize("keys_at_a_time", [8000, 7000, 4000])
+def test_small_pages_of_many_queries_are_collected(recorded, keys_at_a_time):
+    """On Hopper, in as many rounds as the workspace makes; pass 1 is then that of arrays."""
+    row = 2 * 2 * 128 * 2  # bytes of a key and its value, of all KV heads
+    recorded.config = replace(recorded.config, dense_up_to=5000, workspace_bytes=max(1 << 20, keys_at_a_time * row))
+    found = run_in_pages(recorded, LONG, 16)
+    if recorded.config.path == "portable":
+        assert found.launch.kernel.paged and len(found.launches) == 1
+        return
+    assert (found.launch.kernel.function, found.launch.kernel.paged) == ("pass1_packed_sm90", False)
+    collects, passes = found.launches[::2], found.launches[1::2]
+    of_rounds = {8000: [[4000, 3000, 1000]], 7000: [[4000, 3000], [1000]], 4000: [[4000], [3000, 1000]]}[keys_at_a_time]
+    rows = {4000: 3, 3000: 5, 1000: 1}  # of the page table
+    before = 256  # counters come first
+    assert found.asked == [before + row * max(map(sum, of_rounds))]
+    for keys, (blocks, threads, collect), (_, _, mapped) in zip(of_rounds, collects, passes, strict=True):
+        n, chunks = len(keys), 2 * sum(keys) * 16
+        assert (threads, blocks) == (256, -(-chunks // 1024))
+        assert (int(collect["k"]["data"]), int(collect["v"]["data"])) == (K, V)
+        assert (int(collect["seqlen_k"]), int(collect["chunks"]), int(collect["row_chunks"])) == (sum(keys), chunks, 16)
+        assert collect["pages"].tolist() == (TABLE, 70, 4)
+        starts = [0, *itertools.accumulate(keys)][:-1]
+        assert int(collect["sequences"]) == n
+        assert collect["first_key"][:n].tolist() == starts
+        assert collect["table_row"][:n].tolist() == [rows[x] for x in keys]
+        addresses = [MEMORY + before, MEMORY + before + row * sum(keys) // 2]
+        assert [int(collect["keys"]), int(collect["values"])] == addresses
+        params, maps = without_maps(mapped)
+        assert maps == [Q, *addresses]
+        of = params["of"]
+        assert (of["begin_k"][:n].tolist(), of["seqlen_k"][:n].tolist()) == (starts, keys)
+    assert {x[1] for x in recorded.maps if x[0] != Q} == {(1, 2, sum(keys), 128) for keys in of_rounds}
+
+
+@pytest.mark.parametrize(
+    ("page_size", "config", "lengths"),
+    [
+        (32, {}, LONG),  # the copy engine brings boxes
+        (16, {"workspace_bytes": 4000 * 1024 - 1}, LONG),  # the longest does not fit
+        (16, {}, [(1, 4000)] * 100),  # each key has few queries
+    ],
+)
+def test_others_are_not(recorded, page_size, config, lengths):
+    recorded.config = replace(recorded.config, **{"dense_up_to": 5000} | config)
+    found = run_in_pages(recorded, lengths, page_size)
+    assert found.launch.kernel.paged and len(found.launches) == 1
+
+
+def test_what_repays_a_copy():
+    """Query rows of a KV head, 4 of them a query, and the keys that they see."""
+    problem = Problem(1, 8, 2, 4096, 4096, 128, "bfloat16", is_causal=True, scale=0.1)
+    few = replace(problem, seqlen_q=COLLECT_ROWS // 4 - 1, seqlen_k=COLLECT_ROWS // 4 - 1)
+    assert repays_collecting([problem]) and not repays_collecting([few])
+    assert repays_collecting([few, replace(problem, seqlen_q=1, seqlen_k=1)])
+    n = COLLECT_PAIRS // 2 - 1  # with so many queries and keys, 4 n (n + 1) / 2 pairs
+    long = replace(problem, seqlen_q=n, seqlen_k=n)
+    short = replace(problem, seqlen_q=n - 1, seqlen_k=n - 1)
+    assert repays_collecting([long] * 10) and not repays_collecting([short] * 10)
+    assert repays_collecting([replace(short, is_causal=False)] * 10)  # each key twice as many
+
+
+def test_of_a_cache_only_rows_of_queries_lie_together():
+    """Its own strides are the same to every sequence."""
+    pytest.importorskip("cupy")
+    from s2o_cupy.cuda import packed
+
+    problems = [Problem(1, 4, 4, *x, 128, "bfloat16", is_causal=True, scale=0.1) for x in ((3, 9), (2, 2))]
+    rows = Operand(0, (1, 4, 5, 128), (0, 128, -512))
+    cache = Operand(0, (9, 4, 1, 128), (512, 128, 0))
+    of_pages = PackedTable([(0, 0), (3, 1)], problems)
+    assert packed.fits((rows, cache, cache, rows), of_pages, Paging(0, 9, 1, 9))
+    single = PackedTable([(0, 0), (3, 1)], [replace(problems[0], seqlen_q=1), problems[1]])
+    assert not packed.fits((rows, cache, cache, rows), single, Paging(0, 9, 1, 9))
+
+
+@pytest.mark.parametrize("compute_capability", [80, 90, 120])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("head_dim", "softcap"), [(64, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
+def test_kernels_of_pages_that_are_compiled_ahead(compute_capability, page_size, head_dim, softcap):
+    from s2o_cupy.plan.catalogue import kernels_for
+
+    problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
+    plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), True, True, page_size)
+    kernel = packed_pass1(plan)
+    assert kernel.paged and kernel in kernels_for(compute_capability)
+    if compute_capability == 90:
+        assert Kernel("collect_packed_pages") in kernels_for(compute_capability)
+
+
+@pytest.mark.parametrize(
+    "function", ["pass1_packed", "pass1_packed_sm90", "pass1_packed_gathered_sm90", "collect_packed_pages"]
+)
+def test_parameters_fit_what_every_driver_takes(function):
+    assert Kernel(function).family.params.itemsize <= 4096
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -30,29 +30,34 @@ struct AttentionParams {
   Pages pages;             // of a paged cache
 };
 
-// One of several sequences that lie one behind the other in q, and in k and v.
+// One of several sequences that lie one behind the other in q, and in k and v or in pages.
 struct PackedSequence {
-  int begin_q, begin_k;  // its first query and key among all
+  int begin_q;           // its first query among all
+  int begin_k;           // its first key among all; where keys lie in pages, its row of the page table
   int seqlen_q, seqlen_k;
   int near_heads;        // see Chunk
 };
 
 constexpr int kPackedSequences = 128;  // of a launch: parameters end at 4096 bytes
 
-// Pass 1 of packed sequences without candidates: geometry has the lengths of all together, and batch is 1.
+// Which of `count` sequences has element x; first[n] [kPackedSequences]: the first element of sequence n, ascending.
+__device__ __forceinline__ int sequence_with(const int (&first)[kPackedSequences], int count, int x) {
+  int found = 0;
+#pragma unroll
+  for (int step = kPackedSequences / 2; step > 0; step /= 2)
+    if (found + step < count && first[found + step] <= x) found += step;
+  return found;
+}
+
+// Pass 1 of packed sequences without candidates: batch is 1, and geometry has the rows of q of all together, and of k where
+// it is an array.
 struct PackedAttentionParams : AttentionParams {
   int sequences;
   int first_q_tile[kPackedSequences];  // q tiles of the launch before a sequence's own; apart, as all blocks search it
   PackedSequence of[kPackedSequences];
 
   // The sequence that has a q tile.
-  __device__ __forceinline__ int sequence(int q_tile) const {
-    int found = 0;
-#pragma unroll
-    for (int step = kPackedSequences / 2; step > 0; step /= 2)
-      if (found + step < sequences && first_q_tile[found + step] <= q_tile) found += step;
-    return found;
-  }
+  __device__ __forceinline__ int sequence(int q_tile) const { return sequence_with(first_q_tile, sequences, q_tile); }
 };
 
 // The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the

@@ -55,6 +55,8 @@ struct QueryTile {
   __device__ __forceinline__ int kv_head(int heads, int kv_heads) const {
     return head % heads / (heads / kv_heads);
   }
+  // The row of the page table that its sequence has, where keys lie in pages.
+  __device__ __forceinline__ int table_row(int heads) const { return batch(heads); }
 };
 
 // blockIdx.x, read anew each time: what a block derives from it need not stay in registers through its main loop.

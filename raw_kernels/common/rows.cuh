@@ -19,6 +19,7 @@ struct ConsecutiveRows : QueryTile {
   __device__ __forceinline__ int first_query() const { return first; }
   __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
   __device__ __forceinline__ int first_key(const Geometry& g) const { return g.dense_begin(segment); }
+  __device__ __forceinline__ int sequence_keys(const Geometry& g) const { return g.seqlen_k; }
 
   // Row r sees the first `limit + r` (causal) or `limit` keys from first_key on; the tile reads `keys` of them.
   __device__ __forceinline__ int limit(const Geometry& g) const {
@@ -35,8 +36,9 @@ struct ConsecutiveRows : QueryTile {
   }
 };
 
-// Pass 1 of packed sequences: row r is query first + r of all, and sees keys of its own sequence alone.
-template <int kBlockM>
+// Pass 1 of packed sequences: row r is query first + r of all, and sees keys of its own sequence alone, which lie among
+// those of all or (kPaged) in pages.
+template <int kBlockM, bool kPaged>
 struct PackedRows : QueryTile {
   static constexpr bool kOrdered = false, kResumed = false, kMayBeEmpty = false;
   int first, count;
@@ -56,7 +58,9 @@ struct PackedRows : QueryTile {
   __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
   __device__ __forceinline__ int first_query() const { return first; }
   __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
-  __device__ __forceinline__ int first_key(const Geometry&) const { return begin_k; }
+  __device__ __forceinline__ int first_key(const Geometry&) const { return kPaged ? 0 : begin_k; }
+  __device__ __forceinline__ int table_row(int) const { return begin_k; }
+  __device__ __forceinline__ int sequence_keys(const Geometry&) const { return seqlen_k; }
 
   // As in ConsecutiveRows.
   __device__ __forceinline__ int limit(const Geometry& g) const { return g.is_causal ? causal_limit : seqlen_k; }

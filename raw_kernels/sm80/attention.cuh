@@ -230,12 +230,13 @@ struct AttentionTile {
   }
 
   // Says where the block's keys and values lie; seen by all threads after the first barrier of walk().
-  __device__ __forceinline__ void point_to_keys(const QueryTile& query, int first_key, const int* order) {
+  template <class Query>
+  __device__ __forceinline__ void point_to_keys(const Query& query, int first_key, const int* order) {
     if (threadIdx.x != 0) return;
     const int batch = query.batch(params.heads), kv_head = query.kv_head(params.heads, params.kv_heads);
     shared.k_rows = head_rows<Traits::kPaged>(params.k, batch, kv_head);
     shared.v_rows = head_rows<Traits::kPaged>(params.v, batch, kv_head);
-    if (Traits::kPaged) shared.pages = params.pages.of(batch);
+    if (Traits::kPaged) shared.pages = params.pages.of(query.table_row(params.heads));
     shared.first_key = first_key;
     shared.order = order;
   }

@@ -1,7 +1,8 @@
 // Pass 1: dense attention of each segment's queries to their own keys and to the window before them
 // (the paper's Algorithm 2). One block computes kBlockM consecutive queries of one head.
 //
-//   q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k, head_dim]
+//   q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k, head_dim] or
+//   [pages, kv_heads, page_size, head_dim]
 //   -> out, normalised; state (m, l), which pass 2 resumes with acc = out * l; lse
 //
 // A segment that has no candidates for pass 2 is finished here.
@@ -33,7 +34,7 @@ __device__ __forceinline__ void pass1(const AttentionParams& params, typename Tr
 // The same of packed sequences that are attended densely: one launch for all.
 template <class Traits>
 __device__ __forceinline__ void pass1_packed(const PackedAttentionParams& params, typename Traits::Shared& shared) {
-  attend_first<Traits, PackedRows<Traits::kBlockM>>(params, shared);
+  attend_first<Traits, PackedRows<Traits::kBlockM, Traits::kPaged>>(params, shared);
 }
 
 }  // namespace s2o

@@ -52,9 +52,8 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
 }
 
 // One block of pass 1 of a paged cache: consecutive rows, gathered through the page table.
-template <class Traits>
-__device__ __forceinline__ void attend_first_in_pages(const AttentionParams& params, typename Traits::Shared& shared) {
-  using Rows = ConsecutiveRows<kBlockM>;
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void attend_first_in_pages(const Params& params, typename Traits::Shared& shared) {
   static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {

@@ -8,12 +8,9 @@
 namespace s2o {
 namespace sm90 {
 
-template <class Traits>
-__device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams& params,
-                                                     typename Traits::Shared& shared) {
-  const AttentionParams& p = params.attention;
-  const Geometry& g = p.geometry;
-  const Pages& pages = p.pages;
+template <class Traits, class Params>
+__device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& params, typename Traits::Shared& shared) {
+  const Pages& pages = params.attention.pages;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr uint32 kTileBytes = kBlockN * Traits::kHeadDim * 2;
   const int lane = threadIdx.x;
@@ -36,22 +33,24 @@ __device__ __forceinline__ void produce_by_page_maps(const MappedAttentionParams
     const uint32 place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
-    const int kv_head = shared.q_tiles_known[place].kv_head, batch = shared.q_tiles_known[place].batch;
+    const int kv_head = shared.q_tiles_known[place].kv_head, table_row = shared.q_tiles_known[place].table_row;
     const int first_key = shared.q_tiles_known[place].first_key + lane * box;
     const int tiles = shared.q_tiles_known[place].key_tiles;
     const int first_masked = shared.q_tiles_known[place].limit / kBlockN;
+    const int sequence_keys = shared.q_tiles_known[place].sequence_keys;
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) return;
     const auto key = [&](int tile) {  // the first row of this lane's box; -1 past the end
       const int position = first_key + tile * kBlockN;
-      return copies && position < g.seqlen_k ? position : -1;
+      return copies && position < sequence_keys ? position : -1;
     };
-    int page = pages.page(pages.of(batch), key(0)), now = -1;  // page: of the next tile, on its way
+    const int* entries = pages.of(table_row);
+    int page = pages.page(entries, key(0)), now = -1;  // page: of the next tile, on its way
     for (int tile = 0; tile <= tiles; ++tile) {
       const int before = now;
       if (tile < tiles) {
         now = pages.slot_in(page, key(tile));
-        if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
+        if (tile + 1 < tiles) page = pages.page(entries, key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         copy(shared.k[k_ring.slot], params.k, shared.k_full[k_ring.slot], now, kv_head);
         k_ring.advance();

@@ -10,8 +10,8 @@
 namespace s2o {
 namespace sm90 {
 
-template <class Traits, class Rows>
-__device__ __forceinline__ void produce_from_pages(const AttentionParams& params, typename Traits::Shared& shared) {
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void produce_from_pages(const Params& params, typename Traits::Shared& shared) {
   const Geometry& g = params.geometry;
   const Pages& pages = params.pages;
   constexpr int kBlockN = Traits::kBlockN, kQueryPlaces = Traits::kQueryPlaces;
@@ -43,23 +43,24 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
     const uint32 slot = nth % kQueryPlaces, place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
+    const QTile described = shared.q_tiles_known[place];
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) {
       check();
       return;
     }
 
-    const Rows rows(params, q_tile);
-    const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
-    const uint16 *k = head_rows<true>(params.k, batch, kv_head), *v = head_rows<true>(params.v, batch, kv_head);
-    const int first_key = rows.first_key(g), tiles = rows.template key_tiles<kBlockN>(g);
-    const int first_masked = rows.limit(g) / kBlockN;
+    const uint16* k = head_rows<true>(params.k, described.batch, described.kv_head);
+    const uint16* v = head_rows<true>(params.v, described.batch, described.kv_head);
+    const int first_key = described.first_key, tiles = described.key_tiles, sequence_keys = described.sequence_keys;
+    const int first_masked = described.limit / kBlockN;
     const auto key = [&](int tile) {  // the position of this lane's row; -1 past the end
       const int position = first_key + tile * kBlockN + row;
-      return position < g.seqlen_k ? position : -1;
+      return position < sequence_keys ? position : -1;
     };
-    const auto full = [&](int tile) { return whole_rows && first_key + (tile + 1) * kBlockN <= g.seqlen_k; };
-    int page = pages.page(pages.of(batch), key(0)), next = -1;  // page: of the next tile, on its way
+    const auto full = [&](int tile) { return whole_rows && first_key + (tile + 1) * kBlockN <= sequence_keys; };
+    const int* entries = pages.of(described.table_row);
+    int page = pages.page(entries, key(0)), next = -1;  // page: of the next tile, on its way
     uint32 k_row, v_row = kNoRow;
     for (int tile = 0; tile <= tiles; ++tile) {
       const uint32 v_before = v_row;
@@ -68,18 +69,18 @@ __device__ __forceinline__ void produce_from_pages(const AttentionParams& params
         k_row = k_units(now);
         v_row = v_units(now);
         asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
-        if (tile + 1 < tiles) page = pages.page(pages.of(batch), key(tile + 1));
+        if (tile + 1 < tiles) page = pages.page(entries, key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
       }
       if (tile == 0) {
-        const int position = rows.first + row < g.seqlen_q ? rows.first + row : -1;
+        const int position = described.first + row < g.seqlen_q ? described.first + row : -1;
         barrier_wait(shared.q_empty[slot], (nth / kQueryPlaces & 1) ^ 1);
         layout.template gather<kBlockM>(shared_address(shared.q[slot]),
-                                        params.q.at(batch, rows.head_in_batch(params.heads)),
-                                        q_units(position), whole_rows && rows.first + kBlockM <= g.seqlen_q);
+                                        params.q.at(described.batch, described.head_in_batch), q_units(position),
+                                        whole_rows && described.first + kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) next = take_q_tile(params);

@@ -1,7 +1,8 @@
 // Pass 1 on Hopper: dense attention of each segment's queries to their own keys and to the window before them
 // (the paper's Algorithm 2). With a segment that covers the sequence it is plain causal attention.
 //
-//   q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k, head_dim]
+//   q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k, head_dim] or
+//   [pages, kv_heads, page_size, head_dim]
 //   -> out, normalised; state (m, l), which pass 2 resumes with acc = out * l; lse
 #include "sm90/attention.cuh"
 
@@ -16,7 +17,7 @@ __device__ __forceinline__ void pass1_sm90(const MappedAttentionParams& params, 
 template <class Traits>
 __device__ __forceinline__ void pass1_packed_sm90(const MappedPackedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
-  sm90::attend_first<Traits, PackedRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_first<Traits, PackedRows<sm90::kBlockM, Traits::kPaged>>(params, shared);
 }
 
 }  // namespace s2o

@@ -41,6 +41,8 @@ __device__ __forceinline__ QTile describe(const AttentionParams& params, const R
   if constexpr (!Rows::kOrdered) {
     nth.kv_head = rows.kv_head(params.heads, params.kv_heads);
     nth.first_key = rows.first_key(params.geometry);
+    nth.table_row = rows.table_row(params.heads);
+    nth.sequence_keys = rows.sequence_keys(params.geometry);
   }
   return nth;
 }

@@ -45,6 +45,7 @@ struct QTile {
   int limit, key_tiles;             // see Rows
   int visited;                      // pass 2: where to say how many stop checks it took
   int kv_head, first_key;           // pass 1: where its keys begin
+  int table_row, sequence_keys;     // pass 1, in pages: the sequence's row of the page table, and its keys
 };
 
 // What the gathering producer knows of its next q tile before that is published.

@@ -69,7 +69,7 @@ def run(
     if packed_table is not None:
         from ..cuda import packed
 
-        if packed.fits((q, k, v, out), packed_table):
+        if packed.fits((q, k, v, out), packed_table, paging):
             launch = packed.prepare((q, k, v, out), packed_table, config, paging)  # before any other is launched
         else:
             in_turn = list(range(len(batch.parts)))
@@ -79,7 +79,7 @@ def run(
         for i, launched in zip(in_turn, found, strict=True):
             ran[i] = (launched.path, launched.path_reason, launched.graphs)
     if packed_table is not None and launch is not None:
-        launch.run((q, k, v, out), packed_table, first_lse, stream=stream, memory=memory)
+        launch.run((q, k, v, out), packed_table, first_lse, stream=stream, paging=paging, memory=memory)
         for i in together:
             ran[i] = (launch.plan.path, launch.plan.path_reason, "launched")
             if to_visit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from ..problem import GPU_BLOCK_M
 from .every_tile import KERNEL as EVERY_TILE
@@ -23,6 +24,7 @@ from .launch_plan import (
     _tail,
     pass1_block_m,
 )  # fmt: skip
+from .schedule import LISTED
 
 __all__ = ["kernels_for"]
 
@@ -31,7 +33,8 @@ SAMPLE = ("bfloat16", 128)
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Every kernel that a call may choose on an architecture. Of two of these together, unaligned rows, capped scores,
-    a paged cache and packed sequences, which do what each does alone, only those of bfloat16 and head_dim 128."""
+    a paged cache, packed sequences and listed keys, which do what each does alone, only those of bfloat16 and head_dim
+    128."""
     limits = DeviceLimits.of_architecture(compute_capability)
 
     def caps(dtype: str, head_dim: int, alone: bool) -> tuple[bool, ...]:
@@ -39,7 +42,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
 
     kernels: list[Kernel] = [_key_strata(), _key_strata("key_middle"), _key_order_head(), EVERY_TILE]
     if compute_capability == 90:
-        kernels.append(Kernel("collect_pages"))
+        kernels += [Kernel("collect_pages"), Kernel("collect_packed_pages")]
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
         for name, aligned in itertools.product(("guides", "rank_queries"), (True, False)):
             kernels.append(_rank_queries(name, dtype, head_dim, 1024, aligned))
@@ -55,15 +58,21 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
             alone = aligned and not paged
             for (name, block_m), softcap in itertools.product(passes, caps(dtype, head_dim, alone)):
                 kernels.append(_attention(name, dtype, head_dim, aligned, block_m, limits, softcap, paged))
-        together = [(True, False)] if (dtype, head_dim) != SAMPLE else itertools.product((True, False), repeat=2)
-        for aligned, softcap in together:
-            kernels.append(_attention("pass1_packed", dtype, head_dim, aligned, block_m1, limits, softcap))
+            for softcap in caps(dtype, head_dim, False) if aligned or (dtype, head_dim) == SAMPLE else ():
+                kernels.append(_attention("pass1_packed", dtype, head_dim, aligned, block_m1, limits, softcap, paged))
     if compute_capability == 90:
         for dtype, head_dim, paged in itertools.product(("float16", "bfloat16"), HEAD_DIMS, (False, True)):
             for softcap in caps(dtype, head_dim, not paged):
                 kernels += [_hopper(name, dtype, head_dim, softcap, paged) for name in ("pass1_sm90", "pass2_sm90")]
-            third = "pass1_gathered_sm90" if paged else "pass1_packed_sm90"
-            kernels += [_hopper(third, dtype, head_dim, softcap, paged) for softcap in caps(dtype, head_dim, False)]
+            others = ["pass1_packed_sm90", *(("pass1_gathered_sm90", "pass1_packed_gathered_sm90") if paged else ())]
+            for name, softcap in itertools.product(others, caps(dtype, head_dim, False)):
+                kernels.append(_hopper(name, dtype, head_dim, softcap, paged))
             if head_dim <= HOPPER_SCORE_HEAD_DIM:
                 kernels += [_hopper_key_scores(dtype, head_dim, paged), _hopper_refined_scores(dtype, head_dim, paged)]
+    kernels += [
+        replace(kernel, function=LISTED[kernel.function])
+        for kernel in kernels
+        if kernel.function in LISTED
+        and ((kernel.dtype, kernel.head_dim) == SAMPLE or (kernel.aligned and not kernel.softcap and not kernel.paged))
+    ]
     return tuple(kernels)

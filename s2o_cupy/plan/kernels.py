@@ -41,6 +41,7 @@ FAMILIES = {
             ("pass1", "sm80/pass1.cu", "AttentionParams"),
             ("pass1_packed", "sm80/pass1.cu", "PackedAttentionParams"),
             ("pass2", "sm80/pass2.cu", "AttentionParams"),
+            ("pass2_listed", "sm80/pass2.cu", "ListedAttentionParams"),
         )
     },
     **{
@@ -49,7 +50,9 @@ FAMILIES = {
             ("pass1_sm90", "pass1", "MappedAttentionParams"),
             ("pass1_packed_sm90", "pass1", "MappedPackedAttentionParams"),
             ("pass1_gathered_sm90", "pass1_gathered", "AttentionParams"),
+            ("pass1_packed_gathered_sm90", "pass1_gathered", "PackedAttentionParams"),
             ("pass2_sm90", "pass2", "AttentionParams"),
+            ("pass2_listed_sm90", "pass2", "ListedAttentionParams"),
         )
     },
     **{
@@ -103,6 +106,7 @@ FAMILIES = {
     },
     "every_tile": _Family("every_tile.cu", "EveryTileParams", 256, 4, None),
     "collect_pages": _Family("collect_pages.cu", "CollectPagesParams", 256, 4, None),
+    "collect_packed_pages": _Family("collect_pages.cu", "CollectPackedPagesParams", 256, 4, None),
     "key_order_head": _Family(
         "selection/key_order.cu", "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None
     ),

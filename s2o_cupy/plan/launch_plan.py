@@ -228,7 +228,7 @@ def _hopper(function: str, dtype: str, head_dim: int, softcap: bool = False, pag
     """A Hopper pass; its shared memory is sizeof(sm90::Traits::Shared)."""
     keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim), hopper_query_places(head_dim) * HOPPER_BLOCK
     tiles = (keys + queries) * head_dim * 2
-    places, item = 4, 10 * 4
+    places, item = 4, 12 * 4
     rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item), 2 * 4 + 4 * 8
     barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
     next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
@@ -327,8 +327,7 @@ def is_dense(problem: Problem, config: S2OConfig) -> bool:
 
 def packed_pass1(plan: LaunchPlan) -> Kernel:
     """The kernel that is to many packed sequences what pass 1 of a dense plan is to one."""
-    function = {"pass1": "pass1_packed", "pass1_sm90": "pass1_packed_sm90"}[plan.pass1.function]
-    return replace(plan.pass1, function=function)
+    return replace(plan.pass1, function=plan.pass1.function.replace("pass1", "pass1_packed"))
 
 
 def make_plan(

@@ -19,8 +19,8 @@ from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, REFINE_KEYS, SUM_KEYS, L
 from .rounds import Chunk
 
 __all__ = [
-    "BASES", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "launches", "packed_launch", "sum_blocks",
-    "workspace",
+    "BASES", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "launches", "listed_launch", "packed_collect_launch",
+    "packed_launch", "sum_blocks", "workspace",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
@@ -171,11 +171,29 @@ def launches(
 
 def packed_launch(
     plan: LaunchPlan, kernel: kernels.Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
-    aligned: bool,
+    aligned: bool, paging: Paging | None = None,
 ) -> Launch:  # fmt: skip
     """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
-    builder = _Builder(plan, problem, config, operands, Workspace({}, 0, 0), aligned, None)
+    builder = _Builder(plan, problem, config, operands, Workspace({}, 0, 0), aligned, paging)
     return builder.packed_pass1(kernel)
+
+
+def listed_launch(
+    plan: LaunchPlan, kernel: kernels.Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
+    aligned: bool, paging: Paging | None, lists: Values,
+) -> Launch:  # fmt: skip
+    """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``lists``: KeyLists."""
+    builder = _Builder(plan, problem, config, operands, Workspace({}, 0, 0), aligned, paging)
+    return builder.listed_pass2(kernel, lists)
+
+
+def packed_collect_launch(
+    plan: LaunchPlan, kernel: kernels.Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
+    paging: Paging,
+) -> Launch:  # fmt: skip
+    """Copies of packed sequences' keys and values from pages; likewise."""
+    builder = _Builder(plan, problem, config, operands, Workspace({}, 0, 0), True, paging)
+    return builder.collect_pages(kernel, sequences=0)
 
 
 Values = dict[str, Any]  # of a parameter struct, by name
@@ -237,7 +255,7 @@ class _Builder:
     def _chunk(chunk: Chunk) -> Values:
         return {field.name: getattr(chunk, field.name) for field in fields(Chunk)}
 
-    def _attention(self, stage: str, kernel: kernels.Kernel, chunk: Chunk, tiles: int, **more: int) -> Launch:
+    def _attention(self, stage: str, kernel: kernels.Kernel, chunk: Chunk, tiles: int, **more: Any) -> Launch:
         p, q_tiles = self.problem, chunk.rows * tiles
         values: Values = {
             **self.tensors,
@@ -260,7 +278,7 @@ class _Builder:
         self.attention_launches += 1
         return self._launch(stage, kernel, blocks, _fill(kernel, values), chunk, next_q_tile=counter)
 
-    def collect_pages(self, kernel: kernels.Kernel) -> Launch:
+    def collect_pages(self, kernel: kernels.Kernel, **more: int) -> Launch:
         p, chunks = self.problem, collected_chunks(self.problem)
         values: Values = {
             "k": self.tensors["k"],
@@ -270,6 +288,7 @@ class _Builder:
             "row_chunks": p.head_dim * ITEM_BYTES // COLLECT_CHUNK,
             "chunks": chunks,
             "pages": self.pages,
+            **more,
         }
         return self._launch("collect_pages", kernel, -(-chunks // COLLECT_CHUNKS), _fill(kernel, values))
 
@@ -281,6 +300,9 @@ class _Builder:
 
     def pass2(self, chunk: Chunk) -> Launch:
         return self._attention("pass2", self.plan.pass2, chunk, self.plan.tiles)
+
+    def listed_pass2(self, kernel: kernels.Kernel, lists: Values) -> Launch:
+        return self._attention("pass2", kernel, self.plan.whole, self.plan.tiles, lists=lists)
 
     def candidate_means(self) -> list[Launch]:
         p, plan = self.problem, self.plan

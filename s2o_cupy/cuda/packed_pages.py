@@ -1,0 +1,63 @@
+"""Keys and values of packed sequences copied from small pages to arrays, which pass 1 then reads.
+
+Where pages are too small for the copy engine pass 1 would gather their rows one by one; queries that are many to a key
+repay the copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from cupy.cuda import driver
+
+from ..arrays.operand import ITEM_BYTES, Operand, Paging
+from ..plan.kernels import Kernel
+from ..plan.launch_plan import COLLECT_CHUNKS, LaunchPlan
+from ..plan.launches import packed_collect_launch
+from ..plan.packed_table import PackedLaunch
+from ..problem import Problem
+from ..spec import S2OConfig
+from . import compiler
+
+__all__ = ["PageCollector"]
+
+
+class PageCollector:
+    """A prepared launch. ``problem``: of any lengths. Of ``operands`` and ``paging`` addresses are not read."""
+
+    def __init__(
+        self, plan: LaunchPlan, problem: Problem, config: S2OConfig, operands: dict[str, Operand], paging: Paging,
+        device: int,
+    ) -> None:  # fmt: skip
+        self.problem = problem
+        self.kernel = Kernel("collect_packed_pages")
+        self.params = packed_collect_launch(plan, self.kernel, problem, config, operands, paging).params
+        self.function = compiler.load(self.kernel, device).ptr
+        self.address = np.array([self.params.ctypes.data], np.uint64)
+
+    def nbytes(self, keys: int) -> int:
+        """Of so many keys and their values, of all KV heads."""
+        return 2 * self.problem.kv_heads * keys * self.problem.head_dim * ITEM_BYTES
+
+    def run(
+        self, k: Operand, v: Operand, page_table: int, launch: PackedLaunch, to: int, stream: int
+    ) -> tuple[Operand, Operand]:
+        """Copy the keys and values of a launch's sequences from the caches ``k`` and ``v``. Returns the arrays, each
+        [1, kv_heads, keys, head_dim], the first at the address ``to``. ``page_table``: an address."""
+        of, heads, head_dim = launch.of, self.problem.kv_heads, self.problem.head_dim
+        shape = (1, heads, launch.keys, head_dim)
+        strides = (0, launch.keys * head_dim if heads > 1 else 0, head_dim if launch.keys > 1 else 0)
+        keys = Operand(to, shape, strides)
+        values = Operand(to + self.nbytes(launch.keys) // 2, shape, strides)
+        chunks, n = heads * launch.keys * int(self.params["row_chunks"]), len(of)
+        self.params["k"]["data"], self.params["v"]["data"] = k.pointer, v.pointer
+        self.params["keys"], self.params["values"] = keys.pointer, values.pointer
+        self.params["seqlen_k"], self.params["chunks"] = launch.keys, chunks
+        self.params["pages"]["table"] = page_table
+        self.params["sequences"] = n
+        self.params["first_key"][:n] = of["begin_k"]
+        self.params["table_row"][:n] = launch.table_row
+        driver.launchKernel(
+            self.function, -(-chunks // COLLECT_CHUNKS), 1, 1, self.kernel.threads, 1, 1, 0, stream,
+            self.address.ctypes.data, 0,
+        )  # fmt: skip
+        return keys, values
