@@ -19,8 +19,8 @@ from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, REFINE_KEYS, SUM_KEYS, L
 from .rounds import Chunk
 
 __all__ = [
-    "BASES", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "launches", "listed_launch", "packed_collect_launch",
-    "packed_launch", "sum_blocks", "workspace",
+    "BASES", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "launches", "listed_launch",
+    "packed_collect_launch", "packed_launch", "sum_blocks", "workspace",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct

@@ -1,0 +1,160 @@
+"""Attention to keys that are given as data: pass 2 alone, by lists that anybody made.
+
+What depends on neither lists nor addresses is made once and remembered; a call fills addresses in and launches.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+from cupy.cuda import driver, runtime
+
+from ..arrays.operand import Operand, Paging
+from ..caches import remembered
+from ..plan.launch_plan import LaunchPlan, make_plan
+from ..plan.launches import listed_launch
+from ..plan.schedule import ScheduleShape, listed_plan
+from ..problem import Problem
+from ..spec import S2OConfig
+from . import compiler
+from .pipeline import Memory, Operands, allocate, device_limits
+
+__all__ = ["ListPointers", "Tail", "attend_lists"]
+
+COUNTER_BYTES = 256  # of the launch's next q tile, and what the array behind it is aligned to
+
+
+class ListPointers(NamedTuple):
+    """Where lists lie on the GPU: KeyLists of raw_kernels/common/listed_rows.cuh. Nobody checks what is in them."""
+
+    entries: int  # int32 [any]
+    begins: int  # int64 of ScheduleShape.lists_shape: each list's first entry
+    keys: int  # int32, likewise: how many keys a list has
+    q_order: int = 0  # int32 [batch, heads, seqlen_q]: queries in the order in which q tiles take them; 0: as they lie
+
+
+class Tail(NamedTuple):
+    """What a list has left counts as its mean key and value, which rows that resume S2O's pass 1 have from S2O."""
+
+    scores: int  # float32 [batch, heads, seqlen_q], in log2 units
+    means: int  # float32 [batch, kv_heads, segments, 2, padded head_dim]
+
+
+def attend_lists(
+    operands: Operands,
+    lists: ListPointers,
+    shape: ScheduleShape,
+    problem: Problem,
+    config: S2OConfig,
+    *,
+    stream: int,
+    state: int = 0,
+    lse: int = 0,
+    visited: int = 0,
+    tail: Tail | None = None,
+    paging: Paging | None = None,
+    memory: Memory = allocate,
+) -> LaunchPlan:
+    """Each q tile attends to the keys of its list, all of which all of its rows see.
+
+    Parameters
+    ----------
+    operands : q, k, v and out
+        As `pipeline.run` takes them. ``out`` is written, and where rows resume, read before.
+    lists, shape : ListPointers and ScheduleShape
+    config : S2OConfig
+        ``block_m`` is the queries of a q tile, ``block_n`` the keys between two stop checks; with ``tau`` a q tile
+        stops as S2O's do (0: never). ``path`` as ever; the rest is not read.
+    stream : int, a handle
+    state : int
+        float32 [batch, heads, seqlen_q, 2], (m in log2 units, l) of the rows that ``shape`` says are resumed; else 0.
+    lse, visited : int
+        Where to write the lse, float32 [batch, heads, seqlen_q], and the key tiles of block_n that each q tile visited,
+        int32 of shape.visited_shape; 0: nowhere. Where rows resume and a list is empty the lse is left as it is.
+    tail : Tail, optional
+    paging : Paging, optional; where k and v are a paged cache
+
+    Nothing waits for the GPU. Returns what was launched.
+
+    Raises
+    ------
+    ValueError
+        No kernel takes ``shape``, or ``state`` is not as it says, or there is a tail without one.
+    """
+    shape.check(problem)
+    if shape.resumed != bool(state):
+        given = "given" if state else "missing"
+        raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
+    if tail is not None and not shape.resumed:
+        raise ValueError("attend_lists: tail is given and rows start empty; accepted: a tail of rows that resume S2O")
+    strides = tuple(x.strides for x in operands)
+    aligned = all(x.pointer % 16 == 0 for x in operands)
+    anywhere = None if paging is None else paging._replace(pointer=0)
+    program = _prepared(problem, config, shape, runtime.getDevice(), aligned, strides, anywhere)
+    if not problem.empty:
+        program.run(operands, lists, stream, state, lse, visited, tail, paging, memory)
+    return program.plan
+
+
+@remembered
+def _prepared(
+    problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, aligned: bool,
+    strides: tuple[tuple[int, int, int], ...], paging: Paging | None,
+) -> _ListedPass:  # fmt: skip
+    """``strides`` of q, k, v and out."""
+    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
+    if paging is not None:
+        of_k = (paging.pages, problem.kv_heads, paging.page_size, problem.head_dim)
+    named = zip(("q", "k", "v", "out"), (of_q, of_k, of_k, of_q), strides, strict=True)
+    operands = {name: Operand(0, shape, s) for name, shape, s in named}
+    return _ListedPass(problem, config, shape, device, aligned, operands, paging)
+
+
+class _ListedPass:
+    """A prepared launch, in whose parameters a call fills in its addresses."""
+
+    def __init__(
+        self, problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, aligned: bool,
+        operands: dict[str, Operand], paging: Paging | None,
+    ) -> None:  # fmt: skip
+        aligned = aligned and all(x.is_aligned() for x in operands.values())
+        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
+        compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
+        plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
+        self.plan, self.kernel = listed_plan(plan, shape, problem, config.block_m)
+        launch = listed_launch(
+            self.plan, self.kernel, problem, config, operands, aligned, paging, shape.params(problem)
+        )
+        self.blocks, self.params = launch.blocks, launch.params
+        self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, config.block_m)))
+        self.function = compiler.load(self.kernel, device).ptr
+        self.address = np.array([self.params.ctypes.data], np.uint64)
+        self.lock = threading.Lock()  # the parameters are one for all threads
+
+    def run(
+        self, operands: Operands, lists: ListPointers, stream: int, state: int, lse: int, visited: int,
+        tail: Tail | None, paging: Paging | None, memory: Memory,
+    ) -> None:  # fmt: skip
+        wanted = COUNTER_BYTES + (0 if visited else self.visited_bytes)
+        counter, keeper = memory(wanted)
+        runtime.memsetAsync(counter, 0, wanted, stream)
+        if visited:
+            runtime.memsetAsync(visited, 0, self.visited_bytes, stream)  # of q tiles without keys
+        p = self.params
+        with self.lock:
+            for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
+                p[name]["data"] = x.pointer
+            for name, address in lists._asdict().items():
+                p["lists"][name] = address
+            p["pages"]["table"] = 0 if paging is None else paging.pointer
+            p["tail"], p["candidate_means"] = tail or (0, 0)
+            p["state"], p["lse"] = state, lse
+            p["visited"], p["next_q_tile"] = visited or counter + COUNTER_BYTES, counter
+            driver.launchKernel(
+                self.function, self.blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.shared_bytes, stream,
+                self.address.ctypes.data, 0,
+            )  # fmt: skip
+        del keeper
