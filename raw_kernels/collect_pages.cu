@@ -1,8 +1,8 @@
 // Keys and values of a paged cache as one array each, for a dense call: its queries are many to a key, and pages are
 // too small for the copy engine. Pass 1 is then that of arrays, which repays the copy (docs/kernels.md).
 //
-//   k and v [pages, kv_heads, page_size, head_dim] -> keys and values [batch, kv_heads, seqlen_k, head_dim], or of packed
-//   sequences [kv_heads, keys of all, head_dim]
+//   k and v [pages, kv_heads, page_size, head_dim] -> keys and values [batch, kv_heads, seqlen_k, head_dim], or of
+//   packed sequences [kv_heads, keys of all, head_dim]
 #include "common/attention_params.cuh"
 
 namespace s2o {

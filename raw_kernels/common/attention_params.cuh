@@ -49,8 +49,8 @@ __device__ __forceinline__ int sequence_with(const int (&first)[kPackedSequences
   return found;
 }
 
-// Pass 1 of packed sequences without candidates: batch is 1, and geometry has the rows of q of all together, and of k where
-// it is an array.
+// Pass 1 of packed sequences without candidates: batch is 1, and geometry has the rows of q of all together, and of k
+// where it is an array.
 struct PackedAttentionParams : AttentionParams {
   int sequences;
   int first_q_tile[kPackedSequences];  // q tiles of the launch before a sequence's own; apart, as all blocks search it
