@@ -6,6 +6,7 @@ of its paths.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ SMALL = S2OConfig(segment=128, tau=0.05, block_m=64, block_n=64, dense_up_to=0)
 SMALL_HOPPER = S2OConfig(segment=128, tau=0.05, block_m=128, block_n=128, dense_up_to=0)
 
 
+@functools.cache
 def has_gpu() -> bool:
     try:
         import cupy
@@ -54,6 +56,20 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
 
     code = 'extern "C" __global__ void s2o_spin(long long n) { for (long long t = clock64(); clock64() - t < n;); }'
     cupy.RawKernel(code, "s2o_spin")((blocks,), (128,), (np.int64(milliseconds * 2e6),))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU its cases are left out, rather than skipped one by one."""
+    if has_gpu():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not has_gpu():
+        terminalreporter.write_line("GPU cases are left out: no GPU, cupy.is_available() is False")
 
 
 @dataclass(frozen=True)

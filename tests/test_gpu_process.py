@@ -1,4 +1,4 @@
-"""What needs a process of its own: CUDA's first use, threads, forks, and CuPy's cache folder. On a GPU only."""
+"""What needs a process of its own: CUDA's first use, threads, forks, and the cache folder. On a GPU only."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def call(seed=0):
 
 def run(code: str, **environment: str) -> list[str]:
     """Words that ``code`` prints after CALL, in a fresh interpreter."""
+    inherited = {name: value for name, value in os.environ.items() if "_CACHE_" not in name}
     result = subprocess.run(
         [sys.executable, "-c", CALL + code],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=300,
+        cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.split()
@@ -49,14 +50,14 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(cache):
     """The digest, from a process that filled the cache folder."""
-    (digest,) = run("print(call())", CUPY_CACHE_DIR=str(cache))
-    assert len(list(cache.glob("*.cubin"))) >= 6  # the kernels of a call
+    (digest,) = run("print(call())", S2O_CACHE_DIR=str(cache))
+    assert len(list(cache.iterdir())) >= 6  # the kernels of a call
     return digest
 
 
 def test_the_cache_is_used(cache, expected):
     before = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    assert run("print(call())", CUPY_CACHE_DIR=str(cache)) == [expected]
+    assert run("print(call())", S2O_CACHE_DIR=str(cache)) == [expected]
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == before
 
 
@@ -70,20 +71,44 @@ def test_a_corrupt_cache_file_is_compiled_anew(cache, expected, tmp_path, how):
         changed = {"emptied": b"", "cut short": data[: len(data) // 2], "overwritten": b"x" * len(data)}
         corrupt[path.name] = bytes(changed.get(how, data))
         (tmp_path / path.name).write_bytes(corrupt[path.name])
-    assert run("print(call())", CUPY_CACHE_DIR=str(tmp_path)) == [expected]
+    assert run("print(call())", S2O_CACHE_DIR=str(tmp_path)) == [expected]
     assert sum((tmp_path / name).read_bytes() != data for name, data in corrupt.items()) >= 6
 
 
-def test_a_cache_folder_that_cannot_be_written(expected):
+def test_compiling_ahead_fills_the_cache_of_calls(expected, tmp_path):
+    """With no more than the dtype and the head size of the calls to come; --arch is this GPU's own."""
+    command = [sys.executable, "-m", "s2o_cupy", "compile", "--dtype", "float16", "--head-dim", "16"]
+    environment = os.environ | {"S2O_CACHE_DIR": str(tmp_path)}
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=600)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert run("print(call())", S2O_CACHE_DIR=str(tmp_path)) == [expected]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+UNCHANGED = """
+before = dict(os.environ)
+{0}
+print(call(), before == dict(os.environ))
+"""
+
+
+@pytest.mark.parametrize("variable", ["CUPY_CACHE_DIR", "S2O_CACHE_DIR"])
+def test_a_cache_folder_that_cannot_be_written(expected, variable):
     """/proc is there and takes no file, not even root's."""
-    assert run("print(call(), os.environ.get('CUPY_CACHE_IN_MEMORY'))", CUPY_CACHE_DIR="/proc") == [expected, "None"]
+    assert run(UNCHANGED.format(""), **{variable: "/proc"}) == [expected, "True"]
 
 
 def test_a_cache_folder_that_cannot_be_made(expected, tmp_path):
-    """CuPy cannot even be imported there, so it is imported by the library, for another framework's arrays."""
+    """CuPy cannot even be imported there, so it is imported by the library, for another framework's arrays. Its own
+    kernels work too."""
     (tmp_path / "file").write_text("")
-    code = "from s2o_cupy.arrays.lazy_cupy import import_cupy; import_cupy(); print(call())"
-    assert run(code, CUPY_CACHE_DIR=str(tmp_path / "file" / "folder")) == [expected]
+    code = """
+from s2o_cupy.arrays.lazy_cupy import import_cupy
+cupy = import_cupy()
+assert (cupy.arange(5) * 2).get().tolist() == [0, 2, 4, 6, 8]
+"""
+    folder = str(tmp_path / "file" / "folder")
+    assert run(UNCHANGED.format(code), CUPY_CACHE_DIR=folder) == [expected, "True"]
     assert (tmp_path / "file").read_text() == ""
 
 
@@ -101,7 +126,7 @@ assert digests[:4] == digests[4:] == [call(seed) for seed in range(4)]
 assert len(set(digests)) == 4
 print(digests[0])
 """
-    assert run(code, CUPY_CACHE_DIR=str(tmp_path)) == [expected]
+    assert run(code, S2O_CACHE_DIR=str(tmp_path)) == [expected]
 
 
 def test_a_fork_before_the_first_use_of_cuda(expected, cache):
@@ -112,25 +137,25 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     print(*pool.map(call, [0, 0, 0]))
 print(call())
 """
-    assert run(code, CUPY_CACHE_DIR=str(cache)) == [expected] * 4
+    assert run(code, S2O_CACHE_DIR=str(cache)) == [expected] * 4
 
 
 def test_a_changed_header_is_compiled_anew(expected, cache, tmp_path):
     """A comment more in one .cuh: other text, so other entries in the cache beside the old ones."""
     code = """
-from s2o_cupy.plan import kernels
-good = kernels._with_includes
+from s2o_cupy.cuda import compiler
+good = compiler._with_includes
 def changed(name, seen):
     for line in good(name, seen):
         yield line
-        if line == '#line 1 "geometry.cuh"':
+        if line == '#line 1 "common/geometry.cuh"':
             yield "// changed"
-kernels._with_includes = changed
+compiler._with_includes = changed
 print(call())
 """
     import shutil
 
     shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     before = len(list(tmp_path.iterdir()))
-    assert run(code, CUPY_CACHE_DIR=str(tmp_path)) == [expected]
+    assert run(code, S2O_CACHE_DIR=str(tmp_path)) == [expected]
     assert len(list(tmp_path.iterdir())) >= before + 6
