@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.arguments import describe
+from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import batched
 from .run import parse_backend, parse_config, run
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["s2o_attention"]
 
 
+@outside_graphs
 def s2o_attention(
     q: Any,
     k: Any,

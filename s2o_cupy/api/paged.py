@@ -7,6 +7,7 @@ from typing import Any
 from ..arrays.arguments import describe
 from ..arrays.array_info import ArrayInfo
 from ..arrays.lengths import parse_lengths, parse_starts
+from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import paged
 from .run import parse_backend, parse_config, run
@@ -14,6 +15,7 @@ from .run import parse_backend, parse_config, run
 __all__ = ["s2o_attention_paged"]
 
 
+@outside_graphs
 def s2o_attention_paged(
     q: Any,
     k_pages: Any,

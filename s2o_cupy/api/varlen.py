@@ -6,6 +6,7 @@ from typing import Any
 
 from ..arrays.arguments import describe
 from ..arrays.lengths import parse_starts
+from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import packed
 from .run import parse_backend, parse_config, run
@@ -13,6 +14,7 @@ from .run import parse_backend, parse_config, run
 __all__ = ["s2o_attention_varlen"]
 
 
+@outside_graphs
 def s2o_attention_varlen(
     q: Any,
     k: Any,

@@ -17,8 +17,10 @@ import torch
 from ..api.attention import s2o_attention
 from ..api.lengths import check_packed_shapes
 from ..api.varlen import s2o_attention_varlen
+from ..arrays.torch_transforms import check_derivatives
 from ..problem import LAYOUTS, check_softcap, validate
 from ..spec import S2OConfig, check_tau
+from .autocast import DEVICES, casting
 
 __all__ = ["attention", "attention_varlen"]
 
@@ -40,7 +42,8 @@ def attention(
 ) -> Any:
     """S2O attention of PyTorch tensors as one operator, for code that goes through ``torch.compile``.
 
-    Outside of a graph it is :func:`s2o_cupy.s2o_attention` with a few microseconds on top. Inference only.
+    Outside of a graph it is :func:`s2o_cupy.s2o_attention` with a few microseconds on top. Inference only. Under
+    torch.autocast q, k and v are cast to its dtype, as scaled_dot_product_attention does, but for float64.
 
     Parameters
     ----------
@@ -68,8 +71,9 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument is not accepted, or a tensor requires grad while gradients are enabled. While a graph is
-        compiled with ``fullgraph=True``, PyTorch's own error holds the message.
+        An argument is not accepted, or a derivative is asked for: a tensor requires grad while gradients are
+        enabled, or the call is made in forward-mode AD (torch.func.jvp). While a graph is compiled with
+        ``fullgraph=True``, PyTorch's own error holds the message.
     S2OError
         The machine cannot run the call.
 
@@ -152,11 +156,7 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
-                f"call it under torch.no_grad(), or pass {name}.detach()"
-            )
+        check_derivatives(name, x)
     if config is None:
         config = _DEFAULT
     elif not isinstance(config, S2OConfig):
@@ -203,6 +203,15 @@ def _config(*scalars: Any) -> S2OConfig:
 # ---------------------------------------------------------------- the operator
 
 
+def _check_forward_mode() -> None:
+    """PyTorch takes tangents off before it calls what runs below, so whether there are any cannot be asked there."""
+    if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        raise ValueError(
+            "s2o_attention: the operator is called in forward-mode AD, as of torch.func.jvp, and S2O is for inference "
+            "only (it has no derivative); accepted: a call outside of it, or under torch.inference_mode()"
+        )
+
+
 def _run(
     q: Tensor,
     k: Tensor,
@@ -214,6 +223,7 @@ def _run(
     return_lse: bool,
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
+    _check_forward_mode()
     result = s2o_attention(
         q,
         k,
@@ -240,6 +250,7 @@ def _fake(
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     """Shapes, dtypes and devices of the results without data; the same errors as a call."""
+    _check_forward_mode()
     _check_devices(q, k, v)
     problem = validate(
         [x.shape for x in (q, k, v)],
@@ -268,6 +279,7 @@ def _run_varlen(
     return_lse: bool,
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
+    _check_forward_mode()
     result = s2o_attention_varlen(
         q,
         k,
@@ -296,6 +308,7 @@ def _fake_varlen(
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `_fake`, but blind to cu_seqlens: a graph that asked for their order would be one for these lengths alone."""
+    _check_forward_mode()
     _check_devices(q, k, v)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     problem = check_packed_shapes(
@@ -338,3 +351,6 @@ _library.define(
 )
 _library.impl("attention_varlen", _run_varlen, "CompositeExplicitAutograd")
 torch.library.register_fake("s2o_cupy::attention_varlen", _fake_varlen, lib=_library)
+for _kind in DEVICES:
+    for _operator in (torch.ops.s2o_cupy.attention.default, torch.ops.s2o_cupy.attention_varlen.default):
+        _library.impl(_operator, casting(_operator, _kind), f"Autocast{_kind.upper()}")

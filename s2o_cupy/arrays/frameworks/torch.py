@@ -14,6 +14,7 @@ from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
 from ..streams import stream_handle
 from ..torch_streams import in_use_until_now
+from ..torch_transforms import check_derivatives, no_address
 from .base import Framework, Output, is_instance, numpy_dtype
 
 __all__ = ["TorchFramework"]
@@ -36,18 +37,18 @@ class TorchFramework(Framework):
             raise TypeError(
                 f"s2o_attention: {name} is a view with its negative bit set; accepted: {name}.resolve_neg()"
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
-                f"call it under torch.no_grad(), or pass {name}.detach()"
-            )
+        check_derivatives(name, x)
 
     def describe(self, x: Any) -> ArrayInfo:
         if x.requires_grad:  # refused by check() where it would matter
             x = x.detach()
         size, dtype = x.element_size(), torch_dtype_name(x.dtype)
         strides = byte_strides(x.stride(), size)
-        return ArrayInfo(x.data_ptr(), tuple(x.shape), strides, size, dtype, device_of(x.device), x)
+        try:
+            pointer = x.data_ptr()
+        except RuntimeError:
+            raise no_address(x) from None
+        return ArrayInfo(pointer, tuple(x.shape), strides, size, dtype, device_of(x.device), x)
 
     def dtype(self, x: Any) -> str:
         return torch_dtype_name(x.dtype)
