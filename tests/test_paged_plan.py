@@ -8,7 +8,6 @@ import pytest
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.arrays.operand import Operand, Paging
-from s2o_cupy.cuda import compiler
 from s2o_cupy.plan.catalogue import kernels_for
 from s2o_cupy.plan.launch_plan import COLLECT_ROWS, DeviceLimits, make_plan
 from s2o_cupy.plan.launches import launches, workspace
@@ -160,18 +159,3 @@ def test_names_of_kernels():
     hopper = ("pass1_sm90", "pass1_gathered_sm90", "pass2_sm90")
     assert {f"{function}-bfloat16-d128-s2-paged" for function in hopper} <= names
     assert not any("paged" in kernel.name for kernel in kernels_for(90) if not kernel.paged)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_paged_kernels_compile(monkeypatch, arch):
-    try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except Exception as error:
-        pytest.skip(f"no CuPy with NVRTC: {error}")
-    capability = int(arch[3:5])
-    chosen = [k for k in kernels_for(capability) if k.paged and (k.dtype, k.head_dim) == ("bfloat16", 128)]
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: tuple(chosen))
-    for compiled in compiler.compile_all([arch]):
-        assert (compiled.spill_bytes, compiled.warnings) == (0, ()), compiled.name
