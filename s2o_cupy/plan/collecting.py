@@ -22,7 +22,7 @@ COLLECT_PAIRS = 2048
 
 def repays_collecting(problems: Sequence[Problem]) -> bool:
     """Whether sequences that are attended densely in one launch repay a copy of their keys and values."""
-    rows = pairs = keys = 0  # of all sequences: query rows of a KV head, what they see, and keys
+    rows, pairs, keys = 0, 0.0, 0  # of all sequences: query rows of a KV head, what they see, and keys
     for p in problems:
         queries = p.seqlen_q * (p.heads // p.kv_heads)
         unseen = (p.seqlen_q - 1) / 2 if p.is_causal else 0  # by a row, on average
