@@ -1,0 +1,378 @@
+"""Pass 2 by lists of keys on a GPU, against the definition (reference/lists.py) and against S2O.
+
+Skipped without a GPU. An entry that belongs to no list is far outside of k and v: reading it would be a fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import has_gpu, has_hopper
+from key_lists import all_keys, list_heads, make_lists, random_lists
+from pages import paged, random_table
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.plan.schedule import ScheduleShape, order_lists
+from s2o_cupy.problem import Problem, validate
+from s2o_cupy.reference import s2o
+from s2o_cupy.reference.lists import KeyLists
+from s2o_cupy.reference.lists import attend_lists as definition
+from s2o_cupy.spec import Geometry
+from s2o_cupy.tools.diffing import UNIT, _lse_allowed, _score_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def path(request):
+    if request.param == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    return request.param
+
+
+@dataclass
+class Attended:
+    """What a launch wrote, on the host."""
+
+    o: Any  # [B, H, Lq, D]
+    lse: Any  # float32 [B, H, Lq]
+    visited: Any  # int32 [B, H, N, T]
+
+    def assert_same_bits(self, other):
+        for x, y in ((self.o, other.o), (self.lse, other.lse), (self.visited, other.visited)):
+            assert x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+def problem_of(q, k, config, **options) -> Problem:
+    return validate(
+        [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config, backend="cupy", is_causal=False, **options
+    )
+
+
+def attend(
+    path: str, q: Any, k: Any, v: Any, lists: KeyLists, *, per_tile: bool = False, segment: int | None = None,
+    q_order: Any = None, start: tuple[Any, Any, Any] | None = None, tail: tuple[Any, Any] | None = None,
+    page_size: int | None = None, problem: Problem | None = None, scale: float | None = None, softcap: float = 0.0,
+    **config: Any,
+) -> Attended:  # fmt: skip
+    """`cuda.lists.attend_lists` of host or CuPy arrays, into poisoned outputs. ``start``: output, lse and state
+    [B, H, Lq, 2] of a pass before; ``tail``: scores and means. ``page_size``: k and v are put into a cache."""
+    import cupy
+
+    from s2o_cupy.arrays.operand import Paging, operand
+    from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
+
+    settings = S2OConfig(**({"tau": 0.0} | config), path=path)
+    problem = problem or problem_of(q, k, settings, scale=scale, softcap=softcap)
+    shape = ScheduleShape(lists.begins.shape[1], lists.unit, per_tile, segment, start is not None)
+    assert lists.begins.shape == shape.lists_shape(problem, settings.block_m)
+    paging, table = None, None
+    if page_size is not None:
+        lengths = [k.shape[2]] * len(k)
+        host_table, pages = random_table(np.random.default_rng(1), lengths, page_size)
+        k, v = (paged(x, host_table, pages, page_size, "HND", lengths) for x in (k, v))
+        table = cupy.asarray(host_table)
+        paging = Paging(table.data.ptr, table.shape[1], page_size, pages)
+    q, k, v = (cupy.asarray(x) for x in (q, k, v))
+    o = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
+    lse = cupy.full(q.shape[:3], np.nan, np.float32)
+    state = 0
+    if start is not None:
+        o[...], lse[...] = cupy.asarray(start[0]), cupy.asarray(start[1])
+        start_state = cupy.ascontiguousarray(cupy.asarray(start[2], dtype=np.float32))
+        state = start_state.data.ptr
+    visited = cupy.full(shape.visited_shape(problem, settings.block_m), -1, np.int32)
+    arrays = [cupy.asarray(x, dtype=t) for x, t in ((lists.entries, "i4"), (lists.begins, "i8"), (lists.keys, "i4"))]
+    order = None if q_order is None else cupy.asarray(q_order, dtype=np.int32)
+    pointers = ListPointers(*(x.data.ptr for x in arrays), 0 if order is None else order.data.ptr)
+    plan = attend_lists(
+        tuple(operand(x, "BHSD") for x in (q, k, v, o)), pointers, shape, problem, settings,
+        stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
+        tail=None if tail is None else Tail(*(x.data.ptr for x in tail)), paging=paging,
+    )  # fmt: skip
+    assert plan.path == path
+    return Attended(*(cupy.asnumpy(x) for x in (o, lse, visited)))
+
+
+def assert_defined(found: Attended, q, k, v, lists, *, scale=None, softcap=0.0, **options):
+    """``found`` is the definition's, given how many key tiles each q tile visited.
+
+    A score is off by head_dim roundings of its products' sum, and by tanh; a weight and the output are rounded once.
+    """
+    unit = UNIT[str(q.dtype)]
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    head_dim, group = q.shape[-1], q.shape[1] // k.shape[1]
+    scale = head_dim**-0.5 if scale is None else scale
+    options |= {"scale": scale, "softcap": softcap, "visited": found.visited}
+    o, lse = s2o.finish(definition(q, k, v, lists, **options)[0])
+    weight = s2o.finish(definition(q, k, np.abs(v), lists, **options)[0])[0]  # sum p |v| / l
+    reach = _score_error(q, k, group, head_dim, scale, softcap)
+    allowed = weight * (2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18)
+    allowed += 2.0**-24 if unit == UNIT["float16"] else 1e-30
+    assert (np.abs(found.o.astype(np.float64) - o) <= allowed).all()
+    empty = np.isneginf(lse)
+    assert (np.isneginf(found.lse) == empty).all()
+    assert (np.abs(found.lse - lse)[~empty] <= _lse_allowed(lse, reach)[~empty]).all()
+
+
+def draw(qkv, dtype, *lengths, **shape):
+    return [x.astype(DTYPES[dtype]) for x in qkv(*lengths, **shape)]
+
+
+# ---------------------------------------------------------------- the definition
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("unit", [1, 64, 128])
+def test_head_dims_and_units(path, qkv, rng, dtype, head_dim, unit):
+    q, k, v = draw(qkv, dtype, 300, 777, heads=4, kv_heads=2, head_dim=head_dim)
+    lists = random_lists(rng, q.shape, 777, list_heads=4, unit=unit, per_tile=True)
+    assert_defined(attend(path, q, k, v, lists, per_tile=True), q, k, v, lists)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 127, 128, 129, 257])
+@pytest.mark.parametrize("seqlen_k", [1, 64, 127, 128, 129, 300])
+def test_lengths_around_tiles(path, qkv, rng, seqlen_q, seqlen_k):
+    q, k, v = draw(qkv, "bfloat16", seqlen_q, seqlen_k, head_dim=128)
+    for unit, per_tile in ((1, False), (64, True)):
+        lists = all_keys(q.shape, seqlen_k, unit, rng=rng, per_tile=per_tile)
+        found = attend(path, q, k, v, lists, per_tile=per_tile)
+        assert_defined(found, q, k, v, lists)
+        assert (found.visited == -(-seqlen_k // 128)).all()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["one", "kv_heads", "heads"])
+@pytest.mark.parametrize("per_tile", [False, True])
+def test_heads_that_share_keys_and_lists(path, qkv, rng, group, kind, per_tile):
+    heads = 2 * group
+    q, k, v = draw(qkv, "bfloat16", 400, 500, batch=2, heads=heads, kv_heads=2, head_dim=64)
+    few = list_heads(kind, heads, 2)
+    shape = {"list_heads": few, "unit": 64, "segment": 150, "per_tile": per_tile}
+    lists = random_lists(rng, q.shape, 500, **shape)
+    found = attend(path, q, k, v, lists, per_tile=per_tile, segment=150)
+    assert_defined(found, q, k, v, lists, segment=150)
+    repeated = KeyLists(
+        lists.entries, *(np.repeat(x, heads // few, axis=1) for x in (lists.begins, lists.keys)), lists.unit
+    )
+    attend(path, q, k, v, repeated, per_tile=per_tile, segment=150).assert_same_bits(found)
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"block_n": 256}], ids=str)
+def test_options(path, qkv, rng, options):
+    if path == "hopper" and "block_n" in options:
+        pytest.skip("the Hopper kernels do not take it")
+    q, k, v = draw(qkv, "bfloat16", 300, 900, head_dim=128)
+    lists = random_lists(rng, q.shape, 900, list_heads=2, unit=1, per_tile=True)
+    found = attend(path, q, k, v, lists, per_tile=True, **options)
+    assert_defined(found, q, k, v, lists, **options)
+
+
+@pytest.mark.parametrize("head_dim", [33, 200])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_rows_that_are_not_aligned_and_small_tiles(qkv, rng, head_dim, block_m):
+    q, k, v = draw(qkv, "float16", 300, 500, head_dim=head_dim)
+    lists = random_lists(rng, q.shape, 500, list_heads=2, unit=1, per_tile=True, block_m=block_m)
+    found = attend("portable", q, k, v, lists, per_tile=True, block_m=block_m)
+    assert_defined(found, q, k, v, lists, block_m=block_m)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_are_taken_in_the_order_given(path, qkv, rng, head_dim):
+    q, k, v = draw(qkv, "bfloat16", 10_000, 300, heads=2, head_dim=head_dim)  # more than 13 bits of them
+    order = np.stack([rng.permutation(10_000) for _ in range(2)])[None]
+    lists = random_lists(rng, q.shape, 300, list_heads=2, unit=1, per_tile=True)
+    found = attend(path, q, k, v, lists, per_tile=True, q_order=order)
+    assert_defined(found, q, k, v, lists, q_order=order)
+
+
+# ---------------------------------------------------------------- nothing but what is listed
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("unit", [1, 64, 128])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_keys_that_are_not_listed_have_no_influence(path, qkv, rng, head_dim, unit, page_size):
+    q, k, v = draw(qkv, "bfloat16", 300, 1000, head_dim=head_dim)
+    per_tile = [rng.permutation(np.arange(0, 1000 // unit, 2)).tolist() for _ in range(3)]  # of even units
+    lists = make_lists([[[per_tile]]], unit, 1000, rng)
+    found = attend(path, q, k, v, lists, per_tile=True, page_size=page_size)
+    absent = np.arange(1000) // unit % 2 == 1
+    k[:, :, absent], v[:, :, absent] = np.nan, np.nan
+    attend(path, q, k, v, lists, per_tile=True, page_size=page_size).assert_same_bits(found)
+    assert np.isfinite(found.o.astype(np.float32)).all()
+
+
+def test_a_listed_nan_reaches_the_rows_of_its_tile_and_no_others(path, qkv):
+    q, k, v = draw(qkv, "bfloat16", 300, 400, head_dim=64)
+    lists = make_lists([[[[list(range(0, 200)), list(range(100, 400)), list(range(0, 150))]]]], 1)
+    k[:, :, 250] = np.nan
+    found = attend(path, q, k, v, lists, per_tile=True)
+    nan = np.isnan(found.o.astype(np.float32)).all(axis=-1)
+    assert (nan == np.isin(np.arange(300) // 128, [1])).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_without_keys_have_no_output(path, qkv, rng, head_dim):
+    """More q tiles than multiprocessors, so that persistent blocks go from one with keys to one without and back."""
+    q, k, v = draw(qkv, "bfloat16", 1100, 600, heads=32, kv_heads=8, head_dim=head_dim)
+    lists = random_lists(rng, q.shape, 600, list_heads=32, unit=1, per_tile=True)
+    empty = lists.keys == 0
+    assert 20 < empty.sum() < empty.size / 2
+    found = attend(path, q, k, v, lists, per_tile=True)
+    assert_defined(found, q, k, v, lists)
+    assert (found.visited[empty] == 0).all() and (found.visited[~empty] > 0).all()
+    rows = np.repeat(empty[0, :, 0], 128, axis=-1)[:, :1100]
+    assert (found.o[0][rows].astype(np.float32) == 0).all() and np.isneginf(found.lse[0][rows]).all()
+
+
+def test_no_list_has_a_key(path, qkv):
+    q, k, v = draw(qkv, "float16", 300, 300, heads=32, head_dim=128)
+    found = attend(path, q, k, v, make_lists([[[[]]]], 1))
+    assert (found.o == 0).all() and np.isneginf(found.lse).all() and (found.visited == 0).all()
+
+
+# ---------------------------------------------------------------- pages, and the same bits again
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("unit", [1, 128])
+def test_pages_have_the_bits_of_arrays(path, qkv, rng, head_dim, page_size, unit):
+    q, k, v = draw(qkv, "bfloat16", 300, 700, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    lists = random_lists(rng, q.shape, 700, list_heads=2, unit=unit, per_tile=True)
+    expected = attend(path, q, k, v, lists, per_tile=True)
+    attend(path, q, k, v, lists, per_tile=True, page_size=page_size).assert_same_bits(expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_units_of_the_same_keys_have_the_same_bits(path, qkv, rng, head_dim):
+    q, k, v = draw(qkv, "bfloat16", 200, 1000, head_dim=head_dim)
+    blocks = [5, 0, 3, 7]  # of 128, and the last is short
+    halves = [e for x in blocks for e in (2 * x, 2 * x + 1) if e * 64 < 1000]
+    single = [e * 64 + i for e in halves for i in range(64) if e * 64 + i < 1000]
+    first, *others = (
+        attend(path, q, k, v, make_lists([[[entries]]], unit, 1000, rng))
+        for unit, entries in ((128, blocks), (64, halves), (1, single))
+    )
+    for other in others:
+        other.assert_same_bits(first)
+
+
+def test_repeats_have_the_same_bits(path, qkv, rng):
+    q, k, v = draw(qkv, "bfloat16", 1500, 1500, heads=32, kv_heads=8, head_dim=128)
+    lists = random_lists(rng, q.shape, 1500, list_heads=8, unit=64, per_tile=True)
+    first = attend(path, q, k, v, lists, per_tile=True, tau=0.05)
+    for _ in range(30):
+        attend(path, q, k, v, lists, per_tile=True, tau=0.05).assert_same_bits(first)
+
+
+def test_a_q_tile_stops(path, qkv):
+    """Keys that matter come first, so that tau ends the visit; what was visited counts in full."""
+    q, k, v = draw(qkv, "bfloat16", 500, 3000, heads=4, kv_heads=2, head_dim=128)
+    importance = k.astype(np.float32).sum(axis=-1)[0]  # [kv_heads, Lk]: queries have a positive mean
+    lists = make_lists([[[x.argsort()[::-1].tolist()] for x in importance]], 1)
+    found = attend(path, q, k, v, lists, tau=0.05)
+    assert (found.visited > 0).all() and found.visited.max() < 24
+    assert_defined(found, q, k, v, lists)
+
+
+# ---------------------------------------------------------------- S2O as a producer of lists
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "options"),
+    [
+        *((dtype, head_dim, {}) for dtype in DTYPES for head_dim in (64, 80, 128, 256)),
+        ("bfloat16", 128, {"tail": "none"}),
+        ("bfloat16", 128, {"tau": 0.0}),
+        ("bfloat16", 128, {"segment": 200, "window": 30}),
+        ("bfloat16", 128, {"workspace_bytes": 1 << 20}),
+        ("bfloat16", 128, {"softcap": 3.0}),
+        *(("bfloat16", head_dim, {"page_size": 16}) for head_dim in (64, 128, 256)),
+    ],
+    ids=str,
+)
+def test_s2o_is_the_case_of_its_orders_as_lists(path, qkv, dtype, head_dim, options):
+    """Rows in S2O's order, resuming its pass 1 with its lists, stop where S2O stops and have its bits."""
+    options = dict(options)
+    softcap, page_size = options.pop("softcap", 0.0), options.pop("page_size", None)
+    config = S2OConfig(**({"segment": 256, "tau": 0.05, "path": path, "dense_up_to": 0} | options))
+    q, k, v = draw(qkv, dtype, 2500, heads=16, kv_heads=2, head_dim=head_dim)
+    stages = s2o_stages(q, k, v, config, softcap)
+    assert (len(stages.chunks) > 1) == (config.workspace_bytes == 1 << 20)
+    geometry = Geometry(2500, 2500, config.segment, config.window)
+    begins, keys = order_lists(stages.chunks, geometry, 16)
+    queries = [geometry.queries(n) for n in range(geometry.segments)]
+    of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
+    q_order = np.concatenate(of_segments, axis=-1)
+    found = attend(
+        path, q, k, v, KeyLists(stages.entries, begins[None], keys[None]), segment=config.segment, q_order=q_order,
+        start=(stages.o1, stages.lse1, stages.state), tail=stages.tail, page_size=page_size, problem=stages.problem,
+        tau=config.tau,
+    )  # fmt: skip
+    found.assert_same_bits(stages.attended)
+    if config.tau > 0:
+        assert 0 < found.visited.sum() < 2 * (-(-keys // 128)).sum(), "nothing stopped early"
+
+
+@dataclass
+class S2OStages:
+    """What S2O on the GPU made on its way."""
+
+    problem: Problem
+    chunks: list[Any]
+    entries: Any = None  # the orders of all rounds, one behind the other
+    q_order: Any = None  # int32 [heads, segments, segment]
+    o1: Any = None
+    lse1: Any = None
+    state: Any = None
+    tail: Any = None  # scores and means
+    attended: Any = None
+
+
+def s2o_stages(q, k, v, config, softcap) -> S2OStages:
+    import cupy
+
+    from s2o_cupy.arrays.operand import operand
+    from s2o_cupy.cuda import pipeline
+
+    problem = validate(
+        [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config, backend="cupy", is_causal=True, softcap=softcap
+    )
+    q, k, v = (cupy.asarray(x) for x in (q, k, v))
+    o, lse = cupy.zeros(q.shape, q.dtype), cupy.zeros(q.shape[:3], np.float32)
+    visited = cupy.zeros(problem.visited_shape(config), np.int32)
+    found, orders = S2OStages(problem, []), []
+
+    def observe(stage, arrays):
+        if stage == "pass1":
+            found.o1, found.lse1, found.state = o.copy(), lse.copy(), arrays["state"].copy()
+        elif stage == "rank_queries":
+            found.q_order = cupy.asnumpy(arrays["q_order"])
+            if config.adds_tail:
+                found.tail = arrays["tail"].copy(), arrays["candidate_means"].copy()
+        elif stage == "rank_keys":
+            found.chunks.append(arrays["chunk"])
+            orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
+
+    pipeline.run(
+        tuple(operand(x, "BHSD") for x in (q, k, v, o)), lse.data.ptr, visited.data.ptr, problem, config,
+        stream=cupy.cuda.get_current_stream().ptr, observe=observe,
+    )  # fmt: skip
+    found.entries = cupy.concatenate(orders)
+    found.attended = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited)))
+    return found
+
+
+def test_what_is_refused(qkv):
+    q, k, v = draw(qkv, "bfloat16", 200)
+    lists = make_lists([[[[1, 2]]]], 1)
+    with pytest.raises(ValueError, match="tail is given and rows start empty"):
+        attend("portable", q, k, v, lists, tail=(q, q))
