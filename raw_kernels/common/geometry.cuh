@@ -67,21 +67,24 @@ __device__ __forceinline__ uint32 block_index() {
 }
 
 // Longest tiles first, and neighbouring blocks share keys in L2: the tiles of a segment from the last, and near heads;
-// then segments from the longest prefix to the shortest, then other heads. kTilesFirst: tiles of a segment that walk
+// then segments from the longest prefix to the shortest, then other heads. tiles_first: tiles of a segment that walk
 // one list of keys go side by side; otherwise heads do, so that the longest tiles of all of them come first.
-template <bool kTilesFirst>
-__device__ __forceinline__ QueryTile query_tile(const Chunk& chunk, int tiles, uint32 block) {
+__device__ __forceinline__ QueryTile query_tile(const Chunk& chunk, int tiles, uint32 block, bool tiles_first) {
   QueryTile t;
-  const int inner = kTilesFirst ? tiles : chunk.near_heads, outer = kTilesFirst ? chunk.near_heads : tiles;
+  const int inner = tiles_first ? tiles : chunk.near_heads, outer = tiles_first ? chunk.near_heads : tiles;
   const int first = block % inner;
   block /= inner;
   const int second = block % outer;
   block /= outer;
-  t.tile = tiles - 1 - (kTilesFirst ? first : second);
+  t.tile = tiles - 1 - (tiles_first ? first : second);
   t.segment = chunk.first_segment + chunk.segments - 1 - static_cast<int>(block % chunk.segments);
   t.head = chunk.first_head + static_cast<int>(block / chunk.segments) * chunk.near_heads +
-           (kTilesFirst ? second : first);
+           (tiles_first ? second : first);
   return t;
+}
+template <bool kTilesFirst>
+__device__ __forceinline__ QueryTile query_tile(const Chunk& chunk, int tiles, uint32 block) {
+  return query_tile(chunk, tiles, block, kTilesFirst);
 }
 
 // A 4-D array with a contiguous last axis; strides in elements.

@@ -36,7 +36,7 @@ struct ListedRows : VisitingRows {
   int begin, count;
   int listed;        // keys of the tile's list
   __device__ __forceinline__ ListedRows(const ListedAttentionParams& p, uint32 q_tile)
-      : VisitingRows(query_tile<true>(p.chunk, p.tiles, q_tile)) {
+      : VisitingRows(query_tile(p.chunk, p.tiles, q_tile, !p.lists.per_tile)) {
     const int first = p.geometry.query_begin(segment) + tile * kBlockM;
     order = p.lists.q_order ? p.lists.q_order + static_cast<int64>(head) * p.geometry.seqlen_q + first : nullptr;
     begin = order ? 0 : first;
