@@ -49,8 +49,10 @@ def test_demo(tmp_path, capsys):
     assert found["config"] == {name: getattr(defaults, name) for name in found["config"]}
     assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
     overall = found["overall"]
-    assert overall["density"] == pytest.approx(0.912, abs=0.02)
-    assert overall["rel_l2"] == pytest.approx(0.0166, abs=0.004)
+    # Hopper's pipeline visits one key tile more, and here finds in it what the others miss.
+    density, error = (0.928, 0.0017) if found["path"] == "hopper" else (0.912, 0.0166)
+    assert overall["density"] == pytest.approx(density, abs=0.01)
+    assert overall["rel_l2"] == pytest.approx(error, abs=0.25 * error)
     assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
     taus, densities = zip(*((point["tau"], point["density"]) for point in found["sweep"]), strict=True)
     assert sorted(taus, reverse=True) == list(taus)

@@ -209,7 +209,7 @@ def _mass(axis: Any, view: SegmentMap) -> None:
     axis.plot(share, view.mass.cumsum(1).mean(0), color="#d1495b", ls="--", lw=1.2, label="order of position")
     axis.set(
         xlim=(0, 1.01),
-        ylim=(0, None),
+        ylim=(0, 1.4 * axis.get_ylim()[1]),  # room for the legend
         xlabel="share of the earlier keys visited",
         ylabel="softmax mass found",
     )
