@@ -4,6 +4,15 @@
 
 namespace s2o {
 
+// x = max(min(x, most), -most), unless x is infinite or NaN. In one piece: else registers hold many elements twice.
+__device__ __forceinline__ void limit_if_finite(float& x, float most) {
+  asm volatile(
+      "{\n.reg .pred finite;\n.reg .f32 size;\nabs.f32 size, %0;\nsetp.lt.f32 finite, size, 0f7f800000;\n"
+      "@finite min.f32 %0, %0, %1;\n@finite max.f32 %0, %0, %2;\n}"
+      : "+f"(x)
+      : "f"(most), "f"(-most));
+}
+
 // An output is a mean of values, weighted with p / l, and no larger than the largest of them. But p is rounded to 16
 // bits for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l. Where
 // values are 65504, the largest float16, such a mean would round to infinity; here it becomes 65504. An infinity among
@@ -20,8 +29,7 @@ __device__ __forceinline__ void keep_finite(const Row& element, float l) {
     for (int i = 0; i < kElements; ++i) sum[i % 4] += fabsf(element(i));
     if ((sum[0] + sum[1]) + (sum[2] + sum[3]) <= most) return;
 #pragma unroll
-    for (int i = 0; i < kElements; ++i)
-      if (fabsf(element(i)) < infinity()) element(i) = fminf(fmaxf(element(i), -most), most);
+    for (int i = 0; i < kElements; ++i) limit_if_finite(element(i), most);
   }
 }
 
