@@ -2,6 +2,7 @@
 # make test      every kernel compiled, then all tests
 # make lint      ruff and mypy
 # make sanitize  small cases on a GPU under compute-sanitizer
+# make torture   hostile checks on a GPU, about 4 minutes
 # make clean     remove what these commands made
 #
 # Each sets itself up in $(VENV). With an NVIDIA GPU that is with CuPy for its driver, and GPU tests run too.
@@ -11,6 +12,7 @@
 #   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
 #   INTEROP=1           also install PyTorch, JAX and transformers for the CPU and test with them
 #   PYTEST="-m 'not slow' -x"   more arguments for pytest
+#   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,6 +22,8 @@ PYTHON ?= python3
 VENV ?= .venv
 INTEROP ?= 0
 PYTEST ?=
+SEED ?= 0
+TORTURE ?=
 
 # none, cuda12 or cuda13: part of the stamps' names, so that a new driver sets up anew.
 CUDA := $(shell .ci/setup cuda)
@@ -28,7 +32,7 @@ DEMO := $(VENV)/.demo-$(CUDA)
 TEST := $(VENV)/.test-$(CUDA)$(if $(filter 1,$(INTEROP)),-interop)
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint mypy sanitize clean
+.PHONY: demo test lint mypy sanitize torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -42,6 +46,10 @@ sanitize: $(TEST)
 	export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}; \
 	compute-sanitizer --tool memcheck --padding 65536 --error-exitcode 1 $(RUN) tests/sanitize.py; \
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py
+
+# With PyTorch for CUDA: that of $(PYTHON), or INTEROP=1 installs it.
+torture: $(TEST)
+	PYTHONPATH=.:tests$${PYTHONPATH:+:$$PYTHONPATH} $(RUN) -m torture --seed $(SEED) $(TORTURE)
 
 lint: $(TEST) mypy
 	$(RUN) -m ruff check .

@@ -12,12 +12,16 @@ Exit status: 0 if all ran and passed or said why they cannot run here, 1 if not,
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
 from pathlib import Path
 
 from . import board, harness
+
+START_UP = 7.0  # seconds that a process takes for imports and for CUDA's first use
+SLOWEST_PACE = 0.2  # of the seconds that a check asks for: less would leave out most of it
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,6 +59,13 @@ def missing(dry: bool) -> str:
     except Exception as error:
         return f"CuPy does not work here: {error}"
     return ""
+
+
+def pace_of(chosen: list[harness.Check], minutes: float, lanes: int) -> float:
+    """By how much the checks' loops are longer or shorter, for all to take so many minutes."""
+    beside = sum(check.shards * (check.seconds + START_UP) for check in chosen if not check.alone)
+    alone = sum(check.seconds + START_UP for check in chosen if check.alone)
+    return max(SLOWEST_PACE, 60 * minutes / (beside / lanes + alone))
 
 
 def jobs(chosen: list[harness.Check], seed: int, pace: float) -> list[board.Job]:
@@ -106,9 +117,9 @@ def run(asked: argparse.Namespace, chosen: list[harness.Check]) -> int:
 
     described = {"seed": asked.seed, "minutes": asked.minutes, "lanes": lanes, **about()}
     print(*(f"{name}: {value}" for name, value in described.items()), sep=", ", flush=True)
-    todo = jobs(chosen, asked.seed, asked.minutes / 4)
+    todo = jobs(chosen, asked.seed, pace_of(chosen, asked.minutes, lanes))
     scores = board.Board(asked.json, described, len(todo), lambda line: print(line, flush=True))
-    end = began + 60 * asked.minutes
+    end = began + 90 * asked.minutes  # half as long again: some checks have a fixed length
     first = [job for job in todo if job.name.startswith("kernels.")]  # what all others would compile at once
     board.run_all(scores, first, cores, end)
     board.run_all(scores, [job for job in todo if job not in first], lanes, end)
@@ -121,4 +132,5 @@ def run(asked: argparse.Namespace, chosen: list[harness.Check]) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     sys.exit(main())

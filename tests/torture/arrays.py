@@ -20,8 +20,12 @@ DRY = is_dry()
 DEVICE = "cpu" if DRY else "cuda"
 NAN, INF = math.nan, math.inf
 GUARD = 7.0  # stands around every output
-torch.set_grad_enabled(False)  # in this thread; others have torch.no_grad()
-torch.set_num_threads(2)
+
+
+def set_up() -> None:
+    """Of this process and thread; other threads have torch.no_grad()."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
 
 
 def about() -> dict[str, Any]:
@@ -98,6 +102,11 @@ def qkv(
     q = randn(seed, B, H, Sq, D) + direction
     k = randn(seed + 1, B, Hk, Sk, D) + direction * randn(seed + 3, B, Hk, Sk, 1)
     return q.to(dtype), k.to(dtype), randn(seed + 2, B, Hk, Sk, D, dtype=dtype)
+
+
+def packed_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first sequence of [B, heads, S, D] as a packed batch has it, [S, heads, D]."""
+    return q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
 
 
 def sparse(**fields: Any) -> S2OConfig:

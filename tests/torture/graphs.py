@@ -16,6 +16,7 @@ from .arrays import (
     assert_all,
     attend,
     forget_calls,
+    packed_rows,
     pages_of,
     qkv,
     rounds,
@@ -64,7 +65,7 @@ def interleaved(run: Run) -> str:
     """Five graphs alive, replayed in random order on new data; each has the bits of a call then."""
     S = 3000
     q, k, v = qkv(run.seed, 1, 4, 2, S)
-    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    rows = packed_rows(q, k, v)
 
     def everything(config: S2OConfig) -> Outputs:
         o, lse, stats = attend(q, k, v, config=config, return_lse=True, return_stats=True)
@@ -98,7 +99,11 @@ def interleaved(run: Run) -> str:
 def two_streams_at_once(run: Run) -> str:
     """Two graphs at the same time."""
     arrays = [qkv(run.seed, 1, 8, 2, 6000), qkv(run.seed + 5, 1, 4, 4, 4000, None, 64)]
-    graphs = [captured(lambda x=x: [attend(*x, config=sparse())]) for x in arrays]
+
+    def of(given: Sequence[torch.Tensor]) -> Callable[[], Outputs]:
+        return lambda: [attend(*given, config=sparse())]
+
+    graphs = [captured(of(given)) for given in arrays]
     expected = [attend(*x, config=sparse()).clone() for x in arrays]
     streams, flags = [torch.cuda.Stream(), torch.cuda.Stream()], []
     synchronize()

@@ -6,7 +6,6 @@ AssertionError where something is wrong, and Skip where the machine has not what
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import json
 import os
@@ -61,8 +60,10 @@ def check(seconds: float, *, shards: int = 1, alone: bool = False, dry: bool = F
 
 
 def load_checks() -> dict[str, Check]:
+    """By name. Needs PyTorch."""
     for module in MODULES:
         importlib.import_module(f"torture.{module}")
+    importlib.import_module("torture.arrays").set_up()
     return CHECKS
 
 
@@ -82,10 +83,10 @@ class Run:
         return time.monotonic() > self.end
 
     def cases(self, most: int) -> Iterator[int]:
-        """Numbers of cases: this shard's, while there is time, or the one that is asked for. Each is announced."""
+        """Numbers of cases, each announced: one or, while there is time, all of this shard's, or the one asked for."""
         asked = [self.case] if self.case is not None else range(self.shard, most, self.check.shards)
-        for number in asked:
-            if self.case is None and self.late():
+        for done, number in enumerate(asked):
+            if done and self.late():
                 return
             say(at=number)
             yield number
@@ -103,7 +104,6 @@ def say(**record: object) -> None:
 
 def work(name: str, seed: int, *, shard: int = 0, case: int | None = None, pace: float = 1.0) -> dict[str, Any]:
     """Run one check in this process; what came of it, which is also said."""
-    faulthandler.enable()
     found = load_checks()[name]
     say(begin=name)
     start = time.monotonic()

@@ -23,6 +23,7 @@ from .arrays import (
     attend,
     forget_calls,
     of_size,
+    packed_rows,
     pages_of,
     paths,
     qkv,
@@ -82,7 +83,7 @@ def assert_bounded(run: Run, call: Callable[[int], None], most: int, what: str) 
     return text
 
 
-@check(40, alone=True, dry=True)
+@check(25, alone=True, dry=True)
 def growth_of_shapes(run: Run) -> str:
     """Sparse calls of lengths that never came before, three of each: launched, captured, replayed."""
     shortest, most = of_size(2500, 150), of_size(2400, 10)
@@ -98,7 +99,7 @@ def growth_of_shapes(run: Run) -> str:
     return assert_bounded(run, call, most, "lengths")
 
 
-@check(15, alone=True, dry=True)
+@check(10, alone=True, dry=True)
 def growth_of_statistics(run: Run) -> str:
     """Dense calls with return_stats, whose table of visited tiles is another one for every length."""
     shortest, most = of_size(1000, 100), of_size(2400, 20)
@@ -112,12 +113,12 @@ def growth_of_statistics(run: Run) -> str:
     return assert_bounded(run, call, most, "lengths")
 
 
-@check(15, alone=True, dry=True)
+@check(10, alone=True, dry=True)
 def growth_of_batches(run: Run) -> str:
     """Packed and paged calls of lengths that never came before."""
     S = of_size(4000, 200)
     q, k, v = qkv(run.seed, 1, 4, 2, S, None, 64)
-    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    rows = packed_rows(q, k, v)
     pages = pages_of(k, v, [S], 16, run.rng("pages"))
     config = S2OConfig(segment=256, dense_up_to=300)
     rng = run.rng("cuts")
@@ -142,7 +143,9 @@ def fill(leave: int) -> list[torch.Tensor]:
     return filled
 
 
-def run_out(attend_large: Callable[[], Any], attend_small: Callable[[], None], error: type, leave: int) -> list[str]:
+def run_out(
+    attend_large: Callable[[], Any], attend_small: Callable[[], None], error: type[BaseException], leave: int
+) -> list[str]:
     """With all memory taken but ``leave`` bytes: the large call raises ``error`` each time, and the small one works."""
     filled = fill(leave)
     seen = []
@@ -169,7 +172,7 @@ def large_and_small(seed: int) -> tuple[S2OConfig, tuple[torch.Tensor, ...], tup
     return config, qkv(seed, 1, 32, 32, 32768, None, 64), qkv(seed + 4, 1, 2, 1, 500)
 
 
-@check(20, alone=True)
+@check(10, alone=True)
 def out_of_memory(run: Run) -> str:
     """PyTorch runs out for a workspace: its own error; a small call works then, and the large one later."""
     config, large, small = large_and_small(run.seed)
@@ -195,7 +198,7 @@ def out_of_memory(run: Run) -> str:
     return f"{needed // MIB} MiB needed, {leave // MIB} left: {seen}"
 
 
-@check(20, alone=True)
+@check(10, alone=True)
 def out_of_memory_of_cupy(run: Run) -> str:
     """The same of CuPy's pool: with a limit, and with a full GPU."""
     import cupy
@@ -261,7 +264,7 @@ def needs(gib: int) -> None:
         raise Skip(f"needs {gib} GiB of free memory")
 
 
-@check(40, alone=True, dry=True)
+@check(30, alone=True, dry=True)
 def many_elements(run: Run) -> str:
     """q and the output of 2.4e9 elements, dense and sparse; then keys and values of as many."""
     needs(34)

@@ -70,7 +70,7 @@ def exported(run: Run) -> str:
     """torch.export, saved and loaded."""
     from s2o_cupy.integrations.torch import attention
 
-    class Block(torch.nn.Module):
+    class Block(torch.nn.Module):  # type: ignore[misc]
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention(q, k, v, config=sparse(segment=128)) * 2
 

@@ -16,7 +16,7 @@ import torch
 import s2o_cupy
 from s2o_cupy import S2OConfig, s2o_attention_paged, s2o_attention_varlen
 
-from .arrays import DEVICE, DRY, NAN, attend, pages_of, qkv, rounds, same, sparse, to_cupy
+from .arrays import DEVICE, DRY, NAN, attend, packed_rows, pages_of, qkv, rounds, same, sparse, to_cupy
 from .harness import Run, check
 
 ROOT = Path(s2o_cupy.__file__).parents[1]
@@ -213,7 +213,7 @@ def refusals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
         "is_causal 1": lambda: attend(q, k, v, is_causal=1),
         "a list": lambda: attend([1], k, v),
         "a gradient": with_grad,
-        "too few rows": lambda: s2o_attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), [0, 5]),
+        "too few rows": lambda: s2o_attention_varlen(*packed_rows(q, k, v), [0, 5]),
         "a table of int64": lambda: s2o_attention_paged(q, k_pages, v_pages, table.long(), seqlen_k=300),
     }
     if DRY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def new_contents(run: Run) -> str:
     for path in paths():
         config = rounds(path=path)
         data = [qkv(run.seed + 5 * i, 1, 8, 2, LENGTH) for i in range(of_size(4, 2))]
-        expected = [plainly(lambda x=x, c=config: attend(*(t.clone() for t in x), config=c)) for x in data]
+        expected = [plainly(partial(attend, *(t.clone() for t in x), config=config)) for x in data]
         arrays, out = [torch.empty_like(x) for x in data[0]], torch.empty_like(data[0][0])
         for turn in range(of_size(24, 4)):
             for array, x in zip(arrays, data[turn % len(data)], strict=True):
@@ -54,7 +55,7 @@ def other_shapes(run: Run) -> str:
     expected = {}
     for shape, layout in kinds:
         arrays = [x.view(shape).clone() for x in memory]
-        expected[shape, layout] = plainly(lambda a=arrays, layout=layout: attend(*a, config=rounds(), layout=layout))
+        expected[shape, layout] = plainly(partial(attend, *arrays, config=rounds(), layout=layout))
     for turn in range(turns):
         for shape, layout in run.rng("order", turn).sample(kinds, len(kinds)):
             for _ in range(3):
@@ -108,7 +109,7 @@ def given_out_again(run: Run) -> str:
         S, D, H = sizes[i]
         return qkv(seeds[i, n], 1, H, 2, S, None, D)
 
-    expected = {key: plainly(lambda key=key: attend(*arrays(*key), config=rounds())) for key in seeds}
+    expected = {key: plainly(partial(attend, *arrays(*key), config=rounds())) for key in seeds}
     seen, calls = set(), 0
     for turn in range(of_size(20, 1)):
         for i in range(len(sizes)):
@@ -130,7 +131,7 @@ def other_roles(run: Run) -> str:
     """q that is k or v, k and v exchanged: the same addresses in other places."""
     buffers = [randn(run.seed + i, 1, 4, LENGTH, 64, dtype=torch.bfloat16) for i in range(3)]
     roles = [(0, 0, 0), (0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 2, 1), (1, 1, 1)]
-    expected = {r: plainly(lambda r=r: attend(*(buffers[i].clone() for i in r), config=rounds())) for r in roles}
+    expected = {r: plainly(partial(attend, *(buffers[i].clone() for i in r), config=rounds())) for r in roles}
     out = torch.empty_like(buffers[0])
     turns = of_size(5, 1)
     for turn in range(turns):
@@ -183,23 +184,24 @@ def graphs_are_used(run: Run) -> str:
     arrays = qkv(run.seed, 1, 8, 2, LENGTH)
     out = torch.empty_like(arrays[0])
     launched = []
-    run_plainly = GraphCache.run
+    cache: Any = GraphCache
+    run_plainly = cache.run
 
-    def counted(self: Any, addresses: Any, stream: int, launch: Callable[[int], None]) -> None:
+    def counted(self: Any, addresses: Any, stream: int, launch: Callable[[int], None]) -> Any:
         launched.append(0)
 
         def note(into: int) -> None:
             launched[-1] += 1
             launch(into)
 
-        run_plainly(self, addresses, stream, note)
+        return run_plainly(self, addresses, stream, note)
 
-    GraphCache.run = counted  # type: ignore[method-assign]
+    cache.run = counted
     try:
         for _ in range(4):
             attend(*arrays, config=rounds(), out=out)
     finally:
-        GraphCache.run = run_plainly  # type: ignore[method-assign]
+        cache.run = run_plainly
     synchronize()
     assert launched == [1, 1, 0, 0], f"launches of four equal calls: {launched} (plain, captured, replayed, replayed)"
     return "plain, captured, replayed, replayed"

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .arrays import (
     assert_all,
     attend,
     forget_calls,
+    packed_rows,
     pages_of,
     paths,
     qkv,
@@ -86,16 +88,13 @@ def calls_of_all_kinds(seed: int) -> list[Callable[[], torch.Tensor]]:
     for i, (S, D, H, Hk, fields) in enumerate(kinds):
         q, k, v = qkv(seed + 9 * i, 1, H, Hk, S, S, D, torch.float16 if i % 2 else torch.bfloat16)
         config = sparse(**fields)
-        made.append(lambda q=q, k=k, v=v, config=config: attend(q, k, v, config=config))
+        made.append(partial(attend, q, k, v, config=config))
         if i in (0, 2, 3):
             pages = pages_of(k, v, [S], (16, 0, 1, 64)[i], random.Random(i))
-            made.append(lambda q=q, pages=pages, S=S, config=config: s2o_attention_paged(
-                q, *pages, seqlen_k=S, config=config))  # fmt: skip
+            made.append(partial(s2o_attention_paged, q, *pages, seqlen_k=S, config=config))
         if i in (1, 2):
-            rows = [x[0].transpose(0, 1) for x in (q, k, v)]
             starts = [0, S // 3, S // 3, S - 5, S]
-            made.append(lambda rows=rows, starts=starts, config=config: s2o_attention_varlen(
-                *rows, starts, config=config))  # fmt: skip
+            made.append(partial(s2o_attention_varlen, *packed_rows(q, k, v), starts, config=config))
     return made
 
 
@@ -176,7 +175,8 @@ def threads_of_one_problem(run: Run) -> str:
 def inputs_freed_at_once(run: Run) -> str:
     """Queries that are made late on a side stream, used, freed and overwritten at once."""
     queries, k, v, expected = made_late(run.seed)
-    side, flags = torch.cuda.Stream(), []
+    side = torch.cuda.Stream()
+    flags: list[torch.Tensor] = []
     with torch.cuda.stream(side):
         while not run.late() and len(flags) < 500:
             i = len(flags) % 4
@@ -201,7 +201,7 @@ def inputs_freed_under_a_given_stream(run: Run) -> str:
     foreign = cupy.cuda.Stream(non_blocking=True)
     kinds = {"torch": torch.cuda.Stream(), "cupy": foreign, "handle": foreign.ptr, "per thread": 2}
     for kind, given in kinds.items():
-        flags = []
+        flags: list[torch.Tensor] = []
         end = time.monotonic() + run.check.seconds / 5
         while time.monotonic() < end:
             i = len(flags) % 4
@@ -229,7 +229,8 @@ def cupy_arrays_freed_at_once(run: Run) -> str:
     keys, values = to_cupy(k), to_cupy(v)
     source = [to_cupy(x).view(np.int16) for x in queries]
     want = [to_cupy(x).view(np.int16) for x in expected]
-    side, flags = cupy.cuda.Stream(non_blocking=True), []
+    side = cupy.cuda.Stream(non_blocking=True)
+    flags: list[torch.Tensor] = []
     synchronize()
     with side:
         while not run.late() and len(flags) < 400:

@@ -142,10 +142,12 @@ def scales(run: Run) -> str:
     for number in run.cases(len(cases)):
         path, scale, softcap = cases[number]
         options = {"softcap": softcap, "return_lse": True, "config": sparse(tau=0, segment=128, path=path)}
-        found = wrong_dense(*attend(q, k, v, scale=scale, **options), mean)
+        o, lse = attend(q, k, v, scale=scale, **options)
+        found = wrong_dense(o, lse, mean)
         assert not found, f"scale {scale}, softcap {softcap}, {path}: {found}"
         if softcap:
-            found = wrong_dense(*attend(q, k, v, **options), dense(q, k, v, softcap=softcap), min(softcap, 30.0))
+            o, lse = attend(q, k, v, **options)
+            found = wrong_dense(o, lse, dense(q, k, v, softcap=softcap), min(softcap, 30.0))
             assert not found, f"softcap {softcap}, {path}: {found}"
     return f"{len(cases)} combinations"
 
@@ -224,11 +226,11 @@ def packed_neighbours(run: Run) -> str:
     cases = grid(run, paths(), (64, 128, 256, 72), (0, 10_000))
     for number in run.cases(len(cases)):
         path, D, dense_up_to = cases[number]
-        arrays = [randn(run.seed + i, starts[-1], 4, D, dtype=torch.bfloat16) for i in range(3)]
+        q, k, v = (randn(run.seed + i, starts[-1], 4, D, dtype=torch.bfloat16) for i in range(3))
         config = sparse(segment=64, path=path, dense_up_to=0 if path == "auto" else dense_up_to)
-        clean = s2o_attention_varlen(*arrays, starts, config=config)
+        clean = s2o_attention_varlen(q, k, v, starts, config=config)
         for bad in (0, 1, 4, 6):
-            given = [x.clone() for x in arrays]
+            given = q.clone(), k.clone(), v.clone()
             for x in given:
                 x[starts[bad] : starts[bad + 1]] = NAN
             o = s2o_attention_varlen(*given, starts, config=config)
