@@ -14,10 +14,10 @@ __device__ __forceinline__ void limit_if_finite(float& x, float most) {
 }
 
 // An output is a mean of values, weighted with p / l, and no larger than the largest of them. But p is rounded to 16
-// bits for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l. Where
-// values are 65504, the largest float16, such a mean would round to infinity; here it becomes 65504. An infinity among
-// the values that the row sees makes acc infinite in float32 already, where no sum of finite values comes near, and
-// stays. Of bfloat16, which reaches as far as float32 does, nothing is done.
+// bits for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l, or more
+// if they are tiny. Where values are 65504, the largest float16, such a mean would round to infinity; here it becomes
+// 65504. An infinity among the values that the row sees makes acc infinite in float32 already, where no sum of finite
+// values comes near, and stays. Of bfloat16, which reaches as far as float32 does, nothing is done.
 //
 //   element(i): element i < kElements of this thread's part of a row's acc; l: the row's sum of weights
 template <class Element, int kElements, class Row>
