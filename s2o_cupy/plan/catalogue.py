@@ -73,6 +73,6 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
         replace(kernel, function=LISTED[kernel.function])
         for kernel in kernels
         if kernel.function in LISTED
-        and ((kernel.dtype, kernel.head_dim) == SAMPLE or (kernel.aligned and not kernel.softcap and not kernel.paged))
+        and ((kernel.dtype, kernel.head_dim) == SAMPLE or (kernel.aligned and not kernel.softcap))  # pages: registers
     ]
     return tuple(kernels)

@@ -1,0 +1,198 @@
+"""What attention to listed keys costs beside S2O's own pass 2 and beside dense attention, on one GPU, in one run.
+
+    python benchmarks/lists.py --lengths 32768,131072 --densities 0.05,0.1,0.3 --json lists.json
+
+Random q, k and v. A row of kind "s2o": key orders drawn at random, and tau set so that about so large a share of the
+pairs is computed; ``pass2_ms`` is S2O's own pass 2, ``lists_ms`` the same orders given as lists, which must give the
+same bits. A row of another kind: lists drawn at random among the keys before a segment, or before a q tile, for each
+query head or for all of a KV head. ``efficiency`` is a rate over that of dense attention by cuDNN. Every figure is the
+median of many launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import _baselines
+import _common
+import _sources
+import cupy
+import numpy as np
+import torch
+from _random_order import RandomOrders, expected_tau
+from speed import Pipeline
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
+from s2o_cupy.plan.schedule import ScheduleShape, order_lists
+
+Row = dict[str, Any]
+# (list per q tile, lists of each head instead of each KV head, unit)
+KINDS = ((False, True, 1), (False, False, 1), (True, False, 64), (True, False, 128), (True, True, 128))
+
+
+@dataclass
+class Lists:
+    """Lists on the GPU, and what keeps them there."""
+
+    shape: ScheduleShape
+    entries: Any
+    begins: Any
+    keys: Any
+    q_order: Any = None
+
+    @property
+    def pointers(self) -> ListPointers:
+        q_order = 0 if self.q_order is None else self.q_order.data.ptr
+        return ListPointers(self.entries.data.ptr, self.begins.data.ptr, self.keys.data.ptr, q_order)
+
+
+class S2OStages(RandomOrders):
+    """Random orders for S2O, and what S2O then hands to its pass 2, kept."""
+
+    def begin(self, out: Any, config: S2OConfig) -> None:
+        self.out, self.config = out, config
+        self.chunks: list[Any] = []
+        self.orders: list[Any] = []
+        self.kept: dict[str, Any] = {}
+
+    def __call__(self, stage: str, arrays: Mapping[str, Any]) -> None:
+        super().__call__(stage, arrays)
+        if stage == "pass1":
+            self.kept |= {"out": self.out.copy(), "state": arrays["state"].copy()}
+        elif stage == "rank_queries":
+            self.kept["q_order"] = arrays["q_order"].copy()
+            if self.config.adds_tail:
+                self.kept |= {name: arrays[name].copy() for name in ("tail", "candidate_means")}
+        elif stage == "rank_keys":
+            self.chunks.append(arrays["chunk"])
+            self.orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
+
+    def lists(self, heads: int) -> Lists:
+        """S2O's orders as lists."""
+        segment, length = self.geometry.segment, self.geometry.seqlen_q
+        begins, keys = order_lists(self.chunks, self.geometry, heads)
+        first = cupy.arange(0, self.geometry.segments * segment, segment, dtype=np.int32)[:, None]
+        q_order = (self.kept["q_order"].reshape(heads, -1, segment) + first).reshape(heads, -1)[:, :length]
+        shape = ScheduleShape(heads, segment=segment, resumed=True)
+        on_gpu = (cupy.asarray(begins), cupy.asarray(keys), cupy.ascontiguousarray(q_order))
+        return Lists(shape, cupy.concatenate(self.orders), *on_gpu)
+
+
+def s2o_row(pipeline: Pipeline, config: S2OConfig, density: float, repeats: int) -> Row:
+    """S2O's pass 2, and the same by lists."""
+    geometry = pipeline.problem.geometry(config)
+    pipeline.change = RandomOrders(geometry)
+    tau = expected_tau(density, geometry, config)
+    tau = _common.find_tau(
+        lambda tau: pipeline.stats(_with(config, tau)).density, density, rising=False, low=tau / 8, high=tau * 8
+    )
+    config = _with(config, tau)
+    pass2_ms = pipeline.parts_ms(config, repeats)["pass2"]
+    stages = S2OStages(geometry)
+    stages.drawn = pipeline.change.drawn
+    stages.begin(pipeline.out, config)
+    stats = pipeline.run(config, stages)
+    expected, out = pipeline.out.copy(), stages.kept["out"]
+    lists = stages.lists(pipeline.problem.heads)
+    tail = Tail(*(stages.kept[x].data.ptr for x in ("tail", "candidate_means"))) if config.adds_tail else None
+    call = partial(_call, pipeline, lists, config, out, state=stages.kept["state"].data.ptr, tail=tail)
+    call()
+    if not bool((out.view(np.uint16) == expected.view(np.uint16)).all()):
+        raise SystemExit("lists.py: S2O's orders as lists gave other bits than S2O")
+    lists_ms = _common.time_ms(call, repeats)  # starts from another output each time: the same work
+    rates = pipeline.rates(config, {"pass2": pass2_ms})
+    return {
+        "kind": "s2o", "density": stats.density, "pass2_ms": pass2_ms, "lists_ms": lists_ms,
+        "ratio": lists_ms / pass2_ms, "lists_tflops": rates["pass2_tflops"] * pass2_ms / lists_ms,
+    }  # fmt: skip
+
+
+def _with(config: S2OConfig, tau: float) -> S2OConfig:
+    return S2OConfig(segment=config.segment, tau=tau, rank=config.rank, path=config.path, dense_up_to=0)
+
+
+def _call(pipeline: Pipeline, lists: Lists, config: S2OConfig, out: Any, **more: Any) -> None:
+    operands = (*pipeline.operands[:3], pipeline.operands[3]._replace(pointer=out.data.ptr))
+    stream = torch.cuda.current_stream().cuda_stream
+    attend_lists(operands, lists.pointers, lists.shape, pipeline.problem, config, stream=stream, **more)
+
+
+def random_lists(pipeline: Pipeline, density: float, per_tile: bool, of_heads: bool, unit: int) -> tuple[Lists, float]:
+    """Lists of ``density`` of the units before each segment of 1,024 queries or q tile of 128, and how many pairs."""
+    p = pipeline.problem
+    rows = 128 if per_tile else 1024
+    list_heads, count = p.heads if of_heads else p.kv_heads, -(-p.seqlen_q // rows)
+    units = p.seqlen_k // unit
+    generator = torch.Generator("cuda").manual_seed(0)
+    entries = torch.empty((list_heads, count, max(1, int(density * units))), dtype=torch.int32, device="cuda")
+    kept = np.zeros(count, np.int64)
+    for n in range(count):
+        before = n * rows // unit
+        kept[n] = int(density * before)
+        drawn = torch.rand((list_heads, before), generator=generator, device="cuda").argsort(-1)
+        entries[:, n, : kept[n]] = drawn[:, : kept[n]]
+    shape = ScheduleShape(list_heads, unit, per_tile, None if per_tile else rows)
+    keys = np.broadcast_to(kept * unit, (list_heads, count)).astype(np.int32)
+    begins = (np.arange(list_heads * count) * entries.shape[-1]).reshape(list_heads, count)
+    lists = Lists(shape, cupy.from_dlpack(entries.reshape(-1)), cupy.asarray(begins), cupy.asarray(keys))
+    return lists, float(p.heads * (kept * unit).sum() * rows)
+
+
+def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: tuple[bool, bool, int], args: Any) -> Row:
+    per_tile, of_heads, unit = kind
+    lists, pairs = random_lists(pipeline, density, *kind)
+    ms = _common.time_ms(partial(_call, pipeline, lists, config, pipeline.out), args.repeats)
+    name = f"{'q tile' if per_tile else 'segment'}, {'head' if of_heads else 'KV head'}, unit {unit}"
+    share = pairs / (pipeline.problem.heads * pipeline.problem.geometry(config).causal_pairs())
+    return {
+        "kind": name, "density": share, "lists_ms": ms, "lists_tflops": 4 * pipeline.problem.head_dim * pairs / ms / 1e9
+    }  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=_common.integers, default=[32768, 131072], help="multiples of 1,024")
+    parser.add_argument("--densities", type=_common.numbers, default=[0.05, 0.1, 0.3])
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--path", choices=("auto", "portable", "hopper"), default="auto")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", help="write the result here")
+    args = parser.parse_args()
+    if any(length % 1024 for length in args.lengths):
+        parser.error(f"--lengths: {args.lengths}; accepted: multiples of 1024")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    rows: list[Row] = []
+    for length in args.lengths:
+        sizes = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+        q, k, v = _sources.load(_sources.Case("random", length), args.dtype, "cuda", **sizes)
+        pipeline = Pipeline(q, k, v)
+        config = S2OConfig(tau=0.0, rank="mean", path=args.path, dense_up_to=0)
+        cudnn = _common.time_ms(partial(_baselines.available()["cudnn"], q, k, v), args.repeats)
+        dense = _common.causal_flop(1, args.heads, length, args.head_dim) / cudnn / 1e9
+        for density in args.densities:
+            found = [s2o_row(pipeline, config, density, args.repeats)]
+            found += [random_row(pipeline, config, density, kind, args) for kind in KINDS]
+            for row in found:
+                row = {"length": length, "target_density": density, "cudnn_ms": cudnn, **row}
+                row["efficiency"] = row["lists_tflops"] / dense
+                rows.append(row)
+                said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+                print(" ".join(said), flush=True)
+    result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
+    _common.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()
