@@ -54,6 +54,19 @@ def test_a_process_that_ends_early_is_a_failure():
     assert (row.status, row.detail) == ("FAIL", "died (exit status 5): no case was announced")
 
 
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        ("\nos.kill(os.getpid(), signal.SIGABRT)", "passed, and then died (signal SIGABRT): well"),
+        ("\ntime.sleep(300)", "passed, and then its process does not end: well"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_after_its_check_is_a_failure(monkeypatch, code, detail):
+    monkeypatch.setattr("torture.board.EXIT", 1.0)
+    row = verdict(PASSES + code)
+    assert (row.status, row.detail) == ("FAIL", detail)
+
+
 def test_a_check_that_hangs_is_killed_with_what_it_started():
     began = time.monotonic()
     code = "import subprocess; child = subprocess.Popen(['sleep', '300']); say(at=2); print(child.pid, flush=True)\n"
@@ -165,6 +178,7 @@ def test_jobs_are_one_for_each_shard_and_what_is_alone_comes_last():
 
 def test_what_is_not_accepted_is_said(capsys, monkeypatch):
     monkeypatch.setattr(torture, "missing", lambda dry: "")
+    monkeypatch.setattr(torture, "ENVIRONMENT", {})
     monkeypatch.setattr(harness, "load_checks", lambda: {"toy.check": a_check(), "toy.other": a_check()})
     assert torture.main(["--only", "nothing like it"]) == 2
     assert torture.main(["--only", "toy", "--case", "3"]) == 2
@@ -179,6 +193,7 @@ def test_a_case_runs_in_this_process_and_its_error_is_the_exit_status(capsys, mo
         return "well"
 
     monkeypatch.setattr(torture, "missing", lambda dry: "")
+    monkeypatch.setattr(torture, "ENVIRONMENT", {})
     monkeypatch.setattr(harness, "load_checks", lambda: {"toy.check": a_check(fails)})
     assert torture.main(["--only", "toy", "--case", "3"]) == 1
     assert "case 3 is wrong" in capsys.readouterr().out

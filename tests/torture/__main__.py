@@ -24,6 +24,16 @@ START_UP = 7.0  # seconds that a process takes for imports and for CUDA's first 
 SLOWEST_PACE = 0.2  # of the seconds that a check asks for: less would leave out most of it
 
 
+# Of the processes that are started: libraries that would take all memory, ask the network or start many processes.
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    "OMP_NUM_THREADS": "2",
+}
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     if reason := missing(harness.is_dry()):
         print(f"torture: {reason}", file=sys.stderr)
         return 2
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     words = [word.strip() for word in asked.only.split(",") if word.strip()]
     chosen = [
         check

@@ -18,6 +18,7 @@ from typing import Any
 
 TAIL = 40  # lines of a process's own output that are kept
 START = 180.0  # seconds for imports and for CUDA's first use on a busy machine
+EXIT = 60.0  # seconds that a process may take to end once its check did
 CLEAN = ("PASS", "SKIP")
 
 
@@ -82,6 +83,8 @@ def run_job(job: Job, end: float) -> Row:
             reason = f"at case {at}"
         elif "end" in record:
             ended = record
+    if ended is not None and ended["status"] in CLEAN:
+        ended = _after_its_end(process, ended)
     _kill(process)
     seconds = round(time.monotonic() - began, 1)
     if ended is None:
@@ -91,6 +94,17 @@ def run_job(job: Job, end: float) -> Row:
     if row.status == "FAIL":
         row.output = output
     return row
+
+
+def _after_its_end(process: subprocess.Popen[str], ended: dict[str, Any]) -> dict[str, Any]:
+    """``ended``, or a failure if the process cannot end: what is freed last may still crash or hang."""
+    try:
+        code = process.wait(timeout=EXIT)
+    except subprocess.TimeoutExpired:
+        return ended | {"status": "FAIL", "detail": f"passed, and then its process does not end: {ended['detail']}"}
+    if code == 0:
+        return ended
+    return ended | {"status": "FAIL", "detail": f"passed, and then died ({_exit_status(code)}): {ended['detail']}"}
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
