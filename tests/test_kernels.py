@@ -174,6 +174,18 @@ def test_compile_all_of_one_dtype_and_size(monkeypatch):
     assert {"key_strata", "key_order_head", "pass2_sm90", "pass1"} <= {kernel.function for kernel, _ in found}
 
 
+@pytest.mark.parametrize("variants", ["sample", "none"])
+def test_compile_all_with_fewer_variants(monkeypatch, variants):
+    """Every function of every dtype and size is left, and of bfloat16 and 128 every kernel or the plain ones."""
+    monkeypatch.setattr(compiler, "machine_code", lambda kernel, arch: kernel)
+    found, kernels = compiler.compile_all(["sm_90a"], variants=variants), compiler.compile_all(["sm_90a"])
+    assert {(x.function, x.dtype, x.head_dim) for x in found} == {(x.function, x.dtype, x.head_dim) for x in kernels}
+    plain = [x for x in kernels if x.aligned and not x.paged and not x.softcap]
+    sampled = [x for x in kernels if "-bfloat16-d128" in x.name] if variants == "sample" else []
+    assert {*plain, *sampled} <= set(found) < set(kernels)
+    assert all("gathered" in x.function for x in set(found) - {*plain, *sampled})  # there for pages only
+
+
 def test_every_architecture_is_known():
     for arch in ARCHITECTURES:
         assert compiler.all_kernels(arch) == kernels_for(int(re.sub(r"\D", "", arch)))

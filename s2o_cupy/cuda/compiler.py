@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any
 
 from ..arrays.lazy_cupy import import_cupy
-from ..plan.catalogue import kernels_for
+from ..plan.catalogue import SAMPLE, kernels_for
 from ..plan.kernels import Kernel
 from ..spec import KERNEL_CONSTANTS, S2OError
 from . import cubin_cache
@@ -303,18 +303,34 @@ def all_kernels(arch: str) -> tuple[Kernel, ...]:
     return kernels_for(int(re.sub(r"\D", "", arch)))
 
 
+def _without_variants(kernels: Sequence[Kernel], variants: str) -> list[Kernel]:
+    """Those that `compile_all` compiles. What there is for pages only is no variant."""
+    is_plain = lambda x: x.aligned and not x.paged and not x.softcap  # noqa: E731
+    plain = {(x.function, x.dtype, x.head_dim) for x in kernels if is_plain(x)}
+    return [
+        x
+        for x in kernels
+        if is_plain(x)
+        or variants == "all"
+        or (variants == "sample" and (x.dtype, x.head_dim) == SAMPLE)
+        or (x.function, x.dtype, x.head_dim) not in plain
+    ]
+
+
 def compile_all(
     architectures: Sequence[str] = ARCHITECTURES,
     progress: Callable[[int, int], None] | None = None,
     dtypes: Sequence[str] | None = None,
     head_dims: Sequence[int] | None = None,
+    variants: str = "all",
 ) -> list[CompiledKernel]:
     """Compile every kernel for the named architectures into the cache folder that calls use.
 
     Needs CuPy and NVRTC, but no GPU. A kernel that is in the folder already is not compiled again. ``dtypes`` and
-    ``head_dims`` (64, 128 or 256): only kernels of these, and those that are of none. ``progress`` is called with
-    (done, total). Raises S2OError if CuPy or NVRTC is missing or a kernel does not compile; spills and warnings are in
-    the result for the caller to judge.
+    ``head_dims`` (64, 128 or 256): only kernels of these, and those that are of none. ``variants``, which are kernels
+    for capped scores, unaligned rows and paged caches: "all", those of bfloat16 and head_dim 128 as a "sample", or
+    "none". ``progress`` is called with (done, total). Raises S2OError if CuPy or NVRTC is missing or a kernel does not
+    compile; spills and warnings are in the result for the caller to judge.
     """
     unknown = [arch for arch in architectures if not re.fullmatch(r"sm_\d{2,3}[af]?", arch)]
     if unknown:
@@ -331,7 +347,7 @@ def compile_all(
     jobs = [
         (kernel, arch)
         for arch in architectures
-        for kernel in all_kernels(arch)
+        for kernel in _without_variants(all_kernels(arch), variants)
         if kernel.family.traits is None
         or ((dtypes is None or kernel.dtype in dtypes) and (head_dims is None or kernel.head_dim in head_dims))
     ]
