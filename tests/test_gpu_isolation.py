@@ -147,8 +147,9 @@ def test_another_sequence_and_the_future_of_a_packed_one(device, packed, head_di
     starts = [0, 81, 151, 200]
 
     def run(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
-        arrays = (device.array(x) for x in (q, k, v))
-        o, lse = s2o_attention_varlen(*arrays, starts, starts, config=dense(device), return_lse=True)
+        o, lse = s2o_attention_varlen(
+            device.array(q), device.array(k), device.array(v), starts, starts, config=dense(device), return_lse=True
+        )
         return device.host(o), device.host(lse).swapaxes(0, 1)  # [rows, heads]
 
     expected = run(q, k, v)
@@ -166,11 +167,11 @@ def test_a_future_key_or_value_in_pages(device, qkv, rng, head_dim, page_size, n
     table, pages = random_table(rng, [LENGTH], page_size)
 
     def run(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: S2OConfig) -> Any:
-        rounded = (x.astype(device.dtype) for x in (k, v))
-        caches = (device.xp.asarray(paged(x, table, pages, page_size, "NHD", [LENGTH])) for x in rounded)
+        cache_k, cache_v = (paged(x, table, pages, page_size, "NHD", [LENGTH]) for x in (k, v))
         o, lse = s2o_attention_paged(
-            device.array(q), *caches, device.xp.asarray(table), seqlen_k=LENGTH, config=config, return_lse=True
-        )
+            device.array(q), device.array(cache_k), device.array(cache_v),
+            device.xp.asarray(table), seqlen_k=LENGTH, config=config, return_lse=True,
+        )  # fmt: skip
         return device.host(o), device.host(lse)
 
     for config in (dense(device), two_passes(device)):
@@ -188,16 +189,17 @@ LARGEST = float(np.finfo(FLOAT16).max)  # 65504
 def weights_that_round_up(length: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """q and k, [1, 1, length, head_dim]: key 0 has the weight 1, and the others one that float16 rounds up by 2^-12.
 
-    A query is (x, 0, ...) and a key (-y, 0, ...), so that at scale 1 a weight is exp(-x y) in all rows. Between 0.5 and
-    1 float16 has steps of 2^-11: of the products x y of two of its numbers, the one is taken whose weight gains most by
-    rounding. Weights add up to l and, once rounded, to more than l * (1 + 2^-12), which takes 65504 beyond 65520, from
-    where on float16 rounds to infinity.
+    A query is (x, 0, ...) and a key (-y, 0, ...), so that at scale 1 a weight is exp(-x y) in all rows. From 0.5 on
+    float16 has steps of 2^-11, so that rounding adds up to 2^-11 of a weight: of the products x y of two of its numbers,
+    one is taken that gains 0.8 to 0.9 of that, far enough from the middle of a step for any exp. Weights add up to l
+    and, once rounded, to more than l * (1 + 2^-12), which takes 65504 beyond 65520: there float16 rounds to infinity.
     """
     grid = np.arange(1, 400) / 64  # float16 holds them
     weight = np.exp(-np.outer(grid, grid))
-    gain = np.where((weight > 0.5) & (weight < 0.51), weight.astype(FLOAT16).astype(np.float64) / weight - 1, 0)
-    x, y = np.unravel_index(gain.argmax(), gain.shape)
-    assert gain[x, y] > 1.5 * 2**-12, "with the first key's weight, which is exact, still above 2^-12"
+    gain = weight.astype(FLOAT16).astype(np.float64) / weight - 1
+    x, y = np.argwhere((weight > 0.5) & (weight < 0.51) & (gain > 0.8 * 2**-11) & (gain < 0.9 * 2**-11))[0]
+    rounded = weight[x, y] * (1 + gain[x, y])
+    assert 1 + (length - 1) * rounded > (1 + (length - 1) * weight[x, y]) * 65520 / LARGEST
     q, k = np.zeros((2, 1, 1, length, head_dim))
     q[..., 0], k[..., 1:, 0] = grid[x], -grid[y]
     return q, k
