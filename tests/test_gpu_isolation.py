@@ -190,7 +190,7 @@ def weights_that_round_up(length: int, head_dim: int) -> tuple[np.ndarray, np.nd
     """q and k, [1, 1, length, head_dim]: key 0 has the weight 1, and the others one that float16 rounds up by 2^-12.
 
     A query is (x, 0, ...) and a key (-y, 0, ...), so that at scale 1 a weight is exp(-x y) in all rows. From 0.5 on
-    float16 has steps of 2^-11, so that rounding adds up to 2^-11 of a weight: of the products x y of two of its numbers,
+    float16 has steps of 2^-11, so that rounding adds up to 2^-11 of a weight: of products x y of two of its numbers,
     one is taken that gains 0.8 to 0.9 of that, far enough from the middle of a step for any exp. Weights add up to l
     and, once rounded, to more than l * (1 + 2^-12), which takes 65504 beyond 65520: there float16 rounds to infinity.
     """
