@@ -41,7 +41,7 @@ struct AttentionTraits {
     const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head, or its first row in a cache
     const uint16* v_rows;
     const int* order;                      // of the block's segment (pass 2)
-    int first_key;                         // (pass 1)
+    int first_key, limit;                  // (pass 1; limit: kPaged)
     const int* pages;                      // of the block's sequence (kPaged)
   };
 };
@@ -229,15 +229,17 @@ struct AttentionTile {
       }
   }
 
-  // Says where the block's keys and values lie; seen by all threads after the first barrier of walk().
+  // Says where the block's keys and values lie; seen by all threads after the first barrier of walk(). `limit`: walk's,
+  // which from pages has no register to keep it in.
   template <class Query>
-  __device__ __forceinline__ void point_to_keys(const Query& query, int first_key, const int* order) {
+  __device__ __forceinline__ void point_to_keys(const Query& query, int first_key, const int* order, int limit = 0) {
     if (threadIdx.x != 0) return;
     const int batch = query.batch(params.heads), kv_head = query.kv_head(params.heads, params.kv_heads);
     shared.k_rows = head_rows<Traits::kPaged>(params.k, batch, kv_head);
     shared.v_rows = head_rows<Traits::kPaged>(params.v, batch, kv_head);
     if (Traits::kPaged) shared.pages = params.pages.of(query.table_row(params.heads));
     shared.first_key = first_key;
+    if (Traits::kPaged) shared.limit = limit;
     shared.order = order;
   }
 
@@ -417,7 +419,7 @@ struct AttentionTile {
   // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first
   // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited.
   template <bool kCausal, bool kStops, class Keys>
-  __device__ __forceinline__ int walk(const Keys& keys, int limit, int rows) {
+  __device__ __forceinline__ int walk(const Keys& keys, int given_limit, int rows) {
     constexpr int kStages = Traits::kStages;
     const int head_dim = params.geometry.head_dim;
     const int steps = (keys.count + kStep - 1) / kStep;
@@ -455,6 +457,7 @@ struct AttentionTile {
       __syncthreads();  // K of this step is there, and every warp is done with V of the step before
       load_v(step + kStages - 1);
       scores(s, k_tile(step));
+      const int limit = kCausal && Traits::kPaged ? shared.limit : given_limit;
       const bool masked = (step + 1) * kStep > limit;
       const bool causal = kCausal && params.geometry.is_causal;
       if (masked) {

@@ -76,10 +76,11 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
         k_ring.advance();
       }
       if (tile == 0) {
-        const int position = described.first + row < g.seqlen_q ? described.first + row : -1;
+        // From the tile's first row on, as 32 bits may not reach over all packed sequences.
+        const uint16* q = params.q.at(described.batch, described.head_in_batch) + described.first * params.q.row;
+        const uint32 q_row = q_units(described.first + row < g.seqlen_q ? row : -1);
         barrier_wait(shared.q_empty[slot], (nth / kQueryPlaces & 1) ^ 1);
-        layout.template gather<kBlockM>(shared_address(shared.q[slot]),
-                                        params.q.at(described.batch, described.head_in_batch), q_units(position),
+        layout.template gather<kBlockM>(shared_address(shared.q[slot]), q, q_row,
                                         whole_rows && described.first + kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
