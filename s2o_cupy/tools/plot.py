@@ -131,9 +131,10 @@ _STYLE = {
 _VISITED, _STOP = "#1b7f9e", "#00c2e0"
 
 
-def _pool(mass: np.ndarray, rows: int = 2, columns: int = 4) -> np.ndarray:
-    """Largest mass of each patch, so that thin stripes survive the picture's resolution."""
+def _pool(mass: np.ndarray) -> np.ndarray:
+    """Largest mass of each patch, so that thin stripes survive the picture's resolution: at most 192 x 640 patches."""
     s, c = mass.shape
+    rows, columns = max(2, -(-s // 192)), max(4, -(-c // 640))
     mass = np.pad(mass, ((0, -s % rows), (0, -c % columns)))
     return mass.reshape(-(-s // rows), rows, -(-c // columns), columns).max((1, 3))
 
