@@ -14,12 +14,13 @@ struct KeyLists {
   const int* keys;      // like begins: how many keys a list has; no entry beyond them is read
   const int* q_order;   // [batch * heads, seqlen_q]: queries in the order in which q tiles take them; null: as they lie
   int unit_shift;       // 0, 6 or 7
+  int unit_mask;        // (1 << unit_shift) - 1
   int shared_heads;     // neighbouring query heads that share a list; divides the heads
   int per_tile;         // 1: a list for each q tile
 
   // The key number i of a list, of whose entry that is number `i >> unit_shift`.
   __device__ __forceinline__ int key(int entry, int i) const {
-    return (entry << unit_shift) + (i & ((1 << unit_shift) - 1));
+    return (entry << unit_shift) + (i & unit_mask);
   }
 };
 
@@ -70,6 +71,7 @@ struct ListedRows : VisitingRows {
   }
   // Key number i; `order`: what key_order gave.
   static __device__ __forceinline__ int key(const ListedAttentionParams& p, const int* order, int i) {
+    asm volatile("" : "+r"(i));  // or what follows from a lane's first keys takes registers through all q tiles
     return p.lists.key(order[i >> p.lists.unit_shift], i);
   }
 };

@@ -73,6 +73,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
         replace(kernel, function=LISTED[kernel.function])
         for kernel in kernels
         if kernel.function in LISTED
-        and ((kernel.dtype, kernel.head_dim) == SAMPLE or (kernel.aligned and not kernel.softcap))  # pages: registers
+        and ((kernel.dtype, kernel.head_dim) == SAMPLE or (not kernel.softcap and kernel.aligned))
+        and not (kernel.softcap and (kernel.paged or not kernel.aligned))  # three together
     ]
     return tuple(kernels)

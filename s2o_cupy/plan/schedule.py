@@ -83,6 +83,7 @@ class ScheduleShape:
         """The kernels' KeyLists without addresses."""
         return {
             "unit_shift": self.unit.bit_length() - 1,
+            "unit_mask": self.unit - 1,
             "shared_heads": problem.heads // self.list_heads,
             "per_tile": int(self.per_tile),
         }
