@@ -135,7 +135,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(same_flag(a, b))
 
 
-def assert_all(flags: list[torch.Tensor], what: str) -> None:
+def assert_all(flags: list[Any], what: str) -> None:
     """That each of `same_flag`'s results is true."""
     synchronize()
     bad = [number for number, flag in enumerate(flags) if not bool(flag)]
@@ -224,10 +224,11 @@ def to_torch(x: Any) -> torch.Tensor:
 
     if isinstance(x, torch.Tensor):
         return x.contiguous()
-    if x.dtype.itemsize == 4:
-        return torch.as_tensor(x.copy(), device=DEVICE)
-    dtype = torch.float16 if x.dtype == np.float16 else torch.bfloat16
-    return torch.as_tensor(x.view(np.int16).copy(), device=DEVICE).view(dtype)
+    if x.size == 0:
+        return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device=DEVICE)
+    bits_of = x.copy() if x.dtype.itemsize == 4 else x.view(np.int16).copy()
+    found = torch.from_numpy(bits_of) if DRY else torch.from_dlpack(bits_of)
+    return found.view(getattr(torch, x.dtype.name))
 
 
 # ---------------------------------------------------------------- pages
