@@ -98,9 +98,10 @@ def _checked_int(name: str, value: Any, low: int, high: int | None = None) -> in
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"S2OConfig: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"S2OConfig: {name} is {value}; accepted: {accepted}")
-    return value if isinstance(value, int) else int(value)  # a _Default stays one
+    number = value if isinstance(value, int) else int(value)  # a _Default stays one
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"S2OConfig: {name} is {number}; accepted: {accepted}")
+    return number
 
 
 def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
