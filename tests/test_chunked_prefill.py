@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.api.attention import attend
-from s2o_cupy.plan.launch_plan import SUM_KEYS, padded_head_dim
-from s2o_cupy.plan.launches import KeySums, SumsShape, sum_blocks
+from s2o_cupy.plan.build import KeySums, SumsShape
+from s2o_cupy.plan.launch_plan import padded_head_dim
+from s2o_cupy.plan.tail import SUM_KEYS, sum_blocks
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.tools.metrics import rel_l2
 

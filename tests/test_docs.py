@@ -207,8 +207,9 @@ def test_numbers_of_the_definition():
 
 
 def test_rounds_of_the_workspace():
-    from s2o_cupy.plan.launch_plan import DeviceLimits, make_plan
+    from s2o_cupy.plan.device import DeviceLimits
     from s2o_cupy.problem import Problem
+    from s2o_cupy.selection.methods import make_plan
 
     problem = Problem(1, 32, 8, 131_072, 131_072, 128, "bfloat16", True, 128**-0.5)
     plan = make_plan(problem, S2OConfig(), DeviceLimits.of_architecture(90), True)

@@ -13,8 +13,8 @@ from gpu_cases import Case, run_diff
 
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
-from s2o_cupy.plan.catalogue import kernels_for
 from s2o_cupy.plan.kernels import Kernel
+from s2o_cupy.selection.catalogue import kernels_for
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from s2o_cupy import S2OError
 from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import ARCHITECTURES, check_device, render
 from s2o_cupy.plan import kernels
-from s2o_cupy.plan.catalogue import kernels_for
-from s2o_cupy.plan.kernels import FAMILIES, Kernel
+from s2o_cupy.selection import s2o_kernels
+from s2o_cupy.selection.catalogue import kernels_for
 
 ALL = {kernel: None for arch in (80, 86, 89, 90, 100, 120) for kernel in kernels_for(arch)}
 SMALL = next(kernel for kernel in ALL if kernel.name == "guides-float16-d64")
@@ -37,8 +37,14 @@ HEADERS = sorted(path.relative_to(source_folder()).as_posix() for path in source
 # ---------------------------------------------------------------- render
 
 
-def test_every_function_has_a_kernel():
-    assert {kernel.function for kernel in ALL} == set(FAMILIES)
+def test_every_source_has_a_kernel():
+    sources = {path.relative_to(source_folder()).as_posix() for path in source_folder().glob("**/*.cu")}
+    assert {kernel.family.source for kernel in ALL} == sources
+
+
+def test_a_function_is_of_one_family():
+    families = {kernel.family for kernel in ALL}
+    assert len({family.function for family in families}) == len(families)
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
@@ -48,7 +54,7 @@ def test_a_rendered_kernel_is_complete(kernel):
     assert "#pragma once" not in text
     headers = re.findall(r'^#line 1 "([\w/]+\.cuh?)"$', text, re.MULTILINE)
     assert len(headers) == len(set(headers)), "a header stands there twice"
-    assert FAMILIES[kernel.function].source in headers
+    assert kernel.family.source in headers
     assert text.count(f"{compiler.ENTRY.format(function=kernel.function)}(") == 1
     for name, value in s2o_cupy.spec.KERNEL_CONSTANTS.items():
         assert f"constexpr int {name} = {value};" in text
@@ -219,10 +225,11 @@ def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
 def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, monkeypatch):
     import dataclasses
 
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (Kernel("key_order_head", shared_bytes=4),))
-    with pytest.raises(S2OError, match="plan.py counts the shared memory differently"):
+    small = dataclasses.replace(s2o_kernels.key_order_head(), shared_bytes=4)
+    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (small,))
+    with pytest.raises(S2OError, match="the plan counts the shared memory differently"):
         compiler.compile_all(["sm_80"])
-    other = dataclasses.replace(FAMILIES["guides"].params, itemsize=192)
+    other = dataclasses.replace(SMALL.family.params, itemsize=192)
     monkeypatch.setattr(kernels, "struct", lambda source, name: other)
     monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
     with pytest.raises(S2OError, match="lays the parameters out differently"):

@@ -18,7 +18,7 @@ from s2o_cupy.arrays import lazy_cupy
 from s2o_cupy.cuda import compiler, cubin_cache
 from s2o_cupy.cuda.compiler import CompiledKernel, device_architecture
 from s2o_cupy.cuda.cubin_cache import Entry
-from s2o_cupy.plan.catalogue import kernels_for
+from s2o_cupy.selection.catalogue import kernels_for
 
 KERNELS = kernels_for(80)[:4]
 ENTRY = Entry(b"\x7fELF machine code\n\0 and more", {"registers": 40, "warnings": []})

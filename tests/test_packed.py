@@ -13,11 +13,12 @@ from packs import LENGTHS, differing
 
 from s2o_cupy import S2OConfig, S2OError, s2o_attention_varlen
 from s2o_cupy.arrays.operand import Operand, Paging
-from s2o_cupy.plan.collecting import COLLECT_PAIRS, repays_collecting
-from s2o_cupy.plan.kernels import Kernel
-from s2o_cupy.plan.launch_plan import COLLECT_ROWS, DeviceLimits, make_plan, packed_pass1
+from s2o_cupy.plan.collecting import COLLECT_PACKED_PAGES, COLLECT_PAIRS, repays_collecting
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.launch_plan import COLLECT_ROWS, packed_pass1
 from s2o_cupy.plan.packed_table import PackedTable
 from s2o_cupy.problem import Problem
+from s2o_cupy.selection.methods import make_plan
 
 DENSE = S2OConfig(dense_up_to=1000)
 
@@ -171,7 +172,7 @@ def test_single_rows_have_no_stride(stride, lengths, fits):
     [(64, 0.0, True), (128, 0.0, True), (128, 0.0, False), (128, 30.0, True), (128, 30.0, False), (256, 0.0, True)],
 )
 def test_kernels_that_are_compiled_ahead(compute_capability, head_dim, softcap, aligned):
-    from s2o_cupy.plan.catalogue import kernels_for
+    from s2o_cupy.selection.catalogue import kernels_for
 
     problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
     plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), aligned)
@@ -324,21 +325,14 @@ def test_of_a_cache_only_rows_of_queries_lie_together():
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("head_dim", "softcap"), [(64, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
 def test_kernels_of_pages_that_are_compiled_ahead(compute_capability, page_size, head_dim, softcap):
-    from s2o_cupy.plan.catalogue import kernels_for
+    from s2o_cupy.selection.catalogue import kernels_for
 
     problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
     plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), True, True, page_size)
     kernel = packed_pass1(plan)
     assert kernel.paged and kernel in kernels_for(compute_capability)
     if compute_capability == 90:
-        assert Kernel("collect_packed_pages") in kernels_for(compute_capability)
-
-
-@pytest.mark.parametrize(
-    "function", ["pass1_packed", "pass1_packed_sm90", "pass1_packed_gathered_sm90", "collect_packed_pages"]
-)
-def test_parameters_fit_what_every_driver_takes(function):
-    assert Kernel(function).family.params.itemsize <= 4096
+        assert COLLECT_PACKED_PAGES in kernels_for(compute_capability)
 
 
 # ---------------------------------------------------------------- on a GPU

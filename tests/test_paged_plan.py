@@ -8,10 +8,12 @@ import pytest
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.arrays.operand import Operand, Paging
-from s2o_cupy.plan.catalogue import kernels_for
-from s2o_cupy.plan.launch_plan import COLLECT_ROWS, DeviceLimits, make_plan
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.launch_plan import COLLECT_ROWS
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
+from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.selection.methods import make_plan
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
@@ -19,6 +21,10 @@ READERS = (  # of k or v
     "key_scores",
 )
 STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_order_head")
+
+
+def kernel_of(plan, stage):
+    return next(getattr(x, stage) for x in (plan, plan.method, plan.method.tail) if hasattr(x, stage))
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
@@ -29,7 +35,7 @@ def test_what_the_kernels_get(path):
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
     operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
     paging = Paging(0, 100, 64, 90)
-    steps = launches(plan, PROBLEM, config, operands, workspace(plan, PROBLEM, config), True, paging)
+    steps = launches(plan, PROBLEM, config, operands, workspace(plan, PROBLEM, config), paging)
     for step in steps:
         params, shift = step.params, 0
         if "attention" in params.dtype.fields:
@@ -56,10 +62,10 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for stage in STAGES:
-        kernel = getattr(plan, stage)
+        kernel = kernel_of(plan, stage)
         assert kernel.name in ahead
         assert kernel.paged == (stage in READERS)
-        assert kernel.paged or kernel == getattr(other, stage)
+        assert kernel.paged or kernel == kernel_of(other, stage)
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128
     of_hopper = "pass1_sm90" if page_size == 32 else "pass1_gathered_sm90"
@@ -91,7 +97,7 @@ def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, head_dim, rows):
     problem = replace(PROBLEM, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim)
     config = S2OConfig(window=window, dense_up_to=0)
     plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
-    assert plan.map_rows == rows
+    assert plan.map_boxes == ((128, rows, rows) if rows else ())
     assert (plan.pass1.function == "pass1_gathered_sm90") == (rows == 0)
 
 
@@ -128,7 +134,7 @@ def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects
     heads = (0, problem.seqlen_q * dim, dim)
     of_q = Operand(0, (1, problem.heads, problem.seqlen_q, dim), heads)
     operands = {"q": of_q, "k": cache, "v": cache, "out": of_q}
-    first, second = launches(plan, problem, config, operands, memory, True, Paging(0, 0, page_size, 999))
+    first, second = launches(plan, problem, config, operands, memory, Paging(0, 0, page_size, 999))
     assert (first.stage, second.stage) == ("collect_pages", "pass1")
     assert first.blocks * 4 * 256 >= int(first.params["chunks"]) == 2 * 4096 * dim * 2 // 16
     found = memory.operand("values", 1 << 20)

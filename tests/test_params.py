@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from s2o_cupy.cuda.compiler import _with_includes
-from s2o_cupy.plan.kernels import FAMILIES
 from s2o_cupy.plan.params import Struct, read_struct
+from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.spec import KERNEL_CONSTANTS
 
-SOURCES = {(family.source, family.params_type): family.params for family in FAMILIES.values()}
+FAMILIES = {kernel.family: None for kernel in (*kernels_for(80), *kernels_for(90))}
+SOURCES = {(family.source, family.params_type): family.params for family in FAMILIES}
 TENSOR = """
 template <class T>
 struct Tensor {
@@ -40,7 +41,7 @@ def test_numbers_pointers_and_arrays():
     assert offsets(found) == {"a": 0, "b": 4, "c": 8, "p": 16, "q": 24, "r": 32, "d": 40, "e": 44}
     assert (found.itemsize, found.alignment) == (56, 8)
     assert found.dtype["d"] == np.uint32 and found.dtype["e"].shape == (3,)
-    assert found.pointers == ((("p",), 16), (("q",), 24), (("r",), 32))
+    assert found.pointers == (("p", 16), ("q", 24), ("r", 32))
 
 
 def test_swapped_fields_are_read_as_they_stand():
@@ -60,7 +61,12 @@ def test_headers_templates_bases_and_constants():
     assert offsets(found) == {"x": 0, "t": 8, "u": 24, "of": 40}
     assert found.itemsize == 40 + 4 * 8
     assert found.dtype["of"].shape == (4,) and found.dtype["of"].base.names == ("left", "right")
-    assert found.pointers == ((("t", "data"), 8), (("u", "data"), 24))
+    assert found.pointers == (("t", 8), ("u", 24))  # a struct with one pointer is known by its field
+
+
+def test_pointers_of_a_struct_with_several():
+    found = read("int a;\nLists lists;", before="struct Lists {\n  const int *entries, *keys;\n  int shift;\n};\n")
+    assert found.pointers == (("lists.entries", 8), ("lists.keys", 16))
 
 
 def test_tensor_maps_before_the_parameters():
@@ -69,9 +75,9 @@ def test_tensor_maps_before_the_parameters():
         "template <class Inner>\nstruct Mapped {\n  TensorMap q, k;\n  Inner attention;\n};\n"
         "using MappedParams = Mapped<Params>;\n"
     )
-    found = read("int a;", "MappedParams", before)
+    found = read("int a;\nfloat* p;", "MappedParams", before)
     assert (found.name, found.map_bytes, found.itemsize, found.alignment) == ("MappedParams", 256, 320, 64)
-    assert offsets(found)["attention"] == 256
+    assert offsets(found)["attention"] == 256 and found.pointers == (("p", 256 + 8),)
     assert found.fill({"attention": {"a": 7}})["attention"]["a"] == 7
 
 
@@ -168,8 +174,9 @@ def test_parameters_are_what_every_driver_takes(params):
 @pytest.mark.parametrize("params", SOURCES.values(), ids=lambda x: x.name)
 def test_a_pointer_is_known_by_one_name(params):
     """That of an array of the call or of the workspace, and of no other."""
-    names = [name for names, _ in params.pointers for name in names if name not in ("attention", "data", "table")]
-    assert len(names) == len(set(names)) == len(params.pointers)
+    names = [name for name, _ in params.pointers]
+    assert len(names) == len(set(names))
+    assert not {"attention", "data", "table"} & set(names)
 
 
 @pytest.mark.parametrize(("source", "name"), SOURCES, ids=[name for _, name in SOURCES])

@@ -10,22 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2o_cupy.arrays.operand import Operand
-from s2o_cupy.plan.catalogue import kernels_for
-from s2o_cupy.plan.launch_plan import (
-    HOPPER_SCORE_KEYS,
-    HOPPER_SCORE_ROWS,
-    MAX_STAGES,
-    DeviceLimits,
-    LaunchPlan,
-    make_plan,
-    padded_head_dim,
-    stages_for,
-    step_for,
-)
-from s2o_cupy.plan.launches import SumsShape, launches, workspace
-from s2o_cupy.plan.rounds import BLOCK_PAIRS, BYTES_PER_CANDIDATE, MAX_GRID, STEP, chunk_bytes
+from s2o_cupy.plan.build import SumsShape
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.launch_plan import LaunchPlan, padded_head_dim
+from s2o_cupy.plan.launches import launches, workspace
+from s2o_cupy.plan.paths import MAX_STAGES, attention_shared, blocks_that_fit, stages_for, step_for
+from s2o_cupy.plan.rounds import MAX_GRID, STEP
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order
+from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, chunk_bytes, middle_blocks, row_pairs, strata_blocks
+from s2o_cupy.selection.s2o_kernels import BLOCK_PAIRS, HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS
 from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
@@ -70,11 +66,11 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         "rank_queries": plan.whole.rows,
     }
     for chunk in plan.chunks:
-        row_blocks, key_blocks = plan.score_blocks(chunk)
+        row_blocks, key_blocks = plan.method.score_blocks(chunk)
         for name, size in (
             ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
-            ("key_strata", chunk.row_pairs * max(1, chunk.strata_blocks)),  # 0 blocks are not launched
-            ("key_middle", chunk.rows * max(1, chunk.middle_blocks)),
+            ("key_strata", row_pairs(chunk) * max(1, strata_blocks(chunk))),  # 0 blocks are not launched
+            ("key_middle", chunk.rows * max(1, middle_blocks(chunk))),
             ("key_order_head", chunk.rows),
             ("pass2", chunk.rows * plan.tiles),
         ):
@@ -101,7 +97,7 @@ def test_chunks_cover_every_pair_with_candidates_once(case):
         itertools.product(range(problem.batch * problem.heads), wanted)
     )
     if not wanted:
-        assert plan.chunks == () and plan.workspace_elements == 0
+        assert plan.chunks == () and plan.method.elements == 0
 
 
 @given(problems())
@@ -111,16 +107,16 @@ def test_chunks_stay_within_the_workspace(case):
     plan, geometry = plan_of(problem, config), problem.geometry(config)
     for chunk in plan.chunks:
         assert chunk.rows == 1 or chunk_bytes(chunk) <= config.workspace_bytes
-        assert chunk.elements <= plan.workspace_elements
+        assert chunk.elements <= plan.method.elements
         last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
         # Blocks for all strata, where a row has any, of a long row and a short one together.
         blocks = lambda n: -(-len(key_order.strata(n)) // (2 * BLOCK_PAIRS)) if n > ORDER_HEAD else 0  # noqa: E731
         counts = [geometry.candidates(chunk.first_segment + n) for n in range(chunk.segments)]
         for i in range(chunk.segments // 2):
-            assert chunk.strata_blocks >= blocks(counts[i]) + blocks(counts[-1 - i])
-        assert chunk.strata_blocks >= blocks(counts[chunk.segments // 2])
-        assert chunk.row_pairs == chunk.heads * len(range(0, chunk.segments, 2))
-        assert (last > MIDDLE_FROM) <= (chunk.middle_blocks * 2 * BLOCK_PAIRS == len(key_order.strata(MIDDLE)))
+            assert strata_blocks(chunk) >= blocks(counts[i]) + blocks(counts[-1 - i])
+        assert strata_blocks(chunk) >= blocks(counts[chunk.segments // 2])
+        assert row_pairs(chunk) == chunk.heads * len(range(0, chunk.segments, 2))
+        assert (last > MIDDLE_FROM) <= (middle_blocks(chunk) * 2 * BLOCK_PAIRS == len(key_order.strata(MIDDLE)))
 
 
 @given(problems())
@@ -261,9 +257,9 @@ def test_blocks_of_key_scores_on_hopper(case):
     """They cover all rows and keys, none lies past the last key, and none has more keys than it should."""
     problem, config = case
     plan = plan_of(problem, replace(config, block_m=128, rank="mean"))
-    assert plan.key_scores.function == "key_scores_sm90"
+    assert plan.method.key_scores.function == "key_scores_sm90"
     for chunk in plan.chunks:
-        row_blocks, key_blocks = plan.score_blocks(chunk)
+        row_blocks, key_blocks = plan.method.score_blocks(chunk)
         assert 0 <= row_blocks * HOPPER_SCORE_ROWS - chunk.shared_heads * chunk.segments < HOPPER_SCORE_ROWS
         tiles = chunk.longest // STEP
         tiles_each = -(-tiles // key_blocks)  # as the kernel counts
@@ -278,9 +274,9 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
     Blocks past the last key of their rows do not count."""
     plan = plan_of(a_problem(heads=heads, kv_heads=kv_heads, seqlen_q=seqlen), S2OConfig(rank="mean"))
     limits = LIMITS[90]
-    assert 2 * (plan.key_scores.shared_bytes + 1024) <= limits.shared_per_multiprocessor
+    assert 2 * (plan.method.key_scores.shared_bytes + 1024) <= limits.shared_per_multiprocessor
     for chunk in plan.chunks:
-        row_blocks, key_blocks = plan.score_blocks(chunk)
+        row_blocks, key_blocks = plan.method.score_blocks(chunk)
         tiles_each = -(-chunk.longest // STEP // key_blocks)
         segments = [min((i + 1) * HOPPER_SCORE_ROWS // chunk.shared_heads, chunk.segments) for i in range(row_blocks)]
         keys = [chunk.stride + (n - 1) * chunk.growth for n in segments]  # of the last row of each row block
@@ -349,21 +345,19 @@ def test_shared_memory_fits_a_block(compute_capability):
     for kernel in kernels_for(compute_capability):
         assert 0 <= kernel.shared_bytes <= limits.shared_per_block, kernel.name
     longest = plan_of(a_problem(seqlen_q=1 << 17), S2OConfig(segment=8192), compute_capability)
-    assert 8192 * 4 < longest.rank_queries.shared_bytes <= limits.shared_per_block
+    assert 8192 * 4 < longest.method.rank_queries.shared_bytes <= limits.shared_per_block
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_a_second_stage_never_costs_a_block(compute_capability, head_dim, block_m):
-    from s2o_cupy.plan.launch_plan import _attention_shared, _blocks
-
     limits = LIMITS[compute_capability]
     stages, step = stages_for(head_dim, block_m, limits), step_for(head_dim, block_m, limits)
-    of_one = _blocks(head_dim, block_m, 1, limits, step)
-    assert _attention_shared(head_dim, block_m, stages, step) <= limits.shared_per_block
-    assert _blocks(head_dim, block_m, stages, limits, step) == of_one >= 1
-    assert stages == MAX_STAGES or _blocks(head_dim, block_m, stages + 1, limits, step) < of_one
+    of_one = blocks_that_fit(head_dim, block_m, 1, limits, step)
+    assert attention_shared(head_dim, block_m, stages, step) <= limits.shared_per_block
+    assert blocks_that_fit(head_dim, block_m, stages, limits, step) == of_one >= 1
+    assert stages == MAX_STAGES or blocks_that_fit(head_dim, block_m, stages + 1, limits, step) < of_one
 
 
 def test_stages_by_architecture():
@@ -388,7 +382,7 @@ def test_tiles_of_large_heads():
         assert plan.pass1_tiles == config.segment // pass1_rows
         operand = Operand(0, (1, 8, 20_000, 256), (0, 20_000 * 256, 256))
         operands = dict.fromkeys(("q", "k", "v", "out"), operand)
-        steps = launches(plan, problem, config, operands, workspace(plan, problem, config), True)
+        steps = launches(plan, problem, config, operands, workspace(plan, problem, config))
         assert all(x.params["steps_per_tile"] * step == 192 for x in steps if x.stage == "pass2")
 
 
@@ -406,7 +400,7 @@ def test_capped_scores_among_the_parameters(scale):
     problem, config = replace(a_problem(seqlen_q=20_000), softcap=4.0, scale=scale), S2OConfig(path="portable")
     plan = plan_of(problem, config)
     operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1, 8, 20_000, 128), (0, 20_000 * 128, 128)))
-    steps = launches(plan, problem, config, operands, workspace(plan, problem, config), True)
+    steps = launches(plan, problem, config, operands, workspace(plan, problem, config))
     found = {x.stage: x.params for x in steps}
     for stage in ("pass1", "pass2"):  # cap_scale * q.k is what tanh takes, and scale_log2 its factor
         assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
@@ -422,7 +416,7 @@ def test_sums_of_keys_that_calls_share(shape):
     of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
     operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
     memory = workspace(plan, problem, config, shape)
-    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory, True, sums=shape)}
+    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory, sums=shape)}
     blocks, first = shape or (79, 0)
     for stage in ("block_sums", "candidate_means"):
         params = steps[stage].params
@@ -451,7 +445,7 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
         "pass1", "pass2", "guides", "probe", "refined_norms", "refined_scores", "rank_queries", "key_scores",
         "key_strata", "key_middle", "key_order_head",
     ):  # fmt: skip
-        kernel = getattr(plan, name)
+        kernel = getattr(plan if name in ("pass1", "pass2") else plan.method, name)
         left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
         assert (kernel.name in ahead) is not left_out
 
@@ -459,7 +453,7 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3, 1000, 1024, 1025, 9000])
 @pytest.mark.parametrize("segment", [1, 100, 1024, 8192])
 def test_the_sort_holds_a_segment(seqlen_q, segment):
-    slots = plan_of(a_problem(seqlen_q=seqlen_q), S2OConfig(segment=segment)).sort_slots
+    slots = plan_of(a_problem(seqlen_q=seqlen_q), S2OConfig(segment=segment)).method.sort_slots
     rows = max(32, min(seqlen_q, segment))  # a warp's slots are the least
     assert slots & (slots - 1) == 0 and rows <= slots < 2 * rows
 
@@ -468,7 +462,7 @@ def test_memory_of_a_long_call():
     """131,072 tokens, 32 heads over 8, head_dim 128: at most 1 GiB beside the output."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
     plan = plan_of(problem, config)
-    workspace = plan.workspace_elements * BYTES_PER_CANDIDATE + plan.order_head_rows * ORDER_HEAD * 2
+    workspace = plan.method.elements * BYTES_PER_CANDIDATE + plan.method.order_head_rows * ORDER_HEAD * 2
     state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
     assert workspace <= 1.02 * config.workspace_bytes  # its parts are the largest of any round
     assert workspace + state + q_order < 0.5 * 2**30

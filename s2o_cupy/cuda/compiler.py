@@ -18,8 +18,9 @@ from importlib import resources
 from typing import Any
 
 from ..arrays.lazy_cupy import import_cupy
-from ..plan.catalogue import SAMPLE, kernels_for
 from ..plan.kernels import Kernel
+from ..plan.paths import path_of
+from ..selection.catalogue import SAMPLE, kernels_for
 from ..spec import KERNEL_CONSTANTS, S2OError
 from . import cubin_cache
 
@@ -32,7 +33,6 @@ ENTRY = "s2o_{function}"
 OPTIONS = ("-std=c++17", "-default-device", "-ftz=true")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16"}
-MIN_COMPUTE_CAPABILITY = 80
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"\s*$')
 
@@ -70,18 +70,15 @@ def render(kernel: Kernel) -> str:
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
     blocks = str(family.blocks_per_multiprocessor).format(**fields)
-    plain = dict.fromkeys(("key_strata", "key_middle"), "s2o::StrataShared")
-    plain["key_order_head"] = "s2o::OrderHeadShared"
-    shared = plain.get(kernel.function, f"{traits}::Shared")
+    shared = family.shared.format(traits=traits)
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
-    # A struct that ends in an open array is only the least that is needed.
-    compare = "<=" if family.source == "selection/rank_queries.cu" else "=="
+    compare = "<=" if family.open_shared else "=="
     if kernel.shared_bytes == 0:
         check, body = "", f"  s2o::{call}(params);"
     else:
         check = (
             f"static_assert(sizeof({shared}) {compare} {kernel.shared_bytes}, "
-            '"plan.py counts the shared memory differently");'
+            '"the plan counts the shared memory differently");'
         )
         body = (
             "  extern __shared__ __align__(1024) unsigned char shared[];\n"
@@ -94,7 +91,7 @@ def render(kernel: Kernel) -> str:
             f'#line 1 "{kernel.name}"',
             check,
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
-            '"kernels.py lays the parameters out differently");',
+            '"plan/params.py lays the parameters out differently");',
             f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {blocks})',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             body,
@@ -106,9 +103,8 @@ def render(kernel: Kernel) -> str:
 
 def architecture_path(compute_capability: int) -> str:
     """Which kernels a device runs: "hopper" (wgmma, sm_90a), "portable" (mma.sync, sm_80 and newer), "unsupported"."""
-    if compute_capability == 90:
-        return "hopper"
-    return "portable" if compute_capability >= MIN_COMPUTE_CAPABILITY else "unsupported"
+    path = path_of(compute_capability)
+    return "unsupported" if path is None else path.name
 
 
 def check_device(compute_capability: int, driver_version: int, runtime_version: int) -> None:
@@ -116,7 +112,7 @@ def check_device(compute_capability: int, driver_version: int, runtime_version: 
 
     ``compute_capability`` as 90 for 9.0; versions as CUDA writes them, 12040 for 12.4.
     """
-    if compute_capability < MIN_COMPUTE_CAPABILITY:
+    if path_of(compute_capability) is None:
         raise S2OError(
             f"the GPU has compute capability {compute_capability // 10}.{compute_capability % 10}, and the kernels "
             'need 8.0 or newer (Ampere); use backend="numpy" with arrays on the CPU'
@@ -291,7 +287,7 @@ def local_architectures() -> list[str]:
     try:
         cupy = import_cupy()
         devices = range(cupy.cuda.runtime.getDeviceCount())
-        usable = [x for x in devices if int(cupy.cuda.Device(x).compute_capability) >= MIN_COMPUTE_CAPABILITY]
+        usable = [x for x in devices if path_of(int(cupy.cuda.Device(x).compute_capability)) is not None]
         return list(dict.fromkeys(_architecture_of(x) for x in usable))
     except Exception:  # no driver, or an S2OError without CuPy
         return []

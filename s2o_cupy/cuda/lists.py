@@ -13,10 +13,11 @@ from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand, Paging
 from ..caches import remembered
-from ..plan.launch_plan import LaunchPlan, make_plan
+from ..plan.launch_plan import LaunchPlan
 from ..plan.launches import listed_launch
 from ..plan.schedule import ScheduleShape, listed_plan
 from ..problem import Problem
+from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
 from .pipeline import Memory, Operands, allocate, device_limits
@@ -126,7 +127,7 @@ class _ListedPass:
         plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
         self.plan, self.kernel = listed_plan(plan, shape, problem, config.block_m)
         launch = listed_launch(
-            self.plan, self.kernel, problem, config, operands, aligned, paging, shape.params(problem)
+            self.plan, self.kernel, problem, config, operands, paging, shape.params(problem)
         )
         self.blocks, self.params = launch.blocks, launch.params
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, config.block_m)))

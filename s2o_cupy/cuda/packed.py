@@ -15,10 +15,11 @@ from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand, Paging
 from ..caches import remembered
-from ..plan.launch_plan import make_plan, packed_pass1
+from ..plan.launch_plan import packed_pass1
 from ..plan.launches import ALIGNMENT, packed_launch
 from ..plan.packed_table import PackedTable
 from ..problem import Problem
+from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
 from .packed_pages import PageCollector
@@ -89,15 +90,12 @@ class PackedPass:
         make = functools.partial(make_plan, problem, config, device_limits(device), aligned, compact)
         self.plan = make() if paging is None else make(paging.page_size)
         self.kernel = packed_pass1(self.plan)
-        persistent = self.kernel.family.arch == "sm_90a"
-        gathers = persistent and not self.kernel.family.params.map_bytes  # the copy engine brings nothing
         self.collector: PageCollector | None = None
-        if collects and gathers and paging is not None:
-            self.collector = PageCollector(self.plan, problem, config, operands, paging, device)
+        if collects and self.plan.gathers_pages and paging is not None:
+            self.collector = PageCollector(self.plan, problem, operands, paging, device)
             self.plan, paging = make(), None
             self.kernel = packed_pass1(self.plan)
-        self.most_blocks = self.plan.persistent_blocks if persistent else None
-        self.params = packed_launch(self.plan, self.kernel, problem, config, operands, aligned, paging).params
+        self.params = packed_launch(self.plan, self.kernel, problem, config, operands, paging).params
         self.function = compiler.load(self.kernel, device).ptr
         self.address = np.array([self.params.ctypes.data], np.uint64)
         map_bytes = self.kernel.family.params.map_bytes  # tensor maps come first
@@ -135,7 +133,7 @@ class PackedPass:
                 self.attention["of"][:n] = launch.of
                 self.attention["q_tiles"] = launch.q_tiles
                 self.attention["next_q_tile"] = address + COUNTER_BYTES * i
-                blocks = min(launch.q_tiles, self.most_blocks or launch.q_tiles)
+                blocks = self.plan.blocks(launch.q_tiles)
                 driver.launchKernel(
                     self.function, blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.shared_bytes, stream,
                     self.address.ctypes.data, 0,

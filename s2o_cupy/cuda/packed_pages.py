@@ -10,12 +10,11 @@ import numpy as np
 from cupy.cuda import driver
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
-from ..plan.kernels import Kernel
+from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.launch_plan import COLLECT_CHUNKS, LaunchPlan
 from ..plan.launches import packed_collect_launch
 from ..plan.packed_table import PackedLaunch
 from ..problem import Problem
-from ..spec import S2OConfig
 from . import compiler
 
 __all__ = ["PageCollector"]
@@ -25,12 +24,11 @@ class PageCollector:
     """A prepared launch. ``problem``: of any lengths. Of ``operands`` and ``paging`` addresses are not read."""
 
     def __init__(
-        self, plan: LaunchPlan, problem: Problem, config: S2OConfig, operands: dict[str, Operand], paging: Paging,
-        device: int,
-    ) -> None:  # fmt: skip
+        self, plan: LaunchPlan, problem: Problem, operands: dict[str, Operand], paging: Paging, device: int
+    ) -> None:
         self.problem = problem
-        self.kernel = Kernel("collect_packed_pages")
-        self.params = packed_collect_launch(plan, self.kernel, problem, config, operands, paging).params
+        self.kernel = COLLECT_PACKED_PAGES
+        self.params = packed_collect_launch(plan, self.kernel, problem, operands, paging).params
         self.function = compiler.load(self.kernel, device).ptr
         self.address = np.array([self.params.ctypes.data], np.uint64)
 

@@ -17,10 +17,12 @@ from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand, Paging
 from ..caches import remembered
+from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
-from ..plan.launch_plan import DeviceLimits, LaunchPlan, make_plan
+from ..plan.launch_plan import LaunchPlan
 from ..plan.launches import BASES, KeySums, SumsShape, Workspace, launches, workspace
 from ..problem import Problem
+from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED, GraphCache
@@ -198,7 +200,7 @@ class _Program:
         self.problem, self.config = problem, config
         self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
         self.workspace: Workspace = workspace(self.plan, problem, config, sums)
-        planned = launches(self.plan, problem, config, operands, self.workspace, aligned, paging, sums)
+        planned = launches(self.plan, problem, config, operands, self.workspace, paging, sums)
         steps = [x for x in planned if x.blocks > 0]
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ..api.attention import attend
 from ..arrays.arguments import check_out, describe
-from ..plan.launch_plan import SUM_KEYS, is_dense, padded_head_dim
-from ..plan.launches import KeySums, SumsShape, sum_blocks
+from ..plan.build import KeySums, SumsShape
+from ..plan.launch_plan import is_dense, padded_head_dim
+from ..plan.tail import SUM_KEYS, sum_blocks
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig
 from .zigzag import Zigzag, rounds_for

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from ..arrays.operand import ITEM_BYTES
 from ..problem import Problem
 from ..spec import S2OConfig
+from .kernels import Family, Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, COLLECT_ROWS
 
-__all__ = ["COLLECT_PAIRS", "most_collected_keys", "repays_collecting"]
+__all__ = ["COLLECT_PAIRS", "COLLECT_PACKED_PAGES", "most_collected_keys", "repays_collecting"]
 
+COLLECT_PACKED_PAGES = Kernel(
+    Family("collect_packed_pages", "collect_pages.cu", "CollectPackedPagesParams", 256, 4)
+)
 # (query row, key) pairs of a KV head for each of its keys from which a copy is repaid: on an H200 a copy of one key of
 # head_dim 128 takes as long as dense attention of some 300 rows to it.
 COLLECT_PAIRS = 2048

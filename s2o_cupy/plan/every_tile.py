@@ -10,12 +10,12 @@ import math
 from ..caches import remembered
 from ..problem import Problem
 from ..spec import S2OConfig
-from .kernels import Kernel
-from .launches import Launch
+from .build import Launch
+from .kernels import Family, Kernel
 
 __all__ = ["every_tile"]
 
-KERNEL = Kernel("every_tile")
+KERNEL = Kernel(Family("every_tile", "every_tile.cu", "EveryTileParams", 256, 4))
 
 
 @remembered

@@ -1,136 +1,86 @@
-"""The CUDA kernels that there are: families, instantiations, and the parameters that each is given.
+"""What a kernel and a path are to a plan: families and instantiations of kernels, and what a path answers.
 
-Pure: no array, no GPU, no CuPy. cuda/compiler.py turns a Kernel into machine code.
+Families stand where their kernels are chosen: those of the passes in paths.py, of the tail in tail.py, of a way to
+choose keys in its file in s2o_cupy/selection. Pure: no array, no GPU, no CuPy. cuda/compiler.py turns a Kernel into
+machine code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..problem import Problem
+from ..spec import STOP_LAG, Geometry, S2OConfig
+from .device import DeviceLimits
 from .params import Struct, struct
 
-__all__ = ["FAMILIES", "Kernel"]
+__all__ = ["HEAD_DIMS", "Family", "Inputs", "Kernel", "Path", "padded_head_dim"]
+
+HEAD_DIMS = (64, 128, 256)  # that kernels are compiled for
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return next(padded for padded in HEAD_DIMS if head_dim <= padded)
 
 
 @dataclass(frozen=True)
-class _Family:
+class Inputs:
+    """What kernels are instantiated for: the arrays of a call."""
+
+    dtype: str
+    head_dim: int  # padded
+    aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
+    paged: bool = False  # k and v are a paged cache
+    softcap: bool = False  # scores are capped
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
     """What the instantiations of one kernel function share.
 
     Blocks differ by architecture where some version of ptxas spills registers with more.
     """
 
+    function: str
     source: str
     params_type: str
     threads: int
     blocks_per_multiprocessor: int | str  # that the registers must allow; a string is CUDA C++ as traits is
-    traits: str | None  # format string over Kernel's fields
-    arch: str | None = None  # the one architecture it is for
+    traits: str | None = None  # format string over Kernel's fields; None: no template
+    shared: str = "{traits}::Shared"  # the struct of its shared memory
+    open_shared: bool = False  # which ends in an open array: its size is the least that is needed
+    path: Path | None = None  # that it belongs to; None: it runs on all
 
     @property
     def params(self) -> Struct:
         """What its source says that it is given."""
         return struct(self.source, self.params_type)
 
-
-_ATTENTION_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {step}, {paged}>"
-_HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
-FAMILIES = {
-    **{
-        name: _Family(source, type, 128, "256 / {threads}", _ATTENTION_TRAITS)
-        for name, source, type in (
-            ("pass1", "sm80/pass1.cu", "AttentionParams"),
-            ("pass1_packed", "sm80/pass1.cu", "PackedAttentionParams"),
-            ("pass2", "sm80/pass2.cu", "AttentionParams"),
-            ("pass2_listed", "sm80/pass2.cu", "ListedAttentionParams"),
-        )
-    },
-    **{
-        name: _Family(f"sm90/{source}.cu", type, 384, 1, _HOPPER_TRAITS, "sm_90a")
-        for name, source, type in (
-            ("pass1_sm90", "pass1", "MappedAttentionParams"),
-            ("pass1_packed_sm90", "pass1", "MappedPackedAttentionParams"),
-            ("pass1_gathered_sm90", "pass1_gathered", "AttentionParams"),
-            ("pass1_packed_gathered_sm90", "pass1_gathered", "PackedAttentionParams"),
-            ("pass2_sm90", "pass2", "AttentionParams"),
-            ("pass2_listed_sm90", "pass2", "ListedAttentionParams"),
-        )
-    },
-    **{
-        name: _Family(
-            "selection/rank_queries.cu", "RankQueriesParams", threads, blocks,
-            "RankTraits<{element}, {head_dim}, {aligned}, {paged}>",
-        )
-        for name, threads, blocks in (
-            ("guides", 256, 1),
-            (
-                "rank_queries",
-                128,
-                "(!{aligned} ? 2 : {head_dim} > 128 ? (__CUDACC_VER_MAJOR__ > 12 ? 2 : 3) : "
-                "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : 5) : 7)",
-            ),
-        )
-    },
-    **{
-        name: _Family(
-            "tail.cu", "TailParams", 256, blocks,
-            "TailTraits<{element}, {head_dim}, {paged}>",
-        )
-        for name, blocks in (("block_sums", 5), ("candidate_means", 1))
-    },
-    "key_scores": _Family(
-        "selection/key_scores.cu", "RankKeysParams", 128,
-        "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)",
-        "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>",
-    ),
-    **{
-        name: _Family(
-            "selection/refine.cu", "RefineParams", 256,
-            f"(__CUDA_ARCH__ == 900 && {{head_dim}} <= 128 && {of_pages} ? 2 : 1)",
-            f"RefineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
-        )
-        for name, tiles, of_pages in (
-            ("probe", 1, "true"), ("refined_norms", 2, "true"), ("refined_scores", 2, "!{paged}"),
-        )
-    },
-    "refined_scores_sm90": _Family(
-        "selection/refined_scores_sm90.cu", "RefineParams", 128, 2,
-        "RefinedScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
-    ),
-    "key_scores_sm90": _Family(
-        "selection/key_scores_sm90.cu", "RankKeysParams", 256, 2,
-        "KeyScoresTraits<{element}, {head_dim}, {paged}>", "sm_90a",
-    ),
-    **{
-        name: _Family("selection/key_order.cu", "RankKeysParams", 256, 4, None)
-        for name in ("key_strata", "key_middle")
-    },
-    "every_tile": _Family("every_tile.cu", "EveryTileParams", 256, 4, None),
-    "collect_pages": _Family("collect_pages.cu", "CollectPagesParams", 256, 4, None),
-    "collect_packed_pages": _Family("collect_pages.cu", "CollectPackedPagesParams", 256, 4, None),
-    "key_order_head": _Family(
-        "selection/key_order.cu", "RankKeysParams", 256, "(__CUDA_ARCH__ == 900 ? 4 : 3)", None
-    ),
-}
+    @property
+    def arch(self) -> str | None:
+        """The one architecture that it is compiled for; None: any."""
+        return None if self.path is None else self.path.arch
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One instantiation. Fields that its family does not use keep their defaults."""
 
-    function: str
+    family: Family
     dtype: str = "bfloat16"
     head_dim: int = 128  # padded: 64, 128 or 256
-    aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
+    aligned: bool = True
     block_m: int = 128
     stages: int = 2
     step: int = 64  # keys of a step of the main loop
-    softcap: bool = False  # scores are capped
-    paged: bool = False  # k and v are a paged cache
+    softcap: bool = False
+    paged: bool = False
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
 
     @property
-    def family(self) -> _Family:
-        return FAMILIES[self.function]
+    def function(self) -> str:
+        return self.family.function
 
     @property
     def threads(self) -> int:
@@ -157,3 +107,61 @@ class Kernel:
         if self.paged:
             parts.append("paged")
         return "-".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """What a path can do."""
+
+    name: str  # as S2OConfig.path has it
+    arch: str | None  # the one architecture that its own kernels are compiled for; None: that of the device
+    persistent: bool  # as many blocks as run at once take q tiles from a counter
+    keeps_dense_state: bool  # pass 1 leaves (m, l) behind even where no pass 2 reads it
+    gathers_pages: bool  # pass 1 gathers rows of pages that are too small to be copied whole, which takes longer
+    wgmma_head_dim: int  # padded head_dim up to which there are kernels with wgmma that score keys; 0: there are none
+
+    @property
+    def stop_lag(self) -> int:
+        """Of pass 2: key tiles that it still visits after the one that decides."""
+        return STOP_LAG[self.name]
+
+    def runs_on(self, compute_capability: int) -> bool:
+        raise NotImplementedError
+
+    def refusal(
+        self, problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+    ) -> str | None:
+        """Why it cannot run a problem, or None."""
+        raise NotImplementedError
+
+    def blocks(self, q_tiles: int, limits: DeviceLimits) -> int:
+        """Of a launch of a pass."""
+        return min(q_tiles, limits.multiprocessors) if self.persistent else q_tiles
+
+    def pass1_rows(self, head_dim: int, limits: DeviceLimits) -> int:
+        """Query rows of a tile of pass 1."""
+        raise NotImplementedError
+
+    def map_boxes(self, geometry: Geometry, head_dim: int, page_size: int) -> tuple[int, ...]:
+        """Rows that one copy by a tensor map brings, of q, k and v; empty: pass 1 cannot read them so. ``page_size``:
+        of a paged cache that k and v are, or 0."""
+        return ()
+
+    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool) -> Kernel:
+        """``maps``: by tensor maps, if it has `map_boxes`."""
+        raise NotImplementedError
+
+    def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
+        raise NotImplementedError
+
+    def packed(self, pass1: Kernel) -> Kernel:
+        """What is to many packed sequences what pass 1 of a dense plan is to one."""
+        raise NotImplementedError
+
+    def listed(self, pass2: Kernel) -> Kernel:
+        """What attends to lists of keys that are given as data."""
+        raise NotImplementedError
+
+    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
+        """Its kernels that a call with such inputs may choose. ``packed``, ``listed``: with those kernels too."""
+        raise NotImplementedError

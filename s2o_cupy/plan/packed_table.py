@@ -10,8 +10,8 @@ import numpy as np
 
 from ..problem import Problem
 from ..spec import S2OConfig
-from . import kernels
 from .collecting import most_collected_keys, repays_collecting
+from .paths import PASS1_PACKED
 from .rounds import near_heads
 
 __all__ = ["PackedLaunch", "PackedTable"]
@@ -32,7 +32,7 @@ class PackedTable:
 
     def __init__(self, begins: Sequence[tuple[int, int]], problems: Sequence[Problem]) -> None:
         """``begins``: each sequence's first row in q, and in k and v, or in a paged cache its row of the page table."""
-        self._among = kernels.FAMILIES["pass1_packed"].params.dtype["of"]  # the sequences of a launch
+        self._among = PASS1_PACKED.params.dtype["of"]  # the sequences of a launch
         of = np.zeros(len(problems), self._among.base)
         of["begin_q"], of["begin_k"] = zip(*begins, strict=True)
         of["seqlen_q"] = [x.seqlen_q for x in problems]

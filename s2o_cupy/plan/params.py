@@ -93,14 +93,21 @@ class Struct:
         )
 
     @functools.cached_property
-    def pointers(self) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """Names of every pointer and its offset: (("q", "data"), 0), (("state",), 128) and so on."""
-        found: list[tuple[tuple[str, ...], int]] = []
+    def pointers(self) -> tuple[tuple[str, int], ...]:
+        """Every pointer by name and offset. The one of an inner struct, as Tensor and Pages have, has its field's name,
+        of several each has its own behind that and a dot; `attention` within tensor maps counts as the struct itself.
+        """
+        found: list[tuple[str, int]] = []
         for x in self.fields:
-            if isinstance(x.type, Struct) and x.count is None:
-                found += (((x.name, *names), x.offset + offset) for names, offset in x.type.pointers)
-            elif x.is_pointer and x.count is None:
-                found.append(((x.name,), x.offset))
+            if x.count is not None:
+                continue
+            if x.is_pointer:
+                found.append((x.name, x.offset))
+            elif isinstance(x.type, Struct):
+                inner = x.type.pointers
+                for name, offset in inner:
+                    full = x.name if len(inner) == 1 else f"{x.name}.{name}"
+                    found.append((name if self.map_bytes else full, x.offset + offset))
         return tuple(found)
 
     @functools.cached_property

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 from ..caches import remembered
 from ..problem import Problem
-from ..spec import MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM, Geometry, S2OConfig
+from ..spec import Geometry
 
-__all__ = ["Chunk", "chunk_bytes", "near_heads", "rounds"]
+__all__ = ["MAX_GRID", "STEP", "Chunk", "near_heads", "rounds"]
 
 STEP = 64  # keys of one step of the kernels' main loop (kStep), and what lengths of rows are multiples of
-BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
 MAX_GRID = 2**31 - 1
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
-BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata (kBlockPairs)
 
 
 @dataclass(frozen=True)
@@ -65,27 +63,6 @@ class Chunk:
         """Elements of a head's first rows (Chunk::before in geometry.cuh)."""
         return segments * self.stride + segments * (segments - 1) // 2 * self.growth
 
-    @property
-    def strata_blocks(self) -> int:
-        """Blocks of key_strata for two rows, of the i-th segment from either end; 0 where all fit the head of an order.
-
-        Both rows are together as long as the first and the last; each may have a block that is not full.
-        """
-        each = 2 * STRATUM * BLOCK_PAIRS
-        if self.longest <= ORDER_HEAD:
-            return 0
-        return -(-(self.stride + self.longest) // each) + 1 if self.segments > 1 else -(-self.longest // each)
-
-    @property
-    def row_pairs(self) -> int:
-        """Rows two by two, as strata_blocks takes them."""
-        return self.heads * -(-self.segments // 2)
-
-    @property
-    def middle_blocks(self) -> int:
-        """Blocks of key_middle for a row, likewise."""
-        return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if self.longest > MIDDLE_FROM else 0
-
 
 def near_heads(problem: Problem, heads: int) -> int:
     """How many of ``heads`` query heads run at a time: the more, the better the longest tiles are spread, as long as
@@ -119,15 +96,10 @@ def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
     return (padded(first), growth) if grown < 2 * padded(last) else (padded(last), 0)
 
 
-def chunk_bytes(chunk: Chunk) -> int:
-    """What scores, orders, heads of orders and middles take of the workspace."""
-    front = chunk.rows * ORDER_HEAD * 2 if chunk.strata_blocks else 0
-    middle = chunk.rows * MIDDLE * (4 + 2) if chunk.middle_blocks else 0
-    return chunk.elements * BYTES_PER_CANDIDATE + front + middle
-
-
-def rounds(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chunk, ...]:
-    """Rounds from the last segment to the first, each within the workspace if one row fits.
+def rounds(
+    problem: Problem, geometry: Geometry, chunk_bytes: Callable[[Chunk], int], budget: int
+) -> tuple[Chunk, ...]:
+    """Rounds from the last segment to the first, each within ``budget`` by ``chunk_bytes`` if one row fits.
 
     Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
     that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit in
@@ -136,7 +108,6 @@ def rounds(problem: Problem, config: S2OConfig, geometry: Geometry) -> tuple[Chu
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
     kv_heads, end = heads // group, geometry.segments
     first = next((n for n in range(end) if geometry.candidates(n) > 0), end)
-    budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)  # no grid has more blocks than elements
 
     def chunk(first_head: int, heads: int, begin: int, end: int) -> Chunk:
         shared = group if heads % group == 0 else 1

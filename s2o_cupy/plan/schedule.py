@@ -22,7 +22,6 @@ from .rounds import Chunk, near_heads
 __all__ = ["UNITS", "ScheduleShape", "listed_plan", "order_lists"]
 
 UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
-LISTED = {"pass2": "pass2_listed", "pass2_sm90": "pass2_listed_sm90"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem, block_
     tiles = geometry.block_count(block_m)
     return (
         replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)),
-        replace(plan.pass2, function=LISTED[plan.pass2.function]),
+        plan.runs_on.listed(plan.pass2),
     )
 
 

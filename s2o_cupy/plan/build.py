@@ -1,0 +1,144 @@
+"""What launches are made of: a kernel's parameters by name, and where in the workspace its arrays lie.
+
+No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.operand import Operand, Paging
+from ..problem import Problem
+from ..spec import Geometry
+from .kernels import Kernel
+from .rounds import Chunk
+
+__all__ = ["ALIGNMENT", "BASES", "Array", "Builder", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "lay_out"]
+
+Params = Any  # a 0-d array of a kernel's parameter struct
+Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
+ALIGNMENT = 256  # bytes, of an array in the workspace
+
+# What a pointer of a parameter struct starts from.
+BASES = ("q", "k", "v", "out", "pages", "sums", "lse", "visited", "workspace")
+
+
+class Place(NamedTuple):
+    """An array in the workspace."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Everything that lives between the stages of a call, in one piece of memory."""
+
+    places: dict[str, Place]
+    zeroed: int  # leading bytes that must be 0 at the start
+    nbytes: int
+
+    def operand(self, name: str, address: int) -> Operand:
+        """A [batch, heads, seqlen, head_dim] array in a workspace that begins at ``address``."""
+        offset, (batch, heads, seqlen, head_dim), _ = self.places[name]
+        strides = (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
+        sb, sh, ss = (s if n > 1 else 0 for s, n in zip(strides, (batch, heads, seqlen), strict=True))
+        return Operand(address + offset, (batch, heads, seqlen, head_dim), (sb, sh, ss))
+
+
+def lay_out(zeroed: Iterable[Array], others: Iterable[Array]) -> Workspace:
+    """Arrays that start from 0 come first."""
+    places: dict[str, Place] = {}
+    end = 0
+
+    def place(arrays: Iterable[Array]) -> int:
+        nonlocal end
+        for name, shape, dtype in arrays:
+            places[name] = Place(end, shape, dtype)
+            end += -(-places[name].nbytes // ALIGNMENT) * ALIGNMENT
+        return end
+
+    return Workspace(places, place(zeroed), place(others))
+
+
+class SumsShape(NamedTuple):
+    """Sums of keys and values that calls on one sequence share: float32 [batch * kv_heads, blocks, 2, width]."""
+
+    blocks: int  # of tail.SUM_KEYS keys, that there is room for
+    first_block: int  # those before it are made
+
+
+class KeySums(NamedTuple):
+    """Where they are."""
+
+    pointer: int
+    shape: SumsShape
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a call. ``pointers``: (byte offset in params, base, bytes from the base)."""
+
+    stage: str
+    kernel: Kernel
+    blocks: int
+    params: Params
+    pointers: tuple[tuple[int, str, int], ...]
+    chunk: Chunk | None = None
+
+
+class Builder:
+    """Makes the launches of a call. Its attributes are parameters that many kernels share, by name.
+
+    ``operands``: q, k, v and out, of which only the strides are read. ``paging``: where k and v are a paged cache; its
+    address apart, as that of the caller's ``sums``.
+    """
+
+    def __init__(
+        self, problem: Problem, geometry: Geometry, operands: Mapping[str, Operand], memory: Workspace,
+        paging: Paging | None = None, sums: SumsShape | None = None,
+    ) -> None:  # fmt: skip
+        self.memory, self.sums = memory, sums
+        self._bases = BASES if sums else tuple(name for name in BASES if name != "sums")
+        self.tensors = {
+            name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
+        }
+        self.geometry = {
+            "seqlen_q": geometry.seqlen_q,
+            "seqlen_k": geometry.seqlen_k,
+            "segment": geometry.segment,
+            "window": min(geometry.window, geometry.seqlen_k),  # the same keys, and 32 bits hold it
+            "is_causal": geometry.is_causal,
+            "head_dim": problem.head_dim,
+        }
+        stride, page_size = (0, 1) if paging is None else (paging.stride, paging.page_size)
+        self.pages = {"stride": stride, "shift": page_size.bit_length() - 1}
+
+    @staticmethod
+    def chunk(chunk: Chunk) -> dict[str, int]:
+        return {field.name: getattr(chunk, field.name) for field in fields(Chunk)}
+
+    def launch(
+        self, stage: str, kernel: Kernel, blocks: int, values: Mapping[str, Any], chunk: Chunk | None = None,
+        **further: int,
+    ) -> Launch:  # fmt: skip
+        """``values``: parameters by name. ``further``: bytes into the array that a pointer of this name reads."""
+        params = kernel.family.params
+        pointers = []
+        for name, offset in params.pointers:
+            if name in self._bases:  # of the caller
+                pointers.append((offset, name, 0))
+            elif name in self.memory.places:
+                pointers.append((offset, "workspace", self.memory.places[name].offset + further.get(name, 0)))
+        filled = params.fill({"attention": values} if params.map_bytes else values)
+        return Launch(stage, kernel, blocks, filled, tuple(pointers), chunk)

@@ -1,0 +1,66 @@
+"""What a plan knows of a way to choose keys: which arrays it needs, and what it launches before pass 2.
+
+The ways themselves are in s2o_cupy/selection. Pass 2 reads what they leave in the workspace: `q_order` and `k_order`,
+and `tail` and `candidate_means` where there are any (attention_params.cuh). Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..problem import Problem
+from ..spec import Geometry, S2OConfig
+from .build import Array, Builder, Launch, SumsShape
+from .device import DeviceLimits
+from .kernels import Inputs, Path
+from .rounds import Chunk
+
+__all__ = ["Choose", "Method", "Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method is made for."""
+
+    problem: Problem
+    config: S2OConfig
+    geometry: Geometry
+    inputs: Inputs
+    path: Path
+    limits: DeviceLimits
+    whole: Chunk  # everything
+
+    @property
+    def heads(self) -> int:
+        """Of all sequences."""
+        return self.problem.batch * self.problem.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.problem.batch * self.problem.kv_heads
+
+
+class Method(Protocol):
+    """A way to choose keys, made for a setting."""
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The rounds, each of which is ordered and then attended by pass 2; none: no segment has a candidate."""
+
+    @property
+    def largest_grid(self) -> int:
+        """Blocks of its largest launch, that of a round apart."""
+
+    def arrays(self, sums: SumsShape | None) -> list[Array]:
+        """Its arrays in the workspace. ``sums``: the caller's, which are then not in it."""
+
+    def before_rounds(self, build: Builder) -> list[Launch]:
+        """What it launches once, after pass 1."""
+
+    def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        """What it launches in each round."""
+
+
+Choose = Callable[[Setting], Method]

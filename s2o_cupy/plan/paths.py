@@ -1,0 +1,260 @@
+"""The paths: what each set of pass kernels can do, which problems it takes, and which kernels it runs them with.
+
+kernels.py says what a path answers; nobody but the paths compares architectures or names of kernels. A new
+architecture is a class here, its lag in spec.STOP_LAG and a folder of kernels. Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..problem import GPU_BLOCK_M, Problem
+from ..spec import Geometry, S2OConfig
+from .device import DeviceLimits
+from .kernels import Family, Inputs, Kernel, Path
+from .rounds import STEP
+
+__all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "path_of"]
+
+
+# --- mma.sync, compute capability 8.0 and newer ---
+_TRAITS = "AttentionTraits<{element}, {head_dim}, {block_m}, {stages}, {aligned}, {step}, {paged}>"
+MAX_STAGES = 2
+
+
+def attention_shared(head_dim: int, block_m: int, stages: int, step: int = STEP) -> int:
+    """sizeof(AttentionTraits::Shared)."""
+    tiles = (block_m + 2 * stages * step) * head_dim * 2
+    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * step * 4, block_m * 4, 8, 4 * 8, 8
+    return tiles + ring + p_column + nonfinite + pointers + first_key
+
+
+def blocks_that_fit(head_dim: int, block_m: int, stages: int, limits: DeviceLimits, step: int = STEP) -> int:
+    """Blocks that shared memory allows on a multiprocessor, of the one or two that registers do."""
+    reserved = 1024  # of each block, by the driver
+    size = attention_shared(head_dim, block_m, stages, step)
+    fits = size <= limits.shared_per_block
+    most = 2 if head_dim * block_m <= 128 * 128 else 1
+    return min(most, limits.shared_per_multiprocessor // (size + reserved)) if fits else 0
+
+
+def step_for(head_dim: int, block_m: int, limits: DeviceLimits) -> int:
+    """Keys of a step: half as many where shared memory holds no other of them beside the queries."""
+    return STEP if blocks_that_fit(head_dim, block_m, 1, limits) else STEP // 2
+
+
+def stages_for(head_dim: int, block_m: int, limits: DeviceLimits, aligned: bool = True) -> int:
+    """Steps in flight: the most that leave room for as many blocks on a multiprocessor as one step would.
+
+    Without alignment copies are synchronous, and a second step is only taken where two blocks have room for it.
+    """
+    step = step_for(head_dim, block_m, limits)
+    blocks = {stages: blocks_that_fit(head_dim, block_m, stages, limits, step) for stages in range(1, MAX_STAGES + 1)}
+    wanted = max(blocks.values()) if aligned else 2
+    return max((stages for stages, n in blocks.items() if n >= wanted), default=1)
+
+
+class _Portable(Path):
+    def runs_on(self, compute_capability: int) -> bool:
+        return compute_capability >= 80
+
+    def refusal(
+        self, problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+    ) -> str | None:
+        return None
+
+    def pass1_rows(self, head_dim: int, limits: DeviceLimits) -> int:
+        """With 128 of head_dim 128, ptxas of some CUDA versions spills registers for sm_120. Of head_dim 256 a
+        multiprocessor runs two blocks of 64 rows, or else one of 128."""
+        if head_dim > 128:
+            return 64 if blocks_that_fit(head_dim, 64, 1, limits) == 2 else 128
+        return 64 if limits.compute_capability >= 120 else 128
+
+    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool) -> Kernel:
+        return self._kernel(PASS1, inputs, limits, self.pass1_rows(inputs.head_dim, limits))
+
+    def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
+        return self._kernel(PASS2, inputs, limits, block_m)
+
+    def packed(self, pass1: Kernel) -> Kernel:
+        return replace(pass1, family=PASS1_PACKED)
+
+    def listed(self, pass2: Kernel) -> Kernel:
+        return replace(pass2, family=PASS2_LISTED)
+
+    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
+        pass1 = self.pass1(inputs, limits, maps=False)
+        yield pass1
+        if packed:
+            yield self.packed(pass1)
+        for block_m in GPU_BLOCK_M:
+            pass2 = self.pass2(inputs, limits, block_m)
+            yield pass2
+            if listed:
+                yield self.listed(pass2)
+
+    @staticmethod
+    def _kernel(family: Family, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
+        head_dim = inputs.head_dim
+        stages, step = stages_for(head_dim, block_m, limits, inputs.aligned), step_for(head_dim, block_m, limits)
+        return Kernel(
+            family, inputs.dtype, head_dim, inputs.aligned, block_m, stages, step, inputs.softcap, inputs.paged,
+            attention_shared(head_dim, block_m, stages, step),
+        )  # fmt: skip
+
+
+PORTABLE = _Portable(
+    "portable", None, persistent=False, keeps_dense_state=True, gathers_pages=False, wgmma_head_dim=0
+)
+PASS1, PASS1_PACKED, PASS2, PASS2_LISTED = (
+    Family(function, f"sm80/{source}.cu", params, 128, "256 / {threads}", _TRAITS)
+    for function, source, params in (
+        ("pass1", "pass1", "AttentionParams"),
+        ("pass1_packed", "pass1", "PackedAttentionParams"),
+        ("pass2", "pass2", "AttentionParams"),
+        ("pass2_listed", "pass2", "ListedAttentionParams"),
+    )
+)
+
+# --- wgmma and the copy engine, compute capability 9.0 ---
+_HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
+HOPPER_BLOCK = 128  # rows of a Hopper tile, and keys between two stop checks
+HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
+SMALLEST_BOX = 32  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
+SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
+
+
+def hopper_block_n(head_dim: int) -> int:
+    """Keys of a Hopper tile (sm90::Traits::kBlockN)."""
+    return 64 if head_dim > 128 else 128
+
+
+def hopper_query_places(head_dim: int) -> int:
+    """Query tiles in shared memory (sm90::Traits::kQueryPlaces)."""
+    return 1 if head_dim > 128 else 2
+
+
+class _Hopper(Path):
+    def runs_on(self, compute_capability: int) -> bool:
+        return compute_capability == 90
+
+    def refusal(
+        self, problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+    ) -> str | None:
+        if not self.runs_on(limits.compute_capability):
+            return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
+        if not aligned:
+            return "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple of 8"
+        if not compact:
+            return (
+                "rows, heads or batches of q, k or v are in descending order of address, or rows more than 64 GiB apart"
+            )
+        if problem.scale <= 0:
+            return f"scale is {problem.scale}, not positive"
+        if problem.scale < SMALLEST_SCALE:  # a masked score, minus infinity, times 0 would be NaN
+            return f"scale is {problem.scale}, which is 0 in float32"
+        if (config.block_m, config.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
+            return f"block_m and block_n are {config.block_m} and {config.block_n}, not {HOPPER_BLOCK}"
+        return None
+
+    def pass1_rows(self, head_dim: int, limits: DeviceLimits) -> int:
+        return HOPPER_BLOCK
+
+    def map_boxes(self, geometry: Geometry, head_dim: int, page_size: int) -> tuple[int, ...]:
+        """Of a page as many rows as it or a tile has, if the keys that segments' tiles begin with are multiples of it.
+        Rows of smaller pages are gathered."""
+        box = hopper_block_n(head_dim)
+        if page_size > 0:
+            box = min(box, page_size)
+            from_key_0 = geometry.window >= geometry.seqlen_k  # every segment
+            starts = 0 if from_key_0 else math.gcd(geometry.segment, geometry.offset - geometry.window)
+            if box < SMALLEST_BOX or starts % box != 0:
+                return ()
+        return HOPPER_BLOCK, box, box
+
+    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool) -> Kernel:
+        return self._kernel(PASS1_SM90 if maps else PASS1_GATHERED_SM90, inputs)
+
+    def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
+        return self._kernel(PASS2_SM90, inputs)
+
+    def packed(self, pass1: Kernel) -> Kernel:
+        gathered = pass1.family is PASS1_GATHERED_SM90
+        return replace(pass1, family=PASS1_PACKED_GATHERED_SM90 if gathered else PASS1_PACKED_SM90)
+
+    def listed(self, pass2: Kernel) -> Kernel:
+        return replace(pass2, family=PASS2_LISTED_SM90)
+
+    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
+        if not inputs.aligned:
+            return
+        for maps in (True, False) if inputs.paged else (True,):
+            pass1 = self.pass1(inputs, limits, maps)
+            yield pass1
+            if packed:
+                yield self.packed(pass1)
+        pass2 = self.pass2(inputs, limits, HOPPER_BLOCK)
+        yield pass2
+        if listed:
+            yield self.listed(pass2)
+
+    @staticmethod
+    def _kernel(family: Family, inputs: Inputs) -> Kernel:
+        """Its shared memory is sizeof(sm90::Traits::Shared)."""
+        head_dim = inputs.head_dim
+        keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim), hopper_query_places(head_dim) * HOPPER_BLOCK
+        tiles = (keys + queries) * head_dim * 2
+        places, item = 4, 12 * 4
+        rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item), 2 * 4 + 4 * 8
+        barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
+        next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
+        shared = tiles + rows + work + next_tile + votes + barriers
+        return Kernel(
+            family, inputs.dtype, head_dim, stages=HOPPER_STAGES, softcap=inputs.softcap, paged=inputs.paged,
+            shared_bytes=shared,
+        )  # fmt: skip
+
+
+HOPPER = _Hopper(
+    "hopper", "sm_90a", persistent=True, keeps_dense_state=False, gathers_pages=True, wgmma_head_dim=128
+)
+PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, PASS2_SM90, PASS2_LISTED_SM90 = (
+    Family(f"{name}_sm90", f"sm90/{source}.cu", params, 384, 1, _HOPPER_TRAITS, path=HOPPER)
+    for name, source, params in (
+        ("pass1", "pass1", "MappedAttentionParams"),
+        ("pass1_packed", "pass1", "MappedPackedAttentionParams"),
+        ("pass1_gathered", "pass1_gathered", "AttentionParams"),
+        ("pass1_packed_gathered", "pass1_gathered", "PackedAttentionParams"),
+        ("pass2", "pass2", "AttentionParams"),
+        ("pass2_listed", "pass2", "ListedAttentionParams"),
+    )
+)
+
+PATHS: tuple[Path, ...] = (HOPPER, PORTABLE)  # the fastest first
+
+
+def path_of(compute_capability: int) -> Path | None:
+    """The fastest path that a device runs; None: it runs none."""
+    return next((path for path in PATHS if path.runs_on(compute_capability)), None)
+
+
+def choose_path(
+    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+) -> tuple[Path, str | None]:
+    """The path that runs a problem, and why path="auto" did not take a faster one that the GPU has.
+
+    Raises ValueError where the path that ``config`` names cannot run it.
+    """
+    reason = None
+    for path in PATHS:
+        refusal = path.refusal(problem, config, limits, aligned, compact)
+        if config.path in ("auto", path.name) and refusal is None:
+            return path, reason
+        if config.path == path.name:
+            others = " or ".join(repr(name) for name in ("auto", *(x.name for x in PATHS if x is not path)))
+            raise ValueError(f"S2OConfig: path is {path.name!r}, but {refusal}; accepted: {others}")
+        if config.path == "auto" and path.runs_on(limits.compute_capability):
+            reason = reason or refusal
+    raise AssertionError("the last path takes every problem")

@@ -1,0 +1,225 @@
+"""S2O's ordering: queries by a guide, keys by their scores for the mean query, or more finely where a probe says so.
+
+reference/s2o.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
+queries, and with rank="auto" probe and refined_norms say which segments are refined. In each round key_scores, or
+refined_scores, score the candidates of its rows, and key_strata, key_middle and key_order_head order them.
+Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..plan.build import Array, Builder, Launch, SumsShape
+from ..plan.kernels import Inputs, Kernel, Path
+from ..plan.method import Setting
+from ..plan.rounds import MAX_GRID, Chunk, rounds
+from ..plan.tail import Tail
+from ..spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
+from . import s2o_kernels as kernels
+from .s2o_kernels import BLOCK_PAIRS, REFINE_KEYS, score_blocks
+
+__all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
+
+BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
+WARP = 32
+
+
+def strata_blocks(chunk: Chunk) -> int:
+    """Blocks of key_strata for two rows, of the i-th segment from either end; 0 where all fit the head of an order.
+
+    Both rows are together as long as the first and the last; each may have a block that is not full.
+    """
+    each = 2 * STRATUM * BLOCK_PAIRS
+    if chunk.longest <= ORDER_HEAD:
+        return 0
+    return -(-(chunk.stride + chunk.longest) // each) + 1 if chunk.segments > 1 else -(-chunk.longest // each)
+
+
+def row_pairs(chunk: Chunk) -> int:
+    """Rows two by two, as strata_blocks takes them."""
+    return chunk.heads * -(-chunk.segments // 2)
+
+
+def middle_blocks(chunk: Chunk) -> int:
+    """Blocks of key_middle for a row; 0 where no row is so long."""
+    return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if chunk.longest > MIDDLE_FROM else 0
+
+
+def chunk_bytes(chunk: Chunk) -> int:
+    """What scores, orders, heads of orders and middles take of the workspace."""
+    order_head = chunk.rows * ORDER_HEAD * 2 if strata_blocks(chunk) else 0
+    middle = chunk.rows * MIDDLE * (4 + 2) if middle_blocks(chunk) else 0
+    return chunk.elements * BYTES_PER_CANDIDATE + order_head + middle
+
+
+class S2O:
+    """The ordering of one setting, as plan.method.Method."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        problem, config, inputs, path = setting.problem, setting.config, setting.inputs, setting.path
+        # At most MAX_SEGMENT.
+        self.sort_slots = max(WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
+        self.pooled_queries: int = config.coarse.pooled_queries or 1
+        self.tail = Tail(setting) if config.adds_tail else None
+        self.probes = config.probes(problem.scale)
+        self.guides = kernels.guides(inputs, self.sort_slots)
+        self.rank_queries = kernels.rank_queries(inputs, self.sort_slots)
+        self.probe, self.refined_norms = kernels.probe(inputs), kernels.refined_norms(inputs)
+        self.refined_scores = kernels.refined_scores(inputs, path)
+        self.key_scores = kernels.key_scores(inputs, path, self.pooled_queries)
+        self.key_strata, self.key_middle = kernels.key_strata(), kernels.key_middle()
+        self.key_order_head = kernels.key_order_head()
+        # No grid has more blocks than a round has elements.
+        budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)
+        self.chunks = rounds(problem, setting.geometry, chunk_bytes, budget)
+
+    @staticmethod
+    def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
+        """Kernels that a call with such inputs may choose; the sort's slots are no part of their texts."""
+        sort_slots = 1024
+        yield kernels.guides(inputs, sort_slots)
+        if not inputs.paged:
+            yield kernels.rank_queries(inputs, sort_slots)
+        yield from (kernels.probe(inputs), kernels.refined_norms(inputs), kernels.refined_scores(inputs, path))
+        yield from (kernels.key_scores(inputs, path, pooled_queries) for pooled_queries in (1, 2))
+        yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
+
+    @property
+    def largest_grid(self) -> int:
+        heads = self.setting.heads
+        return max(2 * heads, heads * self.setting.geometry.segments * self.pooled_queries)
+
+    @property
+    def elements(self) -> int:
+        """Scores, and as many key positions, of the largest chunk."""
+        return max((chunk.elements for chunk in self.chunks), default=0)
+
+    @property
+    def order_head_rows(self) -> int:
+        """Rows of the largest chunk with strata."""
+        return max((chunk.rows for chunk in self.chunks if strata_blocks(chunk)), default=0)
+
+    @property
+    def middle_rows(self) -> int:
+        """Rows of the largest chunk with a middle."""
+        return max((chunk.rows for chunk in self.chunks if middle_blocks(chunk)), default=0)
+
+    def score_blocks(self, chunk: Chunk) -> tuple[int, int]:
+        """Blocks of key_scores that cover the rows of one KV head, and the keys."""
+        return score_blocks(self.key_scores, chunk, self.setting.limits)
+
+    def arrays(self, sums: SumsShape | None) -> list[Array]:
+        s, geometry = self.setting, self.setting.geometry
+        width, segments = s.inputs.head_dim, geometry.segments
+        found: list[Array] = [
+            ("guide", (s.kv_heads, 2, width), "float32"),
+            ("means", (s.heads, segments, self.pooled_queries, width), "uint16"),
+            ("q_order", (s.heads, segments, geometry.segment), "int32"),
+            ("scores", (self.elements,), "float16"),  # rows of a chunk
+            ("k_order", (self.elements,), "int32"),  # likewise
+            ("order_head_scores", (self.order_head_rows, ORDER_HEAD), "float16"),
+            ("middle", (self.middle_rows, MIDDLE), "int32"),
+            ("middle_scores", (self.middle_rows, MIDDLE), "float16"),
+        ]
+        if self.tail:
+            found += self.tail.arrays(sums)
+        if self.probes:
+            found += [
+                ("deficits", (s.heads, len(geometry.probed())), "float32"),
+                ("refined", (s.heads, segments), "int32"),
+                ("norms", (s.heads, segments, s.config.pooled_queries or 1), "float32"),
+            ]
+        return found
+
+    def before_rounds(self, build: Builder) -> list[Launch]:
+        s, problem, geometry = self.setting, self.setting.problem, self.setting.geometry
+        values = {
+            "q": build.tensors["q"],
+            "k": build.tensors["k"],
+            "geometry": build.geometry,
+            "heads": problem.heads,
+            "kv_heads": problem.kv_heads,
+            "pooled_queries": self.pooled_queries,
+            "run": s.config.coarse.run,
+            "sort_slots": self.sort_slots,
+            "sign": self._sign,
+            "scale_log2": self._scale_log2,
+            "pages": build.pages,
+        }
+        rows = s.heads * geometry.segments
+        found = [
+            *(self.tail.launches(build) if self.tail else ()),
+            build.launch("guides", self.guides, s.kv_heads * 2, values),
+            build.launch("rank_queries", self.rank_queries, rows, values),
+        ]
+        if self.probes:
+            refine = self._refine(build, s.whole)
+            found += [
+                build.launch("probe", self.probe, s.heads * len(geometry.probed()), refine),
+                build.launch("refined_norms", self.refined_norms, rows, refine),
+            ]
+        return found
+
+    def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        problem, (row_blocks, key_blocks) = self.setting.problem, self.score_blocks(chunk)
+        values: dict[str, Any] = {
+            "k": build.tensors["k"],
+            "geometry": build.geometry,
+            "chunk": build.chunk(chunk),
+            "heads": problem.heads,
+            "kv_heads": problem.kv_heads,
+            "pooled_queries": self.pooled_queries,
+            "run": self.setting.config.coarse.run,
+            "row_blocks": row_blocks,
+            "key_blocks": key_blocks,
+            "strata_blocks": strata_blocks(chunk),
+            "scale_log2": self._scale_log2,
+            "pages": build.pages,
+        }
+        blocks = chunk.heads // chunk.shared_heads * row_blocks * key_blocks
+        found = [build.launch("key_scores", self.key_scores, blocks, values, chunk)]
+        if self.probes:
+            blocks = kernels.refined_blocks(self.refined_scores, chunk, self.setting.limits)
+            refine = self._refine(build, chunk)
+            found.append(build.launch("refined_scores", self.refined_scores, blocks, refine, chunk))
+        if strata_blocks(chunk):
+            blocks = row_pairs(chunk) * strata_blocks(chunk)
+            found.append(build.launch("key_strata", self.key_strata, blocks, values, chunk))
+        if middle_blocks(chunk):
+            blocks = chunk.rows * middle_blocks(chunk)
+            found.append(build.launch("key_middle", self.key_middle, blocks, values, chunk))
+        found.append(build.launch("rank_keys", self.key_order_head, chunk.rows, values, chunk))
+        return found
+
+    def _refine(self, build: Builder, chunk: Chunk) -> dict[str, Any]:
+        """Parameters of the kernels of refine.cu."""
+        s, problem, config = self.setting, self.setting.problem, self.setting.config
+        return {
+            "q": build.tensors["q"],
+            "k": build.tensors["k"],
+            "geometry": build.geometry,
+            "chunk": build.chunk(chunk),
+            "heads": problem.heads,
+            "kv_heads": problem.kv_heads,
+            "pooled_queries": config.pooled_queries,
+            "run": config.run,
+            "probe_run": config.probe_run,
+            "first_ordered": s.geometry.first_ordered,
+            "probes": len(s.geometry.probed()),
+            "key_blocks": -(-chunk.longest // REFINE_KEYS),
+            "aligned": s.inputs.aligned,
+            "scale_log2": self._scale_log2,
+            "sign": self._sign,
+            "pages": build.pages,
+        }
+
+    @property
+    def _sign(self) -> float:
+        return -1.0 if self.setting.problem.scale < 0 else 1.0
+
+    @property
+    def _scale_log2(self) -> float:
+        return abs(self.setting.problem.scale) * LOG2E

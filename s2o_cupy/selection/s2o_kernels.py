@@ -1,0 +1,179 @@
+"""The kernels of S2O's ordering: their families, their shared memory, and how many blocks the work is dealt to.
+
+Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+from ..plan.device import DeviceLimits
+from ..plan.kernels import Family, Inputs, Kernel, Path
+from ..plan.paths import HOPPER
+from ..plan.rounds import STEP, Chunk
+from ..spec import ORDER_HEAD, PROBE_SAMPLES, STRATUM
+
+__all__ = [
+    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "REFINE_KEYS", "guides", "key_middle", "key_order_head",
+    "key_scores", "key_strata", "probe", "rank_queries", "refined_blocks", "refined_norms", "refined_scores",
+    "score_blocks",
+]  # fmt: skip
+
+THREADS = 256
+BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata (kBlockPairs)
+SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
+SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
+HOPPER_SCORE_ROWS = 128  # rows of a block of key_scores_sm90, 64 a warpgroup
+HOPPER_SCORE_STAGES = 4  # tiles of STEP keys in its shared memory
+HOPPER_SCORE_KEYS = (8 * STEP, 32 * STEP)  # keys of a block: no fewer, and about as many before there is a second wave
+HOPPER_BLOCKS = 2  # of key_scores_sm90 and of refined_scores_sm90 on a multiprocessor
+REFINE_KEYS = 64 * STEP  # keys of a block of refined_scores
+
+# --- Queries ---
+_RANK_TRAITS = "RankTraits<{element}, {head_dim}, {aligned}, {paged}>"
+GUIDES = Family("guides", "selection/rank_queries.cu", "RankQueriesParams", THREADS, 1, _RANK_TRAITS, open_shared=True)
+RANK_QUERIES = Family(
+    "rank_queries", "selection/rank_queries.cu", "RankQueriesParams", 128,
+    "(!{aligned} ? 2 : {head_dim} > 128 ? (__CUDACC_VER_MAJOR__ > 12 ? 2 : 3) : "
+    "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : 5) : 7)",
+    _RANK_TRAITS, open_shared=True,
+)  # fmt: skip
+
+
+def guides(inputs: Inputs, sort_slots: int) -> Kernel:
+    return Kernel(
+        GUIDES, inputs.dtype, inputs.head_dim, inputs.aligned, paged=inputs.paged,
+        shared_bytes=_rank_shared(inputs.head_dim, sort_slots),
+    )  # fmt: skip
+
+
+def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
+    """It reads no keys."""
+    shared = _rank_shared(inputs.head_dim, sort_slots)
+    return Kernel(RANK_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, shared_bytes=shared)
+
+
+def _rank_shared(head_dim: int, sort_slots: int) -> int:
+    """sizeof(RankTraits::Shared) or, for more slots, larger."""
+    of_guides, products, segment = THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
+    return max(of_guides, products) + segment + sort_slots * 4
+
+
+# --- Keys by the mean of a segment's queries, or by the largest of few pooled queries ---
+KEY_SCORES = Family(
+    "key_scores", "selection/key_scores.cu", "RankKeysParams", 128,
+    "(__CUDA_ARCH__ >= 1000 || {head_dim} > 128 ? 2 : 3)", "ScoreTraits<{element}, {head_dim}, {aligned}, {paged}>",
+)  # fmt: skip
+KEY_SCORES_SM90 = Family(
+    "key_scores_sm90", "selection/key_scores_sm90.cu", "RankKeysParams", 256, HOPPER_BLOCKS,
+    "KeyScoresTraits<{element}, {head_dim}, {paged}>", path=HOPPER,
+)  # fmt: skip
+
+
+def key_scores(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
+    head_dim = inputs.head_dim
+    if pooled_queries == 1 and head_dim <= path.wgmma_head_dim:  # sizeof(KeyScoresTraits::Shared)
+        shared = (HOPPER_SCORE_ROWS + HOPPER_SCORE_STAGES * STEP) * head_dim * 2
+        return Kernel(KEY_SCORES_SM90, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=shared)
+    shared = 2 * STEP * head_dim * 2 + 16
+    return Kernel(KEY_SCORES, inputs.dtype, head_dim, inputs.aligned, paged=inputs.paged, shared_bytes=shared)
+
+
+def score_blocks(kernel: Kernel, chunk: Chunk, limits: DeviceLimits) -> tuple[int, int]:
+    """Blocks of key_scores that cover the rows of one KV head, and the keys.
+
+    Of key_scores_sm90 two run on a multiprocessor; all take as many keys, and those that have any fill whole waves.
+    """
+    rows = chunk.shared_heads * chunk.segments
+    if kernel.family is KEY_SCORES:
+        return -(-rows // SCORE_ROWS), -(-chunk.longest // SCORE_KEYS)
+    slots, (fewest, most) = HOPPER_BLOCKS * limits.multiprocessors, HOPPER_SCORE_KEYS
+    tiles = [tiles for tiles in _score_tiles(chunk) for _ in range(chunk.heads // chunk.shared_heads)]
+    waves = -(-sum(tiles) * STEP // (slots * most))
+    # The fewest that leave no more blocks than there are places.
+    tiles_each = max(fewest // STEP, -(-sum(tiles) // (waves * slots)))
+    blocks = lambda each: sum(-(-n // -(-max(tiles) // -(-max(tiles) // each))) for n in tiles)  # noqa: E731
+    while blocks(tiles_each) > waves * slots and tiles_each < max(tiles):
+        tiles_each += 1
+    return -(-rows // HOPPER_SCORE_ROWS), -(-max(tiles) // tiles_each)
+
+
+def _score_tiles(chunk: Chunk) -> list[int]:
+    """Tiles of keys that each row block of key_scores_sm90 reads of one KV head: up to its last row's end."""
+    last_rows = range(HOPPER_SCORE_ROWS, chunk.shared_heads * chunk.segments, HOPPER_SCORE_ROWS)
+    last = [(row - 1) // chunk.shared_heads for row in last_rows] + [chunk.segments - 1]
+    return [(chunk.stride + i * chunk.growth) // STEP for i in last]
+
+
+# --- Keys of refined segments, by many pooled queries ---
+def _refine_family(function: str, tiles: int, few_registers: str) -> Family:
+    """``few_registers``: where two blocks run on a multiprocessor, in C++."""
+    return Family(
+        function, "selection/refine.cu", "RefineParams", THREADS,
+        f"(__CUDA_ARCH__ == 900 && {{head_dim}} <= 128 && {few_registers} ? 2 : 1)",
+        f"RefineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
+    )  # fmt: skip
+
+
+PROBE = _refine_family("probe", 1, "true")
+REFINED_NORMS = _refine_family("refined_norms", 2, "true")
+REFINED_SCORES = _refine_family("refined_scores", 2, "!{paged}")
+REFINED_SCORES_SM90 = Family(
+    "refined_scores_sm90", "selection/refined_scores_sm90.cu", "RefineParams", 128, HOPPER_BLOCKS,
+    "RefinedScoresTraits<{element}, {head_dim}, {paged}>", path=HOPPER,
+)  # fmt: skip
+
+
+def probe(inputs: Inputs) -> Kernel:
+    return _refine(PROBE, inputs, 1)
+
+
+def refined_norms(inputs: Inputs) -> Kernel:
+    return _refine(REFINED_NORMS, inputs, 2)
+
+
+def refined_scores(inputs: Inputs, path: Path) -> Kernel:
+    if inputs.head_dim > path.wgmma_head_dim:
+        return _refine(REFINED_SCORES, inputs, 2)
+    pooled_queries, stages = 256, 2  # sizeof(RefinedScoresTraits::Shared)
+    tiles = (pooled_queries + stages * STEP) * inputs.head_dim * 2
+    shared = tiles + pooled_queries * 4 + 4 * 4 + 2 * 4
+    return Kernel(REFINED_SCORES_SM90, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
+
+
+def _refine(family: Family, inputs: Inputs, tiles: int) -> Kernel:
+    """``tiles``: of a warp. Its shared memory is sizeof(RefineTraits::Shared)."""
+    warps, at_once = THREADS // 32, 1 if inputs.head_dim > 128 else tiles
+    rows, parts = 16 * at_once * warps * inputs.head_dim * 2, 4 * warps * STEP * 4
+    shared = rows + parts + PROBE_SAMPLES * (4 + 4 + 8) + warps * 4 + 8
+    return Kernel(family, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
+
+
+def refined_blocks(kernel: Kernel, chunk: Chunk, limits: DeviceLimits) -> int:
+    """Of refined_scores; refined_scores_sm90 shares all rows' work among blocks that run at once."""
+    if kernel.family is REFINED_SCORES:
+        return chunk.rows * -(-chunk.longest // REFINE_KEYS)
+    return HOPPER_BLOCKS * limits.multiprocessors
+
+
+# --- Orders ---
+KEY_STRATA, KEY_MIDDLE = (
+    Family(function, "selection/key_order.cu", "RankKeysParams", THREADS, 4, shared="s2o::StrataShared")
+    for function in ("key_strata", "key_middle")
+)
+KEY_ORDER_HEAD = Family(
+    "key_order_head", "selection/key_order.cu", "RankKeysParams", THREADS, "(__CUDA_ARCH__ == 900 ? 4 : 3)",
+    shared="s2o::OrderHeadShared",
+)  # fmt: skip
+_STRATA_SHARED = BLOCK_PAIRS * (STRATUM * 4 + STRATUM // 4 * 4)
+
+
+def key_strata() -> Kernel:
+    return Kernel(KEY_STRATA, shared_bytes=_STRATA_SHARED)
+
+
+def key_middle() -> Kernel:
+    return Kernel(KEY_MIDDLE, shared_bytes=_STRATA_SHARED)
+
+
+def key_order_head() -> Kernel:
+    digits, warps = 32, THREADS // 32
+    return Kernel(KEY_ORDER_HEAD, shared_bytes=ORDER_HEAD * 4 + digits * THREADS * 2 + digits * 4 + warps * 8)

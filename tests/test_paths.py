@@ -1,0 +1,146 @@
+"""What paths can do, and that everybody else asks them. No GPU is needed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import s2o_cupy
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.kernels import Inputs
+from s2o_cupy.plan.paths import HOPPER, PATHS, PORTABLE, choose_path, path_of
+from s2o_cupy.problem import GPU_BLOCK_M, Problem
+from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.spec import PATHS as NAMES
+from s2o_cupy.spec import STOP_LAG, Geometry, S2OConfig
+
+PACKAGE = Path(s2o_cupy.__file__).parent
+PROBLEM = Problem(1, 8, 2, 1000, 1000, 128, "bfloat16", True, 0.1)
+LIMITS = DeviceLimits.of_architecture(90)
+
+
+def test_a_path_has_a_name_that_a_configuration_accepts_and_a_lag():
+    assert {path.name for path in PATHS} == set(NAMES) - {"auto"} == set(STOP_LAG)
+    assert {path.name: path.stop_lag for path in PATHS} == STOP_LAG
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "path"),
+    [(75, None), (80, PORTABLE), (89, PORTABLE), (90, HOPPER), (100, PORTABLE), (121, PORTABLE)],
+)
+def test_the_fastest_path_of_a_device(compute_capability, path):
+    assert path_of(compute_capability) is path
+
+
+@pytest.mark.parametrize("compute_capability", [80, 90, 120])
+def test_kernels_of_a_path_are_compiled_where_it_runs(compute_capability):
+    for kernel in kernels_for(compute_capability):
+        path = kernel.family.path
+        assert path is None or path.runs_on(compute_capability), kernel.name
+        assert kernel.family.arch == (None if path is None else path.arch)
+
+
+@pytest.mark.parametrize("block_m", GPU_BLOCK_M)
+def test_a_path_that_is_named_and_cannot_is_an_error(block_m):
+    config = S2OConfig(path="hopper", block_m=block_m)
+    if block_m == 128:
+        assert choose_path(PROBLEM, config, LIMITS, True, True) == (HOPPER, None)
+        return
+    with pytest.raises(ValueError, match=r"path is 'hopper', but block_m .*; accepted: 'auto' or 'portable'"):
+        choose_path(PROBLEM, config, LIMITS, True, True)
+
+
+def test_blocks_of_a_launch():
+    """One for each q tile, or as many as run at once."""
+    assert [PORTABLE.blocks(n, LIMITS) for n in (0, 5, 1000)] == [0, 5, 1000]
+    assert [HOPPER.blocks(n, LIMITS) for n in (0, 5, 1000)] == [0, 5, 132]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_kernels_of_other_work_are_the_path_s_own(path):
+    """Packed sequences and lists of keys: the same instantiation of another function."""
+    inputs = Inputs("bfloat16", 128)
+    pass1, pass2 = path.pass1(inputs, LIMITS, maps=True), path.pass2(inputs, LIMITS, 128)
+    packed, listed = path.packed(pass1), path.listed(pass2)
+    assert len({kernel.function for kernel in (pass1, pass2, packed, listed)}) == 4
+    for one, other in ((pass1, packed), (pass2, listed)):
+        assert other.family.path is one.family.path
+        assert other.name.split("-")[1:] == one.name.split("-")[1:]
+        assert other.shared_bytes == one.shared_bytes
+
+
+def test_maps_that_pass_1_reads_by():
+    """The portable kernels take none; Hopper's those of arrays and of pages that are large enough."""
+    geometry = Geometry(4096, 4096, 1024)
+    assert PORTABLE.map_boxes(geometry, 128, 0) == ()
+    assert HOPPER.map_boxes(geometry, 128, 0) == (128, 128, 128)
+    assert HOPPER.map_boxes(geometry, 256, 64) == (128, 64, 64)
+    assert HOPPER.map_boxes(geometry, 128, 16) == ()
+
+
+# ---------------------------------------------------------------- nobody compares what a path could answer
+
+
+def asks(text: str) -> list[int]:
+    """Lines that compare an architecture or a function's name with one that they spell, or look something up by it."""
+    names = {"arch", "function", "compute_capability", "architecture_path"}
+
+    def named(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            return named(node.func)
+        return getattr(node, "attr", getattr(node, "id", None)) in names
+
+    def spelled(node: ast.AST) -> bool:
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            return any(map(spelled, node.elts))
+        return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
+
+    def arch(node: ast.AST) -> bool:
+        return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("sm_")
+
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        sides: list[ast.AST] = []
+        if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+            compared = [node.left, *node.comparators]
+            sides = compared if any(map(spelled, compared)) else []
+        elif isinstance(node, ast.Subscript):
+            sides = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("get", "index"):
+                sides = list(node.args)
+            elif node.func.attr in ("startswith", "endswith", "replace"):
+                sides = [node.func.value]
+        if any(named(side) or arch(side) for side in sides):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("line", ['row["arch"] == arch', "known <= compute_capability", "family is PASS1"])
+def test_what_does_not(line):
+    assert asks(line) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'x.family.arch == "sm_90a"', 'plan.pass1.function == "pass1"', '{"pass1": 1}[plan.pass1.function]',
+        "limits.compute_capability == 90", "compute_capability >= 80", 'names.get(kernel.function, "")',
+        'x.function.endswith("sm90")', "function != PASS1", 'architecture_path(90) == "hopper"',
+        'kernel.function in ("pass1", "pass2")', '"sm_90a" in options',
+    ],
+)  # fmt: skip
+def test_what_counts_as_asking(line):
+    assert asks(line) == [1]
+
+
+def test_only_paths_compare_architectures_and_functions():
+    """A capability of a Path is what to ask instead."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in ("plan/paths.py", "plan/device.py") and (lines := asks(path.read_text(encoding="utf-8"))):
+            found[name] = lines
+    assert not found
