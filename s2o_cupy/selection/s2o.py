@@ -8,6 +8,7 @@ Pure: no array, no GPU, no CuPy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,22 +60,56 @@ class S2O:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        problem, config, inputs, path = setting.problem, setting.config, setting.inputs, setting.path
+        problem, config = setting.problem, setting.config
         # At most MAX_SEGMENT.
         self.sort_slots = max(WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
         self.pooled_queries: int = config.coarse.pooled_queries or 1
-        self.tail = Tail(setting) if config.adds_tail else None
         self.probes = config.probes(problem.scale)
-        self.guides = kernels.guides(inputs, self.sort_slots)
-        self.rank_queries = kernels.rank_queries(inputs, self.sort_slots)
-        self.probe, self.refined_norms = kernels.probe(inputs), kernels.refined_norms(inputs)
-        self.refined_scores = kernels.refined_scores(inputs, path)
-        self.key_scores = kernels.key_scores(inputs, path, self.pooled_queries)
-        self.key_strata, self.key_middle = kernels.key_strata(), kernels.key_middle()
-        self.key_order_head = kernels.key_order_head()
         # No grid has more blocks than a round has elements.
         budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)
         self.chunks = rounds(problem, setting.geometry, chunk_bytes, budget)
+
+    # What a dense call does not ask for is not made.
+
+    @functools.cached_property
+    def tail(self) -> Tail | None:
+        return Tail(self.setting) if self.setting.config.adds_tail else None
+
+    @functools.cached_property
+    def guides(self) -> Kernel:
+        return kernels.guides(self.setting.inputs, self.sort_slots)
+
+    @functools.cached_property
+    def rank_queries(self) -> Kernel:
+        return kernels.rank_queries(self.setting.inputs, self.sort_slots)
+
+    @functools.cached_property
+    def probe(self) -> Kernel:
+        return kernels.probe(self.setting.inputs)
+
+    @functools.cached_property
+    def refined_norms(self) -> Kernel:
+        return kernels.refined_norms(self.setting.inputs)
+
+    @functools.cached_property
+    def refined_scores(self) -> Kernel:
+        return kernels.refined_scores(self.setting.inputs, self.setting.path)
+
+    @functools.cached_property
+    def key_scores(self) -> Kernel:
+        return kernels.key_scores(self.setting.inputs, self.setting.path, self.pooled_queries)
+
+    @functools.cached_property
+    def key_strata(self) -> Kernel:
+        return kernels.key_strata()
+
+    @functools.cached_property
+    def key_middle(self) -> Kernel:
+        return kernels.key_middle()
+
+    @functools.cached_property
+    def key_order_head(self) -> Kernel:
+        return kernels.key_order_head()
 
     @staticmethod
     def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
