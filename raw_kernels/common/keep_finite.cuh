@@ -4,13 +4,15 @@
 
 namespace s2o {
 
-// x = max(min(x, most), -most), unless x is infinite or NaN. In one piece: else registers hold many elements twice.
+// x, of a size of at most `most` unless it is infinite or NaN. Counted from infinity's bits on, those of finite sizes come
+// last, so that no element takes a predicate. In one piece: a copy of an accumulator to an integer would be made early.
 __device__ __forceinline__ void limit_if_finite(float& x, float most) {
   asm volatile(
-      "{\n.reg .pred finite;\n.reg .f32 size;\nabs.f32 size, %0;\nsetp.lt.f32 finite, size, 0f7f800000;\n"
-      "@finite min.f32 %0, %0, %1;\n@finite max.f32 %0, %0, %2;\n}"
+      "{\n.reg .u32 sign, size, most;\nmov.b32 size, %0;\nmov.b32 most, %1;\nand.b32 sign, size, 0x80000000;\n"
+      "and.b32 size, size, 0x7fffffff;\nsub.u32 size, size, 0x7f800000;\nsub.u32 most, most, 0x7f800000;\n"
+      "min.u32 size, size, most;\nadd.u32 size, size, 0x7f800000;\nor.b32 size, size, sign;\nmov.b32 %0, size;\n}"
       : "+f"(x)
-      : "f"(most), "f"(-most));
+      : "f"(most));
 }
 
 // An output is a mean of values, weighted with p / l, and no larger than the largest of them. But p is rounded to 16
