@@ -6,149 +6,23 @@ Processes talk over gloo; on a machine with several GPUs the same runs over NCCL
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+from datetime import timedelta
 
 import numpy as np
 import pytest
 from conftest import SMALL, has_gpu
+from ranks import MEAN, parallel, run_ranks
+from ranks import end_of_ranks as end_of_ranks
 
-from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.caches import clear_cache
-from s2o_cupy.integrations.zigzag import Zigzag
+from s2o_cupy import s2o_attention
 
 SEGMENT = SMALL.segment
-
-# ---------------------------------------------------------------- one process
 
 
 @pytest.fixture
 def torch():
     return pytest.importorskip("torch")
-
-
-def parallel(*arguments, **options):
-    from s2o_cupy.integrations.distributed import SequenceParallel
-
-    return SequenceParallel(*arguments, **options)
-
-
-@pytest.fixture
-def attended(torch, monkeypatch):
-    """q, k, v and config of each call of `attend`, which computes nothing."""
-    import s2o_cupy.integrations.distributed as module
-
-    calls = []
-    monkeypatch.setattr(module, "attend", lambda q, k, v, *, config, **options: calls.append((q, k, v, config)))
-    return calls
-
-
-# Segments of a chunk are ordered without regard to those before it.
-MEAN = replace(SMALL, rank="mean", pooled_queries=None)
-
-
-@pytest.mark.parametrize("split", ["sequence", "heads"])
-def test_without_a_group(torch, qkv, split):
-    q, k, v = (torch.from_numpy(x) for x in qkv(700, heads=4, kv_heads=2))
-    alone = parallel(700, config=MEAN, split=split)
-    assert (alone.rank, alone.world_size, alone.length) == (0, 1, 700)
-    for helper in (alone.shard, alone.scatter, alone.gather):
-        assert torch.equal(helper(q, 2), q)
-    options = {"scale": 0.3, "softcap": 2.0}
-    o, lse = alone.attention(q, k, v, **options, return_lse=True)
-    for x, y in zip((o, lse), s2o_attention(q, k, v, config=MEAN, **options, return_lse=True), strict=True):
-        assert torch.equal(x, y)
-    turned = [x.transpose(1, 2)[0] for x in (q, k, v)]
-    assert torch.equal(alone.attention(*turned, **options, layout="BSHD"), o.transpose(1, 2)[0])
-    assert not torch.equal(alone.attention(q, k, v, scale=0.3), o)
-
-
-@pytest.mark.parametrize("split", ["sequence", "heads"])
-def test_one_rank_makes_one_call(torch, attended, split):
-    """With what it is given: there is nothing to balance."""
-    q, k, v = torch.zeros(3, 1, 1, 700, 16)
-    alone = parallel(700, config=MEAN, split=split)
-    alone.attention(q, k, v)
-    (call,) = attended
-    assert [x.data_ptr() for x in call[:3]] == [x.data_ptr() for x in (q, k, v)]
-    assert call[3] == MEAN
-
-
-def test_what_is_refused(torch):
-    for match, options in (
-        (r"seqlen is -1; accepted: an integer >= 0", {"seqlen": -1}),
-        (r"seqlen is 1.5; accepted", {"seqlen": 1.5}),
-        (r"split is 'rows'; accepted: 'sequence', 'heads'", {"seqlen": 8, "split": "rows"}),
-    ):
-        with pytest.raises(ValueError, match=match):
-            parallel(**options)
-    with pytest.raises(TypeError, match="config is a float; accepted: S2OConfig or None"):
-        parallel(8, config=0.1)
-    x = torch.zeros(1, 2, 8, 16)
-    alone = parallel(9)
-    with pytest.raises(ValueError, match=r"x is \(1, 2, 8, 16\), 8 rows on axis 2; accepted: 9 rows on rank 0 of 1"):
-        alone.shard(x, 2)
-    with pytest.raises(ValueError, match=r"gather: x is .*accepted: 9 rows"):
-        alone.gather(x, 2)
-    with pytest.raises(ValueError, match="scatter: x is None on rank 0, the source"):
-        alone.scatter(None, 2)
-    with pytest.raises(ValueError, match="q has 8 rows, k and v have 8; accepted: 9 on rank 0 of 1, for"):
-        alone.attention(x, x, x)
-    with pytest.raises(TypeError, match="k is a ndarray; accepted: a torch.Tensor"):
-        alone.attention(x, x.numpy(), x)
-    with pytest.raises(ValueError, match="v requires grad.*inference only"):
-        alone.attention(x, x, x.clone().requires_grad_())
-    with pytest.raises(ValueError, match="q on cpu, k on meta, v on cpu; accepted: one device"):
-        alone.attention(x, x.to("meta"), x)
-    with pytest.raises(ValueError, match="accepted: heads a multiple of kv_heads"):
-        alone.attention(x[:, :1], x, x)
-    with pytest.raises(ValueError, match="softcap is -30; accepted: 0 .off., or"):
-        alone.attention(x, x, x, softcap=-30)
-    y = torch.zeros(1, 2, 9, 16)
-    with pytest.raises(ValueError, match="out and k overlap in memory"):
-        alone.attention(y.clone(), y, y.clone(), out=y)
-    with pytest.raises(ValueError, match=r"out has shape \(1, 2, 8, 16\); accepted: \(1, 2, 9, 16\)"):
-        alone.attention(y, y, y, out=x)
-
-
-# ---------------------------------------------------------------- several processes
-
-
-def as_first_of_two(monkeypatch):
-    """As in a group of two, but nothing is sent."""
-    import torch.distributed as dist
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "P2POp", lambda *arguments, **options: None)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda transfers: [])
-
-
-def run_ranks(function, world_size, folder, *arguments):
-    import torch.multiprocessing as multiprocessing
-
-    multiprocessing.spawn(_rank, (world_size, str(folder), function, arguments), nprocs=world_size)
-
-
-def _rank(rank, world_size, folder, function, arguments):
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    backend = os.environ.get("S2O_TEST_BACKEND", "gloo")
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, device_id=device
-    )
-    try:
-        function(rank, world_size, Path(folder), *arguments)
-    finally:
-        dist.destroy_process_group()
 
 
 def _cases(seqlen, dtype, device):
@@ -192,8 +66,9 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
 def _in_rounds(rank, world_size, folder, rounds, function, *arguments):
     import s2o_cupy.integrations.distributed as module
 
-    module.rounds_for = lambda seqlen: rounds
-    function(rank, world_size, folder, *arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "rounds_for", lambda seqlen: rounds)
+        function(rank, world_size, folder, *arguments)
 
 
 def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
@@ -241,6 +116,89 @@ def _refused(rank, world_size, folder):
         by_heads.attention(x, x, x)
 
 
+# What rank 1 has otherwise than rank 0, of equal size in memory where that is possible: what a new SequenceParallel is
+# given, the tensors, the options of a call. And what the error says of it.
+DISAGREEMENTS = [
+    ({"seqlen": 301}, {}, {}, "seqlen is 300 on rank 0, 301 on rank 1"),
+    ({"split": "heads"}, {}, {}, "split is 'sequence' on rank 0, 'heads' on rank 1"),
+    ({"config": replace(MEAN, segment=64)}, {}, {}, "segment is 128 on rank 0, 64 on rank 1"),
+    ({"config": replace(MEAN, tau=0.1)}, {}, {}, "tau is 0.05 on rank 0, 0.1 on rank 1"),
+    ({"config": replace(MEAN, dense_up_to=10)}, {}, {}, "dense_up_to is 0 on rank 0, 10 on rank 1"),
+    ({}, {"dtype": "float16"}, {}, "dtype is 'bfloat16' on rank 0, 'float16' on rank 1"),
+    ({}, {"batch": 1, "heads": 8, "kv_heads": 4}, {}, "batch is 2 on rank 0, 1 on rank 1; heads is 4 .*; kv_heads is"),
+    ({}, {"kv_heads": 4, "head_dim": 16}, {}, "kv_heads is 2 on rank 0, 4 on rank 1; head_dim is 32 on rank 0, 16 on"),
+    ({}, {}, {"scale": 0.5}, r"scale is 0.17\d* on rank 0, 0.5 on rank 1"),
+    ({}, {}, {"softcap": 20.0}, "softcap is 0.0 on rank 0, 20.0 on rank 1"),
+    ({}, {}, {"layout": "BSHD"}, "layout is 'BHSD' on rank 0, 'BSHD' on rank 1"),
+    ({}, {}, {"return_lse": True}, "return_lse is False on rank 0, True on rank 1"),
+]
+
+
+def _all_ranks_raise(rank, world_size, folder, device="cpu"):
+    """The same error, before anything is sent; after it the same call is compared again, and runs if it is the same."""
+    import torch
+
+    from s2o_cupy.integrations import agreement
+
+    def attend(given, shape, options):
+        both = parallel(**{"seqlen": 300, "config": MEAN, **given})
+        x = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": "bfloat16", **shape}
+        q, k, v = (
+            torch.ones(x["batch"], heads, both.length, x["head_dim"], dtype=getattr(torch, x["dtype"]), device=device)
+            for heads in (x["heads"], x["kv_heads"], x["kv_heads"])
+        )
+        if options.get("layout") == "BSHD":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return both.attention(q, k, v, **options)
+
+    start = "^SequenceParallel: the ranks make different calls:"
+    for *mine, match in DISAGREEMENTS:
+        agreement._agreements.clear()  # or rank 0 would remember its call
+        with pytest.raises(ValueError, match=f"{start} {match}.*; accepted: the same on all"):
+            attend(*(mine if rank else ({}, {}, {})))
+    assert attend({}, {}, {}).isfinite().all()
+    both, x = parallel(300, config=MEAN), torch.arange(300.0, device=device)
+    mine = both.shard(x, 0)
+    with pytest.raises(ValueError, match="dtype is 'torch.float32' on rank 0, 'torch.int32' on rank 1"):
+        both.gather(mine.int() if rank else mine, 0)
+    with pytest.raises(ValueError, match=r"shape_of_a_row is \(6,\) on rank 0, \(2, 3\) on rank 1"):
+        both.gather(mine[:, None].expand(-1, 6).reshape(-1, 2, 3) if rank else mine[:, None].expand(-1, 6), 0)
+    with pytest.raises(ValueError, match="call is 'gather' on rank 0, 'scatter' on rank 1"):
+        both.scatter(x, 0, src=1) if rank else both.gather(mine, 0)
+    with pytest.raises(ValueError, match="seqlen is 300 on rank 0, 299 on rank 1"):
+        parallel(300 - rank, config=MEAN).scatter(None if rank else x, 0)
+    assert torch.equal(both.gather(mine, 0), x)
+
+
+def _calls_are_compared_once(rank, world_size, folder):
+    import torch.distributed as dist
+
+    exchange, compared = dist.all_gather_object, []
+
+    def count(*arguments, **options):
+        compared.append(1)
+        exchange(*arguments, **options)
+
+    q, k, v = _cases(210, "float32", "cpu")  # a length that no other test has
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", count)
+        for options, expected in (({}, 1), ({}, 1), ({"scale": 0.5}, 2), ({}, 2), ({"scale": 0.5}, 2)):
+            both = parallel(210, config=MEAN)  # each layer may make its own
+            both.attention(*(both.shard(x, 2) for x in (q, k, v)), **options)
+            assert len(compared) == expected
+
+
+def _waits_for_a_rank_until_the_timeout(rank, world_size, folder):
+    import torch
+    import torch.distributed as dist
+
+    both = parallel(50, config=MEAN, group=dist.new_group(timeout=timedelta(seconds=1)))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
+            both.attention(*torch.zeros(3, 1, 2, both.length, 16))
+    dist.barrier()
+
+
 def _later_rows_are_waited_for(rank, world_size, folder, expected):
     """A rank sends what others need first, computes what needs nothing of others before anything has arrived, and waits
     for no more than it needs."""
@@ -254,12 +212,12 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
     exchange, attend = dist.batch_isend_irecv, module.attend
 
     class Logged:
-        def __init__(self, index, q_tiles):
-            self.index, self.q_tiles = index, q_tiles
+        def __init__(self, index, works):
+            self.index, self.works = index, works
 
         def wait(self):
             log.append(f"wait {self.index}")
-            for work in self.q_tiles:
+            for work in self.works:
                 work.wait()
 
     def start(transfers):
@@ -276,90 +234,14 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
     assert ", ".join(log) == expected[rank]
 
 
-@pytest.mark.parametrize(
-    ("options", "waits_after"),
-    [
-        ({}, "pass1"),
-        ({"window": 64}, None),
-        ({"window": 64, "path": "portable"}, None),
-        ({"path": "portable", "rank": "auto"}, "pass1"),
-        ({"dense_up_to": 9000}, None),
-    ],
-)
-def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
-    """But for those of a window, or where it is all there is. A CUDA that only takes notes; on GPUs see below."""
-    cupy = pytest.importorskip("cupy")
-    from s2o_cupy.arrays.operand import Operand
-    from s2o_cupy.cuda import pipeline
-    from s2o_cupy.plan.launch_plan import DeviceLimits
-    from s2o_cupy.problem import Problem
-
-    notes, names = [], {}
-
-    def load(kernel, device):
-        names[len(names) + 1] = kernel.function
-        return SimpleNamespace(kernel=SimpleNamespace(ptr=len(names)))
-
-    monkeypatch.setattr(pipeline, "device_limits", lambda device: DeviceLimits.of_architecture(90))
-    monkeypatch.setattr(pipeline.kernels, "load", load)
-    monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))
-    monkeypatch.setattr(pipeline, "driver", SimpleNamespace(launchKernel=lambda f, *rest: notes.append(names[f])))
-    monkeypatch.setattr(
-        pipeline, "runtime", SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: notes.append("clear"))
-    )
-    replays = []
-    monkeypatch.setattr(pipeline, "GraphCache", lambda cuda: SimpleNamespace(run=lambda *arguments: replays.append(1)))
-    assert cupy.__name__ == "cupy"
-
-    config = S2OConfig(**{"segment": 128, "rank": "mean", "dense_up_to": 0} | options)
-    problem = Problem(1, 2, 1, 512, 2048, 64, "bfloat16", True, 0.125)
-    q = Operand(1 << 20, (1, 2, 512, 64), (2 * 512 * 64, 512 * 64, 64))
-    k = Operand(2 << 20, (1, 1, 2048, 64), (2048 * 64, 2048 * 64, 64))
-    clear_cache()
-    try:
-        for await_keys in (lambda: notes.append("wait"), None):
-            memory = lambda nbytes: (4 << 20, None)  # noqa: E731
-            pipeline.run((q, k, k, q), 0, 0, problem, config, stream=0, memory=memory, await_keys=await_keys)
-    finally:
-        clear_cache()
-    launched = [note.removesuffix("_sm90") for note in notes]
-    at = launched.index("wait")
-    assert launched.count("wait") == 1
-    if waits_after:
-        assert launched[:at] == ["clear", waits_after]
-        assert launched[at + 1] == "block_sums"
-        assert replays == [1]  # the call that has nothing to wait for
-    else:
-        assert "pass1" not in launched[:at]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "length", "wide"),
-    [("bfloat16", 64, True), ("float32", 36, True), ("bfloat16", 36, False), ("float64", 33, False)],
-)
-def test_rows_are_copied_in_wide_elements_where_they_can_be(torch, dtype, length, wide):
-    """Bit for bit: also NaNs of any kind."""
-    from s2o_cupy.integrations.distributed import _wide
-
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[getattr(torch, dtype).itemsize]
-    info = torch.iinfo(bits)
-    x = torch.randint(info.min, info.max, (1, 10, 3, length), dtype=bits).view(getattr(torch, dtype))
-    assert (_wide(x).dtype == torch.complex128) == wide
-    to = torch.empty(10, 2, 3, length, dtype=x.dtype)
-    to[:, 1].view(_wide(x).dtype).copy_(_wide(x)[0])
-    assert torch.equal(to[:, 1].view(bits), x[0].view(bits))
-    for narrow in (x[..., 1:], x.transpose(2, 3), x.flatten()[1 : 1 + 30 * length - length].view(1, -1, length)):
-        assert _wide(narrow) is narrow
-
-
 def test_two_processes(torch, tmp_path):
     """Lengths that divide evenly, that do not, and that leave chunks empty."""
-    seqlens = [8 * SEGMENT, 1000, 3 * SEGMENT, 50]
+    seqlens = [4 * SEGMENT, 600, 3 * SEGMENT, 50]
     run_ranks(_equal_to_one_process, 2, tmp_path, seqlens, ["sequence", "heads"], "float32", "cpu")
 
 
 def test_capped_scores_in_two_processes(torch, tmp_path):
-    run_ranks(_capped, 2, tmp_path, [8 * SEGMENT, 1000], ["sequence", "heads"], "float32", "cpu")
+    run_ranks(_capped, 2, tmp_path, [600], ["sequence", "heads"], "float32", "cpu")
 
 
 @pytest.mark.parametrize("rounds", [4, 6])
@@ -369,7 +251,7 @@ def test_other_numbers_of_rounds(torch, tmp_path, rounds):
 
 @pytest.mark.slow
 def test_three_processes(torch, tmp_path):
-    run_ranks(_equal_to_one_process, 3, tmp_path, [1000, 100], ["sequence"], "bfloat16", "cpu")
+    run_ranks(_equal_to_one_process, 3, tmp_path, [700, 100], ["sequence"], "bfloat16", "cpu")
 
 
 def test_helpers(torch, tmp_path):
@@ -378,6 +260,18 @@ def test_helpers(torch, tmp_path):
 
 def test_errors_come_before_anything_is_sent(torch, tmp_path):
     run_ranks(_refused, 2, tmp_path)
+
+
+def test_ranks_that_make_different_calls_all_raise(torch, tmp_path):
+    run_ranks(_all_ranks_raise, 2, tmp_path)
+
+
+def test_a_call_is_compared_once(torch, tmp_path):
+    run_ranks(_calls_are_compared_once, 2, tmp_path)
+
+
+def test_a_rank_that_never_calls(torch, tmp_path):
+    run_ranks(_waits_for_a_rank_until_the_timeout, 2, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -429,6 +323,11 @@ def test_capped_scores_on_two_gpus(two_gpus, tmp_path, split):
 
 
 @pytest.mark.gpu
+def test_ranks_that_make_different_calls_on_two_gpus(two_gpus, tmp_path):
+    run_ranks(_all_ranks_raise, 2, tmp_path, "cuda")
+
+
+@pytest.mark.gpu
 def test_helpers_on_two_gpus(two_gpus, tmp_path):
     run_ranks(_helpers, 2, tmp_path, "cuda")
 
@@ -476,39 +375,3 @@ def test_tensors_on_a_device_that_is_not_current(torch):
             assert torch.cuda.current_device() == current
             assert o.device.index == other
             assert torch.equal(o.cpu(), expected.cpu())
-
-
-def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attended):
-    """Not that of a chunk's keys, which are fewer: a GPU would else compute early chunks otherwise than in one call."""
-    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
-    as_first_of_two(monkeypatch)
-    for seqlen, config, expected in (
-        (5000, S2OConfig(), 5000),
-        (9000, S2OConfig(), 0),
-        (9000, S2OConfig(tau=0), 9000),
-        (5000, S2OConfig(dense_up_to=0), 0),
-        (5000, S2OConfig(tau=0, dense_up_to=4999), 0),
-        (5000, S2OConfig(dense_up_to=5000), 5000),
-    ):
-        attended.clear()
-        both = parallel(seqlen, config=config)
-        q = torch.zeros(1, 1, both.length, 8)
-        both.attention(q, q, q)
-        assert len(attended) > 1
-        assert {config for *_, config in attended} == {replace(config, dense_up_to=expected)}
-
-
-def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
-    as_first_of_two(monkeypatch)
-    monkeypatch.setattr("s2o_cupy.integrations.distributed.rounds_for", lambda seqlen: 4)
-    for segments, keys in ((0, []), (1, [1]), (3, [3]), (8, [1, 5, 8]), (12, [1, 6, 12])):
-        attended.clear()
-        both = parallel(segments * SEGMENT, config=MEAN)
-        q = torch.zeros(1, 1, both.length, 8)
-        both.attention(q, q, q)
-        assert [k.shape[1] // SEGMENT for _, k, _, _ in attended] == keys
-
-
-def test_config_and_length_decide_the_chunks(torch):
-    assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512, 2)
-    assert [parallel(seqlen).zigzag.rounds for seqlen in (0, 524_288, 524_289)] == [2, 2, 4]

@@ -457,7 +457,7 @@ def test_compiled_prefill(model, ids, logits):
     graphs = []
 
     def backend(graph, _):
-        graphs.append(sum("s2o_cupy.api.attention" in str(node.target) for node in graph.graph.nodes))
+        graphs.append(sum("s2o_cupy.attention" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
     register(config=DENSE, min_seqlen=100)

@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..arrays.frameworks import to_host
 from ..tools.inputs import QKV, save
+from .autocast import to_autocast_dtype
 
 __all__ = ["capture"]
 
@@ -51,7 +52,8 @@ def capture(
     -------
     QKV
         NumPy arrays q (batch, layers * heads, seqlen, head_dim), k and v (batch, layers * kv_heads, seqlen, head_dim)
-        in the model's dtype. Layers follow each other in the order given: head h of the i-th is i * heads + h.
+        in the model's dtype, or that of torch.autocast. Layers follow each other in the order given: head h of the i-th
+        is i * heads + h.
 
     Raises
     ------
@@ -88,7 +90,7 @@ def _record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
     wanted = _wanted.get()
     layer = getattr(module, "layer_idx", None)
     if layer in wanted and getattr(module, "is_causal", True):
-        wanted[layer] = QKV(*(to_host(x) for x in (query, key, value)))
+        wanted[layer] = QKV(*map(to_host, to_autocast_dtype(query, key, value)))
         if all(x is not None for x in wanted.values()):
             raise _Captured
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from ..api.attention import attend
 from ..arrays.arguments import check_out, describe
+from ..arrays.torch_transforms import check_derivatives
 from ..plan.build import KeySums, SumsShape
 from ..plan.launch_plan import is_dense, padded_head_dim
 from ..plan.tail import SUM_KEYS, sum_blocks
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig
+from .agreement import agreement_of
 from .zigzag import Zigzag, rounds_for
 
 __all__ = ["SequenceParallel"]
@@ -44,6 +46,15 @@ class SequenceParallel:
       and rows come back. It needs kv_heads to be a multiple of the ranks.
 
     Without an initialised process group there is one rank, and nothing is sent.
+
+    All ranks make the same calls in the same order: same config, split and seqlen, same dtype and heads, same options.
+    They compare each call that is new before they send anything, and where it differs all raise the same ValueError.
+
+    A rank that makes no call, or repeats one while others make a new one, is waited for until the timeout of the group
+    (``timeout=`` of ``torch.distributed.init_process_group`` and ``new_group``; by default 10 minutes with NCCL, 30
+    with others). Then gloo raises RuntimeError. With NCCL PyTorch's watchdog ends the process, or with
+    TORCH_NCCL_BLOCKING_WAIT=1 in the environment the call raises torch.distributed.DistBackendError. The group is of no
+    use afterwards.
 
     Parameters
     ----------
@@ -100,6 +111,10 @@ class SequenceParallel:
             raise ValueError("SequenceParallel: group does not hold this process; accepted: a group that does")
         self.zigzag = Zigzag(seqlen, self.world_size, config.segment, rounds_for(seqlen))
         self.length = self.zigzag.length(self.rank)
+        self._terms: dict[str, Any] = {"seqlen": seqlen, "split": split, "rounds": self.zigzag.rounds}
+        self._terms |= zip((field.name for field in fields(config)), config.values, strict=True)
+        self._own_terms = repr(self._terms)
+        self._agreement = agreement_of(group) if self.world_size > 1 else None
 
     # ---------------------------------------------------------------- rows
 
@@ -123,6 +138,7 @@ class SequenceParallel:
             self._check_length("scatter", x, axis, self.zigzag.seqlen)
         if self.world_size == 1:
             return self.shard(x, axis)
+        self._agree("scatter", x, src=src, axis=axis)
         what = [None if x is None else (tuple(x.shape), x.dtype, x.device.type)]
         dist.broadcast_object_list(what, group=self.group, group_src=src)
         assert what[0] is not None
@@ -146,11 +162,18 @@ class SequenceParallel:
         """The whole tensor, on every rank, of which each has its rows."""
         self._check_length("gather", x, axis, self.length)
         rows = x.movedim(axis, 0)
+        self._agree("gather", x, axis=axis, shape_of_a_row=tuple(rows.shape[1:]), dtype=str(x.dtype))
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
         for (begin, end), here in self._spans:
             whole[begin:end] = rows[here]
         _wait([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
         return whole.movedim(0, axis).contiguous()
+
+    def _agree(self, call: str, x: Tensor | None, **terms: Any) -> None:
+        """Raise ValueError on all ranks unless all make this ``call``, with the same ``terms``."""
+        key = (call, self._own_terms, *terms.values())
+        if self._agreement is not None and not self._agreement.knows(key):
+            self._agreement.reach(key, {"call": call, **self._terms, **terms}, x)
 
     def _check_length(self, name: str, x: Tensor, axis: int, expected: int) -> None:
         if x.shape[axis] != expected:
@@ -199,9 +222,15 @@ class SequenceParallel:
         Raises
         ------
         TypeError, ValueError, S2OError
-            As :func:`s2o_cupy.s2o_attention`, before anything is sent.
+            As :func:`s2o_cupy.s2o_attention`, before anything is sent. ValueError also where ranks make different
+            calls, on all of them; the message says what differs, and on which ranks.
         """
         problem = self._check(q, k, v, out, scale, softcap, layout)
+        self._agree(
+            "attention", q, batch=problem.batch, heads=problem.heads, kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim, dtype=problem.dtype, device=q.device.type, scale=problem.scale,
+            softcap=problem.softcap, layout=layout, return_lse=bool(return_lse),
+        )  # fmt: skip
         if out is None:  # (batch, length, heads, head_dim) in memory, whatever the layout
             out = q.new_empty((*q.shape[:-3], self.length, problem.heads, problem.head_dim))
             out = out.transpose(-2, -3) if layout == "BHSD" else out
@@ -231,11 +260,7 @@ class SequenceParallel:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
-                    f"call it under torch.no_grad(), or pass {name}.detach()"
-                )
+            check_derivatives(name, x)
         if not q.device == k.device == v.device:
             raise ValueError(
                 f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, "
@@ -393,12 +418,12 @@ def _attend(
 class _Exchange:
     """Chunks on their way. After `wait` the current stream, or on the CPU the host, has waited for them."""
 
-    def __init__(self, q_tiles: list[Any]) -> None:
-        self.q_tiles = q_tiles
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
 
     def wait(self) -> None:
-        while self.q_tiles:  # each once: gloo would wait for another message
-            self.q_tiles.pop().wait()
+        while self.works:  # each once: gloo would wait for another message
+            self.works.pop().wait()
 
 
 def _wait(exchanges: Sequence[_Exchange]) -> None:
@@ -439,7 +464,7 @@ class _Gathering:
 
     def awaits(self, rounds: int) -> bool:
         """Whether others' keys of the first so many rounds may still be on their way."""
-        return any(exchange.q_tiles for exchange in self.exchanges[:rounds])
+        return any(exchange.works for exchange in self.exchanges[:rounds])
 
     def wait(self, rounds: int) -> None:
         """The current stream, or on the CPU the host, waits for the first so many rounds."""

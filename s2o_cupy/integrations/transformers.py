@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
+from .autocast import autocast_dtype, to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
 from .head_groups import LayerConfigs
@@ -95,7 +96,8 @@ class S2OAttention:
     - at least ``min_seqlen`` keys, and at least one tile (``block_m``) of queries: not a decoding step,
     - no padding, packed sequences, 4D or other masks in the batch; a sliding or chunked window only where all keys
       still lie in it,
-    - tensors that s2o_attention takes: head_dim up to 256, the same for values; float16 or bfloat16 on an NVIDIA GPU.
+    - tensors that s2o_attention takes: head_dim up to 256, the same for values; float16 or bfloat16 on an NVIDIA GPU,
+      under torch.autocast also float32, which is cast as for sdpa.
 
     Prefill in chunks and into a static cache counts as causal: the queries are the last of the keys seen so far.
     Attention sinks are refused, as sdpa has none.
@@ -209,7 +211,8 @@ class S2OAttention:
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM or query.shape[0] != key.shape[0]:
             return "shape"
         backend = {"cpu": "numpy", "cuda": "cupy"}.get(query.device.type, "")
-        if str(query.dtype).removeprefix("torch.") not in BACKEND_DTYPES.get(backend, ()):
+        dtypes = [str(autocast_dtype(x)).removeprefix("torch.") for x in (query, key, value)]
+        if not dtypes[0] == dtypes[1] == dtypes[2] or dtypes[0] not in BACKEND_DTYPES.get(backend, ()):
             return "device or dtype"
         if dropout > 0:
             return "dropout"
@@ -228,7 +231,7 @@ def _s2o(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float, groups: Any
 ) -> Tensor:
     """[batch, heads, seqlen, head_dim] -> [batch, seqlen, heads, head_dim], contiguous."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in to_autocast_dtype(query, key, value))
     if len(groups) == 1:
         return attention(q, k, v, config=groups[0].config, scale=scaling, softcap=softcap, layout="BSHD")
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
