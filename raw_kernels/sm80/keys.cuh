@@ -1,0 +1,103 @@
+// The keys that the portable attention tile walks, and the copy of one step of them into shared memory.
+//
+// Each kind of keys has prefetch(step), which starts the copy of the positions that the step needs, and quad(step, r4),
+// which says where four keys of it lie.
+#pragma once
+#include "common/pages.cuh"
+#include "sm80/shared.cuh"
+
+namespace s2o {
+
+// Keys shared.first_key, shared.first_key + 1, ...
+template <class Traits>
+struct ContiguousKeys {
+  static constexpr int kStep = Traits::kStep;
+  typename Traits::Shared& shared;
+  int count;
+  const Pages& pages;
+  __device__ __forceinline__ void prefetch(int) const {}
+  // Slots of keys 4 * r4 .. 4 * r4 + 3 of a step; -1 past the end.
+  __device__ __forceinline__ int4 quad(int step, int r4) const {
+    const int j = step * kStep + r4 * 4, begin = shared.first_key;
+    const int4 p = make_int4(j < count ? begin + j : -1, j + 1 < count ? begin + j + 1 : -1,
+                             j + 2 < count ? begin + j + 2 : -1, j + 3 < count ? begin + j + 3 : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
+    return p;
+  }
+};
+
+// The first `count` keys of shared.order; positions pass through a ring in shared memory.
+template <class Traits>
+struct OrderedKeys {
+  static constexpr int kStep = Traits::kStep;
+  typename Traits::Shared& shared;
+  int count;
+  const Pages& pages;
+  __device__ __forceinline__ void prefetch(int step) const {
+    if (threadIdx.x < kStep / 4 && step * kStep < count)
+      cp_async_16(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x * 4]),
+                  shared.order + step * kStep + threadIdx.x * 4);
+  }
+  __device__ __forceinline__ int4 quad(int step, int r4) const {
+    const int4 p = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
+    const int j = step * kStep + r4 * 4;
+    const int4 q = make_int4(j < count ? p.x : -1, j + 1 < count ? p.y : -1, j + 2 < count ? p.z : -1,
+                             j + 3 < count ? p.w : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, q);
+    return q;
+  }
+};
+
+// The same of a list in memory (KeyLists), which may begin anywhere: the ring has the entry of each key, and nothing
+// past the list's last is read.
+template <class Traits, class Lists>
+struct ListedKeys {
+  static constexpr int kStep = Traits::kStep;
+  typename Traits::Shared& shared;
+  int count;
+  const Pages& pages;
+  const Lists& lists;
+  __device__ __forceinline__ void prefetch(int step) const {
+    const int i = step * kStep + threadIdx.x;
+    if (threadIdx.x < kStep && i < count)
+      cp_async_4(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x]),
+                 shared.order + (i >> lists.unit_shift));
+  }
+  __device__ __forceinline__ int4 quad(int step, int r4) const {
+    const int4 e = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
+    const int j = step * kStep + r4 * 4;
+    const int4 p = make_int4(j < count ? lists.key(e.x, j) : -1, j + 1 < count ? lists.key(e.y, j + 1) : -1,
+                             j + 2 < count ? lists.key(e.z, j + 2) : -1, j + 3 < count ? lists.key(e.w, j + 3) : -1);
+    if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
+    return p;
+  }
+};
+
+// Starts the copy of one step of keys (or values) into shared memory. `x`: all of them.
+template <class Traits, class Keys>
+__device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const Tensor<const uint16>& x, int head_dim,
+                                          const Keys& keys, int step) {
+  const int64 row_stride = x.row;
+  constexpr int kChunks = Traits::kHeadDim / 8;
+  constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
+#pragma unroll(Traits::kAligned ? kRows : 1)
+  for (int i = 0; i < kRows; i += 4) {
+    const int4 quad = keys.quad(step, (first + i) / 4);
+#pragma unroll(Traits::kAligned ? 4 : 1)
+    for (int j = 0; j < 4; ++j) {
+      const uint32 target = chunk_address<Traits>(tile, first + i + j, chunk);
+      const int key = j == 0 ? quad.x : j == 1 ? quad.y : j == 2 ? quad.z : quad.w;
+      const uint16* row = data + static_cast<int64>(max(key, 0)) * row_stride;
+      if constexpr (Traits::kPaged) row = data + keys.pages.offset(x, max(key, 0));
+      if constexpr (Traits::kAligned) {
+        const bool present = key >= 0 && chunk * 8 < head_dim;
+        cp_async_16_or_zeros(target, present ? row + chunk * 8 : row, present);
+      } else {
+        store_shared_16(target, key < 0 ? make_uint4(0, 0, 0, 0) : load_unaligned(row, chunk * 8, head_dim));
+      }
+    }
+  }
+}
+
+}  // namespace s2o
