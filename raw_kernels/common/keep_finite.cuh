@@ -4,8 +4,9 @@
 
 namespace s2o {
 
-// x, of a size of at most `most` unless it is infinite or NaN. Counted from infinity's bits on, those of finite sizes come
-// last, so that no element takes a predicate. In one piece: a copy of an accumulator to an integer would be made early.
+// x, of a size of at most `most` unless it is infinite or NaN. Counted from infinity's bits on, those of finite sizes
+// come last, so that no element takes a predicate. In one piece: a copy of an accumulator to an integer would be made
+// before wgmma is done with it.
 __device__ __forceinline__ void limit_if_finite(float& x, float most) {
   asm volatile(
       "{\n.reg .u32 sign, size, most;\nmov.b32 size, %0;\nmov.b32 most, %1;\nand.b32 sign, size, 0x80000000;\n"
@@ -16,10 +17,10 @@ __device__ __forceinline__ void limit_if_finite(float& x, float most) {
 }
 
 // An output is a mean of values, weighted with p / l, and no larger than the largest of them. But p is rounded to 16
-// bits for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l, or more
-// if they are tiny. Where values are 65504, the largest float16, such a mean would round to infinity; here it becomes
-// 65504. An infinity among the values that the row sees makes acc infinite in float32 already, where no sum of finite
-// values comes near, and stays. Of bfloat16, which reaches as far as float32 does, nothing is done.
+// bits for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l, or
+// more if they are tiny. Where values are 65504, the largest float16, such a mean would round to infinity; here it
+// becomes 65504. An infinity among the values that the row sees makes acc infinite in float32 already, where no sum of
+// finite values comes near, and stays. Of bfloat16, which reaches as far as float32 does, nothing is done.
 //
 //   element(i): element i < kElements of this thread's part of a row's acc; l: the row's sum of weights
 template <class Element, int kElements, class Row>
