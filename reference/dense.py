@@ -13,9 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "capped", "check_shapes", "compute_dtype", "dense_attention", "visible_keys", "weighted_sum"]
+__all__ = [
+    "Array", "capped", "check_shapes", "compute_dtype", "dense_attention", "quiet", "visible_keys", "weighted_sum",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
+
+quiet = np.errstate(invalid="ignore", divide="ignore", over="ignore")  # NaN and Inf are legal input
 
 ROWS = 256  # query rows of a chunk: 256 x 8,192 float64 scores are 16 MiB
 

@@ -12,11 +12,9 @@ import functools
 import numpy as np
 
 from ..spec import KEY_BUCKETS, KEY_LEVELS, LAYER_MIX, LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
-from .dense import Array
+from .dense import Array, quiet
 
 __all__ = ["log_weights", "order_keys", "score_buckets", "strata", "stratified_order"]
-
-quiet = np.errstate(invalid="ignore", divide="ignore", over="ignore")  # NaN and Inf are legal input
 
 
 @quiet

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dense import Array, capped, check_shapes
-from .s2o import State, add_tail, quiet, visit
+from .dense import Array, capped, check_shapes, quiet
+from .s2o import State, add_tail, visit
 
 __all__ = ["KeyLists", "attend_lists"]
 
