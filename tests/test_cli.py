@@ -169,15 +169,15 @@ def compiled(**changes):
 def test_compile_judges(monkeypatch, capsys, tmp_path, results, status):
     asked = []
 
-    def compile_all(architectures, progress, dtypes, head_dims, variants):
-        asked.extend((*architectures, dtypes, head_dims, variants))
+    def compile_all(architectures, progress, dtypes, head_dims, sample):
+        asked.extend((*architectures, dtypes, head_dims, sample))
         progress(1, 1)
         return results
 
     monkeypatch.setattr(compiler, "compile_all", compile_all)
     monkeypatch.setenv("S2O_CACHE_DIR", str(tmp_path))
     assert cli.main(["compile", "--arch", "sm_90a, sm_80", "--json"]) == status
-    assert asked == ["sm_90a", "sm_80", None, None, "all"]
+    assert asked == ["sm_90a", "sm_80", None, None, False]
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] == (status == cli.OK)
     assert len(found["kernels"]) == len(results)
@@ -196,16 +196,16 @@ def test_compile_of_one_dtype_and_size(monkeypatch, capsys):
     """Head sizes that share kernels are one; without --arch it is for the GPUs here, or for every one without."""
     asked = []
 
-    def compile_all(architectures, progress, dtypes, head_dims, variants):
-        asked.append((list(architectures), dtypes, head_dims, variants))
+    def compile_all(architectures, progress, dtypes, head_dims, sample):
+        asked.append((list(architectures), dtypes, head_dims, sample))
         return [compiled()]
 
     monkeypatch.setattr(compiler, "compile_all", compile_all)
     monkeypatch.setattr(compiler, "local_architectures", lambda: ["sm_90a"])
     assert cli.main(["compile", "--dtype", "float16", "--head-dim", "80"]) == cli.OK
     monkeypatch.setattr(compiler, "local_architectures", list)
-    assert cli.main(["compile", "--head-dim", "256", "--variants", "none"]) == cli.OK
-    assert asked == [(["sm_90a"], ["float16"], [128], "all"), (list(compiler.ARCHITECTURES), None, [256], "none")]
+    assert cli.main(["compile", "--head-dim", "256", "--sample"]) == cli.OK
+    assert asked == [(["sm_90a"], ["float16"], [128], False), (list(compiler.ARCHITECTURES), None, [256], True)]
     for head_dim in ("0", "257"):
         assert cli.main(["compile", "--head-dim", head_dim]) == cli.UNABLE
         assert f"--head-dim is {head_dim}; accepted: 1 to 256" in capsys.readouterr().err

@@ -180,16 +180,26 @@ def test_compile_all_of_one_dtype_and_size(monkeypatch):
     assert {"key_strata", "key_order_head", "pass2_sm90", "pass1"} <= {kernel.function for kernel, _ in found}
 
 
-@pytest.mark.parametrize("variants", ["sample", "none"])
-def test_compile_all_with_fewer_variants(monkeypatch, variants):
-    """Every function of every dtype and size is left, and of bfloat16 and 128 every kernel or the plain ones."""
+def test_compile_all_of_a_sample(monkeypatch):
+    """Every function of an architecture; of one that kernels are written for, every size and every variant too."""
     monkeypatch.setattr(compiler, "machine_code", lambda kernel, arch: kernel)
-    found, kernels = compiler.compile_all(["sm_90a"], variants=variants), compiler.compile_all(["sm_90a"])
-    assert {(x.function, x.dtype, x.head_dim) for x in found} == {(x.function, x.dtype, x.head_dim) for x in kernels}
-    plain = [x for x in kernels if x.aligned and not x.paged and not x.softcap]
-    sampled = [x for x in kernels if "-bfloat16-d128" in x.name] if variants == "sample" else []
-    assert {*plain, *sampled} <= set(found) < set(kernels)
-    assert all("gathered" in x.function for x in set(found) - {*plain, *sampled})  # there for pages only
+    for arch in ARCHITECTURES:
+        few, every = compiler.compile_all([arch], sample=True), compiler.compile_all([arch])
+        assert set(few) < set(every)
+        assert {x.function for x in few} == {x.function for x in every}
+        own = {"sm_80": "", "sm_90a": "_sm90"}.get(arch)
+        if own is None:
+            assert len(few) == len({x.function for x in every})
+            continue
+        shown = {(x.function, x.dtype, x.head_dim) for x in few}
+        variants = {(x.function, x.softcap, x.paged) for x in few if (x.dtype, x.head_dim) == ("bfloat16", 128)}
+        for function in (f"{name}{own}" for name in ("pass1", "pass2", "pass1_packed", "pass2_listed")):
+            assert {(function, "bfloat16", head_dim) for head_dim in (64, 128, 256)} <= shown
+            assert (function, "float16", 256) in shown
+            assert {(function, False, False), (function, True, False), (function, False, True)} <= variants
+        for function in ("guides", "key_scores", "rank_queries"):
+            assert {(function, "bfloat16", head_dim) for head_dim in (64, 128, 256)} <= shown
+            assert f"{function}-bfloat16-d128-unaligned" in {x.name for x in few}
 
 
 def test_every_architecture_is_known():

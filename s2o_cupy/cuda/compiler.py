@@ -20,7 +20,7 @@ from typing import Any
 from ..arrays.lazy_cupy import import_cupy
 from ..plan.kernels import Kernel
 from ..plan.paths import path_of
-from ..selection.catalogue import SAMPLE, kernels_for
+from ..selection.catalogue import kernels_for, sample_for
 from ..spec import KERNEL_CONSTANTS, S2OError
 from . import cubin_cache
 
@@ -72,12 +72,11 @@ def render(kernel: Kernel) -> str:
     blocks = str(family.blocks_per_multiprocessor).format(**fields)
     shared = family.shared.format(traits=traits)
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
-    compare = "<=" if family.open_shared else "=="
     if kernel.shared_bytes == 0:
         check, body = "", f"  s2o::{call}(params);"
     else:
         check = (
-            f"static_assert(sizeof({shared}) {compare} {kernel.shared_bytes}, "
+            f"static_assert(sizeof({shared}) == {kernel.shared_bytes - kernel.open_bytes}, "
             '"the plan counts the shared memory differently");'
         )
         body = (
@@ -299,18 +298,10 @@ def all_kernels(arch: str) -> tuple[Kernel, ...]:
     return kernels_for(int(re.sub(r"\D", "", arch)))
 
 
-def _without_variants(kernels: Sequence[Kernel], variants: str) -> list[Kernel]:
-    """Those that `compile_all` compiles. What there is for pages only is no variant."""
-    is_plain = lambda x: x.aligned and not x.paged and not x.softcap  # noqa: E731
-    plain = {(x.function, x.dtype, x.head_dim) for x in kernels if is_plain(x)}
-    return [
-        x
-        for x in kernels
-        if is_plain(x)
-        or variants == "all"
-        or (variants == "sample" and (x.dtype, x.head_dim) == SAMPLE)
-        or (x.function, x.dtype, x.head_dim) not in plain
-    ]
+@functools.lru_cache
+def sampled_kernels(arch: str) -> tuple[Kernel, ...]:
+    """Some of them, which stand for the others."""
+    return sample_for(int(re.sub(r"\D", "", arch)))
 
 
 def compile_all(
@@ -318,15 +309,15 @@ def compile_all(
     progress: Callable[[int, int], None] | None = None,
     dtypes: Sequence[str] | None = None,
     head_dims: Sequence[int] | None = None,
-    variants: str = "all",
+    sample: bool = False,
 ) -> list[CompiledKernel]:
     """Compile every kernel for the named architectures into the cache folder that calls use.
 
     Needs CuPy and NVRTC, but no GPU. A kernel that is in the folder already is not compiled again. ``dtypes`` and
-    ``head_dims`` (64, 128 or 256): only kernels of these, and those that are of none. ``variants``, which are kernels
-    for capped scores, unaligned rows and paged caches: "all", those of bfloat16 and head_dim 128 as a "sample", or
-    "none". ``progress`` is called with (done, total). Raises S2OError if CuPy or NVRTC is missing or a kernel does not
-    compile; spills and warnings are in the result for the caller to judge.
+    ``head_dims`` (64, 128 or 256): only kernels of these, and those that are of none. ``sample``: only some, which
+    stand for the others (selection/catalogue.py says which). ``progress`` is called with (done, total). Raises S2OError
+    if CuPy or NVRTC is missing or a kernel does not compile; spills and warnings are in the result for the caller to
+    judge.
     """
     unknown = [arch for arch in architectures if not re.fullmatch(r"sm_\d{2,3}[af]?", arch)]
     if unknown:
@@ -343,7 +334,7 @@ def compile_all(
     jobs = [
         (kernel, arch)
         for arch in architectures
-        for kernel in _without_variants(all_kernels(arch), variants)
+        for kernel in (sampled_kernels if sample else all_kernels)(arch)
         if kernel.family.traits is None
         or ((dtypes is None or kernel.dtype in dtypes) and (head_dims is None or kernel.head_dim in head_dims))
     ]

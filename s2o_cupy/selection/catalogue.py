@@ -11,12 +11,13 @@ from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel
 from ..plan.launch_plan import COLLECT_PAGES
-from ..plan.paths import PATHS
+from ..plan.paths import PATHS, path_of
 from .methods import METHODS
 
-__all__ = ["SAMPLE", "kernels_for"]
+__all__ = ["kernels_for", "sample_for"]
 
 SAMPLE = ("bfloat16", 128)
+WRITTEN_FOR = (80, 90)  # compute capabilities that kernels are written for; all others run these
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -44,3 +45,42 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
+
+
+# --- A sample, for who cannot wait for all of them ---
+def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
+    """Some of `kernels_for`, which stand for the others; of each function at least one.
+
+    Of an architecture that kernels are written for: bfloat16 with every head_dim; with 128 also every block_m, and
+    unaligned rows, a paged cache and capped scores, each alone; float16 with the largest head_dim, where registers are
+    scarcest. Of another path's passes there, and of other architectures, one kernel of each function.
+    """
+    everything = kernels_for(compute_capability)
+    whole = set()
+    if compute_capability in WRITTEN_FOR:
+        limits, inputs = DeviceLimits.of_architecture(compute_capability), Inputs(*SAMPLE)
+        others = [path for path in PATHS if path is not path_of(compute_capability)]
+        of_others = {x.function for path in others for x in path.catalogue(inputs, limits, packed=True, listed=True)}
+        whole = {kernel.function for kernel in everything} - of_others
+    plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
+    sample: dict[tuple[object, ...], Kernel] = {}
+    for kernel in everything:
+        variants = _variants(kernel) - plain.setdefault(kernel.function, _variants(kernel))
+        shown = _shown(kernel, variants) if kernel.function in whole else ()
+        if shown or (not variants and (kernel.dtype, kernel.head_dim) == SAMPLE):
+            sample[(kernel.function, *shown)] = kernel  # of several the last, with the most rows
+    return tuple(sample.values())
+
+
+def _variants(kernel: Kernel) -> set[str]:
+    of = {"unaligned": not kernel.aligned, "paged": kernel.paged, "softcap": kernel.softcap}
+    return {name for name, is_so in of.items() if is_so}
+
+
+def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
+    """What a kernel is compiled for that others of its function are not; empty: nothing that no other shows."""
+    if (kernel.dtype, kernel.head_dim) == SAMPLE:
+        return (kernel.head_dim, *(variants or {kernel.block_m})) if len(variants) < 2 else ()
+    if variants:
+        return ()
+    return (kernel.dtype,) if kernel.dtype == "float16" else (kernel.head_dim,)
