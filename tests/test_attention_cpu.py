@@ -148,8 +148,8 @@ def test_lse(device, qkv, config):
 @pytest.mark.parametrize("shape", [(0, 2, 10, 64), (2, 0, 10, 64), (2, 2, 0, 64), (0, 0, 0, 64), (0, 10, 64)], ids=str)
 def test_empty_output(device, shape, config, monkeypatch):
     """Nothing is launched: a backend that would run fails."""
-    for backend in ("_run_kernels", "_run_reference"):
-        monkeypatch.setattr(f"s2o_cupy.api.attention.{backend}", lambda *arguments: pytest.fail("a backend ran"))
+    for backend in ("on_gpu", "on_host"):
+        monkeypatch.setattr(f"s2o_cupy.api.{backend}.run", lambda *arguments, **_: pytest.fail("a backend ran"))
     q = device.array(np.zeros(shape))
     o, lse, stats = s2o_attention(q, q, q, config=config, return_lse=True, return_stats=True)
     assert (o.shape, o.dtype) == (q.shape, q.dtype)

@@ -49,7 +49,6 @@ class Family:
     blocks_per_multiprocessor: int | str  # that the registers must allow; a string is CUDA C++ as traits is
     traits: str | None = None  # format string over Kernel's fields; None: no template
     shared: str = "{traits}::Shared"  # the struct of its shared memory
-    open_shared: bool = False  # which ends in an open array: its size is the least that is needed
     path: Path | None = None  # that it belongs to; None: it runs on all
 
     @property
@@ -77,6 +76,7 @@ class Kernel:
     softcap: bool = False
     paged: bool = False
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
+    open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
 
     @property
     def function(self) -> str:

@@ -24,7 +24,6 @@ from .s2o_kernels import BLOCK_PAIRS, REFINE_KEYS, score_blocks
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
-WARP = 32
 
 
 def strata_blocks(chunk: Chunk) -> int:
@@ -62,7 +61,7 @@ class S2O:
         self.setting = setting
         problem, config = setting.problem, setting.config
         # At most MAX_SEGMENT.
-        self.sort_slots = max(WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
+        self.sort_slots = max(kernels.WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
         self.pooled_queries: int = config.coarse.pooled_queries or 1
         self.probes = config.probes(problem.scale)
         # No grid has more blocks than a round has elements.

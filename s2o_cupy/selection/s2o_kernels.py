@@ -18,6 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 THREADS = 256
+WARP = 32
 BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata (kBlockPairs)
 SCORE_ROWS = 64  # rows of a block of key_scores (kScoreRows)
 SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
@@ -29,32 +30,34 @@ REFINE_KEYS = 64 * STEP  # keys of a block of refined_scores
 
 # --- Queries ---
 _RANK_TRAITS = "RankTraits<{element}, {head_dim}, {aligned}, {paged}>"
-GUIDES = Family("guides", "selection/rank_queries.cu", "RankQueriesParams", THREADS, 1, _RANK_TRAITS, open_shared=True)
+GUIDES = Family("guides", "selection/rank_queries.cu", "RankQueriesParams", THREADS, 1, _RANK_TRAITS)
 RANK_QUERIES = Family(
     "rank_queries", "selection/rank_queries.cu", "RankQueriesParams", 128,
     "(!{aligned} ? 2 : {head_dim} > 128 ? (__CUDACC_VER_MAJOR__ > 12 ? 2 : 3) : "
     "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : 5) : 7)",
-    _RANK_TRAITS, open_shared=True,
+    _RANK_TRAITS,
 )  # fmt: skip
 
 
 def guides(inputs: Inputs, sort_slots: int) -> Kernel:
     return Kernel(
         GUIDES, inputs.dtype, inputs.head_dim, inputs.aligned, paged=inputs.paged,
-        shared_bytes=_rank_shared(inputs.head_dim, sort_slots),
+        **_rank_shared(inputs.head_dim, sort_slots),
     )  # fmt: skip
 
 
 def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
     """It reads no keys."""
-    shared = _rank_shared(inputs.head_dim, sort_slots)
-    return Kernel(RANK_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, shared_bytes=shared)
+    return Kernel(
+        RANK_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, **_rank_shared(inputs.head_dim, sort_slots)
+    )
 
 
-def _rank_shared(head_dim: int, sort_slots: int) -> int:
-    """sizeof(RankTraits::Shared) or, for more slots, larger."""
+def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, int]:
+    """sizeof(RankTraits::Shared), which has a warp's slots, and further slots, as a segment needs them."""
     of_guides, products, segment = THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
-    return max(of_guides, products) + segment + sort_slots * 4
+    more = (sort_slots - WARP) * 4
+    return {"shared_bytes": max(of_guides, products) + segment + WARP * 4 + more, "open_bytes": more}
 
 
 # --- Keys by the mean of a segment's queries, or by the largest of few pooled queries ---
