@@ -1,4 +1,4 @@
-"""Calls under PyTorch's modes: derivatives are refused, torch.vmap is right or refused, and autocast casts as it does for
+"""Calls under PyTorch's modes: derivatives are refused, torch.vmap is right or refused, and autocast casts as for
 PyTorch's own attention."""
 
 from __future__ import annotations

@@ -6,18 +6,18 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 from conftest import SMALL
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig, inputs, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.16")
 
+from tiny_llama import SIZES, llama, prompt  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import s2o_cupy.integrations.transformers as integration  # noqa: E402
@@ -28,16 +28,6 @@ from s2o_cupy.reference.dense import dense_attention  # noqa: E402
 
 DENSE = replace(SMALL, segment=64, tau=0.0)
 LENGTH = 500
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 4096,
-}  # fmt: skip
-
-
-def llama(**options):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, eos_token_id=None, bos_token_id=None, **options)
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(0, 97, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    return prompt(LENGTH)
 
 
 @pytest.fixture(autouse=True)
@@ -472,52 +462,3 @@ def test_compiled_prefill(model, ids, logits):
     assert torch.equal(compiled(ids, attention_mask=mask, past_key_values=cache).logits, expected)
     assert graphs == [3]
     torch._dynamo.reset()
-
-
-# ---------------------------------------------------------------- capture
-
-
-def test_capture(model, ids, tmp_path):
-    """What reaches a layer's attention, after the rotary embedding; the rest of the model does not run."""
-    before = model.config._attn_implementation
-    ran = []
-    hook = model.model.layers[2].register_forward_hook(lambda *_: ran.append(2))
-    q, k, v = capture(model, ids, [1, 0], tmp_path / "trace.npz")
-    hook.remove()
-    assert not ran and model.config._attn_implementation == before
-    assert q.shape == (1, 8, LENGTH, 16) and k.shape == v.shape == (1, 4, LENGTH, 16)
-    layer = model.model.layers[0]
-    hidden = layer.input_layernorm(model.model.embed_tokens(ids))
-    shape = (1, LENGTH, -1, 16)
-    attend = layer.self_attn
-    cos, sin = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    first_q, first_k = apply_rotary_pos_emb(
-        attend.q_proj(hidden).view(shape).transpose(1, 2), attend.k_proj(hidden).view(shape).transpose(1, 2), cos, sin
-    )
-    np.testing.assert_array_equal(q[:, 4:], first_q)  # layer 0 was named second
-    np.testing.assert_array_equal(k[:, 2:], first_k)
-    np.testing.assert_array_equal(v[:, 2:], attend.v_proj(hidden).view(shape).transpose(1, 2))
-    for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
-        assert x.dtype == np.float32
-        np.testing.assert_array_equal(x, y)
-
-
-def test_capture_in_bfloat16(ids, tmp_path):
-    model = llama(dtype=torch.bfloat16).to(torch.bfloat16)
-    model.set_attn_implementation("eager")
-    q, k, v = capture(model, ids[:, :50], [2], tmp_path / "trace.npz")
-    assert model.config._attn_implementation == "eager"
-    assert q.dtype == k.dtype == v.dtype == np.dtype(ml_dtypes.bfloat16)
-    for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
-        assert x.tobytes() == y.tobytes() and x.shape == y.shape
-
-
-def test_what_capture_refuses(model, ids, tmp_path):
-    for layers in ([], [3], [-1], [0, 0], [True], ["0"]):
-        with pytest.raises(ValueError, match=r"layers is .*; accepted: different numbers from 0 to 2"):
-            capture(model, ids, layers)
-    with pytest.raises(ValueError, match=r"trace.pt: a file that ends in '.pt'; accepted: .npz, .safetensors"):
-        capture(model, ids[:, :8], [0], tmp_path / "trace.pt")
-    assert model.config._attn_implementation == "sdpa"

@@ -36,8 +36,9 @@ def outside_graphs(function: Function) -> Function:
         graph for every shape: next time it goes past."""
         import torch
 
-        for code in (call.__code__, untraced.__code__, _traced.__code__):
-            torch._dynamo.eval_frame.skip_code(code)
+        frames: tuple[Any, ...] = (call, untraced, _traced)
+        for frame in frames:
+            torch._dynamo.eval_frame.skip_code(frame.__code__)
         return function(*arguments, **options)
 
     for known in (call, untraced):  # as torch.compiler.disable() marks a function

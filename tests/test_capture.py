@@ -1,0 +1,87 @@
+"""Queries, keys and values of a model's layers, as they reach its attention."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from s2o_cupy import inputs
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", "5.16")
+
+from tiny_llama import llama, prompt  # noqa: E402
+
+from s2o_cupy.integrations.transformers import capture  # noqa: E402
+
+LENGTH = 500
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return prompt(LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_capture(model, ids, tmp_path):
+    """What reaches a layer's attention, after the rotary embedding; the rest of the model does not run."""
+    before = model.config._attn_implementation
+    ran = []
+    hook = model.model.layers[2].register_forward_hook(lambda *_: ran.append(2))
+    q, k, v = capture(model, ids, [1, 0], tmp_path / "trace.npz")
+    hook.remove()
+    assert not ran and model.config._attn_implementation == before
+    assert q.shape == (1, 8, LENGTH, 16) and k.shape == v.shape == (1, 4, LENGTH, 16)
+    layer = model.model.layers[0]
+    hidden = layer.input_layernorm(model.model.embed_tokens(ids))
+    shape = (1, LENGTH, -1, 16)
+    attend = layer.self_attn
+    cos, sin = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    first_q, first_k = apply_rotary_pos_emb(
+        attend.q_proj(hidden).view(shape).transpose(1, 2), attend.k_proj(hidden).view(shape).transpose(1, 2), cos, sin
+    )
+    np.testing.assert_array_equal(q[:, 4:], first_q)  # layer 0 was named second
+    np.testing.assert_array_equal(k[:, 2:], first_k)
+    np.testing.assert_array_equal(v[:, 2:], attend.v_proj(hidden).view(shape).transpose(1, 2))
+    for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(x, y)
+
+
+def test_capture_in_bfloat16(ids, tmp_path):
+    model = llama(dtype=torch.bfloat16).to(torch.bfloat16)
+    model.set_attn_implementation("eager")
+    q, k, v = capture(model, ids[:, :50], [2], tmp_path / "trace.npz")
+    assert model.config._attn_implementation == "eager"
+    assert q.dtype == k.dtype == v.dtype == np.dtype(ml_dtypes.bfloat16)
+    for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
+        assert x.tobytes() == y.tobytes() and x.shape == y.shape
+
+
+def test_what_capture_refuses(model, ids, tmp_path):
+    for layers in ([], [3], [-1], [0, 0], [True], ["0"]):
+        with pytest.raises(ValueError, match=r"layers is .*; accepted: different numbers from 0 to 2"):
+            capture(model, ids, layers)
+    with pytest.raises(ValueError, match=r"trace.pt: a file that ends in '.pt'; accepted: .npz, .safetensors"):
+        capture(model, ids[:, :8], [0], tmp_path / "trace.pt")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_capture_under_autocast(model, ids):
+    """What attention computes with: queries and keys leave the rotary embedding in float32, values are in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = capture(model, ids[:, :50], [0])
+    assert {x.dtype.name for x in captured} == {"bfloat16"}
