@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.plan import launch_plan as plan
@@ -22,6 +23,17 @@ from s2o_cupy.tools.metrics import rel_l2
 
 # JAX would take three quarters of a GPU's memory for each process of tests.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Random cases of a test that does not ask for a number of its own: few at each commit, more in `make test-all`.
+settings.register_profile("commit", max_examples=25, deadline=None)
+settings.register_profile("all", max_examples=100, deadline=None)
+settings.load_profile("commit")
+
+# What takes longest, most of it in processes that it starts: first, so that at the end no worker waits for one file.
+LONGEST = (
+    "test_packaging", "test_examples", "test_torch_op", "test_transformers", "test_distributed", "test_benchmarks",
+    "test_docs", "test_torch_compile",
+)  # fmt: skip
 
 # Tests are short, and most are about S2O: without the shortcut to dense attention unless they ask for it.
 plan.DENSE_UP_TO = 0
@@ -59,7 +71,9 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its cases are left out, rather than skipped one by one."""
+    """Without a GPU its cases are left out, rather than skipped one by one. The longest files come first."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
     if has_gpu():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
@@ -170,7 +184,12 @@ DEVICES = {
 }
 
 
-@pytest.fixture(params=["cpu", *(pytest.param(n, marks=pytest.mark.gpu) for n in DEVICES if n != "cpu")])
+def _devices() -> list[Any]:
+    """Names for parameters; those of a GPU only where there is one, as making their cases takes seconds."""
+    return ["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in DEVICES if name != "cpu" and has_gpu())]
+
+
+@pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> Device:
     found = DEVICES[request.param]
     if found.kind == "cuda" and not has_gpu():
