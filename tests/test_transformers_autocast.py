@@ -1,4 +1,5 @@
-"""Models under torch.autocast, whose attention gets float32 queries and keys with values of another dtype."""
+"""Models under torch.autocast. Their attention gets float32 queries and keys, and values of another dtype or, from a
+cache, float32."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Layer(torch.nn.Module):  # type: ignore[name-defined, misc]
     num_key_value_groups = 2
 
 
-def test_a_model(kind):
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_model(kind, cache):
     """Its logits are as close to those in float32 as PyTorch's attention brings them: within twice that error."""
     s2o = register(config=DENSE, min_seqlen=100)
     model, ids = llama().to(kind), prompt(300).to(kind)
@@ -53,7 +55,7 @@ def test_a_model(kind):
     for implementation in ("sdpa", "s2o"):
         model.set_attn_implementation(implementation)
         with torch.autocast(kind, torch.bfloat16):
-            found[implementation] = model(ids).logits.float()
+            found[implementation] = model(ids, use_cache=cache).logits.float()
     assert s2o.calls == {"s2o": 3}
     error = {name: (logits - exact).norm() for name, logits in found.items()}
     assert 0 < error["s2o"] <= 2 * error["sdpa"]
