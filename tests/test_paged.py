@@ -1,9 +1,7 @@
-"""Keys and values in the pages of a cache: the bits of the same call on one array, and what is refused."""
+"""Keys and values in the pages of a cache: the bits of the same call on one array."""
 
 from __future__ import annotations
 
-import itertools
-import types
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +9,11 @@ import numpy as np
 import pytest
 from conftest import SMALL, Device, has_gpu, has_hopper
 from gpu_cases import CASES
+from packs import bits
 from pages import differing, fits_pages, paged, random_table
-from pretended import pretend_gpu
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged
-from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
 from s2o_cupy.plan.launch_plan import COLLECT_ROWS
-
-
-def bits(device: Device, x: Any) -> np.ndarray:
-    host = x if isinstance(x, np.ndarray) else x.get()
-    return host.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[host.dtype.itemsize])
 
 
 def assert_same_bits(
@@ -42,7 +34,7 @@ def assert_same_bits(
     assert found[0] is out
     expected = s2o_attention(*arrays, return_lse=True, return_stats=True, **options)
     for x, y in ((found[0], expected[0]), (found[1], expected[1]), (found[2].visited, expected[2].visited)):
-        np.testing.assert_array_equal(bits(device, x), bits(device, y))
+        np.testing.assert_array_equal(bits(x), bits(y))
     assert found[2].density == expected[2].density
     assert (found[2].path, found[2].path_reason) == (expected[2].path, expected[2].path_reason)
     return inputs
@@ -113,9 +105,9 @@ def test_sequences_of_their_own_lengths(device, qkv, rng):
     for b, n in enumerate(lengths):
         expected = s2o_attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], **options)
         for x, y in zip((o[b : b + 1], lse[b : b + 1]), expected, strict=True):
-            np.testing.assert_array_equal(bits(device, x), bits(device, y))
+            np.testing.assert_array_equal(bits(x), bits(y))
     again = s2o_attention_paged(q, *caches, table, seqlen_k=np.array(lengths), **options)
-    np.testing.assert_array_equal(bits(device, o), bits(device, again[0]))
+    np.testing.assert_array_equal(bits(o), bits(again[0]))
 
 
 def test_a_cache_of_both_and_other_strides(device, qkv, rng):
@@ -129,7 +121,7 @@ def test_a_cache_of_both_and_other_strides(device, qkv, rng):
     out = device.poisoned((2, 300, 4, 64)).swapaxes(1, 2)
     s2o_attention_paged(turned, both[:, 0], both[:, 1], wide, seqlen_k=300, config=device.config, out=out)
     expected = s2o_attention(*map(device.xp.asarray, (q, k, v)), config=device.config)
-    np.testing.assert_array_equal(bits(device, device.xp.ascontiguousarray(out)), bits(device, expected))
+    np.testing.assert_array_equal(bits(device.xp.ascontiguousarray(out)), bits(expected))
 
 
 def test_pages_that_sequences_share(device, qkv):
@@ -143,7 +135,7 @@ def test_pages_that_sequences_share(device, qkv):
         device.xp.asarray(q), *caches, device.xp.asarray(table), seqlen_k=640, layout="HND", **options
     )
     expected = s2o_attention(*map(device.xp.asarray, (q, k, v)), **options)
-    np.testing.assert_array_equal(bits(device, o), bits(device, expected))
+    np.testing.assert_array_equal(bits(o), bits(expected))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 10, 64), (2, 0, 10, 64), (2, 2, 0, 64)])
@@ -249,7 +241,7 @@ def test_pages_far_apart(big, qkv, rng, gib):
         config = replace(config, path="portable")
     o = s2o_attention_paged(cupy.asarray(q), *caches, cupy.asarray(table), seqlen_k=700, config=config)
     expected = s2o_attention(*map(cupy.asarray, (q, k, v)), config=config)
-    np.testing.assert_array_equal(bits(big, o), bits(big, expected))
+    np.testing.assert_array_equal(bits(o), bits(expected))
     del caches, memory, part
     cupy.get_default_memory_pool().free_all_blocks()
 
@@ -314,10 +306,10 @@ def test_a_refusal_comes_before_any_launch(big, qkv, rng):
     bytes_of = lambda *strides: tuple(2 * n for n in strides)  # noqa: E731
     q = cupy.lib.stride_tricks.as_strided(memory, (2, 2, 100, 128), bytes_of(2 * 100 * 128 + 4, 100 * 128, 128, 1))
     out = big.poisoned(q.shape)
-    before = bits(big, out)
+    before = bits(out)
     with pytest.raises(ValueError, match="does not start on 16 bytes"):
         s2o_attention_paged(q, cache, cache, table, seqlen_k=[200, 256], config=big.config, out=out)
-    np.testing.assert_array_equal(bits(big, out), before)
+    np.testing.assert_array_equal(bits(out), before)
 
 
 @pytest.mark.gpu
@@ -368,156 +360,3 @@ def test_frameworks(framework, where, qkv, rng):
     expected = s2o_attention_paged(*host, seqlen_k=500, config=SMALL)
     assert type(o) is type(inputs[0])
     np.testing.assert_array_equal(back(o), expected if where == "cpu" else expected.get())
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    cache = np.zeros((6, 16, 2, 64), np.float32)
-    given = {
-        "q": np.zeros((2, 4, 30, 64), np.float32), "k_pages": cache, "v_pages": cache,
-        "page_table": np.zeros((2, 3), np.int32), "seqlen_k": 40,
-    }  # fmt: skip
-    return given | changes
-
-
-def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.zeros(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"layout": "BHSD"}, ValueError, "layout is 'BHSD'; accepted: 'NHD' or 'HND'"),
-        ({"q": zeros(4, 30, 64)}, ValueError, r"q has 3 axes, shape \(4, 30, 64\); accepted: \(batch, heads, seqlen_q"),
-        ({"k_pages": zeros(6, 16, 128)}, ValueError, r"k_pages has 3 axes.*\(pages, page_size, kv_heads, head_dim\)"),
-        ({"v_pages": zeros(6, 16, 128)}, ValueError, "v_pages has 3 axes"),
-        ({"v_pages": zeros(5, 16, 2, 64)}, ValueError, r"k_pages is \(6, 16, 2, 64\) and v_pages is \(5, 16, 2, 64\)"),
-        ({"page_table": zeros(2, 3)}, TypeError, "page_table is float32; accepted: int32"),
-        ({"page_table": zeros(2, 3, dtype=np.int64)}, TypeError, "page_table is int64; accepted: int32"),
-        ({"page_table": zeros(6, dtype=np.int32)}, ValueError, r"page_table has 1 axes.*\(batch, pages_per_sequence\)"),
-        ({"page_table": zeros(3, 3, dtype=np.int32)}, ValueError, "page_table has batch 3, q has 2; accepted"),
-        ({"page_table": [[0, 1, 2]]}, TypeError, "page_table is a list; accepted: NumPy"),
-        ({"q": zeros(2, 4, 30, 64, dtype=np.float16)}, TypeError, "q float16, k_pages float32, v_pages float32; acc"),
-        (
-            {"layout": "HND", "k_pages": zeros(6, 2, 12, 64), "v_pages": zeros(6, 2, 12, 64)}, ValueError,
-            r"page_size is 12 \(axis 2 of k_pages, layout 'HND'\); accepted: a power",
-        ),
-        ({"k_pages": zeros(6, 24, 2, 64), "v_pages": zeros(6, 24, 2, 64)}, ValueError, "page_size is 24 .*of two"),
-        ({"k_pages": zeros(6, 0, 2, 64), "v_pages": zeros(6, 0, 2, 64)}, ValueError, "page_size is 0 .*of two"),
-        ({"page_table": np.full((2, 3), 6, np.int32)}, ValueError, r"page_table\[0, 0\] is 6; accepted: 0 to 5"),
-        ({"page_table": np.full((2, 3), -1, np.int32)}, ValueError, r"page_table\[0, 0\] is -1; accepted"),
-        ({"k_pages": zeros(0, 16, 2, 64), "v_pages": zeros(0, 16, 2, 64)}, ValueError, "k_pages 0 pages; accepted"),
-        ({"seqlen_k": 49}, ValueError, "seqlen_k is 49, but page_table has 3 pages of 16 keys.*accepted: seqlen_k <= "),
-        ({"seqlen_k": -1}, ValueError, "seqlen_k is or holds -1; accepted: integers >= 0"),
-        ({"seqlen_k": 40.0}, TypeError, "seqlen_k is a float; accepted: an integer, a list or tuple of integers, or"),
-        ({"seqlen_k": True}, TypeError, "seqlen_k is a bool"),
-        ({"seqlen_k": [40, None]}, TypeError, r"seqlen_k\[1\] is a NoneType"),
-        ({"seqlen_k": np.array(40)}, ValueError, r"seqlen_k has shape \(\); accepted: \(batch,\)"),
-        ({"seqlen_k": np.array([40.0, 40.0])}, TypeError, "seqlen_k is float64; accepted: an integer, a list"),
-        ({"seqlen_k": [40]}, ValueError, r"seqlen_k has 1 lengths; accepted: an integer, or 2, the batch"),
-        ({"seqlen_k": [40, 41], "return_stats": True}, ValueError, r"return_stats with seqlen_k \[40, 41\]; accepted"),
-        ({"seqlen_k": 29}, ValueError, "seqlen_q 30 exceeds seqlen_k 29"),
-        ({"q": zeros(2, 3, 30, 64)}, ValueError, "q has 3 heads, k and v have 2"),
-        ({"q": zeros(2, 4, 30, 32)}, ValueError, "q has head_dim 32, k and v have 64"),
-        ({"out": zeros(2, 4, 30, 32)}, ValueError, r"out has shape \(2, 4, 30, 32\)"),
-        ({"config": 3}, TypeError, "config is a int"),
-        ({"backend": "cupy"}, ValueError, "backend is \"cupy\", but q, k and v are on the CPU"),
-        ({"stream": 0}, ValueError, "stream is given"),
-    ],
-)  # fmt: skip
-def test_refused(changes, error, message):
-    with pytest.raises(error, match=f"^s2o_attention(_paged)?: .*{message}") as caught:
-        s2o_attention_paged(**arguments(**changes))
-    assert "\n" not in str(caught.value)
-
-
-def test_an_output_in_the_cache_is_refused():
-    cache = zeros(8, 16, 4, 64)
-    out = cache.reshape(2, 4, 64, 64)[:, :, :30]
-    with pytest.raises(ValueError, match="out and v_pages overlap in memory"):
-        s2o_attention_paged(**arguments(k_pages=zeros(8, 16, 4, 64), v_pages=cache, out=out))
-
-
-def test_a_cache_of_too_many_keys():
-    cache = np.broadcast_to(zeros(1, 16, 2, 64), (1 << 27, 16, 2, 64))
-    with pytest.raises(ValueError, match=r"k_pages has 134217728 pages of 16 keys; accepted: up to \d+ keys"):
-        s2o_attention_paged(**arguments(k_pages=cache, v_pages=cache))
-
-
-# ---------------------------------------------------------------- the way to the GPU, without one
-
-
-def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
-    """Before, they are read, for which the host waits."""
-    arrays = [zeros(2, 4, 30, 64, dtype=np.float16), *[zeros(6, 16, 2, 64, dtype=np.float16)] * 2]
-    arrays.append(zeros(2, 3, dtype=np.int32))
-    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
-    s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
-    assert [problem.seqlen_k for _, _, _, problem, _ in pretended_gpu[0]] == [40, 48]
-    monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: True)
-    with pytest.raises(ValueError, match="seqlen_k is on cuda:0 while a CUDA graph is captured.*; accepted: a list"):
-        s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
-
-
-def test_what_is_refused_stays_so_after_a_call_like_it():
-    """Checks are remembered, and 1 equals True, and 0.0 False."""
-    arrays = [zeros(1, 4, 30, 64), *[zeros(6, 16, 2, 64)] * 2, zeros(1, 3, dtype=np.int32)]
-    s2o_attention_paged(*arrays, seqlen_k=40, is_causal=True, softcap=0.0)
-    for options in ({"is_causal": 1}, {"softcap": False}, {"scale": True}):
-        with pytest.raises(TypeError, match=f"{next(iter(options))} is .*; accepted"):
-            s2o_attention_paged(*arrays, seqlen_k=40, **options)
-    with pytest.raises(ValueError, match="seqlen_k is 60, but page_table has 3 pages of 16 keys"):
-        s2o_attention_paged(*arrays, seqlen_k=60)
-    with pytest.raises(TypeError, match="dtypes differ"):
-        s2o_attention_paged(arrays[0].astype(np.float64), *arrays[1:], seqlen_k=40)
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """NumPy arrays that claim to be on a GPU; what the pipeline is given, a list of problems for each call."""
-    calls: list[list[Any]] = []
-
-    def run_in_turn(problems, config, *, lse_stride, stream, memory):
-        assert lse_stride == problems[0][0][0].shape[2]
-        calls.append(problems)
-        return [types.SimpleNamespace(path="portable", path_reason="a reason", graphs="launched")] * len(problems)
-
-    def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys, sums):
-        given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}
-        return run_in_turn([(operands, lse, visited, problem, paging)], config, **given)[0]
-
-    pretend_gpu(monkeypatch, run=run, run_in_turn=run_in_turn)
-    return calls
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_what_the_gpu_backend_gets(pretended_gpu, layout):
-    at = lambda x: x.__array_interface__["data"][0]  # noqa: E731
-    q, cache = zeros(4, 4, 30, 64, dtype=np.float16), zeros(9, 2, 32, 2, 64, dtype=np.float16)
-    k, v = (cache[:, i] if layout == "NHD" else cache[:, i].swapaxes(1, 2) for i in range(2))
-    table = zeros(4, 7, dtype=np.int32)[:, :5]
-    out = np.empty_like(q)
-    inputs = (q, k, v, table)
-    s2o_attention_paged(*inputs, seqlen_k=[40, 40, 50, 40], layout=layout, out=out, return_lse=True)
-    s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, out=out)
-    lengths = [(0, 2, 40), (2, 1, 50), (3, 1, 40), (0, 4, 160)]
-    assert [len(call) for call in pretended_gpu] == [3, 1]  # one call for all lengths
-    problems = list(itertools.chain(*pretended_gpu))
-    for (first, batch, seqlen_k), (operands, lse, visited, problem, paging) in zip(lengths, problems, strict=True):
-        assert (problem.batch, problem.heads, problem.kv_heads) == (batch, 4, 2)
-        assert (problem.seqlen_q, problem.seqlen_k, problem.head_dim) == (30, seqlen_k, 64)
-        assert [x.pointer for x in operands] == [at(q[first:]), at(k), at(v), at(out[first:])]
-        assert operands[0].shape == operands[3].shape == (batch, 4, 30, 64)
-        for x in operands[1:3]:  # [pages, kv_heads, page_size, head_dim]
-            assert (x.shape, x.strides) == ((9, 2, 32, 64), (2 * 32 * 2 * 64, 64, 2 * 64))
-        assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
-        assert (lse != 0) == (seqlen_k != 160) and visited == 0
-    assert problems[1][1] - problems[0][1] == 2 * 4 * 30 * 4
-    s2o_attention_paged(q[:1], k, v, table[:1], seqlen_k=160, layout=layout)
-    assert pretended_gpu[-1][0][4] == (at(table), 0, 32, 9)  # of one sequence tables of any length are prepared once
-    _, stats = s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, return_stats=True)
-    assert (stats.path, stats.path_reason) == ("portable", "a reason")
-    _, stats = s2o_attention_paged(*inputs, seqlen_k=0, is_causal=False, layout=layout, return_stats=True)
-    assert (stats.path, stats.path_reason) == (None, None)

@@ -11,17 +11,12 @@ import pytest
 from conftest import SMALL, Device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packs import LENGTHS, starts
+from packs import LENGTHS, bits, starts
 from pages import paged, random_table
 from pretended import pretend_gpu
 
 from s2o_cupy import s2o_attention, s2o_attention_paged
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
-
-
-def bits(device: Device, x: Any) -> np.ndarray:
-    host = x if isinstance(x, np.ndarray) else x.get()
-    return host.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[host.dtype.itemsize])
 
 
 def in_pages(rng: Any, rows: np.ndarray, lengths: list[int], page_size: int, layout: str) -> tuple[Any, Any]:
@@ -62,7 +57,7 @@ def assert_the_loop(
             q[a:b], k[c:d], v[c:d], layout="BSHD", return_lse=True, return_stats=True, **options
         )
         for x, y in ((o[a:b], own[0]), (lse[:, a:b], own[1]), (stats[i].visited, own[2].visited)):
-            np.testing.assert_array_equal(bits(device, x), bits(device, y), err_msg=f"sequence {i}")
+            np.testing.assert_array_equal(bits(x), bits(y), err_msg=f"sequence {i}")
         assert (stats[i].path, stats[i].path_reason) == (own[2].path, own[2].path_reason)
         assert stats[i].density == own[2].density
 
