@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_cases import PATHS
 from hypothesis import settings
 
 from s2o_cupy import S2OConfig, s2o_attention
@@ -197,6 +198,31 @@ def device(request: pytest.FixtureRequest) -> Device:
     if found.config is SMALL_HOPPER and not has_hopper():
         pytest.skip("needs compute capability 9.0")
     return found
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def path(request: pytest.FixtureRequest) -> str:
+    """Of tests for a GPU alone: each path that it has."""
+    if request.param == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    return request.param
+
+
+@pytest.fixture
+def path_config(path: str) -> S2OConfig:
+    """A configuration with several segments in short sequences that takes this path."""
+    return PATHS[path]
+
+
+@pytest.fixture
+def gpu(qkv: Any) -> Any:
+    """gpu(seqlen_q, seqlen_k=None, dtype=..., ...) -> q, k, v as CuPy arrays."""
+    import cupy
+
+    def make(*lengths: int, dtype: Any = ml_dtypes.bfloat16, **shape: int) -> list[Any]:
+        return [cupy.asarray(x.astype(dtype)) for x in qkv(*lengths, **shape)]
+
+    return make
 
 
 @pytest.fixture

@@ -18,6 +18,11 @@ from s2o_cupy.tools.diffing import DiffReport, capture, compare
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 NAN, INF = float("nan"), float("inf")
+# A configuration for each path with several segments in short sequences.
+PATHS = {
+    "portable": S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0),
+    "hopper": S2OConfig(segment=256, tau=0.05, path="hopper", dense_up_to=0),
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Packed sequences: where they begin, and on a GPU their bits against a call for each. Importing this needs no GPU."""
+"""Bits of arrays, and packed sequences: where they begin, and on a GPU their bits against a call for each.
+
+Importing this needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,20 @@ def starts(lengths: list[int]) -> list[int]:
     return [0, *itertools.accumulate(lengths)]
 
 
+def words(x: Any) -> Any:
+    """The same memory as unsigned integers, which are equal only where signs of zeros and bits of NaN are."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
 def bits(x: Any) -> np.ndarray:
-    """Of an array on the CPU or a GPU, on the host: equal only where signs of zeros and bits of NaN are."""
-    host = x if isinstance(x, np.ndarray) else x.get()
-    return host.view(f"u{host.dtype.itemsize}")
+    """words(x) on the host."""
+    return words(x if isinstance(x, np.ndarray) else x.get())
+
+
+def assert_same_bits(x: Any, y: Any) -> None:
+    """Of two arrays on a GPU, compared there."""
+    assert x.shape == y.shape and x.dtype == y.dtype
+    assert bool((words(x) == words(y)).all())
 
 
 def differing(

@@ -6,57 +6,20 @@ needs a process of its own.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from conftest import has_gpu, has_hopper, spin
-from gpu_cases import CASES, place, run_diff
+from gpu_cases import CASES, PATHS, place, run_diff
+from packs import assert_same_bits, words
 
 from s2o_cupy import S2OConfig, diff, s2o_attention
-from s2o_cupy.caches import clear_cache
-from s2o_cupy.cuda.graphs import GRAPH_LAUNCHES, GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
-PORTABLE = S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0)
-HOPPER = S2OConfig(segment=256, tau=0.05, path="hopper", dense_up_to=0)
-
-
-@pytest.fixture(params=["portable", "hopper"])
-def path(request):
-    if request.param == "hopper" and not has_hopper():
-        pytest.skip("needs compute capability 9.0")
-    return request.param
-
-
-@pytest.fixture
-def path_config(path):
-    return {"portable": PORTABLE, "hopper": HOPPER}[path]
-
-
-@pytest.fixture
-def gpu(qkv):
-    """gpu(seqlen_q, seqlen_k=None, dtype=..., ...) -> q, k, v as CuPy arrays."""
-    import cupy
-
-    def make(*lengths, dtype=BFLOAT16, **shape):
-        return [cupy.asarray(x.astype(dtype)) for x in qkv(*lengths, **shape)]
-
-    return make
-
-
-def bits(x):
-    return x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
-
-
-def assert_same_bits(x, y):
-    assert x.shape == y.shape and x.dtype == y.dtype
-    assert bool((bits(x) == bits(y)).all())
 
 
 # ---------------------------------------------------------------- every branch
@@ -95,7 +58,7 @@ def test_paths_agree(gpu, head_dim):
         pytest.skip("needs compute capability 9.0")
     q, k, v = gpu(1500, heads=4, head_dim=head_dim)
     one, other = (
-        s2o_attention(q, k, v, tau=0, config=config).astype(np.float32) for config in (PORTABLE, HOPPER)
+        s2o_attention(q, k, v, tau=0, config=config).astype(np.float32) for config in PATHS.values()
     )
     assert float(abs(one - other).max()) <= 2**-6 * float(abs(one).max())
 
@@ -104,18 +67,18 @@ def test_the_hopper_path_says_why_it_cannot(gpu):
     q, k, v = gpu(300)
     if not has_hopper():
         with pytest.raises(ValueError, match=r"path is 'hopper', but the GPU has compute capability"):
-            s2o_attention(q, k, v, config=HOPPER)
+            s2o_attention(q, k, v, config=PATHS["hopper"])
         return
     for match, options in (
         (r"scale is -1\.0, not positive", {"scale": -1.0}),
         (r"scale is 0\.0, not positive", {"scale": 0.0}),
-        ("block_m and block_n are 64 and 128, not 128", {"config": replace(HOPPER, block_m=64)}),
+        ("block_m and block_n are 64 and 128, not 128", {"config": replace(PATHS["hopper"], block_m=64)}),
     ):
         with pytest.raises(ValueError, match=rf"path is 'hopper', but {match}; accepted: 'auto' or 'portable'"):
-            s2o_attention(q, k, v, **({"config": HOPPER} | options))
+            s2o_attention(q, k, v, **({"config": PATHS["hopper"]} | options))
     for arrange in ("one element in", "odd row stride", "sequence backwards"):
         with pytest.raises(ValueError, match=r"path is 'hopper', but .*rows? "):
-            s2o_attention(q, place(k, arrange), v, config=HOPPER)
+            s2o_attention(q, place(k, arrange), v, config=PATHS["hopper"])
 
 
 # ---------------------------------------------------------------- the same bits, whatever else happens
@@ -134,7 +97,7 @@ def test_200_repeats_on_two_streams_of_a_busy_gpu(path_config, gpu):
     for repeat in range(200):
         with streams[repeat % 2]:
             again = s2o_attention(q, k, v, config=path_config, return_lse=True)
-            equal.append((bits(again[0]) == bits(o)).all() & (bits(again[1]) == bits(lse)).all())
+            equal.append((words(again[0]) == words(o)).all() & (words(again[1]) == words(lse)).all())
     cupy.cuda.Device().synchronize()
     assert all(map(bool, equal))
 
@@ -192,7 +155,7 @@ def test_more_than_2_to_31_elements(path_config, gpu):
     )  # fmt: skip
     q = cupy.empty((batch, 1, rows, head_dim), BFLOAT16)
     assert q.size > 2**31
-    fill(1, bits(q))
+    fill(1, words(q))
     _, k, v = gpu(rows, head_dim=head_dim)
     k, v = (cupy.broadcast_to(x, (batch, *x.shape[1:])) for x in (k, v))
     o, lse = s2o_attention(q, k, v, config=path_config, return_lse=True)
@@ -275,261 +238,6 @@ def test_peak_memory_of_a_long_call():
         cupy.cuda.Device().synchronize()
     assert pool.total_bytes() <= 2**30
     assert pool.used_bytes() == 0
-
-
-# ---------------------------------------------------------------- graph capture
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["own output", "out="])
-def test_100_replays_of_a_captured_graph(path_config, gpu, given):
-    """Equal to eager calls, and the graph writes no memory of others: its scratch is its own."""
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        q, k, v = gpu(1500, heads=4, head_dim=128)
-        out = cupy.empty_like(q) if given else None
-        s2o_attention(q, k, v, config=path_config)  # kernels are loaded outside the capture
-        pool = cupy.get_default_memory_pool()
-        used = pool.used_bytes()
-        stream.begin_capture()
-        o, lse, stats = s2o_attention(q, k, v, config=path_config, out=out, return_lse=True, return_stats=True)
-        graph = stream.end_capture()
-        assert pool.used_bytes() - used <= o.nbytes * (not given) + lse.nbytes + stats.visited.nbytes + 3 * 512
-        sizes = [x // 4 for x in (1 << 12, 1 << 14, 1 << 16, 48_000, 1 << 18, 1 << 20, 1 << 22)]
-        others = [cupy.full(size, 7, np.int32) for size in sizes for _ in range(4)]
-        equal = []
-        for _ in range(100):
-            for x in (q, k, v):
-                x[...] = cupy.roll(x, 1, axis=2)
-            graph.launch(stream=stream)
-            eager = s2o_attention(q, k, v, config=path_config, return_lse=True, return_stats=True)
-            equal.append((bits(o) == bits(eager[0])).all() & (bits(lse) == bits(eager[1])).all())
-            equal.append((stats.visited == eager[2].visited).all())
-        stream.synchronize()
-        assert all(map(bool, equal))
-        assert all(bool((x == 7).all()) for x in others)
-
-
-def test_a_graph_captured_by_torch(path_config, qkv):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this PyTorch has no CUDA")
-    q, k, v = (torch.from_numpy(x).to("cuda", torch.bfloat16) for x in qkv(1500, heads=4))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        s2o_attention(q, k, v, config=path_config)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = s2o_attention(q, k, v, config=path_config)
-    for _ in range(100):
-        for x in (q, k, v):
-            x.copy_(x.roll(1, dims=2))
-        graph.replay()
-        assert torch.equal(o, s2o_attention(q, k, v, config=path_config))
-
-
-# ---------------------------------------------------------------- repeated calls
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """launched(): kernels that the pipeline has launched since it was last asked, those it captured among them."""
-    from cupy.cuda import driver
-
-    from s2o_cupy.cuda import pipeline
-
-    count = 0
-
-    def launch(*arguments):
-        nonlocal count
-        count += 1
-        driver.launchKernel(*arguments)
-
-    def ask():
-        nonlocal count
-        asked, count = count, 0
-        return asked
-
-    monkeypatch.setattr(pipeline, "driver", SimpleNamespace(launchKernel=launch))
-    clear_cache()
-    return ask
-
-
-@pytest.fixture
-def rounds(path_config):
-    """A config with which the arrays of `gpu(2000, heads=8, kv_heads=2)` take more than GRAPH_LAUNCHES launches."""
-    return replace(path_config, workspace_bytes=1 << 20)
-
-
-def poison(x):
-    """NaN everywhere."""
-    bits(x).fill(0xFFFF)
-
-
-def on(stream):
-    """CuPy's stream of this name, to be entered."""
-    import cupy
-
-    return {
-        "default": cupy.cuda.Stream.null,
-        "blocking": cupy.cuda.Stream(),
-        "non-blocking": cupy.cuda.Stream(non_blocking=True),
-        "high priority": cupy.cuda.Stream(non_blocking=True, priority=-1),
-    }[stream]
-
-
-@pytest.mark.parametrize("stream", ["default", "blocking", "non-blocking", "high priority"])
-def test_a_repeated_call_is_replayed(rounds, gpu, launched, stream):
-    """The same bits from launches, from the capture and from each replay; new values in the same arrays are seen."""
-    import cupy
-
-    with on(stream):
-        q, k, v = gpu(2000, heads=8, kv_heads=2)
-        first = s2o_attention(q, k, v, config=rounds)
-        each = launched()
-        assert each > GRAPH_LAUNCHES
-        out = cupy.empty_like(q)
-        counts = []
-        for repeat in range(12):
-            if repeat == 6:
-                for x in (q, k, v):
-                    x[...] = cupy.roll(x, 1, axis=2)
-                first = s2o_attention(*(x.copy() for x in (q, k, v)), config=rounds)
-                launched()
-            poison(out)
-            s2o_attention(q, k, v, config=rounds, out=out)
-            counts.append(launched())
-            assert_same_bits(out, first)
-        assert counts[0] == each
-        # The workspace is where it was, or soon is again after other allocations.
-        assert counts[3:6] == counts[9:] == [0, 0, 0]
-        other = [x.copy() for x in (q, k, v)]
-        assert_same_bits(s2o_attention(*other, config=rounds), first)
-        assert launched() == each
-
-
-def test_replayed_with_lse_and_statistics(rounds, gpu, launched):
-    """Of memory that is always the same: with and without each of the two they are different calls."""
-    import cupy
-
-    from s2o_cupy.arrays.operand import operand
-    from s2o_cupy.cuda import pipeline
-    from s2o_cupy.problem import validate
-
-    q, k, v = gpu(2000, heads=8, kv_heads=2)
-    problem = validate(
-        (q.shape, k.shape, v.shape), ["bfloat16"] * 3, config=rounds, backend="cupy", is_causal=True, scale=None
-    )
-    o, expected_lse, stats = s2o_attention(q, k, v, config=rounds, return_lse=True, return_stats=True)
-    out = cupy.empty_like(q)
-    lse, visited = cupy.empty(q.shape[:3], np.float32), cupy.empty_like(stats.visited)
-    workspace = {}
-
-    def memory(nbytes):
-        if nbytes not in workspace:
-            workspace[nbytes] = cupy.cuda.alloc(nbytes)
-        kept = workspace[nbytes]
-        cupy.cuda.runtime.memsetAsync(kept.ptr, 0xFF, nbytes, cupy.cuda.get_current_stream().ptr)
-        return kept.ptr, kept
-
-    counts = []
-    for _ in range(4):
-        for with_lse in (False, True):
-            for with_visited in (False, True):
-                poison(out)
-                lse.fill(7)
-                visited.fill(-7)
-                launched()
-                pipeline.run(
-                    tuple(operand(x, "BHSD") for x in (q, k, v, out)),
-                    lse.data.ptr * with_lse,
-                    visited.data.ptr * with_visited,
-                    problem,
-                    rounds,
-                    stream=cupy.cuda.get_current_stream().ptr,
-                    memory=memory,
-                )
-                counts.append(launched())
-                assert_same_bits(out, o)
-                assert bool((lse == (expected_lse if with_lse else 7)).all())
-                assert bool((visited == (stats.visited if with_visited else -7)).all())
-    assert min(counts[:8]) > GRAPH_LAUNCHES
-    assert counts[8:] == [0] * 8
-
-
-def test_a_replayed_call_can_be_captured(rounds, gpu, launched):
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        q, k, v = gpu(2000, heads=8, kv_heads=2)
-        out = cupy.empty_like(q)
-        for _ in range(4):
-            s2o_attention(q, k, v, config=rounds, out=out)
-        expected = out.copy()
-        launched()
-        stream.begin_capture()
-        s2o_attention(q, k, v, config=rounds, out=out)
-        graph = stream.end_capture()
-        assert launched() > GRAPH_LAUNCHES
-        for _ in range(3):
-            poison(out)
-            graph.launch(stream=stream)
-            assert_same_bits(out, expected)
-            poison(out)
-            s2o_attention(q, k, v, config=rounds, out=out)
-            assert_same_bits(out, expected)
-
-
-def test_graphs_are_dropped_while_they_run(rounds, gpu, launched):
-    """By others' turns, and with the prepared call."""
-    import cupy
-
-
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        q, k, v = gpu(2000, heads=8, kv_heads=2)
-        expected = s2o_attention(q, k, v, config=rounds)
-        outs = [cupy.empty_like(q) for _ in range(GRAPHS + 3)]
-        for out in outs:
-            poison(out)
-        stream.synchronize()
-        spin(milliseconds=500)
-        for out in outs:
-            for _ in range(3):
-                s2o_attention(q, k, v, config=rounds, out=out)
-        clear_cache()
-        queued = not stream.done
-        stream.synchronize()
-        assert queued  # or nothing was dropped while it ran
-        for out in outs:
-            assert_same_bits(out, expected)
-
-
-def test_replays_of_threads_and_of_memory_that_was_given_back(rounds, gpu):
-    """Each thread has a stream, and hence a workspace, of its own. CUDA gives out freed addresses again."""
-    import cupy
-
-    q, k, v = gpu(2000, heads=8, kv_heads=2)
-    expected = s2o_attention(q, k, v, config=rounds)
-    cupy.cuda.Device().synchronize()
-
-    def calls(_):
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            out, equal = cupy.empty_like(q), []
-            for _ in range(20):
-                poison(out)
-                s2o_attention(q, k, v, config=rounds, out=out)
-                equal.append((bits(out) == bits(expected)).all())
-            stream.synchronize()
-            return all(map(bool, equal))
-
-    for _ in range(3):
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(calls, range(8)))
-        cupy.get_default_memory_pool().free_all_blocks()
 
 
 # ---------------------------------------------------------------- devices

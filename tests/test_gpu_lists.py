@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import has_gpu, has_hopper
+from conftest import has_gpu
 from key_lists import all_keys, list_heads, make_lists, random_lists
 from pages import paged, random_table
 
@@ -26,13 +26,6 @@ from s2o_cupy.tools.diffing import UNIT, _lse_allowed, _score_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-
-
-@pytest.fixture(params=["portable", "hopper"])
-def path(request):
-    if request.param == "hopper" and not has_hopper():
-        pytest.skip("needs compute capability 9.0")
-    return request.param
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import has_gpu, has_hopper
+from conftest import has_gpu
 from packs import bits, starts
 from pages import random_table
 
@@ -30,13 +30,6 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float
 # (queries, keys): whole tiles of 64 and 128 and one more or less, one query, and sequences that are left out.
 LENGTHS = ((300, 300), (1, 70), (65, 65), (0, 9), (128, 130), (127, 257), (129, 256), (401, 530), (64, 64))
 LAYOUTS = {"NHD": "BSHD", "HND": "BHSD"}  # of pages -> of an operand
-
-
-@pytest.fixture(params=["portable", "hopper"])
-def path(request):
-    if request.param == "hopper" and not has_hopper():
-        pytest.skip("needs compute capability 9.0")
-    return request.param
 
 
 @dataclass

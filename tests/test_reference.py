@@ -1,41 +1,15 @@
 """The reference read as a specification: S2O in NumPy against dense attention in float64."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_cases import Case, cases, make
 
 from s2o_cupy.reference import compute_dtype, dense_attention, s2o
 from s2o_cupy.spec import Geometry, S2OConfig
-
-
-class Case(NamedTuple):
-    """One problem: [batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim], S2OConfig fields, causality."""
-
-    batch: int = 1
-    heads: int = 2
-    kv_heads: int = 1
-    seqlen_q: int = 40
-    seqlen_k: int = 40
-    head_dim: int = 8
-    config: dict = {}  # noqa: RUF012  read only
-    is_causal: bool = True
-
-    def geometry(self, config):
-        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal)
-
-
-def make(case, dtype=np.float64, seed=0):
-    """q, k, v of ``case``, standard normal, and its S2OConfig with small tiles."""
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((case.batch, case.heads, case.seqlen_q, case.head_dim))
-    k = rng.standard_normal((case.batch, case.kv_heads, case.seqlen_k, case.head_dim))
-    v = rng.standard_normal(k.shape)
-    config = S2OConfig(**{"segment": 16, "tau": 0.0, "block_m": 4, "block_n": 4, **case.config})
-    return q.astype(dtype), k.astype(dtype), v.astype(dtype), config
 
 
 def tolerance(q, k, v, scale=None, dtype=np.float64):
@@ -152,32 +126,6 @@ def test_tau_0_is_dense(case, dtype):
     q, k, v, config = make(case, dtype)
     result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
     check_dense(result, q, k, v, is_causal=case.is_causal, dtype=dtype)
-
-
-@st.composite
-def cases(draw, /, **fixed):
-    is_causal = draw(st.booleans())
-    kv_heads = draw(st.integers(1, 2))
-    seqlen_q = draw(st.integers(1, 60))
-    rank = draw(st.sampled_from(["mean", "max", "auto"]))
-    config = {
-        "segment": draw(st.integers(1, 40)),
-        "block_m": draw(st.integers(1, 20)),
-        "block_n": draw(st.integers(1, 20)),
-        "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
-        "rank": rank,
-        "pooled_queries": draw(st.integers(1, 20)) if rank != "mean" else None,
-    }
-    values = {
-        "heads": kv_heads * draw(st.integers(1, 3)),
-        "kv_heads": kv_heads,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": draw(st.integers(seqlen_q if is_causal else 1, 90)),
-        "head_dim": draw(st.integers(1, 9)),
-        "config": config,
-        "is_causal": is_causal,
-    }
-    return Case(**(values | fixed))
 
 
 @given(cases())
@@ -449,128 +397,3 @@ def test_key_order_is_absolute_and_skips_the_dense_keys():
         assert keys.dtype == np.int32
         for h in range(2):
             assert sorted(keys[0, h].tolist()) == [j for j in range(40) if j not in dense]
-
-
-# ---------------------------------------------------------------- the stop rule
-
-
-def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0):
-    """One segment whose rows start with mass 1 and see 4 earlier keys of given masses, in tiles of one key.
-
-    Head dimension i holds row i's scores; a row's own key weighs 1 for it and exp(-1e4) = 0 for the
-    others. The earlier keys' values are 1, 10, 100 and 1000.
-    """
-    rows = len(masses)
-    q = np.eye(rows)[None, None]
-    with np.errstate(divide="ignore"):
-        scores = np.log(np.array(masses, float))  # [rows, 4]
-    k = np.vstack([np.maximum(scores, -1e4).T, np.where(np.eye(rows) == 1, 0, -1e4)])[None, None]
-    v = np.zeros_like(k)
-    v[0, 0, :4, 0] = [1, 10, 100, 1000]
-    config = S2OConfig(segment=rows, tau=tau, block_m=block_m, block_n=1, tail="none")
-    geometry = Geometry(rows, rows + 4, rows)
-    q_order = np.arange(rows, dtype=np.int32)[None, None, None]
-    k_order = [np.arange(4, dtype=np.int32)[None, None]]
-    state = s2o.pass1(q, k, v, geometry, 1.0)
-    state, visited = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, 1.0, stop_lag=stop_lag)
-    o, lse = s2o.finish(state)
-    return visited[0, 0, 0].tolist(), o[0, 0, :, 0], np.exp(lse[0, 0])
-
-
-# Own mass 1, then tiles of mass 4, 2, 1, 0.5: gains 4, 2/5 = 0.4, 1/7 = 0.143, 1/16 = 0.0625.
-@pytest.mark.parametrize(
-    ("tau", "visited"), [(0, 4), (0.06, 4), (0.1, 4), (0.15, 3), (0.3, 3), (0.5, 2), (3, 2), (5, 1), (1e9, 1)]
-)
-def test_the_first_tile_of_small_gain_is_the_last_and_is_kept(tau, visited):
-    tiles, o, mass = example(tau)
-    assert tiles == [visited]
-    # A handful of operations on numbers of the result's size, each off by at most 1.1e-16 of it.
-    weights, values = np.array([4, 2, 1, 0.5])[:visited], np.array([1, 10, 100, 1000])[:visited]
-    np.testing.assert_allclose(mass, [1 + weights.sum()], rtol=1e-14)
-    np.testing.assert_allclose(o, [weights @ values / (1 + weights.sum())], rtol=1e-14)
-
-
-@pytest.mark.parametrize(("stop_lag", "visited"), [(0, 1), (1, 2), (2, 3), (3, 4), (9, 4)])
-def test_stop_lag_visits_more_tiles(stop_lag, visited):
-    assert example(5, stop_lag=stop_lag)[0] == [visited]
-
-
-def test_a_gain_of_exactly_tau_goes_on():
-    assert example(1.0, masses=((1, 1, 1, 1),))[0] == [2]  # gains 1, 1/2: exp(0) is exact
-    assert example(0.0, masses=((1, 1e-300, 1e-300, 1e-300),))[0] == [4]
-    assert example(0.0, masses=((1, 0.0, 0.0, 0.0),))[0] == [4]  # nothing gained is not less than nothing
-
-
-def test_every_row_of_a_tile_must_gain_little():
-    masses = ((4, 2, 1, 0.5), (0.01, 0.01, 0.01, 4))
-    assert example(0.5, 1, masses)[0] == [2, 1]  # alone, row 1 misses its late key
-    assert example(0.5, 2, masses)[0] == [2]  # together they stop when row 0 does
-    assert example(0.2, 2, masses)[0] == [3]
-
-
-def test_a_row_without_mass_keeps_its_tile_going():
-    """Non-causal queries that stand before every key have no dense keys: l0 = 0 at their first tile."""
-    q, k, v, config = make(Case(seqlen_q=41, seqlen_k=13, is_causal=False, config={"tau": 1e9}))
-    result = s2o.s2o(q, k, v, config, is_causal=False)
-    assert (result.state1.l[:, :, :16] == 0).all()
-    assert (result.visited[:, :, 0] == 2).all()  # one tile to start, one of gain < tau
-    assert np.isfinite(result.lse).all()
-
-
-@given(cases(), st.sampled_from([0.01, 1.0, 1e30, math.inf]))
-@settings(deadline=None, max_examples=40)
-def test_a_huge_tau_leaves_no_row_empty(case, tau):
-    q, k, v, config = make(case._replace(config=case.config | {"tau": tau}), np.float32)
-    result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
-    assert np.isfinite(result.lse).all()
-    assert np.isfinite(result.o).all()
-
-
-@given(cases(), st.lists(st.floats(0, 2), min_size=2, max_size=4))
-@settings(deadline=None, max_examples=40)
-def test_density_never_increases_with_tau(case, taus):
-    q, k, v, _ = make(case)
-    previous = None
-    for tau in sorted(taus):
-        config = make(case._replace(config=case.config | {"tau": tau}))[3]
-        visited = s2o.s2o(q, k, v, config, is_causal=case.is_causal).visited
-        if previous is not None:
-            assert (visited <= previous).all()
-        previous = visited
-
-
-@given(cases())
-@settings(deadline=None, max_examples=30)
-def test_forcing_the_visits_reproduces_the_result(case):
-    q, k, v, config = make(case._replace(config=case.config | {"tau": 0.1}), np.float32)
-    geometry, scale = case.geometry(config), 1 / math.sqrt(case.head_dim)
-    r = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
-    kept = [x.copy() for x in r.state1]
-    state, visited = s2o.pass2(
-        q, k, v, r.state1, r.q_order, r.k_order, geometry, config, scale, visited=r.visited
-    )
-    o, lse = s2o.finish(state)
-    np.testing.assert_array_equal(visited, r.visited)
-    np.testing.assert_array_equal(o, r.o)
-    np.testing.assert_array_equal(lse, r.lse)
-    for before, after in zip(kept, r.state1, strict=True):
-        np.testing.assert_array_equal(after, before)  # pass 2 leaves its input alone
-
-
-def test_error_falls_with_tau():
-    """Heavy keys are found early: at tau = 0.05 most tiles are skipped and the error is still small."""
-    q, k, v, _ = make(Case(heads=1, seqlen_q=512, seqlen_k=512))
-    heavy = np.random.default_rng(1).choice(512, 40, replace=False)
-    q += 2
-    k[0, 0, heavy] += 1.5
-    exact, _ = dense_attention(q, k, v)
-    errors, densities = [], []
-    for tau in (0.3, 0.1, 0.05, 0.01, 0.0):
-        config = S2OConfig(segment=64, tau=tau, block_m=16, block_n=8)
-        r = s2o.s2o(q, k, v, config)
-        errors.append(np.linalg.norm(r.o - exact) / np.linalg.norm(exact))
-        densities.append(r.visited.sum() / (4 * 8 * sum(range(8))))
-    assert errors == sorted(errors, reverse=True)
-    assert densities == sorted(densities)
-    assert densities[2] < 0.5
-    assert errors[2] < 0.1
