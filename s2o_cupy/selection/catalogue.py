@@ -49,26 +49,32 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
 
 # --- A sample, for who cannot wait for all of them ---
 def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
-    """Some of `kernels_for`, which stand for the others; of each function at least one.
+    """Some of `kernels_for`, which stand for the others.
 
-    Of an architecture that kernels are written for: bfloat16 with every head_dim; with 128 also every block_m, and
-    unaligned rows, a paged cache and capped scores, each alone; float16 with the largest head_dim, where registers are
-    scarcest. Of another path's passes there, and of other architectures, one kernel of each function.
+    Of an architecture that kernels are written for, every function with every head_dim, 64 as float16 and more as
+    bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone. Of passes
+    that another path has there one kernel of each function, and of another architecture one of each of its passes:
+    what differs there is how many registers and how much shared memory they take.
     """
-    everything = kernels_for(compute_capability)
-    whole = set()
-    if compute_capability in WRITTEN_FOR:
-        limits, inputs = DeviceLimits.of_architecture(compute_capability), Inputs(*SAMPLE)
-        others = [path for path in PATHS if path is not path_of(compute_capability)]
-        of_others = {x.function for path in others for x in path.catalogue(inputs, limits, packed=True, listed=True)}
-        whole = {kernel.function for kernel in everything} - of_others
+    limits = DeviceLimits.of_architecture(compute_capability)
+    functions = {
+        path: {x.function for x in path.catalogue(Inputs(*SAMPLE), limits, packed=True, listed=True)}
+        for path in PATHS
+        if path.runs_on(compute_capability)
+    }
+    own = path_of(compute_capability)
+    once = set().union(*(names for path, names in functions.items() if path is not own))
+    is_written_for = compute_capability in WRITTEN_FOR
     plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
     sample: dict[tuple[object, ...], Kernel] = {}
-    for kernel in everything:
+    for kernel in kernels_for(compute_capability):
         variants = _variants(kernel) - plain.setdefault(kernel.function, _variants(kernel))
-        shown = _shown(kernel, variants) if kernel.function in whole else ()
-        if shown or (not variants and (kernel.dtype, kernel.head_dim) == SAMPLE):
-            sample[(kernel.function, *shown)] = kernel  # of several the last, with the most rows
+        is_first = not variants and (kernel.dtype, kernel.head_dim) == SAMPLE
+        if is_written_for and kernel.function not in once:
+            if shown := _shown(kernel, variants):
+                sample[(kernel.function, *shown)] = kernel  # of several the last, with the most rows
+        elif is_first and (is_written_for or any(kernel.function in names for names in functions.values())):
+            sample[(kernel.function,)] = kernel
     return tuple(sample.values())
 
 
@@ -78,9 +84,8 @@ def _variants(kernel: Kernel) -> set[str]:
 
 
 def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
-    """What a kernel is compiled for that others of its function are not; empty: nothing that no other shows."""
+    """What a kernel of the sample is compiled for that others of its function are not; empty: it is not of it."""
     if (kernel.dtype, kernel.head_dim) == SAMPLE:
         return (kernel.head_dim, *(variants or {kernel.block_m})) if len(variants) < 2 else ()
-    if variants:
-        return ()
-    return (kernel.dtype,) if kernel.dtype == "float16" else (kernel.head_dim,)
+    dtype = "float16" if kernel.head_dim == 64 else "bfloat16"
+    return (kernel.head_dim,) if kernel.dtype == dtype and not variants else ()
