@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import has_gpu
+from in_process import run_script
 
 from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
 from s2o_cupy.plan.rounds import Chunk
@@ -35,9 +34,7 @@ import scaling  # noqa: E402
 
 
 def run(script, *arguments):
-    """A benchmark in a process of its own."""
-    command = [sys.executable, BENCHMARKS / script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"S2O_COMMIT": "here"})
+    return run_script(BENCHMARKS / script, *arguments, S2O_COMMIT="here")
 
 
 def succeed(script, *arguments):
@@ -324,13 +321,14 @@ def test_scaling(tmp_path):
 # ---------------------------------------------------------------- many_gpus.py
 
 
-def test_many_gpus(tmp_path):
+def test_many_gpus(tmp_path, capfd):
     pytest.importorskip("torch")
-    text = succeed(
+    printed_here = succeed(
         "many_gpus.py", "--lengths", "700,50", "--heads", 4, "--kv-heads", 2, "--head-dim", 32, "--orders",
         "mean:1:0:64", "--splits", "sequence,heads", "--device", "cpu", "--ranks", 2, "--repeats", 2, "--warmup", 0,
         "--json", tmp_path / "m.json",
     )  # fmt: skip
+    text = printed_here + capfd.readouterr().out  # of this process, and of those that it starts
     result = json.loads((tmp_path / "m.json").read_text())
     assert result["command"].startswith("python benchmarks/many_gpus.py --lengths 700,50")
     rows = result["rows"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import has_gpu
+from in_process import Finished, finished
 
 import s2o_cupy
 from s2o_cupy.cuda import compiler
@@ -20,15 +21,27 @@ from s2o_cupy.tools import cli, info
 ROOT = Path(s2o_cupy.__file__).parents[1]
 
 
-def s2o(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``python -m s2o_cupy`` in a process of its own, from the checkout or as installed."""
-    import os
+def s2o(*arguments: object, **environment: str) -> Finished:
+    """``s2o`` with arguments; `test_in_a_process_of_its_own` has it as users do."""
+    return finished(lambda: cli.main(list(map(str, arguments))), **environment)
 
-    command = [sys.executable, "-m", "s2o_cupy", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+@pytest.fixture(autouse=True)
+def at_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
 
 
 # ---------------------------------------------------------------- arguments
+
+
+def test_in_a_process_of_its_own():
+    """The exit status reaches the shell, and an error is one line."""
+    command = [sys.executable, "-m", "s2o_cupy"]
+    result = subprocess.run([*command, "demo", "nowhere"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (cli.UNABLE, "")
+    assert len(result.stderr.splitlines()) == 1 and "nowhere: neither a file" in result.stderr
+    result = subprocess.run([*command, "--version"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.strip()) == (cli.OK, f"s2o_cupy {s2o_cupy.__version__}")
 
 
 def test_help_and_version():

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import has_gpu
+from in_process import run_script
 
 import s2o_cupy
 from s2o_cupy import s2o_attention
@@ -83,7 +84,8 @@ def no_gpu_needed(torch, monkeypatch):
 
 @pytest.mark.parametrize("script", ["model.py", "serving.py"])
 def test_help(script):
-    result = subprocess.run([sys.executable, BENCHMARKS / script, "--help"], capture_output=True, text=True, check=True)
+    result = run_script(BENCHMARKS / script, "--help")
+    assert result.returncode == 0
     for option in ("--input", "--taus", "--orders", "--json"):
         assert option in result.stdout
 
@@ -92,7 +94,7 @@ def test_help(script):
 @pytest.mark.parametrize("arguments", [["model.py", "--layer", "64x4x2"], ["serving.py"]])
 def test_they_need_a_gpu(arguments):
     script, *options = arguments
-    result = subprocess.run([sys.executable, BENCHMARKS / script, *options], capture_output=True, text=True)
+    result = run_script(BENCHMARKS / script, *options)
     assert result.returncode == 2
     assert "needs an NVIDIA GPU" in result.stderr
 
