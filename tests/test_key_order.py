@@ -16,12 +16,13 @@ def buckets(scores, count=KEY_BUCKETS):
     """score_buckets of one row, element by element, with exact products."""
     scores = [np.float16(x) for x in scores]
     finite = [x for x in scores if np.isfinite(x)] or [np.float16(0)]
+    most = max(finite)
     with np.errstate(all="ignore"):
-        span = np.float32(max(finite)) - np.float32(min(finite))
+        span = np.float32(most) - np.float32(min(finite))
         factor = np.float16(min(np.float32(count - 2) / span, np.float32(65504)))
         result = []
         for x in scores:
-            below = max(finite) - x  # float16
+            below = most - x  # float16
             if np.isnan(below):
                 result.append(0)
             elif np.isinf(below):
@@ -52,7 +53,7 @@ def unusual(count, seed):
 
 
 @given(hnp.arrays(np.float16, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=50)))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
     """Hypothesis draws NaN, both infinities, subnormals and the largest numbers."""
     order = key_order.order_keys(scores)
