@@ -12,7 +12,7 @@
 #
 #   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
 #   INTEROP=1           also install PyTorch, JAX and transformers for the CPU and test with them
-#   PYTEST="-m 'not slow' -x"   more arguments for pytest
+#   PYTEST="-k paged -x"   more arguments for pytest
 #   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)
 
 SHELL := /bin/bash
@@ -35,8 +35,13 @@ DEMO := $(VENV)/.demo-$(CUDA)
 TEST := $(VENV)/.test-$(CUDA)$(if $(filter 1,$(INTEROP)),-interop)
 RUN := $(VENV)/bin/python
 
-# Tests on the CPU go side by side; those on a GPU share it, one after the other.
-WORKERS := $(if $(filter none,$(CUDA)),-n auto --maxprocesses 8)
+# Without a GPU files of tests go side by side, a core each, and test leaves out those marked as slow. Tests on a GPU
+# share it, one after the other.
+ifeq ($(CUDA),none)
+WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+QUICK := -m "not slow"
+test test-all: export OMP_NUM_THREADS := 1
+endif
 
 .PHONY: demo test test-all lint mypy sanitize torture clean
 
@@ -45,11 +50,11 @@ demo: $(DEMO)
 
 test: $(TEST)
 	$(RUN) -m s2o_cupy compile --arch $(ARCHITECTURES) --sample
-	$(RUN) -m pytest $(WORKERS) $(PYTEST)
+	$(RUN) -m pytest $(WORKERS) $(QUICK) $(PYTEST)
 
 test-all: $(TEST)
 	$(RUN) -m s2o_cupy compile --arch $(ARCHITECTURES)
-	$(RUN) -m pytest $(WORKERS) $(PYTEST)
+	$(RUN) -m pytest $(WORKERS) --hypothesis-profile=all $(PYTEST)
 
 # compute-sanitizer comes with the CUDA toolkit. Padding, as one array's end may else be the next one's beginning.
 sanitize: $(TEST)
