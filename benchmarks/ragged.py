@@ -4,13 +4,15 @@
     python benchmarks/ragged.py --pages 16,256 --batches "8x4096,32x512+3584"
 
 A batch is named COUNTxQUERIES or COUNTxQUERIES+PREFIX: so many sequences of so many queries, after a cached prefix of
-so many keys; "mixed" is 24 lengths from 64 to 8192, drawn at random on a logarithmic scale. Times are of calls that wait
-for each other on the GPU, in turns, so that a GPU that slows down does so for all. Needs PyTorch with CUDA, and CuPy.
+so many keys; "mixed" is 24 lengths from 64 to 8192, drawn at random on a logarithmic scale. Times are of calls that
+wait for each other on the GPU, in turns, so that a GPU that slows down does so for all. Needs PyTorch with CUDA, and
+CuPy.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -70,9 +72,10 @@ def calls(
                 filled = rows.new_zeros((end - first) * page_size, *rows.shape[1:])
                 filled[: b - a] = rows[a:b]
                 pages[order[first:end]] = filled.view(end - first, page_size, *rows.shape[1:])
-        found[page_size] = lambda k_pages=k_pages, v_pages=v_pages, table=table: s2o_attention_paged(
-            q, k_pages, v_pages, table, seqlen_k=lengths_k, cu_seqlens_q=starts(lengths_q), config=config
-        )
+        found[page_size] = functools.partial(
+            s2o_attention_paged, q, k_pages, v_pages, table, seqlen_k=lengths_k, cu_seqlens_q=starts(lengths_q),
+            config=config,
+        )  # fmt: skip
     expected = found[0]()
     for page_size in page_sizes:
         assert torch.equal(found[page_size](), expected), f"pages of {page_size} change the result"

@@ -38,7 +38,8 @@ class Fault:
 MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, options={"window": 30})
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "pooled_queries": 3})  # fmt: skip
-LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01)  # more keys than the head of an order
+# More keys than the head of an order.
+LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01)
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
@@ -192,7 +193,8 @@ FAULTS = [
     ),
     *_faults(
         "pass2", replace(MEAN, tau=1000.0),
-        ("the first tile never stops", "stop", "stop = stop_check(rows) && kStops;", "stop = stop_check(rows) && visited > 0;"),
+        ("the first tile never stops", "stop", "stop = stop_check(rows) && kStops;",
+         "stop = stop_check(rows) && visited > 0;"),
     ),
     *_faults(
         "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
@@ -215,7 +217,8 @@ FAULTS = [
         ("the window is forgotten", "pass 1 state", "offset() - window)", "offset())"),
         ("the sum is not rescaled", "pass 1 state", "mass[h] = mass[h] * rescale_by[h]", "mass[h] = mass[h]"),
         ("half of head_dim comes twice", "pass 1 state", "map, full, column, first_key", "map, full, 0, first_key"),
-        ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= rescale_by[e / 2];", "acc[d * 4 + e] *= 1.f;"),
+        ("the output is not rescaled", "pass 1 output", "acc[d * 4 + e] *= rescale_by[e / 2];",
+         "acc[d * 4 + e] *= 1.f;"),
         ("the output is 1 % too large", "pass 1 output", "0.f : 1.f / final_l[h];\n      if",
          "0.f : 1.01f / final_l[h];\n      if"),
     ),

@@ -16,6 +16,7 @@ from key_lists import all_keys, list_heads, make_lists, random_lists
 from pages import paged, random_table
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.arrays.operand import Operand, Paging, operand
 from s2o_cupy.plan.schedule import ScheduleShape, order_lists
 from s2o_cupy.problem import Problem, validate
 from s2o_cupy.reference import s2o
@@ -41,6 +42,10 @@ class Attended:
             assert x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
+def operands(q: Any, k: Any, v: Any, o: Any) -> tuple[Operand, Operand, Operand, Operand]:
+    return operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(o, "BHSD")
+
+
 def problem_of(q, k, config, **options) -> Problem:
     return validate(
         [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config, backend="cupy", is_causal=False, **options
@@ -57,7 +62,6 @@ def attend(
     [B, H, Lq, 2] of a pass before; ``tail``: scores and means. ``page_size``: k and v are put into a cache."""
     import cupy
 
-    from s2o_cupy.arrays.operand import Paging, operand
     from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
 
     settings = S2OConfig(**({"tau": 0.0} | config), path=path)
@@ -80,11 +84,14 @@ def attend(
         start_state = cupy.ascontiguousarray(cupy.asarray(start[2], dtype=np.float32))
         state = start_state.data.ptr
     visited = cupy.full(shape.visited_shape(problem, settings.block_m), -1, np.int32)
-    arrays = [cupy.asarray(x, dtype=t) for x, t in ((lists.entries, "i4"), (lists.begins, "i8"), (lists.keys, "i4"))]
+    entries, keys = (cupy.asarray(x, dtype=np.int32) for x in (lists.entries, lists.keys))
+    begins = cupy.asarray(lists.begins, dtype=np.int64)
     order = None if q_order is None else cupy.asarray(q_order, dtype=np.int32)
-    pointers = ListPointers(*(x.data.ptr for x in arrays), 0 if order is None else order.data.ptr)
+    pointers = ListPointers(
+        entries.data.ptr, begins.data.ptr, keys.data.ptr, q_order=0 if order is None else order.data.ptr
+    )
     plan = attend_lists(
-        tuple(operand(x, "BHSD") for x in (q, k, v, o)), pointers, shape, problem, settings,
+        operands(q, k, v, o), pointers, shape, problem, settings,
         stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
         tail=None if tail is None else Tail(*(x.data.ptr for x in tail)), paging=paging,
     )  # fmt: skip
@@ -333,7 +340,6 @@ class S2OStages:
 def s2o_stages(q, k, v, config, softcap) -> S2OStages:
     import cupy
 
-    from s2o_cupy.arrays.operand import operand
     from s2o_cupy.cuda import pipeline
 
     problem = validate(
@@ -356,7 +362,7 @@ def s2o_stages(q, k, v, config, softcap) -> S2OStages:
             orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
 
     pipeline.run(
-        tuple(operand(x, "BHSD") for x in (q, k, v, o)), lse.data.ptr, visited.data.ptr, problem, config,
+        operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, config,
         stream=cupy.cuda.get_current_stream().ptr, observe=observe,
     )  # fmt: skip
     found.entries = cupy.concatenate(orders)

@@ -65,7 +65,8 @@ class Ragged:
         for i, place in enumerate(places):
             unused[place] = False
             if i in self.poison:
-                caches[(slice(None), *place)] = q[self.starts_q[i] : self.starts_q[i + 1]] = self.poison[i]
+                of_both = (slice(None), *place)
+                caches[of_both] = q[self.starts_q[i] : self.starts_q[i + 1]] = self.poison[i]
         caches[:, unused] = np.nan
         packed = [np.concatenate([cache[place] for place in places]) for cache in caches]
         if self.layout == "HND":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,9 @@ def asks(text: str) -> list[int]:
 
     found = []
     for node in ast.walk(ast.parse(text)):
-        sides: list[ast.AST] = []
+        if not isinstance(node, ast.expr):
+            continue
+        sides: Sequence[ast.expr] = []
         if isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
             compared = [node.left, *node.comparators]
             sides = compared if any(map(spelled, compared)) else []

@@ -160,7 +160,7 @@ def attend(
     """
     framework, infos = describe(q=q, k=k, v=v)
     backend = parse_backend(backend, infos[0].device, stream)
-    batch = batched(*[x.form for x in infos], config, backend, layout, is_causal, scale, softcap)
+    batch = batched(tuple([x.form for x in infos]), config, backend, layout, is_causal, scale, softcap)
     return run(
         batch, framework, {"q": q, "k": k, "v": v}, infos, host=backend == "numpy", out=out, stream=stream,
         return_lse=return_lse, return_stats=return_stats, await_keys=await_keys, sums=sums,

@@ -20,6 +20,7 @@ from ..caches import remembered
 from ..problem import Problem, Shape, validate
 from ..spec import S2OConfig
 from .lengths import (
+    PAGE_LAYOUTS,
     check_lengths,
     check_packed_keys,
     check_packed_queries,
@@ -29,9 +30,6 @@ from .lengths import (
 )  # fmt: skip
 
 __all__ = ["Batch", "Part", "batched", "packed", "paged"]
-
-# A layout of pages -> the same order of axes as one of q, k and v, with pages for the batch.
-PAGE_LAYOUTS = {"NHD": "BSHD", "HND": "BHSD"}
 
 Form = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in bytes, dtype
 Axes = tuple[tuple[int, int, int, int], tuple[int, int, int]]  # shape and strides of an Operand
@@ -123,10 +121,9 @@ def _itemsize(dtype: str) -> int:
 
 
 def batched(
-    q: Form, k: Form, v: Form, config: S2OConfig, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any
+    forms: tuple[Form, ...], config: S2OConfig, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any
 ) -> Batch:
     """q, k and v in ``layout``: one problem."""
-    forms = (q, k, v)
     problem = validate(
         [x[0] for x in forms], [x[2] for x in forms], config=config, backend=backend, layout=layout,
         is_causal=is_causal, scale=scale, softcap=softcap,
@@ -135,11 +132,11 @@ def batched(
 
 
 def packed(
-    q: Form, k: Form, v: Form, starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None, config: S2OConfig,
+    forms: tuple[Form, ...], starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None, config: S2OConfig,
     backend: str, is_causal: Any, scale: Any, softcap: Any,
 ) -> Batch:  # fmt: skip
-    """Sequences packed one behind the other, in q and in k and v."""
-    function, forms = "s2o_attention_varlen", (q, k, v)
+    """q, k and v, each with sequences packed one behind the other."""
+    function, (q, k, _) = "s2o_attention_varlen", forms
     base = check_packed_shapes(
         function, [x[0] for x in forms], [x[2] for x in forms], config, backend, is_causal, scale, softcap
     )
@@ -159,19 +156,20 @@ def packed(
 
 
 def paged(
-    q: Form, k_pages: Form, v_pages: Form, page_table: Form, starts_q: tuple[int, ...] | None,
-    seqlen_k: int | tuple[int, ...], config: S2OConfig, backend: str, layout: Any, is_causal: Any, scale: Any,
-    softcap: Any,
+    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, seqlen_k: int | tuple[int, ...], config: S2OConfig,
+    backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any,
 ) -> Batch:  # fmt: skip
-    """Keys and values in the pages of a cache; q batched, or packed if ``starts_q`` is given."""
-    function, forms = "s2o_attention_paged", (q, k_pages, v_pages, page_table)
+    """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
+    ``starts_q`` is given."""
+    function, (q, k_pages, _, page_table) = "s2o_attention_paged", forms
     check_paged_shapes([x[0] for x in forms], [x[2] for x in forms], layout, packed=starts_q is not None)
-    lengths = paged_lengths(seqlen_k, *(x[0] for x in forms[1::2]), layout)
+    lengths = paged_lengths(seqlen_k, k_pages[0], page_table[0], layout)
     kv_heads, head_dim = k_pages[0][2 if layout == "NHD" else 1], k_pages[0][3]
     dtypes = [q[2]] * 3
     if starts_q is not None:
-        of_k = (0, kv_heads, head_dim)
-        base = check_packed_shapes(function, [q[0], of_k, of_k], dtypes, config, backend, is_causal, scale, softcap)
+        no_keys = (0, kv_heads, head_dim)
+        shapes = [q[0], no_keys, no_keys]
+        base = check_packed_shapes(function, shapes, dtypes, config, backend, is_causal, scale, softcap)
         check_packed_queries(function, starts_q, q[0][0], batch=len(lengths))
         parts = _one_each(function, base, starts_q, [0] * len(lengths), lengths)
         return Batch(parts, base, config, forms, layout="BSHD", packed=True, page_layout=PAGE_LAYOUTS[layout])

@@ -10,11 +10,12 @@ from ..problem import MAX_SEQLEN, Problem, Shape, validate
 from ..spec import S2OConfig
 
 __all__ = [
-    "check_lengths", "check_packed_keys", "check_packed_queries", "check_packed_shapes", "check_paged_shapes",
-    "paged_lengths",
+    "PAGE_LAYOUTS", "check_lengths", "check_packed_keys", "check_packed_queries", "check_packed_shapes",
+    "check_paged_shapes", "paged_lengths",
 ]  # fmt: skip
 
-PAGE_LAYOUTS = ("NHD", "HND")
+# A layout of pages -> the same order of axes as one of q, k and v, with pages for the batch.
+PAGE_LAYOUTS = {"NHD": "BSHD", "HND": "BHSD"}
 
 
 # ---------------------------------------------------------------- packed

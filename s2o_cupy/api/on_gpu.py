@@ -35,10 +35,10 @@ def run(
     await_keys: Callable[[], None] | None = None,
     sums: KeySums | None = None,
 ) -> list[Ran]:
-    """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is known
-    of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed call, or
-    that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran for each
-    part."""
+    """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is
+    known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
+    call, or that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran
+    for each part."""
     import_cupy()
     from ..cuda import pipeline
 

@@ -104,8 +104,8 @@ def s2o_attention_paged(
     backend = parse_backend(backend, infos[0].device, stream)
     starts_q = None if cu_seqlens_q is None else parse_starts("s2o_attention_paged", "cu_seqlens_q", cu_seqlens_q)
     batch = paged(
-        *[x.form for x in infos], starts_q, parse_lengths("s2o_attention_paged", "seqlen_k", seqlen_k), config, backend,
-        layout, is_causal, scale, softcap,
+        tuple([x.form for x in infos]), starts_q, parse_lengths("s2o_attention_paged", "seqlen_k", seqlen_k), config,
+        backend, layout, is_causal, scale, softcap,
     )  # fmt: skip
     if return_stats and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]

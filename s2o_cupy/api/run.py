@@ -13,6 +13,7 @@ from ..arrays.frameworks.base import Framework, Output
 from ..caches import remembered
 from ..spec import S2OConfig, check_tau
 from ..stats import NOTHING_RAN, S2OStats
+from . import on_gpu
 from .batch import Batch
 
 if TYPE_CHECKING:
@@ -104,8 +105,6 @@ def run(
                 natives = [framework.on_host(x) for x in inputs.values()]
                 ran = on_host.run(batch, natives, o.native, native_lse, to_visit)
             else:
-                from . import on_gpu
-
                 batch, infos = _readable(batch, framework, inputs, infos, stream)
                 written = o.native if out_info is None else out_info
                 ran = on_gpu.run(
@@ -151,7 +150,8 @@ def _without_keys(
             framework.fill(native, value)
 
     for part in batch.idle:
-        rows_of_o = rows_of_lse = slice(None)
+        rows_of_o: slice = slice(None)
+        rows_of_lse: slice | tuple[slice, slice] = rows_of_o
         if batch.packed:
             rows_of_o, rows_of_lse = part.rows_q, (slice(None), part.rows_q)
         elif not batch.alone:

@@ -98,7 +98,7 @@ def s2o_attention_varlen(
     backend = parse_backend(backend, infos[0].device, stream)
     starts_q = parse_starts("s2o_attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     starts_k = None if cu_seqlens_k is None else parse_starts("s2o_attention_varlen", "cu_seqlens_k", cu_seqlens_k)
-    batch = packed(*[x.form for x in infos], starts_q, starts_k, config, backend, is_causal, scale, softcap)
+    batch = packed(tuple([x.form for x in infos]), starts_q, starts_k, config, backend, is_causal, scale, softcap)
     return run(
         batch, framework, {"q": q, "k": k, "v": v}, infos, host=backend == "numpy", out=out, stream=stream,
         return_lse=return_lse, return_stats=return_stats,

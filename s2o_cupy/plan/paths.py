@@ -16,7 +16,7 @@ from .device import DeviceLimits
 from .kernels import Family, Inputs, Kernel, Path
 from .rounds import STEP
 
-__all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "path_of"]
+__all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "is_written_for", "path_of"]
 
 
 # --- mma.sync, compute capability 8.0 and newer ---
@@ -233,6 +233,11 @@ PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, 
 )
 
 PATHS: tuple[Path, ...] = (HOPPER, PORTABLE)  # the fastest first
+
+
+def is_written_for(compute_capability: int) -> bool:
+    """Whether kernels are written for just this compute capability; others run those."""
+    return compute_capability in (80, 90)
 
 
 def path_of(compute_capability: int) -> Path | None:

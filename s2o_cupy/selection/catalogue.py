@@ -11,13 +11,12 @@ from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel
 from ..plan.launch_plan import COLLECT_PAGES
-from ..plan.paths import PATHS, path_of
+from ..plan.paths import PATHS, is_written_for, path_of
 from .methods import METHODS
 
 __all__ = ["kernels_for", "sample_for"]
 
 SAMPLE = ("bfloat16", 128)
-WRITTEN_FOR = (80, 90)  # compute capabilities that kernels are written for; all others run these
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -63,17 +62,18 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
         if path.runs_on(compute_capability)
     }
     own = path_of(compute_capability)
-    once = set().union(*(names for path, names in functions.items() if path is not own))
-    is_written_for = compute_capability in WRITTEN_FOR
+    once: set[str] = set().union(*(names for path, names in functions.items() if path is not own))
+    in_full = is_written_for(compute_capability)
     plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
     sample: dict[tuple[object, ...], Kernel] = {}
     for kernel in kernels_for(compute_capability):
         variants = _variants(kernel) - plain.setdefault(kernel.function, _variants(kernel))
         is_first = not variants and (kernel.dtype, kernel.head_dim) == SAMPLE
-        if is_written_for and kernel.function not in once:
+        if in_full and kernel.function not in once:
             if shown := _shown(kernel, variants):
-                sample[(kernel.function, *shown)] = kernel  # of several the last, with the most rows
-        elif is_first and (is_written_for or any(kernel.function in names for names in functions.values())):
+                name = (kernel.function, *shown)
+                sample[name] = kernel  # of several the last, with the most rows
+        elif is_first and (in_full or any(kernel.function in names for names in functions.values())):
             sample[(kernel.function,)] = kernel
     return tuple(sample.values())
 
@@ -86,6 +86,8 @@ def _variants(kernel: Kernel) -> set[str]:
 def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
     """What a kernel of the sample is compiled for that others of its function are not; empty: it is not of it."""
     if (kernel.dtype, kernel.head_dim) == SAMPLE:
-        return (kernel.head_dim, *(variants or {kernel.block_m})) if len(variants) < 2 else ()
+        if len(variants) > 1:
+            return ()
+        return (kernel.head_dim, *variants) if variants else (kernel.head_dim, kernel.block_m)
     dtype = "float16" if kernel.head_dim == 64 else "bfloat16"
     return (kernel.head_dim,) if kernel.dtype == dtype and not variants else ()

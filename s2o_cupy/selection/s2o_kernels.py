@@ -5,6 +5,8 @@ Pure: no array, no GPU, no CuPy.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Family, Inputs, Kernel, Path
 from ..plan.paths import HOPPER
@@ -53,7 +55,7 @@ def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
     )
 
 
-def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, int]:
+def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, Any]:
     """sizeof(RankTraits::Shared), which has a warp's slots, and further slots, as a segment needs them."""
     of_guides, products, segment = THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
     more = (sort_slots - WARP) * 4
