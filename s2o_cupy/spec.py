@@ -162,12 +162,11 @@ class S2OConfig:
         Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024, the CPU of 16.
     rank : {"auto", "mean", "max"}, default "auto"
         A key's score: "mean" (the paper, Algorithm 1), its dot product with the mean of the segment's
-        queries; "max", the largest of its dot products with ``pooled_queries`` means of equal runs. "auto": "mean",
-        but where samples say that this would miss keys, the largest logarithm of a softmax weight that any of many
-        pooled queries gives the key.
+        queries; "max", the largest of its dot products with several pooled queries. "auto": "mean", but where samples
+        say that this would miss keys, the largest softmax weight that any of many pooled queries gives the key.
     pooled_queries : int, optional
-        Runs of consecutive queries that are averaged; default 16 for ``rank="max"``, 256 for "auto" (at most a
-        segment's queries), 1 for "mean".
+        How many pooled queries a segment has, each the mean of a run of consecutive queries; default 16 for
+        ``rank="max"``, 256 for "auto" (at most a segment's queries), 1 for "mean".
     window : int, default 0
         Keys just before the segment that are attended densely as well.
     workspace_bytes : int, default 256 MiB
@@ -178,8 +177,8 @@ class S2OConfig:
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
     dense_up_to : int, optional
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
-        Default: what was measured (plan.DENSE_UP_TO), and any length at tau 0, which is dense by definition. 0: never.
-        The reference on the CPU ignores it.
+        Default: 8192, as was measured, and any length at tau 0, which is dense by definition. 0: never. The reference
+        on the CPU ignores it.
     tail : {"mean", "none"}, default "mean"
         What the candidates count for that a tile of queries did not visit: "mean", what their mean key and mean value
         would, as many times as there are unvisited ones; "none" (the paper), nothing.
@@ -258,7 +257,7 @@ class S2OConfig:
 
     @functools.cached_property
     def coarse(self) -> S2OConfig:
-        """How segments are ordered that are not fine: as this says, or with ``rank="auto"`` by the mean."""
+        """How segments are ordered that are not refined: as this says, or with ``rank="auto"`` by the mean."""
         return replace(self, rank="mean", pooled_queries=1) if self.rank == "auto" else self
 
     @property
@@ -276,7 +275,7 @@ class Geometry:
     """Which keys a segment attends densely and which are candidates of pass 2.
 
     Query i stands at key position i + seqlen_k - seqlen_q (bottom-right alignment). Ranges are
-    half-open pairs (begin, end); the same formulas stand in raw_kernels/geometry.cuh.
+    half-open pairs (begin, end); the same formulas stand in raw_kernels/common/geometry.cuh.
     """
 
     seqlen_q: int

@@ -144,7 +144,8 @@ def cli_options():
 def test_what_is_named_in_a_sentence_exists(page):
     """Commands, options and files in `code`."""
     sentences = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
-    sources = [text_of(path) for path in (ROOT / "benchmarks").glob("*.py")]
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "torture").glob("*.py")]
+    sources = [text_of(path) for path in scripts]
     for code in set(re.findall(r"`([^`\n]+)`", sentences)):
         if code == "python -m s2o_cupy":
             continue

@@ -1,4 +1,5 @@
-"""When a call is launched, captured and replayed, on a CUDA that only takes notes. On a GPU: test_gpu.py."""
+"""When a call is launched, captured and replayed, on a CUDA that only takes notes. On a GPU:
+test_gpu_repeated_calls.py."""
 
 from __future__ import annotations
 

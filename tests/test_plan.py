@@ -20,7 +20,7 @@ from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order
 from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
-from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, chunk_bytes, middle_blocks, row_pairs, strata_blocks
+from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, chunk_bytes, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.selection.s2o_kernels import BLOCK_PAIRS, HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS
 from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, S2OConfig
 
@@ -66,6 +66,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         "rank_queries": plan.whole.rows,
     }
     for chunk in plan.chunks:
+        assert isinstance(plan.method, S2O)
         row_blocks, key_blocks = plan.method.score_blocks(chunk)
         for name, size in (
             ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
