@@ -32,7 +32,8 @@ ARCHITECTURES := sm_80,sm_86,sm_89,sm_90a,sm_100a,sm_120a
 CUDA := $(shell .ci/setup cuda)
 ENVIRONMENT := .ci/setup setup.cfg pyproject.toml
 DEMO := $(VENV)/.demo-$(CUDA)
-TEST := $(VENV)/.test-$(CUDA)$(if $(filter 1,$(INTEROP)),-interop)
+TEST := $(VENV)/.test-$(CUDA)
+FRAMEWORKS := $(if $(filter 1,$(INTEROP)),$(VENV)/.frameworks-$(CUDA))
 RUN := $(VENV)/bin/python
 
 # Without a GPU files of tests go side by side, a core each, and test leaves out those marked as slow. Tests on a GPU
@@ -43,18 +44,23 @@ QUICK := -m "not slow"
 test test-all: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo test test-all lint mypy sanitize torture clean
+.PHONY: demo test test-all kernels lint mypy sanitize torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
 
+# pip keeps one core busy for a minute with PyTorch and JAX; kernels compile meanwhile.
 test: $(TEST)
-	$(RUN) -m s2o_cupy compile --arch $(ARCHITECTURES) --sample
+	$(MAKE) -j 2 kernels $(FRAMEWORKS) KERNELS=--sample
 	$(RUN) -m pytest $(WORKERS) $(QUICK) $(PYTEST)
 
 test-all: $(TEST)
-	$(RUN) -m s2o_cupy compile --arch $(ARCHITECTURES)
+	$(MAKE) -j 2 kernels $(FRAMEWORKS)
 	$(RUN) -m pytest $(WORKERS) --hypothesis-profile=all $(PYTEST)
+
+# PyTorch for CUDA may bring another NVRTC: that comes first.
+kernels: $(TEST) $(if $(filter-out none,$(CUDA)),$(FRAMEWORKS))
+	$(RUN) -m s2o_cupy compile --arch $(ARCHITECTURES) $(KERNELS)
 
 # compute-sanitizer comes with the CUDA toolkit. Padding, as one array's end may else be the next one's beginning.
 sanitize: $(TEST)
@@ -63,7 +69,7 @@ sanitize: $(TEST)
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py
 
 # With PyTorch for CUDA: that of $(PYTHON), or INTEROP=1 installs it.
-torture: $(TEST)
+torture: $(TEST) $(FRAMEWORKS)
 	PYTHONPATH=.:tests$${PYTHONPATH:+:$$PYTHONPATH} $(RUN) -m torture --seed $(SEED) $(TORTURE)
 
 lint: $(TEST) mypy
@@ -83,7 +89,11 @@ $(DEMO): $(ENVIRONMENT)
 	touch $@
 
 $(TEST): $(ENVIRONMENT)
-	INTEROP=$(INTEROP) .ci/setup test "$(PYTHON)" "$(VENV)" $(CUDA)
+	.ci/setup test "$(PYTHON)" "$(VENV)" $(CUDA)
+	touch $@
+
+$(FRAMEWORKS): $(TEST)
+	.ci/setup frameworks "$(PYTHON)" "$(VENV)" $(CUDA)
 	touch $@
 
 clean:
