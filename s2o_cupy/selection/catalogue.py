@@ -50,30 +50,34 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
 def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Some of `kernels_for`, which stand for the others.
 
-    Of an architecture that kernels are written for, every function with every head_dim, 64 as float16 and more as
-    bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone. Of passes
-    that another path has there one kernel of each function, and of another architecture one of each of its passes:
-    what differs there is how many registers and how much shared memory they take.
+    Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and more
+    as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone. Of that
+    of the fastest path so too what all share; of anything else one kernel of each function. Of another architecture one
+    kernel of each pass: what differs there is how many registers and how much shared memory they take.
     """
-    limits = DeviceLimits.of_architecture(compute_capability)
-    functions = {
+    limits, own = DeviceLimits.of_architecture(compute_capability), path_of(compute_capability)
+    passes = {
         path: {x.function for x in path.catalogue(Inputs(*SAMPLE), limits, packed=True, listed=True)}
         for path in PATHS
         if path.runs_on(compute_capability)
     }
-    own = path_of(compute_capability)
-    once: set[str] = set().union(*(names for path, names in functions.items() if path is not own))
-    in_full = is_written_for(compute_capability)
-    plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
+    kernels = kernels_for(compute_capability)
+    shared = {kernel.function for kernel in kernels} - set().union(*passes.values())
+    whole: set[str] = set()
+    once: set[str] = set().union(*passes.values())
+    if is_written_for(compute_capability):
+        whole = {name for path, names in passes.items() if path is own for name in names}
+        whole |= shared if own is PATHS[0] else set()
+        once |= shared
     sample: dict[tuple[object, ...], Kernel] = {}
-    for kernel in kernels_for(compute_capability):
+    plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
+    for kernel in kernels:
         variants = _variants(kernel) - plain.setdefault(kernel.function, _variants(kernel))
-        is_first = not variants and (kernel.dtype, kernel.head_dim) == SAMPLE
-        if in_full and kernel.function not in once:
+        if kernel.function in whole:
             if shown := _shown(kernel, variants):
-                name = (kernel.function, *shown)
-                sample[name] = kernel  # of several the last, with the most rows
-        elif is_first and (in_full or any(kernel.function in names for names in functions.values())):
+                place = (kernel.function, *shown)
+                sample[place] = kernel  # of several the last, with the most rows
+        elif kernel.function in once and not variants and (kernel.dtype, kernel.head_dim) == SAMPLE:
             sample[(kernel.function,)] = kernel
     return tuple(sample.values())
 
@@ -86,7 +90,7 @@ def _variants(kernel: Kernel) -> set[str]:
 def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
     """What a kernel of the sample is compiled for that others of its function are not; empty: it is not of it."""
     if (kernel.dtype, kernel.head_dim) == SAMPLE:
-        if len(variants) > 1:
+        if len(_variants(kernel)) > 1:
             return ()
         return (kernel.head_dim, *variants) if variants else (kernel.head_dim, kernel.block_m)
     dtype = "float16" if kernel.head_dim == 64 else "bfloat16"
