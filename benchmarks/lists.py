@@ -23,6 +23,7 @@ import _sources
 import cupy
 import numpy as np
 import torch
+from _random_lists import KINDS, random_lists
 from _random_order import RandomOrders, expected_tau
 from speed import Pipeline
 
@@ -31,13 +32,11 @@ from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
 from s2o_cupy.plan.schedule import ScheduleShape, order_lists
 
 Row = dict[str, Any]
-# (list per q tile, lists of each head instead of each KV head, unit)
-KINDS = ((False, True, 1), (False, False, 1), (True, False, 64), (True, False, 128), (True, True, 128))
 
 
 @dataclass
 class Lists:
-    """Lists on the GPU, and what keeps them there."""
+    """Lists on the GPU, CuPy arrays in C order, and what keeps them there."""
 
     shape: ScheduleShape
     entries: Any
@@ -47,6 +46,7 @@ class Lists:
 
     @property
     def pointers(self) -> ListPointers:
+        assert all(x is None or x.flags.c_contiguous for x in (self.entries, self.begins, self.keys, self.q_order))
         q_order = 0 if self.q_order is None else self.q_order.data.ptr
         return ListPointers(self.entries.data.ptr, self.begins.data.ptr, self.keys.data.ptr, q_order)
 
@@ -122,35 +122,16 @@ def _call(pipeline: Pipeline, lists: Lists, config: S2OConfig, out: Any, **more:
     attend_lists(operands, lists.pointers, lists.shape, pipeline.problem, config, stream=stream, **more)
 
 
-def random_lists(pipeline: Pipeline, density: float, per_tile: bool, of_heads: bool, unit: int) -> tuple[Lists, float]:
-    """Lists of ``density`` of the units before each segment of 1,024 queries or q tile of 128, and how many pairs."""
-    p = pipeline.problem
-    rows = 128 if per_tile else 1024
-    list_heads, count = p.heads if of_heads else p.kv_heads, -(-p.seqlen_q // rows)
-    units = p.seqlen_k // unit
-    generator = torch.Generator("cuda").manual_seed(0)
-    entries = torch.empty((list_heads, count, max(1, int(density * units))), dtype=torch.int32, device="cuda")
-    kept = np.zeros(count, np.int64)
-    for n in range(count):
-        before = n * rows // unit
-        kept[n] = int(density * before)
-        drawn = torch.rand((list_heads, before), generator=generator, device="cuda").argsort(-1)
-        entries[:, n, : kept[n]] = drawn[:, : kept[n]]
-    shape = ScheduleShape(list_heads, unit, per_tile, None if per_tile else rows)
-    keys = np.broadcast_to(kept * unit, (list_heads, count)).astype(np.int32)
-    begins = (np.arange(list_heads * count) * entries.shape[-1]).reshape(list_heads, count)
-    lists = Lists(shape, cupy.from_dlpack(entries.reshape(-1)), cupy.asarray(begins), cupy.asarray(keys))
-    return lists, float(p.heads * (kept * unit).sum() * rows)
-
-
 def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: tuple[bool, bool, int], args: Any) -> Row:
     per_tile, of_heads, unit = kind
-    lists, pairs = random_lists(pipeline, density, *kind)
+    drawn = random_lists(pipeline.problem, density, *kind)
+    lists = Lists(drawn.shape, cupy.from_dlpack(drawn.entries), cupy.asarray(drawn.begins), cupy.asarray(drawn.keys))
     ms = _common.time_ms(partial(_call, pipeline, lists, config, pipeline.out), args.repeats)
     name = f"{'q tile' if per_tile else 'segment'}, {'head' if of_heads else 'KV head'}, unit {unit}"
-    share = pairs / (pipeline.problem.heads * pipeline.problem.geometry(config).causal_pairs())
+    share = drawn.pairs / (pipeline.problem.heads * pipeline.problem.geometry(config).causal_pairs())
     return {
-        "kind": name, "density": share, "lists_ms": ms, "lists_tflops": 4 * pipeline.problem.head_dim * pairs / ms / 1e9
+        "kind": name, "density": share, "lists_ms": ms,
+        "lists_tflops": 4 * pipeline.problem.head_dim * drawn.pairs / ms / 1e9,
     }  # fmt: skip
 
 

@@ -5,13 +5,16 @@ Skipped without a GPU. An entry that belongs to no list is far outside of k and 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from benchmark_lists import BENCHMARKS, KIND_NUMBERS, benchmark_lists
 from conftest import has_gpu
+from in_process import run_script
 from key_lists import all_keys, list_heads, make_lists, random_lists
 from pages import paged, random_table
 
@@ -190,6 +193,36 @@ def test_queries_are_taken_in_the_order_given(path, qkv, rng, head_dim):
     lists = random_lists(rng, q.shape, 300, list_heads=2, unit=1, per_tile=True)
     found = attend(path, q, k, v, lists, per_tile=True, q_order=order)
     assert_defined(found, q, k, v, lists, q_order=order)
+
+
+# ---------------------------------------------------------------- the benchmark's
+
+
+@pytest.mark.parametrize("kind", KIND_NUMBERS)
+def test_lists_of_the_benchmark(path, qkv, kind):
+    q, k, v = draw(qkv, "bfloat16", 2048, heads=4, kv_heads=2, head_dim=128)
+    lists = benchmark_lists(problem_of(q, k, S2OConfig()), 0.3, kind)
+    shape = lists.shape
+    listed = KeyLists(lists.entries.numpy(), lists.begins, lists.keys, shape.unit)
+    found = attend(path, q, k, v, listed, per_tile=shape.per_tile, segment=shape.segment)
+    assert_defined(found, q, k, v, listed, segment=shape.segment)
+    visited = found.visited.sum() * 128  # at most a key tile more than listed
+    assert lists.pairs / 128 <= visited < lists.pairs / 128 + 4 * 16 * 128
+
+
+def test_the_benchmark(tmp_path):
+    """With more q tiles than multiprocessors; it compares S2O's bits itself."""
+    if not pytest.importorskip("torch").cuda.is_available() or not BENCHMARKS.exists():
+        pytest.skip("needs a PyTorch with CUDA and a source checkout")
+    result = run_script(
+        BENCHMARKS / "lists.py", "--lengths", 16384, "--heads", 8, "--kv-heads", 2, "--densities", "0.3", "--repeats",
+        2, "--json", tmp_path / "x.json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    s2o_row, *others = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert s2o_row["kind"] == "s2o" and s2o_row["density"] == pytest.approx(0.3, rel=0.1)
+    assert len({row["kind"] for row in others}) == len(KIND_NUMBERS)
+    assert all(row["density"] == pytest.approx(0.3, rel=0.2) and row["lists_ms"] > 0 for row in others)
 
 
 # ---------------------------------------------------------------- nothing but what is listed

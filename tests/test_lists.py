@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmark_lists import KIND_NUMBERS, benchmark_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from key_lists import NOWHERE, all_keys, list_heads, make_lists, random_lists, tiles_of
+from listed_memory import ListedMemory
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.plan.rounds import Chunk
+from s2o_cupy.plan.rounds import Chunk, rounds
 from s2o_cupy.plan.schedule import ScheduleShape, order_lists
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import s2o
 from s2o_cupy.reference.dense import dense_attention
 from s2o_cupy.reference.lists import KeyLists, attend_lists
+from s2o_cupy.selection.s2o import chunk_bytes
 from s2o_cupy.spec import Geometry
 
 TOLERANCE = 1e-12  # of float64 sums of a few hundred terms of size 1, a few hundred units of 2.2e-16 each
@@ -240,3 +243,64 @@ def test_a_schedule_that_no_kernel_takes_is_refused(changes, message):
     problem = Problem(2, 8, 2, 1000, 3000, 64, "bfloat16", True, 0.125)
     with pytest.raises(ValueError, match=message):
         ScheduleShape(**({"list_heads": 8} | changes)).check(problem)
+
+
+# ---------------------------------------------------------------- what kernels read of it
+
+
+@pytest.mark.parametrize("unit", [1, 64, 128])
+@pytest.mark.parametrize("kind", ["one", "kv_heads", "heads"])
+@pytest.mark.parametrize("per_tile", [False, True])
+def test_kernels_read_the_lists_of_the_definition(rng, unit, kind, per_tile):
+    problem, few = Problem(2, 4, 2, 500, 700, 64, "bfloat16", False, 0.125), list_heads(kind, 4, 2)
+    shape = ScheduleShape(few, unit, per_tile, 200)
+    lists = random_lists(
+        rng, (2, 4, 500, 64), 700, list_heads=few, unit=unit, segment=200, block_m=64, per_tile=per_tile
+    )
+    memory = ListedMemory(problem, shape, 64, lists.entries, lists.begins, lists.keys)
+    for b, h, (n, tile, _, _) in ((b, h, x) for b in range(2) for h in range(4) for x in tiles_of(500, 200, 64)):
+        expected = lists.positions(b, h * few // 4, n, tile)
+        np.testing.assert_array_equal(memory.positions(b * 4 + h, n, tile), expected)
+
+
+@pytest.mark.parametrize(("workspace_mib", "turns"), [(256, 1), (32, 4)])
+def test_kernels_read_s2os_orders_of_all_rounds(workspace_mib, turns):
+    """The orders of rounds lie one behind the other: each of its segment's candidates, then padding."""
+    problem = Problem(1, 32, 8, 32768, 32768, 128, "bfloat16", True, 0.1)
+    geometry = problem.geometry(S2OConfig(segment=1024))
+    chunks = rounds(problem, geometry, chunk_bytes, workspace_mib << 20)
+    assert len(chunks) == turns
+    orders = []
+    for chunk in chunks:
+        order = np.full(chunk.elements, NOWHERE, np.int32)
+        for h, n in np.ndindex(chunk.heads, chunk.segments):
+            row = order[chunk.place(chunk.first_head + h, chunk.first_segment + n)]
+            candidates = geometry.candidates(chunk.first_segment + n)
+            row[:candidates] = (chunk.first_head + h + np.arange(candidates)) % candidates  # each head its own order
+        orders.append(order)
+    begins, keys = order_lists(chunks, geometry, 32)
+    shape = ScheduleShape(32, segment=1024, resumed=True)
+    memory = ListedMemory(problem, shape, 128, np.concatenate(orders), begins[None], keys[None])
+    for head, n in np.ndindex(32, 32):
+        expected = (head + np.arange(n * 1024)) % max(1, n * 1024)
+        np.testing.assert_array_equal(memory.positions(head, n, tile=7), expected)
+
+
+@pytest.mark.parametrize("kind", KIND_NUMBERS)
+@pytest.mark.parametrize("density", [0.05, 0.3])
+def test_kernels_read_the_benchmarks_lists(kind, density):
+    """Of each kind: a share of the units before the segment or q tile, none twice."""
+    problem = Problem(1, 8, 2, 4096, 4096, 128, "bfloat16", True, 0.1)
+    lists = benchmark_lists(problem, density, kind)
+    per_tile, unit = lists.shape.per_tile, lists.shape.unit
+    memory = ListedMemory(problem, lists.shape, 128, lists.entries.numpy(), lists.begins, lists.keys)
+    pairs = 0
+    for head, tile in np.ndindex(8, 32):
+        segment, tile = (0, tile) if per_tile else divmod(tile, 8)
+        found = memory.positions(head, segment, tile)
+        before = tile * 128 if per_tile else segment * 1024
+        assert len(found) == int(density * (before // unit)) * unit
+        assert (np.sort(found)[1:] != np.sort(found)[:-1]).all()
+        assert len(found) == 0 or 0 <= found.min() <= found.max() < before
+        pairs += 128 * len(found)
+    assert pairs == lists.pairs > 0

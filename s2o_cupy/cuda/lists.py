@@ -28,7 +28,8 @@ COUNTER_BYTES = 256  # of the launch's next q tile, and what the array behind it
 
 
 class ListPointers(NamedTuple):
-    """Where lists lie on the GPU: KeyLists of raw_kernels/common/listed_rows.cuh. Nobody checks what is in them."""
+    """Where lists lie on the GPU, in C order: KeyLists of raw_kernels/common/listed_rows.cuh. Nobody checks what is in
+    them."""
 
     entries: int  # int32 [any]
     begins: int  # int64 of ScheduleShape.lists_shape: each list's first entry
