@@ -9,6 +9,7 @@ the calls of a model's layers share one; no array is looked into.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -93,26 +94,24 @@ class Batch:
         rows = (self.whole.batch, self.whole.heads, self.whole.seqlen_q)
         return rows[4 - len(self.shape_q) :]
 
+    @functools.cached_property
     def axes(self) -> tuple[Axes, Axes, Axes, Axes]:
         """Shapes and strides of the operands q, k, v and of an output in C order."""
-        if self._axes is None:
-            (q, q_strides, dtype), (k, k_strides, _), (v, v_strides, _) = self._forms[:3]
-            size = _itemsize(dtype)
-            out_strides = tuple(size * math.prod(q[axis + 1 :]) for axis in range(len(q)))
-            self._axes = (
-                axes(q, q_strides, self.layout, size),
-                axes(k, k_strides, self.page_layout, size),
-                axes(v, v_strides, self.page_layout, size),
-                axes(q, out_strides, self.layout, size),
-            )
-        return self._axes
-
-    _axes: tuple[Axes, Axes, Axes, Axes] | None = None
+        (q, q_strides, dtype), (k, k_strides, _), (v, v_strides, _) = self._forms[:3]
+        size = _itemsize(dtype)
+        out_strides = tuple(size * math.prod(q[axis + 1 :]) for axis in range(len(q)))
+        return (
+            axes(q, q_strides, self.layout, size),
+            axes(k, k_strides, self.page_layout, size),
+            axes(v, v_strides, self.page_layout, size),
+            axes(q, out_strides, self.layout, size),
+        )
 
     def of_forms(self, forms: tuple[Form, ...]) -> Batch:
         """The same call on arrays that lie in memory in another way."""
         other = copy.copy(self)
-        other._forms, other._axes, other.copied = forms, None, (False,) * 3
+        other._forms, other.copied = forms, (False,) * 3
+        other.__dict__.pop("axes", None)
         return other
 
 

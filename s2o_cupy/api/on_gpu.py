@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,9 @@ def run(
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
     call, or that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran
     for each part."""
-    import_cupy()
-    from ..cuda import pipeline
-
-    of_q, of_k, of_v, of_out = batch.axes()
-    q, k, v = (Operand(x.pointer, *of) for x, of in zip(infos, (of_q, of_k, of_v), strict=False))
+    pipeline = _pipeline()
+    of_q, of_k, of_v, of_out = batch.axes
+    q, k, v = Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v)
     out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
     paging = None
     if batch.paged:
@@ -88,12 +87,20 @@ def run(
     return ran
 
 
+def _pipeline() -> Any:
+    """The module that touches the GPU, imported when it is first needed: a statement would take a microsecond each."""
+    known = sys.modules.get("s2o_cupy.cuda.pipeline")
+    if known is None:
+        import_cupy()
+        from ..cuda import pipeline as known
+    return known
+
+
 def _call(
     batch: Batch, part: Part, operands: tuple[Operand, ...], paging: Paging | None, lse: int, to_visit: Sequence[int]
 ) -> Any:
     """One part's own problem for `pipeline.run_in_turn`."""
-    from ..cuda import pipeline
-
+    pipeline = _pipeline()
     q, k, v, out = operands
     if batch.packed:
         rows = (part.begin_q, part.begin_q + part.problem.seqlen_q)

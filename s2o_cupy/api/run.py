@@ -110,7 +110,8 @@ def run(
                 ran = on_gpu.run(
                     batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys, sums=sums
                 )
-        _without_keys(batch, framework, o, lse, visited)
+        if batch.idle:
+            _without_keys(batch, framework, o, lse, visited)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())

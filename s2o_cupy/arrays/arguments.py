@@ -22,17 +22,17 @@ def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
             f"s2o_attention: {_listed(arrays)} come from different frameworks: {came}; accepted: one framework "
             f"for all {_COUNTS[len(arrays)]} (convert with its from_dlpack, without a copy)"
         )
+    check, describe_one = framework.check, framework.describe
     for name, x in arrays.items():
-        framework.check(name, x)
-    infos = tuple([framework.describe(x) for x in arrays.values()])
-    device = infos[0].device
-    for info in infos:
-        if info.device != device:
-            came = ", ".join(f"{name} on {info.device}" for name, info in zip(arrays, infos, strict=True))
-            raise ValueError(
-                f"s2o_attention: {_listed(arrays)} are on different devices: {came}; accepted: one device for all "
-                f"{_COUNTS[len(arrays)]} (move them with .to, jax.device_put or cupy.asarray)"
-            )
+        check(name, x)
+    infos = tuple([describe_one(x) for x in arrays.values()])
+    devices = [info.device for info in infos]
+    if devices.count(devices[0]) != len(devices):
+        came = ", ".join(f"{name} on {device}" for name, device in zip(arrays, devices, strict=True))
+        raise ValueError(
+            f"s2o_attention: {_listed(arrays)} are on different devices: {came}; accepted: one device for all "
+            f"{_COUNTS[len(arrays)]} (move them with .to, jax.device_put or cupy.asarray)"
+        )
     return framework, infos
 
 

@@ -40,6 +40,10 @@ class Framework:
         """All that a call needs to know of ``x``, at once."""
         raise NotImplementedError
 
+    def pointer(self, native: Any) -> int:
+        """Where what ``ArrayInfo.native`` is begins, if no more is asked."""
+        return self.describe(native).pointer
+
     def dtype(self, x: Any) -> str:
         return dtype_name(x.dtype)
 

@@ -31,6 +31,9 @@ class CupyFramework(Framework):
             return nullcontext()
         return cupy_scope(device, stream)
 
+    def pointer(self, native: Any) -> int:
+        return native.data.ptr
+
     def on_host(self, x: Any) -> np.ndarray:
         return x.get()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -27,8 +28,7 @@ class TorchFramework(Framework):
         return is_instance(x, "torch", "Tensor")
 
     def check(self, name: str, x: Any) -> None:
-        import torch
-
+        torch = sys.modules["torch"]  # one of its tensors came in
         if x.layout != torch.strided:
             raise TypeError(f"s2o_attention: {name} is {x.layout}; accepted: dense tensors (.to_dense())")
         if x.is_nested:
@@ -49,6 +49,9 @@ class TorchFramework(Framework):
         except RuntimeError:
             raise no_address(x) from None
         return ArrayInfo(pointer, tuple(x.shape), strides, size, dtype, device_of(x.device), x)
+
+    def pointer(self, native: Any) -> int:
+        return native.data_ptr()
 
     def dtype(self, x: Any) -> str:
         return torch_dtype_name(x.dtype)
@@ -91,8 +94,7 @@ class TorchFramework(Framework):
             yield
 
     def stream(self) -> int:
-        import torch
-
+        torch = sys.modules["torch"]
         # Without a device it takes three times as long.
         return torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
 
@@ -102,7 +104,7 @@ class TorchFramework(Framework):
         return torch.cuda.is_current_stream_capturing()
 
     def memory(self, like: Any) -> Callable[[int], tuple[int, Any]] | None:
-        import torch
+        torch = sys.modules["torch"]
 
         def allocate(nbytes: int) -> tuple[int, Any]:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
@@ -140,8 +142,7 @@ class TorchFramework(Framework):
         out.detach().copy_(self.export(native, out))
 
     def output(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
-        import torch
-
+        torch = sys.modules["torch"]
         # torch's own allocator, also under graph capture
         out = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
         if not host:
