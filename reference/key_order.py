@@ -116,7 +116,7 @@ def order_keys(scores: Array) -> Array:
     order = stratified_order(scores)
     for first, sort in ((MIDDLE, stratified_order), (ORDER_HEAD, _bucket_order)):
         if first == ORDER_HEAD or count > MIDDLE_FROM:
-            front = order[..., :first]
-            inner = sort(np.take_along_axis(scores, front, axis=-1))
-            order[..., :first] = np.take_along_axis(front, inner, axis=-1)
+            head = order[..., :first]
+            inner = sort(np.take_along_axis(scores, head, axis=-1))
+            order[..., :first] = np.take_along_axis(head, inner, axis=-1)
     return order

@@ -67,7 +67,7 @@ PROBE_RUNS = 128  # of queries: the pooled queries of a probe
 PROBE_SAMPLES = 1024  # candidates looked at, at most
 PROBE_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
 PROBE_TOP = 10  # the best tenth of the sample is compared
-PROBE_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before the segment is ordered finely
+PROBE_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before segments are refined
 SMALLEST_REFINED_SCALE = 1e-30  # norms in units of a dot product could overflow with less; all scores are alike
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.

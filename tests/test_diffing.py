@@ -36,9 +36,9 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     if scale < 0:
         q, scale = -q, -scale
     geometry = problem.geometry(config)
-    reps, counts = s2o.pooled_queries(q, geometry, config.coarse)
+    pooled, counts = s2o.pooled_queries(q, geometry, config.coarse)
     q_order = s2o.query_order(q, k, geometry)
-    scores = [s2o.key_scores(reps, counts, k, n, geometry) for n in range(geometry.segments)]
+    scores = [s2o.key_scores(pooled, counts, k, n, geometry) for n in range(geometry.segments)]
     deficits = None
     if config.probes(scale):
         deficits = s2o.probe(q, k, geometry, config, scale)
@@ -54,7 +54,7 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
     state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
-    return GpuStages(reps, q_order, scores, deficits, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+    return GpuStages(pooled, q_order, scores, deficits, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
 
 
 def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0):
@@ -130,7 +130,7 @@ def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
 
 
 FAULTS = {
-    "pooled_queries": lambda s: larger(s.reps, (1, 2, 1, 0)),
+    "pooled_queries": lambda s: larger(s.pooled, (1, 2, 1, 0)),
     "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
     "probe": lambda s: s.deficits.__iadd__(0.1),
     "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),

@@ -361,12 +361,12 @@ def test_progress_counts_segments():
 def test_pooled_queries_average_runs_of_queries():
     q, _, _, config = make(Case(seqlen_q=21, config={"rank": "max", "pooled_queries": 5}))
     geometry = Geometry(21, 21, config.segment)
-    reps, counts = s2o.pooled_queries(q, geometry, config)  # runs of ceil(16 / 5) = 4 queries
-    assert reps.shape == (1, 2, 2, 5, 8)
+    pooled, counts = s2o.pooled_queries(q, geometry, config)  # runs of ceil(16 / 5) = 4 queries
+    assert pooled.shape == (1, 2, 2, 5, 8)
     np.testing.assert_array_equal(counts, [[4, 4, 4, 4, 0], [4, 1, 0, 0, 0]])
     four = q[:, :, 12] + q[:, :, 13] + q[:, :, 14] + q[:, :, 15]
-    np.testing.assert_allclose(reps[:, :, 0, 3], four / 4, rtol=0, atol=1e-15 * np.abs(q).max() * 4)
-    np.testing.assert_array_equal(reps[:, :, 1, 1], q[:, :, 20])
+    np.testing.assert_allclose(pooled[:, :, 0, 3], four / 4, rtol=0, atol=1e-15 * np.abs(q).max() * 4)
+    np.testing.assert_array_equal(pooled[:, :, 1, 1], q[:, :, 20])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -375,15 +375,15 @@ def test_key_scores_are_the_largest_over_pooled_queries(is_causal):
         Case(heads=4, kv_heads=2, seqlen_q=35, config={"rank": "max", "pooled_queries": 4})
     )
     geometry = Geometry(35, 40, 16, 0, is_causal)
-    reps, counts = s2o.pooled_queries(q, geometry, config)
+    pooled, counts = s2o.pooled_queries(q, geometry, config)
     assert counts[2].tolist() == [3, 0, 0, 0]
     for n in range(3):
-        scores = s2o.key_scores(reps, counts, k, n, geometry)
+        scores = s2o.key_scores(pooled, counts, k, n, geometry)
         positions = s2o.candidate_positions(n, geometry)
         assert scores.dtype == np.float32
         assert scores.shape == (1, 4, len(positions))
         for h in range(4):
-            dots = reps[0, h, n, counts[n] > 0] @ k[0, h // 2, positions].T
+            dots = pooled[0, h, n, counts[n] > 0] @ k[0, h // 2, positions].T
             # float64 dot products, rounded to float32 at the end: half a unit in the last place.
             np.testing.assert_allclose(scores[0, h], dots.max(axis=0), rtol=2**-24 + 1e-12, atol=1e-14)
 

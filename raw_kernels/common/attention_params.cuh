@@ -14,15 +14,15 @@ struct AttentionParams {
   const int* q_order;      // [batch * heads, segments, segment]
   const int* k_order;      // rows of the chunk (Chunk::place): key positions, most important first
   int* visited;            // [batch * heads, segments, tiles]
-  int* next_q_tile;          // the launch's next q tile, 0 at its start (Hopper)
-  const float* tail;        // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null
+  int* next_q_tile;        // the launch's next q tile, 0 at its start (Hopper)
+  const float* tail;       // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null
   const float* candidate_means;  // [batch * kv_heads, segments, (k, v), width]
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;
   int tiles;               // q tiles of a full segment
   int steps_per_tile;      // block_n / 64: steps from one stop check to the next (portable)
-  int q_tiles;               // q tiles of the launch (Hopper)
+  int q_tiles;             // q tiles of the launch (Hopper)
   float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;

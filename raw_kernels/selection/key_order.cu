@@ -1,9 +1,9 @@
 // The order of a row's candidates by score (the paper's Algorithm 1, line 19); reference/key_order.py defines it.
 //
-//   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in item:
+//   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in turn:
 //               the best of each, then the second best, and so on. For rows of more than kOrderHead candidates.
 //   key_middle: the same with the first kMiddle of these, of rows of more than kMiddleFrom
-//   key_order_head:  the first kOrderHead, or all of a shorter row's, sorted by bucket, stable
+//   key_order_head: the first kOrderHead, or all of a shorter row's, sorted by bucket, stable
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores and orders are
 //
@@ -212,7 +212,7 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
   if (row.count <= 0) return;
   const bool whole = row.count <= spec::kOrderHead;
   const uint16* scores = p.scores + row.place;
-  const uint16* front = p.order_head_scores + row.row * spec::kOrderHead;
+  const uint16* head_scores = p.order_head_scores + row.row * spec::kOrderHead;
   int* order = p.k_order + row.place;
   RadixSort sort(shared.radix);
 #pragma unroll
@@ -220,7 +220,7 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
     const int unit = i * kSortThreads + threadIdx.x;
     const uint32 target = sort.scores_address(unit);
     if (!whole) {
-      cp_async_16(target, front + unit * 8);
+      cp_async_16(target, head_scores + unit * 8);
     } else if (row.eight(unit * 8)) {
       cp_async_16(target, scores + row.key(unit * 8));
     } else {

@@ -1,12 +1,12 @@
-// rank="auto": which segments need a finer order than their mean query gives, and the scores of their candidates.
+// rank="auto": which segments need a better order than their mean query gives, and the scores of their candidates.
 // reference/s2o.py: probe, refined_segments and refined_scores define it.
 //
-//   probe:      how much of the softmax mass of a segment's queries the best tenth of its candidates by mass holds, and
-//                the best tenth by mean score does not: of a sample of candidates, for every kProbeEvery-th segment
-//                                                                     -> deficits [batch * heads, probes]
-//   refined_norms:  which segments are fine, and the log of the mass of each of their pooled queries' runs
-//                                                                     -> fine [batch * heads, segments], norms
-//   refined_scores: the largest score over a fine segment's pooled queries, each less its norm
+//   probe:          how much of the softmax mass of a segment's queries the best tenth of its candidates by mass
+//                   holds, and the best tenth by mean score does not: of a sample of candidates, for every
+//                   kProbeEvery-th segment                            -> deficits [batch * heads, probes]
+//   refined_norms:  which segments are refined, and the log of the mass of each of their pooled queries
+//                                                                     -> refined [batch * heads, segments], norms
+//   refined_scores: the largest score over a refined segment's pooled queries, each less its norm
 //                                                                     -> scores: in place of key_scores'
 //
 // A block holds pooled queries as fragments in registers, a warp 16 or 32 of them, and walks keys 64 at a time.
@@ -27,13 +27,13 @@ struct RefineTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kChunks = kHeadDim / 8;
   static constexpr int kTilesAtOnce = kHeadDim > 128 ? 1 : kTiles;  // whose pooled queries memory holds
-  static constexpr int kRepsAtOnce = 16 * kTilesAtOnce * kWarps;
+  static constexpr int kPooledAtOnce = 16 * kTilesAtOnce * kWarps;
   static_assert(kTilesAtOnce == kTiles || kTilesAtOnce == 1, "a part is one tile of each warp");
   static constexpr int kStages = 2 * kTilesAtOnce;
-  static_assert(kStages * kRefineStep == kRepsAtOnce, "steps of keys reuse the memory of pooled_queries");
+  static_assert(kStages * kRefineStep == kPooledAtOnce, "steps of keys reuse the memory of pooled_queries");
 
   struct Shared {
-    uint16 rows[kRepsAtOnce * kHeadDim];     // pooled queries, until they are in registers; then steps of keys
+    uint16 rows[kPooledAtOnce * kHeadDim];     // pooled queries, until they are in registers; then steps of keys
     float part[2][2][kWarps][kRefineStep];    // [step % 2, quantity, warp, key]
     float mass[spec::kProbeSamples], mean[spec::kProbeSamples];
     uint64 slots[spec::kProbeSamples];
@@ -80,7 +80,7 @@ struct PooledQueries {
     const uint32 tile = shared_address(shared.rows);
     const int chunk = threadIdx.x % Traits::kChunks, head_dim = p.geometry.head_dim;
 #pragma unroll 1
-    for (int slot = threadIdx.x / Traits::kChunks; slot < Traits::kRepsAtOnce;
+    for (int slot = threadIdx.x / Traits::kChunks; slot < Traits::kPooledAtOnce;
          slot += Traits::kThreads / Traits::kChunks) {
       const int rep = kAtOnce == kTiles ? slot : (slot / 16 * kTiles + kFirst) * 16 + slot % 16;
       int begin = rep * run;
@@ -266,8 +266,8 @@ __device__ __forceinline__ void probe(const RefineParams& p, typename Traits::Sh
   const uint16* q = p.q.at(batch, head % p.heads) + g.query_begin(n) * p.q.row;
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
   const PagedRows pages{p.k, p.pages, batch, 0};
-  PooledQueries<Traits> reps;
-  reps.load(shared, q, p.q.row, queries, run, p);
+  PooledQueries<Traits> pooled;
+  pooled.load(shared, q, p.q.row, queries, run, p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, present = (queries + run - 1) / run;
 
   // The mass of each pooled query: of the sample, and of the keys that pass 1 reads.
@@ -278,7 +278,7 @@ __device__ __forceinline__ void probe(const RefineParams& p, typename Traits::Sh
 #pragma unroll
     for (int j = 0; j < kRefineStep / 8; j += 2) {
       float s[1][2][4] = {};
-      reps.products(s, keys, j);
+      pooled.products(s, keys, j);
       mass.add(s[0], p.scale_log2, sample.weight(), [&](int, int t, int e) {
         return step * kRefineStep + (j + t) * 8 + lane % 4 * 2 + e < sample.count;
       });
@@ -291,7 +291,7 @@ __device__ __forceinline__ void probe(const RefineParams& p, typename Traits::Sh
 #pragma unroll
     for (int j = 0; j < kRefineStep / 8; j += 2) {
       float s[1][2][4] = {};
-      reps.products(s, keys, j);
+      pooled.products(s, keys, j);
       mass.add(s[0], p.scale_log2, kOwnStep, [&](int h, int t, int e) {
         const int i = step * kRefineStep + (j + t) * 8 + lane % 4 * 2 + e;
         const int last = min((warp * 16 + h * 8 + lane / 4 + 1) * run, queries) - 1;  // query of the run
@@ -319,7 +319,7 @@ __device__ __forceinline__ void probe(const RefineParams& p, typename Traits::Sh
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         float s[1][2][4] = {};
-        reps.products(s, keys, first + j);
+        pooled.products(s, keys, first + j);
 #pragma unroll
         for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -360,8 +360,8 @@ __device__ __forceinline__ void probe(const RefineParams& p, typename Traits::Sh
   if (threadIdx.x == 0) deficit = (held[0] - held[1]) * sample.weight() / present;
 }
 
-// Whether a segment is fine: its head's latest probes before it say so, or there is none.
-__device__ __forceinline__ bool is_refine(const RefineParams& p, int head, int n) {
+// Whether a segment is refined: its head's latest probes before it say so, or there is none.
+__device__ __forceinline__ bool is_refined(const RefineParams& p, int head, int n) {
   if (n < p.first_ordered) return false;
   const int before = (n - p.first_ordered + spec::kProbeEvery - 1) / spec::kProbeEvery;
   const int count = min(before, spec::kProbeWindow);
@@ -378,7 +378,7 @@ __device__ __forceinline__ void refined_norms(const RefineParams& p, typename Tr
   const Geometry& g = p.geometry;
   const int head = blockIdx.x / g.segments(), n = blockIdx.x % g.segments();
   const Sample sample(g, n);
-  const bool refined = sample.count > 0 && is_refine(p, head, n);
+  const bool refined = sample.count > 0 && is_refined(p, head, n);
   if (threadIdx.x == 0) p.refined[blockIdx.x] = refined;
   if (!refined) return;
   const int batch = head / p.heads, queries = g.query_count(n);
@@ -386,15 +386,15 @@ __device__ __forceinline__ void refined_norms(const RefineParams& p, typename Tr
   const uint16* k = head_rows<Traits::kPaged>(p.k, batch, head % p.heads / (p.heads / p.kv_heads));
   const PagedRows pages{p.k, p.pages, batch, 0};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  PooledQueries<Traits> reps;
-  reps.load(shared, q, p.q.row, queries, p.run, p);
+  PooledQueries<Traits> pooled;
+  pooled.load(shared, q, p.q.row, queries, p.run, p);
   Mass mass[Traits::kTiles];
   walk_keys<Traits>(shared, k, p.k.row, pages, g.head_dim, p.aligned, (sample.count + kRefineStep - 1) / kRefineStep,
                     [&](int i) { return sample.position(i); }, [&](int step, uint32 keys) {
 #pragma unroll
     for (int j = 0; j < kRefineStep / 8; j += 2) {
       float s[Traits::kTiles][2][4] = {};
-      reps.products(s, keys, j);
+      pooled.products(s, keys, j);
 #pragma unroll
       for (int i = 0; i < Traits::kTiles; ++i)
         mass[i].add(s[i], p.scale_log2, 1.f, [&](int, int t, int e) {
@@ -436,8 +436,8 @@ __device__ __forceinline__ void refined_scores(const RefineParams& p, typename T
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int steps = (keys + kRefineStep - 1) / kRefineStep;
   if (threadIdx.x == 0) shared.scores = p.scores + p.chunk.place(head, n) + first_key;
-  PooledQueries<Traits> reps;
-  reps.load(shared, q, p.q.row, queries, p.run, p);
+  PooledQueries<Traits> pooled;
+  pooled.load(shared, q, p.q.row, queries, p.run, p);
   float norm[Traits::kTiles][2];
 #pragma unroll
   for (int i = 0; i < Traits::kTiles; ++i)
@@ -471,7 +471,7 @@ __device__ __forceinline__ void refined_scores(const RefineParams& p, typename T
           for (int t = 0; t < 2; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) s[i][t][e] = -norm[i][e / 2];
-        reps.products(s, address, first + j);
+        pooled.products(s, address, first + j);
 #pragma unroll
         for (int t = 0; t < 2; ++t)
 #pragma unroll

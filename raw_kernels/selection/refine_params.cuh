@@ -8,13 +8,13 @@ struct RefineParams {
   Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   float* deficits;         // [batch * heads, probes]
-  int* refined;               // [batch * heads, segments]: 1 if fine
+  int* refined;            // [batch * heads, segments]: 1 if so
   float* norms;            // [batch * heads, segments, pooled queries], in units of a dot product
   uint16* scores;          // by key position, see RankKeysParams
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;
-  int pooled_queries, run;  // of a fine segment
+  int pooled_queries, run;  // of a refined segment
   int probe_run;
   int first_ordered;         // the first segment with candidates
   int probes;

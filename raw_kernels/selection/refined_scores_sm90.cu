@@ -1,10 +1,10 @@
 // refined_scores of rank="auto" on Hopper (refine.cu has the portable one): the largest score of a candidate over the
-// pooled queries of a fine segment, each less its norm; by wgmma.
+// pooled queries of a refined segment, each less its norm; by wgmma.
 //
 // A block of one warpgroup keeps a row's pooled queries in shared memory and walks keys, 64 at a time: keys are the
 // rows of the product, so that a maximum over pooled queries stays within four lanes. Two blocks on a multiprocessor
-// take turns by themselves: while one looks for maxima, the other multiplies. Blocks share the time of all fine rows
-// evenly, whichever rows these are: nobody on the host knows.
+// take turns by themselves: while one looks for maxima, the other multiplies. Blocks share the time of all refined
+// rows evenly, whichever rows these are: nobody on the host knows.
 #include "selection/refine_params.cuh"
 #include "selection/sortable.cuh"
 #include "sm90/wgmma_tile.cuh"
@@ -21,15 +21,15 @@ struct RefinedScoresTraits {
   static constexpr bool kPaged = kPaged_;  // k is a paged cache
 
   struct Shared {
-    uint16 reps[kRefinePooled * kHeadDim];
+    uint16 pooled[kRefinePooled * kHeadDim];
     uint16 keys[kStages][kRefineKeys * kHeadDim];
     float norms[kRefinePooled];
     int of_warp[4];
-    int row, at;  // where the block begins, and the next fine row
+    int row, at;  // where the block begins, and the next refined row
   };
 };
 
-// Steps of keys that a row of the chunk takes: 0 if it is not fine.
+// Steps of keys that a row of the chunk takes: 0 if it is not refined.
 __device__ __forceinline__ int refined_steps(const RefineParams& p, int row) {
   const int n = p.chunk.first_segment + row % p.chunk.segments, head = p.chunk.first_head + row / p.chunk.segments;
   const int end = p.geometry.is_causal ? p.geometry.candidates(n) : p.geometry.seqlen_k;
@@ -42,7 +42,8 @@ __device__ __forceinline__ int refined_time(const RefineParams& p, int row) {
   return steps > 0 ? kRowSteps + steps : 0;
 }
 
-// Where this block's even share of the time of all fine rows begins: shared.row, shared.at. Returns how much it has.
+// Where this block's even share of the time of all refined rows begins: shared.row, shared.at. Returns how much it
+// has.
 template <class Shared>
 __device__ __forceinline__ int find_share(const RefineParams& p, Shared& shared) {
   const int rows = p.chunk.heads * p.chunk.segments, each = (rows + kRefineThreads - 1) / kRefineThreads;
@@ -78,9 +79,9 @@ __device__ __forceinline__ int find_share(const RefineParams& p, Shared& shared)
   return min(share, total - static_cast<int>(blockIdx.x) * share);
 }
 
-// The next fine row after `row`; there is one.
+// The next refined row after `row`; there is one.
 template <class Shared>
-__device__ __forceinline__ int next_fine_row(const RefineParams& p, Shared& shared, int row) {
+__device__ __forceinline__ int next_refined_row(const RefineParams& p, Shared& shared, int row) {
   const int rows = p.chunk.heads * p.chunk.segments;
   __syncthreads();
   if (threadIdx.x == 0) shared.row = rows;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void load_pooled_queries(const RefineParams& p, typen
   using Element = typename Traits::Element;
   constexpr int kSlots = kRefineThreads / Traits::kChunks;  // that the block takes at a time
   constexpr int kAtATime = 4, kRows = 4;                  // reads of so many slots and rows under way in a thread
-  const uint32 tile = shared_address(shared.reps);
+  const uint32 tile = shared_address(shared.pooled);
   const int chunk = threadIdx.x % Traits::kChunks;
   const bool inside = chunk * 8 < p.geometry.head_dim;
 #pragma unroll 1
@@ -205,7 +206,7 @@ __device__ __forceinline__ void score_row(const RefineParams& p, typename Traits
     __syncthreads();  // everybody's copies are there, and nobody multiplies with the other tile any more
     float d[2][64];   // [keys, pooled queries] of this thread
     const uint32 a = tile_descriptor(shared_address(shared.keys[step % Traits::kStages]), 0);
-    const uint32 b = tile_descriptor(shared_address(shared.reps), 0);
+    const uint32 b = tile_descriptor(shared_address(shared.pooled), 0);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
@@ -257,7 +258,7 @@ __device__ __forceinline__ void refined_scores_sm90(const RefineParams& p, typen
     if (first < last) score_row<Traits>(p, shared, row, first, last);
     left -= end - at;
     if (left == 0) return;
-    row = next_fine_row(p, shared, row);  // everybody is done with the pooled queries
+    row = next_refined_row(p, shared, row);  // everybody is done with the pooled queries
     at = 0;
   }
 }

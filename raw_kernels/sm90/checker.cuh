@@ -37,8 +37,8 @@ __device__ __forceinline__ void check_values(typename Traits::Shared& shared) {
   for (uint32 nth = 0;; ++nth) {
     const uint32 place = nth % kPlaces;
     await_q_tile(shared, nth);
-    const int q_tile = shared.q_tile[place], tiles = shared.q_tiles_known[place].key_tiles;
-    const int first_masked = shared.q_tiles_known[place].limit / Traits::kBlockN;
+    const int q_tile = shared.q_tile[place], tiles = shared.described[place].key_tiles;
+    const int first_masked = shared.described[place].limit / Traits::kBlockN;
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) return;
     for (int tile = first_masked; tile < tiles; ++tile) {

@@ -222,8 +222,8 @@ struct Consumer : Softmax<Traits> {
   __device__ __forceinline__ int walk(uint32 nth, uint32 q, int tiles, int limit, int rows) {
     int tile = 1;
     for (; tile < tiles; ++tile) {
-      const bool stop_checks = !kFirst && tile % kTilesPerStopCheck == 0;
-      if (stop_checks && tile >= 2 * kTilesPerStopCheck &&
+      const bool at_stop_check = !kFirst && tile % kTilesPerStopCheck == 0;
+      if (at_stop_check && tile >= 2 * kTilesPerStopCheck &&
           all_voted_to_stop(shared, voted + tile / kTilesPerStopCheck - 2))
         break;
       if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
@@ -235,7 +235,7 @@ struct Consumer : Softmax<Traits> {
       }
       issue_output();
       pass_turn();
-      if (stop_checks) vote(rows, tile / kTilesPerStopCheck - 1);  // here, as it runs under the products
+      if (at_stop_check) vote(rows, tile / kTilesPerStopCheck - 1);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
       bool moved = true;
@@ -405,7 +405,7 @@ struct Consumer : Softmax<Traits> {
     return shared.q_tile[n % kPlaces] >= 0;
   }
 
-  __device__ __forceinline__ const QTile& q_tile_at(uint32 n) const { return shared.q_tiles_known[n % kPlaces]; }
+  __device__ __forceinline__ const QTile& q_tile_at(uint32 n) const { return shared.described[n % kPlaces]; }
 
   // The query of a row of pass 1, -1 past the segment.
   static __device__ __forceinline__ int position_of(const QTile& tile, int row) {

@@ -17,9 +17,9 @@ __device__ __forceinline__ void produce_by_tensor_maps(const Mapped<Params>& par
     const uint32 place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
-    const int kv_head = shared.q_tiles_known[place].kv_head, batch = shared.q_tiles_known[place].batch;
-    const int first_key = shared.q_tiles_known[place].first_key, tiles = shared.q_tiles_known[place].key_tiles;
-    const int first_masked = shared.q_tiles_known[place].limit / kBlockN;
+    const int kv_head = shared.described[place].kv_head, batch = shared.described[place].batch;
+    const int first_key = shared.described[place].first_key, tiles = shared.described[place].key_tiles;
+    const int first_masked = shared.described[place].limit / kBlockN;
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) return;
     const auto copy = [&](uint16* to, const TensorMap& map, uint64& full, int tile) {

@@ -33,11 +33,11 @@ __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& param
     const uint32 place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
-    const int kv_head = shared.q_tiles_known[place].kv_head, table_row = shared.q_tiles_known[place].table_row;
-    const int first_key = shared.q_tiles_known[place].first_key + lane * box;
-    const int tiles = shared.q_tiles_known[place].key_tiles;
-    const int first_masked = shared.q_tiles_known[place].limit / kBlockN;
-    const int sequence_keys = shared.q_tiles_known[place].sequence_keys;
+    const int kv_head = shared.described[place].kv_head, table_row = shared.described[place].table_row;
+    const int first_key = shared.described[place].first_key + lane * box;
+    const int tiles = shared.described[place].key_tiles;
+    const int first_masked = shared.described[place].limit / kBlockN;
+    const int sequence_keys = shared.described[place].sequence_keys;
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) return;
     const auto key = [&](int tile) {  // the first row of this lane's box; -1 past the end

@@ -34,8 +34,8 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
     if (q_tile < 0) {
       publish<2>(shared, nth, q_tile);
     } else {
-      const QTile described = describe<kBlockN>(params, Rows(params, q_tile));
-      publish<2>(shared, nth, q_tile, &described);
+      const QTile tile = describe<kBlockN>(params, Rows(params, q_tile));
+      publish<2>(shared, nth, q_tile, &tile);
     }
   };
   if (threadIdx.x == 0) announce(0, next_q_tile<Rows>(params));
@@ -43,7 +43,7 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
     const uint32 slot = nth % kQueryPlaces, place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
-    const QTile described = shared.q_tiles_known[place];
+    const QTile described = shared.described[place];
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) {
       check();

@@ -29,32 +29,32 @@ __device__ __forceinline__ int next_q_tile(const Params& params) {
 
 template <int kBlockN, class Rows>
 __device__ __forceinline__ QTile describe(const AttentionParams& params, const Rows& rows) {
-  QTile nth;
-  nth.head = rows.head;
-  nth.batch = rows.batch(params.heads);
-  nth.head_in_batch = rows.head_in_batch(params.heads);
-  nth.first = rows.first_query();
-  nth.rows = rows.count;
-  nth.limit = rows.limit(params.geometry);
-  nth.key_tiles = rows.template key_tiles<kBlockN>(params.geometry);
-  nth.visited = rows.visited_index(params);
+  QTile tile;
+  tile.head = rows.head;
+  tile.batch = rows.batch(params.heads);
+  tile.head_in_batch = rows.head_in_batch(params.heads);
+  tile.first = rows.first_query();
+  tile.rows = rows.count;
+  tile.limit = rows.limit(params.geometry);
+  tile.key_tiles = rows.template key_tiles<kBlockN>(params.geometry);
+  tile.visited = rows.visited_index(params);
   if constexpr (!Rows::kOrdered) {
-    nth.kv_head = rows.kv_head(params.heads, params.kv_heads);
-    nth.first_key = rows.first_key(params.geometry);
-    nth.table_row = rows.table_row(params.heads);
-    nth.sequence_keys = rows.sequence_keys(params.geometry);
+    tile.kv_head = rows.kv_head(params.heads, params.kv_heads);
+    tile.first_key = rows.first_key(params.geometry);
+    tile.table_row = rows.table_row(params.heads);
+    tile.sequence_keys = rows.sequence_keys(params.geometry);
   }
-  return nth;
+  return tile;
 }
 
 // Tells the block its q tile number `n`, once all but kKnown - 1 of those before are done; one thread of the producer.
 template <int kKnown, class Shared>
-__device__ __forceinline__ void publish(Shared& shared, uint32 n, int q_tile, const QTile* nth = nullptr) {
+__device__ __forceinline__ void publish(Shared& shared, uint32 n, int q_tile, const QTile* tile = nullptr) {
   static_assert(kKnown < kPlaces, "nobody reads the place any more");
   if (n >= kKnown) barrier_wait(shared.q_tile_empty[(n - kKnown) % kPlaces], (n - kKnown) / kPlaces & 1);
   const uint32 place = n % kPlaces;
   shared.q_tile[place] = q_tile;
-  if (nth) shared.q_tiles_known[place] = *nth;
+  if (tile) shared.described[place] = *tile;
   barrier_arrive(shared.q_tile_full[place]);
 }
 

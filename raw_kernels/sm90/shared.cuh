@@ -74,8 +74,8 @@ struct Traits {
     uint16 k[kStages][kBlockN * kHeadDim];
     uint16 v[kStages][kBlockN * kHeadDim];
     int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
-    int q_tile[kPlaces];               // this q tile and others; -1 at the end
-    QTile q_tiles_known[kPlaces];             // pass 1: the same, worked out
+    int q_tile[kPlaces];             // this q tile and others; -1 at the end
+    QTile described[kPlaces];        // pass 1: the same, worked out
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop

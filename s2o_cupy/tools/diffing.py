@@ -33,7 +33,7 @@ PROBE_SLACK = 0.02
 class GpuStages:
     """What the GPU decided and computed, on the host. Floats are float32 unless said."""
 
-    reps: Array  # [B, H, N, R, D]
+    pooled: Array  # [B, H, N, R, D]
     q_order: Array  # int32 [B, H, N, S]
     scores: list[Array]  # N times [B, H, C] float16
     deficits: Array | None  # [B, H, probes], of rank="auto"
@@ -177,7 +177,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     pooled_queries = config.coarse.pooled_queries or 1
     head_dim = problem.head_dim
     stages = GpuStages(
-        reps=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
+        pooled=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
         q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
         scores=[np.empty((batch, heads, geometry.candidates(n)), np.float16) for n in range(segments)],
         deficits=None,
@@ -202,7 +202,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
         elif stage == "rank_queries":
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
                 means = host("means").view(q.dtype).astype(np.float32)
-            stages.reps = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
+            stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
             stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "probe":
             stages.deficits = host("deficits").reshape(batch, heads, -1)
@@ -297,13 +297,13 @@ def compare(
     step = (lambda: progress(next(done), total)) if progress else (lambda: None)
 
     # Pooled queries: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
-    reps, counts = s2o.pooled_queries(q, geometry, config.coarse)
+    pooled, counts = s2o.pooled_queries(q, geometry, config.coarse)
     present = counts > 0  # [N, R]
     magnitude = s2o.pooled_queries(np.abs(q), geometry, config.coarse)[0]
     allowed = magnitude * (unit + UNIT32 * (config.coarse.run + 2)) + smallest
     ordered = any(geometry.candidates(n) for n in range(segments))
     if ordered:
-        rows.floats("pooled_queries", stages.reps[:, :, present], reps[:, :, present], allowed[:, :, present])
+        rows.floats("pooled_queries", stages.pooled[:, :, present], pooled[:, :, present], allowed[:, :, present])
     step()
 
     # Query order: descending in exact scores, up to the rounding of two neighbouring scores and the bits that are cut.
@@ -312,7 +312,7 @@ def compare(
     step()
 
     # Deficits, within PROBE_SLACK: a probe rounds its pooled queries as above, and what stands at the edge of the
-    # best tenth is then in it or not. They only say which segments are fine, exactly, given the GPU's.
+    # best tenth is then in it or not. They only say which segments are refined, exactly, given the GPU's.
     refined = np.zeros((problem.batch, problem.heads, segments), bool)
     if stages.deficits is not None:
         want = s2o.probe(q, k, geometry, config, scale)
@@ -320,20 +320,20 @@ def compare(
         refined = s2o.refined_segments(stages.deficits, geometry)
 
     # Scores given the GPU's pooled queries: products are exact, head_dim sums round, and once more to float16 in the
-    # end. Of fine segments its pooled queries are not seen: they are rounded to the dtype, and so are their norms'
+    # end. Of refined segments its pooled queries are not seen: they are rounded to the dtype, and so are their norms'
     # scores.
     to_log2 = scale * LOG2E
     worst_part: list[Array] = []
     for n in range(segments):
-        mine = stages.reps.astype(np.float64)
+        mine = stages.pooled.astype(np.float64)
         want = s2o.key_scores(mine, counts, k, n, geometry)
         bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry)
         bound = bound * (head_dim + 2) * UNIT32 + 1e-30
         if refined[:, :, n].any():
-            finely = s2o.refined_scores(q, k, n, geometry, config, scale)
+            of_many = s2o.refined_scores(q, k, n, geometry, config, scale)
             rounding = _fine_bound(q, k, n, geometry, config) * (2 * unit + (head_dim + config.run) * UNIT32)
             norms = 2.0**-16 / scale  # of exp2 and log2
-            want = np.where(refined[:, :, n, None], finely, want)
+            want = np.where(refined[:, :, n, None], of_many, want)
             bound = np.where(refined[:, :, n, None], rounding[..., None] + norms + smallest, bound)
         want = want.astype(np.float64) * to_log2
         bound = bound * to_log2 * (1 + 2 * UNIT32) + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
@@ -403,10 +403,10 @@ def _fine_bound(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfi
 
     first, end = geometry.queries(n)
     with np.errstate(invalid="ignore", over="ignore"):
-        reps = s2o.run_means(np.abs(np.where(np.isfinite(q[:, :, first:end]), q[:, :, first:end], 0)), config.run)[0]
+        pooled = s2o.run_means(np.abs(np.where(np.isfinite(q[:, :, first:end]), q[:, :, first:end], 0)), config.run)[0]
         largest = np.abs(np.where(np.isfinite(k), k, 0)).max(axis=2)  # [B, Hkv, D]
         largest = np.repeat(largest, q.shape[1] // k.shape[1], axis=1)  # [B, H, D]
-        return (reps * largest[:, :, None]).sum(axis=-1).max(axis=-1)
+        return (pooled * largest[:, :, None]).sum(axis=-1).max(axis=-1)
 
 
 def _flatten(parts: list[Array]) -> Array:
