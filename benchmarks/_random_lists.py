@@ -10,7 +10,7 @@ import numpy.typing as npt
 from s2o_cupy.plan.schedule import ScheduleShape
 from s2o_cupy.problem import Problem
 
-NOBODYS = -1  # an entry of no list: a kernel that read it would end with a fault, not with a time that means nothing
+NOBODYS = -1  # an entry of no list, and no key: reading one is a fault rather than a time that means nothing
 # per_tile, of_heads and unit of random_lists
 KINDS = ((False, True, 1), (False, False, 1), (True, False, 64), (True, False, 128), (True, True, 128))
 TILE, SEGMENT = 128, 1024  # queries that share a list
