@@ -261,7 +261,7 @@ def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
         return types.SimpleNamespace(ok=ok, table=lambda: "the table", to_dict=lambda: {"worst": np.float32("nan")})
 
     monkeypatch.setitem(sys.modules, "s2o_cupy.tools.diffing", types.SimpleNamespace(diff=diff))
-    monkeypatch.setattr(s2o_cupy, "diffing", types.SimpleNamespace(diff=diff), raising=False)
+    monkeypatch.setattr(s2o_cupy.tools, "diffing", types.SimpleNamespace(diff=diff), raising=False)
     monkeypatch.setattr(info, "gpu_problem", lambda: None)
     line = (
         "--length 70 --heads 6 --kv-heads 2 --head-dim 64 --dtype float16 --seed 3 --segment 64 --tau 0.5 "

@@ -346,16 +346,16 @@ def test_overhead_on_the_host():
     config = replace(SMALL, tau=0.25)
 
     def microseconds(call):
-        best = math.inf
-        for _ in range(20):
-            begin = time.process_time()
-            for _ in range(200):
-                call(q, q, q, config=config)
-            best = min(best, (time.process_time() - begin) / 200 * 1e6)
-        return best
+        begin = time.process_time()
+        for _ in range(200):
+            call(q, q, q, config=config)
+        return (time.process_time() - begin) / 200 * 1e6
 
     microseconds(attention)
-    assert microseconds(attention) - microseconds(s2o_attention) < 30
+    # By turns, as other processes slow both down alike.
+    taken = [(microseconds(attention), microseconds(s2o_attention)) for _ in range(20)]
+    operator, call = (min(of_one) for of_one in zip(*taken, strict=True))
+    assert operator - call < 30
 
 
 @pytest.mark.gpu
