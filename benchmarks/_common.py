@@ -158,6 +158,11 @@ def write_json(path: str | None, result: dict[str, Any]) -> None:
         pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
+def write_result(args: argparse.Namespace, rows: Sequence[dict[str, Any]], device: str = "cuda") -> None:
+    """To --json, if given: where the rows come from, the arguments, and the rows."""
+    write_json(args.json, {**provenance(device), "settings": settings(args, rows), "rows": rows})
+
+
 def describe(config: S2OConfig) -> dict[str, Any]:
     """A row's part on how keys were ordered; "order" is as `parse_order` reads it."""
     row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment")}

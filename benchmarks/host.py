@@ -123,8 +123,7 @@ def main() -> None:
     with torch.inference_mode():
         rows = [problem | row for row in measure(ways(q, k, v, config), args.turns)]
     print(_common.table(rows, COLUMNS))
-    result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
-    _common.write_json(args.json, result)
+    _common.write_result(args, rows)
 
 
 if __name__ == "__main__":

@@ -239,8 +239,7 @@ def run(args: argparse.Namespace) -> None:
             if first:
                 print(f"{length:,} tokens, {split}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
                 # After each row, so that an interrupted run leaves what it has measured.
-                result = {**_common.provenance(args.device), "settings": _common.settings(args, rows), "rows": rows}
-                _common.write_json(args.json, result)
+                _common.write_result(args, rows, args.device)
         del found
         if args.device == "cuda":
             _common.release_memory()

@@ -123,8 +123,7 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
     for case in cases:
         rows += measure_case(args, case, lambda what: report(next(done), total, what))
         # After each case, so that an interrupted run leaves what it has measured.
-        result = {**_common.provenance(args.device), "settings": _common.settings(args, rows), "rows": rows}
-        _common.write_json(args.json, result)
+        _common.write_result(args, rows, args.device)
     return rows
 
 

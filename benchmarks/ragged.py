@@ -116,8 +116,7 @@ def main() -> None:
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
     rows = [row for name in args.batches for row in measure(name, args)]
     print(_common.table(rows, COLUMNS))
-    result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
-    _common.write_json(args.json, result)
+    _common.write_result(args, rows)
 
 
 if __name__ == "__main__":

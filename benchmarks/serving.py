@@ -405,8 +405,7 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
     rows: list[Row] = []
     for part in args.parts:
         rows += PARTS[part](args, lambda what: report(next(done), total, what))
-        result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
-        _common.write_json(args.json, result)
+        _common.write_result(args, rows)
     return rows
 
 

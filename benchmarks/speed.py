@@ -236,8 +236,7 @@ def main() -> None:
             else:
                 for tau in args.taus:
                     add(source.measure(order, tau))
-    result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
-    _common.write_json(args.json, result)
+    _common.write_result(args, rows)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def no_gpu_needed(torch, monkeypatch):
     monkeypatch.setattr(_common, "has_gpu", lambda: True)
     monkeypatch.setattr(_common, "time_ms", lambda function, repeats: call(function, 2.0))
     monkeypatch.setattr(_common, "peak_gib", lambda function, but=(): call(function, 1.0))
-    monkeypatch.setattr(_common, "provenance", lambda: {"commit": "here"})
+    monkeypatch.setattr(_common, "provenance", lambda device="cuda": {"commit": "here"})
     monkeypatch.setattr(_baselines, "sdpa_backends", lambda: dict.fromkeys(("cudnn", "flash2"), SDPBackend.MATH))
     monkeypatch.setattr(_baselines, "_flash3", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)

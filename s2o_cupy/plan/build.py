@@ -18,7 +18,10 @@ from ..spec import Geometry
 from .kernels import Kernel
 from .rounds import Chunk
 
-__all__ = ["ALIGNMENT", "BASES", "Array", "Builder", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "lay_out"]
+__all__ = [
+    "ALIGNMENT", "BASES", "Array", "Builder", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "geometry_of",
+    "lay_out",
+]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
 Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
@@ -97,6 +100,18 @@ class Launch:
     chunk: Chunk | None = None
 
 
+def geometry_of(geometry: Geometry, head_dim: int) -> dict[str, int]:
+    """The parameter `Geometry` of a kernel (raw_kernels/common/geometry.cuh)."""
+    return {
+        "seqlen_q": geometry.seqlen_q,
+        "seqlen_k": geometry.seqlen_k,
+        "segment": geometry.segment,
+        "window": min(geometry.window, geometry.seqlen_k),  # the same keys, and 32 bits hold it
+        "is_causal": geometry.is_causal,
+        "head_dim": head_dim,
+    }
+
+
 class Builder:
     """Makes the launches of a call. Its attributes are parameters that many kernels share, by name.
 
@@ -113,14 +128,7 @@ class Builder:
         self.tensors = {
             name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
         }
-        self.geometry = {
-            "seqlen_q": geometry.seqlen_q,
-            "seqlen_k": geometry.seqlen_k,
-            "segment": geometry.segment,
-            "window": min(geometry.window, geometry.seqlen_k),  # the same keys, and 32 bits hold it
-            "is_causal": geometry.is_causal,
-            "head_dim": problem.head_dim,
-        }
+        self.geometry = geometry_of(geometry, problem.head_dim)
         stride, page_size = (0, 1) if paging is None else (paging.stride, paging.page_size)
         self.pages = {"stride": stride, "shift": page_size.bit_length() - 1}
 

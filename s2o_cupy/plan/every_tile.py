@@ -10,7 +10,7 @@ import math
 from ..caches import remembered
 from ..problem import Problem
 from ..spec import S2OConfig
-from .build import Launch
+from .build import Launch, geometry_of
 from .kernels import Family, Kernel
 
 __all__ = ["every_tile"]
@@ -25,14 +25,7 @@ def every_tile(problem: Problem, config: S2OConfig) -> Launch:
     count = math.prod(shape)
     params = KERNEL.family.params.fill(
         {
-            "geometry": {
-                "seqlen_q": geometry.seqlen_q,
-                "seqlen_k": geometry.seqlen_k,
-                "segment": geometry.segment,
-                "window": min(geometry.window, geometry.seqlen_k),  # the same keys, and 32 bits hold it
-                "is_causal": geometry.is_causal,
-                "head_dim": problem.head_dim,
-            },
+            "geometry": geometry_of(geometry, problem.head_dim),
             "count": count,
             "tiles": shape[-1],
             "block_m": config.block_m,
