@@ -55,7 +55,7 @@ struct Softmax {
   __device__ __forceinline__ bool settled_softmax(int limit) {
     cap();
     mask<false>(limit);
-    const float scale = params.scale_log2, base[2] = {m[0], m[1]};
+    const float scale[2] = {params.scale_log2, params.scale_log2}, base[2] = {m[0], m[1]};
     float early[kEarly * 4], sum[2][4] = {};
 #pragma unroll
     for (int j = 0; j < kEarly; ++j) weigh(j, scale, base, &early[j * 4], sum);
@@ -99,17 +99,24 @@ struct Softmax {
           if (j * 8 + lane % 4 * 2 + e % 2 >= limit + (causal ? first_row + e / 2 * 8 : 0)) s[j * 4 + e] = -infinity();
     }
   }
-  // The weights of key tile j, to `to`, and their sums. Four partial sums a row keep the pipeline full: of a
-  // multiprocessor's quarter one warp is here at a time.
-  __device__ __forceinline__ void weigh(int j, float scale, const float (&base)[2], float* to, float (&sum)[2][4]) {
+  // The weights of key tile j, exp2(s * scale - base) in both rows, to `to`, and their sums. Four partial sums a row
+  // keep the pipeline full: of a multiprocessor's quarter one warp is here at a time.
+  __device__ __forceinline__ void weigh(int j, const float (&scale)[2], const float (&base)[2], float* to,
+                                        float (&sum)[2][4]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float x = exp2_approx(fmaf(s[j * 4 + 2 * h], scale, -base[h]));
-      const float y = exp2_approx(fmaf(s[j * 4 + 2 * h + 1], scale, -base[h]));
+      const float x = exp2_approx(fmaf(s[j * 4 + 2 * h], scale[h], -base[h]));
+      const float y = exp2_approx(fmaf(s[j * 4 + 2 * h + 1], scale[h], -base[h]));
       sum[h][j % 4] += x + y;
       to[2 * h] = x;
       to[2 * h + 1] = y;
     }
+  }
+  // x, and the compiler does not know that it is. If rare code chooses between a parameter and another number for each
+  // thread, the parameter becomes a thread's number everywhere, and the main loop waits for it at each key tile.
+  static __device__ __forceinline__ float in_own_register(float x) {
+    asm volatile("add.ftz.f32 %0, %0, 0f80000000;" : "+f"(x));  // x + -0; it sees through a move
+    return x;
   }
   // Does a row with this m have a ceiling? Neither far below 0 nor where weigh rounds products first.
   static __device__ __forceinline__ bool settles(float m) { return m >= -kDepth && m <= kLarge; }
@@ -131,7 +138,7 @@ struct Softmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         top[h][j % 4] = fmaxf(top[h][j % 4], fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
-    float scale = params.scale_log2, base[2];
+    float scale[2] = {params.scale_log2, params.scale_log2}, base[2];
     bool large[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -139,31 +146,30 @@ struct Softmax {
       highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2));
       const bool stays = kSettled && settles(m[h]) && highest <= ceiling[h];
-      const float x = stays ? m[h] : fmaxf(m[h], highest * scale);
+      const float x = stays ? m[h] : fmaxf(m[h], highest * params.scale_log2);
       base[h] = x == -infinity() ? 0.f : x;
       rescale_by[h] = exp2_approx(m[h] - base[h]);
       m[h] = x;
       l[h] *= rescale_by[h];
       large[h] = fabsf(base[h]) > kLarge;
       // Not negative: then bits compare like numbers.
-      if constexpr (kSettles) ceiling[h] = fmaxf(__fdividef(x + kHeadroom, scale), 0.f);
+      if constexpr (kSettles) ceiling[h] = fmaxf(__fdividef(x + kHeadroom, params.scale_log2), 0.f);
     }
     if constexpr (kSettles) settled = __all_sync(kFullWarp, settles(m[0]) && settles(m[1]));
     // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
-    // the product is rounded first, so that the weight of the maximum is exactly 1. The warp's other rows get here what
-    // the one instruction gives them; for all of them it then computes s * 1 - 0.
+    // the product is rounded first, so that the weight of the maximum is exactly 1. For the warp's other rows s * 1
+    // changes nothing.
     if (__any_sync(kFullWarp, large[0] || large[1])) {
+      const float own_scale = in_own_register(params.scale_log2);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float before = large[h] ? scale : 1.f, after = large[h] ? 1.f : scale;
+        const float before = large[h] ? own_scale : 1.f;
+        scale[h] = large[h] ? 1.f : own_scale;
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; ++e)
-            s[j * 4 + e] = fmaf(__fmul_rn(s[j * 4 + e], before), after, -base[h]);
-        base[h] = 0.f;
+          for (int e = 2 * h; e < 2 * h + 2; ++e) s[j * 4 + e] = __fmul_rn(s[j * 4 + e], before);
       }
-      scale = 1.f;
     }
     float sum[2][4] = {};
 #pragma unroll
