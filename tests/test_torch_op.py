@@ -341,7 +341,8 @@ def test_errors_of_shapes_come_when_a_graph_is_made(tensors):
 
 
 def test_overhead_on_the_host():
-    """At most 30 us over s2o_attention, on a call that launches nothing."""
+    """Less than twice s2o_attention's own time on top of it, on a call that launches nothing. Microseconds are for
+    benchmarks/host.py to say: a machine that others use may be three times slower from one run to the next."""
     q = torch.zeros(1, 2, 0, 64)
     config = replace(SMALL, tau=0.25)
 
@@ -355,7 +356,7 @@ def test_overhead_on_the_host():
     # By turns, as other processes slow both down alike.
     taken = [(microseconds(attention), microseconds(s2o_attention)) for _ in range(20)]
     operator, call = (min(of_one) for of_one in zip(*taken, strict=True))
-    assert operator - call < 30
+    assert operator < 3 * call
 
 
 @pytest.mark.gpu

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .. import cuda
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework
 from ..arrays.lazy_cupy import import_cupy
@@ -88,8 +88,9 @@ def run(
 
 
 def _pipeline() -> Any:
-    """The module that touches the GPU, imported when it is first needed: a statement would take a microsecond each."""
-    known = sys.modules.get("s2o_cupy.cuda.pipeline")
+    """The module that touches the GPU, imported when it is first needed: a statement would take a microsecond each.
+    Its package has it when all of it is loaded, also where another thread is loading it."""
+    known = getattr(cuda, "pipeline", None)
     if known is None:
         import_cupy()
         from ..cuda import pipeline as known

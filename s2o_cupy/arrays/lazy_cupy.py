@@ -17,7 +17,8 @@ _lock = threading.Lock()
 
 
 def import_cupy() -> Any:
-    if (imported := sys.modules.get("cupy")) is not None:
+    imported = sys.modules.get("cupy")
+    if imported is not None and not getattr(imported.__spec__, "_initializing", False):  # nor in another thread
         return imported
     with _lock:
         if "cupy" not in sys.modules and _cache_folder_is_missing():
