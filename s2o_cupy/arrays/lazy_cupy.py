@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 def import_cupy() -> Any:
     imported = sys.modules.get("cupy")
-    if imported is not None and not getattr(imported.__spec__, "_initializing", False):  # nor in another thread
+    if imported is not None and not _is_being_imported(imported):
         return imported
     with _lock:
         if "cupy" not in sys.modules and _cache_folder_is_missing():
@@ -35,6 +35,11 @@ def import_cupy() -> Any:
                 f"CuPy cannot be imported ({error}); set CUPY_CACHE_DIR to a folder that can be written"
             ) from error
     return cupy
+
+
+def _is_being_imported(module: Any) -> bool:
+    """By another thread, so that not all of it is there yet."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _cache_folder_is_missing() -> bool:
