@@ -9,7 +9,14 @@ import numpy as np
 
 from s2o_cupy.reference.lists import KeyLists
 
-NOWHERE = 1 << 30  # an entry that must not be read
+
+def nowhere(unit: int) -> int:
+    """An entry of lists or of a page table that must not be read: it stands for ``unit`` keys far outside of k and v.
+
+    2^30 rows from their beginning, less a unit: kernels compute keys in 32 bits and, on Hopper, places of rows in units
+    of 16 bytes, and where those wrap they end far outside too.
+    """
+    return (1 << 30) // unit - 1
 
 
 def list_heads(kind: str, heads: int, kv_heads: int) -> int:
@@ -51,14 +58,14 @@ def make_lists(lists: Any, unit: int, seqlen_k: int = 1 << 20, rng: np.random.Ge
     places = list(np.ndindex(*shape))
     if rng is not None:
         rng.shuffle(places)
-    entries: list[int] = [NOWHERE]
+    entries: list[int] = [nowhere(unit)]
     for i, at in enumerate(places):
         of = lists
         for x in at:
             of = of[x]
         begins[at] = len(entries)
         keys[at] = sum(min(unit, seqlen_k - entry * unit) for entry in of)
-        entries += [*of, *[NOWHERE] * (1 + i % 3)]
+        entries += [*of, *[nowhere(unit)] * (1 + i % 3)]
     return KeyLists(np.array(entries, np.int32), begins, keys, unit)
 
 

@@ -25,10 +25,11 @@ class ListedMemory:
         self.params = shape.params(problem)
 
     def positions(self, head: int, segment: int, tile: int) -> Any:
-        """int [C]: the keys that a q tile reads, in turn; ``head``: of all batches."""
+        """int32 [C], as the kernels compute them: the keys that a q tile reads, in turn; ``head``: of all batches."""
         of_segment = head // self.params["shared_heads"] * self.segments + segment
         at = of_segment * self.tiles + tile if self.params["per_tile"] else of_segment
         i = np.arange(self.keys[at])
         places = self.begins[at] + (i >> self.params["unit_shift"])
         assert (places < len(self.entries)).all()
-        return (self.entries[places].astype(np.int64) << self.params["unit_shift"]) + (i & self.params["unit_mask"])
+        of_units = self.entries[places] << np.int32(self.params["unit_shift"])
+        return of_units + (i & self.params["unit_mask"]).astype(np.int32)

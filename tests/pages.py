@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 from gpu_cases import Case
+from key_lists import nowhere
 
 from s2o_cupy import s2o_attention, s2o_attention_paged
-
-NOWHERE = 1 << 30  # an entry that must not be read
 
 
 def paged(x: np.ndarray, table: np.ndarray, pages: int, page_size: int, layout: str, lengths: list[int]) -> np.ndarray:
@@ -26,7 +25,7 @@ def random_table(rng: np.random.Generator, lengths: list[int], page_size: int) -
     """(page table with entries to spare, pages of the cache, some of them unused)."""
     counts = [-(-length // page_size) for length in lengths]
     pages = sum(counts) + 3
-    table = np.full((len(lengths), max(counts) + 2), NOWHERE, np.int32)
+    table = np.full((len(lengths), max(counts) + 2), nowhere(page_size), np.int32)
     order = iter(rng.permutation(pages))
     for entries, count in zip(table, counts, strict=True):
         entries[:count] = [next(order) for _ in range(count)]

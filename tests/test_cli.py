@@ -128,7 +128,8 @@ print('torch' in sys.modules, 'jax' in sys.modules)
     assert result.stdout.split() == ["False", "False"]
 
 
-def test_info_names_the_cache_folder(tmp_path):
+def test_info_names_the_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("S2O_CACHE_DIR", raising=False)
     found = json.loads(s2o("info", "--json", CUPY_CACHE_DIR=str(tmp_path)).stdout)
     assert (found["cache_folder"], found["cache_problem"]) == (str(tmp_path / "s2o_cupy"), None)
     (tmp_path / "file").write_text("")

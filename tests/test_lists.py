@@ -7,7 +7,7 @@ import pytest
 from benchmark_lists import KIND_NUMBERS, benchmark_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from key_lists import NOWHERE, all_keys, list_heads, make_lists, random_lists, tiles_of
+from key_lists import all_keys, list_heads, make_lists, nowhere, random_lists, tiles_of
 from listed_memory import ListedMemory
 
 from s2o_cupy import S2OConfig
@@ -162,10 +162,10 @@ def test_s2o_is_the_case_of_its_orders_as_lists(qkv, tail):
     result, geometry = s2o.s2o(q, k, v, config), Geometry(700, 700, 128)
     chunks = [Chunk(0, 4, 4, 2, 2, 4, 512, 128), Chunk(0, 4, 1, 3, 2, 4, 128, 128)]
     begins, keys = order_lists(chunks, geometry, 4)
-    entries = np.full(sum(chunk.elements for chunk in chunks), NOWHERE, np.int32)
+    entries = np.full(sum(chunk.elements for chunk in chunks), nowhere(1), np.int32)
     for h, n in np.ndindex(begins.shape):
         entries[begins[h, n] :][: keys[h, n]] = result.k_order[n][0, h]
-    assert (entries != NOWHERE).sum() == keys.sum(), "two lists lie in one place"
+    assert (entries != nowhere(1)).sum() == keys.sum(), "two lists lie in one place"
     queries = [geometry.queries(n) for n in range(geometry.segments)]
     of_segments = [result.q_order[:, :, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
     q_order = np.concatenate(of_segments, axis=-1)
@@ -263,6 +263,15 @@ def test_kernels_read_the_lists_of_the_definition(rng, unit, kind, per_tile):
         np.testing.assert_array_equal(memory.positions(b * 4 + h, n, tile), expected)
 
 
+@pytest.mark.parametrize("unit", [1, 16, 64, 128, 256])
+def test_what_must_not_be_read_is_far_outside(unit):
+    """Of lists and of pages, in the 32 bits that kernels compute keys and, on Hopper, places of rows in."""
+    keys = (np.int32(nowhere(unit)) << np.int32(unit.bit_length() - 1)) + np.arange(unit, dtype=np.int32)
+    assert keys.dtype == np.int32 and keys.min() >= 1 << 29
+    for row in (8, 16, 32):  # units of 16 bytes: head_dim 64, 128 and 256
+        assert (keys.astype(np.uint32) * np.uint32(row)).min() >= 1 << 29
+
+
 @pytest.mark.parametrize(("workspace_mib", "turns"), [(256, 1), (32, 4)])
 def test_kernels_read_s2os_orders_of_all_rounds(workspace_mib, turns):
     """The orders of rounds lie one behind the other: each of its segment's candidates, then padding."""
@@ -272,7 +281,7 @@ def test_kernels_read_s2os_orders_of_all_rounds(workspace_mib, turns):
     assert len(chunks) == turns
     orders = []
     for chunk in chunks:
-        order = np.full(chunk.elements, NOWHERE, np.int32)
+        order = np.full(chunk.elements, nowhere(1), np.int32)
         for h, n in np.ndindex(chunk.heads, chunk.segments):
             row = order[chunk.place(chunk.first_head + h, chunk.first_segment + n)]
             candidates = geometry.candidates(chunk.first_segment + n)

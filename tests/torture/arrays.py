@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 import torch
+from key_lists import nowhere
 
 from s2o_cupy import S2OConfig, s2o_attention
 
@@ -236,15 +237,15 @@ def to_torch(x: Any) -> torch.Tensor:
 
 def pages_of(
     k: torch.Tensor, v: torch.Tensor, lengths: list[int], size: int, rng: random.Random, *, layout: str = "NHD",
-    junk: float = NAN, nowhere: int = 1 << 30,
+    junk: float = NAN, unused: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(k_pages, v_pages, page table [B, entries]) of k and v [B, Hk, Sk, D] cut to ``lengths``. Pages lie in random
-    order; ``junk`` is wherever no key is, and entries past a sequence's last page lead to ``nowhere``."""
+    order; ``junk`` is wherever no key is; entries past a sequence's last page are ``unused``, by default far away."""
     B, Hk, _, D = k.shape
     counts = [-(-length // size) for length in lengths]
     pages = sum(counts) + 3
     order = rng.sample(range(pages), pages)
-    table = torch.full((B, max(counts) + 2), nowhere, dtype=torch.int32)
+    table = torch.full((B, max(counts) + 2), nowhere(size) if unused is None else unused, dtype=torch.int32)
     caches = [torch.full((pages, size, Hk, D), junk, dtype=k.dtype, device=DEVICE) for _ in range(2)]
     for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         mine = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)

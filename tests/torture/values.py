@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from key_lists import nowhere
 
 from s2o_cupy import S2OConfig, s2o_attention_paged, s2o_attention_varlen
 
@@ -208,8 +209,8 @@ def garbage_in_pages(run: Run) -> str:
         rng = run.rng("pages", number)
         S = rng.choice([65, 130]) if of_size(0, 1) else rng.choice([65, 127, 128, 129, 300, 1000, 2049])
         q, k, v = qkv(number, 2, 4, 2, rng.choice([S, min(S, 70), 1]), S, D, rng.choice(DTYPES))
-        nowhere, layout = rng.choice([-1, 1 << 30, -(1 << 31)]), rng.choice(["NHD", "HND"])
-        made = pages_of(k, v, [S, S], size, rng, layout=layout, junk=junk, nowhere=nowhere)
+        unused, layout = rng.choice([-1, nowhere(size), -(1 << 31)]), rng.choice(["NHD", "HND"])
+        made = pages_of(k, v, [S, S], size, rng, layout=layout, junk=junk, unused=unused)
         for tau, dense_up_to in ((0.0, 0), (0.05, 0), (0.0, None)):
             config = S2OConfig(tau=tau, segment=128, path=path, dense_up_to=dense_up_to)
             found = s2o_attention_paged(q, *made, seqlen_k=S, layout=layout, config=config, return_lse=True)
