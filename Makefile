@@ -12,6 +12,7 @@
 #
 #   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
 #   INTEROP=1           also install PyTorch, JAX and transformers for the CPU and test with them
+#   LINT=1              lint too, while kernels compile
 #   PYTEST="-k paged -x"   more arguments for pytest
 #   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)
 
@@ -22,6 +23,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 INTEROP ?= 0
+LINT ?= 0
 PYTEST ?=
 SEED ?= 0
 TORTURE ?=
@@ -34,7 +36,11 @@ ENVIRONMENT := .ci/setup setup.cfg pyproject.toml
 DEMO := $(VENV)/.demo-$(CUDA)
 TEST := $(VENV)/.test-$(CUDA)
 FRAMEWORKS := $(if $(filter 1,$(INTEROP)),$(VENV)/.frameworks-$(CUDA))
+BESIDE := $(FRAMEWORKS) $(if $(filter 1,$(LINT)),lint)
 RUN := $(VENV)/bin/python
+
+# Tests start many processes, in each of which Python would compile what it imports of PyTorch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Without a GPU files of tests go side by side, a core each, and test leaves out those marked as slow. Tests on a GPU
 # share it, one after the other.
@@ -49,13 +55,13 @@ endif
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
 
-# pip keeps one core busy for a minute with PyTorch and JAX; kernels compile meanwhile.
+# pip and mypy keep one core busy each; kernels compile meanwhile.
 test: $(TEST)
-	$(MAKE) -j 2 kernels $(FRAMEWORKS) KERNELS=--sample
+	$(MAKE) -j 3 kernels $(BESIDE) KERNELS=--sample
 	$(RUN) -m pytest $(WORKERS) $(QUICK) $(PYTEST)
 
 test-all: $(TEST)
-	$(MAKE) -j 2 kernels $(FRAMEWORKS)
+	$(MAKE) -j 3 kernels $(BESIDE)
 	$(RUN) -m pytest $(WORKERS) --hypothesis-profile=all $(PYTEST)
 
 # PyTorch for CUDA may bring another NVRTC: that comes first.
