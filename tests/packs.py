@@ -39,6 +39,27 @@ def assert_same_bits(x: Any, y: Any) -> None:
     assert bool((words(x) == words(y)).all())
 
 
+def unlike_alone(
+    results: tuple[Any, Any, Any], q: Any, k: Any, v: Any, lengths_q: list[int], lengths_k: list[int], **options: Any
+) -> list[str]:
+    """What of which sequence in ``results`` (o, lse and statistics of packed queries) is not that of a call of its own
+    on packed q, k and v: bits, path or density."""
+    o, lse, stats = results
+    found = []
+    rows = zip(itertools.pairwise(starts(lengths_q)), itertools.pairwise(starts(lengths_k)), strict=True)
+    for i, ((a, b), (c, d)) in enumerate(rows):
+        own_o, own_lse, own = s2o_attention(
+            q[a:b], k[c:d], v[c:d], layout="BSHD", return_lse=True, return_stats=True, **options
+        )
+        pairs = {"o": (o[a:b], own_o), "lse": (lse[:, a:b], own_lse), "visited": (stats[i].visited, own.visited)}
+        found += [f"{name} of sequence {i}" for name, (x, y) in pairs.items() if not np.array_equal(bits(x), bits(y))]
+        if (stats[i].path, stats[i].path_reason) != (own.path, own.path_reason):
+            found.append(f"path of sequence {i}")
+        if stats[i].density != own.density:
+            found.append(f"density of sequence {i}")
+    return found
+
+
 def differing(
     q: Any, k: Any, v: Any, lengths_q: list[int], lengths_k: list[int], config: S2OConfig, **options: Any
 ) -> list[str]:
@@ -46,21 +67,11 @@ def differing(
     import cupy
 
     out = cupy.full(q.shape, np.nan, q.dtype)
-    o, lse, stats = s2o_attention_varlen(
+    results = s2o_attention_varlen(
         q, k, v, starts(lengths_q), starts(lengths_k), config=config, out=out, return_lse=True, return_stats=True,
         **options,
     )  # fmt: skip
-    found = []
-    rows = zip(itertools.pairwise(starts(lengths_q)), itertools.pairwise(starts(lengths_k)), strict=True)
-    for i, ((a, b), (c, d)) in enumerate(rows):
-        own_o, own_lse, own = s2o_attention(
-            q[a:b], k[c:d], v[c:d], layout="BSHD", config=config, return_lse=True, return_stats=True, **options
-        )
-        pairs = {"o": (o[a:b], own_o), "lse": (lse[:, a:b], own_lse), "visited": (stats[i].visited, own.visited)}
-        found += [f"{name} of sequence {i}" for name, (x, y) in pairs.items() if not np.array_equal(bits(x), bits(y))]
-        if (stats[i].path, stats[i].path_reason) != (own.path, own.path_reason):
-            found.append(f"path of sequence {i}")
-    return found
+    return unlike_alone(results, q, k, v, lengths_q, lengths_k, config=config, **options)
 
 
 def differing_on(path: str, is_causal: bool, head_dim: int) -> list[str]:

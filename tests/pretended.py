@@ -25,3 +25,11 @@ def pretend_gpu(monkeypatch: Any, **pipeline: Any) -> None:
     describe = NumpyFramework.describe
     on_gpu = Device("cuda", 0)
     monkeypatch.setattr(NumpyFramework, "describe", lambda self, x: describe(self, x)._replace(device=on_gpu))
+
+
+def array_at(pointer: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:
+    """The array whose first element is at an address; strides in elements, without the last one."""
+    interface: dict[str, Any] = {"data": (pointer, False), "shape": shape, "typestr": np.dtype(dtype).str, "version": 3}
+    if strides is not None:
+        interface["strides"] = tuple(s * np.dtype(dtype).itemsize for s in (*strides, 1))
+    return np.asarray(types.SimpleNamespace(__array_interface__=interface))

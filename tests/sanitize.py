@@ -12,13 +12,30 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from conftest import has_gpu, has_hopper
-from gpu_cases import SANITIZED, Case, run_diff
+import numpy as np
+import ragged
+from conftest import Device, has_gpu, has_hopper
+from gpu_cases import DTYPES, SANITIZED, Case, run_diff
+from listed_calls import unlike_s2o, wrong_by_random_lists
 from packs import differing_on
 from pages import differing, fits_pages
 
+from s2o_cupy import S2OConfig
 from s2o_cupy.caches import clear_cache
+from s2o_cupy.plan import collecting
 from s2o_cupy.plan import launch_plan as plan
+
+# Ragged queries: lengths of queries and of keys. One query, none, whole tiles, and one that is not dense.
+RAGGED = [130, 0, 1, 64, 300], [130, 9, 70, 65, 350]
+PAGED = ((64, 1, "NHD"), (128, 16, "HND"), (256, 64, "NHD"))  # head_dim, page size, layout
+# Lists: a case, keys of a unit, page size.
+LISTED = (
+    (Case(seqlen_q=150, seqlen_k=333, head_dim=128, is_causal=False), 1, None),
+    (Case(seqlen_q=130, seqlen_k=290, head_dim=80, is_causal=False, batch=2, dtype="float16"), 64, None),
+    (Case(seqlen_q=130, seqlen_k=290, head_dim=256, is_causal=False), 128, None),
+    (Case(seqlen_q=130, seqlen_k=290, head_dim=64, is_causal=False), 1, 16),
+    (Case(seqlen_q=130, seqlen_k=290, head_dim=256, is_causal=False, heads=1), 64, 1),
+)
 
 Check = tuple[str, str, Callable[[], list[str]]]  # path, name, what is wrong
 
@@ -26,6 +43,27 @@ Check = tuple[str, str, Callable[[], list[str]]]  # path, name, what is wrong
 def wrong_stages(case: Case, path: str) -> list[str]:
     report = run_diff(case, path)
     return [] if report.ok else [report.table()]
+
+
+def ragged_differing(device: Device, head_dim: int, page_size: int, layout: str) -> list[str]:
+    rng = np.random.default_rng(0)
+    lengths_q, lengths_k = RAGGED
+    shapes = [(sum(lengths_q), 2, head_dim), *[(sum(lengths_k), 1, head_dim)] * 2]
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    return ragged.differing(device, rng, arrays, lengths_q, lengths_k, page_size, layout)
+
+
+def ragged_on(path: str, dense_up_to: int = 200) -> Device:
+    config = S2OConfig(segment=128, tau=0.05, path=path, dense_up_to=dense_up_to)
+    return Device("cuda", DTYPES["bfloat16"], config)
+
+
+def checks_of_lists(path: str) -> Iterator[Check]:
+    for case, unit, page_size in LISTED:
+        name = f"lists of units of {unit}, pages of {page_size}, {case}"
+        yield path, name, partial(wrong_by_random_lists, case, path, unit, page_size)
+    case = Case(seqlen_q=400, segment=128, head_dim=128)
+    yield path, f"S2O by lists of its own, {case}", partial(unlike_s2o, case, path)
 
 
 def checks() -> Iterator[Check]:
@@ -39,15 +77,21 @@ def checks() -> Iterator[Check]:
     for path, is_causal, head_dim in itertools.product(paths, (True, False), (64, 256)):
         name = f"packed, is_causal={is_causal}, head_dim={head_dim}"
         yield path, name, partial(differing_on, path, is_causal, head_dim)
+    for path, paged in itertools.product(paths, PAGED):
+        yield path, f"ragged queries over pages {paged}", partial(ragged_differing, ragged_on(path), *paged)
+    for path in paths:
+        yield from checks_of_lists(path)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
     for path in paths:
         yield path, "dense, in small pages", partial(differing, dense, path, page_size=16)
         if path == "portable":
             continue
 
-        plan.COLLECT_ROWS = 0  # however few its queries are
+        plan.COLLECT_ROWS = collecting.COLLECT_ROWS = collecting.COLLECT_PAIRS = 0  # however few its queries are
         clear_cache()
         yield path, "dense, in pages that are collected", partial(differing, dense, path, page_size=16)
+        name = "ragged queries over pages that are collected"
+        yield path, name, partial(ragged_differing, ragged_on(path, 1000), 128, 16, "NHD")
 
 
 def main() -> int:

@@ -6,121 +6,20 @@ Skipped without a GPU. An entry that belongs to no list is far outside of k and 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from benchmark_lists import BENCHMARKS, KIND_NUMBERS, benchmark_lists
 from conftest import has_gpu
+from gpu_cases import DTYPES
 from in_process import run_script
 from key_lists import all_keys, list_heads, make_lists, random_lists
-from pages import paged, random_table
+from listed_calls import assert_defined, attend, by_lists_of_s2o, problem_of
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.arrays.operand import Operand, Paging, operand
-from s2o_cupy.plan.schedule import ScheduleShape, order_lists
-from s2o_cupy.problem import Problem, validate
-from s2o_cupy.reference import s2o
 from s2o_cupy.reference.lists import KeyLists
-from s2o_cupy.reference.lists import attend_lists as definition
-from s2o_cupy.spec import Geometry
-from s2o_cupy.tools.diffing import UNIT, _lse_allowed, _score_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-
-
-@dataclass
-class Attended:
-    """What a launch wrote, on the host."""
-
-    o: Any  # [B, H, Lq, D]
-    lse: Any  # float32 [B, H, Lq]
-    visited: Any  # int32 [B, H, N, T]
-
-    def assert_same_bits(self, other):
-        for x, y in ((self.o, other.o), (self.lse, other.lse), (self.visited, other.visited)):
-            assert x.shape == y.shape and x.tobytes() == y.tobytes()
-
-
-def operands(q: Any, k: Any, v: Any, o: Any) -> tuple[Operand, Operand, Operand, Operand]:
-    return operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(o, "BHSD")
-
-
-def problem_of(q, k, config, **options) -> Problem:
-    return validate(
-        [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config, backend="cupy", is_causal=False, **options
-    )
-
-
-def attend(
-    path: str, q: Any, k: Any, v: Any, lists: KeyLists, *, per_tile: bool = False, segment: int | None = None,
-    q_order: Any = None, start: tuple[Any, Any, Any] | None = None, tail: tuple[Any, Any] | None = None,
-    page_size: int | None = None, problem: Problem | None = None, scale: float | None = None, softcap: float = 0.0,
-    **config: Any,
-) -> Attended:  # fmt: skip
-    """`cuda.lists.attend_lists` of host or CuPy arrays, into poisoned outputs. ``start``: output, lse and state
-    [B, H, Lq, 2] of a pass before; ``tail``: scores and means. ``page_size``: k and v are put into a cache."""
-    import cupy
-
-    from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
-
-    settings = S2OConfig(**({"tau": 0.0} | config), path=path)
-    problem = problem or problem_of(q, k, settings, scale=scale, softcap=softcap)
-    shape = ScheduleShape(lists.begins.shape[1], lists.unit, per_tile, segment, start is not None)
-    assert lists.begins.shape == shape.lists_shape(problem, settings.block_m)
-    paging, table = None, None
-    if page_size is not None:
-        lengths = [k.shape[2]] * len(k)
-        host_table, pages = random_table(np.random.default_rng(1), lengths, page_size)
-        k, v = (paged(x, host_table, pages, page_size, "HND", lengths) for x in (k, v))
-        table = cupy.asarray(host_table)
-        paging = Paging(table.data.ptr, table.shape[1], page_size, pages)
-    q, k, v = (cupy.asarray(x) for x in (q, k, v))
-    o = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
-    lse = cupy.full(q.shape[:3], np.nan, np.float32)
-    state = 0
-    if start is not None:
-        o[...], lse[...] = cupy.asarray(start[0]), cupy.asarray(start[1])
-        start_state = cupy.ascontiguousarray(cupy.asarray(start[2], dtype=np.float32))
-        state = start_state.data.ptr
-    visited = cupy.full(shape.visited_shape(problem, settings.block_m), -1, np.int32)
-    entries, keys = (cupy.asarray(x, dtype=np.int32) for x in (lists.entries, lists.keys))
-    begins = cupy.asarray(lists.begins, dtype=np.int64)
-    order = None if q_order is None else cupy.asarray(q_order, dtype=np.int32)
-    pointers = ListPointers(
-        entries.data.ptr, begins.data.ptr, keys.data.ptr, q_order=0 if order is None else order.data.ptr
-    )
-    plan = attend_lists(
-        operands(q, k, v, o), pointers, shape, problem, settings,
-        stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
-        tail=None if tail is None else Tail(*(x.data.ptr for x in tail)), paging=paging,
-    )  # fmt: skip
-    assert plan.path == path
-    return Attended(*(cupy.asnumpy(x) for x in (o, lse, visited)))
-
-
-def assert_defined(found: Attended, q, k, v, lists, *, scale=None, softcap=0.0, **options):
-    """``found`` is the definition's, given how many key tiles each q tile visited.
-
-    A score is off by head_dim roundings of its products' sum, and by tanh; a weight and the output are rounded once.
-    """
-    unit = UNIT[str(q.dtype)]
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    head_dim, group = q.shape[-1], q.shape[1] // k.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
-    options |= {"scale": scale, "softcap": softcap, "visited": found.visited}
-    o, lse = s2o.finish(definition(q, k, v, lists, **options)[0])
-    weight = s2o.finish(definition(q, k, np.abs(v), lists, **options)[0])[0]  # sum p |v| / l
-    reach = _score_error(q, k, group, head_dim, scale, softcap)
-    allowed = weight * (2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18)
-    allowed += 2.0**-24 if unit == UNIT["float16"] else 1e-30
-    assert (np.abs(found.o.astype(np.float64) - o) <= allowed).all()
-    some = ~np.isneginf(lse)
-    assert (np.isneginf(found.lse) != some).all()
-    assert (np.abs(found.lse[some] - lse[some]) <= _lse_allowed(lse, reach)[some]).all()
 
 
 def draw(qkv, dtype, *lengths, **shape):
@@ -338,69 +237,11 @@ def test_s2o_is_the_case_of_its_orders_as_lists(path, qkv, dtype, head_dim, opti
     softcap, page_size = options.pop("softcap", 0.0), options.pop("page_size", None)
     config = S2OConfig(**({"segment": 256, "tau": 0.05, "path": path, "dense_up_to": 0} | options))
     q, k, v = draw(qkv, dtype, 2500, heads=16, kv_heads=2, head_dim=head_dim)
-    stages = s2o_stages(q, k, v, config, softcap)
+    found, stages, keys = by_lists_of_s2o(q, k, v, config, softcap, page_size)
     assert (len(stages.chunks) > 1) == (config.workspace_bytes == 1 << 20)
-    geometry = Geometry(2500, 2500, config.segment, config.window)
-    begins, keys = order_lists(stages.chunks, geometry, 16)
-    queries = [geometry.queries(n) for n in range(geometry.segments)]
-    of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
-    q_order = np.concatenate(of_segments, axis=-1)
-    found = attend(
-        path, q, k, v, KeyLists(stages.entries, begins[None], keys[None]), segment=config.segment, q_order=q_order,
-        start=(stages.o1, stages.lse1, stages.state), tail=stages.tail, page_size=page_size, problem=stages.problem,
-        tau=config.tau,
-    )  # fmt: skip
     found.assert_same_bits(stages.attended)
     if config.tau > 0:
         assert 0 < found.visited.sum() < 2 * (-(-keys // 128)).sum(), "nothing stopped early"
-
-
-@dataclass
-class S2OStages:
-    """What S2O on the GPU made on its way."""
-
-    problem: Problem
-    chunks: list[Any]
-    entries: Any = None  # the orders of all rounds, one behind the other
-    q_order: Any = None  # int32 [heads, segments, segment]
-    o1: Any = None
-    lse1: Any = None
-    state: Any = None
-    tail: Any = None  # scores and means
-    attended: Any = None
-
-
-def s2o_stages(q, k, v, config, softcap) -> S2OStages:
-    import cupy
-
-    from s2o_cupy.cuda import pipeline
-
-    problem = validate(
-        [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config, backend="cupy", is_causal=True, softcap=softcap
-    )
-    q, k, v = (cupy.asarray(x) for x in (q, k, v))
-    o, lse = cupy.zeros(q.shape, q.dtype), cupy.zeros(q.shape[:3], np.float32)
-    visited = cupy.zeros(problem.visited_shape(config), np.int32)
-    found, orders = S2OStages(problem, []), []
-
-    def observe(stage, arrays):
-        if stage == "pass1":
-            found.o1, found.lse1, found.state = o.copy(), lse.copy(), arrays["state"].copy()
-        elif stage == "rank_queries":
-            found.q_order = cupy.asnumpy(arrays["q_order"])
-            if config.adds_tail:
-                found.tail = arrays["tail"].copy(), arrays["candidate_means"].copy()
-        elif stage == "rank_keys":
-            found.chunks.append(arrays["chunk"])
-            orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
-
-    pipeline.run(
-        operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, config,
-        stream=cupy.cuda.get_current_stream().ptr, observe=observe,
-    )  # fmt: skip
-    found.entries = cupy.concatenate(orders)
-    found.attended = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited)))
-    return found
 
 
 def test_what_is_refused(qkv):

@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from pretended import pretend_gpu
+from pretended import array_at, pretend_gpu
 
 from s2o_cupy import S2OError, s2o_attention
 from s2o_cupy.arrays.array_info import ArrayInfo
@@ -51,14 +51,6 @@ def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     with pytest.raises(S2OError, match=r'need CuPy: pip install "s2o_cupy\[cuda12\]"'):
         import_cupy()
-
-
-def array_at(pointer, dtype, shape, strides=None):
-    """The array whose first element is at an address; strides in elements, without the last one."""
-    interface = {"data": (pointer, False), "shape": shape, "typestr": np.dtype(dtype).str, "version": 3}
-    if strides is not None:
-        interface["strides"] = tuple(s * np.dtype(dtype).itemsize for s in (*strides, 1))
-    return np.asarray(types.SimpleNamespace(__array_interface__=interface))
 
 
 @pytest.fixture

@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, Device
+from conftest import SMALL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packs import LENGTHS, bits, starts
-from pages import paged, random_table
+from packs import LENGTHS, starts
 from pretended import pretend_gpu
+from ragged import differing, in_pages
 
-from s2o_cupy import s2o_attention, s2o_attention_paged
+from s2o_cupy import s2o_attention_paged
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
 
 
-def in_pages(rng: Any, rows: np.ndarray, lengths: list[int], page_size: int, layout: str) -> tuple[Any, Any]:
-    """A page table for keys packed one sequence behind the other, and what puts such rows into a cache; NaN, where no
-    key of any sequence is."""
-    table, pages = random_table(rng, lengths, page_size)
-
-    def put(packed_rows: np.ndarray) -> np.ndarray:
-        padded = np.zeros((len(lengths), rows.shape[1], max(1, *lengths), rows.shape[2]), rows.dtype)
-        for i, (begin, end) in enumerate(itertools.pairwise(starts(lengths))):
-            padded[i, :, : end - begin] = packed_rows[begin:end].swapaxes(0, 1)
-        return paged(padded, table, pages, page_size, layout, lengths)
-
-    return table, put
-
-
-def assert_the_loop(
-    device: Device, rng: Any, arrays: Any, lengths_q: list[int], lengths_k: list[int], page_size: int, layout: str,
-    **options: Any,
-) -> None:  # fmt: skip
-    """One call, into an output of NaN, against a call for each sequence on keys in one array."""
-    options.setdefault("config", device.config)
-    q, k, v = (x.astype(device.dtype) for x in arrays)
-    table, put = in_pages(rng, k, lengths_k, page_size, layout)
-    inputs = [device.xp.asarray(x) for x in (q, put(k), put(v), table)]
-    out = device.poisoned(q.shape)
-    o, lse, stats = s2o_attention_paged(
-        *inputs, seqlen_k=lengths_k, cu_seqlens_q=starts(lengths_q), layout=layout, out=out, return_lse=True,
-        return_stats=True, **options,
-    )  # fmt: skip
-    assert o is out
-    assert lse.shape == (q.shape[1], q.shape[0])
-    assert len(stats) == len(lengths_q)
-    q, k, v = (device.xp.asarray(x) for x in (q, k, v))
-    rows = zip(itertools.pairwise(starts(lengths_q)), itertools.pairwise(starts(lengths_k)), strict=True)
-    for i, ((a, b), (c, d)) in enumerate(rows):
-        own = s2o_attention(
-            q[a:b], k[c:d], v[c:d], layout="BSHD", return_lse=True, return_stats=True, **options
-        )
-        for x, y in ((o[a:b], own[0]), (lse[:, a:b], own[1]), (stats[i].visited, own[2].visited)):
-            np.testing.assert_array_equal(bits(x), bits(y), err_msg=f"sequence {i}")
-        assert (stats[i].path, stats[i].path_reason) == (own[2].path, own[2].path_reason)
-        assert stats[i].density == own[2].density
+def assert_the_loop(*arguments: Any, **options: Any) -> None:
+    assert differing(*arguments, **options) == []
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
