@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s2o_cupy.problem import Problem
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 KIND_NUMBERS = range(5)
 
 
 def benchmark_lists(problem: Problem, density: float, kind: int) -> Any:
     """RandomLists of one of its kinds, on the CPU; skips where there is no source checkout or no PyTorch."""
     pytest.importorskip("torch")
-    if not BENCHMARKS.exists():
-        pytest.skip("needs a source checkout")
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.insert(0, str(BENCHMARKS))
+    import benchmark_modules as benchmark_modules
+
+    # isort: split
     import _random_lists
 
     assert len(_random_lists.KINDS) == len(KIND_NUMBERS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +230,37 @@ def gpu(qkv: Any) -> Any:
 def config(request: pytest.FixtureRequest) -> S2OConfig:
     """The device's, in a test that takes one."""
     return request.getfixturevalue("device").config if "device" in request.fixturenames else SMALL
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def without_gradients(torch: Any) -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The small Llama of tiny_llama.py, in float32; one for all tests of a file."""
+    return _tiny_llama().llama()
+
+
+@pytest.fixture(scope="module")
+def ids() -> Any:
+    """Its prompt, (1, LENGTH)."""
+    return _tiny_llama().prompt()
+
+
+def _tiny_llama() -> Any:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", "5.16")
+    import tiny_llama
+
+    return tiny_llama
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import inspect
 import json
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmark_modules import BENCHMARKS
 from conftest import has_gpu
 from in_process import run_script
 
@@ -19,18 +19,14 @@ from s2o_cupy.plan.rounds import Chunk
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.spec import Geometry
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-if not BENCHMARKS.exists():
-    pytest.skip("needs a source checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
-
-import _baselines  # noqa: E402
-import _common  # noqa: E402
-import _exact  # noqa: E402
-import _random_order  # noqa: E402
-import _sources  # noqa: E402
-import quality  # noqa: E402
-import scaling  # noqa: E402
+# isort: split
+import _baselines
+import _common
+import _exact
+import _random_order
+import _sources
+import quality
+import scaling
 
 
 def run(script, *arguments):

@@ -11,27 +11,11 @@ from s2o_cupy import inputs
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", "5.16")
 
-from tiny_llama import llama, prompt  # noqa: E402
+from tiny_llama import LENGTH, llama  # noqa: E402
 
 from s2o_cupy.integrations.transformers import capture  # noqa: E402
 
-LENGTH = 500
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama()
-
-
-@pytest.fixture(scope="module")
-def ids():
-    return prompt(LENGTH)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def test_capture(model, ids, tmp_path):

@@ -20,11 +20,6 @@ from s2o_cupy import s2o_attention
 SEGMENT = SMALL.segment
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
 def _cases(seqlen, dtype, device):
     """q, k, v of every process alike; keys differ in importance, so that S2O stops early."""
     import torch

@@ -17,11 +17,6 @@ SEGMENT = SMALL.segment
 
 
 @pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
 def attended(torch, monkeypatch):
     """q, k, v and config of each call of `attend`, which computes nothing."""
     import s2o_cupy.integrations.distributed as module

@@ -17,11 +17,6 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (1, 2, 3, 4)
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
 def refused(path, message):
     """Reading says one line that starts with the file, and the command's exit status is 2."""
     with pytest.raises(ValueError, match=message) as error:

@@ -7,33 +7,22 @@ import itertools
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmark_modules import BENCHMARKS, CPU
 from conftest import has_gpu
 from in_process import run_script
 
 import s2o_cupy
 from s2o_cupy import s2o_attention
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-if not BENCHMARKS.exists():
-    pytest.skip("needs a source checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
-
-import _baselines  # noqa: E402
-import _common  # noqa: E402
-import _sources  # noqa: E402
-import model  # noqa: E402
-import serving  # noqa: E402
-
-CPU = "cpu:0"  # PyTorch tensors there, which by "cpu" would be NumPy's
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
+# isort: split
+import _baselines
+import _common
+import _sources
+import model
+import serving
 
 
 @pytest.fixture

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmark_modules import CPU
 
 from s2o_cupy import S2OConfig, s2o_attention
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-if not BENCHMARKS.exists():
-    pytest.skip("needs a source checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
-
-import _baselines  # noqa: E402
-import serving  # noqa: E402
-
-CPU = "cpu:0"  # PyTorch tensors there, which by "cpu" would be NumPy's
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
+# isort: split
+import _baselines
+import serving
 
 
 def test_lengths():

@@ -17,7 +17,7 @@ from s2o_cupy import S2OConfig, s2o_attention
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.16")
 
-from tiny_llama import SIZES, llama, prompt  # noqa: E402
+from tiny_llama import LENGTH, SIZES, llama  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import s2o_cupy.integrations.transformers as integration  # noqa: E402
@@ -27,23 +27,7 @@ from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 from s2o_cupy.reference.dense import dense_attention  # noqa: E402
 
 DENSE = replace(SMALL, segment=64, tau=0.0)
-LENGTH = 500
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama()
-
-
-@pytest.fixture(scope="module")
-def ids():
-    return prompt(LENGTH)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture

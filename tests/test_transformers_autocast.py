@@ -18,6 +18,7 @@ from tiny_llama import llama, prompt  # noqa: E402
 from s2o_cupy.integrations.transformers import register  # noqa: E402
 
 DENSE = replace(SMALL, tau=0.0)
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,12 +26,6 @@ def kind(request):
     if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
         pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

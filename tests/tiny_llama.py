@@ -9,6 +9,7 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 4096,
 }  # fmt: skip
+LENGTH = 500  # of the prompt that most tests have
 
 
 def llama(**options):
@@ -18,6 +19,6 @@ def llama(**options):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def prompt(length):
+def prompt(length=LENGTH):
     """Tokens (1, length)."""
     return torch.randint(0, 97, (1, length), generator=torch.Generator().manual_seed(1))
