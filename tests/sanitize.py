@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
-import ragged
+import ragged_pages
 from conftest import Device, has_gpu, has_hopper
 from gpu_cases import DTYPES, SANITIZED, Case, run_diff
 from listed_calls import unlike_s2o, wrong_by_random_lists
@@ -50,7 +50,7 @@ def ragged_differing(device: Device, head_dim: int, page_size: int, layout: str)
     lengths_q, lengths_k = RAGGED
     shapes = [(sum(lengths_q), 2, head_dim), *[(sum(lengths_k), 1, head_dim)] * 2]
     arrays = [rng.standard_normal(shape) for shape in shapes]
-    return ragged.differing(device, rng, arrays, lengths_q, lengths_k, page_size, layout)
+    return ragged_pages.differing(device, rng, arrays, lengths_q, lengths_k, page_size, layout)
 
 
 def ragged_on(path: str, dense_up_to: int = 200) -> Device:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packs import LENGTHS, starts
 from pretended import pretend_gpu
-from ragged import differing, in_pages
+from ragged_pages import differing, in_pages
 
 from s2o_cupy import s2o_attention_paged
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
