@@ -1,9 +1,11 @@
 """What S2O costs a language model, and what it saves: loss, errors and time of whole models, on one GPU.
 
     python benchmarks/model.py --models A=llama.py:llama.npz:ids.npy --set tau=0.02 --set segment=512 --json model.json
+    python benchmarks/model.py --hugging-face smollm2.gguf --text book.txt --lengths 8192 --base dense_up_to=0
 
 --models: small trained Llamas, each NAME=LOADER:WEIGHTS:TOKENS. The loader is a .py with load(path), HEADS, KV_HEADS
-and ROPE_THETA, the tokens a .npy of ids. Of every length and every kind of attention, by --parts:
+and ROPE_THETA, the tokens a .npy of ids. --hugging-face: a pretrained model, which reads --text by its own tokenizer,
+or --tokens. Of every length and every kind of attention, by --parts:
 
 - loss: nats per token and its difference to dense attention, over the text and over eight equal parts of it; how often
   the likeliest next token is the one that came; and both at tokens that the text copies from far away
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +31,7 @@ from typing import Any
 
 import _common
 import _kinds
+import _pretrained
 import _sources
 import numpy as np
 from _copies import far_copies
@@ -74,6 +78,10 @@ def subjects(args: argparse.Namespace, device: str) -> Iterator[Subject]:
     """One at a time."""
     import _small_llama
 
+    if args.hugging_face:
+        path = pathlib.Path(args.hugging_face)
+        text = np.load(args.tokens) if args.tokens else _pretrained.ids_of(args.hugging_face, args.text)
+        yield Subject(path.stem, _pretrained.model(args.hugging_face, device), text)
     for name, (loader, weights_path, tokens) in args.models.items():
         module = _sources.module_of(loader)
         weights = module.load(weights_path)
@@ -153,6 +161,7 @@ def run_models(args: argparse.Namespace, step: Callable[[str], None], device: st
 
     for subject in subjects(args, device):
         for length in args.lengths:
+            _pretrained.check_length(subject.model, length)
             ids, targets = _small_llama.tokens(subject.text, length, device)
             rows = [{"model": subject.name, "length": length, **described(kind)} for kind in kinds(args)]
             for part in args.parts:
@@ -167,7 +176,7 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
 
     done = itertools.count()
     steps = {"loss": len(kinds(args)), "error": 1, "time": len(kinds(args))}
-    total = len(args.models) * len(args.lengths) * sum(steps[part] for part in args.parts)
+    total = max(1, len(args.models)) * len(args.lengths) * sum(steps[part] for part in args.parts)
     rows: list[Row] = []
     with torch.inference_mode():
         for found in run_models(args, lambda what: report(next(done), total, what)):
@@ -198,7 +207,11 @@ def parts(text: str) -> list[str]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=models, required=True, metavar="NAME=LOADER:WEIGHTS:TOKENS,...")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--models", type=models, default={}, metavar="NAME=LOADER:WEIGHTS:TOKENS,...")
+    which.add_argument("--hugging-face", metavar="PATH", help=_pretrained.HELP)
+    parser.add_argument("--text", help="of --hugging-face: a text file")
+    parser.add_argument("--tokens", help="of --hugging-face: a .npy of ids")
     parser.add_argument(
         "--lengths", type=_common.integers, default=[32768, 131072], help="tokens (default: 32768,131072)"
     )
@@ -210,6 +223,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args(argv)
     _kinds.check(parser, args)
+    if bool(args.text) + bool(args.tokens) != bool(args.hugging_face):
+        parser.error("--text, --tokens: accepted: one of them with --hugging-face, none with --models")
     if not _common.has_gpu():
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
     return args

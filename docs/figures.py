@@ -144,6 +144,15 @@ VIEWS: dict[str, list[Column]] = {
         ("99.9 % below", _key("row_p999_by_layer"), "error"),
         ("rows above 0.5", _key("rows_above_half_by_layer"), ".2%"),
     ],
+    # Questions to a pretrained model about a long text, from benchmarks/tasks.py.
+    "tasks": [
+        ("task", _key("task"), "s"),
+        *_MODEL,
+        ("density", _key("density"), ".3f"),
+        ("right answers", _key("right"), ".1%"),
+        ("right tokens", _key("right_tokens"), ".1%"),
+        ("answered as by dense", _key("as_dense"), ".1%"),
+    ],
     # Calls that wait for each other on the GPU, and how long a call keeps the host busy.
     "queued": [
         *_TOKENS,
