@@ -4,7 +4,7 @@ In the style of RULER (Hsieh et al., "RULER: What's the Real Context Size of You
 arXiv:2404.06654), made anew here: its noise sentences and forms of question, with words and numbers from a seed.
 
 - needle: one number that stands for a key; its key is asked for (RULER's niah_single).
-- needles: eight keys with a number each, of which one is asked for (niah_multikey).
+- needles: four keys with a number each, of which one is asked for (niah_multikey).
 - variables: a number is given to a variable, and that to another, over four hops; all five names are asked for
   (variable tracking).
 """
@@ -25,7 +25,7 @@ NOISE = (
 )  # fmt: skip
 FIRST = ("amber", "brave", "calm", "distant", "early", "frozen", "gentle", "hollow", "idle", "jolly", "late", "quiet")
 SECOND = ("anchor", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor", "island", "ladder", "mirror")
-KEYS, HOPS = 8, 4
+KEYS, HOPS = 4, 4
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ COLUMNS: list[_common.Column] = [
     ("density", "density", ".4f"),
     ("nats / token", "loss", ".5f"),
     ("to dense", "loss_difference", "+.5f"),
+    ("±", "loss_difference_sem", ".5f"),
     ("loader's own", "loader_loss", ".5f"),
     ("copies: nats to dense", "copies_loss_difference", "+.5f"),
     ("copies: hits", "copies_accuracy", ".4f"),
@@ -104,7 +105,7 @@ def add_loss(args: argparse.Namespace, subject: Subject, ids: Any, targets: Any,
             loss, hit = next_tokens(subject.model, ids, targets)
         dense = loss if dense is None else dense
         row |= {"loss": loss.mean(), "accuracy": hit.mean(), "loss_difference": (loss - dense).mean()}
-        # Of this text, tokens taken for independent: what a difference may be by chance.
+        # Its standard error, tokens taken for independent.
         row["loss_difference_sem"] = (loss - dense).std() / len(loss) ** 0.5
         row["loss_by_position"] = by_position(loss)
         row["loss_difference_by_position"] = by_position(loss - dense)

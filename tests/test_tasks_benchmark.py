@@ -49,7 +49,7 @@ def test_samples_have_their_length_and_repeat(task):
     assert told.count(" Nothing here. Nor there.") > 10
 
 
-@pytest.mark.parametrize(("task", "keys"), [("needle", 1), ("needles", 8)])
+@pytest.mark.parametrize(("task", "keys"), [("needle", 1), ("needles", 4)])
 def test_needles_answer(task, keys):
     places = []
     for seed in range(30):
