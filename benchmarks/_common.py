@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
 import json
 import math
 import os
 import pathlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -63,6 +66,42 @@ def orders(text: str) -> list[dict[str, Any]]:
     return [parse_order(x) for x in text.split(",")]
 
 
+def fields(text: str) -> dict[str, Any]:
+    """ "tau=0.02,segment=512": any of S2OConfig's fields, as it accepts them; None is a value too."""
+    found: dict[str, Any] = {}
+    for part in names(text):
+        name, equals, value = part.partition("=")
+        if not equals or name in found:
+            raise argparse.ArgumentTypeError(f"{text}: {part}: accepted: FIELD=VALUE,..., each field once")
+        found[name] = None if value == "None" else _number(value)
+    try:
+        S2OConfig(**found)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    return found
+
+
+def _number(text: str) -> int | float | str:
+    """As one, if it is one."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def text_of_fields(config: S2OConfig) -> str:
+    """What `fields` reads: the fields that are not the default's and do not follow from others, or "default"."""
+    default = S2OConfig()
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    given = {name: value for name, value in given.items() if value != getattr(default, name)}
+    for name in list(given):
+        rest = {other: value for other, value in given.items() if other != name}
+        with contextlib.suppress(ValueError):
+            if S2OConfig(**rest) == config:
+                given = rest
+    return ",".join(f"{name}={str(value).removesuffix('.0')}" for name, value in given.items()) or "default"
+
+
 def head_counts(text: str) -> list[tuple[int, int]]:
     """ "32:8,8:2": query heads and KV heads."""
     counts = []
@@ -108,7 +147,7 @@ def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 # Arguments that are paths, of which a result keeps the names, in its command.
-FILES = ("weights", "tokens", "loader")
+FILES = ("models", "hugging_face", "text", "tokens", "haystack")
 
 
 def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +187,7 @@ def _machine(device: str) -> dict[str, Any]:
 def _command() -> str:
     """This run's command, as from the root of a checkout and without other folders of the machine that measured."""
     script, *arguments = sys.argv
-    plain = (pathlib.Path(x).name if x[:1] in "/." else x for x in arguments)
+    plain = (re.sub(r"[^=:,]*/", "", x) for x in arguments)  # also of NAME=FILE:FILE
     return shlex.join(["python", f"benchmarks/{pathlib.Path(script).name}", *plain])
 
 

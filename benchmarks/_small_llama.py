@@ -54,23 +54,27 @@ def _shared(rope_theta: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tokens(path: str, length: int, device: Any) -> tuple[Tensor, Tensor]:
-    """The first ``length`` ids of a .npy file, and those that follow each."""
-    ids = np.load(path)[: length + 1].astype(np.int64)
+def tokens(text: np.ndarray, length: int, device: Any) -> tuple[Tensor, Tensor]:
+    """The first ``length`` ids of a text, and those that follow each."""
+    ids = text[: length + 1].astype(np.int64)
     if len(ids) <= length:
-        raise ValueError(f"{length} tokens and the one after them of a file with {len(ids)}; accepted: shorter lengths")
+        raise ValueError(f"{length} tokens and the one after them of a text of {len(ids)}; accepted: shorter lengths")
     found = torch.from_numpy(ids).to(device)
     return found[:-1], found[1:]
 
 
-def mean_loss(model: Any, ids: Tensor, targets: Tensor, chunk: int = 8192) -> float:
-    """Nats per token; float32 logits of ``chunk`` tokens are in memory at a time."""
+def next_tokens(model: Any, ids: Tensor, targets: Tensor, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
+    """Of every prediction the loss in nats, float64 [length], and whether the likeliest token came, bool [length].
+
+    Float32 logits of ``chunk`` tokens are in memory at a time.
+    """
     hidden = model.base_model(ids[None], use_cache=False).last_hidden_state[0]
-    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    losses, hits = [], []
     for i in range(0, len(ids), chunk):
-        logits = model.lm_head(hidden[i : i + chunk]).float()
-        total += torch.nn.functional.cross_entropy(logits, targets[i : i + chunk], reduction="none").double().sum()
-    return float(total) / len(ids)
+        logits, expected = model.lm_head(hidden[i : i + chunk]).float(), targets[i : i + chunk]
+        losses.append(torch.nn.functional.cross_entropy(logits, expected, reduction="none").double().cpu())
+        hits.append((logits.argmax(-1) == expected).cpu())
+    return torch.cat(losses).numpy(), torch.cat(hits).numpy()
 
 
 class Layer:

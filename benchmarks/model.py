@@ -1,49 +1,61 @@
-"""S2O in a model: loss and prefill time of a small trained Llama, or the time of one layer of a large one, on one GPU.
+"""What S2O costs a language model, and what it saves: loss, errors and time of whole models, on one GPU.
 
-    python benchmarks/model.py --weights llama.npz --tokens ids.npy --loader llama.py --json model.json
-    python benchmarks/model.py --layer 4096x32x8 --input trace.npz --lengths 131072 --json layer.json
+    python benchmarks/model.py --models A=llama.py:llama.npz:ids.npy --set tau=0.02 --set segment=512 --json model.json
+    python benchmarks/model.py --hugging-face smollm2.gguf --text book.txt --lengths 8192 --base dense_up_to=0
 
-With --weights: loss in nats per token, its difference to dense attention, and time of the prefill (with a KV cache,
-up to the logits of the last token), of which attention is what CUDA events around transformers' attention function
-say. With --layer (hidden size x heads x KV heads): a Llama layer with random weights, by default of Llama 3.1 8B.
-Random weights make no attention worth measuring, so the layer attends with q, k and v of --input; what the layer costs
-without attention, what attention costs alone and what both cost together are timed each.
+--models: small trained Llamas, each NAME=LOADER:WEIGHTS:TOKENS. The loader is a .py with load(path), HEADS, KV_HEADS
+and ROPE_THETA, the tokens a .npy of ids. --hugging-face: a pretrained model, which reads --text by its own tokenizer,
+or --tokens. Of every length and every kind of attention, by --parts:
 
-Attention is dense (transformers' "sdpa", held to one of PyTorch's kernels) or S2O (the default configuration, then
-every one of --orders and --taus). Ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy, transformers.
+- loss: nats per token and its difference to dense attention, over the text and over eight equal parts of it; how often
+  the likeliest next token is the one that came; and both at tokens that the text copies from far away
+  (`_copies.far_copies`), which is where attention that misses keys would show first.
+- error: in every layer, on the q, k and v that dense layers give it, the error of attention (pooled rel_l2), of its
+  rows (median, 99 %, 99.9 %, and the share that is more than half wrong), and the density.
+- time: of a prefill (with a KV cache, up to the logits of the last token) and of its attention in all layers, in turns
+  with that of the first of --baselines.
+
+Attention is dense (transformers' "sdpa", held to one of PyTorch's kernels) or S2O, configured by --base and by every
+--set. Differences and ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy, transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import _baselines
 import _common
-import _exact
+import _kinds
+import _pretrained
 import _sources
 import numpy as np
+from _copies import far_copies
+from _kinds import Kind, attention, described, kinds, told
 
-from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
-WHERE: list[_common.Column] = [
+PARTS = ("loss", "error", "time")
+POSITIONS = 8  # equal parts of a text
+COLUMNS: list[_common.Column] = [
+    ("model", "model", "s"),
     ("tokens", "length", ",d"),
     ("attention", "attention", "s"),
-    ("order", "order", "s"),
-    ("tau", "tau", "g"),
+    ("configuration", "config", "s"),
     ("density", "density", ".4f"),
-]
-MODEL: list[_common.Column] = [
-    *WHERE,
     ("nats / token", "loss", ".5f"),
     ("to dense", "loss_difference", "+.5f"),
+    ("±", "loss_difference_sem", ".5f"),
     ("loader's own", "loader_loss", ".5f"),
+    ("copies: nats to dense", "copies_loss_difference", "+.5f"),
+    ("copies: hits", "copies_accuracy", ".4f"),
+    ("worst layer's rel_l2", "worst_rel_l2", ".4f"),
+    ("worst layer's rows > 0.5", "worst_rows_above_half", ".5f"),
     ("prefill ms", "prefill_ms", ".2f"),
     ("attention ms", "attention_ms", ".2f"),
     ("rest ms", "rest_ms", ".2f"),
@@ -51,191 +63,112 @@ MODEL: list[_common.Column] = [
     ("attention ratio", "x_attention", ".3f"),
     ("peak GiB", "peak_gib", ".2f"),
 ]
-LAYER: list[_common.Column] = [
-    *WHERE,
-    ("rel_l2", "rel_l2", ".5f"),
-    ("attention ms", "attention_ms", ".2f"),
-    ("rest ms", "rest_ms", ".2f"),
-    ("layer ms", "layer_ms", ".2f"),
-    ("layer ratio", "x_layer", ".3f"),
-    ("attention ratio", "x_attention", ".3f"),
-    ("peak GiB", "peak_gib", ".2f"),
-]
 
 
-# ---------------------------------------------------------------- kinds of attention
+@dataclass(frozen=True)
+class Subject:
+    """A model, a text for it, and where there is one the loss of (ids, targets) by code of the loader's own."""
+
+    name: str
+    model: Any
+    text: np.ndarray  # ids
+    nll: Callable[[Any, Any], Any] | None = None
 
 
-def configs(args: argparse.Namespace) -> list[S2OConfig]:
-    """The default configuration first, each once."""
-    chosen = (_common.config_of(args, order, tau=tau) for order in args.orders for tau in args.taus)
-    return list(dict.fromkeys([S2OConfig(), *chosen]))
-
-
-@contextlib.contextmanager
-def attention(kind: str | S2OConfig) -> Iterator[str]:
-    """transformers' name for a baseline or for S2O under a configuration, which is what runs inside."""
-    if isinstance(kind, str):
-        from torch.nn.attention import sdpa_kernel
-
-        with sdpa_kernel(_baselines.sdpa_backends()[kind]):
-            yield "sdpa"
-        return
-    from s2o_cupy.integrations.transformers import register
-
-    s2o = register("s2o", kind, min_seqlen=0)
-    yield "s2o"
-    if set(s2o.calls) - {"s2o"}:
-        raise RuntimeError(f"S2O did not run throughout, so these are not its figures: {dict(s2o.calls)}")
-
-
-def described(kind: str | S2OConfig) -> Row:
-    if isinstance(kind, str):
-        return {"attention": kind}
-    return {"attention": "s2o", **_common.describe(kind), "default": kind == S2OConfig()}
-
-
-def compared(rows: list[Row], columns: Sequence[str]) -> list[Row]:
-    """With ratios to the first row, a dense one."""
-    for row in rows:
-        row |= {f"x_{name}": row[f"{name}_ms"] / rows[0][f"{name}_ms"] for name in columns}
-    return rows
-
-
-# ---------------------------------------------------------------- the model
-
-
-def prefill(model: Any, ids: Any) -> Any:
-    return model(ids[None], use_cache=True, logits_to_keep=1).logits
-
-
-def attention_ms(run: Callable[[], Any], name: str, repeats: int) -> float:
-    """Median over runs of the milliseconds that all calls of an attention function took together."""
-    import torch
-    from _small_llama import hooked
-
-    spans: list[tuple[Any, Any]] = []
-
-    def timed(function: Any, *args: Any, **options: Any) -> Any:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        out = function(*args, **options)
-        end.record()
-        spans.append((begin, end))
-        return out
-
-    totals = []
-    with hooked(name, timed):
-        for _ in range(repeats):
-            spans.clear()
-            run()
-            torch.cuda.synchronize()
-            totals.append(sum(begin.elapsed_time(end) for begin, end in spans))
-    return float(np.median(totals))
-
-
-def density(run: Callable[[], Any], name: str, config: S2OConfig) -> float:
-    """Mean over the calls of a run."""
-    from _small_llama import hooked
-
-    found: list[float] = []
-
-    def observed(function: Any, module: Any, q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
-        found.append(s2o_attention(q, k, v, config=config, return_stats=True)[1].density)
-        return function(module, q, k, v, *args, **options)
-
-    with hooked(name, observed):
-        run()
-    return float(np.mean(found))
-
-
-def measure_model(args: argparse.Namespace, model: Any, ids: Any, targets: Any, kind: str | S2OConfig) -> Row:
-    from _small_llama import mean_loss
-
-    run = partial(prefill, model, ids)
-    with attention(kind) as name:
-        model.set_attn_implementation(name)
-        row = {"length": len(ids), **described(kind), "loss": mean_loss(model, ids, targets)}
-        if isinstance(kind, S2OConfig):
-            row["density"] = density(run, name, kind)
-        row["prefill_ms"] = _common.time_ms(run, args.repeats)
-        row["attention_ms"] = attention_ms(run, name, args.repeats)
-        row["rest_ms"] = row["prefill_ms"] - row["attention_ms"]
-        row["peak_gib"] = _common.peak_gib(run)
-    return row
-
-
-def run_model(args: argparse.Namespace, step: Callable[[str], None], device: str = "cuda") -> Iterator[list[Row]]:
-    """The rows of each length."""
+def subjects(args: argparse.Namespace, device: str) -> Iterator[Subject]:
+    """One at a time."""
     import _small_llama
 
-    module = _sources.module_of(args.loader)
-    weights = module.load(args.weights)
-    model = _small_llama.load(module, weights)
-    for length in args.lengths:
-        ids, targets = _small_llama.tokens(args.tokens, length, device)
-        rows: list[Row] = []
-        for kind in (*args.baselines, *configs(args)):
-            step(f"{length:,}: {told(kind)}")
-            rows.append(measure_model(args, model, ids, targets, kind))
-            rows[-1]["loss_difference"] = rows[-1]["loss"] - rows[0]["loss"]
-        if hasattr(module, "nll"):
-            rows[0]["loader_loss"] = float(module.nll(weights, ids, targets).double().mean())
-        yield compared(rows, ("prefill", "attention"))
+    if args.hugging_face:
+        path = pathlib.Path(args.hugging_face)
+        text = np.load(args.tokens) if args.tokens else _pretrained.ids_of(args.hugging_face, args.text)
+        yield Subject(path.stem, _pretrained.model(args.hugging_face, device), text)
+    for name, (loader, weights_path, tokens) in args.models.items():
+        module = _sources.module_of(loader)
+        weights = module.load(weights_path)
+        nll = partial(module.nll, weights) if hasattr(module, "nll") else None
+        yield Subject(name, _small_llama.load(module, weights), np.load(tokens), nll)
 
 
-# ---------------------------------------------------------------- the layer
+# ---------------------------------------------------------------- the parts
 
 
-def measure_layer(args: argparse.Namespace, layer: Any, qkv: Sequence[Any], exact: Any, kind: str | S2OConfig) -> Row:
-    from _small_llama import hooked, instead
+def add_loss(args: argparse.Namespace, subject: Subject, ids: Any, targets: Any, rows: list[Row], step: Any) -> None:
+    from _small_llama import next_tokens
 
-    row: Row = {"length": qkv[0].shape[2], **described(kind)}
-    with attention(kind) as name:
-        alone = partial(layer.attention, name, *qkv)
-        row["attention_ms"] = _common.time_ms(alone, args.repeats)
-        if exact is not None:
-            row["rel_l2"] = _exact.pooled(_exact.sums(alone().transpose(1, 2), exact))["rel_l2"]
-        if isinstance(kind, S2OConfig):
-            row["density"] = s2o_attention(*qkv, config=kind, return_stats=True)[1].density
-        with hooked(name, instead(*qkv)):
-            row["layer_ms"] = _common.time_ms(partial(layer, name), args.repeats)
-            own = [*qkv, *([] if exact is None else [exact])]
-            row["peak_gib"] = _common.peak_gib(partial(layer, name), own)
-    return row
-
-
-def run_layer(args: argparse.Namespace, step: Callable[[str], None], device: str = "cuda") -> Iterator[list[Row]]:
-    """The rows of each length."""
-    import torch
-    from _small_llama import Layer, as_in_a_layer, hooked, skip
-
-    hidden, heads, kv_heads = args.layer
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads}
-    for length in args.lengths:
-        step(f"{length:,}: input")
-        case = _sources.Case(args.input, length)
-        qkv: list[Any] = list(_sources.load(case, args.dtype, device, **sizes))
-        found = {"heads": qkv[0].shape[1], "kv_heads": qkv[1].shape[1], "head_dim": qkv[0].shape[3]}
-        if found != sizes:
-            raise SystemExit(f"--layer: {args.input} has {found}; accepted: an input with {sizes}")
-        exact = _exact.dense(*qkv) if args.error else None
-        qkv = [as_in_a_layer(x) for x in qkv]
-        layer = Layer(args.layer, args.intermediate, length, getattr(torch, args.dtype), device)
-        with hooked("sdpa", skip):
-            rest_ms = _common.time_ms(layer, args.repeats)
-        rows: list[Row] = []
-        for kind in (*args.baselines, *configs(args)):
-            step(f"{length:,}: {told(kind)}")
-            rows.append(case.row() | sizes | measure_layer(args, layer, qkv, exact, kind) | {"rest_ms": rest_ms})
-        yield compared(rows, ("layer", "attention"))
+    copied = far_copies(subject.text[: len(ids) + 1], args.copy_ids, args.copy_distance)
+    dense = None
+    for kind, row in zip(kinds(args), rows, strict=True):
+        step(f"loss, {told(kind)}")
+        with attention(kind) as name:
+            subject.model.set_attn_implementation(name)
+            loss, hit = next_tokens(subject.model, ids, targets)
+        dense = loss if dense is None else dense
+        row |= {"loss": loss.mean(), "accuracy": hit.mean(), "loss_difference": (loss - dense).mean()}
+        # Its standard error, tokens taken for independent.
+        row["loss_difference_sem"] = (loss - dense).std() / len(loss) ** 0.5
+        row["loss_by_position"] = by_position(loss)
+        row["loss_difference_by_position"] = by_position(loss - dense)
+        row["copies"] = copied.mean()
+        if copied.any():
+            row["copies_loss"], row["copies_accuracy"] = loss[copied].mean(), hit[copied].mean()
+            row["copies_loss_difference"] = (loss - dense)[copied].mean()
+        row |= {key: float(value) for key, value in row.items() if isinstance(value, np.floating)}
+    if subject.nll is not None:
+        rows[0]["loader_loss"] = float(subject.nll(ids, targets).double().mean())
 
 
-# ---------------------------------------------------------------- both
+def by_position(losses: np.ndarray) -> list[float]:
+    """Means of equal parts."""
+    return [float(part.mean()) for part in np.array_split(losses, POSITIONS)]
 
 
-def told(kind: str | S2OConfig) -> str:
-    return kind if isinstance(kind, str) else f"S2O, {kind.rank}, tau {kind.tau:g}"
+def add_errors(args: argparse.Namespace, subject: Subject, ids: Any, _: Any, rows: list[Row], step: Any) -> None:
+    from _layer_errors import on_dense_trajectory
+
+    step("errors by layer")
+    for row, found in zip(rows, on_dense_trajectory(subject.model, ids, kinds(args)), strict=True):
+        row |= found
+        for name in ("rel_l2", "rows_above_half"):
+            row[f"worst_{name}"] = max(found[f"{name}_by_layer"])
+
+
+def add_times(args: argparse.Namespace, subject: Subject, ids: Any, _: Any, rows: list[Row], step: Any) -> None:
+    from _turns import in_turns, prefill
+
+    first: Kind = args.baselines[0]
+    for kind, row in zip(kinds(args), rows, strict=True):
+        step(f"time, {told(kind)}")
+        turns = dict.fromkeys((first, kind))
+        times = in_turns(subject.model, ids, list(turns), args.repeats)
+        for (whole, part), prefix in ((times[-1], ""), (times[0], f"{first}_")):
+            row |= {f"{prefix}prefill_ms": whole, f"{prefix}attention_ms": part}
+        row["rest_ms"] = row["prefill_ms"] - row["attention_ms"]
+        row |= {f"x_{name}": row[f"{name}_ms"] / row[f"{first}_{name}_ms"] for name in ("prefill", "attention")}
+        with attention(kind) as name:
+            subject.model.set_attn_implementation(name)
+            row["peak_gib"] = _common.peak_gib(partial(prefill, subject.model, ids))
+
+
+MEASURES = {"loss": add_loss, "error": add_errors, "time": add_times}
+
+
+# ---------------------------------------------------------------- the run
+
+
+def run_models(args: argparse.Namespace, step: Callable[[str], None], device: str = "cuda") -> Iterator[list[Row]]:
+    """The rows of each model and length."""
+    import _small_llama
+
+    for subject in subjects(args, device):
+        for length in args.lengths:
+            _pretrained.check_length(subject.model, length)
+            ids, targets = _small_llama.tokens(subject.text, length, device)
+            rows = [{"model": subject.name, "length": length, **described(kind)} for kind in kinds(args)]
+            for part in args.parts:
+                report = lambda what: step(f"{subject.name}, {length:,}: {what}")  # noqa: B023, E731
+                MEASURES[part](args, subject, ids, targets, rows, report)
+            yield rows
 
 
 def run(args: argparse.Namespace, report: Report) -> list[Row]:
@@ -243,10 +176,11 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
     import transformers
 
     done = itertools.count()
-    total = len(args.lengths) * (len(args.baselines) + len(configs(args)) + bool(args.layer))
+    steps = {"loss": len(kinds(args)), "error": 1, "time": len(kinds(args))}
+    total = max(1, len(args.models)) * len(args.lengths) * sum(steps[part] for part in args.parts)
     rows: list[Row] = []
     with torch.inference_mode():
-        for found in (run_layer if args.layer else run_model)(args, lambda what: report(next(done), total, what)):
+        for found in run_models(args, lambda what: report(next(done), total, what)):
             rows += found
             # After each length, so that an interrupted run leaves what it has measured.
             result = _common.provenance() | {"transformers": transformers.__version__}
@@ -254,37 +188,44 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
     return rows
 
 
-def layer_sizes(text: str) -> tuple[int, int, int]:
-    """ "4096x32x8": hidden size, heads and KV heads."""
-    hidden, heads, kv_heads = map(int, text.split("x"))
-    if min(hidden, heads, kv_heads) < 1 or hidden % heads or heads % kv_heads:
-        raise argparse.ArgumentTypeError(f"{text}: accepted: hidden x heads x kv_heads, each a multiple of the next")
-    return hidden, heads, kv_heads
+def models(text: str) -> dict[str, tuple[str, ...]]:
+    """ "A=loader:weights:tokens,B=...": names and their three files."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in _common.names(text):
+        name, _, files = part.partition("=")
+        found[name] = tuple(files.split(":"))
+        if len(found[name]) != 3 or not all((name, *found[name])):
+            raise argparse.ArgumentTypeError(f"{part}: accepted: NAME=LOADER:WEIGHTS:TOKENS,...")
+    return found
+
+
+def parts(text: str) -> list[str]:
+    found = _common.names(text)
+    if not found or set(found) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"{text}: accepted: one or more of {', '.join(PARTS)}")
+    return found
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", help="weights of a small Llama, as --loader reads them")
-    parser.add_argument("--tokens", help="a .npy of token ids to read with it")
-    parser.add_argument("--loader", help="a .py with load(path), HEADS, KV_HEADS and ROPE_THETA")
-    parser.add_argument("--layer", type=layer_sizes, help="hidden x heads x kv_heads, such as 4096x32x8")
-    parser.add_argument("--intermediate", type=int, default=14336, help="of --layer (default: %(default)s)")
-    parser.add_argument("--input", default="mixture", help=f"of --layer: {_sources.HELP} (default: %(default)s)")
-    parser.add_argument("--error", action="store_true", help="of --layer: compare attention with float32 (slow)")
-    parser.add_argument("--lengths", type=_common.integers, help="default: 32768,131072; of --layer 131072")
-    parser.add_argument("--taus", type=_common.numbers, default=[0.02, 0.01, 0.005, 0.002])
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16", help="of --layer")
-    _common.add_s2o(parser)
-    parser.add_argument("--baselines", type=_common.names, default=["cudnn", "flash2"], help="ratios: to the first")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--models", type=models, default={}, metavar="NAME=LOADER:WEIGHTS:TOKENS,...")
+    which.add_argument("--hugging-face", metavar="PATH", help=_pretrained.HELP)
+    parser.add_argument("--text", help="of --hugging-face: a text file")
+    parser.add_argument("--tokens", help="of --hugging-face: a .npy of ids")
+    parser.add_argument(
+        "--lengths", type=_common.integers, default=[32768, 131072], help="tokens (default: 32768,131072)"
+    )
+    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"default: {','.join(PARTS)}")
+    parser.add_argument("--copy-ids", type=int, default=8, help="ids that agree before a copy (default: 8)")
+    parser.add_argument("--copy-distance", type=int, default=4096, help="tokens back to it, more than (default: 4096)")
+    _kinds.add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args(argv)
-    model = (args.weights, args.tokens, args.loader)
-    if any(model) == bool(args.layer) or (any(model) and not all(model)):
-        parser.error("accepted: --weights, --tokens and --loader, or --layer")
-    if not args.baselines or set(args.baselines) - {"cudnn", "flash2"}:
-        parser.error("--baselines: accepted: one or both of cudnn and flash2")
-    args.lengths = args.lengths or ([131072] if args.layer else [32768, 131072])
+    _kinds.check(parser, args)
+    if bool(args.text) + bool(args.tokens) != bool(args.hugging_face):
+        parser.error("--text, --tokens: accepted: one of them with --hugging-face, none with --models")
     if not _common.has_gpu():
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
     return args
@@ -294,7 +235,7 @@ def main() -> None:
     args = parse()
     with progress("model") as report:
         rows = run(args, report)
-    print(_common.table(rows, LAYER if args.layer else MODEL))
+    print(_common.table(rows, COLUMNS))
 
 
 if __name__ == "__main__":

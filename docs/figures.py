@@ -39,6 +39,11 @@ def _key(name: str) -> Callable[[Row], Any]:
     return lambda row: row.get(name)
 
 
+def _kind(row: Row) -> Any:
+    """Of rows with whole configurations: S2O's, or the name of a dense one."""
+    return f"S2O, {row['config']}" if "config" in row else row.get("attention")
+
+
 def _ratio(above: str, below: str) -> Callable[[Row], Any]:
     return lambda row: row[above] / row[below] if row.get(above) is not None and row.get(below) else None
 
@@ -49,6 +54,7 @@ _TOKENS: list[Column] = [
     ("tau", _key("tau"), "g"),
     ("density", _key("density"), ".3f"),
 ]
+_MODEL: list[Column] = [("model", _key("model"), "s"), ("tokens", _key("length"), ",d"), ("attention", _kind, "s")]
 VIEWS: dict[str, list[Column]] = {
     # The whole call beside dense attention.
     "time": [
@@ -105,6 +111,47 @@ VIEWS: dict[str, list[Column]] = {
         ("more than cuDNN's", _key("loss_difference"), "+.4f"),
         ("prefill ms", _key("prefill_ms"), "ms"),
         ("of it attention", _key("attention_ms"), "ms"),
+    ],
+    # Models from end to end, any configuration, from benchmarks/model.py: what is lost and saved in all,
+    "loss": [
+        *_MODEL,
+        ("density", _key("density"), ".3f"),
+        ("nats a token", _key("loss"), ".4f"),
+        ("more than dense", _key("loss_difference"), "+.4f"),
+        ("likeliest token came", _key("accuracy"), ".2%"),
+        ("prefill ms", _key("prefill_ms"), "ms"),
+        ("of it attention", _key("attention_ms"), "ms"),
+        ("of dense attention's time", _key("x_attention"), ".3f"),
+    ],
+    # where in the text,
+    "positions": [
+        *_MODEL,
+        ("more nats than dense, by eighths of the text", _key("loss_difference_by_position"), "+.4f"),
+    ],
+    # at tokens that the text copies from far away,
+    "copies": [
+        *_MODEL,
+        ("copied tokens", _key("copies"), ".2%"),
+        ("their nats", _key("copies_loss"), ".4f"),
+        ("more than dense", _key("copies_loss_difference"), "+.4f"),
+        ("likeliest token came", _key("copies_accuracy"), ".2%"),
+    ],
+    # and in which layers and rows.
+    "layers": [
+        *_MODEL,
+        ("rel_l2 by layer", _key("rel_l2_by_layer"), "error"),
+        ("99 % of rows below", _key("row_p99_by_layer"), "error"),
+        ("99.9 % below", _key("row_p999_by_layer"), "error"),
+        ("rows above 0.5", _key("rows_above_half_by_layer"), ".2%"),
+    ],
+    # Questions to a pretrained model about a long text, from benchmarks/tasks.py.
+    "tasks": [
+        ("task", _key("task"), "s"),
+        *_MODEL,
+        ("density", _key("density"), ".3f"),
+        ("right answers", _key("right"), ".1%"),
+        ("right tokens", _key("right_tokens"), ".1%"),
+        ("answered as by dense", _key("as_dense"), ".1%"),
     ],
     # Calls that wait for each other on the GPU, and how long a call keeps the host busy.
     "queued": [
@@ -174,6 +221,8 @@ _CONDITIONS: list[Column] = [
 def _cell(value: Any, form: str) -> str:
     if value is None:
         return ""
+    if isinstance(value, list):
+        return " ".join(_cell(x, form) for x in value)
     if form == "ms":
         return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
     return f"{value:.2g}" if form == "error" else format(value, form)

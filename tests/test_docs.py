@@ -120,7 +120,7 @@ def check_command(command):
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         source = text_of(ROOT / words[script])
         if words[script].startswith("benchmarks/"):  # options that they share
-            source += text_of(ROOT / "benchmarks" / "_common.py")
+            source += "".join(text_of(ROOT / "benchmarks" / name) for name in ("_common.py", "_kinds.py"))
         for option in re.findall(r"--([\w-]+)", " ".join(words[script + 1 :])):
             assert re.search(rf'"(--)?{option}"', source), f"{words[script]} has no --{option}"
     elif words[:2] == ["pip", "install"]:
@@ -143,7 +143,8 @@ def cli_options():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_named_in_a_sentence_exists(page):
     """Commands, options and files in `code`."""
-    sentences = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    # What a table was measured with (<sub>) is of the commit that it names.
+    sentences = re.sub(r"^```.*?^```$|^<sub>.*$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "torture").glob("*.py")]
     sources = [text_of(path) for path in scripts]
     for code in set(re.findall(r"`([^`\n]+)`", sentences)):
@@ -302,5 +303,15 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
     assert "400" in figures.table("speed", "parts", tmp_path)
     for view in figures.VIEWS:
         assert figures.table("speed", view, tmp_path).startswith("| ")
+    model = {
+        "attention": "s2o",
+        "config": "tau=0.02",
+        "rel_l2_by_layer": [0.123, 0.0456],
+        "rows_above_half_by_layer": [0],
+    }
+    (tmp_path / "model.json").write_text(json.dumps(result | {"rows": [{"attention": "cudnn"}, model]}))
+    lines = figures.table("model", "layers", tmp_path).splitlines()
+    assert lines[0] == "| attention | rel_l2 by layer | rows above 0.5 |"
+    assert lines[2:4] == ["| cudnn |  |  |", "| S2O, tau=0.02 | 0.12 0.046 | 0.00% |"]
     (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": [row, row | {"head_dim": 64}]}))
     assert figures.table("speed", "time", tmp_path).startswith("| head_dim | tokens |")

@@ -1,18 +1,24 @@
-"""What benchmarks/serving.py draws, cuts, lays out and judges, and how it calls PyTorch's own packed attention."""
+"""What benchmarks/serving.py draws, cuts, lays out and judges, how it calls PyTorch's own packed attention, and, with
+PyTorch on the CPU in the place of a GPU, what it reports."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 import types
 
 import numpy as np
 import pytest
-from benchmark_modules import CPU
+from benchmarks_on_cpu import CPU, pretend_a_gpu, rows_on_a_gpu
+from conftest import has_gpu
 
+import s2o_cupy
 from s2o_cupy import S2OConfig, s2o_attention
 
 # isort: split
 import _baselines
+import _common
 import serving
 
 
@@ -117,3 +123,90 @@ def test_varlen_attn_of_several_versions(torch, monkeypatch, kind):
         assert call is None
     else:
         torch.testing.assert_close(call(), attend(q, k, k, torch.tensor([0, 10, 40], dtype=torch.int32), 0, 30, 30))
+
+
+# ---------------------------------------------------------------- what it reports
+
+
+@pytest.fixture
+def no_gpu_needed(torch, monkeypatch):
+    names = {"chunked": "run_chunked", "packed": "run_packed", "paged": "run_paged"}
+    pretend_a_gpu(monkeypatch, [(serving, name) for name in names.values()])
+    monkeypatch.setattr(serving, "PARTS", {part: getattr(serving, name) for part, name in names.items()})
+
+
+def packed_attention(q, k, v, cu_seqlens, *, config=None, return_stats=False):
+    import torch
+
+    parts = [
+        s2o_attention(q[a:b], k[a:b], v[a:b], config=config, layout="BSHD", return_stats=True)
+        for a, b in itertools.pairwise(cu_seqlens)
+    ]
+    o = torch.cat([o for o, _ in parts])
+    return (o, [stats for _, stats in parts]) if return_stats else o
+
+
+@pytest.mark.parametrize("varlen", [None, packed_attention])
+def test_serving(no_gpu_needed, monkeypatch, tmp_path, varlen):
+    monkeypatch.setattr(s2o_cupy, "s2o_attention_varlen", varlen, raising=False)
+    args = serving.parse([
+        "--length", "700", "--chunk", "128", "--sequences", "5", "--heads", "4", "--kv-heads", "2", "--head-dim", "32",
+        "--orders", "mean:1:0:64", "--dense-up-to", "0", "--taus", "0,1000", "--parts", "chunked,packed",
+        "--json", str(tmp_path / "s.json"),
+    ])  # fmt: skip
+    steps: list = []
+    rows = serving.run(args, lambda *told: steps.append(told))
+    assert json.loads((tmp_path / "s.json").read_text())["rows"] == rows
+    assert [done for done, _, _ in steps] == list(range(steps[0][1]))
+    exact, sparse, packed_exact, packed_sparse = rows
+    assert [row["part"] for row in rows] == ["chunked", "chunked", "packed", "packed"]
+    for row in (exact, sparse):
+        assert row["same_bits"]  # chunks of whole segments
+        assert (row["x_plain"], row["x_flash2_chunks"], row["x_cudnn"]) == (1, 1, 1)
+        assert row["flash2_chunks_rel_l2"] < 0.01
+    assert (exact["difference_like"], exact["density"]) == ("pass", 1)
+    assert (sparse["density_like"], sparse["error_like"]) == ("pass", "pass")
+    assert sparse["density"] < 0.9
+    assert sparse["rel_l2"] > 2 * exact["rel_l2"]
+    for row in (packed_exact, packed_sparse):
+        assert sum(row["lengths"]) == row["length"] == 700
+        assert (row["plain_ms"], row["queue_ms"], row["cudnn_ms"]) == (5 * 2, 2, 2)
+        assert ("s2o_ms" in row) == ("x_plain" in row) == ("difference" in row) == (varlen is not None)
+        if varlen:
+            assert row["same_bits"]
+            assert row["density"] == row["plain_density"]
+    assert packed_sparse["plain_rel_l2"] > 2 * packed_exact["plain_rel_l2"]
+    for columns in (serving.CHUNKED, serving.PACKED):
+        assert len(_common.table(rows[:2], columns).splitlines()) == 3
+
+
+def test_serving_from_pages(no_gpu_needed, tmp_path):
+    args = serving.parse([
+        "--length", "500", "--chunk", "128", "--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--parts", "paged",
+        "--orders", "mean:1:0:64", "--taus", "0.1", "--page-sizes", "16,64", "--json", str(tmp_path / "s.json"),
+    ])  # fmt: skip
+    rows = serving.run(args, lambda *told: None)
+    lengths = {"first chunk": (128, 128), "last chunk": (128, 500), "prompt": (500, 500)}
+    assert [(row["call"], row["page_size"]) for row in rows] == list(itertools.product(lengths, (16, 64)))
+    for row in rows:
+        assert (row["seqlen_q"], row["seqlen_k"]) == lengths[row["call"]]
+        assert (row["bits_like"], row["cost_like"], row["x_plain"], row["x_gather"]) == ("pass", "pass", 1, 1)
+    assert len(_common.table(rows, serving.PAGED).splitlines()) == 1 + len(rows)
+    assert list(serving.paged_calls(100, 128)) == ["prompt"]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")
+def test_serving_on_a_gpu(tmp_path):
+    rows = rows_on_a_gpu(
+        tmp_path / "s.json", "serving.py", "--length", 32768, "--sequences", 4, "--heads", 8, "--kv-heads", 2,
+        "--dense-up-to", 0,
+    )  # fmt: skip
+    for row in rows:
+        assert row["plain_ms"] > 0
+        assert row.get("s2o_ms", 1) > 0
+        # What pages cost is no test's business: others may be using the GPU.
+        assert "FAIL" not in [value for key, value in row.items() if key != "cost_like"]
+        for other in ("flash2_chunks_rel_l2", "varlen_rel_l2"):
+            assert row.get(other, 0) < 0.01

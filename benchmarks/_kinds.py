@@ -1,0 +1,78 @@
+"""Kinds of attention that a model or a layer runs with: dense by one of PyTorch's kernels, or S2O as configured."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import _baselines
+import _common
+
+from s2o_cupy import S2OConfig
+
+Kind = str | S2OConfig  # a baseline by its name
+
+# Why some layers of a model attend densely whatever the configuration.
+NOT_FOR_S2O = {"sliding window"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base", type=_common.fields, default={}, metavar="FIELD=VALUE,...",
+        help="S2OConfig's fields for every configuration, such as dense_up_to=0; alone they are the first one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", type=_common.fields, action="append", default=[], metavar="FIELD=VALUE,...",
+        help="a further configuration, such as tau=0.02,segment=512; as often as wanted",
+    )  # fmt: skip
+    parser.add_argument("--baselines", type=_common.names, default=["cudnn", "flash2"], help="ratios: to the first")
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with what is wrong with the arguments of `add_arguments`."""
+    if not args.baselines or set(args.baselines) - {"cudnn", "flash2"}:
+        parser.error("--baselines: accepted: one or both of cudnn and flash2")
+    try:
+        configs(args)
+    except (TypeError, ValueError) as error:  # fields that are right alone and wrong together
+        parser.error(f"--base and --set: {error}")
+
+
+def configs(args: argparse.Namespace) -> list[S2OConfig]:
+    """--base first, then every --set on top of it, each once."""
+    return list(dict.fromkeys(S2OConfig(**args.base | fields) for fields in ({}, *args.set)))
+
+
+def kinds(args: argparse.Namespace) -> list[Kind]:
+    return [*args.baselines, *configs(args)]
+
+
+@contextlib.contextmanager
+def attention(kind: Kind) -> Iterator[str]:
+    """transformers' name for a kind, which is what runs inside."""
+    if isinstance(kind, str):
+        from torch.nn.attention import sdpa_kernel
+
+        with sdpa_kernel(_baselines.sdpa_backends()[kind]):
+            yield "sdpa"
+        return
+    from s2o_cupy.integrations.transformers import register
+
+    s2o = register("s2o", kind, min_seqlen=0)
+    yield "s2o"
+    if set(s2o.calls) - {"s2o"} - NOT_FOR_S2O or not s2o.calls["s2o"]:
+        raise RuntimeError(f"S2O did not run throughout, so these are not its figures: {dict(s2o.calls)}")
+
+
+def described(kind: Kind) -> dict[str, Any]:
+    """A row's part on its kind."""
+    if isinstance(kind, str):
+        return {"attention": kind}
+    told = {"config": _common.text_of_fields(kind), "default": kind == S2OConfig()}
+    return {"attention": "s2o", **told, **_common.describe(kind)}
+
+
+def told(kind: Kind) -> str:
+    return kind if isinstance(kind, str) else f"S2O, {_common.text_of_fields(kind)}"

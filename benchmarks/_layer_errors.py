@@ -1,0 +1,57 @@
+"""Errors of attention in every layer of a model whose layers all attend densely: each is given what dense layers give.
+
+So an error is a layer's own, and not what earlier ones did to its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import _exact
+from _kinds import Kind, attention
+from _small_llama import hooked
+
+from s2o_cupy import S2OConfig, s2o_attention
+
+
+def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
+    """For each kind of attention, lists by layer, from one run of the model under the first kind, a dense one.
+
+    ``layer_numbers`` of the layers below, those whose every key is in sight; ``rel_l2_by_layer``, pooled over rows and
+    heads, to attention in float32 of the same q, k and v; of the errors of single rows of single heads
+    ``row_median_by_layer``, ``row_p99_by_layer``, ``row_p999_by_layer``, and the share ``rows_above_half_by_layer``
+    of rows that are more wrong than half their length. Of S2O also ``density_by_layer`` and ``density``, their mean.
+    """
+    found: list[dict[str, Any]] = [{} for _ in kinds]
+
+    def observed(function: Any, module: Any, q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        out = function(module, q, k, v, *args, **options)
+        window = options.get("sliding_window")
+        if window is not None and window <= k.shape[2]:
+            return out
+        scale = options.get("scaling")
+        exact = _exact.dense(q, k, v, scale=scale)  # [1, heads, seqlen, head_dim]
+        for kind, into in zip(kinds, found, strict=True):
+            figures: dict[str, Any] = {}
+            if isinstance(kind, S2OConfig):
+                o, stats = s2o_attention(q, k, v, config=kind, scale=scale, return_stats=True)
+                figures["density"] = stats.density
+            else:
+                with attention(kind):
+                    o = function(module, q, k, v, *args, **options)[0].transpose(1, 2)
+            figures |= {"rel_l2": _exact.pooled(_exact.sums(o, exact))["rel_l2"]}
+            figures |= _exact.rows(_exact.by_row(o, exact))
+            into.setdefault("layer_numbers", []).append(module.layer_idx)
+            for name, value in figures.items():
+                into.setdefault(f"{name}_by_layer", []).append(value)
+        return out
+
+    with attention(kinds[0]) as name:
+        model.set_attn_implementation(name)
+        with hooked(name, observed):
+            model.base_model(ids[None], use_cache=False)
+    for into in found:
+        if "density_by_layer" in into:
+            into["density"] = sum(into["density_by_layer"]) / len(into["density_by_layer"])
+    return found
