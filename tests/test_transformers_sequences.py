@@ -117,10 +117,7 @@ def test_generate(model, ids, cache):
 def test_packed_by_position_ids(model, ids):
     s2o = register(config=DENSE, min_seqlen=100)
     positions = torch.stack(
-        [
-            torch.cat([torch.arange(n) for n in lengths])
-            for lengths in ((LENGTH,), (150, 250), (1, 99, 100, 200))
-        ]
+        [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((LENGTH,), (150, 250), (1, 99, 100, 200))]
     )
     options = {"position_ids": positions, "use_cache": False}
     found = logits_of(model, "s2o", ids, **options)

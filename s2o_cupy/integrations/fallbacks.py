@@ -37,6 +37,7 @@ _UNEXPECTED = {
     "gradients": "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()",
 }
 REASONS = _EXPECTED | _UNEXPECTED
+_WORDS = REASONS | {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"}
 
 
 class CallCounts:
@@ -72,10 +73,7 @@ class CallCounts:
         if not self.calls:
             return "no calls"
         width = max(map(len, self.calls))
-        return "\n".join(
-            f"{count:8,}  {what:{width}}  {REASONS.get(what, 'S2O')}".rstrip()
-            for what, count in self.calls.most_common()
-        )
+        return "\n".join(f"{count:8,}  {what:{width}}  {_WORDS[what]}" for what, count in self.calls.most_common())
 
 
 _numbers = itertools.count()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,9 +38,6 @@ class _Call(NamedTuple):
     rows_k: list[Rows]
     lengths_q: list[int]
     lengths_k: list[int]
-
-    def starts(self) -> tuple[list[int], list[int]]:
-        return starts(self.lengths_q), starts(self.lengths_k)
 
 
 def window_attention(
@@ -75,18 +72,19 @@ def window_attention(
     lse : float32 Tensor (heads, total_q)
     """
     own, before = _calls(tuple(lengths), window)
-    options = {"config": _dense(config), "scale": scale, "softcap": softcap, "return_lse": True}
-    o, lse = attention_varlen(q, *(_take(x, own.rows_k) for x in (k, v)), *own.starts(), **options)
+    attend = functools.partial(attention_varlen, config=_dense(config), scale=scale, softcap=softcap, return_lse=True)
+    k_own, v_own = (_joined([x[begin:end] for begin, end in own.rows_k]) for x in (k, v))
+    o, lse = attend(q, k_own, v_own, starts(own.lengths_q), starts(own.lengths_k))
     if before.lengths_q:
-        flipped = [_flip(q, before.rows_q), *(_flip(x, before.rows_k) for x in (k, v))]
-        o2, lse2 = attention_varlen(*flipped, *before.starts(), **options)
+        k_before, v_before = _flipped(k, before.rows_k), _flipped(v, before.rows_k)
+        cu_seqlens = starts(before.lengths_q), starts(before.lengths_k)
+        o_before, lse_before = attend(_flipped(q, before.rows_q), k_before, v_before, *cu_seqlens)
         begin = 0
-        for first, end in before.rows_q:
-            part = slice(begin, begin := begin + end - first)
-            merged = merge_states(
-                o[first:end], lse[:, first:end], o2[part].flip(0), lse2[:, part].flip(1), layout="BSHD"
+        for first, last in before.rows_q:
+            part = slice(begin, begin := begin + last - first)
+            o[first:last], lse[:, first:last] = merge_states(
+                o[first:last], lse[:, first:last], o_before[part].flip(0), lse_before[:, part].flip(1), layout="BSHD"
             )
-            o[first:end], lse[:, first:end] = merged
     return o, lse
 
 
@@ -123,14 +121,9 @@ def _dense(config: S2OConfig) -> S2OConfig:
     return replace(config, tau=0.0, dense_up_to=None, rank="mean", pooled_queries=None)
 
 
-def _take(x: Tensor, rows: list[Rows]) -> Tensor:
-    return _joined(x, rows, lambda part: part)
+def _flipped(x: Tensor, rows: list[Rows]) -> Tensor:
+    return _joined([x[begin:end].flip(0) for begin, end in rows])
 
 
-def _flip(x: Tensor, rows: list[Rows]) -> Tensor:
-    return _joined(x, rows, lambda part: part.flip(0))
-
-
-def _joined(x: Tensor, rows: list[Rows], change: Callable[[Tensor], Tensor]) -> Tensor:
-    parts = [change(x[begin:end]) for begin, end in rows]
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

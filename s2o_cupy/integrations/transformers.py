@@ -127,8 +127,8 @@ class S2OAttention:
     Attributes
     ----------
     calls : collections.Counter
-        How often "s2o" ran, "s2o window" of it apart, and each reason why it did not, in compiled graphs too. A line
-        of the log says each reason once.
+        How often "s2o" ran, or "dense window" for it, and each reason why neither did, in compiled graphs too. The
+        log says each reason once.
     """
 
     def __init__(self, configs: LayerConfigs, min_seqlen: int) -> None:
@@ -167,7 +167,7 @@ class S2OAttention:
         call = _parse(mask, causal, query.shape[2], key.shape[2])
         groups = self.configs.groups(self._layer(module), query.shape[1], key.shape[1])
         reason = self._why_not(query, key, value, call, dropout, groups, options)
-        self._counts.add(reason or ("s2o" if call.window is None else "s2o window"))
+        self._counts.add(reason or ("s2o" if call.window is None else "dense window"))
         if reason is None:
             return _s2o(query, key, value, call, scaling, softcap, sinks, groups), None
 
@@ -282,19 +282,17 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """[batch, seqlen, heads, head_dim], or [total, heads, head_dim] of packed sequences."""
     options: dict[str, Any] = {"config": config, "scale": scale, "softcap": softcap}
+    if call.window is not None:
+        o, lse = window_attention(q, k, v, call.lengths, call.window, **options)
+        return o if sinks is None else _with_sinks(o, lse, sinks)
     if sinks is not None:
         options["return_lse"] = True
     if call.spans_q is None:
         found = attention(q, k, v, layout="BSHD", **options)
-    elif call.window is None:
-        cu_seqlens = (starts([pair[i] for pair in call.lengths]) for i in (0, 1))
-        found = attention_varlen(q, k, v, *cu_seqlens, **options)
     else:
-        options.pop("return_lse", None)
-        found = window_attention(q, k, v, call.lengths, call.window, **options)
-        if sinks is None:
-            return found[0]
-    return found if sinks is None else _with_sinks(*found, sinks)
+        cu_seqlens_q, cu_seqlens_k = (starts([pair[i] for pair in call.lengths]) for i in (0, 1))
+        found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    return found if sinks is None else _with_sinks(found[0], found[1], sinks)
 
 
 def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
