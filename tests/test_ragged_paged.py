@@ -34,7 +34,7 @@ def in_pages(rng: Any, rows: np.ndarray, lengths: list[int], page_size: int, lay
 
 
 def assert_the_loop(
-    device: Device, rng: Any, arrays: Any, lengths_q: list[int], lengths_k: list[int], page_size: int, layout: str,
+    device: Device, rng: Any, arrays: Any, lengths_q: list[int], lengths_k: list[int], page_size: int, layout: Any,
     **options: Any,
 ) -> None:  # fmt: skip
     """One call, into an output of NaN, against a call for each sequence on keys in one array."""

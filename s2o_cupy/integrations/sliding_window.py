@@ -34,7 +34,7 @@ Rows = tuple[int, int]  # first row, one behind the last
 class _Call(NamedTuple):
     """Rows of the packed q, k and v, and the lengths of the sequences in them."""
 
-    rows_q: list[Rows]
+    rows_q: list[Rows]  # none: all of q
     rows_k: list[Rows]
     lengths_q: list[int]
     lengths_k: list[int]
@@ -73,6 +73,8 @@ def window_attention(
     """
     own, before = _calls(tuple(lengths), window)
     attend = functools.partial(attention_varlen, config=_dense(config), scale=scale, softcap=softcap, return_lse=True)
+    if not own.lengths_q:  # no sequence has a query
+        return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=torch.float32)
     k_own, v_own = (_joined([x[begin:end] for begin, end in own.rows_k]) for x in (k, v))
     o, lse = attend(q, k_own, v_own, starts(own.lengths_q), starts(own.lengths_k))
     if before.lengths_q:
@@ -90,8 +92,8 @@ def window_attention(
 
 @functools.lru_cache(maxsize=64)
 def _calls(lengths: tuple[tuple[int, int], ...], window: int) -> tuple[_Call, _Call]:
-    """To a query's own block, with the queries as they lie, and to the block before, with all rows from back to front
-    in each sequence."""
+    """To a query's own block, with all queries as they lie, and to the block before, with the rows of each sequence
+    from back to front."""
     block = window - 1
     own, before = _Call([], [], [], []), _Call([], [], [], [])
     begin_q = begin_k = 0
@@ -105,7 +107,6 @@ def _calls(lengths: tuple[tuple[int, int], ...], window: int) -> tuple[_Call, _C
                 own.lengths_q.append(last - max(first, offset))
                 own.lengths_k.append(last - first)
         if seqlen_q:
-            own.rows_q.append((begin_q, begin_q + seqlen_q))
             own.rows_k.append((begin + (block if offset == block else 0), end))
         if len(blocks) > 1:
             before.rows_q.append((begin_q + block - offset, begin_q + seqlen_q))
