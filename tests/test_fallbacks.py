@@ -102,6 +102,28 @@ def test_counts_of_a_compiled_model(model, ids, backend, caplog):
     torch._dynamo.reset()
 
 
+def test_a_mask_made_in_the_graph(model, ids, caplog):
+    s2o = register(config=DENSE, min_seqlen=100)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for i in (1, 2):
+        compiled(ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        assert s2o.calls == {"mask": 3 * i}
+    assert "a mask of the caller's own, or one that transformers made within torch.compile" in caplog.text
+    torch._dynamo.reset()
+
+
+def test_an_exported_program_counts_nothing():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            counts.add("short")
+            return x + 1
+
+    counts = CallCounts()
+    program = torch.export.export(Model(), (torch.ones(2),), strict=False)
+    assert "count_call" not in str(program) and not counts.calls
+
+
 def test_a_graph_outlives_what_it_counts_for():
     counts = CallCounts()
     number = counts._number

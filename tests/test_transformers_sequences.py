@@ -152,6 +152,19 @@ def test_the_longest_sequence_decides(model, ids):
     assert s2o.calls == {"s2o": 3, "short": 3}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_a_gpu(ids, side, path_config):
+    """A model in bfloat16, dense: the logits of sdpa, up to the rounding of its layers."""
+    model = llama(head_dim=64).to("cuda", torch.bfloat16)
+    s2o = register(config=replace(path_config, tau=0.0), min_seqlen=100)
+    mask, ids = padding(side).cuda(), ids.cuda()
+    found = logits_of(model, "s2o", ids, attention_mask=mask)[mask.bool()].float()
+    expected = logits_of(model, "sdpa", ids, attention_mask=mask)[mask.bool()].float()
+    assert s2o.calls == {"s2o": 3}
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_rows_packed_and_back():
     x = torch.randn(3, 7, 2, 4)
     spans = ((0, 2, 7), (2, 0, 3))

@@ -68,12 +68,13 @@ _HINTS = {
 def answers_habits(function: Function) -> Function:
     """``function``, whose error for an argument that it has not names the one that is meant."""
     known = inspect.signature(function).parameters
+    names = frozenset(known)
     options = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
     positional = len(known) - len(options)
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
-        if not known.keys() >= given.keys():
+        if not names.issuperset(given):
             unknown = next(name for name in given if name not in known)
             raise TypeError(f"{function.__name__}: {unknown} is not an argument; {_hint(unknown, known)}")
         if len(arguments) > positional:

@@ -52,9 +52,9 @@ class CallCounts:
         _by_number[self._number] = self
 
     def add(self, what: str) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch.ops.s2o_cupy.count_call.default(self._number, what)
-        else:
+        elif not torch.compiler.is_compiling():  # an exported program runs without this process
             self.add_now(what)
 
     def add_now(self, what: str) -> None:
