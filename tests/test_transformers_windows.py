@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ transformers = pytest.importorskip("transformers", "5.16")
 
 from tiny_llama import SIZES, logits_of, prompt  # noqa: E402
 
-from s2o_cupy.integrations import plain  # noqa: E402
+from s2o_cupy.integrations import plain, sliding_window  # noqa: E402
 from s2o_cupy.integrations.causal_mask import CausalMask  # noqa: E402
 from s2o_cupy.integrations.sliding_window import window_attention  # noqa: E402
 from s2o_cupy.integrations.transformers import register  # noqa: E402
@@ -104,6 +105,12 @@ def test_padded_rows(name, ids):
     s2o = register(config=DENSE, min_seqlen=100)
     assert_close(logits_of(model, "s2o", ids, attention_mask=mask)[mask.bool()], expected, atol=3e-5)
     assert sum(s2o.calls.values()) == s2o.calls["dense window"] + s2o.calls["s2o"] == 3
+    s2o.calls.clear()
+    cache = transformers.DynamicCache(config=model.config)
+    chunks = (0, 150), (150, 400), (400, LENGTH)
+    parts = [model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in chunks]
+    assert_close(torch.cat(parts, 1)[mask.bool()], expected, atol=3e-5)
+    assert s2o.calls["dense window"] + s2o.calls["s2o"] == 9
     # What takes the place of S2O sees the same.
     s2o = register(config=DENSE, min_seqlen=LENGTH + 1)
     assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, atol=3e-5)
@@ -153,9 +160,10 @@ def test_windows_of_packed_sequences(window, softcap, lengths):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((sum(n for n, _ in lengths), 2, 8), dtype=np.float32)
     k, v = rng.standard_normal((2, sum(n for _, n in lengths), 1, 8), dtype=np.float32)
-    o, lse = window_attention(
-        *map(torch.from_numpy, (q, k, v)), lengths, window, config=replace(SMALL, tau=0.5), softcap=softcap
-    )
+    with mock.patch.object(sliding_window, "MERGED_ROWS", 50):
+        o, lse = window_attention(
+            *map(torch.from_numpy, (q, k, v)), lengths, window, config=replace(SMALL, tau=0.5), softcap=softcap
+        )
     begin_q = begin_k = 0
     for n, m in lengths:
         rows, keys = slice(begin_q, begin_q := begin_q + n), slice(begin_k, begin_k := begin_k + m)

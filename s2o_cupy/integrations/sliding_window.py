@@ -30,6 +30,8 @@ __all__ = ["window_attention"]
 Tensor = Any  # torch.Tensor
 Rows = tuple[int, int]  # first row, one behind the last
 
+MERGED_ROWS = 1 << 14  # at a time, as a merge computes in float32 and makes several such arrays
+
 
 class _Call(NamedTuple):
     """Rows of the packed q, k and v, and the lengths of the sequences in them."""
@@ -81,12 +83,15 @@ def window_attention(
         k_before, v_before = _flipped(k, before.rows_k), _flipped(v, before.rows_k)
         cu_seqlens = starts(before.lengths_q), starts(before.lengths_k)
         o_before, lse_before = attend(_flipped(q, before.rows_q), k_before, v_before, *cu_seqlens)
-        begin = 0
+        end = 0  # of a sequence's rows of o_before, which are its last ones from back to front
         for first, last in before.rows_q:
-            part = slice(begin, begin := begin + last - first)
-            o[first:last], lse[:, first:last] = merge_states(
-                o[first:last], lse[:, first:last], o_before[part].flip(0), lse_before[:, part].flip(1), layout="BSHD"
-            )
+            end += last - first
+            for row in range(first, last, MERGED_ROWS):
+                rows = slice(row, min(row + MERGED_ROWS, last))
+                back = slice(end - (rows.stop - first), end - (row - first))
+                o[rows], lse[:, rows] = merge_states(
+                    o[rows], lse[:, rows], o_before[back].flip(0), lse_before[:, back].flip(1), layout="BSHD"
+                )
     return o, lse
 
 
