@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, tuple[float, float
         seconds, loss = found[name]
         print(f"{name:>9} {seconds * 1e3:10.1f} {count / seconds:10,.0f} {loss:9.5f}")
     if set(s2o.calls) != {"s2o"}:
-        print(f"not all layers ran S2O: {dict(s2o.calls)}")
+        print(f"not all layers ran S2O:\n{s2o.report()}")
     return found
 
 

@@ -42,7 +42,8 @@ def differing(case: Case, path: str, page_size: int | None = None) -> list[str]:
     import cupy
 
     rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
-    drawn, layout = int(rng.choice([1, 16, 64, 256])), str(rng.choice(["NHD", "HND"]))
+    drawn = int(rng.choice([1, 16, 64, 256]))
+    layout: Any = str(rng.choice(["NHD", "HND"]))
     page_size = page_size or drawn
     q, k, v = case.arrays()
     lengths = [k.shape[2]] * len(k)

@@ -16,7 +16,7 @@ from pages import paged, random_table
 from s2o_cupy import s2o_attention_paged
 
 
-def in_pages(rng: Any, rows: np.ndarray, lengths: list[int], page_size: int, layout: str) -> tuple[Any, Any]:
+def in_pages(rng: Any, rows: np.ndarray, lengths: list[int], page_size: int, layout: Any) -> tuple[Any, Any]:
     """A page table for keys packed one sequence behind the other, and what puts such rows into a cache; NaN, where no
     key of any sequence is."""
     table, pages = random_table(rng, lengths, page_size)
@@ -31,7 +31,7 @@ def in_pages(rng: Any, rows: np.ndarray, lengths: list[int], page_size: int, lay
 
 
 def differing(
-    device: Device, rng: Any, arrays: Any, lengths_q: list[int], lengths_k: list[int], page_size: int, layout: str,
+    device: Device, rng: Any, arrays: Any, lengths_q: list[int], lengths_k: list[int], page_size: int, layout: Any,
     **options: Any,
 ) -> list[str]:  # fmt: skip
     """What of which sequence is not, bit for bit, that of a call of its own on keys in one array. ``arrays``: q

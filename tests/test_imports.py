@@ -128,6 +128,8 @@ def test_integrations_import_only_their_framework():
     """One after the other in one interpreter, as PyTorch takes seconds."""
     loaded = loaded_after("from s2o_cupy.integrations import head_groups, zigzag")
     assert loaded.isdisjoint(HEAVY)
+    if importlib.util.find_spec("jax"):
+        assert loaded_after("import s2o_cupy.integrations.jax") & set(HEAVY) == {"jax"}
     pytest.importorskip("torch")
     expected = {"torch": "torch", "distributed": "torch", "transformers": "torch transformers"}
     if not importlib.util.find_spec("transformers"):

@@ -342,17 +342,8 @@ def test_tracers():
     x = jax.numpy.ones((1, 1, 4, 8))
     call = lambda x: s2o_attention(x, x, x)  # noqa: E731
     for transformed in (jax.jit(call), jax.vmap(call), jax.grad(lambda x: call(x).sum())):
-        with pytest.raises(TypeError, match=r"q is a JAX tracer.*outside jax.jit, jax.vmap and jax.grad"):
+        with pytest.raises(TypeError, match=r"q is a JAX tracer.*inside of jax.jit.* s2o_cupy.integrations.jax"):
             transformed(x)
-
-
-def test_jax_callback():
-    """The way through jit that the message names."""
-    jax = pytest.importorskip("jax")
-    x = np.random.default_rng(0).standard_normal((1, 1, 40, 8), dtype=np.float32)
-    x = jax.device_put(x, jax.devices("cpu")[0])
-    jitted = jax.jit(lambda x: jax.pure_callback(lambda x: np.asarray(s2o_attention(x, x, x)), x, x))
-    np.testing.assert_array_equal(jitted(x), s2o_attention(x, x, x))
 
 
 def test_read_only_producers(qkv, config):

@@ -17,7 +17,7 @@ from s2o_cupy.plan.launch_plan import COLLECT_ROWS
 
 
 def assert_same_bits(
-    device: Device, q: Any, k: Any, v: Any, rng: Any, page_size: int, layout: str, **options: Any
+    device: Device, q: Any, k: Any, v: Any, rng: Any, page_size: int, layout: Any, **options: Any
 ) -> tuple[Any, ...]:
     """The paged call and the call on one array, in this device's dtype; the arrays of the paged one."""
     options.setdefault("config", device.config)

@@ -22,3 +22,9 @@ def llama(**options):
 def prompt(length=LENGTH):
     """Tokens (1, length)."""
     return torch.randint(0, 97, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(model, implementation, ids, **options):
+    """With an implementation of attention, which the model keeps."""
+    model.set_attn_implementation(implementation)
+    return model(ids, **options).logits

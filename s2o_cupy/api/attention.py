@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.arguments import describe
 from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import batched
+from .habits import answers_habits
 from .run import parse_backend, parse_config, run
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..plan.launches import KeySums
+    from ..stats import S2OStats
+    from .options import Options
 
 __all__ = ["s2o_attention"]
 
+Array = TypeVar("Array")
 
+
+# fmt: off
+@overload
+def s2o_attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: Literal[False] = ..., return_stats: Literal[False] = ..., **options: Unpack[Options],
+) -> Array: ...
+@overload
+def s2o_attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: Literal[True], return_stats: Literal[False] = ..., **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def s2o_attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: Literal[False] = ..., return_stats: Literal[True], **options: Unpack[Options],
+) -> tuple[Array, S2OStats]: ...
+@overload
+def s2o_attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: Literal[True], return_stats: Literal[True], **options: Unpack[Options],
+) -> tuple[Array, Array, S2OStats]: ...
+@overload
+def s2o_attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: bool = ..., return_stats: bool = ..., **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
 @outside_graphs
+@answers_habits
 def s2o_attention(
     q: Any,
     k: Any,

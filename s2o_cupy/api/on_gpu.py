@@ -20,7 +20,7 @@ from .batch import Batch, Part
 if TYPE_CHECKING:
     from ..plan.launches import KeySums
 
-__all__ = ["run"]
+__all__ = ["load_pipeline", "run"]
 
 LSE_BYTES = 4
 
@@ -40,7 +40,7 @@ def run(
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
     call, or that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran
     for each part."""
-    pipeline = _pipeline()
+    pipeline = load_pipeline()
     of_q, of_k, of_v, of_out = batch.axes
     q, k, v = Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v)
     out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
@@ -87,7 +87,7 @@ def run(
     return ran
 
 
-def _pipeline() -> Any:
+def load_pipeline() -> Any:
     """The module that touches the GPU, imported when it is first needed: a statement would take a microsecond each.
     Its package has it when all of it is loaded, also where another thread is loading it."""
     known = getattr(cuda, "pipeline", None)
@@ -101,7 +101,7 @@ def _call(
     batch: Batch, part: Part, operands: tuple[Operand, ...], paging: Paging | None, lse: int, to_visit: Sequence[int]
 ) -> Any:
     """One part's own problem for `pipeline.run_in_turn`."""
-    pipeline = _pipeline()
+    pipeline = load_pipeline()
     q, k, v, out = operands
     if batch.packed:
         rows = (part.begin_q, part.begin_q + part.problem.seqlen_q)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.arguments import describe
 from ..arrays.array_info import ArrayInfo
@@ -10,12 +10,48 @@ from ..arrays.lengths import parse_lengths, parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import paged
+from .habits import answers_habits
 from .run import parse_backend, parse_config, run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import PagedOptions
 
 __all__ = ["s2o_attention_paged"]
 
+Array = TypeVar("Array")
 
+
+# fmt: off
+@overload
+def s2o_attention_paged(
+    q: Array, k_pages: Any, v_pages: Any, page_table: Any, *, seqlen_k: Any,
+    return_lse: Literal[False] = ..., return_stats: Literal[False] = ..., **options: Unpack[PagedOptions],
+) -> Array: ...
+@overload
+def s2o_attention_paged(
+    q: Array, k_pages: Any, v_pages: Any, page_table: Any, *, seqlen_k: Any,
+    return_lse: Literal[True], return_stats: Literal[False] = ..., **options: Unpack[PagedOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def s2o_attention_paged(
+    q: Array, k_pages: Any, v_pages: Any, page_table: Any, *, seqlen_k: Any,
+    return_lse: Literal[False] = ..., return_stats: Literal[True], **options: Unpack[PagedOptions],
+) -> tuple[Array, Any]: ...
+@overload
+def s2o_attention_paged(
+    q: Array, k_pages: Any, v_pages: Any, page_table: Any, *, seqlen_k: Any,
+    return_lse: Literal[True], return_stats: Literal[True], **options: Unpack[PagedOptions],
+) -> tuple[Array, Array, Any]: ...
+@overload
+def s2o_attention_paged(
+    q: Array, k_pages: Any, v_pages: Any, page_table: Any, *, seqlen_k: Any,
+    return_lse: bool = ..., return_stats: bool = ..., **options: Unpack[PagedOptions],
+) -> Any: ...
+# fmt: on
 @outside_graphs
+@answers_habits
 def s2o_attention_paged(
     q: Any,
     k_pages: Any,

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.arguments import describe
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import packed
+from .habits import answers_habits
 from .run import parse_backend, parse_config, run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..stats import S2OStats
+    from .options import PackedOptions
 
 __all__ = ["s2o_attention_varlen"]
 
+Array = TypeVar("Array")
 
+
+# fmt: off
+@overload
+def s2o_attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = ..., *,
+    return_lse: Literal[False] = ..., return_stats: Literal[False] = ..., **options: Unpack[PackedOptions],
+) -> Array: ...
+@overload
+def s2o_attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = ..., *,
+    return_lse: Literal[True], return_stats: Literal[False] = ..., **options: Unpack[PackedOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def s2o_attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = ..., *,
+    return_lse: Literal[False] = ..., return_stats: Literal[True], **options: Unpack[PackedOptions],
+) -> tuple[Array, list[S2OStats]]: ...
+@overload
+def s2o_attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = ..., *,
+    return_lse: Literal[True], return_stats: Literal[True], **options: Unpack[PackedOptions],
+) -> tuple[Array, Array, list[S2OStats]]: ...
+@overload
+def s2o_attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = ..., *,
+    return_lse: bool = ..., return_stats: bool = ..., **options: Unpack[PackedOptions],
+) -> Any: ...
+# fmt: on
 @outside_graphs
+@answers_habits
 def s2o_attention_varlen(
     q: Any,
     k: Any,

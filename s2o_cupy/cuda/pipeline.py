@@ -28,7 +28,9 @@ from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED, GraphCache
 from .tensor_maps import tensor_map
 
-__all__ = ["Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "write_every_tile"]
+__all__ = [
+    "Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "workspace_bytes", "write_every_tile",
+]  # fmt: skip
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 # Returns the address of so many bytes on the current device and an object that keeps them.
@@ -104,6 +106,11 @@ def run(
     program = _prepared(operands, paging, problem, config, runtime.getDevice(), sums)
     graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, sums)
     return Launched(program.plan, graphs)
+
+
+def workspace_bytes(operands: Operands, problem: Problem, config: S2OConfig) -> int:
+    """What `run` asks its memory for on the current device; the call is then prepared."""
+    return _prepared(operands, None, problem, config, runtime.getDevice()).workspace.nbytes
 
 
 class Call(NamedTuple):

@@ -10,7 +10,7 @@ import functools
 import numbers
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints, overload
 
 import torch
 
@@ -18,15 +18,38 @@ from ..api.attention import s2o_attention
 from ..api.lengths import check_packed_shapes
 from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
-from ..problem import LAYOUTS, check_softcap, validate
+from ..problem import LAYOUTS, Problem, check_softcap, validate
 from ..spec import S2OConfig, check_tau
 from .autocast import DEVICES, casting
 
-__all__ = ["attention", "attention_varlen"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..api.options import OperatorOptions, PackedOperatorOptions
+
+__all__ = ["attention", "attention_varlen", "problem_of"]
 
 Tensor = Any  # torch.Tensor
+Array = TypeVar("Array")
 
 
+# fmt: off
+@overload
+def attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: Literal[False] = ..., **options: Unpack[OperatorOptions],
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: Literal[True], **options: Unpack[OperatorOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Any, v: Any, *,
+    return_lse: bool = ..., **options: Unpack[OperatorOptions],
+) -> Any: ...
+# fmt: on
 def attention(
     q: Tensor,
     k: Tensor,
@@ -94,6 +117,23 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+# fmt: off
+@overload
+def attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = ..., *,
+    return_lse: Literal[False] = ..., **options: Unpack[PackedOperatorOptions],
+) -> Array: ...
+@overload
+def attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = ..., *,
+    return_lse: Literal[True], **options: Unpack[PackedOperatorOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def attention_varlen(
+    q: Array, k: Any, v: Any, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = ..., *,
+    return_lse: bool = ..., **options: Unpack[PackedOperatorOptions],
+) -> Any: ...
+# fmt: on
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -219,7 +259,7 @@ def _run(
     scale: float | None,
     softcap: float,
     is_causal: bool,
-    layout: str,
+    layout: Any,
     return_lse: bool,
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -245,23 +285,13 @@ def _fake(
     scale: float | None,
     softcap: float,
     is_causal: bool,
-    layout: str,
+    layout: Any,
     return_lse: bool,
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     """Shapes, dtypes and devices of the results without data; the same errors as a call."""
     _check_forward_mode()
-    _check_devices(q, k, v)
-    problem = validate(
-        [x.shape for x in (q, k, v)],
-        _dtypes(q, k, v),
-        config=_config(*scalars),
-        backend=_backend(q),
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-        softcap=softcap,
-    )
+    problem = problem_of(q, k, v, _config(*scalars), scale, softcap, is_causal, layout)
     rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
@@ -317,6 +347,23 @@ def _fake_varlen(
     rows = (problem.heads, q.shape[0]) if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+
+
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, config: S2OConfig, scale: Any, softcap: Any, is_causal: Any, layout: Any
+) -> Problem:
+    """The problem that tensors pose; raises what a call would."""
+    _check_devices(q, k, v)
+    return validate(
+        [x.shape for x in (q, k, v)],
+        _dtypes(q, k, v),
+        config=config,
+        backend=_backend(q),
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        softcap=softcap,
+    )
 
 
 def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -24,9 +23,13 @@ from ..spec import MAX_HEAD_DIM, S2OConfig
 from .autocast import autocast_dtype, to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
+from .fallbacks import CallCounts
 from .head_groups import LayerConfigs
-from .softcap import softcap_attention
-from .torch import attention
+from .mask_functions import REASON, causal_mask
+from .packed_rows import pack, starts, unpack
+from .plain import plain_attention
+from .sliding_window import window_attention
+from .torch import attention, attention_varlen
 
 __all__ = ["S2OAttention", "capture", "register"]
 
@@ -63,7 +66,7 @@ def register(
     Returns
     -------
     S2OAttention
-        What was registered. Its ``calls`` counts what ran, and why S2O did not.
+        What was registered. Its ``calls`` counts what ran, and why S2O did not; ``report()`` says it in words.
 
     Raises
     ------
@@ -86,32 +89,60 @@ def register(
     return registered
 
 
+class _Call(NamedTuple):
+    """What the attention of a layer is asked for, beside scale and config: which keys each query sees."""
+
+    causal: bool
+    mask: Tensor | None  # that sdpa would take; None with `causal` too
+    window: int | None  # keys that a query sees, itself among them, if any query sees more without it
+    # Of sequences with queries, in the rows of q and of k; None: whole rows are sequences.
+    spans_q: tuple[tuple[int, int, int], ...] | None
+    spans_k: tuple[tuple[int, int, int], ...] | None
+    seqlen_q: int  # of the longest sequence
+    seqlen_k: int
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        assert self.spans_q is not None and self.spans_k is not None
+        return tuple((q[2] - q[1], k[2] - k[1]) for q, k in zip(self.spans_q, self.spans_k, strict=True))
+
+
 class S2OAttention:
     """An attention function for transformers: S2O for long causal prefill, sdpa for everything else.
 
     S2O runs when all of this holds; otherwise sdpa does what it would have done by itself. Where a model caps its
-    scores, which sdpa cannot, S2O does too, and plain tensor operations take sdpa's place:
+    scores or has attention sinks, which sdpa cannot, S2O does too, and plain tensor operations take sdpa's place:
 
     - causal self-attention without dropout, with gradients disabled or nothing that requires them,
-    - at least ``min_seqlen`` keys, and at least one tile (``block_m``) of queries: not a decoding step,
-    - no padding, packed sequences, 4D or other masks in the batch; a sliding or chunked window only where all keys
-      still lie in it,
+    - at least ``min_seqlen`` keys, and at least one tile (``block_m``) of queries: not a decoding step; of a batch of
+      sequences the longest counts,
+    - no mask but of padding at the ends of rows, or of packed sequences: each sequence is attended by itself, and
+      nothing is computed for padding, where the output is 0,
     - tensors that s2o_attention takes: head_dim up to 256, the same for values; float16 or bfloat16 on an NVIDIA GPU,
       under torch.autocast also float32, which is cast as for sdpa.
 
+    A layer with a sliding window has exactly that attention, by dense calls that leave nothing out, whatever tau is.
     Prefill in chunks and into a static cache counts as causal: the queries are the last of the keys seen so far.
-    Attention sinks are refused, as sdpa has none.
 
     Attributes
     ----------
     calls : collections.Counter
-        How often "s2o" ran, and each reason why it did not. Calls inside of a compiled graph are not counted.
+        How often "s2o" ran, or "dense window" for it, and each reason why neither did, in compiled graphs too. The
+        log says each reason once.
     """
 
     def __init__(self, configs: LayerConfigs, min_seqlen: int) -> None:
         self.configs = configs
         self.min_seqlen = min_seqlen
-        self.calls: Counter[str] = Counter()
+        self._counts = CallCounts()
+
+    @property
+    def calls(self) -> Counter[str]:
+        return self._counts.calls
+
+    def report(self) -> str:
+        """A line for each kind of call, the most frequent first: how many, of which kind, and what that means."""
+        return self._counts.report()
 
     def __call__(
         self,
@@ -125,12 +156,7 @@ class S2OAttention:
         is_causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:  # [batch, seqlen_q, heads, head_dim]
-        if options.get("s_aux") is not None:
-            raise ValueError(
-                f"s2o: {type(module).__name__} asks for attention sinks (s_aux), which neither S2O nor sdpa has; "
-                'accepted: models without; use attn_implementation="eager" for this one'
-            )
-        softcap = options.pop("softcap", None) or 0.0
+        sinks, softcap = options.pop("s_aux", None), options.pop("softcap", None) or 0.0
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = attention_mask
         if isinstance(mask, CausalMask):  # no query sees what is behind mask.keys
@@ -138,20 +164,24 @@ class S2OAttention:
         elif mask is None and causal and 1 < query.shape[2] < key.shape[2]:  # sdpa's meaning of such a call
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
 
+        call = _parse(mask, causal, query.shape[2], key.shape[2])
         groups = self.configs.groups(self._layer(module), query.shape[1], key.shape[1])
-        reason = self._why_not(module, query, key, value, mask, dropout, causal, groups, options)
-        if not torch.compiler.is_compiling():
-            self.calls[reason or "s2o"] += 1
+        reason = self._why_not(query, key, value, call, dropout, groups, options)
+        self._counts.add(reason or ("s2o" if call.window is None else "dense window"))
         if reason is None:
-            return _s2o(query, key, value, scaling, softcap, groups), None
-        if softcap:
+            return _s2o(query, key, value, call, scaling, softcap, sinks, groups), None
+
+        if isinstance(mask, CausalMask) and (mask.window is not None or mask.sequences is not None):
+            mask = mask.make()[..., : mask.keys]
+        if softcap or sinks is not None:
             for name in ("position_bias", "cache"):
                 if options.get(name) is not None:
-                    raise ValueError(f"s2o: {name} and softcap came together; accepted: one of them")
+                    which = "softcap" if softcap else "s_aux"
+                    raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
             no_mask = mask is None or isinstance(mask, CausalMask)
-            o = softcap_attention(
+            o = plain_attention(
                 query, key, value, None if no_mask else mask, is_causal=causal and no_mask and query.shape[2] > 1,
-                scale=scaling, softcap=softcap, dropout=dropout,
+                scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout,
             )  # fmt: skip
             return o, None
         if isinstance(mask, CausalMask):
@@ -176,37 +206,28 @@ class S2OAttention:
         return layer
 
     def _why_not(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        dropout: float,
-        causal: bool,
-        groups: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, call: _Call, dropout: float, groups: Any,
         options: Mapping[str, Any],
-    ) -> str | None:
-        """Why a call is not S2O's, or None."""
-        seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-        if not causal:
+    ) -> str | None:  # fmt: skip
+        """Why a call is not S2O's, one of fallbacks.REASONS, or None."""
+        if not call.causal:
             return "not causal"
-        if seqlen_q == 1:
+        if query.shape[2] == 1:
             return "decoding"
-        if mask is not None and not isinstance(mask, CausalMask):
-            return "mask"
+        if call.mask is not None and not isinstance(call.mask, CausalMask):
+            return "mask" if torch.compiler.is_compiling() else getattr(call.mask, REASON, "mask")
         if options.get("position_bias") is not None:
             return "position bias"
         if options.get("cache") is not None:
             return "paged cache"
         window = options.get("sliding_window")
-        if window is not None and seqlen_k > window:
+        if call.window == 1 or (call.mask is None and window is not None and call.seqlen_k > window):
             return "sliding window"
-        if seqlen_k < self.min_seqlen:
+        if call.seqlen_k < self.min_seqlen:
             return "short"
         if groups is None:
             return "layer"
-        if seqlen_q < max(group.config.block_m for group in groups):
+        if call.seqlen_q < max(group.config.block_m for group in groups):
             return "few queries"
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM or query.shape[0] != key.shape[0]:
             return "shape"
@@ -217,66 +238,64 @@ class S2OAttention:
         if dropout > 0:
             return "dropout"
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            if not module.training and not torch.compiler.is_compiling():
-                warnings.warn(
-                    "s2o: gradients are enabled, so the model's ordinary attention runs; call the model under "
-                    "torch.no_grad() or torch.inference_mode()",
-                    stacklevel=4,
-                )
             return "gradients"
         return None
 
 
+def _parse(mask: Tensor | None, causal: bool, seqlen_q: int, seqlen_k: int) -> _Call:
+    if not causal or not isinstance(mask, CausalMask) or (mask.sequences is None and mask.window is None):
+        return _Call(causal, mask, None, None, None, seqlen_q, seqlen_k)
+    sequences = mask.sequences
+    if sequences is None:
+        sequences = tuple((row, 0, seqlen_k) for row in range(mask.shape[0]))
+    offset = seqlen_k - seqlen_q  # the key position of the first query
+    spans_k = tuple(span for span in sequences if span[2] > offset)  # with a query
+    spans_q = tuple((row, max(begin - offset, 0), end - offset) for row, begin, end in spans_k)
+    longest_q, longest_k = (max((end - begin for _, begin, end in x), default=0) for x in (spans_q, spans_k))
+    window = mask.window if mask.window is not None and mask.window < longest_k else None
+    return _Call(causal, mask, window, spans_q, spans_k, longest_q, longest_k)
+
+
 def _s2o(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float, groups: Any
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, call: _Call, scaling: float | None, softcap: float,
+    sinks: Tensor | None, groups: Any,
+) -> Tensor:  # fmt: skip
     """[batch, heads, seqlen, head_dim] -> [batch, seqlen, heads, head_dim], contiguous."""
     q, k, v = (x.transpose(1, 2) for x in to_autocast_dtype(query, key, value))
-    if len(groups) == 1:
-        return attention(q, k, v, config=groups[0].config, scale=scaling, softcap=softcap, layout="BSHD")
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for group in groups:
-        k_part, v_part = k[:, :, group.kv_heads], v[:, :, group.kv_heads]
-        o[:, :, group.heads] = attention(
-            q[:, :, group.heads], k_part, v_part, config=group.config, scale=scaling, softcap=softcap, layout="BSHD"
-        )
-    return o
+    batch, seqlen_q = q.shape[:2]
+    if call.spans_q is not None and call.spans_k is not None:
+        q, k, v = pack(q, call.spans_q), pack(k, call.spans_k), pack(v, call.spans_k)  # [total, heads, head_dim]
+    if len(groups) == 1 or call.window is not None:  # in a window no config leaves anything out
+        o = _attend(q, k, v, call, groups[0].config, scaling, softcap, sinks)
+    else:
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in groups:
+            part = (q[..., group.heads, :], k[..., group.kv_heads, :], v[..., group.kv_heads, :])
+            of_heads = None if sinks is None else sinks[group.heads]
+            o[..., group.heads, :] = _attend(*part, call, group.config, scaling, softcap, of_heads)
+    return o if call.spans_q is None else unpack(o, call.spans_q, batch, seqlen_q)
 
 
-def causal_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    device: Any = "cpu",
-    **options: Any,
-) -> Tensor | None:
-    """The mask function that goes with :class:`S2OAttention`: sdpa's, but none is made where S2O needs none.
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, config: S2OConfig, scale: float | None, softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[batch, seqlen, heads, head_dim], or [total, heads, head_dim] of packed sequences."""
+    options: dict[str, Any] = {"config": config, "scale": scale, "softcap": softcap}
+    if call.window is not None:
+        o, lse = window_attention(q, k, v, call.lengths, call.window, **options)
+        return o if sinks is None else _with_sinks(o, lse, sinks)
+    if sinks is not None:
+        options["return_lse"] = True
+    if call.spans_q is None:
+        found = attention(q, k, v, layout="BSHD", **options)
+    else:
+        cu_seqlens_q, cu_seqlens_k = (starts([pair[i] for pair in call.lengths]) for i in (0, 1))
+        found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    return found if sinks is None else _with_sinks(found[0], found[1], sinks)
 
-    sdpa_mask already leaves out the mask of a whole causal prompt. A chunk of queries against a longer cache, and a
-    prompt that does not fill a static cache, have a :class:`CausalMask` here.
-    """
-    plain = allow_is_causal_skip and q_length > 1 and (local_size is None or kv_length < local_size)
-    if plain and attention_mask is None and q_length == kv_length and type(q_offset) is int and q_offset == kv_offset:
-        return None  # sdpa_mask agrees, but not in every graph
-    if plain and q_length != kv_length and not torch.compiler.is_compiling():
-        keys = int(q_offset) + q_length - kv_offset  # those up to the last query
-        seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + keys]
-        if q_length <= keys <= kv_length and (seen is None or (seen.shape[1] == keys and bool(seen.all()))):
-            return CausalMask(batch_size, q_length, kv_length, keys, device)
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        device=device,
-        **options,
-    )
+
+def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``o`` with each head's sink among the scores: a key that has no value. lse: [..., heads, seqlen_q]."""
+    share = torch.sigmoid(lse - sinks.float()[:, None])
+    return o * share.transpose(-1, -2)[..., None].to(o.dtype)

@@ -34,7 +34,8 @@ class JaxFramework(Framework):
         if isinstance(x, jax.core.Tracer):
             raise TypeError(
                 f"s2o_attention: {name} is a JAX tracer ({type(x).__name__}), which has no data; accepted: "
-                "concrete arrays (call it outside jax.jit, jax.vmap and jax.grad, or by jax.pure_callback)"
+                "concrete arrays, outside jax.jit, jax.vmap and jax.grad; inside of jax.jit and jax.vmap call "
+                "s2o_cupy.integrations.jax.attention"
             )
         if len(x.devices()) != 1:
             raise ValueError(

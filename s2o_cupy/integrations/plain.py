@@ -1,4 +1,4 @@
-"""The ordinary attention of models with capped scores, in place of sdpa, which cannot cap them."""
+"""The ordinary attention of models with capped scores or attention sinks, in place of sdpa, which has neither."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["softcap_attention"]
+__all__ = ["plain_attention"]
 
 Tensor = Any  # torch.Tensor
 
 SCORES = 1 << 26  # of a chunk of queries: 256 MiB in float32
 
 
-def softcap_attention(
+def plain_attention(
     query: Tensor,  # [batch, heads, seqlen_q, head_dim]
     key: Tensor,  # [batch, kv_heads, seqlen_k, head_dim]
     value: Tensor,  # [batch, kv_heads, seqlen_k, head_dim of values]
@@ -21,13 +21,15 @@ def softcap_attention(
     *,
     is_causal: bool,
     scale: float | None,
-    softcap: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [heads]
     dropout: float = 0.0,
 ) -> Tensor:  # [batch, seqlen_q, heads, head_dim of values]
-    """Dense attention whose scores are softcap * tanh(score / softcap), with softmax in float32.
+    """Dense attention with softmax in float32. With ``softcap`` scores are softcap * tanh(score / softcap); with
+    ``sinks`` each row has one more score, its head's sink, which counts for the softmax and has no value.
 
     A chunk of queries at a time, so that memory does not grow with seqlen_q * seqlen_k. ``is_causal`` is aligned
-    bottom-right. A row whose mask hides every key is the mean of all values; nobody reads it.
+    bottom-right. What a row holds whose mask hides every key nobody reads.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     kv_heads, seqlen_k = key.shape[1:3]
@@ -40,14 +42,16 @@ def softcap_attention(
         # Heads that share keys stand side by side: [batch, kv_heads, heads of each * rows, head_dim]
         q = query[:, :, begin:end].reshape(batch, kv_heads, -1, head_dim)
         s = (q @ key.transpose(-1, -2)).float().view(batch, heads, end - begin, seqlen_k)
-        s = softcap * torch.tanh(s * (scale / softcap))
+        s = softcap * torch.tanh(s * (scale / softcap)) if softcap else s * scale
         if is_causal:
             rows = torch.arange(begin, end, device=query.device)[:, None] + (seqlen_k - seqlen_q)
             s = s.masked_fill(positions > rows, float("-inf"))
         if mask is not None:
             part = mask[:, :, begin:end, :seqlen_k]
             s = s.masked_fill(~part, torch.finfo(s.dtype).min) if part.dtype == torch.bool else s + part
-        p = torch.dropout(torch.softmax(s, -1), dropout, dropout > 0).to(value.dtype)
-        found = p.view(batch, kv_heads, -1, seqlen_k) @ value
+        if sinks is not None:
+            s = torch.cat((s, sinks.to(s).view(1, -1, 1, 1).expand(*s.shape[:3], 1)), -1)
+        p = torch.dropout(torch.softmax(s, -1)[..., :seqlen_k], dropout, dropout > 0).to(value.dtype)
+        found = p.reshape(batch, kv_heads, -1, seqlen_k) @ value
         parts.append(found.view(batch, heads, end - begin, -1).transpose(1, 2))
     return torch.cat(parts, 1)

@@ -1,0 +1,100 @@
+"""Arguments as other attention functions name them: the error says what is meant here.
+
+The names are those of PyTorch, flash-attn, FlashInfer, xFormers, Triton's kernels, transformers and vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+from ..spec import S2OConfig
+
+__all__ = ["answers_habits"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_NO_MASK = "there is no mask but is_causal=; for padding pack the sequences: s2o_attention_varlen"
+_SAME = {  # by another name
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "scaling": "scale",
+    "logits_soft_cap": "softcap",
+    "logit_cap": "softcap",
+    "soft_cap": "softcap",
+    "tensor_layout": "layout",
+    "input_layout": "layout",
+    "qkv_format": "layout",
+    "kv_layout": "layout",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "k_cache": "k_pages",
+    "v_cache": "v_pages",
+    "block_table": "page_table",
+    "block_tables": "page_table",
+    "seqused_k": "seqlen_k",
+    "cache_seqlens": "seqlen_k",
+    "seq_lens": "seqlen_k",
+    "threshold": "tau",
+}
+_HINTS = {
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "attn_bias", "key_padding_mask", "custom_mask"), _NO_MASK),
+    **dict.fromkeys(("bias", "alibi_slopes"), "there is no bias on the scores"),
+    **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout, as S2O is for inference; leave it out"),
+    "enable_gqa": "leave it out: k and v may always have fewer heads than q, of which theirs are a divisor",
+    **dict.fromkeys(
+        ("window_size", "sliding_window", "window_left"),
+        "a sliding window is attended exactly by flash_attn_func(window_size=) of s2o_cupy.integrations.drop_in",
+    ),
+    "deterministic": "leave it out: a call that is repeated gives the same bits",
+    **dict.fromkeys(
+        ("return_attn_probs", "return_softmax_lse", "need_weights", "output_attentions"),
+        "weights are never in memory; return_lse=True returns their log-sum-exps",
+    ),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen"), "leave it out: cu_seqlens say it"),
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "cu_seq_lens_q"), "packed sequences: s2o_attention_varlen"
+    ),
+    "page_table": "paged caches: s2o_attention_paged",
+}
+
+
+def answers_habits(function: Function) -> Function:
+    """``function``, whose error for an argument that it has not names the one that is meant."""
+    known = inspect.signature(function).parameters
+    names = frozenset(known)
+    options = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
+    positional = len(known) - len(options)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **given: Any) -> Any:
+        if not names.issuperset(given):
+            unknown = next(name for name in given if name not in known)
+            raise TypeError(f"{function.__name__}: {unknown} is not an argument; {_hint(unknown, known)}")
+        if len(arguments) > positional:
+            raise TypeError(
+                f"{function.__name__}: {len(arguments)} arguments come without a name; accepted: up to {positional}, "
+                f"the others by name: {', '.join(options)}"
+            )
+        return function(*arguments, **given)
+
+    return cast("Function", call)
+
+
+def _hint(unknown: str, known: Any) -> str:
+    meant = _SAME.get(unknown)
+    if meant in known:
+        return f"did you mean {meant}?"
+    meant = meant or unknown
+    if meant in _HINTS:
+        return _HINTS[meant]
+    if meant in (field.name for field in fields(S2OConfig)):
+        return f"it is a field of S2OConfig: config=S2OConfig({meant}=...)"
+    near = difflib.get_close_matches(unknown, known, n=1)
+    return (f"did you mean {near[0]}? " if near else "") + f"accepted: {', '.join(known)}"
