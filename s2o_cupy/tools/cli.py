@@ -250,13 +250,22 @@ CONFIG_HELP = {
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
     "block_m": "queries that stop together",
     "block_n": "keys between two stop checks",
-    "rank": "score of a key: product with the mean query; the largest with several means; auto: many, if it pays",
-    "pooled_queries": "means of --rank max or auto",
+    "rank": "score of a key: largest weight that pooled queries give it; largest product with one; product with the mean",
+    "unit": "neighbouring keys that are scored by their mean and visited together, of --rank weight",
+    "pooled_queries": "means of runs of a segment's queries, of --rank weight or max",
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
     "path": "GPU kernels",
     "tail": "what unvisited keys count for: their mean, or nothing",
     "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
+}
+
+
+# Defaults that depend on the rank.
+BY_RANK = {
+    "segment": "128, with --rank max or mean 1024",
+    "unit": "16, with --rank max or mean 1",
+    "pooled_queries": "one for 8 queries, 16 with --rank max, 1 with mean",
 }
 
 
@@ -266,8 +275,8 @@ def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, by_input: 
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
         said, kind = default, type(default)
-        if field.name == "pooled_queries":
-            default, said = None, "256, 16 with --rank max, 1 with mean"
+        if field.name in BY_RANK:
+            default, said = None, BY_RANK[field.name]
         if field.name in by_input:
             default, said = None, by_input[field.name]
         if default is None:

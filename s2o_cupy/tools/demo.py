@@ -53,7 +53,7 @@ def run(
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
-    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window)
+    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
     head = _check_head(head, q.shape[1])
     picture_problem = _check_picture(picture, geometry) if picture else None
     report = progress or (lambda *_: None)
@@ -272,6 +272,6 @@ def _draw(
 ) -> None:
     from . import plot
 
-    segment = _drawn_segment(Geometry(qkv.q.shape[2], qkv.k.shape[2], config.segment, config.window))
+    segment = _drawn_segment(Geometry(qkv.q.shape[2], qkv.k.shape[2], config.segment, config.window, unit=config.unit))
     view = plot.segment_map(*qkv, config, head=head, segment=segment, scale=scale)
     plot.draw(path, view, [plot.SweepPoint(**point) for point in sweep], config, source)

@@ -60,7 +60,7 @@ def segment_map(
     kv = head * k.shape[1] // q.shape[1]
     q, k, v = (x.astype(np.float32) for x in (q[:1, head : head + 1], k[:1, kv : kv + 1], v[:1, kv : kv + 1]))
     result = stages.s2o(q, k, v, config, scale=scale)
-    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window)
+    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
     (first, last), candidates = geometry.queries(segment), geometry.candidates(segment)
 
     scores = q[0, 0, first:last] @ k[0, 0].T * scale  # [S, Lk]
