@@ -180,7 +180,14 @@ class S2O:
             build.launch("rank_queries", self.rank_queries, rows, values),
         ]
         if self.by_weight and self._unit_blocks > 0:
-            values |= {"head_blocks": self._unit_blocks, "aligned": s.inputs.aligned}
+            values = {
+                "k": build.tensors["k"],
+                "geometry": build.geometry,
+                "kv_heads": problem.kv_heads,
+                "head_blocks": self._unit_blocks,
+                "aligned": s.inputs.aligned,
+                "pages": build.pages,
+            }
             found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, values))
         return found
 
