@@ -1,27 +1,17 @@
 """Step 1 of S2O: in which order a segment's queries are tiled and its candidates visited.
 
-    pooled_queries -> key_scores -> log_weights -> order_keys  (key_order)    Algorithm 1 (ii)
-    probe -> refined_segments -> refined_scores                in place of key_scores, with rank="auto" where it pays
-    query_order                                                Algorithm 1 (i)
+    pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
+    pooled_queries, unit_means -> unit_weights -> order_keys         the same with rank="weight"
+    query_order                                                      Algorithm 1 (i)
 
-Shapes are those of `reference.s2o`.
+Shapes are those of `reference.s2o`. U is the number of whole units of keys, W of those among a segment's candidates.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..spec import (
-    MAX_SEGMENT,
-    PROBE_DEFICIT,
-    PROBE_EVERY,
-    PROBE_OWN_STEP,
-    PROBE_SAMPLES,
-    PROBE_TOP,
-    PROBE_WINDOW,
-    Geometry,
-    S2OConfig,
-)
+from ..spec import LOG2E, MAX_SEGMENT, Geometry, S2OConfig
 from .dense import Array, quiet
 from .key_order import log_weights, order_keys
 
@@ -31,12 +21,11 @@ __all__ = [
     "key_scores",
     "leading_bits",
     "pooled_queries",
-    "probe",
     "query_order",
-    "refined_scores",
-    "refined_segments",
-    "run_means",
-    "sample_positions",
+    "ranked_units",
+    "unit_means",
+    "unit_positions",
+    "unit_weights",
 ]
 
 
@@ -53,7 +42,7 @@ def pooled_queries(q: Array, geometry: Geometry, config: S2OConfig) -> tuple[Arr
     counts : int32 [N, R], queries of each run
     """
     batch, heads, _, head_dim = q.shape
-    shape = (geometry.segments, config.pooled_queries or 1)
+    shape = (geometry.segments, config.pooled_queries)
     pooled = np.zeros((batch, heads, *shape, head_dim), q.dtype)  # [B, H, N, R, D]
     counts = np.zeros(shape, np.int32)  # [N, R]
     for n, r in np.ndindex(shape):
@@ -131,120 +120,63 @@ def key_scores(pooled: Array, counts: Array, k: Array, n: int, geometry: Geometr
     return scores
 
 
-def sample_positions(n: int, geometry: Geometry) -> Array:
-    """At most PROBE_SAMPLES candidates of segment ``n``, evenly spread: key positions, int32 [C']."""
-    positions = candidate_positions(n, geometry)
-    step = max(1, -(-len(positions) // PROBE_SAMPLES))
-    return positions[step // 2 :: step]
+def ranked_units(n: int, geometry: Geometry) -> Array:
+    """The whole units among segment ``n``'s candidates, ascending: int32 [W]."""
+    return candidate_positions(n, geometry)[: geometry.ranked(n) * geometry.unit : geometry.unit] // geometry.unit
 
 
-def run_means(q: Array, run: int) -> tuple[Array, Array]:
-    """Means of runs of ``run`` consecutive rows of q [..., L, D]: [..., R, D], and the last row of each, int [R]."""
-    starts = np.arange(0, q.shape[-2], run)
-    last = np.minimum(starts + run, q.shape[-2]) - 1
-    return np.add.reduceat(q, starts, axis=-2) / (last - starts + 1).astype(q.dtype)[:, None], last
-
-
-def _log_mass(scores: Array, weight: float = 1.0) -> Array:
-    """ln(weight * sum exp) over the last axis of finite scores, -inf where there is none."""
-    scores = np.where(np.isfinite(scores), scores, -np.inf)
-    top = scores.max(axis=-1, initial=-np.inf)
-    base = np.where(np.isneginf(top), 0, top)
-    return base + np.log(weight * np.exp(scores - base[..., None]).sum(axis=-1))
+def unit_positions(units: Array, n: int, geometry: Geometry) -> Array:
+    """Key positions of ``units`` [..., W], a unit's in turn, and behind them those of a short unit at the end of the
+    keys if it is among segment ``n``'s candidates: int32 [..., C]."""
+    whole = (units[..., None] * geometry.unit + np.arange(geometry.unit)).reshape(*units.shape[:-1], -1)
+    short = candidate_positions(n, geometry)[geometry.ranked(n) * geometry.unit :]
+    return np.concatenate([whole, np.broadcast_to(short, (*units.shape[:-1], len(short)))], axis=-1).astype(np.int32)
 
 
 @quiet
-def probe(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
-    """How much softmax mass an order by the mean query would find late: deficits, float32 [B, H, probes].
-
-    For each of ``geometry.probed()``: pooled queries of ``config.probe_run`` queries score a sample of the
-    segment's candidates. A candidate's mass is what they give it on average, of all that they see: the sample, taken
-    for all candidates, and of the keys that pass 1 reads every PROBE_OWN_STEP-th, taken for all of those. The deficit
-    is the mass of the PROBE_TOP-th part of the sample that has the most, less that of the part that the mean of the
-    scores puts first. Scores that are not finite give no mass; NaN comes first in the mean's order.
-    """
-    batch, heads = q.shape[:2]
-    group = heads // k.shape[1]
-    probed = geometry.probed()
-    deficits = np.zeros((batch, heads, len(probed)), np.float32)
-    for i, n in enumerate(probed):
-        (first, end), (dense_begin, dense_end) = geometry.queries(n), geometry.dense_keys(n)
-        sample, own = sample_positions(n, geometry), np.arange(dense_begin, dense_end, PROBE_OWN_STEP)
-        if len(sample) == 0:
-            continue
-        weight = geometry.candidates(n) / len(sample)
-        best = max(1, len(sample) // PROBE_TOP)
-        for b, h in np.ndindex(batch, heads):
-            kh = k[b, h // group]
-            pooled, last = run_means(q[b, h, first:end], config.probe_run)  # [R, D], [R]
-            scores = pooled @ kh[sample].T * scale  # [R, C']
-            own_scores = pooled @ kh[own].T * scale  # [R, keys]
-            if geometry.is_causal:
-                own_scores = np.where(own <= (first + last + geometry.offset)[:, None], own_scores, -np.inf)
-            norm = np.logaddexp(_log_mass(scores, weight), _log_mass(own_scores, PROBE_OWN_STEP))  # [R]
-            norm = np.where(np.isneginf(norm), 0, norm)
-            mass = np.where(np.isfinite(scores), np.exp(scores - norm[:, None]), 0).sum(axis=0)  # [C']
-            mean = scores.sum(axis=0)  # [C'] times R
-            top = [mass[np.lexsort((-x, ~np.isnan(x)))[:best]].sum() for x in (mass, mean)]
-            deficits[b, h, i] = (top[0] - top[1]) * weight / len(pooled)
-    return deficits
-
-
-def refined_segments(deficits: Array, geometry: Geometry) -> Array:
-    """Which segments ``rank="auto"`` orders by :func:`refined_scores`: bool [B, H, N].
-
-    Those before which their head's latest PROBE_WINDOW probes found a mean deficit above PROBE_DEFICIT, and the
-    first of all, which no probe precedes. A probe sees keys of its own segment, so it says nothing about that one.
-    """
-    probed = geometry.probed()
-    refined = np.zeros((*deficits.shape[:2], geometry.segments), bool)
-    for n in range(geometry.first_ordered, geometry.segments):
-        before = -(-(n - probed.start) // PROBE_EVERY)
-        count = min(before, PROBE_WINDOW)
-        total = np.zeros(deficits.shape[:2], np.float32)
-        for i in range(before - count, before):
-            total += deficits[:, :, i]
-        refined[:, :, n] = total > np.float32(count) * np.float32(PROBE_DEFICIT) if count else True
-    return refined & np.array([geometry.candidates(n) > 0 for n in range(geometry.segments)], bool)
+def unit_means(k: Array, geometry: Geometry) -> Array:
+    """Mean keys of whole units: [B, Hkv, U, D]."""
+    batch, kv_heads, _, head_dim = k.shape
+    whole = k[:, :, : geometry.units * geometry.unit]
+    return whole.reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim).mean(axis=3)
 
 
 @quiet
-def refined_scores(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig, scale: float) -> Array:
-    """The largest logarithm of a softmax weight that a pooled query of segment ``n`` gives each candidate.
+def unit_weights(pooled: Array, counts: Array, means: Array, n: int, geometry: Geometry, scale: float) -> Array:
+    """log2 of the largest softmax weight that a pooled query of segment ``n`` gives each of its units.
 
-    Pooled queries are means of ``config.run`` queries; their weights are of the sample of candidates that
-    :func:`probe` sees. In units of a dot product, that is divided by ``scale``, which is positive. NaN wins.
+    Takes the arrays of :func:`pooled_queries` and :func:`unit_means`. A pooled query's weights are of the segment's
+    whole units, each its mean key. Scores that are not finite count for nothing in the sum; NaN wins.
 
-    Returns float32 [B, H, C], candidates in ascending position.
+    Returns float32 [B, H, W], units in ascending position.
     """
-    batch, heads = q.shape[:2]
-    group = heads // k.shape[1]
-    positions, sample = candidate_positions(n, geometry), sample_positions(n, geometry)
-    first, end = geometry.queries(n)
-    found = np.empty((batch, heads, len(positions)), np.float32)
+    batch, heads = pooled.shape[:2]
+    group = heads // means.shape[1]
+    units = ranked_units(n, geometry)
+    pooled = pooled[:, :, n, counts[n] > 0]  # [B, H, R', D]
+    found = np.empty((batch, heads, len(units)), np.float32)
     for b, h in np.ndindex(batch, heads):
-        kh = k[b, h // group]
-        pooled = run_means(q[b, h, first:end], config.run)[0]  # [R, D]
-        norm = _log_mass(pooled @ kh[sample].T * scale) / scale  # [R]
-        norm = np.where(np.isneginf(norm), 0, norm)
-        found[b, h] = (pooled @ kh[positions].T - norm[:, None]).max(axis=0)
+        scores = pooled[b, h] @ means[b, h // group, units].T * (scale * LOG2E)  # [R', W]
+        finite = np.where(np.isfinite(scores), scores, -np.inf)
+        norm = np.logaddexp2.reduce(finite, axis=-1, initial=-np.inf)  # [R']
+        found[b, h] = (scores - np.where(np.isneginf(norm), 0, norm)[:, None]).max(axis=0)
     return found
 
 
+@quiet
 def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> list[Array]:
     """Candidates of each segment, most important first (Algorithm 1, lines 15-20).
 
     Returns N arrays int32 [B, H, C] of absolute key positions.
     """
-    pooled, counts = pooled_queries(q, geometry, config.coarse)
-    batch, heads = q.shape[:2]
-    refined = np.zeros((batch, heads, geometry.segments), bool)
-    if config.probes(scale):
-        refined = refined_segments(probe(q, k, geometry, config, scale), geometry)
+    pooled, counts = pooled_queries(q, geometry, config)
+    means = unit_means(k, geometry) if config.rank == "weight" else k
     orders = []
     for n in range(geometry.segments):
-        scores = key_scores(pooled, counts, k, n, geometry)
-        if refined[:, :, n].any():
-            scores = np.where(refined[:, :, n, None], refined_scores(q, k, n, geometry, config, scale), scores)
-        orders.append(candidate_positions(n, geometry)[order_keys(log_weights(scores, scale))])
+        if config.rank == "weight":
+            scores = unit_weights(pooled, counts, means, n, geometry, scale).astype(np.float16)
+        else:
+            scores = log_weights(key_scores(pooled, counts, k, n, geometry), scale)
+        order = ranked_units(n, geometry)[order_keys(scores)]  # [B, H, W]
+        orders.append(unit_positions(order, n, geometry))
     return orders

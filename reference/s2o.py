@@ -28,11 +28,11 @@ from .ordering import (
     key_scores,
     leading_bits,
     pooled_queries,
-    probe,
     query_order,
-    refined_scores,
-    refined_segments,
-    run_means,
+    ranked_units,
+    unit_means,
+    unit_positions,
+    unit_weights,
 )
 
 __all__ = [
@@ -47,12 +47,12 @@ __all__ = [
     "pass1",
     "pass2",
     "pooled_queries",
-    "probe",
     "query_order",
-    "refined_scores",
-    "refined_segments",
-    "run_means",
+    "ranked_units",
     "s2o",
+    "unit_means",
+    "unit_positions",
+    "unit_weights",
     "visit",
 ]
 
@@ -281,7 +281,7 @@ def s2o(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if scale < 0:
         q, scale = -q, -scale
-    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal)
+    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal, config.unit)
 
     q_order = query_order(q, k, geometry)
     k_order = key_order(q, k, geometry, config, scale)

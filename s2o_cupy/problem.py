@@ -62,7 +62,7 @@ class Problem:
         return 0 in (self.batch, self.heads, self.seqlen_q)
 
     def geometry(self, config: S2OConfig) -> Geometry:
-        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal)
+        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal, config.unit)
 
     def visited_shape(self, config: S2OConfig) -> tuple[int, int, int, int]:
         """[batch, heads, segments, tiles]: query tiles of each segment."""

@@ -11,7 +11,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "RANKS",
     "STOP_LAG",
     "STRATUM",
+    "UNITS",
     "Geometry",
     "S2OConfig",
     "S2OError",
@@ -54,21 +55,12 @@ TAILS = ("mean", "none")
 
 MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
-MAX_POOLED_QUERIES = {"max": 64, "auto": 256}
-RANKS = ("mean", "max", "auto")
+MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
+RANKS = ("weight", "max", "mean")
+UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
+WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-
-# rank="auto" (reference.s2o.probe and refined_segments are the definition). Every PROBE_EVERY-th segment is probed,
-# and the last PROBE_WINDOW probes before a segment decide on it.
-PROBE_EVERY = 4
-PROBE_WINDOW = 4
-PROBE_RUNS = 128  # of queries: the pooled queries of a probe
-PROBE_SAMPLES = 1024  # candidates looked at, at most
-PROBE_OWN_STEP = 4  # of the keys that pass 1 reads, every so many-th is looked at
-PROBE_TOP = 10  # the best tenth of the sample is compared
-PROBE_DEFICIT = 7864 / 2**20  # mass, 0.0075, that the mean's best tenth may miss before segments are refined
-SMALLEST_REFINED_SCALE = 1e-30  # norms in units of a dot product could overflow with less; all scores are alike
 
 # Rendered into every kernel as `constexpr int` in namespace s2o::spec.
 KERNEL_CONSTANTS: Mapping[str, int] = {
@@ -80,12 +72,6 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMiddle": MIDDLE,
     "kOrderHead": ORDER_HEAD,
     "kKeyBuckets": KEY_BUCKETS,
-    "kProbeEvery": PROBE_EVERY,
-    "kProbeWindow": PROBE_WINDOW,
-    "kProbeSamples": PROBE_SAMPLES,
-    "kProbeOwnStep": PROBE_OWN_STEP,
-    "kProbeTop": PROBE_TOP,
-    "kProbeDeficit": round(PROBE_DEFICIT * 2**20),
 }
 
 
@@ -151,8 +137,9 @@ class S2OConfig:
 
     Parameters
     ----------
-    segment : int, default 1024
-        Queries per segment. A segment's own keys are attended densely; every earlier key is a candidate.
+    segment : int, optional
+        Queries per segment, which share one order of keys; default 128, with ``rank="mean"`` or "max" 1024. A segment's
+        own keys are attended densely; every earlier key is a candidate.
     tau : float, default 0.01
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention.
@@ -160,15 +147,18 @@ class S2OConfig:
         Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128
         Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024, the CPU of 16.
-    rank : {"auto", "mean", "max"}, default "auto"
-        A key's score: "mean" (the paper, Algorithm 1), its dot product with the mean of the segment's
-        queries; "max", the largest of its dot products with several pooled queries. "auto": "mean", but where samples
-        say that this would miss keys, the largest softmax weight that any of many pooled queries gives the key.
+    rank : {"weight", "max", "mean"}, default "weight"
+        A key's score: "weight", the largest softmax weight that any of the segment's pooled queries gives it; "max",
+        the largest dot product with one of them; "mean" (the paper, Algorithm 1), its dot product with the mean of all
+        of the segment's queries.
+    unit : int, optional
+        Neighbouring keys that are scored by their mean and visited together: a power of two up to 128 with
+        ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
     pooled_queries : int, optional
-        How many pooled queries a segment has, each the mean of a run of consecutive queries; default 16 for
-        ``rank="max"``, 256 for "auto" (at most a segment's queries), 1 for "mean".
+        How many pooled queries a segment has, each the mean of a run of consecutive queries; default with "weight" one
+        for each 8 queries, up to 256, with "max" 16 (at most a segment's queries), with "mean" 1.
     window : int, default 0
-        Keys just before the segment that are attended densely as well.
+        Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
         one segment of one head always fits. A dense call copies keys and values from small pages only within it.
@@ -179,9 +169,9 @@ class S2OConfig:
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default: 8192, as was measured, and any length at tau 0, which is dense by definition. 0: never. The reference
         on the CPU ignores it.
-    tail : {"mean", "none"}, default "mean"
-        What the candidates count for that a tile of queries did not visit: "mean", what their mean key and mean value
-        would, as many times as there are unvisited ones; "none" (the paper), nothing.
+    tail : {"none", "mean"}, default "none"
+        What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing; "mean", what
+        their mean key and mean value would, as many times as there are unvisited ones.
 
     Raises
     ------
@@ -189,34 +179,41 @@ class S2OConfig:
         A field has a wrong type or value; the message names the field and what is accepted.
     """
 
-    segment: int = 1024
+    segment: int = None  # type: ignore[assignment]  # an int from __post_init__ on, as unit and pooled_queries
     tau: float = 0.01
     block_m: int = 128
     block_n: int = 128
-    rank: str = "auto"
-    pooled_queries: int | None = None
+    rank: str = "weight"
+    unit: int = None  # type: ignore[assignment]
+    pooled_queries: int = None  # type: ignore[assignment]
     window: int = 0
     workspace_bytes: int = 256 << 20
     path: str = "auto"
     dense_up_to: int | None = None
-    tail: str = "mean"
+    tail: str = "none"
 
     def __post_init__(self) -> None:
+        if self.rank not in RANKS:
+            raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
+        by_weight = self.rank == "weight"
+        self._default("segment", 128 if by_weight else 1024)
         self._set("segment", _checked_int("segment", self.segment, 1, MAX_SEGMENT))
         self._set("tau", check_tau(self.tau))
         self._set("block_m", _checked_int("block_m", self.block_m, 1, 1024))
         self._set("block_n", _checked_int("block_n", self.block_n, 1, 1024))
-        if self.rank not in RANKS:
-            raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
-        if self.pooled_queries is None or isinstance(self.pooled_queries, _Default):
-            default = {"mean": 1, "max": 16, "auto": 256}[self.rank]
-            self._set("pooled_queries", _Default(min(default, self.segment)))
+        self._default("unit", 16 if by_weight else 1)
+        self._set("unit", _checked_int("unit", self.unit, 1))
+        if self.unit not in (UNITS if by_weight else (1,)):
+            accepted = ", ".join(map(str, UNITS)) if by_weight else "1, or rank='weight'"
+            raise ValueError(f"S2OConfig: unit is {self.unit} with rank={self.rank!r}; accepted: {accepted}")
         most = MAX_POOLED_QUERIES.get(self.rank)
+        few = {"mean": 1, "max": 16, "weight": min(-(-self.segment // WEIGHT_RUN), MAX_POOLED_QUERIES["weight"])}
+        self._default("pooled_queries", min(few[self.rank], self.segment))
         self._set("pooled_queries", _checked_int("pooled_queries", self.pooled_queries, 1, most))
         if self.rank == "mean" and self.pooled_queries != 1:
             raise ValueError(
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
-                "accepted: 1, or rank='max' or 'auto'"
+                "accepted: 1, or rank='weight' or 'max'"
             )
         self._set("window", _checked_int("window", self.window, 0))
         self._set("workspace_bytes", _checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
@@ -230,6 +227,11 @@ class S2OConfig:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the one way into a frozen dataclass
+
+    def _default(self, name: str, value: int) -> None:
+        """Of a field that was not given, or whose value is a default found before."""
+        if getattr(self, name) is None or isinstance(getattr(self, name), _Default):
+            self._set(name, _Default(value))
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:
@@ -247,35 +249,21 @@ class S2OConfig:
     @property
     def run(self) -> int:
         """Queries behind one pooled query: equal runs, the last may be shorter."""
-        assert self.pooled_queries is not None
         return -(-self.segment // self.pooled_queries)
-
-    @property
-    def probe_run(self) -> int:
-        """Queries behind a pooled query of a probe."""
-        return -(-self.segment // PROBE_RUNS)
-
-    @functools.cached_property
-    def coarse(self) -> S2OConfig:
-        """How segments are ordered that are not refined: as this says, or with ``rank="auto"`` by the mean."""
-        return replace(self, rank="mean", pooled_queries=1) if self.rank == "auto" else self
 
     @property
     def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
         return self.tail != "none" and self.tau > 0
 
-    def probes(self, scale: float) -> bool:
-        """Whether segments are probed at all."""
-        return self.rank == "auto" and abs(scale) >= SMALLEST_REFINED_SCALE
-
 
 @dataclass(frozen=True)
 class Geometry:
     """Which keys a segment attends densely and which are candidates of pass 2.
 
-    Query i stands at key position i + seqlen_k - seqlen_q (bottom-right alignment). Ranges are
-    half-open pairs (begin, end); the same formulas stand in raw_kernels/common/geometry.cuh.
+    Query i stands at key position i + seqlen_k - seqlen_q (bottom-right alignment). Candidates are whole units of
+    ``unit`` keys from key 0 on; without causality the last may be short. Ranges are half-open pairs (begin, end); the
+    same formulas stand in raw_kernels/common/geometry.cuh.
     """
 
     seqlen_q: int
@@ -283,6 +271,7 @@ class Geometry:
     segment: int
     window: int = 0
     is_causal: bool = True
+    unit: int = 1
 
     @property
     def offset(self) -> int:
@@ -292,29 +281,32 @@ class Geometry:
     def segments(self) -> int:
         return -(-self.seqlen_q // self.segment)
 
+    @property
+    def units(self) -> int:
+        """Whole units of keys."""
+        return self.seqlen_k // self.unit
+
     def queries(self, n: int) -> tuple[int, int]:
         """Query positions of segment ``n``."""
         return n * self.segment, min((n + 1) * self.segment, self.seqlen_q)
 
     def dense_keys(self, n: int) -> tuple[int, int]:
-        """Keys that pass 1 reads for segment ``n``: its own and the window before them."""
+        """Keys that pass 1 reads for segment ``n``: its own, the window before them, and the rest of a unit that this
+        begins in; without causality also of the unit that its own end in."""
         begin, end = self.queries(n)
         clip = lambda x: min(max(x, 0), self.seqlen_k)  # noqa: E731
-        return clip(begin + self.offset - self.window), clip(end + self.offset)
+        dense_begin, dense_end = clip(begin + self.offset - self.window), clip(end + self.offset)
+        dense_begin -= dense_begin % self.unit
+        return dense_begin, dense_end if self.is_causal else clip(-(-dense_end // self.unit) * self.unit)
 
     def candidates(self, n: int) -> int:
         """How many keys pass 2 may visit: those before the dense ones; without causality also those after."""
         begin, end = self.dense_keys(n)
         return begin if self.is_causal else self.seqlen_k - (end - begin)
 
-    @property
-    def first_ordered(self) -> int:
-        """The first segment with candidates, or ``segments``."""
-        return next((n for n in range(self.segments) if self.candidates(n) > 0), self.segments)
-
-    def probed(self) -> range:
-        """The segments that ``rank="auto"`` probes."""
-        return range(self.first_ordered, self.segments, PROBE_EVERY)
+    def ranked(self, n: int) -> int:
+        """How many whole units are among them: these are put in order. A short one comes last."""
+        return self.candidates(n) // self.unit
 
     def guide_keys(self, n: int) -> int:
         """Leading keys whose mean orders the queries: one segment of them, never a future one."""

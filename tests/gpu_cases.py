@@ -65,13 +65,14 @@ class Case:
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k, v on the host. Keys differ in importance by a few nats, so that S2O stops early."""
+        """q, k, v on the host. Runs of 16 keys differ in importance by a few nats, so that S2O stops early."""
         rng = np.random.default_rng(zlib.crc32(repr(self).encode()))
         p, dtype = self.problem(), DTYPES[self.dtype]
         q = rng.standard_normal((p.batch, p.heads, p.seqlen_q, p.head_dim))
         k, v = rng.standard_normal((2, p.batch, p.kv_heads, p.seqlen_k, p.head_dim))
         direction = np.sqrt(3) * p.head_dim**-0.25
-        k += direction * rng.standard_normal((p.batch, p.kv_heads, p.seqlen_k, 1))
+        importance = rng.standard_normal((p.batch, p.kv_heads, -(-p.seqlen_k // 16), 1))
+        k += direction * importance.repeat(16, axis=2)[:, :, : p.seqlen_k]
         arrays = {"q": q + direction, "k": k, "v": v}
         if self.poison:
             name, row, value = self.poison
@@ -97,6 +98,8 @@ CASES: dict[str, Case] = {
     for dtype in DTYPES
     for head_dim in (1, 8, 33, 64, 72, 80, 96, 127, 128, 129, 136, 192, 256)
 }
+_KEYS: dict[str, Any] = {"options": {"unit": 1}}  # in order one by one
+_ROUNDS: dict[str, Any] = {"options": {"unit": 1, "workspace_bytes": 1 << 20}}
 _CHANGES: tuple[dict[str, Any], ...] = (
     # Lengths around tiles and segments.
     {"seqlen_q": 1},
@@ -173,11 +176,27 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"rank": "max", "pooled_queries": 3}, "segment": 300, "seqlen_q": 1000, "head_dim": 250},
     {"options": {"rank": "max", "pooled_queries": 5}, "is_causal": False, "seqlen_k": 500},
     {"options": {"rank": "mean"}},
+    {"options": {"rank": "mean", "tail": "mean"}},
+    *({"options": {"tail": "mean"}, "head_dim": head_dim, "seqlen_q": 900} for head_dim in (64, 128, 256)),
     {"options": {"rank": "mean"}, "is_causal": False, "head_dim": 128},
     {"options": {"pooled_queries": 7}, "seqlen_q": 1500, "head_dim": 128},
     {"options": {"pooled_queries": 256}, "segment": 20, "seqlen_q": 311},
-    {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},  # several probes
-    {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs and samples
+    {"options": {"pooled_queries": 40}, "segment": 320, "seqlen_q": 1500, "head_dim": 128},  # several tiles of them
+    {"options": {"pooled_queries": 256}, "segment": 1024, "seqlen_q": 2500, "head_dim": 256},
+    # Units of keys: a key, more of them than a segment or a key tile has queries or keys, and lengths around them.
+    *(
+        {"options": {"unit": unit}, "seqlen_q": 700, "head_dim": head_dim}
+        for unit in (1, 2, 64, 128)
+        for head_dim in (64, 256)
+    ),
+    {"options": {"unit": 128}, "block_m": 64, "block_n": 64, "seqlen_q": 700},
+    {"options": {"unit": 32}, "segment": 40, "seqlen_q": 300, "seqlen_k": 777, "head_dim": 128},
+    *({"seqlen_q": 300, "seqlen_k": 400 + more, "is_causal": False} for more in (0, 1, 15, 16, 17)),
+    {"seqlen_q": 300, "seqlen_k": 7, "is_causal": False},  # no whole unit
+    {"seqlen_q": 100, "seqlen_k": 8292 * 16 + 5, "is_causal": False, "head_dim": 8, "heads": 1},
+    {"options": {"unit": 4}, "seqlen_q": 300, "seqlen_k": 40_003, "is_causal": False, "head_dim": 16, "heads": 1},
+    {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},
+    {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 256, "tau": 0.01, "heads": 1},
     {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "head_dim": 256},
     {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
@@ -188,19 +207,20 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"window": 5000}},
     {"options": {"window": 1 << 40}},
     # Many rounds of the workspace: by heads, by segments, and by both.
-    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    {"batch": 2, "heads": 4, "seqlen_q": 4000, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
-    {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, **_ROUNDS},
+    {"batch": 2, "heads": 4, "seqlen_q": 4000, "head_dim": 16, **_ROUNDS},
+    {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, **_ROUNDS},
+    {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, **_ROUNDS},
+    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "segment": 32, "options": {"workspace_bytes": 1 << 20}},
     # About as many candidates as the head of an order holds, and more.
-    *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1} for more in (-1, 0, 1, 7, 2000)),
-    {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False},
-    {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128},
-    {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 1, "options": {"window": 77}},
-    {"seqlen_q": 200, "seqlen_k": 40_003, "heads": 1, "is_causal": False, "head_dim": 8},
-    {"seqlen_q": 100, "seqlen_k": 9100, "heads": 1, "scale": 0.0},
-    *({"seqlen_q": 20, "seqlen_k": (1 << 18) + more, "heads": 1, "head_dim": 8} for more in (20, 21, 40_001)),
-    *({"seqlen_q": 100, "seqlen_k": 9000, "heads": 1, "poison": ("k", row, value)}
+    *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1, **_KEYS} for more in (-1, 0, 1, 7, 2000)),
+    {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False, **_KEYS},
+    {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128, **_KEYS},
+    {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 1, "options": {"window": 77, "unit": 1}},
+    {"seqlen_q": 200, "seqlen_k": 40_003, "heads": 1, "is_causal": False, "head_dim": 8, **_KEYS},
+    {"seqlen_q": 100, "seqlen_k": 9100, "heads": 1, "scale": 0.0, **_KEYS},
+    *({"seqlen_q": 20, "seqlen_k": (1 << 18) + more, "heads": 1, "head_dim": 8, **_KEYS} for more in (20, 21, 40_001)),
+    *({"seqlen_q": 100, "seqlen_k": 9000, "heads": 1, "poison": ("k", row, value), **_KEYS}
       for row in (17, 8000) for value in (NAN, INF, -INF)),
     # Places in memory.
     *(
@@ -251,9 +271,13 @@ SANITIZED = (
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "pooled_queries": 64}),
-    Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
-    Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False),
-    Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1),
+    Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, **_ROUNDS),
+    Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False, **_KEYS),
+    Case(seqlen_q=60, seqlen_k=333, is_causal=False, options={"unit": 32}),
+    Case(seqlen_q=270, head_dim=72, options={"tail": "mean"}),
+    Case(seqlen_q=200, segment=100, head_dim=256, options={"unit": 64, "pooled_queries": 50}),
+    Case(seqlen_q=300, seqlen_k=430, head_dim=33, arrange="odd row stride", options={"unit": 4}),
+    Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1, **_KEYS),
 )
 
 

@@ -196,13 +196,13 @@ def by_lists_of_s2o(
     """Rows in S2O's order, resuming its pass 1 with its lists; S2O itself; and the keys of each list [H, N]."""
     stages = s2o_stages(q, k, v, config, softcap)
     seqlen, heads = q.shape[2], q.shape[1]
-    geometry = Geometry(seqlen, seqlen, config.segment, config.window)
+    geometry = Geometry(seqlen, seqlen, config.segment, config.window, unit=config.unit)
     begins, keys = order_lists(stages.chunks, geometry, heads)
     queries = [geometry.queries(n) for n in range(geometry.segments)]
     of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
     q_order = np.concatenate(of_segments, axis=-1)
     found = attend(
-        config.path, q, k, v, KeyLists(stages.entries, begins[None], keys[None]), segment=config.segment,
+        config.path, q, k, v, KeyLists(stages.entries, begins[None], keys[None], config.unit), segment=config.segment,
         q_order=q_order, start=(stages.o1, stages.lse1, stages.state), tail=stages.tail, page_size=page_size,
         problem=stages.problem, tau=config.tau,
     )  # fmt: skip

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-import _common
-import _exact
-import _kinds
+import benchmark_modules as benchmark_modules
 import numpy as np
 import pytest
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.reference import dense_attention
+
+# isort: split
+import _common
+import _exact
+import _kinds
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from s2o_cupy.reference import key_order, s2o
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "probe", "key scores", "key order",
+    "pooled_queries", "query order", "unit means", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
     "paper": S2OConfig(segment=64, tau=0.05, block_m=16, block_n=32, rank="mean"),
-    "auto": S2OConfig(segment=16, tau=0.05, block_m=16, block_n=32, pooled_queries=5),
+    "weight": S2OConfig(segment=24, tau=0.05, block_m=16, block_n=32, unit=8, pooled_queries=5),
     "max": S2OConfig(segment=48, tau=0.02, block_m=32, block_n=32, rank="max", pooled_queries=5, window=20),
     "dense": S2OConfig(segment=64, tau=0, block_m=64, block_n=64),
 }
@@ -36,25 +36,25 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     if scale < 0:
         q, scale = -q, -scale
     geometry = problem.geometry(config)
-    pooled, counts = s2o.pooled_queries(q, geometry, config.coarse)
+    pooled, counts = s2o.pooled_queries(q, geometry, config)
     q_order = s2o.query_order(q, k, geometry)
-    scores = [s2o.key_scores(pooled, counts, k, n, geometry) for n in range(geometry.segments)]
-    deficits = None
-    if config.probes(scale):
-        deficits = s2o.probe(q, k, geometry, config, scale)
-        refined = s2o.refined_segments(deficits, geometry)
-        scores = [
-            np.where(refined[:, :, n, None], s2o.refined_scores(q, k, n, geometry, config, scale), coarse)
-            for n, coarse in enumerate(scores)
-        ]
-    scores = [key_order.log_weights(x, scale) for x in scores]
-    k_order = [s2o.candidate_positions(n, geometry)[key_order.order_keys(x)] for n, x in enumerate(scores)]
+    means = s2o.unit_means(k, geometry) if config.rank == "weight" else None
+    scores, k_order, positions = [], [], []
+    for n in range(geometry.segments):
+        if means is None:
+            scores.append(key_order.log_weights(s2o.key_scores(pooled, counts, k, n, geometry), scale))
+        else:
+            scores.append(s2o.unit_weights(pooled, counts, means, n, geometry, scale).astype(np.float16))
+        units = s2o.ranked_units(n, geometry)[key_order.order_keys(scores[n])]
+        positions.append(s2o.unit_positions(units, n, geometry))
+        short = int(geometry.candidates(n) % geometry.unit > 0)
+        k_order.append(np.pad(units, ((0, 0), (0, 0), (0, short)), constant_values=geometry.units))
     state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
-    state2, visited = s2o.pass2(q, k, v, resumed, q_order, k_order, geometry, config, scale, problem.softcap)
+    state2, visited = s2o.pass2(q, k, v, resumed, q_order, positions, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
-    return GpuStages(pooled, q_order, scores, deficits, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+    return GpuStages(pooled, q_order, means, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
 
 
 def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0):
@@ -71,7 +71,7 @@ def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_cau
 def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     stages, problem = make(config, dtype, is_causal=is_causal)
     report = compare(stages, *problem)
-    assert [row.stage for row in report.rows] == [s for s in STAGES if s != "probe" or config.rank == "auto"]
+    assert [row.stage for row in report.rows] == [s for s in STAGES if s != "unit means" or config.rank == "weight"]
     assert report.ok, report.table()
     assert 0 < report.density <= 1
     assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)
@@ -97,7 +97,7 @@ def test_capped_scores_within_the_error_of_tanh_agree(softcap, error, ok, worst,
 
     with monkeypatch.context() as patch:
         patch.setattr(s2o, "capped", approximate)
-        stages, problem = make(CONFIGS["auto"], softcap=softcap, scale=1.0)
+        stages, problem = make(CONFIGS["weight"], softcap=softcap, scale=1.0)
     report = compare(stages, *problem)
     assert report.ok == ok, report.table()
     assert ok or next(row.stage for row in report.rows if not row.ok) == "pass 1 state"
@@ -132,7 +132,7 @@ def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
 FAULTS = {
     "pooled_queries": lambda s: larger(s.pooled, (1, 2, 1, 0)),
     "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
-    "probe": lambda s: s.deficits.__iadd__(0.1),
+    "unit means": lambda s: larger(s.unit_means, (1, 1, 20, 2)),
     "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),
     "key order": lambda s: swap(s.k_order[2], (0, 0, 1), (0, 0, 60)),
     "pass 1 state": lambda s: larger(s.l1, (0, 3, 11)),
@@ -145,7 +145,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_is_found_where_it_is(stage: str) -> None:
-    stages, problem = make(CONFIGS["auto" if stage == "probe" else "paper"])
+    stages, problem = make(CONFIGS["weight" if stage == "unit means" else "paper"])
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)

@@ -12,7 +12,7 @@ struct AttentionParams {
   float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
   float* lse;              // [batch * heads, seqlen_q], or null
   const int* q_order;      // [batch * heads, segments, segment]
-  const int* k_order;      // rows of the chunk (Chunk::place): key positions, most important first
+  const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first
   int* visited;            // [batch * heads, segments, tiles]
   int* next_q_tile;        // the launch's next q tile, 0 at its start (Hopper)
   const float* tail;       // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null

@@ -7,17 +7,27 @@ namespace s2o {
 struct Geometry {
   int seqlen_q, seqlen_k, segment, window, is_causal;
   int head_dim;
+  int unit_shift;  // candidates come in units of 1 << unit_shift neighbours from key 0 on
 
   __device__ __forceinline__ int offset() const { return seqlen_k - seqlen_q; }
   __device__ __forceinline__ int segments() const { return (seqlen_q + segment - 1) / segment; }
   __device__ __forceinline__ int query_begin(int n) const { return n * segment; }
   __device__ __forceinline__ int query_count(int n) const { return min(segment, seqlen_q - n * segment); }
   __device__ __forceinline__ int clip(int key) const { return min(max(key, 0), seqlen_k); }
-  __device__ __forceinline__ int dense_begin(int n) const { return clip(query_begin(n) + offset() - window); }
-  __device__ __forceinline__ int dense_end(int n) const { return clip(query_begin(n) + query_count(n) + offset()); }
+  __device__ __forceinline__ int unit_mask() const { return (1 << unit_shift) - 1; }
+  __device__ __forceinline__ int units() const { return seqlen_k >> unit_shift; }  // whole ones
+  __device__ __forceinline__ int dense_begin(int n) const {
+    return clip(query_begin(n) + offset() - window) & ~unit_mask();
+  }
+  __device__ __forceinline__ int dense_end(int n) const {
+    const int end = clip(query_begin(n) + query_count(n) + offset());
+    return is_causal ? end : clip(end + unit_mask() & ~unit_mask());
+  }
   __device__ __forceinline__ int candidates(int n) const {
     return is_causal ? dense_begin(n) : seqlen_k - (dense_end(n) - dense_begin(n));
   }
+  // Whole units among them: these are put in order. A short one comes last.
+  __device__ __forceinline__ int ranked(int n) const { return candidates(n) >> unit_shift; }
   __device__ __forceinline__ int guide_keys(int n) const {
     return max(0, min(segment, is_causal ? query_begin(n) + offset() : seqlen_k));
   }

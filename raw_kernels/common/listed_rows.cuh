@@ -13,7 +13,7 @@ struct KeyLists {
   const int64* begins;  // [chunk's list heads, chunk's segments], or [.., .., tiles]: each list's first entry
   const int* keys;      // like begins: how many keys a list has; no entry beyond them is read
   const int* q_order;   // [batch * heads, seqlen_q]: queries in the order in which q tiles take them; null: as they lie
-  int unit_shift;       // 0, 6 or 7
+  int unit_shift;       // 0 to 7
   int unit_mask;        // (1 << unit_shift) - 1
   int shared_heads;     // neighbouring query heads that share a list; divides the heads
   int per_tile;         // 1: a list for each q tile

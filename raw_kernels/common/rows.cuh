@@ -114,12 +114,16 @@ struct OrderedRows : VisitingRows {
   // Whether anything is to be written: pass 1 has written the rows of a tile without candidates.
   __device__ __forceinline__ bool has_work(const AttentionParams& p) const { return keys(p.geometry) > 0; }
 
-  // Positions of the candidates, most important first.
+  // Units of the candidates, most important first.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);
   }
   // Key number i; `order`: what key_order gave.
-  static __device__ __forceinline__ int key(const AttentionParams&, const int* order, int i) { return order[i]; }
+  static __device__ __forceinline__ int key(const AttentionParams& p, const int* order, int i) {
+    const Geometry& g = p.geometry;
+    asm volatile("" : "+r"(i));  // or what follows from a lane's first keys takes registers through all q tiles
+    return (order[i >> g.unit_shift] << g.unit_shift) + (i & g.unit_mask());
+  }
 };
 
 }  // namespace s2o

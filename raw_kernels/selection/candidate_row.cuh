@@ -1,4 +1,5 @@
-// A row of scores: the candidates of a (head, segment) pair, and where each stands.
+// A row of scores: the whole units among the candidates of a (head, segment) pair, and where each stands. A unit is a
+// key, or several neighbours; here each is called a candidate, and its number its key.
 #pragma once
 #include "selection/rank_keys_params.cuh"
 
@@ -9,6 +10,7 @@ struct CandidateRow {
   int64 place;  // of its scores and of its order
   int count;    // candidates
   int dense_begin, dense_keys;
+  int short_unit = -1;  // the last of the keys where it is a candidate and not whole, else -1
 
   // Candidates that stand side by side.
   __device__ __forceinline__ CandidateRow(int64 row, int64 place, int count)
@@ -16,9 +18,10 @@ struct CandidateRow {
   __device__ __forceinline__ CandidateRow(const RankKeysParams& p, int head, int segment)
       : row(p.chunk.row(head, segment)),
         place(p.chunk.place(head, segment)),
-        count(p.geometry.candidates(segment)),
-        dense_begin(p.geometry.dense_begin(segment)),
-        dense_keys(p.geometry.dense_end(segment) - dense_begin) {}
+        count(p.geometry.ranked(segment)),
+        dense_begin(p.geometry.dense_begin(segment) >> p.geometry.unit_shift),
+        dense_keys(p.geometry.units() - count),
+        short_unit(p.geometry.candidates(segment) & p.geometry.unit_mask() ? p.geometry.units() : -1) {}
   // Longer rows first: `index` counts (head, segment) pairs from the chunk's last segment on, heads fastest.
   __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index)
       : CandidateRow(p, p.chunk.first_head + static_cast<int>(index % p.chunk.heads),

@@ -209,6 +209,7 @@ struct OrderHeadShared {
 // Block: a row.
 __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHeadShared& shared) {
   const CandidateRow row(p, blockIdx.x);
+  if (row.short_unit >= 0 && threadIdx.x == 0) p.k_order[row.place + row.count] = row.short_unit;  // not ranked: last
   if (row.count <= 0) return;
   const bool whole = row.count <= spec::kOrderHead;
   const uint16* scores = p.scores + row.place;

@@ -59,8 +59,7 @@ __device__ __forceinline__ void key_scores(const RankKeysParams& p, typename Tra
   bool valid[2];  // of these rows
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    valid[h] = first_row + static_cast<int>(threadIdx.x) / 32 * 16 + h * 8 + lane / 4 < rows &&
-               !(p.refined && p.refined[static_cast<int64>(head[h]) * g.segments() + segment[h]]);
+    valid[h] = first_row + static_cast<int>(threadIdx.x) / 32 * 16 + h * 8 + lane / 4 < rows;
 
   if (threadIdx.x == 0) shared.first_key = first_key;
   if (Traits::kPaged && threadIdx.x == 0) shared.pages = p.pages.of(first_head / p.heads);

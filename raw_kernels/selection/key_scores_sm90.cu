@@ -106,7 +106,7 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
   uint16* target[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    end[h] = row_of(h) < rows && !(p.refined && p.refined[pair_of(row_of(h))]) ? keys_of(row_of(h)) : 0;
+    end[h] = row_of(h) < rows ? keys_of(row_of(h)) : 0;
     target[h] = p.scores + p.chunk.place(head_of(row_of(h)), segment_of(row_of(h))) + first_key;
   }
 

@@ -1,4 +1,4 @@
-// What the kernels that order keys are given (key_scores.cu, selection/key_scores_sm90.cu, key_order.cu).
+// What the kernels that order keys are given (key_scores.cu, key_scores_sm90.cu, unit_weights.cu, key_order.cu).
 #pragma once
 #include "common/pages.cuh"
 
@@ -7,9 +7,9 @@ namespace s2o {
 struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   const uint16* means;     // [batch * heads, segments, pooled queries, kHeadDim]
-  const int* refined;         // [batch * heads, segments]: 1 where refined_scores does the work of key_scores; or null
-  uint16* scores;          // rows of the chunk (Chunk::place) by key position: float16, in log2 of a softmax weight
-  int* k_order;            // rows of the chunk
+  const uint16* unit_means;  // [batch * kv_heads, units, kHeadDim], of unit_weights
+  uint16* scores;          // rows of the chunk (Chunk::place) by unit: float16, in log2 of a softmax weight
+  int* k_order;            // rows of the chunk: units
   uint16* order_head_scores;  // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order
   int* middle;             // [chunk rows, kMiddle]: the first of key_strata's order, of rows of more than kMiddleFrom
   uint16* middle_scores;   // [chunk rows, kMiddle]

@@ -26,48 +26,28 @@ struct ContiguousKeys {
   }
 };
 
-// The first `count` keys of shared.order; positions pass through a ring in shared memory.
+// The first `count` keys of the list of units at shared.order, which may begin anywhere. Of each key its unit passes
+// through a ring in shared memory; nothing past the list's last is read.
 template <class Traits>
-struct OrderedKeys {
+struct UnitKeys {
   static constexpr int kStep = Traits::kStep;
   typename Traits::Shared& shared;
   int count;
   const Pages& pages;
-  __device__ __forceinline__ void prefetch(int step) const {
-    if (threadIdx.x < kStep / 4 && step * kStep < count)
-      cp_async_16(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x * 4]),
-                  shared.order + step * kStep + threadIdx.x * 4);
-  }
-  __device__ __forceinline__ int4 quad(int step, int r4) const {
-    const int4 p = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
-    const int j = step * kStep + r4 * 4;
-    const int4 q = make_int4(j < count ? p.x : -1, j + 1 < count ? p.y : -1, j + 2 < count ? p.z : -1,
-                             j + 3 < count ? p.w : -1);
-    if constexpr (Traits::kPaged) return pages.slots(shared.pages, q);
-    return q;
-  }
-};
-
-// The same of a list in memory (KeyLists), which may begin anywhere: the ring has the entry of each key, and nothing
-// past the list's last is read.
-template <class Traits, class Lists>
-struct ListedKeys {
-  static constexpr int kStep = Traits::kStep;
-  typename Traits::Shared& shared;
-  int count;
-  const Pages& pages;
-  const Lists& lists;
+  int unit_shift;
   __device__ __forceinline__ void prefetch(int step) const {
     const int i = step * kStep + threadIdx.x;
     if (threadIdx.x < kStep && i < count)
       cp_async_4(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x]),
-                 shared.order + (i >> lists.unit_shift));
+                 shared.order + (i >> unit_shift));
   }
   __device__ __forceinline__ int4 quad(int step, int r4) const {
-    const int4 e = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
-    const int j = step * kStep + r4 * 4;
-    const int4 p = make_int4(j < count ? lists.key(e.x, j) : -1, j + 1 < count ? lists.key(e.y, j + 1) : -1,
-                             j + 2 < count ? lists.key(e.z, j + 2) : -1, j + 3 < count ? lists.key(e.w, j + 3) : -1);
+    const int4 unit = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
+    const int first = step * kStep + r4 * 4;
+    const auto key = [&](int unit, int i) {
+      return i < count ? (unit << unit_shift) + (i & (1 << unit_shift) - 1) : -1;
+    };
+    const int4 p = make_int4(key(unit.x, first), key(unit.y, first + 1), key(unit.z, first + 2), key(unit.w, first + 3));
     if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
     return p;
   }

@@ -4,7 +4,7 @@
 // and outputs scattered; nothing is permuted in memory. The candidates that are left count as their mean.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
-//   k_order, rows of the chunk: key positions of a (head, segment) pair
+//   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
 // pass2_listed is the same with queries and keys as KeyLists says, and perhaps no state to resume.
@@ -13,10 +13,9 @@
 
 namespace s2o {
 
-// `keys_of(n)`: the first n keys of the list that shared.order points to.
-template <class Traits, class Rows, class Params, class KeysOf>
-__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared,
-                                              const KeysOf& keys_of) {
+// Keys are listed in units of 1 << unit_shift neighbours.
+template <class Traits, class Rows, class Params>
+__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared, int unit_shift) {
   AttentionTile<Traits> attention(shared, params);
   int visited;
   {
@@ -26,7 +25,8 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     attention.load_queries(rows);
     if (rows.resumes(params)) attention.resume(rows);
     attention.point_to_keys(rows, 0, rows.key_order(params));
-    visited = attention.template walk<false, true>(keys_of(count), count, rows.count);
+    visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
+                                                         rows.count);
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
@@ -37,15 +37,12 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
 
 template <class Traits>
 __device__ __forceinline__ void pass2(const AttentionParams& params, typename Traits::Shared& shared) {
-  attend_second<Traits, OrderedRows<Traits::kBlockM>>(
-      params, shared, [&](int count) { return OrderedKeys<Traits>{shared, count, params.pages}; });
+  attend_second<Traits, OrderedRows<Traits::kBlockM>>(params, shared, params.geometry.unit_shift);
 }
 
 template <class Traits>
 __device__ __forceinline__ void pass2_listed(const ListedAttentionParams& params, typename Traits::Shared& shared) {
-  attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared, [&](int count) {
-    return ListedKeys<Traits, KeyLists>{shared, count, params.pages, params.lists};
-  });
+  attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared, params.lists.unit_shift);
 }
 
 }  // namespace s2o

@@ -4,7 +4,7 @@
 // k_order; nothing is permuted in memory.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
-//   k_order, rows of the chunk: key positions of a (head, segment) pair
+//   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
 // pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume.

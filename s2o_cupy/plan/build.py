@@ -109,6 +109,7 @@ def geometry_of(geometry: Geometry, head_dim: int) -> dict[str, int]:
         "window": min(geometry.window, geometry.seqlen_k),  # the same keys, and 32 bits hold it
         "is_causal": geometry.is_causal,
         "head_dim": head_dim,
+        "unit_shift": geometry.unit.bit_length() - 1,
     }
 
 

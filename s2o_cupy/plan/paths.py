@@ -169,7 +169,12 @@ class _Hopper(Path):
         if page_size > 0:
             box = min(box, page_size)
             from_key_0 = geometry.window >= geometry.seqlen_k  # every segment
-            starts = 0 if from_key_0 else math.gcd(geometry.segment, geometry.offset - geometry.window)
+            first = geometry.offset - geometry.window
+            if geometry.segment % geometry.unit == 0:
+                first -= first % geometry.unit
+            else:  # some begin with every unit
+                first = geometry.unit
+            starts = 0 if from_key_0 else math.gcd(geometry.segment, first)
             if box < SMALLEST_BOX or starts % box != 0:
                 return ()
         return HOPPER_BLOCK, box, box

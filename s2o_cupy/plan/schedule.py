@@ -14,14 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..problem import Problem
-from ..spec import Geometry
+from ..spec import UNITS, Geometry
 from .kernels import Kernel
 from .launch_plan import LaunchPlan
 from .rounds import Chunk, near_heads
 
-__all__ = ["UNITS", "ScheduleShape", "listed_plan", "order_lists"]
-
-UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
+__all__ = ["ScheduleShape", "listed_plan", "order_lists"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,9 @@ class ScheduleShape:
     ----------
     list_heads : int
         Lists are for each query head (as many as these), KV head, or one for all heads.
-    unit : {1, 64, 128}, default 1
-        Keys that an entry stands for: key number i of a list is ``entries[begin + i // unit] * unit + i % unit``.
+    unit : a power of two up to 128, default 1
+        Neighbouring keys that an entry stands for: key number i of a list is
+        ``entries[begin + i // unit] * unit + i % unit``.
     per_tile : bool, default False
         Each q tile has a list of its own; otherwise all of a segment share one.
     segment : int, optional
@@ -53,7 +52,7 @@ class ScheduleShape:
         """Raise ValueError where no kernel takes it."""
         heads, kv_heads = problem.heads, problem.kv_heads
         if self.unit not in UNITS:
-            raise ValueError(f"attend_lists: unit is {self.unit}; accepted: 1, 64 or 128")
+            raise ValueError(f"attend_lists: unit is {self.unit}; accepted: {', '.join(map(str, UNITS))}")
         if self.list_heads not in (1, kv_heads, heads):
             raise ValueError(
                 f"attend_lists: list_heads is {self.list_heads} with {heads} query and {kv_heads} KV heads; accepted: "
@@ -108,7 +107,8 @@ def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem, block_
 def order_lists(
     chunks: Sequence[Chunk], geometry: Geometry, heads: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """S2O's own schedule: the lists that its key orders are, where those of all rounds stand one behind the other.
+    """S2O's own schedule, in its units: the lists that its key orders are, where those of all rounds stand one behind
+    the other.
 
     ``heads``: batch times query heads. Returns begins, int64 [heads, segments], and keys, int32 [heads, segments].
     """

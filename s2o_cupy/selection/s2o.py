@@ -1,8 +1,8 @@
-"""S2O's ordering: queries by a guide, keys by their scores for the mean query, or more finely where a probe says so.
+"""S2O's ordering: queries by a guide, keys by what pooled queries make of them.
 
-reference/s2o.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
-queries, and with rank="auto" probe and refined_norms say which segments are refined. In each round key_scores, or
-refined_scores, score the candidates of its rows, and key_strata, key_middle and key_order_head order them.
+reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
+queries and pool them; rank="weight" takes the means of units of keys. In each round unit_weights, or key_scores, score
+the candidates of its rows, and key_strata, key_middle and key_order_head order them.
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..plan.build import Array, Builder, Launch, SumsShape
@@ -19,7 +20,7 @@ from ..plan.rounds import MAX_GRID, Chunk, rounds
 from ..plan.tail import Tail
 from ..spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
 from . import s2o_kernels as kernels
-from .s2o_kernels import BLOCK_PAIRS, REFINE_KEYS, score_blocks
+from .s2o_kernels import BLOCK_PAIRS, UNIT_MEANS_KEYS, score_blocks, unit_weight_blocks
 
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
@@ -62,8 +63,7 @@ class S2O:
         problem, config = setting.problem, setting.config
         # At most MAX_SEGMENT.
         self.sort_slots = max(kernels.WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
-        self.pooled_queries: int = config.coarse.pooled_queries or 1
-        self.probes = config.probes(problem.scale)
+        self.by_weight = config.rank == "weight"
         # No grid has more blocks than a round has elements.
         budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)
         self.chunks = rounds(problem, setting.geometry, chunk_bytes, budget)
@@ -83,20 +83,16 @@ class S2O:
         return kernels.rank_queries(self.setting.inputs, self.sort_slots)
 
     @functools.cached_property
-    def probe(self) -> Kernel:
-        return kernels.probe(self.setting.inputs)
+    def unit_means(self) -> Kernel:
+        return kernels.unit_means(self.setting.inputs)
 
     @functools.cached_property
-    def refined_norms(self) -> Kernel:
-        return kernels.refined_norms(self.setting.inputs)
-
-    @functools.cached_property
-    def refined_scores(self) -> Kernel:
-        return kernels.refined_scores(self.setting.inputs, self.setting.path)
+    def unit_weights(self) -> Kernel:
+        return kernels.unit_weights(self.setting.inputs)
 
     @functools.cached_property
     def key_scores(self) -> Kernel:
-        return kernels.key_scores(self.setting.inputs, self.setting.path, self.pooled_queries)
+        return kernels.key_scores(self.setting.inputs, self.setting.path, self.setting.config.pooled_queries)
 
     @functools.cached_property
     def key_strata(self) -> Kernel:
@@ -117,14 +113,16 @@ class S2O:
         yield kernels.guides(inputs, sort_slots)
         if not inputs.paged:
             yield kernels.rank_queries(inputs, sort_slots)
-        yield from (kernels.probe(inputs), kernels.refined_norms(inputs), kernels.refined_scores(inputs, path))
+        if inputs.aligned:
+            yield kernels.unit_means(inputs)
+            yield kernels.unit_weights(replace(inputs, paged=False))
         yield from (kernels.key_scores(inputs, path, pooled_queries) for pooled_queries in (1, 2))
         yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
 
     @property
     def largest_grid(self) -> int:
         heads = self.setting.heads
-        return max(2 * heads, heads * self.setting.geometry.segments * self.pooled_queries)
+        return max(2 * heads, heads * self.setting.geometry.segments * self.setting.config.pooled_queries)
 
     @property
     def elements(self) -> int:
@@ -141,16 +139,12 @@ class S2O:
         """Rows of the largest chunk with a middle."""
         return max((chunk.rows for chunk in self.chunks if middle_blocks(chunk)), default=0)
 
-    def score_blocks(self, chunk: Chunk) -> tuple[int, int]:
-        """Blocks of key_scores that cover the rows of one KV head, and the keys."""
-        return score_blocks(self.key_scores, chunk, self.setting.limits)
-
     def arrays(self, sums: SumsShape | None) -> list[Array]:
         s, geometry = self.setting, self.setting.geometry
         width, segments = s.inputs.head_dim, geometry.segments
         found: list[Array] = [
             ("guide", (s.kv_heads, 2, width), "float32"),
-            ("means", (s.heads, segments, self.pooled_queries, width), "uint16"),
+            ("means", (s.heads, segments, s.config.pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
             ("scores", (self.elements,), "float16"),  # rows of a chunk
             ("k_order", (self.elements,), "int32"),  # likewise
@@ -160,12 +154,8 @@ class S2O:
         ]
         if self.tail:
             found += self.tail.arrays(sums)
-        if self.probes:
-            found += [
-                ("deficits", (s.heads, len(geometry.probed())), "float32"),
-                ("refined", (s.heads, segments), "int32"),
-                ("norms", (s.heads, segments, s.config.pooled_queries or 1), "float32"),
-            ]
+        if self.by_weight:
+            found.append(("unit_means", (s.kv_heads, geometry.units, width), "uint16"))
         return found
 
     def before_rounds(self, build: Builder) -> list[Launch]:
@@ -176,8 +166,8 @@ class S2O:
             "geometry": build.geometry,
             "heads": problem.heads,
             "kv_heads": problem.kv_heads,
-            "pooled_queries": self.pooled_queries,
-            "run": s.config.coarse.run,
+            "pooled_queries": self.setting.config.pooled_queries,
+            "run": s.config.run,
             "sort_slots": self.sort_slots,
             "sign": self._sign,
             "scale_log2": self._scale_log2,
@@ -189,36 +179,42 @@ class S2O:
             build.launch("guides", self.guides, s.kv_heads * 2, values),
             build.launch("rank_queries", self.rank_queries, rows, values),
         ]
-        if self.probes:
-            refine = self._refine(build, s.whole)
-            found += [
-                build.launch("probe", self.probe, s.heads * len(geometry.probed()), refine),
-                build.launch("refined_norms", self.refined_norms, rows, refine),
-            ]
+        if self.by_weight and self._unit_blocks > 0:
+            values = {
+                "k": build.tensors["k"],
+                "geometry": build.geometry,
+                "kv_heads": problem.kv_heads,
+                "head_blocks": self._unit_blocks,
+                "aligned": s.inputs.aligned,
+                "pages": build.pages,
+            }
+            found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, values))
         return found
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
-        problem, (row_blocks, key_blocks) = self.setting.problem, self.score_blocks(chunk)
+        problem = self.setting.problem
         values: dict[str, Any] = {
             "k": build.tensors["k"],
             "geometry": build.geometry,
             "chunk": build.chunk(chunk),
             "heads": problem.heads,
             "kv_heads": problem.kv_heads,
-            "pooled_queries": self.pooled_queries,
-            "run": self.setting.config.coarse.run,
-            "row_blocks": row_blocks,
-            "key_blocks": key_blocks,
+            "pooled_queries": self.setting.config.pooled_queries,
+            "run": self.setting.config.run,
+            "row_blocks": 0,
+            "key_blocks": 0,
             "strata_blocks": strata_blocks(chunk),
             "scale_log2": self._scale_log2,
             "pages": build.pages,
         }
-        blocks = chunk.heads // chunk.shared_heads * row_blocks * key_blocks
-        found = [build.launch("key_scores", self.key_scores, blocks, values, chunk)]
-        if self.probes:
-            blocks = kernels.refined_blocks(self.refined_scores, chunk, self.setting.limits)
-            refine = self._refine(build, chunk)
-            found.append(build.launch("refined_scores", self.refined_scores, blocks, refine, chunk))
+        if self.by_weight:
+            blocks = unit_weight_blocks(self.unit_weights, chunk)
+            found = [build.launch("unit_weights", self.unit_weights, blocks, values, chunk)]
+        else:
+            row_blocks, key_blocks = score_blocks(self.key_scores, chunk, self.setting.limits)
+            values |= {"row_blocks": row_blocks, "key_blocks": key_blocks}
+            blocks = chunk.heads // chunk.shared_heads * row_blocks * key_blocks
+            found = [build.launch("key_scores", self.key_scores, blocks, values, chunk)]
         if strata_blocks(chunk):
             blocks = row_pairs(chunk) * strata_blocks(chunk)
             found.append(build.launch("key_strata", self.key_strata, blocks, values, chunk))
@@ -228,27 +224,11 @@ class S2O:
         found.append(build.launch("rank_keys", self.key_order_head, chunk.rows, values, chunk))
         return found
 
-    def _refine(self, build: Builder, chunk: Chunk) -> dict[str, Any]:
-        """Parameters of the kernels of refine.cu."""
-        s, problem, config = self.setting, self.setting.problem, self.setting.config
-        return {
-            "q": build.tensors["q"],
-            "k": build.tensors["k"],
-            "geometry": build.geometry,
-            "chunk": build.chunk(chunk),
-            "heads": problem.heads,
-            "kv_heads": problem.kv_heads,
-            "pooled_queries": config.pooled_queries,
-            "run": config.run,
-            "probe_run": config.probe_run,
-            "first_ordered": s.geometry.first_ordered,
-            "probes": len(s.geometry.probed()),
-            "key_blocks": -(-chunk.longest // REFINE_KEYS),
-            "aligned": s.inputs.aligned,
-            "scale_log2": self._scale_log2,
-            "sign": self._sign,
-            "pages": build.pages,
-        }
+    @property
+    def _unit_blocks(self) -> int:
+        """Blocks of unit_means for a KV head."""
+        geometry = self.setting.geometry
+        return -(-geometry.units * geometry.unit // UNIT_MEANS_KEYS)
 
     @property
     def _sign(self) -> float:

@@ -11,12 +11,12 @@ from ..plan.device import DeviceLimits
 from ..plan.kernels import Family, Inputs, Kernel, Path
 from ..plan.paths import HOPPER
 from ..plan.rounds import STEP, Chunk
-from ..spec import ORDER_HEAD, PROBE_SAMPLES, STRATUM
+from ..spec import ORDER_HEAD, STRATUM
 
 __all__ = [
-    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "REFINE_KEYS", "guides", "key_middle", "key_order_head",
-    "key_scores", "key_strata", "probe", "rank_queries", "refined_blocks", "refined_norms", "refined_scores",
-    "score_blocks",
+    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_MEANS_KEYS", "guides", "key_middle",
+    "key_order_head", "key_scores", "key_strata", "rank_queries", "score_blocks", "unit_means", "unit_weight_blocks",
+    "unit_weights",
 ]  # fmt: skip
 
 THREADS = 256
@@ -27,8 +27,7 @@ SCORE_KEYS = 8 * STEP  # keys of a block of key_scores
 HOPPER_SCORE_ROWS = 128  # rows of a block of key_scores_sm90, 64 a warpgroup
 HOPPER_SCORE_STAGES = 4  # tiles of STEP keys in its shared memory
 HOPPER_SCORE_KEYS = (8 * STEP, 32 * STEP)  # keys of a block: no fewer, and about as many before there is a second wave
-HOPPER_BLOCKS = 2  # of key_scores_sm90 and of refined_scores_sm90 on a multiprocessor
-REFINE_KEYS = 64 * STEP  # keys of a block of refined_scores
+HOPPER_BLOCKS = 2  # of key_scores_sm90 on a multiprocessor
 
 # --- Queries ---
 _RANK_TRAITS = "RankTraits<{element}, {head_dim}, {aligned}, {paged}>"
@@ -108,55 +107,36 @@ def _score_tiles(chunk: Chunk) -> list[int]:
     return [(chunk.stride + i * chunk.growth) // STEP for i in last]
 
 
-# --- Keys of refined segments, by many pooled queries ---
-def _refine_family(function: str, tiles: int, few_registers: str) -> Family:
-    """``few_registers``: where two blocks run on a multiprocessor, in C++."""
-    return Family(
-        function, "selection/refine.cu", "RefineParams", THREADS,
-        f"(__CUDA_ARCH__ == 900 && {{head_dim}} <= 128 && {few_registers} ? 2 : 1)",
-        f"RefineTraits<{{element}}, {{head_dim}}, {tiles}, {{paged}}>",
-    )  # fmt: skip
-
-
-PROBE = _refine_family("probe", 1, "true")
-REFINED_NORMS = _refine_family("refined_norms", 2, "true")
-REFINED_SCORES = _refine_family("refined_scores", 2, "!{paged}")
-REFINED_SCORES_SM90 = Family(
-    "refined_scores_sm90", "selection/refined_scores_sm90.cu", "RefineParams", 128, HOPPER_BLOCKS,
-    "RefinedScoresTraits<{element}, {head_dim}, {paged}>", path=HOPPER,
+# --- Units of keys by the weight that pooled queries give them ---
+UNIT_MEANS = Family(
+    "unit_means", "selection/unit_means.cu", "UnitMeansParams", THREADS, 2,
+    "UnitMeansTraits<{element}, {head_dim}, {paged}>",
 )  # fmt: skip
+UNIT_WEIGHTS = Family(
+    "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
+)
+UNIT_MEANS_KEYS = 128  # keys of a block of unit_means (kBlockKeys)
 
 
-def probe(inputs: Inputs) -> Kernel:
-    return _refine(PROBE, inputs, 1)
+def unit_means(inputs: Inputs) -> Kernel:
+    shared = UNIT_MEANS_KEYS * (8 + inputs.head_dim * 2)  # sizeof(UnitMeansTraits::Shared)
+    return Kernel(UNIT_MEANS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
 
 
-def refined_norms(inputs: Inputs) -> Kernel:
-    return _refine(REFINED_NORMS, inputs, 2)
+def unit_weights(inputs: Inputs) -> Kernel:
+    """Mean keys are whole rows in one array, wherever keys are."""
+    head_dim, most_pooled = inputs.head_dim, 256
+    shared = 2 * STEP * head_dim * 2 + _weight_segments(head_dim) * most_pooled * 4 + 4  # sizeof(WeightTraits::Shared)
+    return Kernel(UNIT_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared)
 
 
-def refined_scores(inputs: Inputs, path: Path) -> Kernel:
-    if inputs.head_dim > path.wgmma_head_dim:
-        return _refine(REFINED_SCORES, inputs, 2)
-    pooled_queries, stages = 256, 2  # sizeof(RefinedScoresTraits::Shared)
-    tiles = (pooled_queries + stages * STEP) * inputs.head_dim * 2
-    shared = tiles + pooled_queries * 4 + 4 * 4 + 2 * 4
-    return Kernel(REFINED_SCORES_SM90, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
+def unit_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
+    return chunk.heads * -(-chunk.segments // _weight_segments(kernel.head_dim))
 
 
-def _refine(family: Family, inputs: Inputs, tiles: int) -> Kernel:
-    """``tiles``: of a warp. Its shared memory is sizeof(RefineTraits::Shared)."""
-    warps, at_once = THREADS // 32, 1 if inputs.head_dim > 128 else tiles
-    rows, parts = 16 * at_once * warps * inputs.head_dim * 2, 4 * warps * STEP * 4
-    shared = rows + parts + PROBE_SAMPLES * (4 + 4 + 8) + warps * 4 + 8
-    return Kernel(family, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
-
-
-def refined_blocks(kernel: Kernel, chunk: Chunk, limits: DeviceLimits) -> int:
-    """Of refined_scores; refined_scores_sm90 shares all rows' work among blocks that run at once."""
-    if kernel.family is REFINED_SCORES:
-        return chunk.rows * -(-chunk.longest // REFINE_KEYS)
-    return HOPPER_BLOCKS * limits.multiprocessors
+def _weight_segments(head_dim: int) -> int:
+    """Segments of a block (WeightTraits::kSegments)."""
+    return 4 if head_dim > 128 else 8
 
 
 # --- Orders ---

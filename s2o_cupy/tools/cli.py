@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -65,8 +65,6 @@ def _demo(args: argparse.Namespace) -> int:
     from .progress import progress
 
     qkv = _input(args)
-    if args.segment is None:
-        args.segment = demo.segment_for(qkv)
     picture = None if args.no_picture else args.out
     source = "the recorded trace" if args.input == ["trace"] else " ".join(args.input)
     with progress("demo") as report:
@@ -243,15 +241,15 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
-NONE: Mapping[str, str] = {}
 CHOICES = {"rank": RANKS, "path": PATHS, "tail": TAILS}
 CONFIG_HELP = {
     "segment": "queries per segment, whose own keys are attended densely",
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
     "block_m": "queries that stop together",
     "block_n": "keys between two stop checks",
-    "rank": "score of a key: product with the mean query; the largest with several means; auto: many, if it pays",
-    "pooled_queries": "means of --rank max or auto",
+    "rank": "score of a key: largest weight that pooled queries give it; their largest product; the mean query's",
+    "unit": "neighbouring keys that are scored by their mean and visited together, of --rank weight",
+    "pooled_queries": "means of runs of a segment's queries, of --rank weight or max",
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
     "path": "GPU kernels",
@@ -260,16 +258,22 @@ CONFIG_HELP = {
 }
 
 
-def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, by_input: Mapping[str, str] = NONE) -> None:
-    """An option for each field. Those of ``by_input`` have None for a default, and in the help those words."""
+# Defaults that depend on the rank.
+BY_RANK = {
+    "segment": "128, with --rank max or mean 1024",
+    "unit": "16, with --rank max or mean 1",
+    "pooled_queries": "one for 8 queries, 16 with --rank max, 1 with mean",
+}
+
+
+def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
+    """An option for each field."""
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
         said, kind = default, type(default)
-        if field.name == "pooled_queries":
-            default, said = None, "256, 16 with --rank max, 1 with mean"
-        if field.name in by_input:
-            default, said = None, by_input[field.name]
+        if field.name in BY_RANK:
+            default, said = None, BY_RANK[field.name]
         if default is None:
             kind = int
         if field.name == "dense_up_to" and default is None:
@@ -303,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
     _add_input(demo, "trace", "as stored, or float32")
-    _add_config(demo, CONFIG, {"segment": f"{CONFIG.segment}, less for an input of under {2 * CONFIG.segment:,} keys"})
+    _add_config(demo, CONFIG)
     demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
     demo.add_argument("--no-picture", action="store_true", help="write no picture")
     demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")

@@ -26,7 +26,6 @@ Progress = Callable[[int, int], None]
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT32 = 2.0**-24
 TANH_UNIT = 2.0**-11  # of tanh.approx
-PROBE_SLACK = 0.02
 
 
 @dataclass
@@ -35,9 +34,9 @@ class GpuStages:
 
     pooled: Array  # [B, H, N, R, D]
     q_order: Array  # int32 [B, H, N, S]
-    scores: list[Array]  # N times [B, H, C] float16
-    deficits: Array | None  # [B, H, probes], of rank="auto"
-    k_order: list[Array]  # N times int32 [B, H, C], key positions
+    unit_means: Array | None  # [B, Hkv, U, D], of rank="weight"
+    scores: list[Array]  # N times [B, H, W] float16, of whole units
+    k_order: list[Array]  # N times int32 [B, H, W or W + 1], units: a short one is the last
     o1: Array  # [B, H, Lq, D], of the input's dtype
     m1: Array  # [B, H, Lq], natural log
     l1: Array  # [B, H, Lq]
@@ -174,14 +173,14 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     config = replace(config, dense_up_to=0)  # every stage is to be seen
     geometry = problem.geometry(config)
     batch, heads, segments = problem.batch, problem.heads, geometry.segments
-    pooled_queries = config.coarse.pooled_queries or 1
+    pooled_queries, kv_heads = config.pooled_queries, problem.kv_heads
     head_dim = problem.head_dim
     stages = GpuStages(
         pooled=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
         q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
-        scores=[np.empty((batch, heads, geometry.candidates(n)), np.float16) for n in range(segments)],
-        deficits=None,
-        k_order=[np.empty((batch, heads, geometry.candidates(n)), np.int32) for n in range(segments)],
+        unit_means=None,
+        scores=[np.empty((batch, heads, geometry.ranked(n)), np.float16) for n in range(segments)],
+        k_order=[np.empty((batch, heads, _listed(n, geometry)), np.int32) for n in range(segments)],
         o1=None,
         m1=None,
         l1=None,
@@ -204,17 +203,18 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
                 means = host("means").view(q.dtype).astype(np.float32)
             stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
             stages.q_order = host("q_order").reshape(stages.q_order.shape)
-        elif stage == "probe":
-            stages.deficits = host("deficits").reshape(batch, heads, -1)
+        elif stage == "unit_means":
+            means = host("unit_means").view(q.dtype).astype(np.float32)
+            stages.unit_means = means.reshape(batch, kv_heads, geometry.units, -1)[..., :head_dim]
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             scores, orders = host("scores"), host("k_order")
             for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
-                count, positions = geometry.candidates(n), _candidates(n, geometry)
+                ranked = _ranked_units(n, geometry)
                 for i in range(chunk.heads):
                     at, row = divmod(chunk.first_head + i, heads), chunk.place(chunk.first_head + i, n)
-                    stages.scores[n][at] = scores[row][positions]
-                    stages.k_order[n][at] = orders[row][:count]
+                    stages.scores[n][at] = scores[row][ranked]
+                    stages.k_order[n][at] = orders[row][: _listed(n, geometry)]
 
     out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
     lse = cupy.full(q.shape[:3], np.nan, np.float32)
@@ -227,10 +227,15 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     return stages
 
 
-def _candidates(n: int, geometry: Geometry) -> Array:
+def _listed(n: int, geometry: Geometry) -> int:
+    """Units in segment ``n``'s order."""
+    return -(-geometry.candidates(n) // geometry.unit)
+
+
+def _ranked_units(n: int, geometry: Geometry) -> Array:
     from ..reference import s2o
 
-    return s2o.candidate_positions(n, geometry)
+    return s2o.ranked_units(n, geometry)
 
 
 @dataclass
@@ -297,10 +302,10 @@ def compare(
     step = (lambda: progress(next(done), total)) if progress else (lambda: None)
 
     # Pooled queries: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
-    pooled, counts = s2o.pooled_queries(q, geometry, config.coarse)
+    pooled, counts = s2o.pooled_queries(q, geometry, config)
     present = counts > 0  # [N, R]
-    magnitude = s2o.pooled_queries(np.abs(q), geometry, config.coarse)[0]
-    allowed = magnitude * (unit + UNIT32 * (config.coarse.run + 2)) + smallest
+    magnitude = s2o.pooled_queries(np.abs(q), geometry, config)[0]
+    allowed = magnitude * (unit + UNIT32 * (config.run + 2)) + smallest
     ordered = any(geometry.candidates(n) for n in range(segments))
     if ordered:
         rows.floats("pooled_queries", stages.pooled[:, :, present], pooled[:, :, present], allowed[:, :, present])
@@ -311,32 +316,29 @@ def compare(
         rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
     step()
 
-    # Deficits, within PROBE_SLACK: a probe rounds its pooled queries as above, and what stands at the edge of the
-    # best tenth is then in it or not. They only say which segments are refined, exactly, given the GPU's.
-    refined = np.zeros((problem.batch, problem.heads, segments), bool)
-    if stages.deficits is not None:
-        want = s2o.probe(q, k, geometry, config, scale)
-        rows.floats("probe", stages.deficits, want, np.full(want.shape, PROBE_SLACK), "mass that the mean misses")
-        refined = s2o.refined_segments(stages.deficits, geometry)
+    # Mean keys of units: a float32 mean, rounded once to the input's dtype.
+    by_weight = config.rank == "weight"
+    if by_weight and ordered and geometry.units:
+        want, magnitude = s2o.unit_means(k, geometry), s2o.unit_means(np.abs(k), geometry)
+        rows.floats("unit means", stages.unit_means, want, magnitude * (unit + UNIT32 * geometry.unit) + smallest)
 
-    # Scores given the GPU's pooled queries: products are exact, head_dim sums round, and once more to float16 in the
-    # end. Of refined segments its pooled queries are not seen: they are rounded to the dtype, and so are their norms'
-    # scores.
+    # Scores given the GPU's pooled queries and mean keys: products are exact, head_dim sums round, and once more to
+    # float16 in the end. Weights are relative to a norm, which is off by no more than the scores are, and by what
+    # float32 and its exp2 and log2 make of a sum of W numbers.
     to_log2 = scale * LOG2E
     worst_part: list[Array] = []
     for n in range(segments):
-        mine = stages.pooled.astype(np.float64)
-        want = s2o.key_scores(mine, counts, k, n, geometry)
-        bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry)
-        bound = bound * (head_dim + 2) * UNIT32 + 1e-30
-        if refined[:, :, n].any():
-            of_many = s2o.refined_scores(q, k, n, geometry, config, scale)
-            rounding = _fine_bound(q, k, n, geometry, config) * (2 * unit + (head_dim + config.run) * UNIT32)
-            norms = 2.0**-16 / scale  # of exp2 and log2
-            want = np.where(refined[:, :, n, None], of_many, want)
-            bound = np.where(refined[:, :, n, None], rounding[..., None] + norms + smallest, bound)
-        want = want.astype(np.float64) * to_log2
-        bound = bound * to_log2 * (1 + 2 * UNIT32) + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
+        mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
+        if by_weight and geometry.ranked(n):
+            keys = stages.unit_means.astype(np.float64)  # type: ignore[union-attr]
+            want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
+            largest = _largest_products(mine, counts, keys, n, geometry) * to_log2  # [B, H, 1]
+            bound = 2 * largest * (rounding + 4 * UNIT32) + 2.0**-17 + geometry.ranked(n) * UNIT32
+        else:
+            want = s2o.key_scores(mine, counts, k, n, geometry).astype(np.float64) * to_log2
+            bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry) * rounding + 1e-30
+            bound = bound * to_log2 * (1 + 2 * UNIT32)
+        bound = bound + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
         with np.errstate(invalid="ignore", over="ignore"):
             rounded = want.astype(np.float16)
             off = np.abs(stages.scores[n].astype(np.float64) - want)
@@ -344,12 +346,14 @@ def compare(
         part[(stages.scores[n] == rounded) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
         worst_part.append(np.where(np.isnan(part), np.inf, part))
     flat = _flatten(worst_part)
-    rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, candidate]" if flat.size else "")
+    rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, unit]" if flat.size else "")
 
     # Key order given the GPU's scores: equal.
     parts = []
     for n in range(segments):
-        want = s2o.candidate_positions(n, geometry)[key_order.order_keys(stages.scores[n])]
+        want = s2o.ranked_units(n, geometry)[key_order.order_keys(stages.scores[n])]
+        if want.shape[-1] < _listed(n, geometry):
+            want = np.concatenate([want, np.full((*want.shape[:-1], 1), geometry.units)], axis=-1)
         parts.append(np.where(stages.k_order[n] != want, np.inf, 0.0))
     flat = _flatten(parts)
     rows.integers("key order", flat, int((flat > 0).sum()), "exact")
@@ -371,7 +375,10 @@ def compare(
 
     # Stops given the orders: where tau is a little larger the reference stops no later, a little smaller no sooner.
     slack = min(0.5, 2.0**-10 + 4 * float(np.nanmax(np.where(np.isfinite(reach), reach, 0), initial=0)))
-    arguments = (state1, stages.q_order, stages.k_order, geometry)
+    keys_in_order = [
+        s2o.unit_positions(units[..., : geometry.ranked(n)], n, geometry) for n, units in enumerate(stages.k_order)
+    ]
+    arguments = (state1, stages.q_order, keys_in_order, geometry)
     lag = STOP_LAG[stages.path]
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
@@ -397,20 +404,19 @@ def compare(
     return DiffReport(tuple(rows.rows), density, problem, config, *ran)
 
 
-def _fine_bound(q: Array, k: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
-    """Bound [B, H] on the sum of magnitudes in a dot product of a key with a mean of segment ``n``'s queries."""
+def _largest_products(pooled: Array, counts: Array, keys: Array, n: int, geometry: Geometry) -> Array:
+    """Bound [B, H, 1] on the sum of magnitudes in a dot product of a pooled query of segment ``n`` and a mean key."""
     from ..reference import s2o
 
-    first, end = geometry.queries(n)
-    with np.errstate(invalid="ignore", over="ignore"):
-        pooled = s2o.run_means(np.abs(np.where(np.isfinite(q[:, :, first:end]), q[:, :, first:end], 0)), config.run)[0]
-        largest = np.abs(np.where(np.isfinite(k), k, 0)).max(axis=2)  # [B, Hkv, D]
-        largest = np.repeat(largest, q.shape[1] // k.shape[1], axis=1)  # [B, H, D]
-        return (pooled * largest[:, :, None]).sum(axis=-1).max(axis=-1)
+    finite = lambda x: np.abs(np.where(np.isfinite(x), x, 0))  # noqa: E731
+    queries = finite(pooled[:, :, n, counts[n] > 0]).max(axis=2)  # [B, H, D]
+    largest = finite(keys[:, :, s2o.ranked_units(n, geometry)]).max(axis=2)  # [B, Hkv, D]
+    largest = np.repeat(largest, pooled.shape[1] // keys.shape[1], axis=1)  # [B, H, D]
+    return (queries * largest).sum(axis=-1, keepdims=True)
 
 
 def _flatten(parts: list[Array]) -> Array:
-    """Ragged [N][B, H, C] as one array [N, B, H, C], 0 where a segment has no such candidate."""
+    """Ragged [N][B, H, W] as one array [N, B, H, W], 0 where a segment has no such unit."""
     width = max(x.shape[2] for x in parts)
     if width == 0:
         return np.zeros(0)

@@ -1,0 +1,271 @@
+// Scores of units of keys by the weight that pooled queries give them.
+//
+//   unit_weights: scores[row, unit] = log2 of the largest softmax weight that a pooled query of row's segment gives the
+//                 unit's mean key, of all units that are candidates of the segment; in float16
+//
+//   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
+//
+// Products with all units are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That takes
+// less than keeping those of each pooled query.
+#include "sm80/attention.cuh"
+#include "selection/rank_keys_params.cuh"
+#include "selection/sortable.cuh"
+
+namespace s2o {
+
+constexpr int kUnitStep = 64;       // units of a step
+constexpr int kWeightThreads = 128;
+constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
+constexpr int kMostPooled = 256;
+
+template <class Element_, int kHeadDim_>
+struct WeightTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kStep = kUnitStep, kThreads = kWeightThreads;
+  static constexpr bool kAligned = true, kPaged = false;
+  static constexpr int kOfWarp = kHeadDim > 128 ? 1 : 2;              // segments of a warp
+  static constexpr int kSegments = kWeightThreads / 32 * kOfWarp;     // of a block
+  struct Shared {
+    uint16 units[2][kStep * kHeadDim];
+    float norms[kSegments][kMostPooled];  // log2 of the sum of exp2 of a pooled query's scores; 0 where there is none
+    int first_key;
+  };
+};
+
+// Which half of a step's units, known to the compiler.
+template <int kHalf>
+struct Half {
+  static constexpr int kTiles = kUnitStep / 16, kFirst = kHalf * kTiles;  // of 8 units
+};
+
+// A warp's segments, and their products with units.
+template <class Traits>
+struct UnitWeights {
+  using Element = typename Traits::Element;
+  static constexpr int kOfWarp = Traits::kOfWarp, kDims = Traits::kHeadDim / 16, kUnitTiles = kUnitStep / 16;
+
+  const RankKeysParams& p;
+  typename Traits::Shared& shared;
+  int head, lane, warp;
+  int segment[kOfWarp];
+  bool there[kOfWarp];            // past the chunk's last segment there is none
+  int end;                        // of the units that some segment of the block ranks
+  uint32 a[kOfWarp][kDims][4];    // fragments of a tile of pooled queries
+  float s[kOfWarp][kUnitTiles][4];  // [pooled queries lane / 4 and 8 more, units of half a step], in log2 units
+
+  __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
+      : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
+    // The longest first; heads side by side, which share keys.
+    const int index = blockIdx.x / p.chunk.heads, blocks = (p.chunk.segments + Traits::kSegments - 1) / Traits::kSegments;
+    head = p.chunk.first_head + blockIdx.x % p.chunk.heads;
+    const int first = (blocks - 1 - index) * Traits::kSegments;
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) {
+      const int n = first + warp * kOfWarp + i;
+      there[i] = n < p.chunk.segments;
+      segment[i] = p.chunk.first_segment + min(n, p.chunk.segments - 1);
+    }
+    end = units_of(p.chunk.first_segment + min(first + Traits::kSegments, p.chunk.segments) - 1);
+  }
+  // Scores lie by unit: without causality also of units between a segment's candidates.
+  __device__ __forceinline__ int units_of(int n) const {
+    return p.geometry.is_causal ? p.geometry.ranked(n) : p.geometry.units();
+  }
+  __device__ __forceinline__ void load_pooled(int tile) {
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) {
+      const uint32* from[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = tile * kPooledTile + h * 8 + lane / 4;
+        // What is not there, or an empty run, is stood in for by the first, which changes no maximum.
+        const bool is_pooled = r < p.pooled_queries && r * p.run < p.geometry.query_count(segment[i]);
+        const int64 row = (static_cast<int64>(head) * p.geometry.segments() + segment[i]) * p.pooled_queries +
+                          (is_pooled ? r : 0);
+        from[h] = reinterpret_cast<const uint32*>(p.means + row * Traits::kHeadDim) + lane % 4;
+      }
+#pragma unroll
+      for (int c = 0; c < kDims; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][c][e] = from[e % 2][c * 8 + e / 2 * 4];
+    }
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void multiply(int step, Half<kHalf>) {
+    const uint32 units = shared_address(shared.units[step % 2]);
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int j = 0; j < kUnitTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = 0.f;
+#pragma unroll
+    for (int c = 0; c < kDims; ++c)
+#pragma unroll
+      for (int j = 0; j < kUnitTiles; j += 2) {
+        uint32 x[4];
+        ldmatrix_x4(x, chunk_address<Traits>(units, (Half<kHalf>::kFirst + j) * 8 + lane % 8 + lane / 16 * 8,
+                                             c * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i) {
+          Element::mma(s[i][j], a[i][c], x[0], x[1]);
+          Element::mma(s[i][j + 1], a[i][c], x[2], x[3]);
+        }
+      }
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int j = 0; j < kUnitTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] *= p.scale_log2;
+  }
+  // Multiplies all units, half a step at a time, and calls done(step, half) after each.
+  template <class Done>
+  __device__ __forceinline__ void walk(const Done& done) {
+    const int steps = (end + kUnitStep - 1) / kUnitStep, batch = head / p.heads;
+    const int kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+    const Tensor<const uint16> units = {p.unit_means, 0, 0, Traits::kHeadDim};
+    const uint16* data = p.unit_means + static_cast<int64>(kv_head) * p.geometry.units() * Traits::kHeadDim;
+    const ContiguousKeys<Traits> source{shared, end, p.pages};
+    const auto load = [&](int step) {
+      if (step < steps)
+        load_step<Traits>(shared_address(shared.units[step % 2]), data, units, Traits::kHeadDim, source, step);
+      cp_async_commit();
+    };
+    load(0);
+    for (int step = 0; step < steps; ++step) {
+      load(step + 1);
+      cp_async_wait<1>();
+      __syncthreads();
+      multiply(step, Half<0>());
+      done(step, Half<0>());
+      multiply(step, Half<1>());
+      done(step, Half<1>());
+      __syncthreads();  // every warp is done with this buffer
+    }
+    cp_async_wait<0>();
+  }
+  __device__ __forceinline__ void find_norms() {
+    const Geometry& g = p.geometry;
+    for (int tile = 0; tile * kPooledTile < p.pooled_queries; ++tile) {
+      float m[kOfWarp][2], l[kOfWarp][2];
+      int begin[kOfWarp], skipped_to[kOfWarp], last[kOfWarp];  // units of [begin, skipped_to) are no candidates
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i) {
+        m[i][0] = m[i][1] = -infinity();
+        l[i][0] = l[i][1] = 0.f;
+        begin[i] = g.dense_begin(segment[i]) >> g.unit_shift;
+        last[i] = units_of(segment[i]);
+        skipped_to[i] = begin[i] + g.units() - g.ranked(segment[i]);
+      }
+      load_pooled(tile);
+      walk([&](int step, auto half) {
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i) {
+          const int first = step * kUnitStep + half.kFirst * 8;
+          if (first + kUnitTiles * 8 > begin[i]) {
+#pragma unroll
+            for (int j = 0; j < kUnitTiles; ++j)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int at = first + j * 8 + lane % 4 * 2 + e % 2;
+                if (at >= begin[i] && (at < skipped_to[i] || at >= last[i])) s[i][j][e] = -infinity();
+              }
+          }
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float top = m[i][h];
+#pragma unroll
+            for (int j = 0; j < kUnitTiles; ++j)
+#pragma unroll
+              for (int e = 2 * h; e < 2 * h + 2; ++e) {
+                if (!(fabsf(s[i][j][e]) < infinity())) s[i][j][e] = -infinity();
+                top = fmaxf(top, s[i][j][e]);
+              }
+            const float base = top == -infinity() ? 0.f : top;
+            float sum = 0.f;
+#pragma unroll
+            for (int j = 0; j < kUnitTiles; ++j)
+              sum += exp2_approx(s[i][j][2 * h] - base) + exp2_approx(s[i][j][2 * h + 1] - base);
+            l[i][h] = l[i][h] * exp2_approx(m[i][h] - base) + sum;
+            m[i][h] = top;
+          }
+        }
+      });
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float top = m[i][h];
+          top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+          top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+          const float base = top == -infinity() ? 0.f : top;
+          float sum = l[i][h] * exp2_approx(m[i][h] - base);
+          sum += __shfl_xor_sync(kFullWarp, sum, 1);
+          sum += __shfl_xor_sync(kFullWarp, sum, 2);
+          const int r = tile * kPooledTile + h * 8 + lane / 4;
+          if (lane % 4 == 0 && r < kMostPooled) shared.norms[warp * kOfWarp + i][r] = sum > 0.f ? base + __log2f(sum) : 0.f;
+        }
+    }
+    __syncwarp();  // a warp reads its own alone
+  }
+
+  __device__ __forceinline__ void find_scores() {
+    const int tiles = (p.pooled_queries + kPooledTile - 1) / kPooledTile;
+    int loaded = tiles - 1;  // by find_norms
+    float best[kOfWarp][kUnitStep / 4];  // number 2 * j + e is unit j * 8 + lane % 4 * 2 + e of a step
+    const auto take = [&](int tile, bool is_first, auto half) {
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i) {
+        const float* norms = shared.norms[warp * kOfWarp + i] + tile * kPooledTile + lane / 4;
+        const float norm[2] = {norms[0], norms[8]};
+#pragma unroll
+        for (int x = 0; x < kUnitTiles * 2; ++x) {
+          const float of_both = larger_or_nan(s[i][x / 2][x % 2] - norm[0], s[i][x / 2][2 + x % 2] - norm[1]);
+          float& so_far = best[i][half.kFirst * 2 + x];
+          so_far = is_first ? of_both : larger_or_nan(so_far, of_both);
+        }
+      }
+    };
+    walk([&](int step, auto half) {
+      take(loaded, true, half);
+      for (int further = 1; further < tiles; ++further) {
+        loaded = loaded + 1 == tiles ? 0 : loaded + 1;
+        load_pooled(loaded);
+        multiply(step, half);
+        take(loaded, false, half);
+      }
+      if constexpr (half.kFirst == 0) return;
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i) {
+        // The largest over lanes of equal lane % 4: lane 4 * g + t is left with units 8 * g + 2 * t and the next.
+#pragma unroll
+        for (int half = 8; half >= 2; half /= 2) {
+          const bool upper = lane & 2 * half;
+#pragma unroll
+          for (int x = 0; x < half; ++x) {
+            const float mine = upper ? best[i][x + half] : best[i][x], theirs = upper ? best[i][x] : best[i][x + half];
+            best[i][x] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * half));
+          }
+        }
+        const int at = step * kUnitStep + lane * 2;
+        if (there[i] && at < units_of(segment[i]))
+          *reinterpret_cast<uint32*>(p.scores + p.chunk.place(head, segment[i]) + at) =
+              Float16::pack(best[i][0], best[i][1]);
+      }
+    });
+  }
+};
+
+// Block: kSegments neighbouring segments of a head.
+template <class Traits>
+__device__ __forceinline__ void unit_weights(const RankKeysParams& p, typename Traits::Shared& shared) {
+  if (threadIdx.x == 0) shared.first_key = 0;
+  __syncthreads();
+  UnitWeights<Traits> weights(p, shared);
+  if (weights.end <= 0) return;
+  weights.find_norms();
+  weights.find_scores();
+}
+
+}  // namespace s2o
