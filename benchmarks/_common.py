@@ -91,9 +91,7 @@ def _number(text: str) -> int | float | str:
 
 def text_of_fields(config: S2OConfig) -> str:
     """What `fields` reads: the fields that are not the default's and do not follow from others, or "default"."""
-    default = S2OConfig()
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    given = {name: value for name, value in given.items() if value != getattr(default, name)}
     for name in list(given):
         rest = {other: value for other, value in given.items() if other != name}
         with contextlib.suppress(ValueError):

@@ -37,7 +37,8 @@ def test_fields(text, found):
 def test_told_fields_are_those_that_decide():
     assert _common.text_of_fields(S2OConfig()) == "default"
     assert _common.text_of_fields(S2OConfig(rank="mean")) == "rank=mean"  # its pooled_queries follows
-    assert _common.text_of_fields(S2OConfig(segment=128)) == "segment=128"
+    assert _common.text_of_fields(S2OConfig(segment=256)) == "segment=256"
+    assert _common.text_of_fields(S2OConfig(segment=128, rank="mean")) == "segment=128,rank=mean"
     assert _common.text_of_fields(S2OConfig(rank="max", pooled_queries=4)) == "rank=max,pooled_queries=4"
 
 

@@ -23,6 +23,7 @@ LOGGER = "s2o_cupy.integrations.transformers"
 
 @pytest.fixture
 def model():
+    register()  # or there is no such implementation
     with torch.no_grad():
         yield llama(attn_implementation="s2o")
 
