@@ -329,7 +329,9 @@ def compare(
     worst_part: list[Array] = []
     for n in range(segments):
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
-        if by_weight and geometry.ranked(n):
+        if geometry.ranked(n) == 0:  # candidates may still be a short unit, which has no score
+            want = bound = np.zeros(stages.scores[n].shape)
+        elif by_weight:
             keys = stages.unit_means.astype(np.float64)  # type: ignore[union-attr]
             want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
             largest = _largest_products(mine, counts, keys, n, geometry) * to_log2  # [B, H, 1]
