@@ -26,6 +26,7 @@ FLOORS = (
     {"selection"},
     {"cuda"},
     {"stats", "merge"},
+    {"schedules"},
     {"api"},
     {"tools"},
     {"integrations"},

@@ -40,10 +40,10 @@ def run(
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
     call, or that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran
     for each part."""
+    if batch.schedule is not None:
+        return _gather(batch, framework, infos, o, lse, visited)
     pipeline = _pipeline()
-    of_q, of_k, of_v, of_out = batch.axes
-    q, k, v = Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v)
-    out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
+    q, k, v, out = _operands(batch, infos, o)
     paging = None
     if batch.paged:
         table = infos[3]
@@ -85,6 +85,33 @@ def run(
                 part = batch.parts[i]
                 pipeline.write_every_tile(to_visit[part.first], part.problem, config, stream)
     return ran
+
+
+def _operands(
+    batch: Batch, infos: Sequence[ArrayInfo], o: ArrayInfo | Any
+) -> tuple[Operand, Operand, Operand, Operand]:
+    of_q, of_k, of_v, of_out = batch.axes
+    out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
+    return Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v), out
+
+
+def _gather(
+    batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], o: ArrayInfo | Any, lse: Any,
+    visited: Sequence[Any] | None,
+) -> list[Ran]:  # fmt: skip
+    """By a schedule, whose arrays ``infos`` has behind q, k and v."""
+    pipeline = _pipeline()
+    from ..cuda import gather
+
+    form = batch.schedule
+    assert form is not None
+    arrays = {name: x.pointer for name, x in zip(form.array_names, infos[3:], strict=True)}
+    launched = gather.gather(
+        _operands(batch, infos, o), arrays, form, batch.parts[0].problem, batch.config, stream=framework.stream(),
+        lse=address(lse), visited=address(visited[0]) if visited else 0,
+        memory=framework.memory(infos[0].native) or pipeline.allocate,
+    )  # fmt: skip
+    return [(launched.path, launched.path_reason, "launched")]
 
 
 def _pipeline() -> Any:

@@ -79,6 +79,10 @@ class Framework:
         """Where a call's workspace comes from, as pipeline.Memory; None: CuPy's pool."""
         return None
 
+    def wide_integers(self) -> AbstractContextManager[Any]:
+        """Inside it arrays of int64 can be made."""
+        return nullcontext()
+
     def fill(self, native: Any, value: float) -> None:
         native.fill(value)
 
