@@ -216,7 +216,7 @@ def test_no_query_and_no_key(rng):
         ({"q": np.zeros((2, 6, 200, 8)), "k": np.zeros((2, 3, 300, 8)), "v": np.zeros((2, 3, 300, 8))},
          r"the schedule's lists have 4 heads; accepted: 1, 3 \(kv_heads\) or 6 \(heads\)"),
         ({"q": np.zeros((3, 4, 200, 8)), "k": np.zeros((3, 2, 300, 8)), "v": np.zeros((3, 2, 300, 8))},
-         "the schedule's lists have a batch of 2; accepted: 1 or 3"),
+         "the schedule's lists have a batch of 2; accepted: 1 or q's, 3"),
         ({"path": "hopper"}, "config.path is 'hopper', which names GPU kernels, and this call runs on the CPU"),
         ({"path": "fast"}, "path is 'fast'; accepted"),
         ({"stream": 0}, "stream is given, but q, k and v are on the CPU"),
