@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from benchmark_lists import BENCHMARKS, KIND_NUMBERS, benchmark_lists
 from conftest import has_gpu
+from gpu_rounding import assert_within_rounding
 from in_process import run_script
 from key_lists import all_keys, list_heads, make_lists, random_lists
 from pages import paged, random_table
@@ -26,7 +27,6 @@ from s2o_cupy.reference import s2o
 from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.reference.lists import attend_lists as definition
 from s2o_cupy.spec import Geometry
-from s2o_cupy.tools.diffing import UNIT, _lse_allowed, _score_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -103,24 +103,12 @@ def attend(
 
 
 def assert_defined(found: Attended, q, k, v, lists, *, scale=None, softcap=0.0, **options):
-    """``found`` is the definition's, given how many key tiles each q tile visited.
-
-    A score is off by head_dim roundings of its products' sum, and by tanh; a weight and the output are rounded once.
-    """
-    unit = UNIT[str(q.dtype)]
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    head_dim, group = q.shape[-1], q.shape[1] // k.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
+    """``found`` is the definition's, given how many key tiles each q tile visited."""
+    wide = [x.astype(np.float64) for x in (q, k, v)]
     options |= {"scale": scale, "softcap": softcap, "visited": found.visited}
-    o, lse = s2o.finish(definition(q, k, v, lists, **options)[0])
-    weight = s2o.finish(definition(q, k, np.abs(v), lists, **options)[0])[0]  # sum p |v| / l
-    reach = _score_error(q, k, group, head_dim, scale, softcap)
-    allowed = weight * (2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18)
-    allowed += 2.0**-24 if unit == UNIT["float16"] else 1e-30
-    assert (np.abs(found.o.astype(np.float64) - o) <= allowed).all()
-    some = ~np.isneginf(lse)
-    assert (np.isneginf(found.lse) != some).all()
-    assert (np.abs(found.lse[some] - lse[some]) <= _lse_allowed(lse, reach)[some]).all()
+    exact = s2o.finish(definition(*wide, lists, **options)[0])
+    weight = s2o.finish(definition(*wide[:2], np.abs(wide[2]), lists, **options)[0])[0]
+    assert_within_rounding(found.o, found.lse, exact, weight, q, k, scale=scale, softcap=softcap)
 
 
 def draw(qkv, dtype, *lengths, **shape):
