@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
-from .api.gather import gather_attention
+from .api.gather import gather_attention, gather_attention_paged
 from .api.paged import s2o_attention_paged
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
@@ -34,6 +34,7 @@ __all__ = [
     "clear_cache",
     "diff",
     "gather_attention",
+    "gather_attention_paged",
     "inputs",
     "merge_states",
     "metrics",

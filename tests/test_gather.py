@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from key_lists import list_heads
+from pages import paged, random_table
 from schedules import FRAMEWORKS, RULES, masked_attention, meant, random_schedule
 
-from s2o_cupy import GatherStats, S2OConfig, Schedule, gather_attention, s2o_attention
+from s2o_cupy import GatherStats, S2OConfig, Schedule, gather_attention, gather_attention_paged, s2o_attention
 from s2o_cupy.reference.dense import dense_attention
 
 TOLERANCE = 1e-12  # of float64 sums of a few hundred terms of size 1, a few hundred units of 2.2e-16 each
@@ -201,6 +202,39 @@ def test_no_query_and_no_key(rng):
                                     seqlen_k=0, is_causal=False)  # fmt: skip
     o, lse, stats = gather_attention(q, k, v, schedule, return_lse=True, return_stats=True)
     assert (o == 0).all() and np.isneginf(lse).all() and stats.density == 0 and stats.path is None
+
+
+# ---------------------------------------------------------------- pages
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_have_the_bits_of_arrays(rng, rules, layout):
+    q, k, v = draw_qkv(rng, 200, 300, batch=3, heads=4, kv_heads=2)
+    schedule = random_schedule(rng, 200, 300, batch=3, list_heads=2, unit=64, **rules)
+    table, pages = random_table(rng, [300] * 3, 16)
+    k_pages, v_pages = (paged(x, table, pages, 16, layout, [300] * 3) for x in (k, v))
+    expected = gather_attention(q, k, v, schedule, return_lse=True)
+    *found, stats = gather_attention_paged(
+        q, k_pages, v_pages, table, schedule, layout=layout, return_lse=True, return_stats=True
+    )
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert stats.density == gather_attention(q, k, v, schedule, return_stats=True)[1].density
+
+
+def test_what_is_refused_of_pages(rng):
+    q, k, v = draw_qkv(rng, 100, 128)
+    pages, table = (k.reshape(8, 16, 1, 8), v.reshape(8, 16, 1, 8)), np.arange(8, dtype=np.int32)[None]
+    with pytest.raises(ValueError, match="gather_attention_paged: the schedule has a k_order; accepted: one without"):
+        gather_attention_paged(q, *pages, table, random_schedule(rng, 100, 128, order=(1, 1)))
+    with pytest.raises(ValueError, match="gather_attention_paged: the schedule is for seqlen_q 90; accepted: 100"):
+        gather_attention_paged(q, *pages, table, random_schedule(rng, 90, 128))
+    with pytest.raises(ValueError, match="page_table has 8 entries|pages_per_sequence|seqlen_k"):
+        gather_attention_paged(q, *pages, table, random_schedule(rng, 100, 129))
+    table[0, 3] = 9
+    with pytest.raises(ValueError, match=r"page_table\[0, 3\] is 9; accepted: 0 to 7"):
+        gather_attention_paged(q, *pages, table, random_schedule(rng, 100, 128))
 
 
 # ---------------------------------------------------------------- what is refused

@@ -11,7 +11,7 @@ import pytest
 from schedules import random_schedule
 
 from s2o_cupy.api.gather import _config
-from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.arrays.operand import Operand, Paging
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.schedule import NothingChosen
 from s2o_cupy.problem import Problem
@@ -68,7 +68,7 @@ def driver(monkeypatch):
     clear_cache()
 
 
-def call(driver, compute_capability, shape=SHAPE, softcap=0.0, **schedule):
+def call(driver, compute_capability, shape=SHAPE, paging=None, **schedule):
     """What `cuda.gather` launches, and the address of the state."""
     launched = driver(compute_capability)
     from s2o_cupy.cuda import gather
@@ -76,13 +76,18 @@ def call(driver, compute_capability, shape=SHAPE, softcap=0.0, **schedule):
     batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim = shape
     form = random_schedule(np.random.default_rng(0), seqlen_q, seqlen_k, **schedule).form
     problem = Problem(
-        batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, "bfloat16", form.is_causal, 0.1, softcap
+        batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, "bfloat16", form.is_causal, 0.1
     )
 
     def operand(pointer, heads, rows):
         return Operand(pointer, (batch, heads, rows, head_dim), (heads * rows * head_dim, rows * head_dim, head_dim))
 
-    q, k, v = operand(0x100000, heads, seqlen_q), *(operand(x, kv_heads, seqlen_k) for x in (0x200000, 0x300000))
+    q = operand(0x100000, heads, seqlen_q)
+    k, v = (operand(x, kv_heads, seqlen_k) for x in (0x200000, 0x300000))
+    if paging is not None:
+        pages = (paging.pages, kv_heads, paging.page_size, head_dim)
+        row = kv_heads * head_dim
+        k, v = (x._replace(shape=pages, strides=(paging.page_size * row, head_dim, row)) for x in (k, v))
     kept = []
 
     def memory(nbytes):
@@ -92,7 +97,7 @@ def call(driver, compute_capability, shape=SHAPE, softcap=0.0, **schedule):
     arrays = {name: ARRAYS[name] for name in form.array_names}
     plan = gather.gather(
         (q, k, v, operand(OUT, heads, seqlen_q)), arrays, form, problem, _config(form, "auto"), stream=7, lse=LSE,
-        visited=VISITED, memory=memory,
+        visited=VISITED, paging=paging, memory=memory,
     )  # fmt: skip
     return plan, launched
 
@@ -160,3 +165,16 @@ def test_a_plan_without_a_choice_is_pass_1(driver):
     form = random_schedule(np.random.default_rng(0), 4000, 4000, segment=256).form
     plan = make_plan(problem, _config(form, "auto"), DeviceLimits.of_architecture(90), True, choose=NothingChosen)
     assert plan.chunks == () and plan.keeps_state and not plan.dense and plan.geometry.segment == 256
+
+
+@pytest.mark.parametrize("list_batch", [1, 2])
+def test_pages_are_those_of_a_turn(driver, list_batch):
+    """Lists that sequences share have them take turns, each with its own row of the page table."""
+    _, launched = call(driver, 90, paging=Paging(0x8000, 20, 64, 40), batch=list_batch, list_heads=2, segment=128)
+    assert launched[0].kernel.function == "pass1_gathered_sm90" and launched[0].params["pages"]["table"] == 0x8000
+    turns = launched[1:]
+    assert len(turns) == (2 if list_batch == 1 else 1)
+    for b, x in enumerate(turns):
+        assert x.kernel.paged and x.params["pages"]["table"] == 0x8000 + b * 20 * 4
+        assert x.params["lists"]["table_heads"] == 8 and x.params["pages"]["shift"] == 6
+        assert x.params["k"]["data"] == 0x200000 and x.params["q"]["data"] == 0x100000 + b * 8 * 600 * 128 * 2

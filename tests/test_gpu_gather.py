@@ -12,9 +12,10 @@ import pytest
 from conftest import has_gpu, spin
 from gpu_cases import place
 from gpu_rounding import assert_within_rounding
+from pages import paged, random_table
 from schedules import RULES, masked_attention, meant, random_schedule
 
-from s2o_cupy import GatherStats, Schedule, gather_attention
+from s2o_cupy import GatherStats, Schedule, gather_attention, gather_attention_paged
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.reference.gather import gather as definition
 from s2o_cupy.reference.lists import KeyLists
@@ -243,6 +244,18 @@ def test_keys_that_are_not_named_have_no_influence(path, qkv, order):
     assert (~seen).sum() > 100
     k[0][~seen], v[0][~seen] = np.nan, np.nan
     assert_same_bits(attend(q, k, v, schedule, path=path), expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_pages_have_the_bits_of_arrays(path, qkv, rng, page_size, rules):
+    q, k, v = draw(qkv, "bfloat16", 300, 700, batch=2, heads=4, kv_heads=2, head_dim=128)
+    schedule = schedule_of(300, 700, batch=2, list_heads=2, unit=64, **rules)
+    expected = attend(q, k, v, schedule, path=path)
+    table, pages = random_table(rng, [700] * 2, page_size)
+    caches = [to_gpu(paged(x, table, pages, page_size, "NHD", [700] * 2)) for x in (k, v)]
+    found = gather_attention_paged(to_gpu(q), *caches, to_gpu(table), schedule, path=path, return_lse=True)
+    assert_same_bits([x.get() for x in found], expected)
 
 
 def test_rows_without_a_key(path, qkv):

@@ -104,10 +104,10 @@ def attend(
 
 def assert_defined(found: Attended, q, k, v, lists, *, scale=None, softcap=0.0, **options):
     """``found`` is the definition's, given how many key tiles each q tile visited."""
-    wide = [x.astype(np.float64) for x in (q, k, v)]
+    q64, k64, v64 = (x.astype(np.float64) for x in (q, k, v))
     options |= {"scale": scale, "softcap": softcap, "visited": found.visited}
-    exact = s2o.finish(definition(*wide, lists, **options)[0])
-    weight = s2o.finish(definition(*wide[:2], np.abs(wide[2]), lists, **options)[0])[0]
+    exact = s2o.finish(definition(q64, k64, v64, lists, **options)[0])
+    weight = s2o.finish(definition(q64, k64, np.abs(v64), lists, **options)[0])[0]
     assert_within_rounding(found.o, found.lse, exact, weight, q, k, scale=scale, softcap=softcap)
 
 

@@ -7,11 +7,12 @@ import types
 
 import numpy as np
 import pytest
+from pages import paged, random_table
 from pretended import pretend_gpu
 from schedules import RULES, masked_attention, meant, random_schedule
 from test_pretended_gpu import array_at
 
-from s2o_cupy import Schedule, gather_attention
+from s2o_cupy import Schedule, gather_attention, gather_attention_paged
 from s2o_cupy.reference import s2o
 from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.reference.lists import attend_lists as definition
@@ -33,9 +34,18 @@ class Kernels:
         memory = np.full(nbytes, 0xFF, np.uint8)
         return memory.ctypes.data, memory
 
-    def run_pass1(self, operands, lse, problem, config, *, stream, memory):
+    def run_pass1(self, operands, lse, problem, config, *, stream, paging, memory):
         self.launched.append(("pass1", problem.batch))
         q, k, v = (bhsd(x).astype(np.float32) for x in operands[:3])
+        if paging is not None:
+            every, params = range(0, problem.heads, problem.heads // problem.kv_heads), {"table_heads": problem.heads}
+            k, v = (
+                np.concatenate([
+                    np.concatenate([self.keys_of(x, paging, b, h, problem, params) for h in every], axis=1)
+                    for b in range(problem.batch)
+                ]).astype(np.float32)
+                for x in operands[1:3]
+            )
         state = s2o.pass1(q, k, v, problem.geometry(config), problem.scale, problem.softcap)
         address, keeper = memory(8 * q.shape[0] * q.shape[1] * q.shape[2])
         self.store(state, operands[3], lse, address)
@@ -79,10 +89,10 @@ class Kernels:
         kv_head = h // (problem.heads // problem.kv_heads)
         if paging is None:
             return bhsd(x)[b : b + 1, kv_head : kv_head + 1]
-        assert paging.page_size == 1
-        row = (b * problem.heads + h) // params["table_heads"]
-        table = array_at(paging.pointer + 4 * row * paging.stride, np.int32, (problem.seqlen_k,))
-        return bhsd(x)[table, kv_head, 0][None, None]
+        row, size = (b * problem.heads + h) // params["table_heads"], paging.page_size
+        table = array_at(paging.pointer + 4 * row * paging.stride, np.int32, (-(-problem.seqlen_k // size),))
+        positions = np.arange(problem.seqlen_k)
+        return bhsd(x)[table[positions // size], kv_head, positions % size][None, None]
 
     @staticmethod
     def store(state, out, lse, kept):
@@ -141,6 +151,18 @@ def test_arrays_lie_as_they_lie(kernels, qkv, rng):
     placed[1] = np.concatenate([placed[1], placed[1]], axis=-1)[..., :16]
     o, lse = gather_attention(*placed, schedule, layout="BSHD", return_lse=True)
     assert_masked((o.swapaxes(1, 2), lse), q, k, v, schedule)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("rules", [{"is_causal": False}, {"segment": 128, "sinks": 7}], ids=str)
+def test_pages(kernels, qkv, rng, batch, layout, rules):
+    q, k, v = (x.astype(np.float16) for x in qkv(200, 300, batch=3, heads=4, kv_heads=2, head_dim=16))
+    schedule = random_schedule(rng, 200, 300, batch=batch, list_heads=2, unit=64, **rules)
+    table, pages = random_table(rng, [300] * 3, 16)
+    k_pages, v_pages = (paged(x, table, pages, 16, layout, [300] * 3) for x in (k, v))
+    found = gather_attention_paged(q, k_pages, v_pages, table, schedule, layout=layout, return_lse=True)
+    assert_masked(found, q, k, v, schedule)
 
 
 def test_what_rows_of_16_bytes_are_for(kernels, qkv, rng):

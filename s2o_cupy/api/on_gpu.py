@@ -44,10 +44,7 @@ def run(
         return _gather(batch, framework, infos, o, lse, visited)
     pipeline = _pipeline()
     q, k, v, out = _operands(batch, infos, o)
-    paging = None
-    if batch.paged:
-        table = infos[3]
-        paging = Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+    paging = _paging(k, infos[3]) if batch.paged else None
     stream, memory = framework.stream(), framework.memory(infos[0].native) or pipeline.allocate
     to_visit = [] if visited is None else [address(x) for x in visited]
     config = batch.config
@@ -95,20 +92,27 @@ def _operands(
     return Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v), out
 
 
+def _paging(k: Operand, table: ArrayInfo) -> Paging:
+    return Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+
+
 def _gather(
     batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], o: ArrayInfo | Any, lse: Any,
     visited: Sequence[Any] | None,
 ) -> list[Ran]:  # fmt: skip
-    """By a schedule, whose arrays ``infos`` has behind q, k and v."""
+    """By a schedule, whose arrays ``infos`` has behind the others."""
     pipeline = _pipeline()
     from ..cuda import gather
 
     form = batch.schedule
     assert form is not None
-    arrays = {name: x.pointer for name, x in zip(form.array_names, infos[3:], strict=True)}
+    others = 4 if batch.paged else 3
+    arrays = {name: x.pointer for name, x in zip(form.array_names, infos[others:], strict=True)}
+    operands, problem = _operands(batch, infos, o), batch.parts[0].problem
+    paging = _paging(operands[1], infos[3]).sequences(0, problem.batch) if batch.paged else None
     launched = gather.gather(
-        _operands(batch, infos, o), arrays, form, batch.parts[0].problem, batch.config, stream=framework.stream(),
-        lse=address(lse), visited=address(visited[0]) if visited else 0,
+        operands, arrays, form, problem, batch.config, stream=framework.stream(), lse=address(lse),
+        visited=address(visited[0]) if visited else 0, paging=paging,
         memory=framework.memory(infos[0].native) or pipeline.allocate,
     )  # fmt: skip
     return [(launched.path, launched.path_reason, "launched")]

@@ -59,11 +59,16 @@ def _gather(
     batch: Batch, form: ScheduleForm, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
     visited: Sequence[np.ndarray] | None,
 ) -> list[Ran]:  # fmt: skip
-    """By a schedule, whose arrays ``natives`` has behind q, k and v. Nobody waits for them here: they are checked."""
-    arrays = dict(zip(form.array_names, natives[3:], strict=True))
+    """By a schedule, whose arrays ``natives`` has behind the others. Nobody waits for them here: they are checked."""
+    arrays = dict(zip(form.array_names, natives[4 if batch.paged else 3 :], strict=True))
     check_lists(form, arrays)
-    problem = batch.whole
-    q, k, v = (_blas_ready(bhsd(x, batch.layout)) for x in natives[:3])
+    problem, (q, k, v) = batch.whole, natives[:3]
+    if batch.paged:
+        _check_entries(k, natives[3], batch)
+        k, v = (gathered(x, natives[3], problem.seqlen_k, batch.page_layout) for x in (k, v))
+    else:
+        k, v = (bhsd(x, batch.layout) for x in (k, v))
+    q, k, v = (_blas_ready(x) for x in (bhsd(q, batch.layout), k, v))
     shape = (problem.batch, form.list_heads, *((form.rows,) if form.per_segment else (1, form.rows)))
     begins, keys = (_of_all(arrays[name], problem.batch).reshape(shape) for name in ("begins", "keys"))
     order = arrays.get("k_order")

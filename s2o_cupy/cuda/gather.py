@@ -31,10 +31,12 @@ def gather(
     stream: int,
     lse: int = 0,
     visited: int = 0,
+    paging: Paging | None = None,
     memory: Memory = allocate,
 ) -> LaunchPlan:
-    """``operands``: q, k, v and out, as `pipeline.run` takes them. ``arrays``: addresses by form.array_names, which
-    nobody checks. ``lse`` and ``visited``: as in `attend_lists`. Nothing waits for the GPU. Returns the lists' plan.
+    """``operands`` and ``paging``: as `pipeline.run` takes them; no paging with a k_order. ``arrays``: addresses by
+    form.array_names, which nobody checks. ``lse`` and ``visited``: as in `attend_lists`. Nothing waits for the GPU.
+    Returns the lists' plan.
 
     Raises
     ------
@@ -49,7 +51,7 @@ def gather(
         )
     state, keeper = 0, None
     if form.dense is not None:
-        state, keeper = pipeline.run_pass1(operands, lse, problem, config, stream=stream, memory=memory)
+        state, keeper = pipeline.run_pass1(operands, lse, problem, config, stream=stream, paging=paging, memory=memory)
     apart = problem.batch > 1 and (form.batch == 1 or form.order_batch > 0 or form.sinks > 0)
     turns = problem.batch if apart else 1
     rows = problem.heads * problem.seqlen_q  # of a sequence
@@ -59,7 +61,7 @@ def gather(
         of = _Turn(b, b + 1) if apart else _Turn(0, problem.batch)
         plan = of.attend(
             operands, arrays, form, problem, config, stream, state and state + b * rows * STATE_BYTES,
-            lse and lse + b * rows * INT32_BYTES, visited and visited + b * tiles * INT32_BYTES, memory,
+            lse and lse + b * rows * INT32_BYTES, visited and visited + b * tiles * INT32_BYTES, paging, memory,
         )  # fmt: skip
     del keeper
     assert plan is not None
@@ -74,21 +76,25 @@ class _Turn:
 
     def attend(
         self, operands: Operands, arrays: Mapping[str, int], form: ScheduleForm, whole: Problem, config: S2OConfig,
-        stream: int, state: int, lse: int, visited: int, memory: Memory,
+        stream: int, state: int, lse: int, visited: int, paging: Paging | None, memory: Memory,
     ) -> LaunchPlan:  # fmt: skip
-        q, k, v, out = (x.sequences(self.first, self.end) for x in operands)
+        q, k, v, out = operands
+        q, out = (x.sequences(self.first, self.end) for x in (q, out))
+        if paging is None:
+            k, v = (x.sequences(self.first, self.end) for x in (k, v))
+        else:
+            paging = paging.sequences(self.first, self.end)
         problem = _of_batch(whole, self.end - self.first)
         if form.sinks:
             sinks = ListPointers(arrays["sink_entries"], arrays["sink_begins"], arrays["sink_keys"], kept=state)
             attend_lists(
                 (q, k, v, out), sinks, form.sinks_shape(), problem, _never_stops(config), stream=stream, state=state,
-                lse=lse, memory=memory,
+                lse=lse, paging=paging, memory=memory,
             )  # fmt: skip
         before = self.first * form.list_heads * form.rows if form.batch > 1 else 0  # lists of sequences before
         lists = ListPointers(
             arrays["entries"], arrays["begins"] + before * INT64_BYTES, arrays["keys"] + before * INT32_BYTES
         )
-        paging = None
         if form.order_batch:
             paging, k, v = self._permuted(arrays["k_order"], form, k, v)
         return attend_lists(

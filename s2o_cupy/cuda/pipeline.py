@@ -110,13 +110,14 @@ def run(
 
 
 def run_pass1(
-    operands: Operands, lse: int, problem: Problem, config: S2OConfig, *, stream: int, memory: Memory = allocate
-) -> tuple[int, Any]:
+    operands: Operands, lse: int, problem: Problem, config: S2OConfig, *, stream: int, paging: Paging | None = None,
+    memory: Memory = allocate,
+) -> tuple[int, Any]:  # fmt: skip
     """Pass 1 alone, as in `run`. Returns the address of the state that it leaves, float32 [batch, heads, seqlen_q, 2],
     and what keeps that."""
-    program = _prepared(operands, None, problem, config, runtime.getDevice(), choose=NothingChosen)
+    program = _prepared(operands, paging, problem, config, runtime.getDevice(), choose=NothingChosen)
     address, keeper = memory(program.workspace.nbytes)
-    program.run(operands, None, lse, 0, stream, lambda nbytes: (address, keeper), None)
+    program.run(operands, paging, lse, 0, stream, lambda nbytes: (address, keeper), None)
     return address + program.workspace.places["state"].offset, keeper
 
 
