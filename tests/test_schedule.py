@@ -196,6 +196,8 @@ MASK = np.ones((1, 1, 2, 2), bool)
         (lambda: tokens([0], [0], block_m=32), "block_m is 32; accepted: 64 or 128"),
         (lambda: tokens([0]), r"there are 1 lists; accepted: 2, q tiles of 128 in seqlen_q \(256\)"),
         (lambda: tokens([0], [0], seqlen_k=200), "seqlen_q 256 exceeds seqlen_k 200; accepted with is_causal=True"),
+        (lambda: tokens([0], [0], windows=3), "windows is no argument; accepted beside its own: block_m, per_segment"),
+        (lambda: Schedule.from_block_mask(MASK, unit=64), "from_block_mask: unit is no argument"),
         (lambda: tokens([0], [0], tau=-1), "tau is -1; accepted: a number >= 0"),
         (lambda: tokens([0], [0], is_causal=1), "is_causal is 1; accepted: True or False"),
         (lambda: tokens([0], [0], k_order=np.arange(9)[None, None]), r"k_order has shape \(1, 1, 9\); accepted: 256"),

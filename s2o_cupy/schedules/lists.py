@@ -37,11 +37,18 @@ def mask_lists(mask: Any, form: ScheduleForm) -> Lists:
         if not form.is_causal:
             listed = listed | (begin[None] >= after)
         kept = kept & listed & (begin >= form.sinks)[None]
-    entries = xp.sort(xp.where(kept, c, c + blocks), axis=-1)  # chosen blocks first; the others are never read
-    counts = xp.sum(xp.astype(kept, xp.int32), axis=-1, dtype=xp.int32)  # [Bs, HL, R]
+    ones = xp.astype(kept, xp.int32)
+    counts = xp.sum(ones, axis=-1, dtype=xp.int32)  # [Bs, HL, R]
+    begins = _strided(xp, where, counts.shape, blocks)
+    # Chosen blocks first, in order, and behind them the others, which nobody reads: where each one goes in its row.
+    upto = xp.cumulative_sum(ones, axis=-1, dtype=xp.int32)
+    place = xp.where(kept, upto - 1, counts[..., None] + c - upto)  # [Bs, HL, R, C]
+    places = xp.reshape(begins[..., None] + place, (-1,))
+    values = xp.reshape(xp.broadcast_to(c, mask.shape), (-1,))
+    entries = framework_of("mask", mask).put(xp.empty_like(values), places, values)
+    at_end = xp.sum(ones[..., blocks - 1 :], axis=-1, dtype=xp.int32)  # whether the last block is chosen
     short = blocks * form.unit - form.seqlen_k
-    keys = counts * form.unit - xp.astype(kept[..., -1], xp.int32) * short
-    return Lists(in_c_order(xp.astype(entries, xp.int32)), _strided(xp, where, counts.shape, blocks), keys)
+    return Lists(entries, begins, counts * form.unit - at_end * short)
 
 
 def padded_lists(rows: Any, counts: Any, form: ScheduleForm) -> Lists:

@@ -18,6 +18,7 @@ from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks
 __all__ = ["Schedule"]
 
 INTEGERS = ("int32", "int64")
+RULES = ("block_m", "per_segment", "segment", "window", "sinks", "is_causal", "k_order", "tau")  # of all constructors
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class Schedule:
             A causal schedule needs a ``segment``, as blocks that only some rows see are not listed. Blocks must not be
             cut by the dense part: ``segment``, ``seqlen_k - seqlen_q - window`` and ``sinks`` are multiples of a block.
 
-        Costs a sort of each of the mask's rows, and 4 bytes for each of its elements.
+        Costs a few passes over the mask, and keeps 4 bytes for each of its elements.
         """
         where = "Schedule.from_block_mask"
         shape = _shape(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
@@ -84,6 +85,7 @@ class Schedule:
         list_rows = rules.get("block_m", 128)
         if rules.get("per_segment"):
             list_rows = rules.get("segment") or list_rows
+        _check_names(where, rules)
         seqlen_q = shape[2] * list_rows if seqlen_q is None else seqlen_q
         seqlen_k = shape[3] * block if seqlen_k is None else seqlen_k
         form = _form(where, shape[:3], block, seqlen_q, seqlen_k, **rules)
@@ -203,6 +205,7 @@ class Schedule:
         cls, where: str, name: str, rows: Any, counts: Any, unit: int, seqlen_q: int, seqlen_k: int, is_sorted: bool,
         rules: dict[str, Any],
     ) -> Schedule:  # fmt: skip
+        _check_names(where, rules)
         shape = _shape(where, name, rows, INTEGERS, 4, "(batch or 1, list heads, lists, width)")
         of_counts = _shape(where, "counts", counts, INTEGERS, 3, "(batch or 1, list heads, lists)")
         if of_counts != shape[:3]:
@@ -241,6 +244,12 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule({self.form})"
+
+
+def _check_names(where: str, rules: dict[str, Any]) -> None:
+    for name in rules:
+        if name not in RULES:
+            raise TypeError(f"{where}: {name} is no argument; accepted beside its own: {', '.join(RULES)}")
 
 
 def _int32(x: Any) -> Any:

@@ -75,6 +75,9 @@ class JaxFramework(Framework):
         # Kernels need no more than an address, which JAX tells in a tenth of the time that an import by CuPy takes.
         return ArrayInfo(x.unsafe_buffer_pointer(), x.shape, _c_strides(x.shape, size), size, dtype, device, x)
 
+    def put(self, target: Any, places: Any, values: Any) -> Any:
+        return target.at[places].set(values)
+
     def wide_integers(self) -> AbstractContextManager[Any]:
         import jax
 
