@@ -47,6 +47,7 @@ def attend_lists(
     *,
     segment: int | None = None,
     q_order: Array | None = None,
+    k_order: Array | None = None,
     block_m: int = 128,
     block_n: int = 128,
     scale: float | None = None,
@@ -66,6 +67,7 @@ def attend_lists(
     segment : int, optional; queries of a segment, by default all of them
     q_order : int [B, H, Lq], optional; query positions in the order in which q tiles take them: block_m at a time, of
         one segment. By default as they lie.
+    k_order : int [B, HO, Lk], optional; key positions in the order that lists count keys in, of HO heads: H, Hkv or 1
     block_n : keys of a key tile
     scale : float, default 1 / sqrt(D)
     tau, stop_lag : when a q tile stops (`reference.s2o.pass2`); tau 0 never does
@@ -95,6 +97,8 @@ def attend_lists(
         at = (b, h, order)  # rows of this tile
         kh, vh = k[b, h // group], v[b, h // group]  # [Lk, D]
         keys = lists.positions(b, h // shared, n, tile)  # [C]
+        if k_order is not None:
+            keys = k_order[b, h * k_order.shape[1] // heads][keys]
         m, mass, acc, j = visit(
             q[at], (state.m[at], state.l[at], state.acc[at]), keys, kh, vh, scale, softcap, block_n=block_n, tau=tau,
             stop_lag=stop_lag, visited=None if visited is None else int(visited[b, h, n, tile]),

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
+from .api.gather import gather_attention, gather_attention_paged
 from .api.paged import s2o_attention_paged
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .schedules.schedule import Schedule
+from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
 from .stats import S2OStats
 
@@ -22,12 +25,16 @@ if TYPE_CHECKING:
     from .tools.diffing import diff
 
 __all__ = [
+    "GatherStats",
     "S2OConfig",
     "S2OError",
     "S2OStats",
+    "Schedule",
     "__version__",
     "clear_cache",
     "diff",
+    "gather_attention",
+    "gather_attention_paged",
     "inputs",
     "merge_states",
     "metrics",

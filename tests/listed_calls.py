@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from gpu_cases import Case
+from gpu_rounding import beyond_rounding
 from key_lists import random_lists
 from pages import paged, random_table
 
@@ -22,7 +23,6 @@ from s2o_cupy.reference import s2o
 from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.reference.lists import attend_lists as definition
 from s2o_cupy.spec import Geometry
-from s2o_cupy.tools.diffing import UNIT, _lse_allowed, _score_error
 
 
 @dataclass
@@ -103,27 +103,12 @@ def undefined(
     found: Attended, q: Any, k: Any, v: Any, lists: KeyLists, *, scale: float | None = None, softcap: float = 0.0,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """What of ``found`` is not the definition's, given how many key tiles each q tile visited.
-
-    A score is off by head_dim roundings of its products' sum, and by tanh; a weight and the output are rounded once.
-    """
-    unit = UNIT[str(q.dtype)]
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    head_dim, group = q.shape[-1], q.shape[1] // k.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
-    options |= {"scale": scale, "softcap": softcap, "visited": found.visited}
-    o, lse = s2o.finish(definition(q, k, v, lists, **options)[0])
-    weight = s2o.finish(definition(q, k, np.abs(v), lists, **options)[0])[0]  # sum p |v| / l
-    reach = _score_error(q, k, group, head_dim, scale, softcap)
-    allowed = weight * (2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18)
-    allowed += 2.0**-24 if unit == UNIT["float16"] else 1e-30
-    none = np.isneginf(lse)
-    is_defined = {
-        "o": (np.abs(found.o.astype(np.float64) - o) <= allowed).all(),
-        "rows without keys": (np.isneginf(found.lse) == none).all(),
-        "lse": (np.abs(found.lse[~none] - lse[~none]) <= _lse_allowed(lse, reach)[~none]).all(),
-    }
-    return [name for name, right in is_defined.items() if not right]
+    """What of ``found`` is not the definition's, given how many key tiles each q tile visited."""
+    q64, k64, v64 = (x.astype(np.float64) for x in (q, k, v))
+    options |= {"scale": scale or q.shape[-1] ** -0.5, "softcap": softcap, "visited": found.visited}
+    exact = s2o.finish(definition(q64, k64, v64, lists, **options)[0])
+    weight = s2o.finish(definition(q64, k64, np.abs(v64), lists, **options)[0])[0]  # sum p |v| / l
+    return beyond_rounding(found.o, found.lse, exact, weight, q, k, scale=scale, softcap=softcap)
 
 
 def assert_defined(*arguments: Any, **options: Any) -> None:

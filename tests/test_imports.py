@@ -26,6 +26,7 @@ FLOORS = (
     {"selection"},
     {"cuda"},
     {"stats", "merge"},
+    {"schedules"},
     {"api"},
     {"tools"},
     {"integrations"},
@@ -202,7 +203,8 @@ def test_a_checkout_is_no_part_of_the_package():
 
 def test_public_names():
     assert s2o_cupy.__version__.count(".") == 2
-    for name in ("s2o_attention", "s2o_attention_varlen", "merge_states", "S2OConfig", "S2OStats", "S2OError"):
+    functions = ("s2o_attention", "s2o_attention_varlen", "gather_attention", "gather_attention_paged", "merge_states")
+    for name in (*functions, "Schedule", "GatherStats", "S2OConfig", "S2OStats", "S2OError"):
         assert name in s2o_cupy.__all__
         assert getattr(s2o_cupy, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -13,10 +13,12 @@ struct KeyLists {
   const int64* begins;  // [chunk's list heads, chunk's segments], or [.., .., tiles]: each list's first entry
   const int* keys;      // like begins: how many keys a list has; no entry beyond them is read
   const int* q_order;   // [batch * heads, seqlen_q]: queries in the order in which q tiles take them; null: as they lie
+  float2* kept;         // [batch * heads, seqlen_q]: where the state of rows goes that visit keys; null: nowhere
   int unit_shift;       // 0 to 7
   int unit_mask;        // (1 << unit_shift) - 1
   int shared_heads;     // neighbouring query heads that share a list; divides the heads
   int per_tile;         // 1: a list for each q tile
+  int table_heads;      // neighbouring query heads that share a row of the page table (kPaged)
 
   // The key number i of a list, of whose entry that is number `i >> unit_shift`.
   __device__ __forceinline__ int key(int entry, int i) const {
@@ -36,6 +38,7 @@ struct ListedRows : VisitingRows {
   const int* order;  // of the tile's rows: query positions; null: they are neighbours
   int begin, count;
   int listed;        // keys of the tile's list
+  int table_heads;
   __device__ __forceinline__ ListedRows(const ListedAttentionParams& p, uint32 q_tile)
       : VisitingRows(query_tile(p.chunk, p.tiles, q_tile, !p.lists.per_tile)) {
     const int first = p.geometry.query_begin(segment) + tile * kBlockM;
@@ -43,7 +46,10 @@ struct ListedRows : VisitingRows {
     begin = order ? 0 : first;
     count = min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM);
     listed = p.lists.keys[list(p)];
+    table_heads = p.lists.table_heads;
   }
+  // A permutation of keys is a table of pages of one key, and may differ by head.
+  __device__ __forceinline__ int table_row(int) const { return head / table_heads; }
   __device__ __forceinline__ int64 list(const ListedAttentionParams& p) const {
     const int64 list_head = (head - p.chunk.first_head) / p.lists.shared_heads;
     const int64 of_segment = list_head * p.chunk.segments + (segment - p.chunk.first_segment);

@@ -380,6 +380,19 @@ struct AttentionTile {
       }
   }
 
+  // Leaves (m, l) for a launch that resumes it. After store().
+  template <class Query>
+  __device__ __forceinline__ void keep_state(const Query& query, float2* kept) const {
+    kept += static_cast<int64>(query.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int position = query(row(i, h));
+        if (position >= 0 && lane % 4 == 0) kept[position] = make_float2(m[i][h], l[i][h]);
+      }
+  }
+
   // out = acc / l and lse, scattered to the rows' own positions; kKeepState keeps (m, l) for pass 2.
   template <bool kKeepState, class Query>
   __device__ __forceinline__ void store(const Query& query) {

@@ -33,6 +33,9 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
   const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * Traits::kStep;
   if (params.tail && rest > 0) attention.add_tail(rows, rest);
   attention.template store<false>(rows);
+  if constexpr (Rows::kListed) {
+    if (params.lists.kept) attention.keep_state(rows, params.lists.kept);
+  }
 }
 
 template <class Traits>

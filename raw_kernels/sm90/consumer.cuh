@@ -377,9 +377,21 @@ struct Consumer : Softmax<Traits> {
       if (!kMeanEarly) mean = load_mean(tile, stored, rest > 0);
       if (rest > 0) add_tail(mean, rest);
       store<false>(tile, stored, m, l);
+      if constexpr (Rows::kListed) keep_listed_state(all, tile, stored);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = stop_checks;
       barrier_arrive(shared.q_tile_empty[place]);
     }
+  }
+
+  // Leaves the state of rows that have visited a list for a launch that resumes it.
+  template <class Params>
+  __device__ __forceinline__ void keep_listed_state(const Params& all, const QTile& tile,
+                                                    const int (&position)[2]) const {
+    if (!all.lists.kept || lane % 4 != 0) return;
+    float2* kept = all.lists.kept + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (position[h] >= 0) kept[position[h]] = make_float2(m[h], l[h]);
   }
 
   // The rows of a q tile that has no keys and no state: out = 0.

@@ -128,6 +128,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
 
     const Rows rows(params, q_tile);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
+    [[maybe_unused]] const int table_row = rows.table_row(params.heads);
     const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const int* order = rows.key_order(params);
@@ -141,7 +142,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     uint32 k_row, v_row = kNoRow;
     [[maybe_unused]] int page, far;  // kPaged: the page of the key ahead, and the key after that, both on their way
     if constexpr (kPaged) {
-      page = pages.page(pages.of(batch), ahead);
+      page = pages.page(pages.of(table_row), ahead);
       far = key(1);
     }
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
@@ -169,7 +170,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         k_ring.advance();
         if constexpr (kPaged) {
           ahead = far;
-          page = pages.page(pages.of(batch), ahead);
+          page = pages.page(pages.of(table_row), ahead);
           far = key(tile + 2);
         }
       }

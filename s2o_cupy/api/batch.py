@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..arrays.operand import axes
 from ..caches import remembered
+from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, Shape, validate
 from ..spec import S2OConfig
 from .lengths import (
@@ -80,12 +81,25 @@ class Batch:
         self.shape_q, shape_k = forms[0][0], forms[1][0]
         self.total_q = self.shape_q[0] if packed else 0
         self.total_k = shape_k[0] if packed and not self.paged else 0
+        self.schedule: ScheduleForm | None = None  # of gather_attention
         self._forms = forms
 
     @property
     def alone(self) -> bool:
         """Whether one problem is all there is: q, k and v are used whole."""
         return len(self.all_parts) == 1 and not self.packed
+
+    @property
+    def visited_shapes(self) -> list[Shape]:
+        """Of the key tiles visited: each sequence's of a packed call, or those of all."""
+        if self.schedule is not None:
+            return [self.schedule.shape(self.whole).visited_shape(self.whole, self.schedule.block_m)]
+        return [x.visited_shape(self.config) for x in self.problems]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What statistics are about, likewise."""
+        return [x.problem for x in self.all_parts] if self.packed else [self.whole]
 
     @property
     def lse_shape(self) -> Shape:

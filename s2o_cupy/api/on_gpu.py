@@ -40,14 +40,11 @@ def run(
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
     call, or that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran
     for each part."""
+    if batch.schedule is not None:
+        return _gather(batch, framework, infos, o, lse, visited)
     pipeline = load_pipeline()
-    of_q, of_k, of_v, of_out = batch.axes
-    q, k, v = Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v)
-    out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
-    paging = None
-    if batch.paged:
-        table = infos[3]
-        paging = Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+    q, k, v, out = _operands(batch, infos, o)
+    paging = _paging(k, infos[3]) if batch.paged else None
     stream, memory = framework.stream(), framework.memory(infos[0].native) or pipeline.allocate
     to_visit = [] if visited is None else [address(x) for x in visited]
     config = batch.config
@@ -85,6 +82,40 @@ def run(
                 part = batch.parts[i]
                 pipeline.write_every_tile(to_visit[part.first], part.problem, config, stream)
     return ran
+
+
+def _operands(
+    batch: Batch, infos: Sequence[ArrayInfo], o: ArrayInfo | Any
+) -> tuple[Operand, Operand, Operand, Operand]:
+    of_q, of_k, of_v, of_out = batch.axes
+    out = operand(o, batch.layout) if isinstance(o, ArrayInfo) else Operand(address(o), *of_out)
+    return Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v), out
+
+
+def _paging(k: Operand, table: ArrayInfo) -> Paging:
+    return Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+
+
+def _gather(
+    batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], o: ArrayInfo | Any, lse: Any,
+    visited: Sequence[Any] | None,
+) -> list[Ran]:  # fmt: skip
+    """By a schedule, whose arrays ``infos`` has behind the others."""
+    pipeline = load_pipeline()
+    from ..cuda import gather
+
+    form = batch.schedule
+    assert form is not None
+    others = 4 if batch.paged else 3
+    arrays = {name: x.pointer for name, x in zip(form.array_names, infos[others:], strict=True)}
+    operands, problem = _operands(batch, infos, o), batch.parts[0].problem
+    paging = _paging(operands[1], infos[3]).sequences(0, problem.batch) if batch.paged else None
+    launched = gather.gather(
+        operands, arrays, form, problem, batch.config, stream=framework.stream(), lse=address(lse),
+        visited=address(visited[0]) if visited else 0, paging=paging,
+        memory=framework.memory(infos[0].native) or pipeline.allocate,
+    )  # fmt: skip
+    return [(launched.path, launched.path_reason, "launched")]
 
 
 def load_pipeline() -> Any:

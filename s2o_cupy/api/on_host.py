@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
 from ..reference import s2o
+from ..reference.gather import gather
+from ..reference.lists import KeyLists
+from ..schedules.check import check_lists
 from ..spec import S2OConfig
 from ..stats import Ran
 from .batch import Batch
@@ -24,6 +28,8 @@ def run(
 ) -> list[Ran]:  # fmt: skip
     """Attend each part. ``natives``: q, k and v, of a paged call also the page table; ``o`` and, where they are not
     None, ``lse`` and each sequence's ``visited`` (a packed call's) or that of all are written."""
+    if batch.schedule is not None:
+        return _gather(batch, batch.schedule, natives, o, lse, visited)
     q, k, v, *table = natives
     if table:
         _check_entries(k, table[0], batch)
@@ -47,6 +53,41 @@ def run(
         if visited is not None:
             visited[x.first if batch.packed else 0][...] = found
     return [RAN] * len(batch.parts)
+
+
+def _gather(
+    batch: Batch, form: ScheduleForm, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
+    visited: Sequence[np.ndarray] | None,
+) -> list[Ran]:  # fmt: skip
+    """By a schedule, whose arrays ``natives`` has behind the others. Nobody waits for them here: they are checked."""
+    arrays = dict(zip(form.array_names, natives[4 if batch.paged else 3 :], strict=True))
+    check_lists(form, arrays)
+    problem, (q, k, v) = batch.whole, natives[:3]
+    if batch.paged:
+        _check_entries(k, natives[3], batch)
+        k, v = (gathered(x, natives[3], problem.seqlen_k, batch.page_layout) for x in (k, v))
+    else:
+        k, v = (bhsd(x, batch.layout) for x in (k, v))
+    q, k, v = (_blas_ready(x) for x in (bhsd(q, batch.layout), k, v))
+    shape = (problem.batch, form.list_heads, *((form.rows,) if form.per_segment else (1, form.rows)))
+    begins, keys = (_of_all(arrays[name], problem.batch).reshape(shape) for name in ("begins", "keys"))
+    order = arrays.get("k_order")
+    found, of_rows, taken = gather(
+        q, k, v, KeyLists(arrays["entries"], begins, keys, form.unit), form.dense, sinks=form.sinks,
+        k_order=None if order is None else _of_all(order, problem.batch), block_m=form.block_m, scale=problem.scale,
+        softcap=problem.softcap, tau=form.tau,
+    )  # fmt: skip
+    bhsd(o, batch.layout)[...] = found
+    if lse is not None:
+        lse.reshape(of_rows.shape)[...] = of_rows
+    if visited is not None:
+        visited[0][...] = taken
+    return [RAN]
+
+
+def _of_all(x: np.ndarray, batch: int) -> np.ndarray:
+    """What all sequences share, for each of them."""
+    return np.broadcast_to(x, (batch, *x.shape[1:]))
 
 
 def attend(

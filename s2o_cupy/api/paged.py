@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .options import PagedOptions
 
-__all__ = ["s2o_attention_paged"]
+__all__ = ["check_rows", "s2o_attention_paged"]
 
 Array = TypeVar("Array")
 
@@ -150,14 +150,14 @@ def s2o_attention_paged(
             "accepted: one length for all sequences, or cu_seqlens_q, with which each has statistics of its own"
         )
     if backend == "cupy":
-        _check_rows(infos[1], infos[2])
+        check_rows(infos[1], infos[2])
     return run(
         batch, framework, inputs, infos, host=backend == "numpy", out=out, stream=stream, return_lse=return_lse,
         return_stats=return_stats,
     )  # fmt: skip
 
 
-def _check_rows(k_pages: ArrayInfo, v_pages: ArrayInfo) -> None:
+def check_rows(k_pages: ArrayInfo, v_pages: ArrayInfo) -> None:
     """A whole cache is never copied, as it would have to be for rows with gaps."""
     for name, info in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not info.has_contiguous_rows:

@@ -74,7 +74,7 @@ def run(
     sums: KeySums | None = None,
 ) -> Any:
     """Run ``batch`` on ``inputs``, arrays of ``framework`` of which ``infos`` were found: q, k, v and, of a paged call,
-    the page table."""
+    the page table, of `gather_attention` the arrays of its schedule."""
     q, of_q = inputs["q"], infos[0]
     arrays = (*inputs.values(),)
     out_info = None
@@ -89,9 +89,7 @@ def run(
         lse = framework.output(batch.lse_shape, "float32", q, host=host) if return_lse else None
         visited: list[Output] | None = None
         if return_stats:
-            problems = [x.problem for x in batch.all_parts] if batch.packed else [batch.whole]
-            shapes = [x.visited_shape(batch.config) for x in problems]
-            visited = [framework.output(shape, "int32", q, host=host) for shape in shapes]
+            visited = [framework.output(shape, "int32", q, host=host) for shape in batch.visited_shapes]
 
         ran = [NOTHING_RAN] * len(batch.parts)
         if batch.parts:
@@ -119,7 +117,7 @@ def run(
             how = {part.first: x for part, x in zip(batch.parts, ran, strict=True)}
             stats = [
                 S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN))
-                for i, (x, problem) in enumerate(zip(visited, problems, strict=True))
+                for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))
             ]
             results.append(stats if batch.packed else stats[0])
     return results[0] if len(results) == 1 else tuple(results)

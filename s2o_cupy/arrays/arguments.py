@@ -20,7 +20,7 @@ def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
         came = ", ".join(f"{name} {owner.name}" for name, owner in zip(arrays, owners, strict=True))
         raise TypeError(
             f"s2o_attention: {_listed(arrays)} come from different frameworks: {came}; accepted: one framework "
-            f"for all {_COUNTS[len(arrays)]} (convert with its from_dlpack, without a copy)"
+            f"for all{_count(arrays)} (convert with its from_dlpack, without a copy)"
         )
     check, describe_one = framework.check, framework.describe
     for name, x in arrays.items():
@@ -30,13 +30,17 @@ def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
     if devices.count(devices[0]) != len(devices):
         came = ", ".join(f"{name} on {device}" for name, device in zip(arrays, devices, strict=True))
         raise ValueError(
-            f"s2o_attention: {_listed(arrays)} are on different devices: {came}; accepted: one device for all "
-            f"{_COUNTS[len(arrays)]} (move them with .to, jax.device_put or cupy.asarray)"
+            f"s2o_attention: {_listed(arrays)} are on different devices: {came}; accepted: one device for "
+            f"all{_count(arrays)} (move them with .to, jax.device_put or cupy.asarray)"
         )
     return framework, infos
 
 
-_COUNTS = {3: "three", 4: "four"}
+_COUNTS = {3: "three", 4: "four"}  # of them, in words; of more there is "all"
+
+
+def _count(arrays: dict[str, Any]) -> str:
+    return f" {_COUNTS[len(arrays)]}" if len(arrays) in _COUNTS else ""
 
 
 def _listed(arrays: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ class ListPointers(NamedTuple):
     begins: int  # int64 of ScheduleShape.lists_shape: each list's first entry
     keys: int  # int32, likewise: how many keys a list has
     q_order: int = 0  # int32 [batch, heads, seqlen_q]: queries in the order in which q tiles take them; 0: as they lie
+    kept: int = 0  # float32 [batch, heads, seqlen_q, 2]: where the state of rows goes that visit keys; 0: nowhere
 
 
 class Tail(NamedTuple):

@@ -21,7 +21,10 @@ from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
 from ..plan.launch_plan import LaunchPlan
 from ..plan.launches import BASES, KeySums, SumsShape, Workspace, launches, workspace
+from ..plan.method import Choose
+from ..plan.schedule import NothingChosen
 from ..problem import Problem
+from ..selection.methods import choose as choose_method
 from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
@@ -29,7 +32,8 @@ from .graphs import GRAPH_LAUNCHES, LAUNCHED, GraphCache
 from .tensor_maps import tensor_map
 
 __all__ = [
-    "Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "workspace_bytes", "write_every_tile",
+    "Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "run_pass1", "workspace_bytes",
+    "write_every_tile",
 ]  # fmt: skip
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
@@ -113,6 +117,18 @@ def workspace_bytes(operands: Operands, problem: Problem, config: S2OConfig) -> 
     return _prepared(operands, None, problem, config, runtime.getDevice()).workspace.nbytes
 
 
+def run_pass1(
+    operands: Operands, lse: int, problem: Problem, config: S2OConfig, *, stream: int, paging: Paging | None = None,
+    memory: Memory = allocate,
+) -> tuple[int, Any]:  # fmt: skip
+    """Pass 1 alone, as in `run`. Returns the address of the state that it leaves, float32 [batch, heads, seqlen_q, 2],
+    and what keeps that."""
+    program = _prepared(operands, paging, problem, config, runtime.getDevice(), choose=NothingChosen)
+    address, keeper = memory(program.workspace.nbytes)
+    program.run(operands, paging, lse, 0, stream, lambda nbytes: (address, keeper), None)
+    return address + program.workspace.places["state"].offset, keeper
+
+
 class Call(NamedTuple):
     """One of several problems; as in `run`, but for the distance between lse's heads."""
 
@@ -155,22 +171,22 @@ def run_in_turn(
 
 def _prepared(
     operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
-    sums: KeySums | None = None,
+    sums: KeySums | None = None, choose: Choose = choose_method,
 ) -> _Program:  # fmt: skip
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
     if paging is not None:
         paging = paging._replace(pointer=0)
     strides = (q.strides, k.strides, v.strides, out.strides)
-    return _program(problem, config, device, aligned, strides, paging, sums and sums.shape)
+    return _program(problem, config, device, aligned, strides, paging, sums and sums.shape, choose)
 
 
 @remembered  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
-    paging: Paging | None, sums: SumsShape | None = None,
+    paging: Paging | None, sums: SumsShape | None = None, choose: Choose = choose_method,
 ) -> _Program:  # fmt: skip
-    """``strides`` of q, k, v and out."""
+    """``strides`` of q, k, v and out. ``choose``: the way to choose keys."""
     of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
     of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
     if paging is not None:
@@ -179,7 +195,7 @@ def _program(
     operands = {
         name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
     }
-    return _Program(problem, config, device, aligned, operands, paging, sums)
+    return _Program(problem, config, device, aligned, operands, paging, sums, choose)
 
 
 def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
@@ -199,13 +215,13 @@ class _Program:
 
     def __init__(
         self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
-        paging: Paging | None, sums: SumsShape | None,
+        paging: Paging | None, sums: SumsShape | None, choose: Choose,
     ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
         cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
         compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
-        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
+        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size, choose)
         self.workspace: Workspace = workspace(self.plan, problem, config, sums)
         planned = launches(self.plan, problem, config, operands, self.workspace, paging, sums)
         steps = [x for x in planned if x.blocks > 0]

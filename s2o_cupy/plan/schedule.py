@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from ..problem import Problem
 from ..spec import UNITS, Geometry
+from .build import Array, Builder, Launch, SumsShape
 from .kernels import Kernel
 from .launch_plan import LaunchPlan
+from .method import Setting
 from .rounds import Chunk, near_heads
 
-__all__ = ["ScheduleShape", "listed_plan", "order_lists"]
+__all__ = ["NothingChosen", "ScheduleShape", "listed_plan", "order_lists"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class ScheduleShape:
         Each q tile has a list of its own; otherwise all of a segment share one.
     segment : int, optional
         Queries of a segment; a q tile has queries of one. By default all queries are one segment.
+    table_heads : int, default 0
+        Neighbouring query heads that share a row of the page table; 0: all of a sequence do.
     resumed : bool, default False
         Rows start from the output and state of a pass before, which are theirs to keep where a list is empty. Otherwise
         they start empty, and a row whose list is empty has an output of 0 and an lse of minus infinity.
@@ -47,6 +51,7 @@ class ScheduleShape:
     per_tile: bool = False
     segment: int | None = None
     resumed: bool = False
+    table_heads: int = 0
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError where no kernel takes it."""
@@ -84,10 +89,30 @@ class ScheduleShape:
             "unit_mask": self.unit - 1,
             "shared_heads": problem.heads // self.list_heads,
             "per_tile": int(self.per_tile),
+            "table_heads": self.table_heads or problem.heads,
         }
 
     def _segment(self, problem: Problem) -> int:
         return max(1, problem.seqlen_q) if self.segment is None else self.segment
+
+
+class NothingChosen:
+    """The method (method.py) of a call that is pass 1 alone: its lists come from elsewhere."""
+
+    chunks: tuple[Chunk, ...] = ()
+    largest_grid = 0
+
+    def __init__(self, setting: Setting) -> None:
+        """Whatever it is."""
+
+    def arrays(self, sums: SumsShape | None) -> list[Array]:
+        return []
+
+    def before_rounds(self, build: Builder) -> list[Launch]:
+        return []
+
+    def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        return []
 
 
 def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem, block_m: int) -> tuple[LaunchPlan, Kernel]:

@@ -79,6 +79,15 @@ class Framework:
         """Where a call's workspace comes from, as pipeline.Memory; None: CuPy's pool."""
         return None
 
+    def put(self, target: Any, places: Any, values: Any) -> Any:
+        """``target`` with ``values`` at ``places``, all in one row; it may be written."""
+        target[places] = values
+        return target
+
+    def wide_integers(self) -> AbstractContextManager[Any]:
+        """Inside it arrays of int64 can be made."""
+        return nullcontext()
+
     def fill(self, native: Any, value: float) -> None:
         native.fill(value)
 

@@ -1,0 +1,221 @@
+"""Attention by a schedule that the caller brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.arguments import describe
+from ..arrays.torch_compile import outside_graphs
+from ..caches import remembered
+from ..plan.schedule_form import BLOCK_N, ScheduleForm
+from ..schedules.schedule import Schedule
+from ..schedules.stats import GatherStats
+from ..spec import S2OConfig
+from .batch import Batch, Form, batched, paged
+from .paged import check_rows
+from .run import parse_backend, run
+
+__all__ = ["gather_attention", "gather_attention_paged"]
+
+
+@outside_graphs
+def gather_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    schedule: Schedule,
+    *,
+    is_causal: bool | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+    path: str = "auto",
+) -> Any:
+    """Attention to the keys that a schedule names, on the kernels of S2O.
+
+    Parameters
+    ----------
+    q, k, v : arrays as `s2o_attention` takes them
+    schedule : Schedule
+        Of q's framework, on q's device, for these lengths. What is in it is not checked on a GPU (`Schedule.check`),
+        where a wrong entry reads what lies anywhere; on the CPU it is, at each call.
+    is_causal : bool, optional
+        What the schedule says; given, it must be the same.
+    scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
+    path : {"auto", "portable", "hopper"}
+        Kernels to run on the GPU, as in `S2OConfig`. The Hopper kernels take block_m 128.
+
+    Returns
+    -------
+    o : array, like q
+    lse : float32 array (batch, heads, seqlen_q), if ``return_lse``
+        Natural logarithm, over the keys that were visited; -inf, with o = 0, for a row without a key.
+    stats : GatherStats, if ``return_stats``
+        Several results come as a tuple in this order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted; the message names it, what came and what is accepted.
+    S2OError
+        The machine cannot run the call (no CuPy, too old a driver or card).
+
+    Notes
+    -----
+    Nothing waits for the GPU, and a call can be captured into a CUDA graph after one outside of the capture. Up to
+    three launches: the dense part, the sinks, the lists. Between them outputs are rounded to q's dtype. With a k_order,
+    sinks or lists that all sequences share, sequences take turns.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import Schedule, gather_attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 512, 64))
+    >>> mask = np.tri(4, 4, -1, dtype=bool)[None, None]  # blocks of 128 queries and keys, before the diagonal
+    >>> o, stats = gather_attention(q, k, v, Schedule.from_block_mask(mask, segment=128), return_stats=True)
+    >>> o.shape, stats.density
+    ((1, 2, 512, 64), 1.0)
+    """
+    return _attend(
+        {"q": q, "k": k, "v": v}, schedule, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout,
+        return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend, path=path,
+    )  # fmt: skip
+
+
+@outside_graphs
+def gather_attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    schedule: Schedule,
+    *,
+    is_causal: bool | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "NHD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+    path: str = "auto",
+) -> Any:
+    """`gather_attention` to keys and values in a paged cache, read where they lie.
+
+    The result is, bit for bit, that of `gather_attention` to the same keys and values in one array, on the same
+    ``path``: schedules name positions in a sequence, whatever page they are in.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, seqlen_q, head_dim)
+    k_pages, v_pages, page_table, layout : as in `s2o_attention_paged`
+    schedule : Schedule
+        Without a k_order. All sequences have the seqlen_k that it is for.
+    others : as in `gather_attention`
+
+    Returns
+    -------
+    As `gather_attention`.
+
+    Raises
+    ------
+    As `gather_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import Schedule, gather_attention_paged
+    >>> rng = np.random.default_rng(0)
+    >>> k_pages, v_pages = rng.standard_normal((2, 40, 16, 2, 64), dtype=np.float32)
+    >>> page_table = rng.permutation(40).astype(np.int32).reshape(2, 20)
+    >>> q = rng.standard_normal((2, 4, 128, 64), dtype=np.float32)
+    >>> schedule = Schedule.from_block_mask(rng.random((1, 4, 1, 5)) < 0.5, 64, seqlen_k=320, segment=128)
+    >>> gather_attention_paged(q, k_pages, v_pages, page_table, schedule).shape
+    (2, 4, 128, 64)
+    """
+    return _attend(
+        {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}, schedule, is_causal=is_causal,
+        scale=scale, softcap=softcap, layout=layout, return_lse=return_lse, return_stats=return_stats, out=out,
+        stream=stream, backend=backend, path=path,
+    )  # fmt: skip
+
+
+def _attend(
+    inputs: dict[str, Any], schedule: Any, *, is_causal: Any, scale: Any, softcap: Any, layout: Any, return_lse: bool,
+    return_stats: bool, out: Any, stream: Any, backend: Any, path: Any,
+) -> Any:  # fmt: skip
+    """``inputs``: q, k and v, or of a paged call with a page_table."""
+    function, is_paged = ("gather_attention_paged", True) if "page_table" in inputs else ("gather_attention", False)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"{function}: schedule is a {type(schedule).__name__}; accepted: Schedule")
+    form = schedule.form
+    if is_causal is not None and is_causal != form.is_causal:
+        raise ValueError(
+            f"{function}: is_causal is {is_causal!r}, of the schedule {form.is_causal}; accepted: the same, or None"
+        )
+    if is_paged and form.order_batch:
+        raise ValueError(f"{function}: the schedule has a k_order; accepted: one without")
+    inputs = {**inputs, **{f"schedule.{name}": x for name, x in schedule.arrays.items()}}
+    framework, infos = describe(**inputs)
+    backend = parse_backend(backend, infos[0].device, stream)
+    forms = tuple([x.form for x in infos])
+    options = layout, form.is_causal, scale, softcap
+    if is_paged:
+        plain = paged(forms[:4], None, form.seqlen_k, _config(form, path), backend, *options)
+        if backend == "cupy":
+            check_rows(infos[1], infos[2])
+    else:
+        plain = batched(forms[:3], _config(form, path), backend, *options)
+    batch = _with_schedule(plain, forms, form, function)
+    results = run(
+        batch, framework, inputs, infos, host=backend == "numpy", out=out, stream=stream, return_lse=return_lse,
+        return_stats=return_stats,
+    )  # fmt: skip
+    if not return_stats:
+        return results
+    *others, stats = results
+    return (*others, GatherStats(stats.visited, schedule, stats.problem, stats.path, stats.path_reason))
+
+
+@remembered
+def _config(form: ScheduleForm, path: Any) -> S2OConfig:
+    """Of the kernels."""
+    return S2OConfig(
+        segment=form.segment or 1024, tau=form.tau, block_m=form.block_m, block_n=BLOCK_N, rank="mean",
+        window=form.window, path=path, dense_up_to=0, tail="none",
+    )  # fmt: skip
+
+
+@remembered
+def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm, function: str) -> Batch:
+    """The call of ``plain`` by a schedule that fits it."""
+    problem = plain.whole
+    for name, found, expected in (
+        ("seqlen_q", form.seqlen_q, problem.seqlen_q), ("seqlen_k", form.seqlen_k, problem.seqlen_k),
+    ):  # fmt: skip
+        if found != expected:
+            raise ValueError(
+                f"{function}: the schedule is for {name} {found}; accepted: {expected}, of q, k and v"
+            )
+    heads, kv_heads, batch = problem.heads, problem.kv_heads, problem.batch
+    for name, of_batch, of_heads in (
+        ("lists", form.batch, form.list_heads), ("k_order", form.order_batch or 1, form.order_heads or 1),
+    ):  # fmt: skip
+        if of_batch not in (1, batch):
+            raise ValueError(
+                f"{function}: the schedule's {name} have a batch of {of_batch}; accepted: 1 or q's, {batch}"
+            )
+        if of_heads not in (1, kv_heads, heads):
+            raise ValueError(
+                f"{function}: the schedule's {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or "
+                f"{heads} (heads)"
+            )
+    batch_of_call = plain.of_forms(forms)
+    batch_of_call.copied, batch_of_call.schedule = plain.copied, form
+    return batch_of_call

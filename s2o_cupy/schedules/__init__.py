@@ -1,0 +1,1 @@
+"""Schedules: which keys queries attend to, given as data by whoever knows."""

@@ -1,0 +1,348 @@
+"""The description of which keys queries attend to."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays.frameworks import framework_of, to_host
+from ..plan.schedule_form import ScheduleForm
+from ..problem import GPU_BLOCK_M, MAX_SEQLEN
+from ..spec import MAX_SEGMENT, check_tau
+from .check import check_lists
+from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks_of
+
+__all__ = ["Schedule"]
+
+INTEGERS = ("int32", "int64")
+UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
+RULES = ("block_m", "per_segment", "segment", "window", "sinks", "is_causal", "k_order", "tau")  # of all constructors
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Which keys queries attend to, for `gather_attention`. Make one by a ``from_`` method.
+
+    Every query attends to the *dense part*, if there is one, and to the keys of its *list*. A list belongs to a q tile
+    (``block_m`` neighbouring queries) or to a segment, and to one query head or to several; all its queries see all its
+    keys, as nothing of it is masked. The dense part of a query is what it sees of its own segment and of the ``window``
+    keys before that, and the first ``sinks`` keys.
+
+    A key counts once only if it is once there: lists must not hold keys of the dense part, nor a key twice. `check`
+    says whether they do; `from_block_mask` takes them out itself.
+
+    Arrays are of one framework on one device. Making a schedule and using it waits for no GPU and looks into no array;
+    what a wrong entry reads on a GPU is undefined. Later changes of the arrays that it was made of may change it.
+
+    Attributes
+    ----------
+    entries : int32 array, (any,)
+        Units of all lists: unit e holds the keys from ``e * unit`` on, or those at these places of ``k_order``.
+    begins, keys : int64 and int32 arrays, (batch or 1, list heads, lists)
+        Each list's first entry, and how many keys it has.
+    k_order : int32 array, (batch or 1, heads, kv_heads or 1, seqlen_k), or None
+    form : ScheduleForm
+        Sizes and rules: ``unit``, ``block_m``, ``segment``, ``window``, ``sinks``, ``is_causal``, ``tau`` and others.
+    is_sorted : bool
+        Whether lists are promised to ascend, which only `check` looks at.
+    """
+
+    entries: Any
+    begins: Any
+    keys: Any
+    k_order: Any
+    form: ScheduleForm
+    is_sorted: bool
+    sink_lists: Lists | None
+
+    @classmethod
+    def from_block_mask(
+        cls, mask: Any, block: int = 128, *, seqlen_q: int | None = None, seqlen_k: int | None = None, **rules: Any
+    ) -> Schedule:
+        """From a mask of key blocks.
+
+        Parameters
+        ----------
+        mask : bool array, (batch or 1, heads, kv_heads or 1, lists, key blocks)
+            Which blocks the queries of a list attend to. Blocks of the dense part and in the future are passed over,
+            whatever it says of them.
+        block : 64 or 128
+            Keys of a block; the last may be short.
+        seqlen_q, seqlen_k : int, optional
+            By default as many as the mask's lists and blocks hold.
+        rules : the other keywords of `from_csr`
+            A causal schedule needs a ``segment``, as blocks that only some rows see are not listed. Blocks must not be
+            cut by the dense part: ``segment``, ``seqlen_k - seqlen_q - window`` and ``sinks`` are multiples of a block.
+
+        Costs a few passes over the mask, and keeps 4 bytes for each of its elements.
+        """
+        where = "Schedule.from_block_mask"
+        shape = _shape(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
+        if block not in UNITS[1:]:
+            raise ValueError(f"{where}: block is {block!r}; accepted: 64 or 128")
+        list_rows = rules.get("block_m", 128)
+        if rules.get("per_segment"):
+            list_rows = rules.get("segment") or list_rows
+        _check_names(where, rules)
+        seqlen_q = shape[2] * list_rows if seqlen_q is None else seqlen_q
+        seqlen_k = shape[3] * block if seqlen_k is None else seqlen_k
+        form = _form(where, shape[:3], block, seqlen_q, seqlen_k, **rules)
+        if shape[3] != form.units:
+            raise ValueError(
+                f"{where}: mask has {shape[3]} key blocks; accepted: {form.units}, those of {block} in seqlen_k"
+            )
+        _check_blocks(where, form)
+        return cls._make(form, mask, lambda: mask_lists(mask, form), rules.get("k_order"), is_sorted=True)
+
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: Any,
+        indices: Any,
+        *,
+        seqlen_q: int,
+        seqlen_k: int,
+        unit: int = 1,
+        batch: int = 1,
+        list_heads: int = 1,
+        block_m: int = 128,
+        per_segment: bool = False,
+        segment: int | None = None,
+        window: int = 0,
+        sinks: int = 0,
+        is_causal: bool = True,
+        k_order: Any = None,
+        tau: float = 0.0,
+        is_sorted: bool = False,
+    ) -> Schedule:
+        """From compressed rows, which are used as they lie.
+
+        Parameters
+        ----------
+        indptr : int32 or int64 array, (batch or 1, list heads, lists + 1)
+            List r has the entries from ``indptr[..., r]`` to ``indptr[..., r + 1]`` of ``indices``. Or one row,
+            (batch * list_heads * lists + 1,), of all lists in turn, with ``batch`` and ``list_heads``.
+        indices : int32 array, (any,); int64 is copied
+            Units of keys, in the order in which they are visited. Unit ``e`` holds keys ``e * unit`` to
+            ``(e + 1) * unit``; where that ends past seqlen_k it is short, and stands last in its list.
+        seqlen_q, seqlen_k : int
+        unit : 1, 64 or 128
+            Keys of an entry.
+        list heads : heads, kv_heads or 1
+        block_m : 64 or 128
+            Queries of a q tile.
+        per_segment : bool, default False
+            A list for each segment, (seqlen_q + segment - 1) // segment of them, instead of one for each q tile.
+        segment : int, optional
+            Queries of a segment, 1 to 8192: the dense part. A multiple of block_m, unless per_segment. None: there is
+            no dense part, and a query whose list is empty has an output of 0.
+        window : int, default 0
+            Keys just before a segment that its queries attend to as well.
+        sinks : int, default 0
+            First keys that all queries attend to; causal, and with a segment.
+        is_causal : bool, default True
+            Queries see keys up to their own; query i stands at key i + seqlen_k - seqlen_q. Of lists it is a promise.
+        k_order : int32 array, (batch or 1, heads, kv_heads or 1, seqlen_k), optional
+            A permutation of key positions: key number i of the lists is key ``k_order[..., i]``. Nothing is moved; the
+            dense part goes by position as ever.
+        tau : float, default 0
+            A q tile stops after the 128 keys of its list that add less than this share of the softmax mass found so
+            far to every row, as S2O's do. What it has left counts for nothing. 0: it never stops.
+        is_sorted : bool, default False
+            A promise that lists ascend.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is not accepted; the message names it, what came and what is accepted.
+        """
+        where = "Schedule.from_csr"
+        _shape(where, "indices", indices, INTEGERS, 1, "(any,)")
+        ndim = 1 if len(getattr(indptr, "shape", ())) == 1 else 3
+        shape = _shape(where, "indptr", indptr, INTEGERS, ndim, "(batch or 1, list heads, lists + 1), or one row")
+        lists = shape[:2] if ndim == 3 else (batch, list_heads)
+        form = _form(
+            where, (*lists, None), unit, seqlen_q, seqlen_k, block_m=block_m, per_segment=per_segment, segment=segment,
+            window=window, sinks=sinks, is_causal=is_causal, k_order=k_order, tau=tau,
+        )  # fmt: skip
+        expected = (*lists, form.rows + 1) if ndim == 3 else (batch * list_heads * form.rows + 1,)
+        if shape != expected:
+            raise ValueError(
+                f"{where}: indptr has shape {shape}; accepted: {expected}, {form.rows} lists of a list head"
+            )
+        return cls._make(form, indices, lambda: csr_lists(indptr, indices, form), k_order, is_sorted)
+
+    @classmethod
+    def from_padded(
+        cls, rows: Any, counts: Any, *, seqlen_q: int, seqlen_k: int, unit: int = 1, is_sorted: bool = False,
+        **rules: Any,
+    ) -> Schedule:  # fmt: skip
+        """From rows of one width.
+
+        Parameters
+        ----------
+        rows : int32 array, (batch or 1, list heads, lists, width); int64 is copied
+            Units of keys, as ``indices`` of `from_csr`.
+        counts : int32 or int64 array, (batch or 1, list heads, lists)
+            How many entries of each row belong to its list; the others are not read.
+        others : as in `from_csr`
+        """
+        return cls._padded("Schedule.from_padded", "rows", rows, counts, unit, seqlen_q, seqlen_k, is_sorted, rules)
+
+    @classmethod
+    def from_tokens(
+        cls, positions: Any, counts: Any, *, seqlen_q: int, seqlen_k: int, is_sorted: bool = False, **rules: Any
+    ) -> Schedule:
+        """From key positions: `from_padded` with unit 1."""
+        return cls._padded(
+            "Schedule.from_tokens", "positions", positions, counts, 1, seqlen_q, seqlen_k, is_sorted, rules
+        )
+
+    @classmethod
+    def _padded(
+        cls, where: str, name: str, rows: Any, counts: Any, unit: int, seqlen_q: int, seqlen_k: int, is_sorted: bool,
+        rules: dict[str, Any],
+    ) -> Schedule:  # fmt: skip
+        _check_names(where, rules)
+        shape = _shape(where, name, rows, INTEGERS, 4, "(batch or 1, list heads, lists, width)")
+        of_counts = _shape(where, "counts", counts, INTEGERS, 3, "(batch or 1, list heads, lists)")
+        if of_counts != shape[:3]:
+            raise ValueError(f"{where}: counts has shape {of_counts}; accepted: {shape[:3]}, as {name}")
+        form = _form(where, shape[:3], unit, seqlen_q, seqlen_k, **rules)
+        return cls._make(form, rows, lambda: padded_lists(rows, counts, form), rules.get("k_order"), is_sorted)
+
+    @classmethod
+    def _make(cls, form: ScheduleForm, like: Any, lists: Any, k_order: Any, is_sorted: bool) -> Schedule:
+        with framework_of("array", like).wide_integers():
+            made = lists()
+            sinks = sinks_of(like, form) if form.sinks else None
+            order = None if k_order is None else in_c_order(_int32(k_order), tuple(k_order.shape))
+        return cls(made.entries, made.begins, made.keys, order, form, is_sorted, sinks)
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        """By form.array_names."""
+        found = {"entries": self.entries, "begins": self.begins, "keys": self.keys, "k_order": self.k_order}
+        if self.sink_lists is not None:
+            found |= {f"sink_{name}": x for name, x in self.sink_lists._asdict().items()}
+        return {name: found[name] for name in self.form.array_names}
+
+    def check(self) -> None:
+        """Look into the lists and wait for the GPU that they are on.
+
+        Raises
+        ------
+        ValueError
+            An entry is out of range or twice in a list, a list lies outside of the entries, does not ascend although
+            that was promised, has a short unit that is not its last, holds a key of the dense part or one that is in
+            the future of a query of its, or k_order is no permutation. The message names the list.
+        """
+        host = {name: to_host(x) for name, x in self.arrays.items() if not name.startswith("sink_")}
+        check_lists(self.form, host, is_sorted=self.is_sorted)
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.form})"
+
+
+def _check_names(where: str, rules: dict[str, Any]) -> None:
+    for name in rules:
+        if name not in RULES:
+            raise TypeError(f"{where}: {name} is no argument; accepted beside its own: {', '.join(RULES)}")
+
+
+def _int32(x: Any) -> Any:
+    from array_api_compat import array_namespace
+
+    xp = array_namespace(x)
+    return xp.astype(x, xp.int32, copy=False)
+
+
+def _shape(where: str, name: str, x: Any, dtypes: tuple[str, ...], ndim: int, axes: str) -> tuple[int, ...]:
+    """Of an array argument, or an error."""
+    framework = framework_of(name, x)
+    framework.check(name, x)
+    dtype = framework.dtype(x)
+    if dtype not in dtypes:
+        raise TypeError(f"{where}: {name} is {dtype}; accepted: {' or '.join(dtypes)}")
+    shape = tuple(int(n) for n in x.shape)
+    if len(shape) != ndim:
+        raise ValueError(f"{where}: {name} has shape {shape}; accepted: {axes}")
+    return shape
+
+
+def _form(
+    where: str, shape: tuple[Any, ...], unit: Any, seqlen_q: Any, seqlen_k: Any, *, k_order: Any = None,
+    block_m: Any = 128, per_segment: Any = False, segment: Any = None, window: Any = 0, sinks: Any = 0,
+    is_causal: Any = True, tau: Any = 0.0,
+) -> ScheduleForm:  # fmt: skip
+    """``shape``: the lists' (batch, list heads, lists); None: as many lists as there must be."""
+    for name, value, least, most in (
+        ("seqlen_q", seqlen_q, 0, MAX_SEQLEN), ("seqlen_k", seqlen_k, 0, MAX_SEQLEN), ("window", window, 0, MAX_SEQLEN),
+        ("sinks", sinks, 0, MAX_SEQLEN), ("segment", 1 if segment is None else segment, 1, MAX_SEGMENT),
+    ):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
+            raise ValueError(f"{where}: {name} is {value!r}; accepted: an integer from {least} to {most}")
+    for name, value in (("is_causal", is_causal), ("per_segment", per_segment)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}: {name} is {value!r}; accepted: True or False")
+    if unit not in UNITS:
+        raise ValueError(f"{where}: unit is {unit!r}; accepted: 1, 64 or 128")
+    if block_m not in GPU_BLOCK_M:
+        raise ValueError(f"{where}: block_m is {block_m!r}; accepted: 64 or 128")
+    if is_causal and seqlen_q > seqlen_k:
+        raise ValueError(
+            f"{where}: seqlen_q {seqlen_q} exceeds seqlen_k {seqlen_k}; accepted with is_causal=True: no more queries "
+            "than keys"
+        )
+    if segment is None and (per_segment or window or sinks):
+        name = "per_segment" if per_segment else "window" if window else "sinks"
+        raise ValueError(f"{where}: {name} is given without a segment; accepted: with segment=, the queries of one")
+    if segment is not None and not per_segment and segment % block_m:
+        raise ValueError(
+            f"{where}: segment is {segment} with lists of q tiles; accepted: a multiple of block_m ({block_m}), or "
+            "per_segment=True"
+        )
+    if sinks and not is_causal:
+        raise ValueError(
+            f"{where}: sinks is {sinks} with is_causal=False; accepted: 0, as lists can hold the first keys"
+        )
+    if sinks > seqlen_k:
+        raise ValueError(f"{where}: sinks is {sinks}; accepted: up to seqlen_k, {seqlen_k}")
+    batch, heads, lists = shape
+    order: tuple[int, ...] = (0, 0, seqlen_k)
+    if k_order is not None:
+        order = _shape(where, "k_order", k_order, INTEGERS, 3, "(batch or 1, heads, kv_heads or 1, seqlen_k)")
+        if order[2] != seqlen_k:
+            raise ValueError(f"{where}: k_order has shape {order}; accepted: {seqlen_k}, seqlen_k, on its last axis")
+    form = ScheduleForm(
+        int(batch), int(heads), order[0], order[1], int(seqlen_q), int(seqlen_k), unit, block_m, per_segment,
+        None if segment is None else int(segment), int(window), int(sinks), is_causal, check_tau(tau, where),
+    )  # fmt: skip
+    if lists not in (None, form.rows):
+        what = f"segments of {segment}" if per_segment else f"q tiles of {block_m}"
+        raise ValueError(f"{where}: there are {lists} lists; accepted: {form.rows}, {what} in seqlen_q ({seqlen_q})")
+    return form
+
+
+def _check_blocks(where: str, form: ScheduleForm) -> None:
+    """Raise where the dense part cuts a block in two, or the diagonal does."""
+    dense, block = form.dense, form.unit
+    if dense is None:
+        if form.is_causal:
+            raise ValueError(
+                f"{where}: segment is None and is_causal is True; accepted: a segment, such as "
+                f"{max(block, form.block_m)}, as of a block on the diagonal each row sees another part"
+            )
+        return
+    if form.sinks % block:
+        raise ValueError(f"{where}: sinks is {form.sinks}; accepted: a multiple of block ({block})")
+    for n in range(dense.segments):
+        begin, end = dense.dense_keys(n)
+        if begin % block or not (form.is_causal or end % block == 0 or end == form.seqlen_k):
+            raise ValueError(
+                f"{where}: the dense part of segment {n} has keys {begin} to {end - 1}, which cuts a block of {block}; "
+                "accepted: segment and seqlen_k - seqlen_q - window that are multiples of it (window="
+                f"{(form.seqlen_k - form.seqlen_q) % block} serves the latter)"
+            )

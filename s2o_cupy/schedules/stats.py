@@ -1,0 +1,70 @@
+"""What a call by a schedule computed. Nothing is computed until asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.frameworks import to_host
+from ..plan.schedule_form import BLOCK_N
+from ..problem import Problem
+from ..spec import Geometry
+from .schedule import Schedule
+
+__all__ = ["GatherStats"]
+
+
+@dataclass(frozen=True, repr=False)
+class GatherStats:
+    """Measurements of one ``gather_attention`` call.
+
+    Attributes
+    ----------
+    visited : array, int32, (batch, heads, segments, q tiles)
+        Tiles of 128 keys of its list that each q tile visited. With a list for each q tile all are of one segment.
+    schedule : Schedule
+    problem : Problem
+        Sizes, dtype, mask and scale of the call.
+    path, path_reason : as in S2OStats
+    """
+
+    visited: Any
+    schedule: Schedule
+    problem: Problem
+    path: str | None
+    path_reason: str | None = None
+
+    @property
+    def density(self) -> float:
+        """(query, key) pairs computed / pairs of dense attention, over all heads. Waits for the GPU. 0.0 if there is
+        nothing to compute."""
+        form, problem = self.schedule.form, self.problem
+        heads = problem.batch * problem.heads
+        all_pairs = heads * Geometry(form.seqlen_q, form.seqlen_k, 1, 0, form.is_causal).causal_pairs()
+        if all_pairs == 0:
+            return 0.0
+        visited = to_host(self.visited).astype(np.int64)  # [B, H, N, T]
+        keys = to_host(self.schedule.keys)  # [Bs, HL, lists]
+        keys = np.repeat(keys, problem.heads // form.list_heads, axis=1)
+        keys = keys[:, :, :, None] if form.per_segment else keys[:, :, None]
+        listed = (np.minimum(visited * BLOCK_N, keys) * self._tile_rows()).sum()
+        dense = form.dense
+        if dense is not None:
+            rows = [end - begin for begin, end in map(dense.queries, range(dense.segments))]
+            sinks = [min(form.sinks, dense.dense_keys(n)[0]) for n in range(dense.segments)]
+            listed += heads * (dense.dense_pairs() + int(np.dot(rows, sinks)))
+        return float(listed) / all_pairs
+
+    def _tile_rows(self) -> np.ndarray:
+        """Queries of each q tile, int64 [segments, q tiles]."""
+        form = self.schedule.form
+        segment = form.list_rows if form.per_segment else max(1, form.seqlen_q)
+        lengths = np.array([min(segment, form.seqlen_q - n) for n in range(0, form.seqlen_q, segment)])
+        starts = np.arange(self.visited.shape[-1]) * form.block_m
+        return np.clip(lengths[:, None] - starts, 0, form.block_m)
+
+    def __repr__(self) -> str:
+        path = f"{self.path}" + (f" ({self.path_reason})" if self.path_reason else "")
+        return f"GatherStats(path: {path}, {self.problem}, {self.schedule})"

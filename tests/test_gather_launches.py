@@ -1,0 +1,180 @@
+"""Which kernels a schedule launches and what stands in their parameters; a driver that records stands for CUDA's."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from schedules import random_schedule
+
+from s2o_cupy.api.gather import _config
+from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.schedule import NothingChosen
+from s2o_cupy.problem import Problem
+from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.selection.methods import make_plan
+
+SHAPE = (2, 8, 2, 600, 1000, 128)  # batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim
+OUT, LSE, VISITED = 0x40000, 0x50000, 0x60000
+ARRAYS = {
+    "entries": 0x1000, "begins": 0x2000, "keys": 0x3000, "sink_entries": 0x4000, "sink_begins": 0x5000,
+    "sink_keys": 0x6000, "k_order": 0x7000,
+}  # fmt: skip
+
+
+class Launched(NamedTuple):
+    kernel: Any
+    params: Any  # a copy of what it was given
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """driver(compute_capability) -> the list of what is launched from then on."""
+    pytest.importorskip("cupy")
+    from s2o_cupy.caches import clear_cache
+    from s2o_cupy.cuda import lists, pipeline
+
+    def install(compute_capability: int) -> list[Launched]:
+        launched: list[Launched] = []
+        kernels: list[Any] = []
+
+        def load(kernel, device):
+            kernels.append(kernel)
+            return types.SimpleNamespace(ptr=len(kernels) - 1)
+
+        def launch(function, blocks, *shape_and_stream):
+            address = ctypes.c_uint64.from_address(shape_and_stream[-2]).value
+            params = kernels[function].family.params
+            data = ctypes.string_at(address, params.itemsize)
+            launched.append(Launched(kernels[function], np.frombuffer(data, params.dtype)[0]))
+
+        runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
+        limits = DeviceLimits.of_architecture(compute_capability)
+        compiler = types.SimpleNamespace(load=load, load_all=lambda all, device: [load(x, device) for x in all])
+        for module in (lists, pipeline):
+            monkeypatch.setattr(module, "runtime", runtime)
+            monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch))
+            monkeypatch.setattr(module, "compiler", compiler)
+            monkeypatch.setattr(module, "device_limits", lambda device: limits)
+        monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))
+        clear_cache()
+        return launched
+
+    yield install
+    clear_cache()
+
+
+def call(driver, compute_capability, shape=SHAPE, paging=None, **schedule):
+    """What `cuda.gather` launches, and the address of the state."""
+    launched = driver(compute_capability)
+    from s2o_cupy.cuda import gather
+
+    batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim = shape
+    form = random_schedule(np.random.default_rng(0), seqlen_q, seqlen_k, **schedule).form
+    problem = Problem(
+        batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, "bfloat16", form.is_causal, 0.1
+    )
+
+    def operand(pointer, heads, rows):
+        return Operand(pointer, (batch, heads, rows, head_dim), (heads * rows * head_dim, rows * head_dim, head_dim))
+
+    q = operand(0x100000, heads, seqlen_q)
+    k, v = (operand(x, kv_heads, seqlen_k) for x in (0x200000, 0x300000))
+    if paging is not None:
+        pages = (paging.pages, kv_heads, paging.page_size, head_dim)
+        row = kv_heads * head_dim
+        k, v = (x._replace(shape=pages, strides=(paging.page_size * row, head_dim, row)) for x in (k, v))
+    kept = []
+
+    def memory(nbytes):
+        kept.append(np.zeros(nbytes + 16, np.uint8))
+        return kept[-1].ctypes.data, kept[-1]
+
+    arrays = {name: ARRAYS[name] for name in form.array_names}
+    plan = gather.gather(
+        (q, k, v, operand(OUT, heads, seqlen_q)), arrays, form, problem, _config(form, "auto"), stream=7, lse=LSE,
+        visited=VISITED, paging=paging, memory=memory,
+    )  # fmt: skip
+    return plan, launched
+
+
+@pytest.mark.parametrize("compute_capability", [80, 90])
+def test_the_three_launches(driver, compute_capability):
+    plan, launched = call(driver, compute_capability, batch=2, list_heads=8, segment=256, window=30, tau=0.25)
+    own = "_sm90" if compute_capability == 90 else ""
+    assert [x.kernel.function for x in launched] == [f"pass1{own}", f"pass2_listed{own}"]
+    first, listed = (x.params["attention"] if "attention" in x.params.dtype.names else x.params for x in launched)
+    assert first["geometry"]["segment"] == 256 and first["geometry"]["window"] == 30
+    assert first["state"] == listed["state"] != 0 and listed["lists"]["kept"] == 0
+    assert (listed["lists"]["entries"], listed["lists"]["begins"], listed["lists"]["keys"]) == (0x1000, 0x2000, 0x3000)
+    assert listed["lists"]["shared_heads"] == 1 and listed["lists"]["per_tile"] == 1
+    assert listed["geometry"]["segment"] == 600 and listed["tiles"] == 5  # one segment, a list for each q tile
+    assert listed["tau"] == 0.25 and listed["lse"] == LSE and listed["visited"] == VISITED
+    assert plan.path == ("hopper" if own else "portable") and listed["q"]["data"] == 0x100000
+
+
+def test_sinks_come_between_and_keep_the_state(driver):
+    _, launched = call(driver, 90, segment=128, sinks=5, batch=2, tau=0.5)
+    assert [x.kernel.function for x in launched] == ["pass1_sm90", *["pass2_listed_sm90"] * 4]  # a turn each
+    state = launched[0].params["attention"]["state"]
+    of_sequence = 8 * 600  # rows
+    for b, (sinks, lists) in enumerate([launched[1:3], launched[3:5]]):
+        sinks, lists = sinks.params, lists.params
+        assert sinks["state"] == sinks["lists"]["kept"] == lists["state"] == state + b * of_sequence * 8
+        assert lists["lists"]["kept"] == 0
+        assert sinks["lists"]["entries"] == 0x4000 and sinks["lists"]["keys"] == 0x6000  # the same for both
+        assert sinks["geometry"]["segment"] == 128 and sinks["tau"] == 0 and lists["tau"] == 0.5
+        assert lists["lists"]["begins"] == 0x2000 + b * 5 * 8 and lists["lists"]["keys"] == 0x3000 + b * 5 * 4
+        assert lists["lse"] == LSE + b * of_sequence * 4 and lists["visited"] == VISITED + b * 8 * 5 * 4
+        assert lists["out"]["data"] == OUT + b * of_sequence * 128 * 2
+
+
+@pytest.mark.parametrize(("order", "heads", "stride"), [((1, 1), 8, 0), ((1, 2), 4, 1000), ((2, 8), 1, 1000)])
+def test_a_permutation_is_a_page_table(driver, order, heads, stride):
+    _, launched = call(driver, 90, order=order, is_causal=False)
+    assert [x.kernel.name for x in launched] == ["pass2_listed_sm90-bfloat16-d128-s2-paged"] * 2
+    for b, x in enumerate(launched):
+        p = x.params
+        assert p["pages"]["table"] == 0x7000 + (b * order[1] * 1000 * 4 if order[0] > 1 else 0)
+        assert (p["pages"]["stride"], p["pages"]["shift"], p["lists"]["table_heads"]) == (stride, 0, heads)
+        assert (p["k"]["batch"], p["k"]["head"]) == (128, 1000 * 128)  # from key to key, and from head to head
+        assert p["k"]["data"] == 0x200000 + b * 2 * 1000 * 128 * 2 and p["v"]["data"] == p["k"]["data"] + 0x100000
+        assert p["state"] == 0
+
+
+def test_block_m_64_is_portable(driver):
+    plan, launched = call(driver, 90, segment=128, block_m=64)
+    assert plan.path == "portable" and "block_m" in plan.path_reason
+    assert [x.kernel.function for x in launched] == ["pass1", *["pass2_listed"] * 2]
+
+
+@pytest.mark.parametrize("compute_capability", [80, 90])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("options", [{}, {"order": (1, 2)}, {"block_m": 64}], ids=str)
+def test_every_kernel_is_compiled_ahead(driver, compute_capability, head_dim, options):
+    _, launched = call(driver, compute_capability, (*SHAPE[:5], head_dim), segment=128, sinks=5, **options)
+    assert {x.kernel for x in launched} <= set(kernels_for(compute_capability))
+
+
+def test_a_plan_without_a_choice_is_pass_1(driver):
+    problem = Problem(1, 8, 2, 4000, 4000, 128, "bfloat16", True, 0.1)
+    form = random_schedule(np.random.default_rng(0), 4000, 4000, segment=256).form
+    plan = make_plan(problem, _config(form, "auto"), DeviceLimits.of_architecture(90), True, choose=NothingChosen)
+    assert plan.chunks == () and plan.keeps_state and not plan.dense and plan.geometry.segment == 256
+
+
+@pytest.mark.parametrize("list_batch", [1, 2])
+def test_pages_are_those_of_a_turn(driver, list_batch):
+    """Lists that sequences share have them take turns, each with its own row of the page table."""
+    _, launched = call(driver, 90, paging=Paging(0x8000, 20, 64, 40), batch=list_batch, list_heads=2, segment=128)
+    assert launched[0].kernel.function == "pass1_gathered_sm90" and launched[0].params["pages"]["table"] == 0x8000
+    turns = launched[1:]
+    assert len(turns) == (2 if list_batch == 1 else 1)
+    for b, x in enumerate(turns):
+        assert x.kernel.paged and x.params["pages"]["table"] == 0x8000 + b * 20 * 4
+        assert x.params["lists"]["table_heads"] == 8 and x.params["pages"]["shift"] == 6
+        assert x.params["k"]["data"] == 0x200000 and x.params["q"]["data"] == 0x100000 + b * 8 * 600 * 128 * 2
