@@ -140,7 +140,7 @@ class S2OConfig:
     segment : int, optional
         Queries per segment, which share one order of keys; default 128, with ``rank="mean"`` or "max" 1024. A segment's
         own keys are attended densely; every earlier key is a candidate.
-    tau : float, default 0.01
+    tau : float, default 0.02
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention.
     block_m : int, default 128
@@ -180,7 +180,7 @@ class S2OConfig:
     """
 
     segment: int = None  # type: ignore[assignment]  # an int from __post_init__ on, as unit and pooled_queries
-    tau: float = 0.01
+    tau: float = 0.02
     block_m: int = 128
     block_n: int = 128
     rank: str = "weight"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from key_lists import NOWHERE
+from key_lists import nowhere
 
 from s2o_cupy import Schedule
 from s2o_cupy.arrays.frameworks import to_host
@@ -152,4 +152,4 @@ def _lists(seqlen_q: int, rules: dict[str, Any]) -> int:
 def _rows(lists: list[Any]) -> tuple[Any, Any]:
     """indptr and indices, between which entries of no list stand at the end."""
     ends = np.cumsum([0, *map(len, lists)])
-    return ends, np.array([*(e for x in lists for e in x), NOWHERE], np.int32)
+    return ends, np.array([*(e for x in lists for e in x), nowhere(1)], np.int32)
