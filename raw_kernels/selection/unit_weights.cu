@@ -14,7 +14,7 @@
 namespace s2o {
 
 constexpr int kUnitStep = 64;       // units of a step
-constexpr int kWeightThreads = 128;
+constexpr int kWeightThreads = 256;
 constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
 constexpr int kMostPooled = 256;
 
@@ -210,6 +210,17 @@ struct UnitWeights {
     __syncwarp();  // a warp reads its own alone
   }
 
+  // Of 2 * kHalf numbers the lower lanes keep the first half, the upper ones the second, the larger of both lanes'.
+  template <int kHalf>
+  __device__ __forceinline__ void share_largest(float (&x)[kUnitStep / 4]) const {
+    const bool upper = lane & 2 * kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float mine = upper ? x[i + kHalf] : x[i], theirs = upper ? x[i] : x[i + kHalf];
+      x[i] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * kHalf));
+    }
+  }
+
   __device__ __forceinline__ void find_scores() {
     const int tiles = (p.pooled_queries + kPooledTile - 1) / kPooledTile;
     int loaded = tiles - 1;  // by find_norms
@@ -239,15 +250,9 @@ struct UnitWeights {
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
         // The largest over lanes of equal lane % 4: lane 4 * g + t is left with units 8 * g + 2 * t and the next.
-#pragma unroll
-        for (int half = 8; half >= 2; half /= 2) {
-          const bool upper = lane & 2 * half;
-#pragma unroll
-          for (int x = 0; x < half; ++x) {
-            const float mine = upper ? best[i][x + half] : best[i][x], theirs = upper ? best[i][x] : best[i][x + half];
-            best[i][x] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * half));
-          }
-        }
+        share_largest<8>(best[i]);
+        share_largest<4>(best[i]);
+        share_largest<2>(best[i]);
         const int at = step * kUnitStep + lane * 2;
         if (there[i] && at < units_of(segment[i]))
           *reinterpret_cast<uint32*>(p.scores + p.chunk.place(head, segment[i]) + at) =

@@ -180,8 +180,9 @@ class S2O:
             build.launch("rank_queries", self.rank_queries, rows, values),
         ]
         if self.by_weight and self._unit_blocks > 0:
-            values |= {"head_blocks": self._unit_blocks, "aligned": s.inputs.aligned}
-            found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, values))
+            of_units = {name: values[name] for name in ("k", "geometry", "kv_heads", "pages")}
+            of_units |= {"head_blocks": self._unit_blocks, "aligned": s.inputs.aligned}
+            found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, of_units))
         return found
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
