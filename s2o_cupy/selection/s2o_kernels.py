@@ -113,7 +113,7 @@ UNIT_MEANS = Family(
     "UnitMeansTraits<{element}, {head_dim}, {paged}>",
 )  # fmt: skip
 UNIT_WEIGHTS = Family(
-    "unit_weights", "selection/unit_weights.cu", "RankKeysParams", THREADS, 1, "WeightTraits<{element}, {head_dim}>"
+    "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
 )
 UNIT_MEANS_KEYS = 128  # keys of a block of unit_means (kBlockKeys)
 
@@ -136,7 +136,7 @@ def unit_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
 
 def _weight_segments(head_dim: int) -> int:
     """Segments of a block (WeightTraits::kSegments)."""
-    return 8 if head_dim > 128 else 16
+    return 4 if head_dim > 128 else 8
 
 
 # --- Orders ---
