@@ -25,6 +25,7 @@ from .s2o_kernels import BLOCK_PAIRS, UNIT_MEANS_KEYS, score_blocks, unit_weight
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
+SMALLEST_SCALE = 1e-30  # of unit_weights: times 0 what is left out, minus infinity, would be NaN
 
 
 def strata_blocks(chunk: Chunk) -> int:
@@ -203,6 +204,7 @@ class S2O:
         }
         if self.by_weight:
             blocks = unit_weight_blocks(self.unit_weights, chunk)
+            values |= {"scale_log2": max(self._scale_log2, SMALLEST_SCALE)}
             found = [build.launch("unit_weights", self.unit_weights, blocks, values, chunk)]
         else:
             row_blocks, key_blocks = score_blocks(self.key_scores, chunk, self.setting.limits)
