@@ -11,7 +11,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 __all__ = [
@@ -148,9 +148,9 @@ class S2OConfig:
     block_n : int, default 128
         Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024, the CPU of 16.
     rank : {"weight", "max", "mean"}, default "weight"
-        A key's score: "weight", the largest softmax weight that any of the segment's pooled queries gives it; "max", the
-        largest dot product with one of them; "mean" (the paper, Algorithm 1), its dot product with the mean of all of the
-        segment's queries.
+        A key's score: "weight", the largest softmax weight that any of the segment's pooled queries gives it; "max",
+        the largest dot product with one of them; "mean" (the paper, Algorithm 1), its dot product with the mean of all
+        of the segment's queries.
     unit : int, optional
         Neighbouring keys that are scored by their mean and visited together: a power of two up to 128 with
         ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
@@ -307,11 +307,6 @@ class Geometry:
     def ranked(self, n: int) -> int:
         """How many whole units are among them: these are put in order. A short one comes last."""
         return self.candidates(n) // self.unit
-
-    @property
-    def first_ordered(self) -> int:
-        """The first segment with candidates, or ``segments``."""
-        return next((n for n in range(self.segments) if self.candidates(n) > 0), self.segments)
 
     def guide_keys(self, n: int) -> int:
         """Leading keys whose mean orders the queries: one segment of them, never a future one."""

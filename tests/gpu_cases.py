@@ -182,7 +182,11 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"pooled_queries": 40}, "segment": 320, "seqlen_q": 1500, "head_dim": 128},  # several tiles of them
     {"options": {"pooled_queries": 256}, "segment": 1024, "seqlen_q": 2500, "head_dim": 256},
     # Units of keys: a key, more of them than a segment or a key tile has queries or keys, and lengths around them.
-    *({"options": {"unit": unit}, "seqlen_q": 700, "head_dim": head_dim} for unit in (1, 2, 64, 128) for head_dim in (64, 256)),
+    *(
+        {"options": {"unit": unit}, "seqlen_q": 700, "head_dim": head_dim}
+        for unit in (1, 2, 64, 128)
+        for head_dim in (64, 256)
+    ),
     {"options": {"unit": 128}, "block_m": 64, "block_n": 64, "seqlen_q": 700},
     {"options": {"unit": 32}, "segment": 40, "seqlen_q": 300, "seqlen_k": 777, "head_dim": 128},
     *({"seqlen_q": 300, "seqlen_k": 400 + more, "is_causal": False} for more in (0, 1, 15, 16, 17)),

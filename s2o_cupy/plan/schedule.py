@@ -22,7 +22,6 @@ from .rounds import Chunk, near_heads
 __all__ = ["ScheduleShape", "listed_plan", "order_lists"]
 
 
-
 @dataclass(frozen=True)
 class ScheduleShape:
     """What is known of lists before they are made.
@@ -32,7 +31,8 @@ class ScheduleShape:
     list_heads : int
         Lists are for each query head (as many as these), KV head, or one for all heads.
     unit : a power of two up to 128, default 1
-        Neighbouring keys that an entry stands for: key number i of a list is ``entries[begin + i // unit] * unit + i % unit``.
+        Neighbouring keys that an entry stands for: key number i of a list is
+        ``entries[begin + i // unit] * unit + i % unit``.
     per_tile : bool, default False
         Each q tile has a list of its own; otherwise all of a segment share one.
     segment : int, optional

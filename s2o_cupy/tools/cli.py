@@ -250,7 +250,7 @@ CONFIG_HELP = {
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
     "block_m": "queries that stop together",
     "block_n": "keys between two stop checks",
-    "rank": "score of a key: largest weight that pooled queries give it; largest product with one; product with the mean",
+    "rank": "score of a key: largest weight that pooled queries give it; their largest product; the mean query's",
     "unit": "neighbouring keys that are scored by their mean and visited together, of --rank weight",
     "pooled_queries": "means of runs of a segment's queries, of --rank weight or max",
     "window": "keys before the segment that are attended densely too",
