@@ -21,8 +21,10 @@ from s2o_cupy.reference import key_order
 from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, chunk_bytes, middle_blocks, row_pairs, strata_blocks
-from s2o_cupy.selection.s2o_kernels import BLOCK_PAIRS, HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS
-from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, S2OConfig
+from s2o_cupy.selection.s2o_kernels import (
+    BLOCK_PAIRS, HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS, UNIT_MEANS_KEYS, score_blocks, unit_weight_blocks,
+)  # fmt: skip
+from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, UNITS, S2OConfig
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
@@ -48,7 +50,10 @@ def problems(draw):
     more = draw(st.sampled_from([0, 0, 1, 1000, 300_000]))
     seqlen_k = seqlen_q + more if is_causal else draw(st.one_of(st.integers(1, 600), st.integers(1, 400_000)))
     lowest = max(1, -(-seqlen_q // 60))  # at most 60 segments, so that the test stays quick
+    rank = draw(st.sampled_from(["weight", "weight", "max", "mean"]))
     config = S2OConfig(
+        rank=rank,
+        unit=draw(st.sampled_from(UNITS)) if rank == "weight" else 1,
         segment=draw(st.integers(min(lowest, 8192), 8192)),
         block_m=draw(st.sampled_from([64, 128])),
         window=draw(st.sampled_from([0, 1, 500, 1_000_000])),
@@ -65,11 +70,19 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
         "guides": problem.batch * problem.kv_heads * 2,
         "rank_queries": plan.whole.rows,
     }
+    method, geometry = plan.method, problem.geometry(config)
+    assert isinstance(method, S2O)
+    if config.rank == "weight" and plan.chunks and geometry.units:
+        blocks = -(-geometry.units * geometry.unit // UNIT_MEANS_KEYS)
+        sizes["unit_means"] = problem.batch * problem.kv_heads * blocks
     for chunk in plan.chunks:
-        assert isinstance(plan.method, S2O)
-        row_blocks, key_blocks = plan.method.score_blocks(chunk)
+        if config.rank == "weight":
+            of_scores = "unit_weights", unit_weight_blocks(method.unit_weights, chunk)
+        else:
+            row_blocks, key_blocks = score_blocks(method.key_scores, chunk, method.setting.limits)
+            of_scores = "key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks
         for name, size in (
-            ("key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks),
+            of_scores,
             ("key_strata", row_pairs(chunk) * max(1, strata_blocks(chunk))),  # 0 blocks are not launched
             ("key_middle", chunk.rows * max(1, middle_blocks(chunk))),
             ("key_order_head", chunk.rows),
@@ -109,10 +122,10 @@ def test_chunks_stay_within_the_workspace(case):
     for chunk in plan.chunks:
         assert chunk.rows == 1 or chunk_bytes(chunk) <= config.workspace_bytes
         assert chunk.elements <= plan.method.elements
-        last = max(geometry.candidates(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
+        last = max(geometry.ranked(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
         # Blocks for all strata, where a row has any, of a long row and a short one together.
         blocks = lambda n: -(-len(key_order.strata(n)) // (2 * BLOCK_PAIRS)) if n > ORDER_HEAD else 0  # noqa: E731
-        counts = [geometry.candidates(chunk.first_segment + n) for n in range(chunk.segments)]
+        counts = [geometry.ranked(chunk.first_segment + n) for n in range(chunk.segments)]
         for i in range(chunk.segments // 2):
             assert strata_blocks(chunk) >= blocks(counts[i]) + blocks(counts[-1 - i])
         assert strata_blocks(chunk) >= blocks(counts[chunk.segments // 2])
@@ -131,11 +144,12 @@ def test_rows_of_a_chunk_lie_one_behind_the_other(case):
             row = chunk.place(chunk.first_head + head, chunk.first_segment + n)
             assert row.start == end and row.start % STEP == 0
             end = row.stop
-            # Scores lie by key position: without causality up to the last key.
-            keys = geometry.candidates(chunk.first_segment + n) if geometry.is_causal else geometry.seqlen_k
-            assert keys <= row.stop - row.start <= chunk.longest
+            # Scores lie by unit: without causality up to the last one, which an order has even if it is short.
+            every = -(-geometry.seqlen_k // geometry.unit)
+            units = geometry.ranked(chunk.first_segment + n) if geometry.is_causal else every
+            assert units <= row.stop - row.start <= chunk.longest
         assert end == chunk.elements
-        longest = max(geometry.candidates(chunk.first_segment + n) for n in range(chunk.segments))
+        longest = max(geometry.ranked(chunk.first_segment + n) for n in range(chunk.segments))
         if geometry.is_causal:  # no more than if all rows were as long as the longest
             assert chunk.elements <= chunk.rows * -(-longest // STEP) * STEP
 
@@ -257,10 +271,10 @@ def test_later_segments_come_first():
 def test_blocks_of_key_scores_on_hopper(case):
     """They cover all rows and keys, none lies past the last key, and none has more keys than it should."""
     problem, config = case
-    plan = plan_of(problem, replace(config, block_m=128, rank="mean"))
+    plan = plan_of(problem, replace(config, block_m=128, rank="mean", unit=1, pooled_queries=1))
     assert plan.method.key_scores.function == "key_scores_sm90"
     for chunk in plan.chunks:
-        row_blocks, key_blocks = plan.method.score_blocks(chunk)
+        row_blocks, key_blocks = score_blocks(plan.method.key_scores, chunk, LIMITS[90])
         assert 0 <= row_blocks * HOPPER_SCORE_ROWS - chunk.shared_heads * chunk.segments < HOPPER_SCORE_ROWS
         tiles = chunk.longest // STEP
         tiles_each = -(-tiles // key_blocks)  # as the kernel counts
@@ -277,7 +291,7 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
     limits = LIMITS[90]
     assert 2 * (plan.method.key_scores.shared_bytes + 1024) <= limits.shared_per_multiprocessor
     for chunk in plan.chunks:
-        row_blocks, key_blocks = plan.method.score_blocks(chunk)
+        row_blocks, key_blocks = score_blocks(plan.method.key_scores, chunk, LIMITS[90])
         tiles_each = -(-chunk.longest // STEP // key_blocks)
         segments = [min((i + 1) * HOPPER_SCORE_ROWS // chunk.shared_heads, chunk.segments) for i in range(row_blocks)]
         keys = [chunk.stride + (n - 1) * chunk.growth for n in segments]  # of the last row of each row block
@@ -406,13 +420,13 @@ def test_capped_scores_among_the_parameters(scale):
     for stage in ("pass1", "pass2"):  # cap_scale * q.k is what tanh takes, and scale_log2 its factor
         assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
         assert found[stage]["cap_scale"] == pytest.approx(abs(scale) / 4)
-    assert found["probe"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
+    assert found["unit_weights"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
 
 
 @pytest.mark.parametrize("shape", [None, SumsShape(200, 0), SumsShape(200, 70)])
 def test_sums_of_keys_that_calls_share(shape):
     """The caller's have room for its whole sequence, and only the missing blocks are made."""
-    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig()
+    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="mean")
     plan = plan_of(problem, config)
     of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
     operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
@@ -443,8 +457,8 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (
-        "pass1", "pass2", "guides", "probe", "refined_norms", "refined_scores", "rank_queries", "key_scores",
-        "key_strata", "key_middle", "key_order_head",
+        "pass1", "pass2", "guides", "rank_queries", "unit_means", "unit_weights", "key_scores", "key_strata",
+        "key_middle", "key_order_head",
     ):  # fmt: skip
         kernel = getattr(plan if name in ("pass1", "pass2") else plan.method, name)
         left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
