@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from s2o_cupy import S2OConfig  # noqa: E402
-from s2o_cupy.spec import PATHS  # noqa: E402
+from s2o_cupy.spec import PATHS, TAILS  # noqa: E402
 from s2o_cupy.tools.info import gpu_problem  # noqa: E402
 
 # ---------------------------------------------------------------- arguments
@@ -45,9 +45,9 @@ def names(text: str) -> list[str]:
 
 
 def parse_order(text: str) -> dict[str, Any]:
-    """ "rank:pooled queries:window:segment", all but the rank optional."""
+    """ "rank:pooled queries:window:segment:unit", all but the rank optional."""
     rank, *rest = text.split(":")
-    fields = ("pooled_queries", "window", "segment")
+    fields = ("pooled_queries", "window", "segment", "unit")
     order: dict[str, Any]
     try:
         order = {"rank": rank, **{name: int(x) for name, x in zip(fields, rest, strict=False)}}
@@ -55,7 +55,7 @@ def parse_order(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     if len(rest) > len(fields):
-        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:pooled_queries[:window[:segment]]]")
+        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:pooled_queries[:window[:segment[:unit]]]]")
     return order
 
 
@@ -77,9 +77,10 @@ def head_counts(text: str) -> list[tuple[int, int]]:
 def add_s2o(parser: argparse.ArgumentParser) -> None:
     """Options of every call but tau."""
     parser.add_argument(
-        "--orders", type=orders, default=orders("mean"),
-        help="comma-separated rank[:pooled_queries[:window[:segment]]]",
+        "--orders", type=orders, default=orders(S2OConfig.rank),
+        help="comma-separated rank[:pooled_queries[:window[:segment[:unit]]]]",
     )  # fmt: skip
+    parser.add_argument("--tail", choices=TAILS, default=S2OConfig.tail)
     parser.add_argument("--path", choices=PATHS, default="auto")
     parser.add_argument("--workspace-mib", type=int, default=S2OConfig.workspace_bytes >> 20)
     parser.add_argument(
@@ -89,8 +90,9 @@ def add_s2o(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace, order: dict[str, Any], **fields: Any) -> S2OConfig:
     return S2OConfig(
-        path=args.path, workspace_bytes=args.workspace_mib << 20, dense_up_to=args.dense_up_to, **order, **fields
-    )
+        path=args.path, tail=args.tail, workspace_bytes=args.workspace_mib << 20, dense_up_to=args.dense_up_to,
+        **order, **fields,
+    )  # fmt: skip
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +116,7 @@ FILES = ("weights", "tokens", "loader")
 def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The arguments, and what every row has in common."""
     kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot", *FILES)}
-    shared = (k for k in ("segment", "rank", "window") if rows and k in rows[0])
+    shared = (k for k in ("segment", "rank", "unit", "window") if rows and k in rows[0])
     return kept | {k: rows[0][k] for k in shared if len({row[k] for row in rows}) == 1}
 
 
@@ -165,7 +167,7 @@ def write_result(args: argparse.Namespace, rows: Sequence[dict[str, Any]], devic
 
 def describe(config: S2OConfig) -> dict[str, Any]:
     """A row's part on how keys were ordered; "order" is as `parse_order` reads it."""
-    row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment")}
+    row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment", "unit")}
     return {"order": ":".join(map(str, row.values())), **row, "tau": config.tau}
 
 

@@ -72,7 +72,7 @@ def quality(path: str, rows: Sequence[Row]) -> None:
         where += [f"layers {layers}"] if layers else []
         axis.set_title(", ".join(where), fontsize=10)
         axis.grid(alpha=0.25, which="both")
-        axis.legend(fontsize=7, title="rank:means:window:segment", title_fontsize=7)
+        axis.legend(fontsize=7, title="rank:means:window:segment:unit", title_fontsize=7)
     _save(figure, path)
 
 

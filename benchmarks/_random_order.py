@@ -17,7 +17,7 @@ from s2o_cupy.spec import Geometry, S2OConfig
 
 
 class RandomOrders:
-    """An observer of `s2o_cupy.cuda.pipeline.run` that gives each (head, segment) a random order of its candidates.
+    """An observer of `s2o_cupy.cuda.pipeline.run` that gives each (head, segment) a random order of its units of keys.
 
     Drawn once a round of the workspace and kept, so that repeats time the same work.
     """
@@ -39,13 +39,13 @@ class RandomOrders:
             k_order[: chunk.elements] = self.drawn[chunk]
 
     def draw(self, chunk: Any) -> Any:
-        """int32 [chunk.elements], causal: in each row a permutation of its segment's candidates, then 0."""
+        """int32 [chunk.elements], causal: in each row a permutation of the units of its segment's candidates, then 0."""
         import torch
 
         order = torch.zeros(chunk.elements, dtype=torch.int32, device=self.device)
         of_heads = order.view(chunk.heads, -1)
         for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
-            begin, count = chunk.place(chunk.first_head, n).start, self.geometry.candidates(n)
+            begin, count = chunk.place(chunk.first_head, n).start, self.geometry.ranked(n)
             keys = torch.rand((chunk.heads, count), generator=self.generator, device=self.device)
             of_heads[:, begin : begin + count] = keys.argsort(-1)
         return order

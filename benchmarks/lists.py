@@ -78,7 +78,7 @@ class S2OStages(RandomOrders):
         begins, keys = order_lists(self.chunks, self.geometry, heads)
         first = cupy.arange(0, self.geometry.segments * segment, segment, dtype=np.int32)[:, None]
         q_order = (self.kept["q_order"].reshape(heads, -1, segment) + first).reshape(heads, -1)[:, :length]
-        shape = ScheduleShape(heads, segment=segment, resumed=True)
+        shape = ScheduleShape(heads, unit=self.geometry.unit, segment=segment, resumed=True)
         on_gpu = (cupy.asarray(begins), cupy.asarray(keys), cupy.ascontiguousarray(q_order))
         return Lists(shape, cupy.concatenate(self.orders), *on_gpu)
 

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--split", default="sequence", choices=("sequence", "heads"), help="default: %(default)s")
     parser.add_argument("--tau", type=float, default=0.01, help="default: %(default)s")
-    parser.add_argument("--segment", type=int, help="default: 1024, or 128 on the CPU")
+    parser.add_argument("--segment", type=int, help="queries of a segment (default: 128)")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls, of which the fastest counts")
     parser.add_argument("--check", action="store_true", help="also run in one process, and compare")
     args = parser.parse_args(arguments)
@@ -88,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gpu = device.type == "cuda"
     tokens = args.tokens or (131_072 if gpu else 2048)
     heads, kv_heads = args.heads or (32 if gpu else 4), args.kv_heads or (8 if gpu else 2)
-    # With rank="auto" a chunk's first segments may be ordered otherwise than in one call.
-    config = S2OConfig(segment=args.segment or (1024 if gpu else 128), tau=args.tau, rank="mean")
+    config = S2OConfig(segment=args.segment or S2OConfig().segment, tau=args.tau)
     parallel = SequenceParallel(tokens, config=config, split=args.split)
     with torch.inference_mode():
         whole = make_input(tokens, heads, kv_heads, args.head_dim, device, seed=0)

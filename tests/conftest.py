@@ -240,7 +240,7 @@ def rng() -> np.random.Generator:
 def qkv(rng: np.random.Generator) -> Any:
     """qkv(seqlen_q, seqlen_k=None, batch=, heads=, kv_heads=, head_dim=) -> host float32 arrays.
 
-    Keys differ in importance by a few nats, alike for all queries, so that S2O stops early.
+    Runs of 16 keys differ in importance by a few nats, alike for all queries, so that S2O stops early.
     """
 
     def make(
@@ -255,7 +255,8 @@ def qkv(rng: np.random.Generator) -> Any:
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         q = rng.standard_normal((batch, heads, seqlen_q, head_dim), dtype=np.float32)
         k, v = rng.standard_normal((2, batch, kv_heads, seqlen_k, head_dim), dtype=np.float32)
-        importance = rng.standard_normal((batch, kv_heads, seqlen_k, 1), dtype=np.float32)
+        importance = rng.standard_normal((batch, kv_heads, -(-seqlen_k // 16), 1), dtype=np.float32)
+        importance = importance.repeat(16, axis=2)[:, :, :seqlen_k]
         direction = np.float32(np.sqrt(3) * head_dim**-0.25)  # scores of importance * 3 nats, over head_dim
         return q + direction, k + importance * direction, v
 

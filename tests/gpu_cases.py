@@ -65,13 +65,14 @@ class Case:
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k, v on the host. Keys differ in importance by a few nats, so that S2O stops early."""
+        """q, k, v on the host. Runs of 16 keys differ in importance by a few nats, so that S2O stops early."""
         rng = np.random.default_rng(zlib.crc32(repr(self).encode()))
         p, dtype = self.problem(), DTYPES[self.dtype]
         q = rng.standard_normal((p.batch, p.heads, p.seqlen_q, p.head_dim))
         k, v = rng.standard_normal((2, p.batch, p.kv_heads, p.seqlen_k, p.head_dim))
         direction = np.sqrt(3) * p.head_dim**-0.25
-        k += direction * rng.standard_normal((p.batch, p.kv_heads, p.seqlen_k, 1))
+        importance = rng.standard_normal((p.batch, p.kv_heads, -(-p.seqlen_k // 16), 1))
+        k += direction * importance.repeat(16, axis=2)[:, :, : p.seqlen_k]
         arrays = {"q": q + direction, "k": k, "v": v}
         if self.poison:
             name, row, value = self.poison

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import SMALL
 
-# Segments of a chunk are ordered without regard to those before it.
-MEAN = replace(SMALL, rank="mean", pooled_queries=None)
+MEAN = replace(SMALL, rank="mean")
 
 
 def parallel(*arguments, **options):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from s2o_cupy.spec import Geometry, S2OConfig
+from s2o_cupy.spec import UNITS, Geometry, S2OConfig
 
 
 class Case(NamedTuple):
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     is_causal: bool = True
 
     def geometry(self, config):
-        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal)
+        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal, config.unit)
 
 
 def make(case, dtype=np.float64, seed=0):
@@ -39,14 +39,15 @@ def cases(draw, /, **fixed):
     is_causal = draw(st.booleans())
     kv_heads = draw(st.integers(1, 2))
     seqlen_q = draw(st.integers(1, 60))
-    rank = draw(st.sampled_from(["mean", "max", "auto"]))
+    rank = draw(st.sampled_from(["mean", "max", "weight"]))
     config = {
         "segment": draw(st.integers(1, 40)),
         "block_m": draw(st.integers(1, 20)),
         "block_n": draw(st.integers(1, 20)),
         "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
         "rank": rank,
-        "pooled_queries": draw(st.integers(1, 20)) if rank != "mean" else None,
+        "unit": draw(st.sampled_from(UNITS)) if rank == "weight" else 1,
+        "pooled_queries": draw(st.integers(1, 20)) if rank != "mean" else 1,
     }
     values = {
         "heads": kv_heads * draw(st.integers(1, 3)),

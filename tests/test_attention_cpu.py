@@ -36,8 +36,10 @@ def test_tau_0_is_dense_at_every_length(device, qkv, length):
         {"window": 1},
         {"window": 200},
         {"window": 5000},
-        {"rank": "mean", "pooled_queries": None},
-        {"rank": "max", "pooled_queries": None},
+        {"unit": 1},
+        {"unit": 128},
+        {"rank": "mean"},
+        {"rank": "max"},
         {"rank": "max", "pooled_queries": 3},
         {"block_m": 128, "block_n": 128},
         {"block_n": 1024},
@@ -353,7 +355,7 @@ def test_stats(device, qkv, config):
     tiles = device.host(visited).astype(int)
     for n, first in enumerate(range(0, seqlen, 128)):
         rows = min(128, seqlen - first)
-        window = min(20, first)
+        window = first - max(0, first - 20) // config.unit * config.unit  # from the start of a unit on
         pairs += rows * (rows + 1) // 2 + rows * window
         for t, start in enumerate(range(0, 128, block_m)):
             keys = np.minimum(tiles[:, :, n, t] * block_n, first - window)

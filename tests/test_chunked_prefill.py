@@ -56,11 +56,13 @@ def test_any_cuts_and_segments(cuts, segment, window, seed):
 
 
 def test_same_bits_in_whole_segments(device, qkv):
-    """With chunks of whole segments a sparse result is that of one call too, orders and stops included, if segments are
-    ordered without regard to those before them."""
-    mean = replace(device.config, rank="mean", pooled_queries=None)
+    """With chunks of whole segments a sparse result is that of one call too, orders and stops included."""
     q, k, v = qkv(LENGTH, heads=4, kv_heads=2)
-    for config in (mean, replace(mean, window=50), replace(mean, rank="max", pooled_queries=16)):
+    for changes in (
+        {}, {"window": 50}, {"segment": 64, "unit": 64}, {"unit": 1, "pooled_queries": 5}, {"tail": "mean"},
+        {"rank": "mean", "tail": "mean"}, {"rank": "mean", "window": 50}, {"rank": "max"},
+    ):  # fmt: skip
+        config = replace(device.config, **changes)
         segment = config.segment
         one = in_chunks(device, q, k, v, (), config=config)
         for cuts in ((segment,), (2 * segment, 3 * segment), tuple(range(segment, LENGTH, segment))):
@@ -74,7 +76,7 @@ def test_sums_that_chunks_share(device, qkv):
     """Each chunk adds up the keys that are new, in whole blocks, and takes the sums of the others: the same bits."""
     if device.kind == "cpu":
         pytest.skip("only the kernels keep sums")
-    config = replace(device.config, rank="mean", pooled_queries=None)
+    config = replace(device.config, rank="mean", tail="mean")
     length = 3 * SUM_KEYS + 40
     q, k, v = (device.array(x) for x in qkv(length, heads=4, kv_heads=2))
     memory = device.xp.full((2, sum_blocks(length), 2, padded_head_dim(q.shape[3])), np.nan, np.float32)

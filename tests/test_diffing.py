@@ -47,8 +47,8 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
             scores.append(s2o.unit_weights(pooled, counts, means, n, geometry, scale).astype(np.float16))
         units = s2o.ranked_units(n, geometry)[key_order.order_keys(scores[n])]
         positions.append(s2o.unit_positions(units, n, geometry))
-        short = [[(0, 0), (0, 0), (0, int(geometry.candidates(n) % geometry.unit > 0))], geometry.units]
-        k_order.append(np.pad(units, short[0], constant_values=short[1]))
+        short = int(geometry.candidates(n) % geometry.unit > 0)
+        k_order.append(np.pad(units, ((0, 0), (0, 0), (0, short)), constant_values=geometry.units))
     state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])

@@ -338,7 +338,7 @@ def _late_keys(rank, world_size, folder, window, path):
     from conftest import SMALL_HOPPER, has_hopper, spin
 
     small = SMALL_HOPPER if has_hopper() else SMALL
-    config = replace(small, rank="mean", pooled_queries=None, window=window, path=path)
+    config = replace(small, rank="mean", window=window, path=path)
     q, k, v = _cases(16 * SEGMENT, "bfloat16", "cuda")
     both = parallel(16 * SEGMENT, config=config)
     for turn in range(6):

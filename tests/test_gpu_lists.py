@@ -323,7 +323,10 @@ def test_a_q_tile_stops(path, qkv):
     ("dtype", "head_dim", "options"),
     [
         *((dtype, head_dim, {}) for dtype in DTYPES for head_dim in (64, 80, 128, 256)),
-        ("bfloat16", 128, {"tail": "none"}),
+        ("bfloat16", 128, {"tail": "mean"}),
+        ("bfloat16", 128, {"rank": "mean", "tail": "mean"}),
+        ("bfloat16", 128, {"unit": 1}),
+        ("bfloat16", 128, {"unit": 128}),
         ("bfloat16", 128, {"tau": 0.0}),
         ("bfloat16", 128, {"segment": 200, "window": 30}),
         ("bfloat16", 128, {"workspace_bytes": 1 << 20}),
@@ -340,13 +343,13 @@ def test_s2o_is_the_case_of_its_orders_as_lists(path, qkv, dtype, head_dim, opti
     q, k, v = draw(qkv, dtype, 2500, heads=16, kv_heads=2, head_dim=head_dim)
     stages = s2o_stages(q, k, v, config, softcap)
     assert (len(stages.chunks) > 1) == (config.workspace_bytes == 1 << 20)
-    geometry = Geometry(2500, 2500, config.segment, config.window)
+    geometry = Geometry(2500, 2500, config.segment, config.window, unit=config.unit)
     begins, keys = order_lists(stages.chunks, geometry, 16)
     queries = [geometry.queries(n) for n in range(geometry.segments)]
     of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
     q_order = np.concatenate(of_segments, axis=-1)
     found = attend(
-        path, q, k, v, KeyLists(stages.entries, begins[None], keys[None]), segment=config.segment, q_order=q_order,
+        path, q, k, v, KeyLists(stages.entries, begins[None], keys[None], config.unit), segment=config.segment, q_order=q_order,
         start=(stages.o1, stages.lse1, stages.state), tail=stages.tail, page_size=page_size, problem=stages.problem,
         tau=config.tau,
     )  # fmt: skip

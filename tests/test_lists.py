@@ -234,7 +234,7 @@ def test_shapes_of_lists():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"unit": 32}, r"attend_lists: unit is 32; accepted: 1, 64 or 128"),
+        ({"unit": 48}, r"attend_lists: unit is 48; accepted: 1, 2, 4, 8, 16, 32, 64, 128"),
         ({"list_heads": 4}, r"attend_lists: list_heads is 4 with 8 query and 2 KV heads; accepted: 1, 2 or 8"),
         ({"segment": 0}, r"attend_lists: segment is 0; accepted: an integer >= 1, or None for all queries"),
     ],
@@ -248,7 +248,7 @@ def test_a_schedule_that_no_kernel_takes_is_refused(changes, message):
 # ---------------------------------------------------------------- what kernels read of it
 
 
-@pytest.mark.parametrize("unit", [1, 64, 128])
+@pytest.mark.parametrize("unit", [1, 16, 64, 128])
 @pytest.mark.parametrize("kind", ["one", "kv_heads", "heads"])
 @pytest.mark.parametrize("per_tile", [False, True])
 def test_kernels_read_the_lists_of_the_definition(rng, unit, kind, per_tile):
@@ -263,11 +263,15 @@ def test_kernels_read_the_lists_of_the_definition(rng, unit, kind, per_tile):
         np.testing.assert_array_equal(memory.positions(b * 4 + h, n, tile), expected)
 
 
-@pytest.mark.parametrize(("workspace_mib", "turns"), [(256, 1), (32, 4)])
-def test_kernels_read_s2os_orders_of_all_rounds(workspace_mib, turns):
-    """The orders of rounds lie one behind the other: each of its segment's candidates, then padding."""
+@pytest.mark.parametrize(
+    ("config", "workspace_mib", "turns"),
+    [(S2OConfig(rank="mean"), 256, 1), (S2OConfig(rank="mean"), 32, 4), (S2OConfig(segment=1024, unit=4), 8, 4)],
+    ids=["keys", "keys in rounds", "units in rounds"],
+)
+def test_kernels_read_s2os_orders_of_all_rounds(config, workspace_mib, turns):
+    """The orders of rounds lie one behind the other: each the units of its segment's candidates, then padding."""
     problem = Problem(1, 32, 8, 32768, 32768, 128, "bfloat16", True, 0.1)
-    geometry = problem.geometry(S2OConfig(segment=1024))
+    geometry, unit = problem.geometry(config), config.unit
     chunks = rounds(problem, geometry, chunk_bytes, workspace_mib << 20)
     assert len(chunks) == turns
     orders = []
@@ -275,14 +279,14 @@ def test_kernels_read_s2os_orders_of_all_rounds(workspace_mib, turns):
         order = np.full(chunk.elements, NOWHERE, np.int32)
         for h, n in np.ndindex(chunk.heads, chunk.segments):
             row = order[chunk.place(chunk.first_head + h, chunk.first_segment + n)]
-            candidates = geometry.candidates(chunk.first_segment + n)
-            row[:candidates] = (chunk.first_head + h + np.arange(candidates)) % candidates  # each head its own order
+            units = geometry.ranked(chunk.first_segment + n)
+            row[:units] = (chunk.first_head + h + np.arange(units)) % units  # each head its own order
         orders.append(order)
     begins, keys = order_lists(chunks, geometry, 32)
-    shape = ScheduleShape(32, segment=1024, resumed=True)
+    shape = ScheduleShape(32, unit, segment=1024, resumed=True)
     memory = ListedMemory(problem, shape, 128, np.concatenate(orders), begins[None], keys[None])
     for head, n in np.ndindex(32, 32):
-        expected = (head + np.arange(n * 1024)) % max(1, n * 1024)
+        expected = (head * unit + np.arange(n * 1024)) % max(1, n * 1024)
         np.testing.assert_array_equal(memory.positions(head, n, tile=7), expected)
 
 

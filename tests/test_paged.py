@@ -63,9 +63,10 @@ def test_pages(device, qkv, rng, lengths, page_size, layout, head_dim):
         ((200, 333), {"tau": 10.0}),
         ((700, 700), {"config": {"window": 30}}),
         ((500, 700), {"config": {"rank": "max", "pooled_queries": 3, "segment": 100}}),
-        ((500, 700), {"config": {"rank": "mean", "pooled_queries": 1}}),
-        ((1100, 1900), {"config": {"rank": "auto", "segment": 64}}),  # several probes
-        ((500, 700), {"config": {"tail": "none"}}),
+        ((500, 700), {"config": {"rank": "mean", "tail": "mean"}}),
+        ((1100, 1900), {"config": {"segment": 64, "unit": 8}}),
+        ((500, 700), {"config": {"unit": 128}}),
+        ((500, 700), {"config": {"tail": "mean"}}),
         ((700, 1100), {"config": {"dense_up_to": 10_000}}),
         ((300, 700), {"is_causal": False}),
         ((700, 300), {"is_causal": False}),

@@ -17,10 +17,9 @@ from s2o_cupy.selection.methods import make_plan
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "block_sums", "candidate_means", "probe", "refined_norms", "refined_scores",
-    "key_scores",
+    "pass1", "pass2", "guides", "block_sums", "candidate_means", "unit_means", "key_scores",
 )
-STAGES = (*READERS, "rank_queries", "key_strata", "key_middle", "key_order_head")
+STAGES = (*READERS, "rank_queries", "unit_weights", "key_strata", "key_middle", "key_order_head")
 
 
 def kernel_of(plan, stage):
@@ -29,7 +28,7 @@ def kernel_of(plan, stage):
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
 def test_what_the_kernels_get(path):
-    config = S2OConfig(path=path, dense_up_to=0)
+    config = S2OConfig(path=path, dense_up_to=0, tail="mean")
     plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
     of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
@@ -55,7 +54,7 @@ def test_what_the_kernels_get(path):
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
-    config, limits = S2OConfig(block_m=block_m, path=path), DeviceLimits.of_architecture(compute_capability)
+    config, limits = S2OConfig(block_m=block_m, path=path, tail="mean"), DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (page_size, 0))
     assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
@@ -99,6 +98,26 @@ def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, head_dim, rows):
     plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
     assert plan.map_boxes == ((128, rows, rows) if rows else ())
     assert (plan.pass1.function == "pass1_gathered_sm90") == (rows == 0)
+
+
+@pytest.mark.parametrize(
+    ("segment", "unit", "rows"),
+    [
+        (128, 1, 0),  # keys 96, 224, ...: no multiples of 64
+        (128, 32, 0),
+        (128, 64, 64),  # the units that these stand in
+        (1024, 128, 64),
+        (192, 128, 64),
+        (200, 64, 0),  # segments begin anywhere in a unit
+    ],
+)
+def test_boxes_begin_with_a_unit(segment, unit, rows):
+    problem = replace(PROBLEM, seqlen_q=4000, seqlen_k=4096)
+    config = S2OConfig(segment=segment, unit=unit, dense_up_to=0)
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, 64)
+    assert plan.map_boxes == ((128, rows, rows) if rows else ())
+    if rows:
+        assert all(plan.geometry.dense_keys(n)[0] % rows == 0 for n in range(plan.geometry.segments))
 
 
 @pytest.mark.parametrize(

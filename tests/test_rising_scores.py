@@ -33,7 +33,7 @@ def test_what_matters_most_comes_last(device, rng, reach, shift):
     q, k, v = opposed(reach, shift, rng)
     if device.dtype != np.float16:
         v *= 2.0**60  # weights are not so large that their products overflow
-    config = replace(device.config, rank="mean", pooled_queries=None)
+    config = replace(device.config, rank="mean")
     for is_causal in (True, False):
         o = device.attend(q, k, v, config=config, tau=0, scale=1.0, is_causal=is_causal)
         device.assert_dense(o, q, k, v, scale=1.0, is_causal=is_causal)
@@ -45,7 +45,7 @@ def test_a_score_that_is_no_number(device, rng, value):
     q, k, v = opposed(60, 0, rng)
     k[0, 0, 700, 5] = value
     q[..., 5] = np.where(np.arange(QUERIES) % 2, 1, 0)
-    config = replace(device.config, rank="mean", pooled_queries=None)
+    config = replace(device.config, rank="mean")
     o = device.attend(q, k, v, config=config, tau=0, scale=1.0)
     exact = device.exact(q, k, v, scale=1.0)
     np.testing.assert_array_equal(np.isnan(o).any(-1), np.isnan(exact).any(-1))

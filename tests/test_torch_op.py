@@ -29,7 +29,7 @@ BACKENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", ["auto", "mean", "max"])
+@pytest.mark.parametrize("rank", ["weight", "mean", "max"])
 def test_a_graph_is_given_plain_numbers(rank):
     """Some versions of PyTorch put no subclass of int into a graph, as a default that was not given is one."""
     values = S2OConfig(rank=rank).values

@@ -391,8 +391,29 @@ def test_errors_are_of_three_kinds():
 
 
 def test_a_default_follows_the_rank_and_a_given_value_stays():
+    fields_of = lambda config: (config.segment, config.unit, config.pooled_queries)  # noqa: E731
+    assert fields_of(S2OConfig()) == (128, 16, 16)
+    for config in (S2OConfig(), S2OConfig(rank="max"), S2OConfig(rank="mean")):
+        ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
+        assert ranks == [(128, 16, 16), (1024, 1, 16), (1024, 1, 1)]
     config = S2OConfig(segment=512)
-    assert [replace(config, rank=rank).pooled_queries for rank in ("auto", "max", "mean")] == [256, 16, 1]
-    assert replace(config, segment=100).pooled_queries == 100
+    ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
+    assert ranks == [(512, 16, 64), (512, 1, 16), (512, 1, 1)]
+    assert [replace(config, segment=n).pooled_queries for n in (1, 8, 9, 100, 2048, 8192)] == [1, 1, 2, 13, 256, 256]
+    assert replace(S2OConfig(rank="max"), segment=10).pooled_queries == 10
     with pytest.raises(ValueError, match="pooled_queries is 256 with rank='mean'"):
         replace(S2OConfig(pooled_queries=256), rank="mean")
+    with pytest.raises(ValueError, match="unit is 16 with rank='max'; accepted: 1, or rank='weight'"):
+        replace(S2OConfig(unit=16), rank="max")
+
+
+@pytest.mark.parametrize("unit", [3, 48, 256, 1 << 40])
+def test_units_are_powers_of_two(unit):
+    match = rf"unit is {unit} with rank='weight'; accepted: 1, 2, 4, 8, 16, 32, 64, 128$"
+    with pytest.raises(ValueError, match=match):
+        S2OConfig(unit=unit)
+
+
+def test_the_rank_of_before_is_refused():
+    with pytest.raises(ValueError, match="rank is 'auto'; accepted: 'weight', 'max', 'mean'"):
+        S2OConfig(rank="auto")
