@@ -99,6 +99,7 @@ CASES: dict[str, Case] = {
     for head_dim in (1, 8, 33, 64, 72, 80, 96, 127, 128, 129, 136, 192, 256)
 }
 _KEYS: dict[str, Any] = {"options": {"unit": 1}}  # in order one by one
+_ROUNDS: dict[str, Any] = {"options": {"unit": 1, "workspace_bytes": 1 << 20}}
 _CHANGES: tuple[dict[str, Any], ...] = (
     # Lengths around tiles and segments.
     {"seqlen_q": 1},
@@ -206,10 +207,11 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"window": 5000}},
     {"options": {"window": 1 << 40}},
     # Many rounds of the workspace: by heads, by segments, and by both.
-    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    {"batch": 2, "heads": 4, "seqlen_q": 4000, "head_dim": 16, "options": {"workspace_bytes": 1 << 20}},
-    {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
-    {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, "options": {"workspace_bytes": 1 << 20}},
+    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "head_dim": 8, **_ROUNDS},
+    {"batch": 2, "heads": 4, "seqlen_q": 4000, "head_dim": 16, **_ROUNDS},
+    {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, **_ROUNDS},
+    {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, **_ROUNDS},
+    {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "segment": 32, "options": {"workspace_bytes": 1 << 20}},
     # About as many candidates as the head of an order holds, and more.
     *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1, **_KEYS} for more in (-1, 0, 1, 7, 2000)),
     {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False, **_KEYS},
@@ -269,9 +271,12 @@ SANITIZED = (
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "pooled_queries": 64}),
-    Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, options={"workspace_bytes": 1 << 20}),
+    Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, **_ROUNDS),
     Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False, **_KEYS),
     Case(seqlen_q=60, seqlen_k=333, is_causal=False, options={"unit": 32}),
+    Case(seqlen_q=270, head_dim=72, options={"tail": "mean"}),
+    Case(seqlen_q=200, segment=100, head_dim=256, options={"unit": 64, "pooled_queries": 50}),
+    Case(seqlen_q=300, seqlen_k=430, head_dim=33, arrange="odd row stride", options={"unit": 4}),
     Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1, **_KEYS),
 )
 

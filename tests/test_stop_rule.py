@@ -115,7 +115,8 @@ def test_forcing_the_visits_reproduces_the_result(case):
         np.testing.assert_array_equal(after, before)  # pass 2 leaves its input alone
 
 
-def test_error_falls_with_tau():
+@pytest.mark.parametrize("order", [{"unit": 1}, {"rank": "mean"}, {"rank": "mean", "tail": "mean"}], ids=str)
+def test_error_falls_with_tau(order):
     """Heavy keys are found early: at tau = 0.05 most tiles are skipped and the error is still small."""
     q, k, v, _ = make(Case(heads=1, seqlen_q=512, seqlen_k=512))
     heavy = np.random.default_rng(1).choice(512, 40, replace=False)
@@ -124,7 +125,7 @@ def test_error_falls_with_tau():
     exact, _ = dense_attention(q, k, v)
     errors, densities = [], []
     for tau in (0.3, 0.1, 0.05, 0.01, 0.0):
-        config = S2OConfig(segment=64, tau=tau, block_m=16, block_n=8)
+        config = S2OConfig(segment=64, tau=tau, block_m=16, block_n=8, **order)
         r = s2o.s2o(q, k, v, config)
         errors.append(np.linalg.norm(r.o - exact) / np.linalg.norm(exact))
         densities.append(r.visited.sum() / (4 * 8 * sum(range(8))))

@@ -12,8 +12,8 @@ from s2o_cupy.spec import Geometry, S2OConfig
 
 def test_without_a_tail_unvisited_keys_count_for_nothing(rng):
     q, k, v = (rng.standard_normal((1, 1, 256, 8)) for _ in range(3))
-    config = S2OConfig(segment=64, tau=1e9, block_m=64, block_n=32)
-    k_order = s2o.key_order(q, k, Geometry(256, 256, 64), config, 8**-0.5)
+    config = S2OConfig(segment=64, tau=1e9, block_m=64, block_n=32, unit=8)
+    k_order = s2o.key_order(q, k, Geometry(256, 256, 64, unit=8), config, 8**-0.5)
     changed = v.copy()
     changed[0, 0, k_order[3][0, 0, 32:]] = 100  # of the last segment's candidates all but the one tile it visits
     (before, after), (_, with_mean) = (
@@ -29,7 +29,7 @@ def test_equal_keys_need_no_visit(rng):
     q, k, v = (rng.standard_normal((1, 2, 300, 8)) for _ in range(3))
     k[:] = k[:, :, :1]
     v[:] = v[:, :, :1]
-    config = S2OConfig(segment=100, tau=1e9, block_m=50, block_n=16)
+    config = S2OConfig(segment=100, tau=1e9, block_m=50, block_n=16, tail="mean")
     found, (o, lse) = s2o.s2o(q, k, v, config), dense_attention(q, k, v, is_causal=True)
     assert (found.visited[:, :, 1:] == 1).all()
     # A handful of operations in float64 on numbers of the result's size.
@@ -42,7 +42,7 @@ def test_the_tail_never_gets_more_than_the_average_candidate(seed, spread, is_ca
     """exp of the mean score is no more than the mean of exp: what is added is at most `rest` average candidates."""
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((1, 1, 96, 4)) * spread for _ in range(3))
-    config = S2OConfig(segment=32, tau=1e9, block_m=32, block_n=16)
+    config = S2OConfig(segment=32, tau=1e9, block_m=32, block_n=16, tail="mean")
     with_mean = s2o.s2o(q, k, v, config, is_causal=is_causal)
     without = s2o.s2o(q, k, v, replace(config, tail="none"), is_causal=is_causal)
     lse = dense_attention(q, k, v, is_causal=is_causal)[1]

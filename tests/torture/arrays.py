@@ -100,7 +100,8 @@ def qkv(
     Sk = Sq if Sk is None else Sk
     direction = math.sqrt(3) * D**-0.25
     q = randn(seed, B, H, Sq, D) + direction
-    k = randn(seed + 1, B, Hk, Sk, D) + direction * randn(seed + 3, B, Hk, Sk, 1)
+    importance = randn(seed + 3, B, Hk, -(-Sk // 16), 1).repeat_interleave(16, dim=2)[:, :, :Sk]  # of runs of keys
+    k = randn(seed + 1, B, Hk, Sk, D) + direction * importance
     return q.to(dtype), k.to(dtype), randn(seed + 2, B, Hk, Sk, D, dtype=dtype)
 
 
@@ -116,7 +117,7 @@ def sparse(**fields: Any) -> S2OConfig:
 
 def rounds(**fields: Any) -> S2OConfig:
     """The same in many launches, which the library captures as graphs when a call comes again."""
-    return sparse(**({"workspace_bytes": 1 << 20} | fields))
+    return sparse(**({"workspace_bytes": 1 << 20, "unit": 1} | fields))
 
 
 # ---------------------------------------------------------------- bits

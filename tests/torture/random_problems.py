@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy.spec import UNITS
 
 from .arrays import (
     DEVICE,
@@ -43,8 +44,8 @@ LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383
 LONG = of_size(5000, 500)
 MOST_SCORES = of_size(250_000_000, 1_500_000)  # of dense attention, which is what takes the time
 CONFIG_FIELDS = (
-    "segment", "block_m", "block_n", "rank", "pooled_queries", "window", "tail", "workspace_bytes", "dense_up_to",
-    "path",
+    "segment", "block_m", "block_n", "rank", "unit", "pooled_queries", "window", "tail", "workspace_bytes",
+    "dense_up_to", "path",
 )  # fmt: skip
 
 
@@ -73,11 +74,12 @@ def draw(rng: random.Random, mode: str) -> Case:
     short = max(c["lengths_q"]) <= 1500
     c["segment"] = pick([128, 128, 256, 512, 1000, 1024, *([16, 33, 64] if short else [300])])
     c["block_m"], c["block_n"] = (128, 128) if rng.random() < 0.6 else (pick([64, 128]), pick([64, 128, 192, 1024]))
-    c["rank"] = pick(["auto", "auto", "mean", "max"])
-    most = {"mean": 1, "max": 64, "auto": 256}[c["rank"]]
+    c["rank"] = pick(["weight", "weight", "mean", "max"])
+    c["unit"] = pick([None, None, *UNITS]) if c["rank"] == "weight" else None
+    most = {"mean": 1, "max": 64, "weight": 256}[c["rank"]]
     c["pooled_queries"] = None if rng.random() < 0.6 else rng.randint(1, most)
     c["window"] = pick([0, 0, 0, 0, 1, 50, 64, 300, 10**6])
-    c["tail"] = pick(["mean", "mean", "none"])
+    c["tail"] = pick(["mean", "none"])
     c["workspace_bytes"] = pick([256 << 20, 256 << 20, 1 << 20])
     c["dense_up_to"] = 0 if rng.random() < 0.75 else pick([None, 300])
     c["path"] = "auto" if DRY else pick(["auto", "auto", "portable"])

@@ -51,7 +51,7 @@ def repeats_on_a_busy_gpu(run: Run) -> str:
     matrix = randn(4, 4096, 4096, dtype=torch.bfloat16)
     streams, busy = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)], torch.cuda.Stream()
     notes = []
-    for rank, path in (("auto", paths()[0]), ("mean", paths()[0]), ("auto", "portable")):
+    for rank, path in (("weight", paths()[0]), ("mean", paths()[0]), ("weight", "portable")):
         config = S2OConfig(path=path, rank=rank, dense_up_to=0)
         o, lse, stats = attend(q, k, v, config=config, return_lse=True, return_stats=True)
         synchronize()
@@ -76,13 +76,13 @@ def calls_of_all_kinds(seed: int) -> list[Callable[[], torch.Tensor]]:
     """Calls of many shapes, head sizes and doors."""
     made: list[Callable[[], torch.Tensor]] = []
     kinds: list[tuple[int, int, int, int, dict[str, Any]]] = [
-        (6000, 128, 8, 2, {"segment": 512, "workspace_bytes": 1 << 20}),
+        (6000, 128, 8, 2, {"segment": 512, "unit": 1, "workspace_bytes": 1 << 20}),
         (3000, 128, 4, 4, {}),
         (300, 64, 2, 1, {"tau": 0.0}),
-        (2000, 256, 2, 1, {"tau": 0.05, "workspace_bytes": 1 << 20}),
+        (2000, 256, 2, 1, {"tau": 0.05, "tail": "mean"}),
         (3000, 80, 6, 2, {"segment": 1000, "rank": "max"}),
         (1500, 33, 4, 2, {"tau": 0.1, "segment": 128, "block_m": 64, "block_n": 64}),
-        (1500, 128, 16, 2, {"segment": 128, "path": "portable", "workspace_bytes": 1 << 20}),
+        (1500, 128, 16, 2, {"segment": 128, "path": "portable", "unit": 1, "workspace_bytes": 1 << 20}),
         (17, 8, 1, 1, {}),
     ]
     for i, (S, D, H, Hk, fields) in enumerate(kinds):

@@ -1,0 +1,50 @@
+"""Without a GPU: what test_gpu.py and sanitize.py would launch is given what its kernels take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from gpu_cases import CASES, SANITIZED, Case
+
+from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.plan.build import Launch
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.launch_plan import LaunchPlan
+from s2o_cupy.plan.launches import launches, workspace
+from s2o_cupy.selection.methods import make_plan
+
+NAMED = CASES | {f"sanitized {i}": case for i, case in enumerate(SANITIZED)}
+
+
+def launched(case: Case, path: str) -> tuple[LaunchPlan, list[Launch]]:
+    problem, config = case.problem(), replace(case.config(path), dense_up_to=0)
+    aligned = case.head_dim % 8 == 0 and case.arrange not in ("one element in", "odd row stride")
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), aligned, True)
+    dim = problem.head_dim
+    of_q, of_k = (
+        Operand(0, (problem.batch, heads, length, dim), (heads * length * dim, length * dim, dim))
+        for heads, length in ((problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_k))
+    )
+    operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
+    return plan, launches(plan, problem, config, operands, workspace(plan, problem, config))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_case_can_be_launched(name):
+    case = NAMED[name]
+    for path in ("portable", "hopper") if case.hopper else ("portable",):
+        plan, steps = launched(case, path)
+        stages = [step.stage for step in steps]
+        assert stages[0] == "pass1" and stages.count("pass2") == len(plan.chunks)
+        assert all(step.blocks > 0 for step in steps)
+        by_weight = plan.chunks and case.config().rank == "weight"
+        assert ("unit_weights" in stages) == bool(by_weight)
+        assert ("unit_means" in stages) == bool(by_weight and plan.geometry.units)
+        assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
+        assert ("candidate_means" in stages) == bool(plan.chunks and case.config().adds_tail)
+
+
+def test_some_cases_take_many_rounds():
+    many = [case for case in NAMED.values() if "workspace_bytes" in case.options]
+    assert len(many) > 5 and all(len(launched(case, "portable")[0].chunks) > 1 for case in many)
