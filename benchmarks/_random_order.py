@@ -39,7 +39,7 @@ class RandomOrders:
             k_order[: chunk.elements] = self.drawn[chunk]
 
     def draw(self, chunk: Any) -> Any:
-        """int32 [chunk.elements], causal: in each row a permutation of the units of its segment's candidates, then 0."""
+        """int32 [chunk.elements], causal: in each row a permutation of its segment's units, then 0."""
         import torch
 
         order = torch.zeros(chunk.elements, dtype=torch.int32, device=self.device)

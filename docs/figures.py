@@ -185,7 +185,8 @@ def _said(result: dict[str, Any], fixed: list[Column]) -> str:
     row, settings = result["rows"][0], result.get("settings", {})
     parts = [str(result["device"]), settings.get("dtype", ""), "causal"]
     parts += [f"{heading} {_cell(value(row), form)}" for heading, value, form in fixed if value(row) is not None]
-    parts += [f"{name} {settings[name]}" for name in ("segment", "rank", "unit", "window") if settings.get(name) is not None]
+    order = ("segment", "rank", "unit", "window")
+    parts += [f"{name} {settings[name]}" for name in order if settings.get(name) is not None]
     parts += [f"{name} {_version(result[name])}" for name in ("torch", "cudnn", "cupy") if result.get(name)]
     # Folders of the machine that measured say nothing to a reader.
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))

@@ -56,7 +56,10 @@ def test_orders():
         "order": "max:16:64:1024:1", "rank": "max", "pooled_queries": 16, "window": 64, "segment": 1024, "unit": 1,
         "tau": 0.5,
     }  # fmt: skip
-    for text, message in (("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:1:5", "accepted: rank")):
+    for text, message in (
+        ("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:1:5", "accepted: rank"),
+        ("mean:1:0:64:16", "unit is 16 with rank='mean'"),
+    ):  # fmt: skip
         with pytest.raises(argparse.ArgumentTypeError, match=message):
             _common.orders(text)
 

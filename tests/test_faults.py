@@ -35,15 +35,21 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, options={"window": 30})
+MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
+            options={"rank": "mean", "window": 30})  # fmt: skip
+# Pass 2 stops at once, and the mean stands for nearly all keys.
+TAIL = replace(MEAN, tau=1000.0, options={"rank": "mean", "window": 30, "tail": "mean"})
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "pooled_queries": 3})  # fmt: skip
+# Several steps of units, two tiles of pooled queries in each segment, and a last segment of few queries.
+UNITS = Case(heads=4, kv_heads=2, seqlen_q=1100, segment=256, block_m=64, block_n=64, options={"unit": 8})
+# The units before a segment and those after it, the last of which is short.
+AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
-LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01)
+LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
-REFINED = replace(HOPPER, seqlen_q=1023, options={})  # the second segment, the first with candidates
 
 
 def _faults(function: str | tuple[str, ...], case: Case, *rows: tuple[str, str, str, str]) -> list[Fault]:
@@ -85,9 +91,65 @@ FAULTS = [
         ("a lesser pooled query wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
     ),
     *_faults(
-        ("refined_norms", "refined_scores"), Case(seqlen_q=2100, segment=1024, head_dim=256, heads=1),
-        ("half of the pooled queries come twice", "key scores", "kTiles + kFirst) * 16 + slot % 16",
-         "kTiles) * 16 + slot % 16"),
+        "unit_means", UNITS,
+        ("a mean leaves out its last key", "unit means", "r < u + 1 << g.unit_shift;",
+         "r + 1 < u + 1 << g.unit_shift;"),
+        ("a mean is half of it", "unit means", "1.f / (1 << g.unit_shift)", "0.5f / (1 << g.unit_shift)"),
+        ("units are shifted by one", "unit means", "(begin >> g.unit_shift) + u;",
+         "(begin >> g.unit_shift) + (u ^ 1);"),
+        ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
+         "(p.k, batch, 0)"),
+        ("two columns are exchanged", "unit means", "sum[6] * factor, sum[7] * factor",
+         "sum[7] * factor, sum[6] * factor"),
+    ),
+    *_faults(
+        "unit_means", replace(UNITS, head_dim=33),
+        ("a row's last element is left out", "unit means", "load_unaligned(row, lane * 8, g.head_dim)",
+         "load_unaligned(row, lane * 8, g.head_dim - 1)"),
+    ),
+    *_faults(
+        "unit_weights", UNITS,
+        ("a norm is left out", "key scores", "s[i][x / 2][x % 2] - norm[0],", "s[i][x / 2][x % 2],"),
+        ("half of the pooled queries do not count", "key scores", "s[i][x / 2][2 + x % 2] - norm[1])",
+         "s[i][x / 2][x % 2] - norm[0])"),
+        ("the last tile of pooled queries is skipped", "key scores", "further < tiles;", "further < tiles - 1;"),
+        ("another tile's norms are taken", "key scores", "+ tile * kPooledTile + lane / 4;", "+ lane / 4;"),
+        ("a pooled query's columns are mixed up", "key scores", "from[e % 2][c * 8 + e / 2 * 4]",
+         "from[e / 2][c * 8 + e % 2 * 4]"),
+        ("scores go to the neighbours", "key scores", "step * kUnitStep + lane * 2;",
+         "step * kUnitStep + (lane ^ 1) * 2;"),
+        ("lanes keep their maxima", "key scores", "larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * half))",
+         "mine"),
+        ("a norm lacks what other lanes found", "key scores",
+         "m[i][h] - base);\n          sum += __shfl_xor_sync(kFullWarp, sum, 1);", "m[i][h] - base);"),
+        ("a norm is not rescaled", "key scores", "l[i][h] * exp2_approx(m[i][h] - base) + sum;", "l[i][h] + sum;"),
+        ("units of the future are in a norm", "key scores", "first + kUnitTiles * 8 > begin[i]", "false"),
+        ("the scale is natural", "key scores", "s[i][j][e] *= p.scale_log2;", "s[i][j][e] *= p.scale_log2 * 0.6931f;"),
+        ("a segment has its neighbour's norms", "key scores", "shared.norms[warp * kOfWarp + i] + tile",
+         "shared.norms[warp * kOfWarp + (i ^ 1)] + tile"),
+        ("every head has the first one's units", "key scores", "static_cast<int64>(kv_head) * p.geometry.units()",
+         "static_cast<int64>(0) * p.geometry.units()"),
+    ),
+    *_faults(
+        "unit_weights", replace(UNITS, options={"unit": 8, "pooled_queries": 5}),
+        ("the next segment's pooled queries count", "key scores", "(is_pooled ? r : 0)", "r"),
+    ),
+    *_faults(
+        "unit_weights", AROUND,
+        ("units of the segment itself are in a norm", "key scores", "begin[i] + g.units() - g.ranked(segment[i])",
+         "begin[i]"),
+    ),
+    *_faults(
+        "key_order_head", AROUND,
+        ("the short unit is the one before", "key order", "= row.short_unit;", "= row.short_unit - 1;"),
+    ),
+    *_faults(
+        "pass2", replace(UNITS, tau=0.0),
+        ("half of a unit's keys come twice", "output", "(i & (1 << unit_shift) - 1)", "(i & (1 << unit_shift) - 2)"),
+    ),
+    *_faults(
+        "pass2_sm90", replace(HOPPER, tau=0.0),
+        ("half of a unit's keys come twice", "output", "(i & g.unit_mask())", "(i & g.unit_mask() - 1)"),
     ),
     # The order stays a permutation, so that pass 2 reads nothing but keys.
     *_faults(
@@ -174,25 +236,25 @@ FAULTS = [
          "s[i][j][e] * params.cap_scale"),
     ),
     *_faults(
-        "pass2", replace(MEAN, tau=1000.0),
+        "pass2", TAIL,
         ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
         ("the mean value is of the mean key", "output", "segment) * 2 + 1) * width", "segment) * 2) * width"),
     ),
     *_faults(
-        "rank_queries", replace(MEAN, tau=1000.0),
+        "rank_queries", TAIL,
         ("the mean key is the guide", "output", "w ? s.mean_key : s.guide;", "s.guide;"),
     ),
     *_faults(
-        "block_sums", replace(MEAN, seqlen_q=1100, tau=1000.0),
+        "block_sums", replace(TAIL, seqlen_q=1100),
         ("keys are summed for values", "output", "which = blockIdx.x % 2, kv_head =", "which = 0, kv_head ="),
     ),
     *_faults(
-        "candidate_means", replace(MEAN, seqlen_q=1100, tau=1000.0),
+        "candidate_means", replace(TAIL, seqlen_q=1100),
         ("the mean is of a full segment", "output", "sum / g.candidates(n)", "sum / g.segment"),
         ("keys past the last block are left out", "output", "whole * kSumBlock + part; r < keys", "keys; r < keys"),
     ),
     *_faults(
-        "pass2", replace(MEAN, tau=1000.0),
+        "pass2", TAIL,
         ("the first tile never stops", "stop", "stop = stop_check(rows) && kStops;",
          "stop = stop_check(rows) && visited > 0;"),
     ),
@@ -202,13 +264,6 @@ FAULTS = [
          "i"),
         ("a column is read twice", "key scores", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
         ("a row has its neighbour's keys", "key scores", "2 * h + i % 2]; }", "2 * (1 - h) + i % 2]; }"),
-    ),
-    *_faults(
-        "refined_scores_sm90", REFINED,
-        ("a norm is left out", "key scores", "[j * 4 + 2 * h] - norm.x", "[j * 4 + 2 * h]"),
-        ("half of the pooled queries do not count", "key scores", "half * (128 * 128)", "0"),
-        ("a mean is of a full run", "key scores", "p.sign / min(p.run, queries - begin)", "p.sign / p.run"),
-        ("lanes keep their maxima", "key scores", "__shfl_xor_sync(kFullWarp, of_key[h], 2)", "of_key[h]"),
     ),
     *_faults(
         "pass1_sm90", HOPPER,
@@ -231,7 +286,7 @@ FAULTS = [
         ("scores are not capped", "pass 1 state", "tanh_approx(s[i] * params.cap_scale)", "s[i] * params.cap_scale"),
     ),
     *_faults(
-        "pass2_sm90", replace(HOPPER, tau=1000.0),
+        "pass2_sm90", replace(HOPPER, tau=1000.0, options={"window": 30, "tail": "mean"}),
         ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
         ("each segment has the first one's mean", "output", "tile.visited / params.tiles % params.geometry.segments()",
          "1"),
@@ -297,7 +352,9 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [MEAN, MAX, HOPPER, RISING], ids=["mean", "max", "hopper", "rising"])
+@pytest.mark.parametrize(
+    "case", [MEAN, MAX, UNITS, AROUND, HOPPER, RISING], ids=["mean", "max", "units", "around", "hopper", "rising"]
+)
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")

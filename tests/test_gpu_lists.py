@@ -349,10 +349,10 @@ def test_s2o_is_the_case_of_its_orders_as_lists(path, qkv, dtype, head_dim, opti
     queries = [geometry.queries(n) for n in range(geometry.segments)]
     of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
     q_order = np.concatenate(of_segments, axis=-1)
+    lists = KeyLists(stages.entries, begins[None], keys[None], config.unit)
     found = attend(
-        path, q, k, v, KeyLists(stages.entries, begins[None], keys[None], config.unit), segment=config.segment, q_order=q_order,
-        start=(stages.o1, stages.lse1, stages.state), tail=stages.tail, page_size=page_size, problem=stages.problem,
-        tau=config.tau,
+        path, q, k, v, lists, segment=config.segment, q_order=q_order, start=(stages.o1, stages.lse1, stages.state),
+        tail=stages.tail, page_size=page_size, problem=stages.problem, tau=config.tau,
     )  # fmt: skip
     found.assert_same_bits(stages.attended)
     if config.tau > 0:

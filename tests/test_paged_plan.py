@@ -54,7 +54,8 @@ def test_what_the_kernels_get(path):
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
-    config, limits = S2OConfig(block_m=block_m, path=path, tail="mean"), DeviceLimits.of_architecture(compute_capability)
+    config = S2OConfig(block_m=block_m, path=path, tail="mean")
+    limits = DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (page_size, 0))
     assert (plan.path, plan.path_reason) == (other.path, other.path_reason)

@@ -22,7 +22,12 @@ from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, chunk_bytes, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.selection.s2o_kernels import (
-    BLOCK_PAIRS, HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS, UNIT_MEANS_KEYS, score_blocks, unit_weight_blocks,
+    BLOCK_PAIRS,
+    HOPPER_SCORE_KEYS,
+    HOPPER_SCORE_ROWS,
+    UNIT_MEANS_KEYS,
+    score_blocks,
+    unit_weight_blocks,
 )  # fmt: skip
 from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, UNITS, S2OConfig
 
