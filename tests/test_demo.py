@@ -49,8 +49,8 @@ def test_demo(tmp_path, capsys):
     assert found["config"] == {name: getattr(defaults, name) for name in found["config"]}
     assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
     overall = found["overall"]
-    # Hopper's pipeline visits one key tile more, and here finds in it what the others miss.
-    density, error = (0.928, 0.0017) if found["path"] == "hopper" else (0.912, 0.0166)
+    # Hopper's pipeline visits one key tile more. Most of the error is the rounding of the output.
+    density, error = (0.926, 0.0018) if found["path"] == "hopper" else (0.912, 0.0019)
     assert overall["density"] == pytest.approx(density, abs=0.01)
     assert overall["rel_l2"] == pytest.approx(error, abs=0.25 * error)
     assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
@@ -75,23 +75,19 @@ def test_figures_are_those_of_the_call():
     assert len(found["sweep"]) == len(demo.SWEEP) + 1
 
 
-@pytest.mark.parametrize(("length", "segment"), [(1, 1), (5, 1), (600, 128), (1024, 256), (2047, 256), (2048, 1024)])
-def test_a_short_input_has_shorter_segments(length, segment):
-    x = np.zeros((1, 1, length, 8), np.float32)
-    assert demo.segment_for(inputs.QKV(x, x, x)) == segment
-
-
 def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
-    assert cli.main(["demo", "--length", "600", "--block-n", "64", "--no-picture"]) == cli.OK
+    assert cli.main(["demo", "--length", "600", "--block-n", "64", "--segment", "64", "--no-picture"]) == cli.OK
     text = capsys.readouterr().out
-    assert "block_n 64 instead of 128" in text
-    assert "segment 128 instead of 1024" in text
-    assert "600 keys are few for 1024" in text
+    assert "Not the library's defaults: segment 64 instead of 128, block_n 64 instead of 128\n" in text
+    assert "segment 64, units of 16, tiles of 128 queries x 64 keys" in text
     assert "a call of up to 8,192 keys is plain dense attention by default" in text
     assert "icture" not in text
     defaults = {name: getattr(S2OConfig(), name) for name in S2OConfig.__dataclass_fields__}
     assert demo._unlike_the_defaults(defaults, 100_000) == []
+    mean = S2OConfig(rank="mean")  # its other fields follow
+    others = {name: getattr(mean, name) for name in defaults}
+    assert demo._unlike_the_defaults(others, 100_000) == ["Not the library's defaults: rank mean instead of weight"]
 
 
 def test_no_time_of_a_cpu(capsys):

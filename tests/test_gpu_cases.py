@@ -17,7 +17,7 @@ from s2o_cupy.selection.methods import make_plan
 NAMED = CASES | {f"sanitized {i}": case for i, case in enumerate(SANITIZED)}
 
 
-def launched(case: Case, path: str) -> tuple[LaunchPlan, list[Launch]]:
+def launched(case: Case, path: str) -> tuple[LaunchPlan, tuple[Launch, ...]]:
     problem, config = case.problem(), replace(case.config(path), dense_up_to=0)
     aligned = case.head_dim % 8 == 0 and case.arrange not in ("one element in", "odd row stride")
     plan = make_plan(problem, config, DeviceLimits.of_architecture(90), aligned, True)

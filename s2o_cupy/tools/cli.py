@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -65,8 +65,6 @@ def _demo(args: argparse.Namespace) -> int:
     from .progress import progress
 
     qkv = _input(args)
-    if args.segment is None:
-        args.segment = demo.segment_for(qkv)
     picture = None if args.no_picture else args.out
     source = "the recorded trace" if args.input == ["trace"] else " ".join(args.input)
     with progress("demo") as report:
@@ -243,7 +241,6 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
-NONE: Mapping[str, str] = {}
 CHOICES = {"rank": RANKS, "path": PATHS, "tail": TAILS}
 CONFIG_HELP = {
     "segment": "queries per segment, whose own keys are attended densely",
@@ -269,16 +266,14 @@ BY_RANK = {
 }
 
 
-def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, by_input: Mapping[str, str] = NONE) -> None:
-    """An option for each field. Those of ``by_input`` have None for a default, and in the help those words."""
+def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
+    """An option for each field."""
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
         said, kind = default, type(default)
         if field.name in BY_RANK:
             default, said = None, BY_RANK[field.name]
-        if field.name in by_input:
-            default, said = None, by_input[field.name]
         if default is None:
             kind = int
         if field.name == "dense_up_to" and default is None:
@@ -312,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
     _add_input(demo, "trace", "as stored, or float32")
-    _add_config(demo, CONFIG, {"segment": f"{CONFIG.segment}, less for an input of under {2 * CONFIG.segment:,} keys"})
+    _add_config(demo, CONFIG)
     demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
     demo.add_argument("--no-picture", action="store_true", help="write no picture")
     demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")

@@ -20,19 +20,13 @@ from . import info, metrics
 from .inputs import QKV
 from .progress import Report
 
-__all__ = ["CONFIG", "run", "segment_for", "table"]
+__all__ = ["CONFIG", "run", "table"]
 
 # The library's defaults, but that S2O runs on short inputs too, which a GPU would attend densely.
 CONFIG = S2OConfig(dense_up_to=0)
 
 PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 SWEEP = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
-
-
-def segment_for(qkv: QKV) -> int:
-    """The default's segment, or for an input of less than two of them a quarter of its keys, down to a power of two."""
-    seqlen_k = qkv.k.shape[-2]
-    return CONFIG.segment if seqlen_k >= 2 * CONFIG.segment else 1 << max(seqlen_k // 4, 1).bit_length() - 1
 
 
 def run(
@@ -120,8 +114,8 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"S2O on {found['source']}: {heads} heads, {shapes['k'][1]} KV heads, {length:,} tokens, "
         f"head_dim {head_dim}, {shapes['dtype']}, causal",
-        f"tau {config['tau']:g}, segment {config['segment']}, tiles of {config['block_m']} queries x "
-        f"{config['block_n']} keys; density = pairs computed / causal pairs; errors against dense in float64",
+        f"tau {config['tau']:g}, segment {config['segment']}, units of {config['unit']}, tiles of {config['block_m']} "
+        f"queries x {config['block_n']} keys; density = pairs computed / causal pairs; errors against dense in float64",
         *_unlike_the_defaults(config, shapes["k"][2]),
         "",
         f"{'head':>6} {'density':>9} {'rel_l2':>9} {'cosine':>10}",
@@ -151,14 +145,17 @@ def table(found: dict[str, Any]) -> str:
 def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     """Lines of what differs from a plain call on such an input."""
     lines = []
+    of_rank = S2OConfig(rank=config["rank"])
+    of_segment = replace(of_rank, segment=config["segment"])
+    default = {field.name: getattr(of_rank, field.name) for field in fields(S2OConfig)}
+    default |= {"rank": S2OConfig.rank, "pooled_queries": of_segment.pooled_queries}
     changed = [
-        f"{field.name} {config[field.name]} instead of {field.default}"
-        for field in fields(S2OConfig)
-        if field.name not in ("pooled_queries", "dense_up_to") and config[field.name] != field.default
+        f"{name} {config[name]} instead of {value}"
+        for name, value in default.items()
+        if name != "dense_up_to" and config[name] != value
     ]
     if changed:
-        why = f" ({seqlen_k:,} keys are few for {CONFIG.segment})" if seqlen_k < 2 * CONFIG.segment else ""
-        lines.append(f"Not the library's defaults: {', '.join(changed)}{why}")
+        lines.append(f"Not the library's defaults: {', '.join(changed)}")
     if config["dense_up_to"] == 0 and seqlen_k <= launch_plan.DENSE_UP_TO:
         lines.append(
             f"On a GPU a call of up to {launch_plan.DENSE_UP_TO:,} keys is plain dense attention by default, which is "

@@ -112,7 +112,8 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
         figure.text(
             0.055, 0.925,
             f"tau {config.tau:g}, segment {config.segment}, tiles of {config.block_m} queries x "
-            f"{config.block_n} keys: {view.skipped_pairs:.0%} of these pairs were never computed; they hold "
+            f"{config.block_n} keys in units of {config.unit}: {view.skipped_pairs:.0%} of these pairs were never "
+            f"computed; they hold "
             f"{view.missed_mass:.1%} of the softmax mass",
             fontsize=10.5, color="#444444",
         )  # fmt: skip
@@ -151,10 +152,11 @@ def _maps(axes: Sequence[Any], view: SegmentMap) -> Any:
         "aspect": "auto",
         "interpolation": "nearest",
     }
+    stops = "each tile of queries stops by itself" if len(view.stops) > 1 else "its queries stop together"
     titles = (
         "Before: rows and columns by position",
         "After permutation: rows by query order, columns by key order of the segment",
-        "Visited: each tile of queries stops by itself; grey was never computed",
+        f"Visited: {stops}; grey was never computed",
     )
     for axis, title, mass in zip(axes, titles, (view.mass, permuted, permuted), strict=True):
         image = axis.imshow(_pool(mass), **look)
@@ -221,12 +223,12 @@ def _mass(axis: Any, view: SegmentMap) -> None:
 def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float) -> None:
     density, error = [p.density for p in sweep], [p.rel_l2 for p in sweep]
     axis.plot(density, error, "-o", color=_VISITED, ms=4)
-    for point in sweep:
+    for i, point in enumerate(sweep):
         here = point.tau == tau
         if here:
             axis.plot(point.density, point.rel_l2, "o", ms=9, mfc="none", mec="#d1495b", mew=1.6)
         axis.annotate(
-            f"{point.tau:g}", (point.density, point.rel_l2), textcoords="offset points", xytext=(6, 5),
+            f"{point.tau:g}", (point.density, point.rel_l2), textcoords="offset points", xytext=(6, 5 + i % 2 * 9),
             fontsize=8.5, color="#d1495b" if here else "#444444", fontweight="bold" if here else "normal",
         )  # fmt: skip
     axis.margins(x=0.12, y=0.1)
