@@ -175,7 +175,7 @@ def test_every_command_and_extra_is_told():
 def test_the_table_of_the_configuration():
     section = text_of(REFERENCE).split("## S2OConfig", 1)[1].split("\n#", 1)[0]
     told = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
-    expected = [(field.name, field.default) for field in fields(S2OConfig)]
+    expected = [(field.name, getattr(S2OConfig(), field.name)) for field in fields(S2OConfig)]
     value = lambda text: 256 << 20 if text == "256 MiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
     assert [(name, value(default)) for name, default in told] == expected
 
@@ -204,7 +204,15 @@ def test_numbers_of_the_definition():
     assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in readme
     reference = text_of(REFERENCE)
     assert f"1 to {spec.MAX_SEGMENT}." in reference
-    assert f"up to {spec.MAX_POOLED_QUERIES['max']}, or {spec.MAX_POOLED_QUERIES['auto']} with" in reference
+    most, few = spec.MAX_POOLED_QUERIES, S2OConfig(rank="max").pooled_queries
+    assert f"one for each {spec.WEIGHT_RUN} queries unless given, up to {most['weight']}; {few} with" in reference
+    assert f'with `"max"`, up to {most["max"]};' in reference
+    assert f'{S2OConfig(rank="mean").segment} with rank `"max"` and `"mean"`' in reference
+    assert f"a power of two up to {spec.UNITS[-1]}." in reference
+    default = S2OConfig()
+    assert f"segments of {default.segment}. The keys before" in readme and f"units of {default.unit} " in readme
+    told = f"a segment has {default.segment} queries, one q tile, each {default.run} of them have a pooled query"
+    assert f"{told}, and a unit has {default.unit} keys" in page
 
 
 def test_rounds_of_the_workspace():
@@ -214,9 +222,13 @@ def test_rounds_of_the_workspace():
 
     problem = Problem(1, 32, 8, 131_072, 131_072, 128, "bfloat16", True, 128**-0.5)
     plan = make_plan(problem, S2OConfig(), DeviceLimits.of_architecture(90), True)
-    candidates = sum(plan.geometry.candidates(n) for n in range(plan.geometry.segments)) * problem.heads
     page = text_of(ROOT / "docs" / "ordering.md")
-    assert f"that is {candidates / 1e6:.0f} million" in page
+    units, keys = (
+        problem.heads * sum(geometry.ranked(n) for n in range(geometry.segments))
+        for geometry in (plan.geometry, problem.geometry(S2OConfig(rank="mean")))
+    )
+    assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
+    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments)) <= spec.ORDER_HEAD  # as the page says
     assert f"makes {len(plan.chunks)} rounds" in " ".join(page.split())
 
 
