@@ -10,6 +10,7 @@ import copy
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_cases import CASES
 
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
@@ -76,6 +77,22 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     assert 0 < report.density <= 1
     assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)
     assert "\npath portable\ndensity" in report.table()
+
+
+SMALL_CASES = {
+    name: case
+    for name, case in CASES.items()
+    if case.batch * case.heads * case.seqlen_q * case.problem().seqlen_k * max(case.head_dim, 16) < 1e8
+}
+
+
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_cases_for_a_gpu_agree(name: str) -> None:
+    """What test_gpu.py compares, here with a stand-in for the GPU: no comparison that nothing could pass."""
+    case = SMALL_CASES[name]
+    arrays, problem, config = case.arrays(), case.problem(), case.config("portable")
+    report = compare(stand_in(*arrays, problem, config), *arrays, problem, config)
+    assert report.ok, report.table()
 
 
 def test_a_negative_scale_agrees() -> None:
