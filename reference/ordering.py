@@ -146,7 +146,7 @@ def unit_weights(pooled: Array, counts: Array, means: Array, n: int, geometry: G
     """log2 of the largest softmax weight that a pooled query of segment ``n`` gives each of its units.
 
     Takes the arrays of :func:`pooled_queries` and :func:`unit_means`. A pooled query's weights are of the segment's
-    whole units, each its mean key. Scores that are not finite count for nothing in the sum; NaN wins.
+    whole units, each its mean key; where their sum is not finite it is taken for 1. NaN wins.
 
     Returns float32 [B, H, W], units in ascending position.
     """
@@ -157,9 +157,8 @@ def unit_weights(pooled: Array, counts: Array, means: Array, n: int, geometry: G
     found = np.empty((batch, heads, len(units)), np.float32)
     for b, h in np.ndindex(batch, heads):
         scores = pooled[b, h] @ means[b, h // group, units].T * (scale * LOG2E)  # [R', W]
-        finite = np.where(np.isfinite(scores), scores, -np.inf)
-        norm = np.logaddexp2.reduce(finite, axis=-1, initial=-np.inf)  # [R']
-        found[b, h] = (scores - np.where(np.isneginf(norm), 0, norm)[:, None]).max(axis=0)
+        norm = np.logaddexp2.reduce(scores, axis=-1, initial=-np.inf)  # [R']
+        found[b, h] = (scores - np.where(np.isfinite(norm), norm, 0)[:, None]).max(axis=0)
     return found
 
 

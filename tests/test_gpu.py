@@ -201,7 +201,7 @@ def test_out_of_memory_and_on(path_config, gpu):
     small, large = gpu(300), gpu(20_000, heads=8)
     expected = [s2o_attention(*x, config=path_config) for x in (small, large)]
     pool = cupy.cuda.MemoryPool()
-    pool.set_limit(size=60 << 20)  # the output fits, the workspace does not
+    pool.set_limit(size=22 << 20)  # the output fits, the workspace does not
     with cupy.cuda.using_allocator(pool.malloc):
         with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
             s2o_attention(*large, config=path_config)

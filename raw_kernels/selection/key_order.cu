@@ -206,21 +206,16 @@ struct OrderHeadShared {
   ScoreRange of_warp[kSortWarps];
 };
 
-// Block: a row.
-__device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHeadShared& shared) {
-  const CandidateRow row(p, blockIdx.x);
-  if (row.short_unit >= 0 && threadIdx.x == 0) p.k_order[row.place + row.count] = row.short_unit;  // not ranked: last
-  if (row.count <= 0) return;
-  const bool whole = row.count <= spec::kOrderHead;
-  const uint16* scores = p.scores + row.place;
-  const uint16* head_scores = p.order_head_scores + row.row * spec::kOrderHead;
-  int* order = p.k_order + row.place;
-  RadixSort sort(shared.radix);
+// Puts the scores of a row in order, or of the head of its order: kOfThread of each thread, with minus infinity behind.
+template <int kOfThread>
+__device__ __forceinline__ RadixSort<kOfThread> sort_row(const CandidateRow& row, const uint16* scores,
+                                                         const uint16* head_scores, OrderHeadShared& shared) {
+  RadixSort<kOfThread> sort(shared.radix);
 #pragma unroll
   for (int i = 0; i < kOfThread / 8; ++i) {
     const int unit = i * kSortThreads + threadIdx.x;
     const uint32 target = sort.scores_address(unit);
-    if (!whole) {
+    if (head_scores) {
       cp_async_16(target, head_scores + unit * 8);
     } else if (row.eight(unit * 8)) {
       cp_async_16(target, scores + row.key(unit * 8));
@@ -247,13 +242,31 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
 #pragma unroll
   for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w]);
   sort.sort(ScoreBuckets<spec::kKeyBuckets>(range));
+  return sort;
+}
 
-  if (whole) {
+// Block: a row. Short rows take a sort of as few as they have.
+__device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHeadShared& shared) {
+  const CandidateRow row(p, blockIdx.x);
+  if (row.short_unit >= 0 && threadIdx.x == 0) p.k_order[row.place + row.count] = row.short_unit;  // not ranked: last
+  if (row.count <= 0) return;
+  const uint16* scores = p.scores + row.place;
+  int* order = p.k_order + row.place;
+  if (row.count <= spec::kOrderHead) {
+    if (row.count <= 8 * kSortThreads) {
+      sort_row<8>(row, scores, nullptr, shared);
+    } else if (row.count <= 16 * kSortThreads) {
+      sort_row<16>(row, scores, nullptr, shared);
+    } else {
+      sort_row<kMostOfThread>(row, scores, nullptr, shared);
+    }
 #pragma unroll 4
     for (int i = threadIdx.x; i < row.count; i += kSortThreads) order[i] = row.key(index_of(shared.radix.items[i]));
     return;
   }
+  sort_row<kMostOfThread>(row, scores, p.order_head_scores + row.row * spec::kOrderHead, shared);
   // The order is read before it is written.
+  constexpr int kOfThread = kMostOfThread;
   uint32 found[kOfThread / 2];  // two indices each
 #pragma unroll
   for (int i = 0; i < kOfThread / 2; ++i) {

@@ -1,4 +1,4 @@
-// A block's stable sort of kOrderHead scores by bucket in shared memory: a radix sort by two digits.
+// A block's stable sort of up to kOrderHead scores by bucket in shared memory: a radix sort by two digits.
 //
 // A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kSortWarps + warp) * kOfThread on. It
 // counts digits in counters of its own and so knows how many of its scores stand before each with the same digit; a sum
@@ -10,10 +10,10 @@
 namespace s2o {
 
 constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
-constexpr int kOfThread = spec::kOrderHead / kSortThreads;
+constexpr int kMostOfThread = spec::kOrderHead / kSortThreads;
 constexpr int kDigits = 32;  // of each of the two
 static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
-static_assert(spec::kOrderHead * 4 < 1 << 16 && kOfThread % 8 == 0 && kOfThread <= 64, "what 16 and 8 bits hold");
+static_assert(spec::kOrderHead * 4 < 1 << 16 && kMostOfThread <= 64, "what 16 and 8 bits hold");
 
 struct RadixShared {
   uint32 items[spec::kOrderHead];                  // what is sorted; before that the scores
@@ -38,7 +38,10 @@ __device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
   return sum - mine;
 }
 
+// Of kOfThread * kSortThreads scores.
+template <int kOfThread>
 struct RadixSort {
+  static_assert(kOfThread % 8 == 0 && kOfThread <= kMostOfThread, "a thread's scores are whole loads");
   RadixShared& shared;
   int warp, lane, chunk;  // the thread's scores begin at chunk * kOfThread
 

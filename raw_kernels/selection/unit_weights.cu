@@ -27,10 +27,24 @@ struct WeightTraits {
   static constexpr int kSegments = kWeightThreads / 32 * kOfWarp;     // of a block
   struct Shared {
     uint16 units[2][kStep * kHeadDim];
-    float norms[kSegments][kMostPooled];  // log2 of the sum of exp2 of a pooled query's scores; 0 where there is none
+    float norms[kSegments][kMostPooled];  // log2 of the sum of a pooled query's weights; 0 where it is not finite
     int first_key;
   };
 };
+
+// Two neighbouring scores, without a branch around which lanes would have to meet again.
+__device__ __forceinline__ void store_if(bool wanted, uint16* target, uint32 scores) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.b32 [%0], %1; }"
+               :: "l"(__cvta_generic_to_global(target)), "r"(scores), "r"(static_cast<uint32>(wanted)) : "memory");
+}
+
+// A choice that is no branch: lanes of a warp that choose otherwise would part there, and meet again at each shuffle.
+__device__ __forceinline__ float choose(bool first, float a, float b) {
+  float y;
+  asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.f32 %0, %1, %2, p; }"
+      : "=f"(y) : "f"(a), "f"(b), "r"(static_cast<uint32>(first)));
+  return y;
+}
 
 // Which half of a step's units, known to the compiler.
 template <int kHalf>
@@ -51,10 +65,10 @@ struct UnitWeights {
   bool there[kOfWarp];            // past the chunk's last segment there is none
   int end;                        // of the units that some segment of the block ranks
   uint32 a[kOfWarp][kDims][4];    // fragments of a tile of pooled queries
-  float s[kOfWarp][kUnitTiles][4];  // [pooled queries lane / 4 and 8 more, units of half a step], in log2 units
+  float s[kOfWarp][kUnitTiles][4];  // products [pooled queries lane / 4 and 8 more, units of half a step]
 
   __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
-      : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
+      : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     // The longest first; heads side by side, which share keys.
     const int index = blockIdx.x / p.chunk.heads, blocks = (p.chunk.segments + Traits::kSegments - 1) / Traits::kSegments;
     head = p.chunk.first_head + blockIdx.x % p.chunk.heads;
@@ -112,12 +126,6 @@ struct UnitWeights {
           Element::mma(s[i][j + 1], a[i][c], x[2], x[3]);
         }
       }
-#pragma unroll
-    for (int i = 0; i < kOfWarp; ++i)
-#pragma unroll
-      for (int j = 0; j < kUnitTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][j][e] *= p.scale_log2;
   }
   // Multiplies all units, half a step at a time, and calls done(step, half) after each.
   template <class Done>
@@ -178,16 +186,14 @@ struct UnitWeights {
 #pragma unroll
             for (int j = 0; j < kUnitTiles; ++j)
 #pragma unroll
-              for (int e = 2 * h; e < 2 * h + 2; ++e) {
-                if (!(fabsf(s[i][j][e]) < infinity())) s[i][j][e] = -infinity();
-                top = fmaxf(top, s[i][j][e]);
-              }
-            const float base = top == -infinity() ? 0.f : top;
+              for (int e = 2 * h; e < 2 * h + 2; ++e) top = fmaxf(top, s[i][j][e]);
+            const float base = top == -infinity() ? 0.f : top * p.scale_log2;
             float sum = 0.f;
 #pragma unroll
             for (int j = 0; j < kUnitTiles; ++j)
-              sum += exp2_approx(s[i][j][2 * h] - base) + exp2_approx(s[i][j][2 * h + 1] - base);
-            l[i][h] = l[i][h] * exp2_approx(m[i][h] - base) + sum;
+              sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2, -base)) +
+                     exp2_approx(fmaf(s[i][j][2 * h + 1], p.scale_log2, -base));
+            l[i][h] = l[i][h] * exp2_approx(fmaf(m[i][h], p.scale_log2, -base)) + sum;
             m[i][h] = top;
           }
         }
@@ -199,20 +205,40 @@ struct UnitWeights {
           float top = m[i][h];
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-          const float base = top == -infinity() ? 0.f : top;
-          float sum = l[i][h] * exp2_approx(m[i][h] - base);
+          const float base = top == -infinity() ? 0.f : top * p.scale_log2;
+          float sum = l[i][h] * exp2_approx(fmaf(m[i][h], p.scale_log2, -base));
           sum += __shfl_xor_sync(kFullWarp, sum, 1);
           sum += __shfl_xor_sync(kFullWarp, sum, 2);
           const int r = tile * kPooledTile + h * 8 + lane / 4;
-          if (lane % 4 == 0 && r < kMostPooled) shared.norms[warp * kOfWarp + i][r] = sum > 0.f ? base + __log2f(sum) : 0.f;
+          const float norm = base + __log2f(sum);
+          if (lane % 4 == 0 && r < kMostPooled)
+            shared.norms[warp * kOfWarp + i][r] = fabsf(norm) < infinity() ? norm : 0.f;
         }
     }
     __syncwarp();  // a warp reads its own alone
   }
 
+  // Of 2 * kHalf numbers the lower lanes keep the first half, the upper ones the second, the larger of both lanes'.
+  template <int kHalf>
+  __device__ __forceinline__ void share_largest(float (&x)[kUnitStep / 4]) const {
+    const bool upper = lane & 2 * kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float mine = choose(upper, x[i + kHalf], x[i]), theirs = choose(upper, x[i], x[i + kHalf]);
+      x[i] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * kHalf));
+    }
+  }
+
   __device__ __forceinline__ void find_scores() {
     const int tiles = (p.pooled_queries + kPooledTile - 1) / kPooledTile;
     int loaded = tiles - 1;  // by find_norms
+    int row_end[kOfWarp];
+    int64 row_place[kOfWarp];
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) {
+      row_end[i] = units_of(segment[i]);
+      row_place[i] = p.chunk.place(head, segment[i]);
+    }
     float best[kOfWarp][kUnitStep / 4];  // number 2 * j + e is unit j * 8 + lane % 4 * 2 + e of a step
     const auto take = [&](int tile, bool is_first, auto half) {
 #pragma unroll
@@ -221,7 +247,8 @@ struct UnitWeights {
         const float norm[2] = {norms[0], norms[8]};
 #pragma unroll
         for (int x = 0; x < kUnitTiles * 2; ++x) {
-          const float of_both = larger_or_nan(s[i][x / 2][x % 2] - norm[0], s[i][x / 2][2 + x % 2] - norm[1]);
+          const float of_both = larger_or_nan(fmaf(s[i][x / 2][x % 2], p.scale_log2, -norm[0]),
+                                              fmaf(s[i][x / 2][2 + x % 2], p.scale_log2, -norm[1]));
           float& so_far = best[i][half.kFirst * 2 + x];
           so_far = is_first ? of_both : larger_or_nan(so_far, of_both);
         }
@@ -239,19 +266,11 @@ struct UnitWeights {
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
         // The largest over lanes of equal lane % 4: lane 4 * g + t is left with units 8 * g + 2 * t and the next.
-#pragma unroll
-        for (int half = 8; half >= 2; half /= 2) {
-          const bool upper = lane & 2 * half;
-#pragma unroll
-          for (int x = 0; x < half; ++x) {
-            const float mine = upper ? best[i][x + half] : best[i][x], theirs = upper ? best[i][x] : best[i][x + half];
-            best[i][x] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * half));
-          }
-        }
+        share_largest<8>(best[i]);
+        share_largest<4>(best[i]);
+        share_largest<2>(best[i]);
         const int at = step * kUnitStep + lane * 2;
-        if (there[i] && at < units_of(segment[i]))
-          *reinterpret_cast<uint32*>(p.scores + p.chunk.place(head, segment[i]) + at) =
-              Float16::pack(best[i][0], best[i][1]);
+        store_if(there[i] && at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], best[i][1]));
       }
     });
   }

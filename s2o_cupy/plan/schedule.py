@@ -23,7 +23,6 @@ from .rounds import Chunk, near_heads
 
 __all__ = ["NothingChosen", "ScheduleShape", "listed_plan", "order_lists"]
 
-
 @dataclass(frozen=True)
 class ScheduleShape:
     """What is known of lists before they are made.

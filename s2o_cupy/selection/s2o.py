@@ -25,6 +25,7 @@ from .s2o_kernels import BLOCK_PAIRS, UNIT_MEANS_KEYS, score_blocks, unit_weight
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
+SMALLEST_SCALE = 1e-30  # of unit_weights: times 0 what is left out, minus infinity, would be NaN
 
 
 def strata_blocks(chunk: Chunk) -> int:
@@ -180,15 +181,9 @@ class S2O:
             build.launch("rank_queries", self.rank_queries, rows, values),
         ]
         if self.by_weight and self._unit_blocks > 0:
-            values = {
-                "k": build.tensors["k"],
-                "geometry": build.geometry,
-                "kv_heads": problem.kv_heads,
-                "head_blocks": self._unit_blocks,
-                "aligned": s.inputs.aligned,
-                "pages": build.pages,
-            }
-            found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, values))
+            of_units = {name: values[name] for name in ("k", "geometry", "kv_heads", "pages")}
+            of_units |= {"head_blocks": self._unit_blocks, "aligned": s.inputs.aligned}
+            found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, of_units))
         return found
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
@@ -209,6 +204,7 @@ class S2O:
         }
         if self.by_weight:
             blocks = unit_weight_blocks(self.unit_weights, chunk)
+            values |= {"scale_log2": max(self._scale_log2, SMALLEST_SCALE)}
             found = [build.launch("unit_weights", self.unit_weights, blocks, values, chunk)]
         else:
             row_blocks, key_blocks = score_blocks(self.key_scores, chunk, self.setting.limits)

@@ -329,10 +329,9 @@ def compare(
     worst_part: list[Array] = []
     for n in range(segments):
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
-        if geometry.ranked(n) == 0:  # candidates may still be a short unit, which has no score
-            want = bound = np.zeros(stages.scores[n].shape)
-        elif by_weight:
-            keys = stages.unit_means.astype(np.float64)  # type: ignore[union-attr]
+        if by_weight:
+            keys = np.zeros((problem.batch, problem.kv_heads, 0, head_dim))  # of a call without a whole unit
+            keys = keys if stages.unit_means is None else stages.unit_means.astype(np.float64)
             want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
             largest = _largest_products(mine, counts, keys, n, geometry) * to_log2  # [B, H, 1]
             bound = 2 * largest * (rounding + 4 * UNIT32) + 2.0**-17 + geometry.ranked(n) * UNIT32
@@ -412,7 +411,7 @@ def _largest_products(pooled: Array, counts: Array, keys: Array, n: int, geometr
 
     finite = lambda x: np.abs(np.where(np.isfinite(x), x, 0))  # noqa: E731
     queries = finite(pooled[:, :, n, counts[n] > 0]).max(axis=2)  # [B, H, D]
-    largest = finite(keys[:, :, s2o.ranked_units(n, geometry)]).max(axis=2)  # [B, Hkv, D]
+    largest = finite(keys[:, :, s2o.ranked_units(n, geometry)]).max(axis=2, initial=0)  # [B, Hkv, D]
     largest = np.repeat(largest, pooled.shape[1] // keys.shape[1], axis=1)  # [B, H, D]
     return (queries * largest).sum(axis=-1, keepdims=True)
 
