@@ -243,17 +243,8 @@ def test_quality(tmp_path):
     assert max(row["rel_l2"] for row in result["rows"]) > 0.01
 
     pooled, heads = text.split("\n\n")
-    assert pooled.splitlines()[0].split() == [
-        "input",
-        "tokens",
-        "order",
-        "tau",
-        "density",
-        "rel_l2",
-        "rel_l1",
-        "NumPy",
-        "s",
-    ]
+    heading = ["input", "tokens", "order", "tau", "density", "rel_l2", "rel_l1", "NumPy", "s"]
+    assert pooled.splitlines()[0].split() == heading
     assert len(pooled.splitlines()) == 1 + 12
     assert len(heads.splitlines()) == 1 + 6 * 4 + 6 * 2
     assert heads.splitlines()[2].split()[:5] == ["trace", "300", "mean:1:0:64:1", "0.2", "1"]
