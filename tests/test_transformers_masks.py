@@ -51,12 +51,19 @@ def test_masks_mean_what_sdpas_mean(q_length, seen, free, kv_offset, masked, win
     assert torch.equal(causal_mask(**arguments, allow_is_causal_skip=False), made)
 
 
+@pytest.mark.parametrize("remaps", [True, False], ids=["remapped", "by masks alone"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_packed_sequences(window):
+def test_packed_sequences(window, remaps):
+    """As newer versions of transformers pack, and as older ones do."""
+    if remaps and not hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        pytest.skip("transformers packs by masks alone")
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
     numbers = masking_utils.find_packed_sequence_indices(positions)
     function = causal_mask_function if window is None else windowed(window)
-    function = masking_utils.packed_sequence_compatibility_function(function, positions, numbers)
+    if remaps:
+        function = masking_utils.packed_sequence_compatibility_function(function, positions, numbers)
+    else:
+        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
     arguments = {
         "batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function, "local_size": window,
         "allow_is_causal_skip": False,

@@ -185,7 +185,7 @@ def test_fewer_keys_are_visited(device, slash, config):
         o = device.host(o)
         found[rank] = [rel_l2(o[:, h], exact[:, h]) for h in (0, 1)], device.host(stats.density_per_head)[0]
     (_, mean_density), (weight, weight_density) = found["mean"], found["weight"]
-    assert weight_density[0] < 0.6 * mean_density[0] and weight[0] < 0.02, found
+    assert weight_density[0] < 0.7 * mean_density[0] and weight[0] < 0.02, found
 
 
 @pytest.mark.parametrize("changes", [{}, {"unit": 64}, {"segment": 100, "unit": 32}, {"unit": 1}], ids=str)

@@ -36,7 +36,9 @@ _AND = _code(masking_utils.and_masks, causal_mask_function)
 _WINDOW = _code(masking_utils.sliding_window_overlay, 1)
 _CHUNK = _code(masking_utils.chunked_overlay, 1, None)
 _PACKED = _code(masking_utils.packed_sequence_mask_function, None)
-_REMAPPED = _code(masking_utils.remap_positions_for_packed_sequence, causal_mask_function, None)
+# transformers before 5.20 packs by masks alone, and has no such function.
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda *_: None)
+_REMAPPED = _code(_remap, causal_mask_function, None)
 
 
 def _meaning(function: Any) -> _Meaning | str:
@@ -52,11 +54,12 @@ def _meaning(function: Any) -> _Meaning | str:
     if codes == [_CHUNK, causal_mask_function.__code__]:
         return "chunked attention"
     if codes == [_PACKED, _REMAPPED]:  # positions ascend by 1 in a sequence: causal there is causal here
-        inner = _meaning(_closure(parts[1])["mask_function"])
-        if isinstance(inner, str):
-            return inner
-        return inner._replace(packed=_closure(parts[0])["packed_sequence_mask"])
-    return "mask function"
+        packed, inner = parts[0], _meaning(_closure(parts[1])["mask_function"])
+    elif len(codes) == 2 and codes[1] == _PACKED:
+        packed, inner = parts[1], _meaning(parts[0])
+    else:
+        return "mask function"
+    return inner if isinstance(inner, str) else inner._replace(packed=_closure(packed)["packed_sequence_mask"])
 
 
 def _closure(function: Any) -> dict[str, Any]:
