@@ -313,18 +313,19 @@ def release_memory() -> None:
 
 
 def extra_gib(function: Callable[[], Any]) -> float:
-    """Memory that a call takes from the GPU beside the array it returns: the most it had, as pools keep what they
-    took, and its first call's, as a graph of it would hold its memory already."""
+    """Memory that a call on PyTorch tensors takes beside the array it returns, at most and of PyTorch, from which its
+    workspace comes; its first call's, as a graph of it would hold its memory already."""
     import torch
 
     from s2o_cupy import clear_cache
 
     clear_cache()
     release_memory()
-    before = torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     out = function()
     torch.cuda.synchronize()
-    return (before - torch.cuda.mem_get_info()[0] - out.nbytes) / 2**30
+    return (torch.cuda.max_memory_allocated() - before - out.nbytes) / 2**30
 
 
 def peak_gib(function: Callable[[], Any], but: Sequence[Any] = ()) -> float:
