@@ -13,8 +13,7 @@ struct Consumer : Softmax<Traits> {
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
   static constexpr int kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
-  static constexpr int kQueryPlaces = Traits::kQueryPlaces;
-  static constexpr int kQueryAtom = Traits::kQueryAtom, kKeyAtom = Traits::kKeyAtom;
+  static constexpr int kQueryPlaces = Traits::kQueryPlaces, kQueryAtom = Traits::kQueryAtom, kKeyAtom = Traits::kKeyAtom;
   static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
   static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
@@ -385,8 +384,7 @@ struct Consumer : Softmax<Traits> {
 
   // Leaves the state of rows that have visited a list for a launch that resumes it.
   template <class Params>
-  __device__ __forceinline__ void keep_listed_state(const Params& all, const QTile& tile,
-                                                    const int (&position)[2]) const {
+  __device__ __forceinline__ void keep_listed_state(const Params& all, const QTile& tile, const int (&position)[2]) {
     if (!all.lists.kept || lane % 4 != 0) return;
     float2* kept = all.lists.kept + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
 #pragma unroll
