@@ -12,8 +12,8 @@ struct Consumer : Softmax<Traits> {
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
-  static constexpr int kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
-  static constexpr int kQueryPlaces = Traits::kQueryPlaces, kQueryAtom = Traits::kQueryAtom, kKeyAtom = Traits::kKeyAtom;
+  static constexpr int kBlockN = Traits::kBlockN, kKeyAtom = Traits::kKeyAtom, kQueryAtom = Traits::kQueryAtom;
+  static constexpr int kTilesPerStopCheck = Traits::kTilesPerStopCheck, kQueryPlaces = Traits::kQueryPlaces;
   static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
   static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
