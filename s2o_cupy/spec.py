@@ -72,6 +72,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMiddle": MIDDLE,
     "kOrderHead": ORDER_HEAD,
     "kKeyBuckets": KEY_BUCKETS,
+    "kMostPooled": MAX_POOLED_QUERIES["weight"],
 }
 
 

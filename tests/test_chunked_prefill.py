@@ -68,6 +68,12 @@ def test_same_bits_in_whole_segments(device, qkv):
         for cuts in ((segment,), (2 * segment, 3 * segment), tuple(range(segment, LENGTH, segment))):
             for x, y in zip(in_chunks(device, q, k, v, cuts, config=config), one, strict=True):
                 np.testing.assert_array_equal(x, y)
+    # Many steps of units, of which the last have no candidate, and scores far from 0: norms are the same.
+    q, k, v = qkv(4096, heads=2, kv_heads=1)
+    config = replace(device.config, segment=128, unit=4)
+    one = in_chunks(device, 16 * q, k, v, (), config=config)
+    for x, y in zip(in_chunks(device, 16 * q, k, v, (1152, 3200), config=config), one, strict=True):
+        np.testing.assert_array_equal(x, y)
     long = (device.array(x) for x in qkv(3 * LENGTH, heads=4, kv_heads=2))
     assert s2o_attention(*long, config=device.config, return_stats=True)[1].density < 1  # tiles do stop
 

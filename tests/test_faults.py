@@ -102,8 +102,7 @@ FAULTS = [
          "(begin >> g.unit_shift) + (u ^ 1);"),
         ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
          "(p.k, batch, 0)"),
-        ("two columns are exchanged", "unit means", "sum[6] * factor, sum[7] * factor",
-         "sum[7] * factor, sum[6] * factor"),
+        ("two columns are exchanged", "unit means", "sum[6], sum[7]", "sum[7], sum[6]"),
     ),
     *_faults(
         "unit_means", replace(UNITS, head_dim=33),
@@ -127,10 +126,9 @@ FAULTS = [
          "larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * kHalf))",
          "mine"),
         ("a norm lacks what other lanes found", "key scores",
-         "p.scale_log2, -base));\n          sum += __shfl_xor_sync(kFullWarp, sum, 1);", "p.scale_log2, -base));"),
+         "- base);\n          sum += __shfl_xor_sync(kFullWarp, sum, 1);", "- base);"),
         ("a norm is not rescaled", "key scores",
-         "l[i][h] * exp2_approx(fmaf(m[i][h], p.scale_log2, -base)) + sum;",
-         "l[i][h] + sum;"),
+         "l[i][h] * exp2_approx(m[i][h] - base) + sum;", "l[i][h] + sum;"),
         ("units of the future are in a norm", "key scores", "first + kUnitTiles * 8 > begin[i]", "false"),
         ("half of a norm's scores are natural", "key scores",
          "sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2,",
@@ -146,7 +144,7 @@ FAULTS = [
     ),
     *_faults(
         "unit_weights", AROUND,
-        ("units of the segment itself are in a norm", "key scores", "begin[i] + g.units() - g.ranked(segment[i])",
+        ("units of the segment itself are in a norm", "key scores", "begin[i] + (g.units() - g.ranked(segment[i]))",
          "begin[i]"),
     ),
     *_faults(

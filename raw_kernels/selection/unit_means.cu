@@ -1,7 +1,8 @@
-// Mean keys of units of neighbours, which rank="weight" scores in place of keys: in float32, rounded to the input's dtype.
+// Mean keys of units of neighbours, which rank="weight" scores in place of keys: in float32, rounded to the input's
+// dtype.
 //
-//   k [batch, kv_heads, seqlen_k, head_dim] or pages -> unit_means [batch * kv_heads, units, kHeadDim], whole units alone,
-//                                                       0 past head_dim
+//   k [batch, kv_heads, seqlen_k, head_dim] or pages -> unit_means [batch * kv_heads, units, kHeadDim], of whole units
+//                                                       alone, 0 past head_dim
 #include "common/pages.cuh"
 #include "common/row_sums.cuh"
 
@@ -58,21 +59,21 @@ __device__ __forceinline__ void unit_means(const UnitMeansParams& p, typename Tr
     *reinterpret_cast<uint4*>(shared.rows + r * Traits::kHeadDim + lane * 8) = x;
   }
   __syncthreads();
-  const float factor = 1.f / (1 << g.unit_shift);
+  const float factor = 1.f / (1 << g.unit_shift);  // of each key, as a sum of large ones may be too large
   for (int u = slot; u < count >> g.unit_shift; u += Traits::kRows) {
     float sum[8] = {};
     for (int r = u << g.unit_shift; r < u + 1 << g.unit_shift; ++r) {
       float x[8];
       read_row<Traits>(x, shared.rows + r * Traits::kHeadDim, lane, Traits::kHeadDim, true);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e] += x[e];
+      for (int e = 0; e < 8; ++e) sum[e] += x[e] * factor;
     }
     const int64 row = static_cast<int64>(kv_head) * g.units() + (begin >> g.unit_shift) + u;
     uint4 packed;
-    packed.x = Element::pack(sum[0] * factor, sum[1] * factor);
-    packed.y = Element::pack(sum[2] * factor, sum[3] * factor);
-    packed.z = Element::pack(sum[4] * factor, sum[5] * factor);
-    packed.w = Element::pack(sum[6] * factor, sum[7] * factor);
+    packed.x = Element::pack(sum[0], sum[1]);
+    packed.y = Element::pack(sum[2], sum[3]);
+    packed.z = Element::pack(sum[4], sum[5]);
+    packed.w = Element::pack(sum[6], sum[7]);
     *reinterpret_cast<uint4*>(p.unit_means + row * Traits::kHeadDim + lane * 8) = packed;
   }
 }

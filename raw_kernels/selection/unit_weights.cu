@@ -5,8 +5,8 @@
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
-// Products with all units are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That takes
-// less than keeping those of each pooled query.
+// Products with all units are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That
+// takes less than keeping those of each pooled query.
 #include "sm80/attention.cuh"
 #include "selection/rank_keys_params.cuh"
 #include "selection/sortable.cuh"
@@ -16,7 +16,6 @@ namespace s2o {
 constexpr int kUnitStep = 64;       // units of a step
 constexpr int kWeightThreads = 128;
 constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
-constexpr int kMostPooled = 256;
 
 template <class Element_, int kHeadDim_>
 struct WeightTraits {
@@ -27,7 +26,7 @@ struct WeightTraits {
   static constexpr int kSegments = kWeightThreads / 32 * kOfWarp;     // of a block
   struct Shared {
     uint16 units[2][kStep * kHeadDim];
-    float norms[kSegments][kMostPooled];  // log2 of the sum of a pooled query's weights; 0 where it is not finite
+    float norms[kSegments][spec::kMostPooled];  // log2 of the sum of a pooled query's weights; 0 where it is not finite
     int first_key;
   };
 };
@@ -70,7 +69,8 @@ struct UnitWeights {
   __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
       : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     // The longest first; heads side by side, which share keys.
-    const int index = blockIdx.x / p.chunk.heads, blocks = (p.chunk.segments + Traits::kSegments - 1) / Traits::kSegments;
+    const int blocks = (p.chunk.segments + Traits::kSegments - 1) / Traits::kSegments;
+    const int index = blockIdx.x / p.chunk.heads;
     head = p.chunk.first_head + blockIdx.x % p.chunk.heads;
     const int first = (blocks - 1 - index) * Traits::kSegments;
 #pragma unroll
@@ -156,6 +156,8 @@ struct UnitWeights {
   __device__ __forceinline__ void find_norms() {
     const Geometry& g = p.geometry;
     for (int tile = 0; tile * kPooledTile < p.pooled_queries; ++tile) {
+      // The largest score so far in log2 units, rounded once, and the sum of exp2(score - m): exactly the same however
+      // many steps without a candidate there are, so that a norm does not depend on the segments beside it.
       float m[kOfWarp][2], l[kOfWarp][2];
       int begin[kOfWarp], skipped_to[kOfWarp], last[kOfWarp];  // units of [begin, skipped_to) are no candidates
 #pragma unroll
@@ -164,7 +166,7 @@ struct UnitWeights {
         l[i][0] = l[i][1] = 0.f;
         begin[i] = g.dense_begin(segment[i]) >> g.unit_shift;
         last[i] = units_of(segment[i]);
-        skipped_to[i] = begin[i] + g.units() - g.ranked(segment[i]);
+        skipped_to[i] = begin[i] + (g.units() - g.ranked(segment[i]));
       }
       load_pooled(tile);
       walk([&](int step, auto half) {
@@ -182,18 +184,19 @@ struct UnitWeights {
           }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float top = m[i][h];
+            float largest = -infinity();
 #pragma unroll
             for (int j = 0; j < kUnitTiles; ++j)
 #pragma unroll
-              for (int e = 2 * h; e < 2 * h + 2; ++e) top = fmaxf(top, s[i][j][e]);
-            const float base = top == -infinity() ? 0.f : top * p.scale_log2;
+              for (int e = 2 * h; e < 2 * h + 2; ++e) largest = fmaxf(largest, s[i][j][e]);
+            const float top = fmaxf(m[i][h], __fmul_rn(largest, p.scale_log2));
+            const float base = top == -infinity() ? 0.f : top;
             float sum = 0.f;
 #pragma unroll
             for (int j = 0; j < kUnitTiles; ++j)
               sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2, -base)) +
                      exp2_approx(fmaf(s[i][j][2 * h + 1], p.scale_log2, -base));
-            l[i][h] = l[i][h] * exp2_approx(fmaf(m[i][h], p.scale_log2, -base)) + sum;
+            l[i][h] = l[i][h] * exp2_approx(m[i][h] - base) + sum;
             m[i][h] = top;
           }
         }
@@ -205,13 +208,13 @@ struct UnitWeights {
           float top = m[i][h];
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
           top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-          const float base = top == -infinity() ? 0.f : top * p.scale_log2;
-          float sum = l[i][h] * exp2_approx(fmaf(m[i][h], p.scale_log2, -base));
+          const float base = top == -infinity() ? 0.f : top;
+          float sum = l[i][h] * exp2_approx(m[i][h] - base);
           sum += __shfl_xor_sync(kFullWarp, sum, 1);
           sum += __shfl_xor_sync(kFullWarp, sum, 2);
           const int r = tile * kPooledTile + h * 8 + lane / 4;
           const float norm = base + __log2f(sum);
-          if (lane % 4 == 0 && r < kMostPooled)
+          if (lane % 4 == 0 && r < spec::kMostPooled)
             shared.norms[warp * kOfWarp + i][r] = fabsf(norm) < infinity() ? norm : 0.f;
         }
     }

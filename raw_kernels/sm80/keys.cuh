@@ -47,7 +47,8 @@ struct UnitKeys {
     const auto key = [&](int unit, int i) {
       return i < count ? (unit << unit_shift) + (i & (1 << unit_shift) - 1) : -1;
     };
-    const int4 p = make_int4(key(unit.x, first), key(unit.y, first + 1), key(unit.z, first + 2), key(unit.w, first + 3));
+    const int4 p =
+        make_int4(key(unit.x, first), key(unit.y, first + 1), key(unit.z, first + 2), key(unit.w, first + 3));
     if constexpr (Traits::kPaged) return pages.slots(shared.pages, p);
     return p;
   }

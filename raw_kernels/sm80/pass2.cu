@@ -26,7 +26,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if (rows.resumes(params)) attention.resume(rows);
     attention.point_to_keys(rows, 0, rows.key_order(params));
     visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
-                                                         rows.count);
+                                                   rows.count);
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;

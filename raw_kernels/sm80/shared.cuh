@@ -30,7 +30,7 @@ struct AttentionTraits {
     uint16 q[kBlockM * kHeadDim];          // the tile's queries; at the end, its outputs
     uint16 k[kStages][kStep * kHeadDim];
     uint16 v[kStages][kStep * kHeadDim];
-    int index[kIndexSlots][kStep];         // key positions of the steps in flight (pass 2)
+    int index[kIndexSlots][kStep];         // of each key of the steps in flight its unit (pass 2)
     float p_column[kBlockM];               // one key's weights (only where v is not finite)
     uint64 nonfinite;                      // keys of the step whose v is not finite
     // What only the copies need is read back for each step: the registers belong to acc and the scores.

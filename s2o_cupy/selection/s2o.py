@@ -24,7 +24,7 @@ from .s2o_kernels import BLOCK_PAIRS, UNIT_MEANS_KEYS, score_blocks, unit_weight
 
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
-BYTES_PER_CANDIDATE = 6  # a float16 score and an int32 position
+BYTES_PER_CANDIDATE = 6  # a float16 score and an int32, a unit's number
 SMALLEST_SCALE = 1e-30  # of unit_weights: times 0 what is left out, minus infinity, would be NaN
 
 
@@ -122,12 +122,12 @@ class S2O:
 
     @property
     def largest_grid(self) -> int:
-        heads = self.setting.heads
-        return max(2 * heads, heads * self.setting.geometry.segments * self.setting.config.pooled_queries)
+        kv_heads = self.setting.kv_heads
+        return max(2 * kv_heads, kv_heads * self._unit_blocks if self.by_weight else 0)
 
     @property
     def elements(self) -> int:
-        """Scores, and as many key positions, of the largest chunk."""
+        """Scores, and as many numbers of units, of the largest chunk."""
         return max((chunk.elements for chunk in self.chunks), default=0)
 
     @property

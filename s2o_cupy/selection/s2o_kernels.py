@@ -11,7 +11,7 @@ from ..plan.device import DeviceLimits
 from ..plan.kernels import Family, Inputs, Kernel, Path
 from ..plan.paths import HOPPER
 from ..plan.rounds import STEP, Chunk
-from ..spec import ORDER_HEAD, STRATUM
+from ..spec import MAX_POOLED_QUERIES, ORDER_HEAD, STRATUM
 
 __all__ = [
     "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_MEANS_KEYS", "guides", "key_middle",
@@ -125,8 +125,9 @@ def unit_means(inputs: Inputs) -> Kernel:
 
 def unit_weights(inputs: Inputs) -> Kernel:
     """Mean keys are whole rows in one array, wherever keys are."""
-    head_dim, most_pooled = inputs.head_dim, 256
-    shared = 2 * STEP * head_dim * 2 + _weight_segments(head_dim) * most_pooled * 4 + 4  # sizeof(WeightTraits::Shared)
+    head_dim = inputs.head_dim
+    norms = _weight_segments(head_dim) * MAX_POOLED_QUERIES["weight"] * 4
+    shared = 2 * STEP * head_dim * 2 + norms + 4  # sizeof(WeightTraits::Shared)
     return Kernel(UNIT_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared)
 
 

@@ -334,6 +334,9 @@ def compare(
             keys = keys if stages.unit_means is None else stages.unit_means.astype(np.float64)
             want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
             largest = _largest_products(mine, counts, keys, n, geometry) * to_log2  # [B, H, 1]
+            if (largest > np.finfo(np.float32).max).any():  # the kernels' float32 overflows, and so must this
+                mine, keys = mine.astype(np.float32), keys.astype(np.float32)
+                want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
             bound = 2 * largest * (rounding + 4 * UNIT32) + 2.0**-17 + geometry.ranked(n) * UNIT32
         else:
             want = s2o.key_scores(mine, counts, k, n, geometry).astype(np.float64) * to_log2
