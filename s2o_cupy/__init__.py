@@ -23,6 +23,8 @@ from .stats import S2OStats
 if TYPE_CHECKING:
     from .tools import inputs, metrics
     from .tools.diffing import diff
+    from .tools.sampled import error_per_head
+    from .tools.tune import tune
 
 __all__ = [
     "GatherStats",
@@ -33,6 +35,7 @@ __all__ = [
     "__version__",
     "clear_cache",
     "diff",
+    "error_per_head",
     "gather_attention",
     "gather_attention_paged",
     "inputs",
@@ -41,15 +44,16 @@ __all__ = [
     "s2o_attention",
     "s2o_attention_paged",
     "s2o_attention_varlen",
+    "tune",
 ]
 __version__ = "0.1.0"
 
-_LAZY = ("diff", "inputs", "metrics")  # loaded where they are used: diff loads the reference
+# Functions and modules of the tools, loaded where they are used: diff loads the reference.
+_LAZY = {"diff": "diffing", "error_per_head": "sampled", "inputs": "", "metrics": "", "tune": "tune"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "diff":
-        return importlib.import_module(".tools.diffing", __name__).diff
-    return importlib.import_module(f".tools.{name}", __name__)
+    module = importlib.import_module(f".tools.{_LAZY[name] or name}", __name__)
+    return getattr(module, name) if _LAZY[name] else module

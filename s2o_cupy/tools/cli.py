@@ -90,6 +90,39 @@ def _diff(args: argparse.Namespace) -> int:
     return OK if found.ok else FOUND
 
 
+def _tune(args: argparse.Namespace) -> int:
+    from .info import gpu_problem
+    from .plot import SweepPoint, check_picture, draw_sweep
+    from .progress import progress
+    from .tune import TAUS, tune
+
+    taus = TAUS if args.taus is None else [_number("--taus", x) for x in args.taus.split(",")]
+    qkv, config, problem = _input(args), _config(args), gpu_problem()
+    if args.plot is not None and (missing := check_picture(args.plot, "tune")):
+        raise ImportError(f"no picture: {missing}")
+    with progress("tune") as report:
+        found = tune(
+            *(qkv if problem else inputs.to_gpu(qkv)), error=args.error, density=args.density, taus=taus, config=config,
+            scale=args.scale, softcap=args.softcap, segments=args.segments, seed=args.seed, progress=report,
+        )  # fmt: skip
+    source = " ".join(args.input)
+    if args.plot is not None:
+        shown = (*taus, found.config.tau)  # others lie too close together to be told apart
+        sweep = [SweepPoint(x.tau, x.pooled_density, x.pooled_error) for x in found.points if x.tau in shown]
+        title = f"{source}: {len(found.estimate.segments):,} of {found.estimate.segments_total:,} segments, by tau"
+        draw_sweep(args.plot, sweep, found.config.tau, title)
+    about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot}
+    _print(args, found.to_dict() | about, lambda _: found.table())
+    return OK
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} has {text!r}; accepted: numbers, separated by commas") from None
+
+
 def _info(args: argparse.Namespace) -> int:
     from . import info
 
@@ -266,11 +299,14 @@ BY_RANK = {
 }
 
 
-def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
-    """An option for each field."""
+def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequence[str] = ()) -> None:
+    """An option for each field, but for those that the command finds."""
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
+        if field.name in found:
+            parser.set_defaults(**{field.name: default})
+            continue
         said, kind = default, type(default)
         if field.name in BY_RANK:
             default, said = None, BY_RANK[field.name]
@@ -284,22 +320,27 @@ def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig) -> None:
         group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)
 
 
+def _add_scores(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
+    parser.add_argument("--softcap", type=float, default=0.0, help="cap of the scores (default: 0, none)")
+
+
 def _parser() -> argparse.ArgumentParser:
     from .demo import CONFIG
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="s2o",
-        description="S2O sparse attention: see it at work, compare GPU and reference, report and compile.",
+        description="S2O sparse attention: see it at work, find a tau, compare GPU and reference, report and compile.",
         epilog=EXIT_STATUS,
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"s2o_cupy {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    def command(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
+    def command(name: str, run: Any, text: str, epilog: str = "", **options: Any) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=text, description=text, epilog=f"{epilog}\n{EXIT_STATUS}", formatter_class=raw
+            name, help=text, description=text, epilog=f"{epilog}\n{EXIT_STATUS}", formatter_class=raw, **options
         )
         sub.add_argument("--json", action="store_true", help="write the result to stdout as JSON")
         sub.set_defaults(run=run, parser=sub)
@@ -315,9 +356,21 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)
     _add_input(diff, "trace", "bfloat16")
     _add_config(diff, S2OConfig())
-    diff.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
-    diff.add_argument("--softcap", type=float, default=0.0, help="cap of the scores (default: 0, none)")
+    _add_scores(diff)
     diff.add_argument("--no-causal", action="store_true", help="let every query see every key")
+
+    # Without abbreviations, as --tau would be one of --taus.
+    tune = command("tune", _tune, "the tau of an error or a density, by a sample of segments", INPUT_HELP,
+                   allow_abbrev=False)  # fmt: skip
+    _add_input(tune, "trace", "as stored, or float32")
+    target = tune.add_mutually_exclusive_group(required=True)
+    target.add_argument("--error", type=float, help="find the largest tau with at most this rel_l2, over all heads")
+    target.add_argument("--density", type=float, help="find the smallest tau with at most this share of pairs computed")
+    tune.add_argument("--taus", help="the taus to look at first, separated by commas")
+    tune.add_argument("--segments", type=int, default=32, help="how many to take, drawn by --seed (default: 32)")
+    tune.add_argument("--plot", help="a picture to write: error by density")
+    _add_config(tune, S2OConfig(), found=("tau",))
+    _add_scores(tune)
 
     command("info", _info, "versions, GPU and paths: what a bug report needs")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,8 @@ from ..plan import launch_plan
 from ..reference import dense_attention
 from ..spec import Geometry, S2OConfig
 from . import info, metrics
-from .inputs import QKV
+from .inputs import QKV, to_gpu
+from .plot import check_picture
 from .progress import Report
 
 __all__ = ["CONFIG", "run", "table"]
@@ -25,7 +24,6 @@ __all__ = ["CONFIG", "run", "table"]
 # The library's defaults, but that S2O runs on short inputs too, which a GPU would attend densely.
 CONFIG = S2OConfig(dense_up_to=0)
 
-PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 SWEEP = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
@@ -56,7 +54,7 @@ def run(
     steps = 3 + len({*SWEEP, config.tau})
 
     report(0, steps, f"tau {config.tau:g}")
-    arrays = (q, k, v) if problem else _to_gpu(q, k, v)
+    arrays = (q, k, v) if problem else to_gpu(QKV(q, k, v))
     call: Callable[..., Any] = lambda **options: s2o_attention(*arrays, scale=scale, **options)  # noqa: E731
     with np.errstate(invalid="ignore", over="ignore"):  # said in words below
         o, stats = call(config=config, return_stats=True)
@@ -182,18 +180,8 @@ def _drawn_segment(geometry: Geometry) -> int:
 
 def _check_picture(path: str, geometry: Geometry) -> str | None:
     """Why there will be no picture, in words for a reader; or an error if it was asked for as it cannot be."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return "it needs matplotlib (pip install matplotlib)"
-    target = Path(path)
-    if target.suffix not in PICTURES:
-        accepted = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
-        raise ValueError(f"demo: the picture is {path!r}; accepted: a file that ends in {accepted}")
-    if not target.parent.is_dir() or target.is_dir():
-        raise ValueError(f"demo: the picture is {path!r}; accepted: a file in a folder that exists")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise ValueError(f"demo: the picture is {path!r}; accepted: a place that may be written to")
+    if problem := check_picture(path, "demo"):
+        return problem
     if geometry.candidates(_drawn_segment(geometry)) == 0:
         raise ValueError(
             f"demo: segment {geometry.segment} leaves no earlier keys to draw of {geometry.seqlen_k} tokens; "
@@ -213,12 +201,6 @@ def _not_finite(name: str, x: np.ndarray) -> list[str]:
 
 def _errors(o: np.ndarray, exact: np.ndarray) -> dict[str, float]:
     return {"rel_l2": metrics.rel_l2(o, exact), "cosine": metrics.cosine(o, exact)}
-
-
-def _to_gpu(*arrays: np.ndarray) -> tuple[Any, ...]:
-    import cupy
-
-    return tuple(cupy.asarray(x) for x in arrays)
 
 
 def _gpu_name() -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from . import byte_planes, patterns
 from .readers import ACCEPTED, BFLOAT16, DTYPES, SAFETENSORS, read_file, read_folder, read_npy
 
-__all__ = ["QKV", "builtin", "cast", "load", "looks_swapped", "names", "pack", "save", "unpack"]
+__all__ = ["QKV", "builtin", "cast", "load", "looks_swapped", "names", "pack", "save", "to_gpu", "unpack"]
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -248,6 +248,13 @@ def cast(qkv: QKV, dtype: str) -> QKV:
         raise ValueError(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
     target = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     return QKV(*(x.astype(target, copy=False) for x in qkv))
+
+
+def to_gpu(qkv: QKV) -> QKV:
+    """Copies on the current GPU, as CuPy arrays."""
+    import cupy
+
+    return QKV(*(cupy.asarray(x) for x in qkv))
 
 
 def _trace(length: int | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> QKV:

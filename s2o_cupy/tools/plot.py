@@ -1,8 +1,10 @@
-"""A picture of S2O at work: attention before and after its permutation, and what was visited."""
+"""Pictures of S2O at work: attention before and after its permutation, what was visited, and error by density."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +12,9 @@ import numpy as np
 from ..reference import s2o as stages
 from ..spec import Geometry, S2OConfig
 
-__all__ = ["SegmentMap", "SweepPoint", "draw", "segment_map"]
+__all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_sweep", "segment_map"]
+
+PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 
 
 class SegmentMap(NamedTuple):
@@ -48,6 +52,24 @@ class SweepPoint(NamedTuple):
     tau: float
     density: float
     rel_l2: float
+
+
+def check_picture(path: str, owner: str) -> str | None:
+    """Why there will be no picture, in words for a reader; or an error of ``owner`` if it cannot be where it was asked
+    for."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "it needs matplotlib (pip install matplotlib)"
+    target = Path(path)
+    if target.suffix not in PICTURES:
+        accepted = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        raise ValueError(f"{owner}: the picture is {path!r}; accepted: a file that ends in {accepted}")
+    if not target.parent.is_dir() or target.is_dir():
+        raise ValueError(f"{owner}: the picture is {path!r}; accepted: a file in a folder that exists")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ValueError(f"{owner}: the picture is {path!r}; accepted: a place that may be written to")
+    return None
 
 
 def segment_map(
@@ -117,6 +139,21 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
             f"{view.missed_mass:.1%} of the softmax mass",
             fontsize=10.5, color="#444444",
         )  # fmt: skip
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float, title: str) -> None:
+    """Write a picture of error by density, a point for each tau, with a ring around ``tau``."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
+        _sweep(axis, sweep, tau)
+        axis.set_title(title)
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
