@@ -45,7 +45,7 @@ def test_in_a_process_of_its_own():
 
 
 def test_help_and_version():
-    for arguments in (["--help"], ["demo", "--help"], ["diff", "--help"], ["info", "-h"], ["compile", "-h"]):
+    for arguments in (["--help"], ["demo", "--help"], ["tune", "--help"], ["diff", "--help"], ["info", "-h"], ["compile", "-h"]):
         result = s2o(*arguments)
         assert result.returncode == 0
         assert "exit status:" in result.stdout

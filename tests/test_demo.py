@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -182,7 +183,7 @@ def test_where_no_picture_can_be_written(tmp_path, capsys, no_work, out, message
 def test_a_place_that_may_not_be_written_to(tmp_path, capsys, no_work, monkeypatch):
     """By what the system says: root may write anywhere."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(demo.os, "access", lambda place, mode: False)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
     assert cli.main(["demo", "--out", str(tmp_path / "a.png")]) == cli.UNABLE
     assert "accepted: a place that may be written to" in capsys.readouterr().err
 

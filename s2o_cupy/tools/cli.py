@@ -363,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     tune = command("tune", _tune, "the tau of an error or a density, by a sample of segments", INPUT_HELP,
                    allow_abbrev=False)  # fmt: skip
     _add_input(tune, "trace", "as stored, or float32")
-    target = tune.add_mutually_exclusive_group(required=True)
+    target = tune.add_mutually_exclusive_group()
     target.add_argument("--error", type=float, help="find the largest tau with at most this rel_l2, over all heads")
     target.add_argument("--density", type=float, help="find the smallest tau with at most this share of pairs computed")
     tune.add_argument("--taus", help="the taus to look at first, separated by commas")

@@ -170,7 +170,7 @@ class Sample:
         """Dense attention of the sampled segments; ``step`` is called after each."""
         for n in self.segments:
             o, _ = self._attend(n, replace(self.config, tau=0, dense_up_to=None))
-            finite = np.isfinite(o.astype(np.float32)).all(axis=(2, 3))  # [batch, heads]
+            finite = np.isfinite(o.astype(np.float64)).all(axis=(2, 3))  # [batch, heads]
             if not finite.all():
                 b, h = np.argwhere(~finite)[0].tolist()
                 raise ValueError(
