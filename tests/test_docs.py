@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: code runs, commands and options exist, links lead somewhere, tables are up to date."""
+"""README.md, its neighbours and docs: code runs, commands and options exist, links lead somewhere, tables current."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from s2o_cupy import S2OConfig, spec
 from s2o_cupy.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.exists()]
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "DESCRIPTION", "SECURITY", "CODE_OF_CONDUCT")]
+PAGES = [page for page in (*BESIDE, *DOCS) if page.exists()]
 REFERENCE = ROOT / "docs" / "reference.md"
 pytestmark = pytest.mark.skipif(
     not (ROOT / "README.md").exists() or not (ROOT / "docs" / "figures.py").exists(), reason="needs a source checkout"
@@ -163,12 +165,12 @@ def test_what_is_named_in_a_sentence_exists(page):
 
 
 def test_every_command_and_extra_is_told():
-    readme = text_of(ROOT / "README.md")
+    readme, contributing = text_of(ROOT / "README.md"), text_of(ROOT / "CONTRIBUTING.md")
     (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
     for command in commands.choices:
         assert f"`s2o {command}`" in readme
     for extra in extras():
-        assert f"`{extra}`" in readme
+        assert f"`{extra}`" in readme + contributing
     for target in ("demo", "test"):
         assert f"make {target}" in readme
 
@@ -256,7 +258,7 @@ def test_links(page):
 
 def test_every_page_is_linked_from_the_readme():
     readme, notebook = text_of(ROOT / "README.md"), text_of(ROOT / "docs" / "notebook" / "README.md")
-    for page in PAGES[1:]:
+    for page in DOCS:
         if page.parent.name == "notebook" and page.name != "README.md":
             assert f"({page.name})" in notebook
         else:

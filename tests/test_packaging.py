@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -80,6 +82,21 @@ def test_wheel(built):
         assert f"Provides-Extra: {extra}" in told
 
 
+def test_metadata(built):
+    """What a package index shows: links that lead somewhere from there, and an address in one place."""
+    with zipfile.ZipFile(built[1]) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("/METADATA"))
+        told = email.message_from_bytes(archive.read(name))
+    text = str(told.get_payload())
+    assert told["Description-Content-Type"] == "text/markdown" and text.startswith("# s2o_cupy\n")
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:href|src)=\"([^\"]+)", text)
+    assert links and all("".join(link).startswith("https://") for link in links)
+    urls = dict(line.split(", ") for line in told.get_all("Project-URL"))
+    assert {"Documentation", "Source", "Changelog", "Issues"} <= urls.keys()
+    assert all(url.startswith(urls["Source"]) for url in urls.values())
+    assert told["Requires-Python"] == ">=3.10" and told["Keywords"] and told["Summary"]
+
+
 def test_sdist(built):
     with tarfile.open(built[0]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
@@ -87,6 +104,8 @@ def test_sdist(built):
     tests = {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py")}
     assert tests <= names
     assert {"LICENSE", "Makefile", "setup.cfg", "pyproject.toml", "CHANGELOG.md", ".ci/run", ".ci/setup"} <= names
+    assert {"CITATION.cff", "CONTRIBUTING.md", "DESCRIPTION.md", "mkdocs.yml", "docs/site_pages.py"} <= names
+    assert {"examples/tour.ipynb", ".github/ISSUE_TEMPLATE/bug.yml"} <= names
     assert not any("__pycache__" in name or ".egg-info/../" in name for name in names)
 
 
