@@ -2,6 +2,7 @@
 # make test      a sample of the kernels compiled, then the tests: what each commit is judged by
 # make test-all  every kernel for every architecture, slow tests too, more random cases
 # make lint      ruff and mypy
+# make docs      the documentation site, into build/site
 # make sanitize  small cases on a GPU under compute-sanitizer
 # make torture   hostile checks on a GPU, about 4 minutes
 # make clean     remove what these commands made
@@ -36,6 +37,7 @@ ENVIRONMENT := .ci/setup setup.cfg pyproject.toml
 DEMO := $(VENV)/.demo-$(CUDA)
 TEST := $(VENV)/.test-$(CUDA)
 FRAMEWORKS := $(if $(filter 1,$(INTEROP)),$(VENV)/.frameworks-$(CUDA))
+DOCS := $(VENV)/.docs
 BESIDE := $(FRAMEWORKS) $(if $(filter 1,$(LINT)),lint)
 RUN := $(VENV)/bin/python
 
@@ -50,7 +52,7 @@ QUICK := -m "not slow"
 test test-all: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo test test-all kernels lint mypy sanitize torture clean
+.PHONY: demo test test-all kernels lint mypy docs sanitize torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -81,14 +83,18 @@ torture: $(TEST) $(FRAMEWORKS)
 lint: $(TEST) mypy
 	$(RUN) -m ruff check .
 
-# mypy knows packages only by their folders, so it reads a copy laid out as the installed package is.
+# A copy laid out as the installed package is, for those who know packages only by their folders.
+lay_out = rm -rf $(1) && mkdir -p $(1) && cp -r s2o_cupy $(1)/ && cp -r raw_kernels reference $(1)/s2o_cupy/
+
 mypy: $(TEST)
-	rm -rf build/mypy
-	mkdir -p build/mypy
-	cp -r s2o_cupy build/mypy/
-	cp -r raw_kernels reference build/mypy/s2o_cupy/
+	$(call lay_out,build/mypy)
 	MYPYPATH=build/mypy $(RUN) -m mypy build/mypy/s2o_cupy $(wildcard tests/*.py examples/*.py benchmarks/*.py) \
 	  | sed -E 's#build/mypy/(s2o_cupy/(reference|raw_kernels)/)?#\2/#; s#^/##'
+
+# What a docstring says is read, not imported. The variable turns off a notice of another version of MkDocs.
+docs: $(DOCS)
+	$(call lay_out,build/docs)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 $(DEMO): $(ENVIRONMENT)
 	.ci/setup demo "$(PYTHON)" "$(VENV)" $(CUDA)
@@ -100,6 +106,10 @@ $(TEST): $(ENVIRONMENT)
 
 $(FRAMEWORKS): $(TEST)
 	.ci/setup frameworks "$(PYTHON)" "$(VENV)" $(CUDA)
+	touch $@
+
+$(DOCS): $(ENVIRONMENT)
+	.ci/setup docs "$(PYTHON)" "$(VENV)" none
 	touch $@
 
 clean:

@@ -117,7 +117,7 @@ def gather_attention_paged(
     k_pages, v_pages, page_table, layout : as in `s2o_attention_paged`
     schedule : Schedule
         Without a k_order. All sequences have the seqlen_k that it is for.
-    others : as in `gather_attention`
+    is_causal, scale, softcap, return_lse, return_stats, out, stream, backend, path : as in `gather_attention`
 
     Returns
     -------

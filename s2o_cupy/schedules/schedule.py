@@ -63,6 +63,8 @@ class Schedule:
     ) -> Schedule:
         """From a mask of key blocks.
 
+        It costs a few passes over the mask, and keeps 4 bytes for each of its elements.
+
         Parameters
         ----------
         mask : bool array, (batch or 1, heads, kv_heads or 1, lists, key blocks)
@@ -75,8 +77,6 @@ class Schedule:
         rules : the other keywords of `from_csr`
             A causal schedule needs a ``segment``, as blocks that only some rows see are not listed. Blocks must not be
             cut by the dense part: ``segment``, ``seqlen_k - seqlen_q - window`` and ``sinks`` are multiples of a block.
-
-        Costs a few passes over the mask, and keeps 4 bytes for each of its elements.
         """
         where = "Schedule.from_block_mask"
         shape = _shape(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
@@ -130,7 +130,8 @@ class Schedule:
         seqlen_q, seqlen_k : int
         unit : 1, 64 or 128
             Keys of an entry.
-        list heads : heads, kv_heads or 1
+        batch, list_heads : int, default 1
+            With one row of all lists: how many there are of each. Of list heads heads, kv_heads or 1.
         block_m : 64 or 128
             Queries of a q tile.
         per_segment : bool, default False
@@ -187,7 +188,7 @@ class Schedule:
             Units of keys, as ``indices`` of `from_csr`.
         counts : int32 or int64 array, (batch or 1, list heads, lists)
             How many entries of each row belong to its list; the others are not read.
-        others : as in `from_csr`
+        seqlen_q, seqlen_k, unit, is_sorted, rules : as in `from_csr`
         """
         return cls._padded("Schedule.from_padded", "rows", rows, counts, unit, seqlen_q, seqlen_k, is_sorted, rules)
 
