@@ -151,15 +151,15 @@ def unit_weights(pooled: Array, counts: Array, means: Array, n: int, geometry: G
     Returns float32 [B, H, W], units in ascending position.
     """
     batch, heads = pooled.shape[:2]
-    group = heads // means.shape[1]
-    units = ranked_units(n, geometry)
+    kv_heads, units = means.shape[1], ranked_units(n, geometry)
     pooled = pooled[:, :, n, counts[n] > 0]  # [B, H, R', D]
-    found = np.empty((batch, heads, len(units)), np.float32)
-    for b, h in np.ndindex(batch, heads):
-        scores = pooled[b, h] @ means[b, h // group, units].T * (scale * LOG2E)  # [R', W]
-        norm = np.logaddexp2.reduce(scores, axis=-1, initial=-np.inf)  # [R']
-        found[b, h] = (scores - np.where(np.isfinite(norm), norm, 0)[:, None]).max(axis=0)
-    return found
+    pooled = pooled.reshape(batch, kv_heads, heads // kv_heads, *pooled.shape[2:])  # [B, Hkv, G, R', D]
+    of_units = means[:, :, None, units]  # [B, Hkv, 1, W, D]
+    scores = pooled @ of_units.swapaxes(-1, -2) * (scale * LOG2E)  # [B, Hkv, G, R', W]
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)  # [B, Hkv, G, R', 1]
+    norm = top + np.log2(np.exp2(scores - top).sum(axis=-1, keepdims=True))
+    weights = scores - np.where(np.isfinite(norm), norm, 0).astype(scores.dtype)
+    return weights.max(axis=-2).reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 
 
 @quiet

@@ -115,6 +115,24 @@ def test_forcing_the_visits_reproduces_the_result(case):
         np.testing.assert_array_equal(after, before)  # pass 2 leaves its input alone
 
 
+def test_keys_behind_a_stop_do_not_matter():
+    """NaN among them, or a higher maximum than that of the keys before, is not seen."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 1, 64, 4)) for _ in range(3))
+    geometry, config = Geometry(64, 64, 8, 0, True, 1), S2OConfig(segment=8, tau=1e9, block_m=8, block_n=8, unit=1)
+    q_order = np.tile(np.arange(8, dtype=np.int32), (1, 1, 8, 1))
+    k_order = [np.arange(8 * n, dtype=np.int32)[None, None] for n in range(8)]
+    state = s2o.pass1(q, k, v, geometry, 0.5)
+    found, visited = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, 0.5)
+    assert visited.max() == 1
+    for bad in (np.nan, np.inf, 1e6):
+        hostile_k, hostile_v = k.copy(), v.copy()
+        hostile_k[:, :, 8:], hostile_v[:, :, 8:] = bad, bad
+        other, _ = s2o.pass2(q, hostile_k, hostile_v, state, q_order, k_order, geometry, config, 0.5)
+        for x, y in zip(other, found, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("order", [{"unit": 1}, {"rank": "mean"}, {"rank": "mean", "tail": "mean"}], ids=str)
 def test_error_falls_with_tau(order):
     """Heavy keys are found early: at tau = 0.05 most tiles are skipped and the error is still small."""
