@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.reference import key_order, s2o
-from s2o_cupy.spec import UNITS, Geometry
+from s2o_cupy.spec import STOP_LAG, UNITS, Geometry
 from s2o_cupy.tools.metrics import rel_l2
 
 LENGTH, DISTANCE = 1500, 700
@@ -185,7 +185,9 @@ def test_fewer_keys_are_visited(device, slash, config):
         o = device.host(o)
         found[rank] = [rel_l2(o[:, h], exact[:, h]) for h in (0, 1)], device.host(stats.density_per_head)[0]
     (_, mean_density), (weight, weight_density) = found["mean"], found["weight"]
-    assert weight_density[0] < 0.7 * mean_density[0] and weight[0] < 0.02, found
+    # A path that visits a key tile more before it stops visits that share of a segment's keys, 750 on average, more.
+    lag = STOP_LAG.get(stats.path, 0) * config.block_n / (LENGTH / 2)
+    assert weight_density[0] < (0.6 + lag) * mean_density[0] and weight[0] < 0.02, found
 
 
 @pytest.mark.parametrize("changes", [{}, {"unit": 64}, {"segment": 100, "unit": 32}, {"unit": 1}], ids=str)
