@@ -73,6 +73,6 @@ def test_layer_on_a_gpu(small_llama, tmp_path):
     )  # fmt: skip
     for row in rows:
         assert 0 < row["layer_ms"] < 2 * (row["attention_ms"] + row["rest_ms"])
-        assert row["rel_l2"] < 0.1
+        assert row["rel_l2"] < 0.2
         assert row["peak_gib"] > 0.1
     assert rows[-1]["rel_l2"] < 0.01
