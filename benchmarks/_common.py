@@ -31,8 +31,9 @@ from s2o_cupy.tools.info import gpu_problem  # noqa: E402
 # ---------------------------------------------------------------- arguments
 
 # Stages of a call that end a part of it. No event after each stage, as it keeps the next kernel from starting at once.
-# The tail's sums order nothing.
-PART_ENDS = {"pass1": "pass1", "candidate_means": "tail", "rank_keys": "ordering", "pass2": "pass2"}
+PART_ENDS = {
+    "pass1": "pass1", "key_moments": "tail", "rank_keys": "ordering", "pass2": "pass2", "add_tail": "tail",
+}  # fmt: skip
 
 
 def integers(text: str) -> list[int]:

@@ -28,7 +28,7 @@ from _random_order import RandomOrders, expected_tau
 from speed import Pipeline
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
+from s2o_cupy.cuda.lists import ListPointers, attend_lists
 from s2o_cupy.plan.schedule import ScheduleShape, order_lists
 
 Row = dict[str, Any]
@@ -66,8 +66,6 @@ class S2OStages(RandomOrders):
             self.kept |= {"out": self.out.copy(), "state": arrays["state"].copy()}
         elif stage == "rank_queries":
             self.kept["q_order"] = arrays["q_order"].copy()
-            if self.config.adds_tail:
-                self.kept |= {name: arrays[name].copy() for name in ("tail", "candidate_means")}
         elif stage == "rank_keys":
             self.chunks.append(arrays["chunk"])
             self.orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
@@ -99,8 +97,7 @@ def s2o_row(pipeline: Pipeline, config: S2OConfig, density: float, repeats: int)
     stats = pipeline.run(config, stages)
     expected, out = pipeline.out.copy(), stages.kept["out"]
     lists = stages.lists(pipeline.problem.heads)
-    tail = Tail(*(stages.kept[x].data.ptr for x in ("tail", "candidate_means"))) if config.adds_tail else None
-    call = partial(_call, pipeline, lists, config, out, state=stages.kept["state"].data.ptr, tail=tail)
+    call = partial(_call, pipeline, lists, config, out, state=stages.kept["state"].data.ptr)
     call()
     if not bool((out.view(np.uint16) == expected.view(np.uint16)).all()):
         raise SystemExit("lists.py: S2O's orders as lists gave other bits than S2O")

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dense import Array, capped, check_shapes, quiet
-from .s2o import State, add_tail, visit
+from .dense import Array, check_shapes, quiet
+from .s2o import State, visit
 
 __all__ = ["KeyLists", "attend_lists"]
 
@@ -54,7 +54,6 @@ def attend_lists(
     softcap: float = 0.0,
     tau: float = 0.0,
     stop_lag: int = 0,
-    tail: bool = False,
     visited: Array | None = None,
 ) -> tuple[State, Array]:
     """Each q tile attends to the keys of its list, all of which all of its rows see.
@@ -71,7 +70,6 @@ def attend_lists(
     block_n : keys of a key tile
     scale : float, default 1 / sqrt(D)
     tau, stop_lag : when a q tile stops (`reference.s2o.pass2`); tau 0 never does
-    tail : bool, default False; what a list has left counts as its mean key and value
     visited : int [B, H, N, T], optional; key tiles to visit, instead of deciding
 
     Returns
@@ -103,10 +101,6 @@ def attend_lists(
             q[at], (state.m[at], state.l[at], state.acc[at]), keys, kh, vh, scale, softcap, block_n=block_n, tau=tau,
             stop_lag=stop_lag, visited=None if visited is None else int(visited[b, h, n, tile]),
         )  # fmt: skip
-        rest = len(keys) - j * block_n
-        if tail and rest > 0:
-            mean = capped(q[at] @ kh[keys].mean(axis=0) * scale, softcap)  # [M]
-            m, mass, acc = add_tail(m, mass, acc, mean, rest, vh[keys].mean(axis=0))
         state.m[at], state.l[at], state.acc[at] = m, mass, acc
         taken[b, h, n, tile] = j
     return state, taken

@@ -34,11 +34,11 @@ from .ordering import (
     unit_positions,
     unit_weights,
 )
+from .tail import Moments, add_tail, key_moments
 
 __all__ = [
     "Result",
     "State",
-    "add_tail",
     "candidate_positions",
     "finish",
     "key_order",
@@ -144,22 +144,6 @@ def visit(
     return m, mass, acc, j
 
 
-def add_tail(
-    m: Array, mass: Array, acc: Array, s: Array, rest: int, v: Array
-) -> tuple[Array, Array, Array]:
-    """Rows in state (m [M], mass [M], acc [M, D]) see ``rest`` keys of score s [M] and value v [D] each.
-
-    In place of candidates that a q tile did not visit, with the score and value of the mean candidate. By convexity
-    exp of the mean score is no more than the mean of exp(score) over all candidates. The visited ones, which weigh
-    most, are among these: such keys may get more than those they stand for.
-    """
-    x = s + np.log(rest).astype(s.dtype)  # [M]
-    top = np.fmax(m, x)
-    base = np.where(np.isneginf(top), 0, top).astype(s.dtype)
-    rescale_by, weight = np.exp(m - base), np.exp(x - base)
-    return top, mass * rescale_by + weight, acc * rescale_by[:, None] + weight[:, None] * v
-
-
 @quiet
 def pass2(
     q: Array,
@@ -184,7 +168,7 @@ def pass2(
     ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). A row whose l0
     is 0 or NaN keeps its tile going; tau = 0 never stops. Every row of a segment sees all its
     candidates, so nothing is masked and no row touches another except through the common stop. What it leaves
-    unvisited counts as its mean (:func:`add_tail`), unless ``config.tail`` says otherwise.
+    unvisited counts for what ``config.tail`` says (:func:`reference.tail.add_tail`).
 
     Parameters
     ----------
@@ -204,9 +188,10 @@ def pass2(
     for n in range(geometry.segments):
         first, last = geometry.queries(n)
         tiles = -(-geometry.candidates(n) // block_n)
+        moments: dict[tuple[int, int], Moments] = {}
         if tiles and config.adds_tail:
-            positions = candidate_positions(n, geometry)
-            mean_k, mean_v = (x[:, :, positions].mean(axis=2) for x in (k, v))  # [B, Hkv, D]
+            group_of_keys = geometry.moment_group(n)
+            moments = {(b, h): key_moments(k[b, h], v[b, h], group_of_keys) for b, h in np.ndindex(k.shape[:2])}
         for b, h, tile in np.ndindex(batch, heads, -(-(last - first) // block_m)):
             kh, vh = k[b, h // group], v[b, h // group]  # [Lk, D]
             offsets = q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
@@ -217,10 +202,9 @@ def pass2(
                 block_n=block_n, tau=config.tau, stop_lag=stop_lag,
                 visited=None if visited is None else int(visited[b, h, n, tile]),
             )  # fmt: skip
-            rest = geometry.candidates(n) - j * block_n
-            if rest > 0 and config.adds_tail:
-                mean = capped(rows @ mean_k[b, h // group] * scale, softcap)  # [M]
-                m, mass, acc = add_tail(m, mass, acc, mean, rest, mean_v[b, h // group])
+            rest = k_order[n][b, h][j * block_n :]
+            if len(rest) > 0 and config.adds_tail:
+                m, mass, acc = add_tail(rows, (m, mass, acc), rest, kh, moments[b, h // group], scale, softcap)
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
         if progress is not None:

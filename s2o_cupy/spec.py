@@ -32,6 +32,11 @@ __all__ = [
     "Geometry",
     "S2OConfig",
     "S2OError",
+    "MOMENT_KEYS",
+    "TAIL_DOUBT",
+    "TAIL_SAMPLES",
+    "moment_group",
+    "moment_keys",
 ]
 
 # How keys are ordered (reference.key_order is the definition). Up to ORDER_HEAD candidates by KEY_BUCKETS parts of the
@@ -51,7 +56,7 @@ MIDDLE = 1 << 16
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
 STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
 PATHS = ("auto", "portable", "hopper")
-TAILS = ("mean", "none")
+TAILS = ("none", "first_order")
 
 MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
@@ -59,6 +64,9 @@ MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
 RANKS = ("weight", "max", "mean")
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
+TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
+TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
+MOMENT_KEYS = 4096  # keys at most that means and covariances are taken from
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
@@ -73,6 +81,9 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kOrderHead": ORDER_HEAD,
     "kKeyBuckets": KEY_BUCKETS,
     "kMostPooled": MAX_POOLED_QUERIES["weight"],
+    "kTailSamples": TAIL_SAMPLES,
+    "kMomentKeys": MOMENT_KEYS,
+    "kTailDoubt": TAIL_DOUBT,
 }
 
 
@@ -170,9 +181,9 @@ class S2OConfig:
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default: 8192, as was measured, and any length at tau 0, which is dense by definition. 0: never. The reference
         on the CPU ignores it.
-    tail : {"none", "mean"}, default "none"
-        What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing; "mean", what
-        their mean key and mean value would, as many times as there are unvisited ones.
+    tail : {"none", "first_order"}, default "none"
+        What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
+        "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
 
     Raises
     ------
@@ -258,6 +269,19 @@ class S2OConfig:
         return self.tail != "none" and self.tau > 0
 
 
+def moment_group(keys: int) -> int:
+    """The group of segments with so many leading keys: one for each number up to 15, then eight for each power of two,
+    so that there are few. The same formula as in raw_kernels/tail/moment_groups.cuh."""
+    shift = max(0, keys.bit_length() - 4)
+    return keys if keys < 16 else 8 * shift + (keys >> shift)
+
+
+def moment_keys(group: int) -> int:
+    """The fewest leading keys of a group: those that its moments are taken from."""
+    shift = max(0, group // 8 - 1)
+    return group if group < 16 else (group - 8 * shift) << shift
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Which keys a segment attends densely and which are candidates of pass 2.
@@ -308,6 +332,10 @@ class Geometry:
     def ranked(self, n: int) -> int:
         """How many whole units are among them: these are put in order. A short one comes last."""
         return self.candidates(n) // self.unit
+
+    def moment_group(self, n: int) -> int:
+        """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""
+        return moment_group(self.dense_keys(n)[0] if self.is_causal else self.seqlen_k)
 
     def guide_keys(self, n: int) -> int:
         """Leading keys whose mean orders the queries: one segment of them, never a future one."""

@@ -54,15 +54,14 @@ def problem_of(q, k, config, **options) -> Problem:
 
 def attend(
     path: str, q: Any, k: Any, v: Any, lists: KeyLists, *, per_tile: bool = False, segment: int | None = None,
-    q_order: Any = None, start: tuple[Any, Any, Any] | None = None, tail: tuple[Any, Any] | None = None,
-    page_size: int | None = None, problem: Problem | None = None, scale: float | None = None, softcap: float = 0.0,
-    **config: Any,
+    q_order: Any = None, start: tuple[Any, Any, Any] | None = None, page_size: int | None = None,
+    problem: Problem | None = None, scale: float | None = None, softcap: float = 0.0, **config: Any,
 ) -> Attended:  # fmt: skip
     """`cuda.lists.attend_lists` of host or CuPy arrays, into poisoned outputs. ``start``: output, lse and state
-    [B, H, Lq, 2] of a pass before; ``tail``: scores and means. ``page_size``: k and v are put into a cache."""
+    [B, H, Lq, 2] of a pass before. ``page_size``: k and v are put into a cache."""
     import cupy
 
-    from s2o_cupy.cuda.lists import ListPointers, Tail, attend_lists
+    from s2o_cupy.cuda.lists import ListPointers, attend_lists
 
     settings = S2OConfig(**({"tau": 0.0} | config), path=path)
     problem = problem or problem_of(q, k, settings, scale=scale, softcap=softcap)
@@ -93,7 +92,7 @@ def attend(
     plan = attend_lists(
         operands(q, k, v, o), pointers, shape, problem, settings,
         stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
-        tail=None if tail is None else Tail(*(x.data.ptr for x in tail)), paging=paging,
+        paging=paging,
     )  # fmt: skip
     assert plan.path == path
     return Attended(*(cupy.asnumpy(x) for x in (o, lse, visited)))
@@ -138,7 +137,6 @@ class S2OStages:
     o1: Any = None
     lse1: Any = None
     state: Any = None
-    tail: Any = None  # scores and means
     attended: Any = None
 
 
@@ -160,8 +158,6 @@ def s2o_stages(q, k, v, config, softcap) -> S2OStages:
             found.o1, found.lse1, found.state = o.copy(), lse.copy(), arrays["state"].copy()
         elif stage == "rank_queries":
             found.q_order = cupy.asnumpy(arrays["q_order"])
-            if config.adds_tail:
-                found.tail = arrays["tail"].copy(), arrays["candidate_means"].copy()
         elif stage == "rank_keys":
             found.chunks.append(arrays["chunk"])
             orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
@@ -188,7 +184,7 @@ def by_lists_of_s2o(
     q_order = np.concatenate(of_segments, axis=-1)
     found = attend(
         config.path, q, k, v, KeyLists(stages.entries, begins[None], keys[None], config.unit), segment=config.segment,
-        q_order=q_order, start=(stages.o1, stages.lse1, stages.state), tail=stages.tail, page_size=page_size,
+        q_order=q_order, start=(stages.o1, stages.lse1, stages.state), page_size=page_size,
         problem=stages.problem, tau=config.tau,
     )  # fmt: skip
     return found, stages, keys

@@ -179,7 +179,7 @@ def test_what_is_remembered_is_bounded(torch, monkeypatch):
         ({}, "pass1"),
         ({"window": 64}, None),
         ({"window": 64, "path": "portable"}, None),
-        ({"path": "portable", "tail": "mean"}, "pass1"),
+        ({"path": "portable", "tail": "first_order"}, "pass1"),
         ({"rank": "weight"}, "pass1"),
         ({"dense_up_to": 9000}, None),
     ],
@@ -225,7 +225,7 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     assert launched.count("wait") == 1
     if waits_after:
         assert launched[:at] == ["clear", waits_after]
-        assert launched[at + 1] == ("block_sums" if options.get("tail") == "mean" else "guides")
+        assert launched[at + 1] == ("key_moments" if "tail" in options else "guides")
         assert replays == [1]  # the call that has nothing to wait for
     else:
         assert "pass1" not in launched[:at]

@@ -38,7 +38,7 @@ class Fault:
 MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
             options={"rank": "mean", "window": 30})  # fmt: skip
 # Pass 2 stops at once, and the mean stands for nearly all keys.
-TAIL = replace(MEAN, tau=1000.0, options={"rank": "mean", "window": 30, "tail": "mean"})
+TAIL = replace(MEAN, tau=1000.0, options={"rank": "mean", "window": 30, "tail": "first_order"})
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "pooled_queries": 3})  # fmt: skip
 # Several steps of units, two tiles of pooled queries in each segment, and a last segment of few queries.
@@ -244,22 +244,22 @@ FAULTS = [
          "s[i][j][e] * params.cap_scale"),
     ),
     *_faults(
-        "pass2", TAIL,
-        ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
-        ("the mean value is of the mean key", "output", "segment) * 2 + 1) * width", "segment) * 2) * width"),
+        "add_tail", TAIL,
+        ("unvisited keys are counted once", "tail output", "sum * left * carrying", "sum * carrying"),
+        ("one sample is as good as many", "tail output", "carrying / (carrying + spec::kTailDoubt)", "1.f"),
+        ("scores are spread like a normal distribution", "tail output",
+         "fminf(fmaxf(weighted / (sum * variance), 0.f), 1.f)", "1.f"),
+        ("visited keys are sampled", "tail output", "g.candidates(tile.segment) - left + static_cast<int>",
+         "static_cast<int>"),
+        ("lse is without the tail", "tail lse", "lse[h] + log1pf(mass[h])", "lse[h]"),
+        ("each segment has the first one's moments", "tail output",
+         "moment_group(p.geometry, tile.segment) - p.first_group", "0"),
     ),
     *_faults(
-        "rank_queries", TAIL,
-        ("the mean key is the guide", "output", "w ? s.mean_key : s.guide;", "s.guide;"),
-    ),
-    *_faults(
-        "block_sums", replace(TAIL, seqlen_q=1100),
-        ("keys are summed for values", "output", "which = blockIdx.x % 2, kv_head =", "which = 0, kv_head ="),
-    ),
-    *_faults(
-        "candidate_means", replace(TAIL, seqlen_q=1100),
-        ("the mean is of a full segment", "output", "sum / g.candidates(n)", "sum / g.segment"),
-        ("keys past the last block are left out", "output", "whole * kSumBlock + part; r < keys", "keys; r < keys"),
+        "key_moments", TAIL,
+        ("means are not taken off", "tail output", " - mean_value * (key_sums[j][e] * share)", ""),
+        ("keys are those of the first group", "tail output", "moment_keys(p.first_group + group)",
+         "moment_keys(p.first_group)"),
     ),
     *_faults(
         "pass2", TAIL,
@@ -292,12 +292,6 @@ FAULTS = [
     *_faults(
         ("pass1_sm90", "pass2_sm90"), replace(HOPPER, softcap=3.0),
         ("scores are not capped", "pass 1 state", "tanh_approx(s[i] * params.cap_scale)", "s[i] * params.cap_scale"),
-    ),
-    *_faults(
-        "pass2_sm90", replace(HOPPER, tau=1000.0, options={"window": 30, "tail": "mean"}),
-        ("unvisited keys are counted once", "output", "score + __log2f(static_cast<float>(rest))", "score"),
-        ("each segment has the first one's mean", "output", "tile.visited / params.tiles % params.geometry.segments()",
-         "1"),
     ),
     *_faults(
         "pass2_sm90", HOPPER,

@@ -42,7 +42,7 @@ def test_every_case_can_be_launched(name):
         assert ("unit_weights" in stages) == bool(by_weight)
         assert ("unit_means" in stages) == bool(by_weight and plan.geometry.units)
         assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
-        assert ("candidate_means" in stages) == bool(plan.chunks and case.config().adds_tail)
+        assert ("add_tail" in stages) == bool(plan.chunks and case.config().adds_tail)
 
 
 def test_some_cases_take_many_rounds():

@@ -224,8 +224,7 @@ def test_a_q_tile_stops(path, qkv):
     ("dtype", "head_dim", "options"),
     [
         *((dtype, head_dim, {}) for dtype in DTYPES for head_dim in (64, 80, 128, 256)),
-        ("bfloat16", 128, {"tail": "mean"}),
-        ("bfloat16", 128, {"rank": "mean", "tail": "mean"}),
+        ("bfloat16", 128, {"rank": "mean"}),
         ("bfloat16", 128, {"unit": 1}),
         ("bfloat16", 128, {"unit": 128}),
         ("bfloat16", 128, {"tau": 0.0}),
@@ -248,12 +247,3 @@ def test_s2o_is_the_case_of_its_orders_as_lists(path, qkv, dtype, head_dim, opti
     found.assert_same_bits(stages.attended)
     if config.tau > 0:
         assert 0 < found.visited.sum() < 2 * (-(-keys // 128)).sum(), "nothing stopped early"
-
-
-def test_what_is_refused(qkv):
-    import cupy
-
-    q, k, v = draw(qkv, "bfloat16", 200)
-    lists, nothing = make_lists([[[[1, 2]]]], 1), cupy.zeros(1, np.float32)
-    with pytest.raises(ValueError, match="tail is given and rows start empty"):
-        attend("portable", q, k, v, lists, tail=(nothing, nothing))

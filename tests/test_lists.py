@@ -136,7 +136,7 @@ def test_queries_are_taken_in_the_order_given(arrays, rng):
     assert_close((np.take_along_axis(o, order[..., None], axis=2), np.take_along_axis(lse, order, axis=2)), expected)
 
 
-# ---------------------------------------------------------------- a start that is resumed, a stop, a tail
+# ---------------------------------------------------------------- a start that is resumed, a stop
 
 
 def test_resuming_is_merging_with_what_was_seen_before(arrays):
@@ -154,11 +154,10 @@ def test_a_row_without_keys_keeps_its_state(arrays):
     assert all((x == y).all() for x, y in zip(before, after, strict=True)) and not visited.any()
 
 
-@pytest.mark.parametrize("tail", ["mean", "none"])
-def test_s2o_is_the_case_of_its_orders_as_lists(qkv, tail):
+def test_s2o_is_the_case_of_its_orders_as_lists(qkv):
     """Rows in S2O's order resume pass 1 and visit S2O's lists, which lie as in two rounds of its workspace."""
     q, k, v = (x.astype(np.float64) for x in qkv(700, heads=4, kv_heads=2, head_dim=16))
-    config = S2OConfig(segment=128, tau=0.2, block_m=64, block_n=32, rank="mean", tail=tail)
+    config = S2OConfig(segment=128, tau=0.2, block_m=64, block_n=32, rank="mean")
     result, geometry = s2o.s2o(q, k, v, config), Geometry(700, 700, 128)
     chunks = [Chunk(0, 4, 4, 2, 2, 4, 512, 128), Chunk(0, 4, 1, 3, 2, 4, 128, 128)]
     begins, keys = order_lists(chunks, geometry, 4)
@@ -172,7 +171,6 @@ def test_s2o_is_the_case_of_its_orders_as_lists(qkv, tail):
     lists = KeyLists(entries, begins[None], keys[None])
     state, visited = attend_lists(
         q, k, v, lists, result.state1, segment=128, q_order=q_order, block_m=64, block_n=32, tau=0.2,
-        tail=tail == "mean",
     )  # fmt: skip
     np.testing.assert_array_equal(visited, result.visited)
     assert 0 < visited.sum() < attend_lists(q, k, v, lists, segment=128, block_m=64, block_n=32)[1].sum()

@@ -17,7 +17,7 @@ from s2o_cupy.selection.methods import make_plan
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "block_sums", "candidate_means", "unit_means", "key_scores",
+    "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_means", "key_scores",
 )
 STAGES = (*READERS, "rank_queries", "unit_weights", "key_strata", "key_middle", "key_order_head")
 
@@ -28,7 +28,7 @@ def kernel_of(plan, stage):
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
 def test_what_the_kernels_get(path):
-    config = S2OConfig(path=path, dense_up_to=0, tail="mean")
+    config = S2OConfig(path=path, dense_up_to=0, tail="first_order")
     plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
     of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
@@ -54,7 +54,7 @@ def test_what_the_kernels_get(path):
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
-    config = S2OConfig(block_m=block_m, path=path, tail="mean")
+    config = S2OConfig(block_m=block_m, path=path, tail="first_order")
     limits = DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (page_size, 0))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2o_cupy.arrays.operand import Operand
-from s2o_cupy.plan.build import SumsShape
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import LaunchPlan, padded_head_dim
 from s2o_cupy.plan.launches import launches, workspace
@@ -30,7 +29,7 @@ from s2o_cupy.selection.s2o_kernels import (
     score_blocks,
     unit_weight_blocks,
 )  # fmt: skip
-from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, UNITS, S2OConfig
+from s2o_cupy.spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STOP_LAG, UNITS, S2OConfig, moment_group
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}
@@ -434,23 +433,24 @@ def test_capped_scores_among_the_parameters(scale):
     assert found["unit_weights"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
 
 
-@pytest.mark.parametrize("shape", [None, SumsShape(200, 0), SumsShape(200, 70)])
-def test_sums_of_keys_that_calls_share(shape):
-    """The caller's have room for its whole sequence, and only the missing blocks are made."""
-    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="mean")
+def test_moments_of_the_groups_that_segments_have():
+    """A chunk makes those of its own segments alone, of as many leading keys as the whole prompt's would."""
+    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="first_order")
     plan = plan_of(problem, config)
     of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
     operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
-    memory = workspace(plan, problem, config, shape)
-    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory, sums=shape)}
-    blocks, first = shape or (79, 0)
-    for stage in ("block_sums", "candidate_means"):
-        params = steps[stage].params
-        assert [int(params[name]) for name in ("blocks", "first_block", "made")] == [blocks, first, 79 - first]
-        base = {place: name for place, name, _ in steps[stage].pointers}[params.dtype.fields["sums"][1]]
-        assert base == ("workspace" if shape is None else "sums")
-    assert steps["block_sums"].blocks == 2 * 2 * (79 - first)
-    assert ("sums" in memory.places) == (shape is None)
+    memory = workspace(plan, problem, config)
+    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory)}
+    groups = sorted({plan.geometry.moment_group(n) for n in range(plan.geometry.segments)})
+    assert groups == [moment_group(18_000), moment_group(19_900)]
+    for stage in ("key_moments", "add_tail"):
+        assert (steps[stage].params["first_group"], steps[stage].params["groups"]) == (groups[0], 2)
+    assert steps["key_moments"].blocks == 2 * 2 * 2  # KV heads, groups, halves of the values
+    assert memory.places["covariances"].shape == (2, 2, 128, 128)
+    bases = {place: name for place, name, _ in steps["add_tail"].pointers}
+    assert bases[steps["add_tail"].params.dtype.fields["lse"][1]] == "lse"
+    plain = S2OConfig(tail="none")
+    assert "lse" in memory.places and "lse" not in workspace(plan_of(problem, plain), problem, plain).places
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)

@@ -55,8 +55,9 @@ def agree(found, expected, rtol):
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"window": 20}, {"tail": "mean"}, {"unit": 1, "pooled_queries": 3},
-        {"rank": "mean", "unit": 1, "pooled_queries": 1}, {"rank": "max", "unit": 1, "tail": "mean", "window": 7},
+        {}, {"window": 20}, {"tail": "first_order"}, {"unit": 1, "pooled_queries": 3},
+        {"rank": "mean", "unit": 1, "pooled_queries": 1},
+        {"rank": "max", "unit": 1, "tail": "first_order", "window": 7},
     ],
     ids=str,
 )  # fmt: skip

@@ -15,8 +15,6 @@ struct AttentionParams {
   const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first
   int* visited;            // [batch * heads, segments, tiles]
   int* next_q_tile;        // the launch's next q tile, 0 at its start (Hopper)
-  const float* tail;       // [batch * heads, seqlen_q] score of the mean candidate, in log2 units; or null
-  const float* candidate_means;  // [batch * kv_heads, segments, (k, v), width]
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;
@@ -59,34 +57,5 @@ struct PackedAttentionParams : AttentionParams {
   // The sequence that has a q tile.
   __device__ __forceinline__ int sequence(int q_tile) const { return sequence_with(first_q_tile, sequences, q_tile); }
 };
-
-// The candidates that a q tile has not visited enter as one key that is there `rest` times: their score is that of the
-// mean candidate, their value the mean value. The mean is of all candidates, the visited ones among them. By convexity
-// the mean of exp is no less than exp of the mean, so each is given no more than the candidates weigh on average, if
-// scores are not capped. Those that are left may weigh less than that average, and then get more than they weigh.
-// (m, l) becomes the state with them; what acc and the mean value are to be multiplied by.
-struct TailWeights {
-  float acc, value;
-  __device__ __forceinline__ TailWeights(float score, int rest, float& m, float& l) {
-    const float x = score + __log2f(static_cast<float>(rest)), top = fmaxf(m, x);
-    const float base = top == -infinity() ? 0.f : top;
-    acc = exp2_approx(m - base);
-    value = exp2_approx(x - base);
-    m = top;
-    l = l * acc + value;
-  }
-};
-
-// A score in log2 units, under the cap where there is one.
-__device__ __forceinline__ float capped(const AttentionParams& p, float score) {
-  if constexpr (spec::kSoftcap) return p.scale_log2 * tanh_approx(score / p.scale_log2);
-  return score;
-}
-
-// The mean value, [width], of the candidates of a (head, segment) pair.
-__device__ __forceinline__ const float* mean_value(const AttentionParams& p, int head, int segment, int width) {
-  const int64 kv_head = static_cast<int64>(head / p.heads) * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
-  return p.candidate_means + ((kv_head * p.geometry.segments() + segment) * 2 + 1) * width;
-}
 
 }  // namespace s2o

@@ -120,25 +120,6 @@ __device__ __forceinline__ uint4 load_16_or_zeros(const void* global, bool prese
   return x;
 }
 
-// Of global memory that this kernel does not write, if `present`, else zero.
-__device__ __forceinline__ float load_float_or_zero(const float* global, bool present) {
-  float x;
-  asm volatile(
-      "{\n.reg .pred present;\nsetp.ne.s32 present, %2, 0;\nmov.b32 %0, 0;\n@present ld.global.nc.f32 %0, [%1];\n}"
-      : "=&f"(x)
-      : "l"(global), "r"(static_cast<int>(present)));
-  return x;
-}
-__device__ __forceinline__ float2 load_floats_or_zeros(const float2* global, bool present) {
-  float2 x;
-  asm volatile(
-      "{\n.reg .pred present;\nsetp.ne.s32 present, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-      "@present ld.global.nc.v2.f32 {%0, %1}, [%2];\n}"
-      : "=&f"(x.x), "=&f"(x.y)
-      : "l"(global), "r"(static_cast<int>(present)));
-  return x;
-}
-
 // An element type says how it converts and multiplies; its values travel as uint16 or packed uint32.
 struct Float16 {
   static constexpr uint32 kExponentMask = 0x7c007c00u;  // both halves of a packed pair

@@ -5,7 +5,6 @@
 //                 pooled queries, kHeadDim], rounded to the input's dtype;
 //                 queries of a segment by their dot product with the guide, descending, ties ascending
 //                                                                    -> q_order [batch * heads, segments, segment]
-//                 scores of the mean candidate (tail.cu)        -> tail [batch * heads, seqlen_q]
 #include "common/pages.cuh"
 #include "common/row_sums.cuh"
 #include "selection/sortable.cuh"
@@ -18,14 +17,11 @@ struct RankQueriesParams {
   float* guide;            // [batch * kv_heads, 2, kHeadDim]: of segment 0 and of the others
   uint16* means;           // [batch * heads, segments, pooled queries, kHeadDim]
   int* q_order;            // [batch * heads, segments, segment]
-  const float* candidate_means;  // [batch * kv_heads, segments, (k, v), kHeadDim], or null
-  float* tail;        // [batch * heads, seqlen_q] in log2 units
   Geometry geometry;
   int heads, kv_heads;
   int pooled_queries, run;
   int sort_slots;          // segment rounded up to a power of two from 32 on
   float sign;              // -1 where scale < 0: importance then falls with the dot product
-  float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
 };
 
@@ -35,10 +31,8 @@ constexpr uint32 kOffsetMask = spec::kMaxSegment - 1;  // a score leaves these b
 // What a block of rank_queries reads and writes, of a head and a segment.
 struct SegmentQueries {
   int count;
-  const uint16* q;        // [count, head_dim]
-  const float* guide;     // [kHeadDim]
-  const float* mean_key;  // [kHeadDim], or null
-  float* tail;       // [count], or null
+  const uint16* q;     // [count, head_dim]
+  const float* guide;  // [kHeadDim]
 };
 
 template <class Element, int kHeadDim, bool kAligned_, bool kPaged_>
@@ -91,40 +85,29 @@ __device__ __forceinline__ SegmentQueries segment_queries(const RankQueriesParam
   SegmentQueries s = {g.query_count(n)};
   s.q = p.q.at(head / p.heads, head % p.heads) + g.query_begin(n) * p.q.row;
   s.guide = p.guide + (kv_head * 2 + (n > 0)) * kHeadDim;
-  if (p.candidate_means && g.candidates(n) > 0) {
-    s.mean_key = p.candidate_means + (kv_head * g.segments() + n) * 2 * kHeadDim;
-    s.tail = p.tail + static_cast<int64>(head) * g.seqlen_q + g.query_begin(n);
-  }
   return s;
 }
 
-// rank_queries multiplies 8 queries at a time with the guide and the mean key on tensor cores: vectors are the rows of
-// the left factor and queries the columns of the right one. Elements may come in any order that is the same in both:
-// lane 4 * g + t loads elements [32 * j + 8 * t, + 8) of query g, 16 bytes, straight as its fragments of two products.
+// rank_queries multiplies 8 queries at a time with the guide on tensor cores: parts of it are the rows of the left factor
+// and queries the columns of the right one. Elements may come in any order that is the same in both: lane 4 * g + t
+// loads elements [32 * j + 8 * t, + 8) of query g, 16 bytes, straight as its fragments of two products.
 //
-// Row i of the left factor is part i of the guide, row 8 + i part i of the mean key: what the parts before leave of the
-// float32, times 2^kPartBits for each of them, rounded to the element type. Three hold all 24 bits, the others are 0.
+// Row i < 8 of the left factor is part i of the guide: what the parts before leave of the float32, times 2^kPartBits for
+// each of them, rounded to the element type. Three hold all 24 bits, the others are 0, as rows from 8 on are.
 template <class Traits>
 __device__ __forceinline__ void write_parts(uint4* vectors, const SegmentQueries& s, float sign) {
   using Element = typename Traits::Element;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int i = threadIdx.x; i < Traits::kHeadDim * 2; i += kQueryThreads) {
     const int j = i / 64, h = i / 32 % 2, first = 32 * j + 8 * t + 4 * h;
-    uint32 packed[4];
+    float x[4];
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const float* vector = w ? s.mean_key : s.guide;  // [kHeadDim] or null
-      float x[4];
+    for (int e = 0; e < 4; ++e) x[e] = s.guide[first + e] * sign;
+    for (int part = 0; part < g; ++part) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = vector ? vector[first + e] * sign : 0.f;
-      for (int part = 0; part < g; ++part) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = (x[e] - Element::low(Element::pack(x[e], 0.f))) * (1 << Element::kPartBits);
-      }
-      packed[w] = Element::pack(x[0], x[1]);
-      packed[2 + w] = Element::pack(x[2], x[3]);
+      for (int e = 0; e < 4; ++e) x[e] = (x[e] - Element::low(Element::pack(x[e], 0.f))) * (1 << Element::kPartBits);
     }
-    vectors[i] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    vectors[i] = make_uint4(Element::pack(x[0], x[1]), 0, Element::pack(x[2], x[3]), 0);
   }
 }
 
@@ -234,16 +217,11 @@ __device__ __forceinline__ void read_queries(const RankQueriesParams& p, typenam
 #pragma unroll
       for (int i = 0; i < 8; ++i) products[i] = d[i / 4][i % 4] * __int_as_float((127 - g * Element::kPartBits) << 23);
       float score = add_lanes(products);
-      const bool of_mean = g & 2;
       const int r = tile + g / 4 * 8 + t * 2 + g % 2;
-      if (r < end && (s.tail || !of_mean)) {
+      if (r < end && !(g & 2)) {  // other lanes have sums of the rows that are 0
         if (!(fabsf(score) < infinity()))
-          score = plain_product<Element>(s.q + r * p.q.row, of_mean ? s.mean_key : s.guide, p.sign, head_dim);
-        if (of_mean) {
-          s.tail[r] = score * p.scale_log2;
-        } else {
-          shared.slots[r] = ~sortable(score) & ~kOffsetMask | r;
-        }
+          score = plain_product<Element>(s.q + r * p.q.row, s.guide, p.sign, head_dim);
+        shared.slots[r] = ~sortable(score) & ~kOffsetMask | r;
       }
       __syncwarp();  // before the next products
       row = next;

@@ -359,27 +359,6 @@ struct AttentionTile {
     return visited;
   }
 
-  // Adds the `rest` candidates that were not visited, as their mean.
-  template <class Query>
-  __device__ __forceinline__ void add_tail(const Query& query, int rest) {
-    const float2* value = reinterpret_cast<const float2*>(
-        mean_value(params, query.head, query.segment, Traits::kHeadDim));
-    const float* scores = params.tail + static_cast<int64>(query.head) * params.geometry.seqlen_q;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int position = query(row(i, h));
-        const TailWeights weights(position < 0 ? 0.f : capped(params, scores[position]), rest, m[i][h], l[i][h]);
-#pragma unroll
-        for (int d = 0; d < Traits::kDimTiles; ++d) {
-          const float2 x = value[d * 4 + lane % 4];
-          acc[i][d][2 * h] = acc[i][d][2 * h] * weights.acc + x.x * weights.value;
-          acc[i][d][2 * h + 1] = acc[i][d][2 * h + 1] * weights.acc + x.y * weights.value;
-        }
-      }
-  }
-
   // Leaves (m, l) for a launch that resumes it. After store().
   template <class Query>
   __device__ __forceinline__ void keep_state(const Query& query, float2* kept) const {

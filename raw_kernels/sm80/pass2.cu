@@ -30,8 +30,6 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
-  const int rest = rows.keys(params.geometry) - visited * params.steps_per_tile * Traits::kStep;
-  if (params.tail && rest > 0) attention.add_tail(rows, rest);
   attention.template store<false>(rows);
   if constexpr (Rows::kListed) {
     if (params.lists.kept) attention.keep_state(rows, params.lists.kept);

@@ -15,7 +15,6 @@ struct Consumer : Softmax<Traits> {
   static constexpr int kBlockN = Traits::kBlockN, kKeyAtom = Traits::kKeyAtom, kQueryAtom = Traits::kQueryAtom;
   static constexpr int kTilesPerStopCheck = Traits::kTilesPerStopCheck, kQueryPlaces = Traits::kQueryPlaces;
   static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
-  static constexpr bool kMeanEarly = kHeadDim <= 128;   // pass 2: registers hold the mean value beside acc
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
   using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
   using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax;
@@ -359,9 +358,6 @@ struct Consumer : Softmax<Traits> {
       vote(rows, stop_checks - 1);
       voted += stop_checks;
       const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
-      const int rest = params.tail ? limit - visited * kBlockN : 0;  // candidates that are not visited, if above 0
-      Mean mean;
-      if (kMeanEarly) mean = load_mean(tile, stored, rest > 0);  // on its way under the product
       wgmma_wait<0>();
       release_v();
       // Copies that the producer had started before it saw the stop.
@@ -373,8 +369,6 @@ struct Consumer : Softmax<Traits> {
         barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
         release_v();
       }
-      if (!kMeanEarly) mean = load_mean(tile, stored, rest > 0);
-      if (rest > 0) add_tail(mean, rest);
       store<false>(tile, stored, m, l);
       if constexpr (Rows::kListed) keep_listed_state(all, tile, stored);
       if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = stop_checks;
@@ -437,36 +431,6 @@ struct Consumer : Softmax<Traits> {
       const uint2 x = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
       if (position < 0) continue;
       if (kWholeRows || d * 8 + first + 4 <= params.geometry.head_dim) *reinterpret_cast<uint2*>(target + d * 8) = x;
-    }
-  }
-
-  // The mean candidate: this thread's elements of its value, and its score in two rows.
-  struct Mean {
-    float2 value[kDimTiles];
-    float score[2];
-  };
-  __device__ __forceinline__ Mean load_mean(const QTile& tile, const int (&position)[2], bool present) const {
-    const int segment = tile.visited / params.tiles % params.geometry.segments();
-    const float2* value = reinterpret_cast<const float2*>(mean_value(params, tile.head, segment, kHeadDim));
-    const float* scores = params.tail + static_cast<int64>(tile.head) * params.geometry.seqlen_q;
-    Mean mean;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) mean.score[h] = load_float_or_zero(scores + position[h], present && position[h] >= 0);
-#pragma unroll
-    for (int d = 0; d < kDimTiles; ++d) mean.value[d] = load_floats_or_zeros(value + d * 4 + lane % 4, present);
-    return mean;
-  }
-
-  // Adds the `rest` candidates that were not visited, as their mean.
-  __device__ __forceinline__ void add_tail(const Mean& mean, int rest) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const TailWeights weights(capped(params, mean.score[h]), rest, m[h], l[h]);
-#pragma unroll
-      for (int d = 0; d < kDimTiles; ++d) {
-        acc[d * 4 + 2 * h] = acc[d * 4 + 2 * h] * weights.acc + mean.value[d].x * weights.value;
-        acc[d * 4 + 2 * h + 1] = acc[d * 4 + 2 * h + 1] * weights.acc + mean.value[d].y * weights.value;
-      }
     }
   }
 

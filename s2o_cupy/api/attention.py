@@ -15,7 +15,6 @@ from .run import parse_backend, parse_config, run
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..plan.launches import KeySums
     from ..stats import S2OStats
     from .options import Options
 
@@ -183,20 +182,17 @@ def attend(
     stream: Any = None,
     backend: str = "auto",
     await_keys: Callable[[], None] | None = None,
-    sums: KeySums | None = None,
 ) -> Any:
     """`s2o_attention`, while keys and values are on their way.
 
     ``await_keys`` is called once, on the device and stream of the call, before anything reads keys or values before
     those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
     called where there is nothing to compute.
-
-    ``sums``: on a GPU, of keys and values, for calls on one sequence to share. This one makes those that are missing.
     """
     framework, infos = describe(q=q, k=k, v=v)
     backend = parse_backend(backend, infos[0].device, stream)
     batch = batched(tuple([x.form for x in infos]), config, backend, layout, is_causal, scale, softcap)
     return run(
         batch, framework, {"q": q, "k": k, "v": v}, infos, host=backend == "numpy", out=out, stream=stream,
-        return_lse=return_lse, return_stats=return_stats, await_keys=await_keys, sums=sums,
+        return_lse=return_lse, return_stats=return_stats, await_keys=await_keys,
     )  # fmt: skip

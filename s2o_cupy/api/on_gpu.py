@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import cuda
 from ..arrays.array_info import ArrayInfo
@@ -16,9 +16,6 @@ from ..plan.packed_table import PackedTable
 from ..plan.rounds import MAX_GRID
 from ..stats import NOTHING_RAN, Ran
 from .batch import Batch, Part
-
-if TYPE_CHECKING:
-    from ..plan.launches import KeySums
 
 __all__ = ["load_pipeline", "run"]
 
@@ -34,11 +31,10 @@ def run(
     visited: Sequence[Any] | None,
     *,
     await_keys: Callable[[], None] | None = None,
-    sums: KeySums | None = None,
 ) -> list[Ran]:
     """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
-    call, or that of all. ``await_keys`` and ``sums``: as in `pipeline.run`, of a call with one part. Returns what ran
+    call, or that of all. ``await_keys``: as in `pipeline.run`, of a call with one part. Returns what ran
     for each part."""
     if batch.schedule is not None:
         return _gather(batch, framework, infos, o, lse, visited)
@@ -54,7 +50,7 @@ def run(
             paging = paging.sequences(0, problem.batch)
         launched = pipeline.run(
             (q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, config,
-            stream=stream, paging=paging, memory=memory, await_keys=await_keys, sums=sums,
+            stream=stream, paging=paging, memory=memory, await_keys=await_keys,
         )  # fmt: skip
         return [(launched.path, launched.path_reason, launched.graphs)]
 

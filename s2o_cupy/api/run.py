@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..arrays.arguments import check_out
 from ..arrays.array_info import ArrayInfo, Device
@@ -15,9 +15,6 @@ from ..spec import S2OConfig, check_tau
 from ..stats import NOTHING_RAN, S2OStats
 from . import on_gpu
 from .batch import Batch
-
-if TYPE_CHECKING:
-    from ..plan.launches import KeySums
 
 __all__ = ["parse_backend", "parse_config", "run"]
 
@@ -71,7 +68,6 @@ def run(
     return_lse: bool,
     return_stats: bool,
     await_keys: Callable[[], None] | None = None,
-    sums: KeySums | None = None,
 ) -> Any:
     """Run ``batch`` on ``inputs``, arrays of ``framework`` of which ``infos`` were found: q, k, v and, of a paged call,
     the page table, of `gather_attention` the arrays of its schedule."""
@@ -106,7 +102,7 @@ def run(
                 batch, infos = _readable(batch, framework, inputs, infos, stream)
                 written = o.native if out_info is None else out_info
                 ran = on_gpu.run(
-                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys, sums=sums
+                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys
                 )
         if batch.idle:
             _without_keys(batch, framework, o, lse, visited)

@@ -22,7 +22,7 @@ from ..spec import S2OConfig
 from . import compiler
 from .pipeline import Memory, Operands, allocate, device_limits
 
-__all__ = ["ListPointers", "Tail", "attend_lists"]
+__all__ = ["ListPointers", "attend_lists"]
 
 COUNTER_BYTES = 256  # of the launch's next q tile, and what the array behind it is aligned to
 
@@ -38,13 +38,6 @@ class ListPointers(NamedTuple):
     kept: int = 0  # float32 [batch, heads, seqlen_q, 2]: where the state of rows goes that visit keys; 0: nowhere
 
 
-class Tail(NamedTuple):
-    """What a list has left counts as its mean key and value, which rows that resume S2O's pass 1 have from S2O."""
-
-    scores: int  # float32 [batch, heads, seqlen_q], in log2 units
-    means: int  # float32 [batch, kv_heads, segments, 2, padded head_dim]
-
-
 def attend_lists(
     operands: Operands,
     lists: ListPointers,
@@ -56,7 +49,6 @@ def attend_lists(
     state: int = 0,
     lse: int = 0,
     visited: int = 0,
-    tail: Tail | None = None,
     paging: Paging | None = None,
     memory: Memory = allocate,
 ) -> LaunchPlan:
@@ -76,7 +68,6 @@ def attend_lists(
     lse, visited : int
         Where to write the lse, float32 [batch, heads, seqlen_q], and the key tiles of block_n that each q tile visited,
         int32 of shape.visited_shape; 0: nowhere. Where rows resume and a list is empty the lse is left as it is.
-    tail : Tail, optional
     paging : Paging, optional; where k and v are a paged cache
 
     Nothing waits for the GPU. Returns what was launched.
@@ -84,20 +75,18 @@ def attend_lists(
     Raises
     ------
     ValueError
-        No kernel takes ``shape``, or ``state`` is not as it says, or there is a tail without one.
+        No kernel takes ``shape``, or ``state`` is not as it says.
     """
     shape.check(problem)
     if shape.resumed != bool(state):
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
-    if tail is not None and not shape.resumed:
-        raise ValueError("attend_lists: tail is given and rows start empty; accepted: a tail of rows that resume S2O")
     strides = tuple(x.strides for x in operands)
     aligned = all(x.pointer % 16 == 0 for x in operands)
     anywhere = None if paging is None else paging._replace(pointer=0)
     program = _prepared(problem, config, shape, runtime.getDevice(), aligned, strides, anywhere)
     if not problem.empty:
-        program.run(operands, lists, stream, state, lse, visited, tail, paging, memory)
+        program.run(operands, lists, stream, state, lse, visited, paging, memory)
     return program.plan
 
 
@@ -139,7 +128,7 @@ class _ListedPass:
 
     def run(
         self, operands: Operands, lists: ListPointers, stream: int, state: int, lse: int, visited: int,
-        tail: Tail | None, paging: Paging | None, memory: Memory,
+        paging: Paging | None, memory: Memory,
     ) -> None:  # fmt: skip
         wanted = COUNTER_BYTES + (0 if visited else self.visited_bytes)
         counter, keeper = memory(wanted)
@@ -153,7 +142,6 @@ class _ListedPass:
             for name, address in lists._asdict().items():
                 p["lists"][name] = address
             p["pages"]["table"] = 0 if paging is None else paging.pointer
-            p["tail"], p["candidate_means"] = tail or (0, 0)
             p["state"], p["lse"] = state, lse
             p["visited"], p["next_q_tile"] = visited or counter + COUNTER_BYTES, counter
             driver.launchKernel(

@@ -20,7 +20,7 @@ from ..caches import remembered
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
 from ..plan.launch_plan import LaunchPlan
-from ..plan.launches import BASES, KeySums, SumsShape, Workspace, launches, workspace
+from ..plan.launches import BASES, Workspace, launches, workspace
 from ..plan.method import Choose
 from ..plan.schedule import NothingChosen
 from ..problem import Problem
@@ -96,7 +96,6 @@ def run(
     memory: Memory = allocate,
     observe: Observer | None = None,
     await_keys: Await | None = None,
-    sums: KeySums | None = None,
 ) -> Launched:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
     to a cache: k and v [pages, kv_heads, page_size, head_dim].
@@ -104,11 +103,11 @@ def run(
     ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
     tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
-    queries' own, which may be after pass 1. ``sums``: shared by calls on one sequence.
+    queries' own, which may be after pass 1.
     Nothing waits for the GPU. Returns what was launched.
     """
-    program = _prepared(operands, paging, problem, config, runtime.getDevice(), sums)
-    graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, sums)
+    program = _prepared(operands, paging, problem, config, runtime.getDevice())
+    graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys)
     return Launched(program.plan, graphs)
 
 
@@ -171,20 +170,20 @@ def run_in_turn(
 
 def _prepared(
     operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
-    sums: KeySums | None = None, choose: Choose = choose_method,
+    choose: Choose = choose_method,
 ) -> _Program:  # fmt: skip
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
     if paging is not None:
         paging = paging._replace(pointer=0)
     strides = (q.strides, k.strides, v.strides, out.strides)
-    return _program(problem, config, device, aligned, strides, paging, sums and sums.shape, choose)
+    return _program(problem, config, device, aligned, strides, paging, choose)
 
 
 @remembered  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
-    paging: Paging | None, sums: SumsShape | None = None, choose: Choose = choose_method,
+    paging: Paging | None, choose: Choose = choose_method,
 ) -> _Program:  # fmt: skip
     """``strides`` of q, k, v and out. ``choose``: the way to choose keys."""
     of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
@@ -195,7 +194,7 @@ def _program(
     operands = {
         name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
     }
-    return _Program(problem, config, device, aligned, operands, paging, sums, choose)
+    return _Program(problem, config, device, aligned, operands, paging, choose)
 
 
 def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
@@ -215,15 +214,15 @@ class _Program:
 
     def __init__(
         self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
-        paging: Paging | None, sums: SumsShape | None, choose: Choose,
+        paging: Paging | None, choose: Choose,
     ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
         cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
         compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
         self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size, choose)
-        self.workspace: Workspace = workspace(self.plan, problem, config, sums)
-        planned = launches(self.plan, problem, config, operands, self.workspace, paging, sums)
+        self.workspace: Workspace = workspace(self.plan, problem, config)
+        planned = launches(self.plan, problem, config, operands, self.workspace, paging)
         steps = [x for x in planned if x.blocks > 0]
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
@@ -268,7 +267,6 @@ class _Program:
         memory: Memory,
         observe: Observer | None,
         await_keys: Await | None = None,
-        sums: KeySums | None = None,
     ) -> str:
         """Returns S2OStats.graphs."""
         if await_keys is not None and not (self.own_keys_first and observe is None):
@@ -277,8 +275,7 @@ class _Program:
         address, keeper = memory(self.workspace.nbytes)
         q, k, v, out = operands
         page_table = 0 if paging is None else paging.pointer
-        of_sums = 0 if sums is None else sums.pointer
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, of_sums, lse, visited, address)
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
         with self.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)
@@ -302,7 +299,7 @@ class _Program:
 
     def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
         """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
-        *others, visited, address = addresses
+        *others, lse, visited, address = addresses
         # First of all, as it also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         if visited:
@@ -312,7 +309,9 @@ class _Program:
                 runtime.memsetAsync(visited, 0, self.workspace.places["visited"].nbytes, stream)
         else:
             visited = address + self.workspace.places["visited"].offset
-        bases = (*others, visited, address)
+        if not lse and "lse" in self.workspace.places:
+            lse = address + self.workspace.places["lse"].offset
+        bases = (*others, lse, visited, address)
         if bases != self.bases:
             self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
             self.bases = bases

@@ -18,9 +18,7 @@ import torch.distributed as dist
 from ..api.attention import attend
 from ..arrays.arguments import check_out, describe
 from ..arrays.torch_transforms import check_derivatives
-from ..plan.build import KeySums, SumsShape
-from ..plan.launch_plan import is_dense, padded_head_dim
-from ..plan.tail import SUM_KEYS, sum_blocks
+from ..plan.launch_plan import is_dense
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig
 from .agreement import agreement_of
@@ -296,8 +294,7 @@ class SequenceParallel:
         config = self._chunk_config(problem)
         keys_of_all = _Gathering(self, k, v)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
-        sums = self._sums(q, problem)
-        done = made = 0
+        done = 0
         for chunk, begin, end in self._runs:
             needed = self.zigzag.rounds_before(chunk)
             # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The rest
@@ -308,22 +305,13 @@ class SequenceParallel:
             found = _attend(
                 q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
                 await_keys=functools.partial(keys_of_all.wait, needed) if keys_of_all.awaits(needed) else None,
-                sums=None if sums is None else KeySums(sums.data_ptr(), SumsShape(sums.shape[1], made)),
             )  # fmt: skip
             keys_of_all.send(self.zigzag.rounds)
-            made = end // SUM_KEYS  # whole blocks
             if lse is not None:
                 lse[:, :, rows] = found
         keys_of_all.send(self.zigzag.rounds)  # also a rank without rows
         keys_of_all.wait(self.zigzag.rounds)  # also for what nothing here needs: the memory goes after this
         return lse
-
-    def _sums(self, q: Tensor, problem: Problem) -> Tensor | None:
-        """Memory for sums of keys and values, which this rank's calls then add up once."""
-        if q.device.type == "cpu":
-            return None
-        shape = (problem.batch * problem.kv_heads, sum_blocks(self.zigzag.seqlen), 2, padded_head_dim(problem.head_dim))
-        return q.new_empty(shape, dtype=torch.float32)
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
@@ -405,12 +393,12 @@ def _chunk_config(problem: Problem, config: S2OConfig, seqlen: int) -> S2OConfig
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: S2OConfig, return_lse: bool,
-    await_keys: Callable[[], None] | None = None, sums: KeySums | None = None,
+    await_keys: Callable[[], None] | None = None,
 ) -> Any:  # fmt: skip
     """`attend` into ``out``, all (batch, rows, heads, head_dim); lse or None."""
     found = attend(
         q, k, v, config=config, scale=problem.scale, softcap=problem.softcap, layout="BSHD", out=out,
-        return_lse=return_lse, await_keys=await_keys, sums=sums,
+        return_lse=return_lse, await_keys=await_keys,
     )  # fmt: skip
     return found[1] if return_lse else None
 

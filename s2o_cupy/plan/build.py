@@ -19,8 +19,7 @@ from .kernels import Kernel
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "Array", "Builder", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "geometry_of",
-    "lay_out",
+    "ALIGNMENT", "BASES", "Array", "Builder", "Launch", "Place", "Workspace", "geometry_of", "lay_out",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
@@ -28,7 +27,7 @@ Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "v", "out", "pages", "sums", "lse", "visited", "workspace")
+BASES = ("q", "k", "v", "out", "pages", "lse", "visited", "workspace")
 
 
 class Place(NamedTuple):
@@ -74,20 +73,6 @@ def lay_out(zeroed: Iterable[Array], others: Iterable[Array]) -> Workspace:
     return Workspace(places, place(zeroed), place(others))
 
 
-class SumsShape(NamedTuple):
-    """Sums of keys and values that calls on one sequence share: float32 [batch * kv_heads, blocks, 2, width]."""
-
-    blocks: int  # of tail.SUM_KEYS keys, that there is room for
-    first_block: int  # those before it are made
-
-
-class KeySums(NamedTuple):
-    """Where they are."""
-
-    pointer: int
-    shape: SumsShape
-
-
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a call. ``pointers``: (byte offset in params, base, bytes from the base)."""
@@ -117,15 +102,14 @@ class Builder:
     """Makes the launches of a call. Its attributes are parameters that many kernels share, by name.
 
     ``operands``: q, k, v and out, of which only the strides are read. ``paging``: where k and v are a paged cache; its
-    address apart, as that of the caller's ``sums``.
+    address apart.
     """
 
     def __init__(
         self, problem: Problem, geometry: Geometry, operands: Mapping[str, Operand], memory: Workspace,
-        paging: Paging | None = None, sums: SumsShape | None = None,
+        paging: Paging | None = None,
     ) -> None:  # fmt: skip
-        self.memory, self.sums = memory, sums
-        self._bases = BASES if sums else tuple(name for name in BASES if name != "sums")
+        self.memory = memory
         self.tensors = {
             name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
         }
@@ -145,7 +129,7 @@ class Builder:
         params = kernel.family.params
         pointers = []
         for name, offset in params.pointers:
-            if name in self._bases:  # of the caller
+            if name in BASES:  # of the caller
                 pointers.append((offset, name, 0))
             elif name in self.memory.places:
                 pointers.append((offset, "workspace", self.memory.places[name].offset + further.get(name, 0)))

@@ -13,24 +13,21 @@ import numpy as np
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
 from ..problem import MAX_SCALE, Problem
 from ..spec import LOG2E, S2OConfig
-from .build import ALIGNMENT, BASES, Array, Builder, KeySums, Launch, Place, SumsShape, Workspace, lay_out
+from .build import ALIGNMENT, BASES, Array, Builder, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "KeySums", "Launch", "Place", "SumsShape", "Workspace", "launches", "listed_launch",
-    "packed_collect_launch", "packed_launch", "workspace",
+    "ALIGNMENT", "BASES", "Launch", "Place", "Workspace", "launches", "listed_launch", "packed_collect_launch",
+    "packed_launch", "workspace",
 ]  # fmt: skip
 
 NO_WORKSPACE = Workspace({}, 0, 0)
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def workspace(
-    plan: LaunchPlan, problem: Problem, config: S2OConfig, sums: SumsShape | None = None
-) -> Workspace:
-    """``sums``: the caller's, which are then not in it."""
+def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
     counters: list[Array] = [
         ("next_q_tile", (1 + len(plan.chunks),), "int32"),  # a counter for each launch of pass 1 or 2
         ("visited", problem.visited_shape(config), "int32"),  # where the caller does not ask for it
@@ -40,7 +37,7 @@ def workspace(
         heads = problem.batch * problem.heads
         others.append(("state", (heads, problem.seqlen_q, 2), "float32"))  # (m in log2 units, l)
     if plan.chunks:
-        others += plan.method.arrays(sums)
+        others += plan.method.arrays()
     if plan.collect_pages is not None:
         collected = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
         others += [("keys", collected, "uint16"), ("values", collected, "uint16")]
@@ -54,10 +51,9 @@ def launches(
     operands: dict[str, Operand],
     memory: Workspace,
     paging: Paging | None = None,
-    sums: SumsShape | None = None,
 ) -> tuple[Launch, ...]:
     """All launches of a call in order; for the arguments see `Builder`."""
-    build = Builder(problem, plan.geometry, operands, memory, paging, sums)
+    build = Builder(problem, plan.geometry, operands, memory, paging)
     found = [_collect_pages(build, plan.collect_pages, problem)] if plan.collect_pages else []
     found.append(_attention(build, plan, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles))
     if plan.chunks:
@@ -68,6 +64,7 @@ def launches(
             found.append(
                 _attention(build, plan, problem, config, "pass2", plan.pass2, chunk, plan.tiles, counter=counter)
             )
+            found += plan.method.after_pass2(build, chunk)
     return tuple(found)
 
 

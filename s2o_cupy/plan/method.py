@@ -1,7 +1,7 @@
 """What a plan knows of a way to choose keys: which arrays it needs, and what it launches before pass 2.
 
 The ways themselves are in s2o_cupy/selection. Pass 2 reads what they leave in the workspace: `q_order` and `k_order`,
-and `tail` and `candidate_means` where there are any (attention_params.cuh). Pure: no array, no GPU, no CuPy.
+(attention_params.cuh). Pure: no array, no GPU, no CuPy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..problem import Problem
 from ..spec import Geometry, S2OConfig
-from .build import Array, Builder, Launch, SumsShape
+from .build import Array, Builder, Launch
 from .device import DeviceLimits
 from .kernels import Inputs, Path
 from .rounds import Chunk
@@ -53,14 +53,17 @@ class Method(Protocol):
     def largest_grid(self) -> int:
         """Blocks of its largest launch, that of a round apart."""
 
-    def arrays(self, sums: SumsShape | None) -> list[Array]:
-        """Its arrays in the workspace. ``sums``: the caller's, which are then not in it."""
+    def arrays(self) -> list[Array]:
+        """Its arrays in the workspace."""
 
     def before_rounds(self, build: Builder) -> list[Launch]:
         """What it launches once, after pass 1."""
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         """What it launches in each round."""
+
+    def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        """Likewise, with pass 2's output."""
 
 
 Choose = Callable[[Setting], Method]

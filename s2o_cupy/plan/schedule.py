@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..problem import Problem
 from ..spec import UNITS, Geometry
-from .build import Array, Builder, Launch, SumsShape
+from .build import Array, Builder, Launch
 from .kernels import Kernel
 from .launch_plan import LaunchPlan
 from .method import Setting
@@ -104,13 +104,16 @@ class NothingChosen:
     def __init__(self, setting: Setting) -> None:
         """Whatever it is."""
 
-    def arrays(self, sums: SumsShape | None) -> list[Array]:
+    def arrays(self) -> list[Array]:
         return []
 
     def before_rounds(self, build: Builder) -> list[Launch]:
         return []
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        return []
+
+    def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         return []
 
 

@@ -1,36 +1,41 @@
-"""What unvisited candidates count for: the mean key and value of each segment's, from sums that calls may share.
+"""What unvisited candidates count for: moments of leading keys and values once, and after pass 2 what is added.
 
-Pure: no array, no GPU, no CuPy.
+reference/tail.py is the definition. Pure: no array, no GPU, no CuPy.
 """
 
 from __future__ import annotations
 
-from .build import Array, Builder, Launch, SumsShape
+from typing import Any
+
+from ..spec import TAIL_SAMPLES
+from .build import Array, Builder, Launch
 from .kernels import Family, Inputs, Kernel
 from .method import Setting
+from .rounds import Chunk
 
-__all__ = ["SUM_KEYS", "Tail", "sum_blocks"]
+__all__ = ["Tail", "kernels"]
 
-SUM_KEYS = 256  # keys of a block of block_sums (kSumBlock)
-THREADS = 256
-
-BLOCK_SUMS, CANDIDATE_MEANS = (
-    Family(function, "tail.cu", "TailParams", THREADS, blocks, "TailTraits<{element}, {head_dim}, {paged}>")
-    for function, blocks in (("block_sums", 5), ("candidate_means", 1))
-)
-
-
-def sum_blocks(keys: int) -> int:
-    """Blocks of SUM_KEYS keys."""
-    return -(-keys // SUM_KEYS)
-
+MOMENT_SLICE = 64  # dimensions of values of a block of key_moments (kMomentSlice)
+MOMENT_STEP = 64  # keys of its step (kMomentStep)
+KEY_MOMENTS = Family(
+    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
+    "MomentTraits<{element}, {head_dim}, {paged}>",
+)  # fmt: skip
+ADD_TAIL = Family(
+    "add_tail", "tail/add_tail.cu", "AddTailParams", 256, "({head_dim} > 128 ? 1 : 2)",
+    "TailTraits<{element}, {head_dim}, {paged}>",
+)  # fmt: skip
 
 def kernels(inputs: Inputs) -> tuple[Kernel, Kernel]:
-    """block_sums and candidate_means."""
-    of = lambda family: Kernel(  # noqa: E731
-        family, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=THREADS * 8 * 4
+    """key_moments and add_tail."""
+    head_dim = inputs.head_dim
+    pitch, slice_pitch = head_dim + 8, MOMENT_SLICE + 8
+    of_moments = 2 * MOMENT_STEP * (pitch + slice_pitch) * 2 + MOMENT_SLICE * 4 + 4  # sizeof(MomentTraits::Shared)
+    of_tail = TAIL_SAMPLES * (pitch * 2 + 8)  # sizeof(TailTraits::Shared)
+    return (
+        Kernel(KEY_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=of_moments),
+        Kernel(ADD_TAIL, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=of_tail),
     )
-    return of(BLOCK_SUMS), of(CANDIDATE_MEANS)
 
 
 class Tail:
@@ -38,37 +43,49 @@ class Tail:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.block_sums, self.candidate_means = kernels(setting.inputs)
+        self.key_moments, self.add_tail = kernels(setting.inputs)
+        geometry = setting.geometry
+        self.first_group = geometry.moment_group(0)  # groups ascend with segments
+        self.groups = geometry.moment_group(geometry.segments - 1) - self.first_group + 1
 
-    def arrays(self, sums: SumsShape | None) -> list[Array]:
+    def arrays(self) -> list[Array]:
         s = self.setting
-        width, segments = s.inputs.head_dim, s.geometry.segments
-        own: list[Array] = []
-        if sums is None:
-            own.append(("sums", (s.kv_heads, sum_blocks(s.problem.seqlen_k), 2, width), "float32"))
+        width = s.inputs.head_dim
         return [
-            *own,
-            ("candidate_means", (s.kv_heads, segments, 2, width), "float32"),
-            ("tail", (s.heads, s.problem.seqlen_q), "float32"),
+            ("mean_values", (s.kv_heads, self.groups, width), "float32"),
+            ("covariances", (s.kv_heads, self.groups, width, width), "uint16"),
+            ("lse", (s.heads, s.problem.seqlen_q), "float32"),  # where the caller does not ask for it
         ]
 
-    def launches(self, build: Builder) -> list[Launch]:
+    def before_rounds(self, build: Builder) -> Launch:
+        """Moments, which need keys and values alone."""
         s = self.setting
-        needed = sum_blocks(s.problem.seqlen_k)
-        blocks, first = build.sums or (needed, 0)
-        made, pairs = needed - first, 2 * s.kv_heads  # pairs: k and v of each KV head
-        values = {
-            "k": build.tensors["k"],
-            "v": build.tensors["v"],
-            "geometry": build.geometry,
+        values = {"k": build.tensors["k"], "v": build.tensors["v"], "kv_heads": s.problem.kv_heads}
+        blocks = s.kv_heads * self.groups * (s.inputs.head_dim // MOMENT_SLICE)
+        return build.launch("key_moments", self.key_moments, blocks, values | self._shared(build))
+
+    def after_pass2(self, build: Builder, chunk: Chunk) -> Launch:
+        """What they stand for, added to a chunk's output."""
+        s = self.setting
+        tiles = s.geometry.block_count(s.config.block_m)
+        values = {name: build.tensors[name] for name in ("q", "k", "out")}
+        values |= {
+            "chunk": build.chunk(chunk),
+            "heads": s.problem.heads,
             "kv_heads": s.problem.kv_heads,
-            "blocks": blocks,
-            "first_block": first,
-            "made": made,
-            "aligned": s.inputs.aligned,
+            "tiles": tiles,
+            "block_m": s.config.block_m,
+            "block_n": s.config.block_n,
+            "scale": s.problem.scale,
+            "softcap": s.problem.softcap,
+        }
+        return build.launch("add_tail", self.add_tail, chunk.rows * tiles, values | self._shared(build), chunk)
+
+    def _shared(self, build: Builder) -> dict[str, Any]:
+        return {
+            "geometry": build.geometry,
+            "groups": self.groups,
+            "first_group": self.first_group,
+            "aligned": self.setting.inputs.aligned,
             "pages": build.pages,
         }
-        return [
-            build.launch("block_sums", self.block_sums, pairs * made, values),
-            build.launch("candidate_means", self.candidate_means, pairs * s.geometry.segments, values),
-        ]

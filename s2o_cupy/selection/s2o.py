@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..plan.build import Array, Builder, Launch, SumsShape
+from ..plan.build import Array, Builder, Launch
 from ..plan.kernels import Inputs, Kernel, Path
 from ..plan.method import Setting
 from ..plan.rounds import MAX_GRID, Chunk, rounds
@@ -140,7 +140,7 @@ class S2O:
         """Rows of the largest chunk with a middle."""
         return max((chunk.rows for chunk in self.chunks if middle_blocks(chunk)), default=0)
 
-    def arrays(self, sums: SumsShape | None) -> list[Array]:
+    def arrays(self) -> list[Array]:
         s, geometry = self.setting, self.setting.geometry
         width, segments = s.inputs.head_dim, geometry.segments
         found: list[Array] = [
@@ -154,7 +154,7 @@ class S2O:
             ("middle_scores", (self.middle_rows, MIDDLE), "float16"),
         ]
         if self.tail:
-            found += self.tail.arrays(sums)
+            found += self.tail.arrays()
         if self.by_weight:
             found.append(("unit_means", (s.kv_heads, geometry.units, width), "uint16"))
         return found
@@ -171,12 +171,11 @@ class S2O:
             "run": s.config.run,
             "sort_slots": self.sort_slots,
             "sign": self._sign,
-            "scale_log2": self._scale_log2,
             "pages": build.pages,
         }
         rows = s.heads * geometry.segments
         found = [
-            *(self.tail.launches(build) if self.tail else ()),
+            *([self.tail.before_rounds(build)] if self.tail else ()),
             build.launch("guides", self.guides, s.kv_heads * 2, values),
             build.launch("rank_queries", self.rank_queries, rows, values),
         ]
@@ -219,6 +218,9 @@ class S2O:
             found.append(build.launch("key_middle", self.key_middle, blocks, values, chunk))
         found.append(build.launch("rank_keys", self.key_order_head, chunk.rows, values, chunk))
         return found
+
+    def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        return [self.tail.after_pass2(build, chunk)] if self.tail else []
 
     @property
     def _unit_blocks(self) -> int:

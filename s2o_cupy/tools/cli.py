@@ -286,7 +286,7 @@ CONFIG_HELP = {
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
     "path": "GPU kernels",
-    "tail": "what unvisited keys count for: their mean, or nothing",
+    "tail": "what unvisited keys count for: nothing, or what a sample of them says, to first order",
     "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
 }
 

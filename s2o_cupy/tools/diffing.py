@@ -16,6 +16,7 @@ import numpy as np
 from ..arrays.lazy_cupy import import_cupy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
+from .diff_tail import BeforeTail, with_tail
 
 __all__ = ["DiffReport", "GpuStages", "Row", "capture", "compare", "diff"]
 
@@ -43,6 +44,7 @@ class GpuStages:
     visited: Array  # int32 [B, H, N, T]
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # [B, H, Lq]
+    before_tail: BeforeTail | None = None  # of a call with a tail
     path: str = "portable"  # which kernels ran
     path_reason: str | None = None  # S2OStats.path_reason
 
@@ -206,6 +208,10 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
         elif stage == "unit_means":
             means = host("unit_means").view(q.dtype).astype(np.float32)
             stages.unit_means = means.reshape(batch, kv_heads, geometry.units, -1)[..., :head_dim]
+        elif stage == "pass2" and config.adds_tail:
+            if stages.before_tail is None:
+                stages.before_tail = BeforeTail(stages.o1.copy(), cupy.asnumpy(lse))
+            stages.before_tail.take(arrays["chunk"], geometry, cupy.asnumpy(out), cupy.asnumpy(lse))
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             scores, orders = host("scores"), host("k_order")
@@ -395,13 +401,19 @@ def compare(
     step()
 
     # Output given orders and stops: as pass 1, and the hand-over rounds once more.
-    o, lse = s2o.finish(s2o.pass2(q, k, v, *arguments, config, scale, softcap, visited=stages.visited)[0])
+    further = (*arguments[1:], replace(config, tail="none"), scale, softcap)
+    o, lse = s2o.finish(s2o.pass2(q, k, v, state1, *further, visited=stages.visited)[0])
     absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
-    weight = s2o.finish(
-        s2o.pass2(q, k, np.abs(v), absolute1, *arguments[1:], config, scale, softcap, visited=stages.visited)[0]
-    )[0]
-    rows.floats("output", stages.o, o, weight * (error1 + unit) + smallest)
-    rows.floats("lse", stages.lse, lse, _lse_allowed(lse, reach))
+    weight = s2o.finish(s2o.pass2(q, k, np.abs(v), absolute1, *further, visited=stages.visited)[0])[0]
+    before = stages.before_tail or BeforeTail(stages.o, stages.lse)
+    rows.floats("output", before.o, o, weight * (error1 + unit) + smallest)
+    rows.floats("lse", before.lse, lse, _lse_allowed(lse, reach))
+    if stages.before_tail is not None:
+        o, lse, allowed_o, allowed_lse = with_tail(
+            before, stages.visited, stages.q_order, keys_in_order, q, k, v, problem, config, reach, unit
+        )
+        rows.floats("tail output", stages.o, o, allowed_o + smallest)
+        rows.floats("tail lse", stages.lse, lse, allowed_lse + _lse_allowed(lse, 0 * reach))
     step()
     ran = stages.path, stages.path_reason
     density = S2OStats(stages.visited, problem, config, *ran).density

@@ -79,7 +79,7 @@ def draw(rng: random.Random, mode: str) -> Case:
     most = {"mean": 1, "max": 64, "weight": 256}[c["rank"]]
     c["pooled_queries"] = None if rng.random() < 0.6 else rng.randint(1, most)
     c["window"] = pick([0, 0, 0, 0, 1, 50, 64, 300, 10**6])
-    c["tail"] = pick(["mean", "none"])
+    c["tail"] = pick(["first_order", "none"])
     c["workspace_bytes"] = pick([256 << 20, 256 << 20, 1 << 20])
     c["dense_up_to"] = 0 if rng.random() < 0.75 else pick([None, 300])
     c["path"] = "auto" if DRY else pick(["auto", "auto", "portable"])

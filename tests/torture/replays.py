@@ -74,7 +74,7 @@ def other_numbers(run: Run) -> str:
         (rounds(), {}), (rounds(tau=0.2), {}), (rounds(), {"tau": 0.3}), (rounds(), {"scale": 0.3}),
         (rounds(), {"scale": 0.05}), (rounds(), {"scale": -0.1}), (rounds(), {"softcap": 3.0}),
         (rounds(), {"softcap": 20.0}), (rounds(), {"is_causal": False}), (rounds(rank="mean"), {}),
-        (rounds(rank="max"), {}), (rounds(tail="mean"), {}), (rounds(unit=16), {}), (rounds(segment=512), {}),
+        (rounds(rank="max"), {}), (rounds(tail="first_order"), {}), (rounds(unit=16), {}), (rounds(segment=512), {}),
         (rounds(window=100), {}),
         (rounds(tau=0.0), {}), (rounds(path=paths()[-1]), {}), (rounds(block_m=64), {}), (rounds(), {"tau": 1e30}),
     ]  # fmt: skip

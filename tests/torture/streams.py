@@ -79,7 +79,7 @@ def calls_of_all_kinds(seed: int) -> list[Callable[[], torch.Tensor]]:
         (6000, 128, 8, 2, {"segment": 512, "unit": 1, "workspace_bytes": 1 << 20}),
         (3000, 128, 4, 4, {}),
         (300, 64, 2, 1, {"tau": 0.0}),
-        (2000, 256, 2, 1, {"tau": 0.05, "tail": "mean"}),
+        (2000, 256, 2, 1, {"tau": 0.05, "tail": "first_order"}),
         (3000, 80, 6, 2, {"segment": 1000, "rank": "max"}),
         (1500, 33, 4, 2, {"tau": 0.1, "segment": 128, "block_m": 64, "block_n": 64}),
         (1500, 128, 16, 2, {"segment": 128, "path": "portable", "unit": 1, "workspace_bytes": 1 << 20}),

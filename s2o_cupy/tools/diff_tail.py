@@ -1,0 +1,76 @@
+"""Reference against GPU: what the tail adds, given the GPU's output before it, its orders and its stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import Problem
+from ..spec import Geometry, S2OConfig
+
+__all__ = ["BeforeTail", "with_tail"]
+
+Array = Any  # numpy.ndarray
+
+
+class BeforeTail(NamedTuple):
+    """What pass 2 left, on the host."""
+
+    o: Array  # [B, H, Lq, D], of the input's dtype
+    lse: Array  # float32 [B, H, Lq]
+
+    def take(self, chunk: Any, geometry: Geometry, o: Array, lse: Array) -> None:
+        """The rows of a chunk."""
+        heads = o.shape[1]
+        begin = geometry.queries(chunk.first_segment)[0]
+        end = geometry.queries(chunk.first_segment + chunk.segments - 1)[1]
+        for head in range(chunk.first_head, chunk.first_head + chunk.heads):
+            at = (*divmod(head, heads), slice(begin, end))
+            self.o[at], self.lse[at] = o[at], lse[at]
+
+
+def with_tail(
+    before: BeforeTail, visited: Array, q_order: Array, k_order: Sequence[Array], q: Array, k: Array, v: Array,
+    problem: Problem, config: S2OConfig, reach: Array, unit: float,
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    """Output [B, H, Lq, D] and lse [B, H, Lq] with the tail in float64, and what each may be off by.
+
+    q, k and v are float64; ``k_order`` has positions, ``reach`` [B, H, Lq] bounds the error of a row's scores, ``unit``
+    is the relative size of half a unit in the last place of the output.
+    """
+    from ..reference import tail
+
+    geometry, scale, softcap = problem.geometry(config), abs(problem.scale), problem.softcap
+    group, block_m = problem.heads // problem.kv_heads, config.block_m
+    o, lse = before.o.astype(np.float64), before.lse.astype(np.float64)
+    allowed_o, allowed_lse = np.zeros_like(o), np.zeros_like(lse)
+    for n in range(geometry.segments):
+        first, last = geometry.queries(n)
+        if geometry.candidates(n) == 0:
+            continue
+        for b, h in np.ndindex(q.shape[:2]):
+            kh, vh = k[b, h // group], v[b, h // group]
+            moments = tail.key_moments(kh, vh, geometry.moment_group(n))
+            for tile in range(-(-(last - first) // block_m)):
+                keys = k_order[n][b, h][int(visited[b, h, n, tile]) * config.block_n :]
+                if len(keys) == 0:
+                    continue
+                at = (b, h, first + q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)])
+                rows, start = q[at], (lse[at], np.ones(len(at[2])), o[at])
+                m, mass, acc = tail.add_tail(rows, start, keys, kh, moments, scale, softcap)
+                # A weight is off by what its score is, and exp2's error; the mass by a few times that.
+                relative = 6 * (np.expm1(2 * reach[at]) + 2.0**-18)  # [M]
+                t = rows @ kh[keys[tail.sample_places(len(keys))]].T * scale
+                spread = np.sqrt(tail.sample_variance(t))
+                tilt_off = relative + 8 * np.divide(reach[at], spread, where=spread > 0, out=np.zeros_like(spread))
+                # Covariances and queries are rounded to bfloat16, and a first-order value is at most that of tilt 1.
+                slope = scale * np.abs(rows) @ np.abs(moments.covariance).T  # [M, D]
+                value_off = slope * (2.0**-7 + np.minimum(tilt_off, 1)[:, None])
+                share = (mass - 1) / mass  # [M]
+                o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
+                size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
+                allowed_o[at] = unit * np.abs(o[at]) + share[:, None] * (relative[:, None] * size + value_off)
+                allowed_lse[at] = share * relative
+    return o, lse, allowed_o, allowed_lse
