@@ -56,7 +56,7 @@ def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
 
 def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, Any]:
     """sizeof(RankTraits::Shared), which has a warp's slots, and further slots, as a segment needs them."""
-    of_guides, products, segment = THREADS * 8 * 4, head_dim * (32 + 4 * 4), 48
+    of_guides, products, segment = THREADS * 8 * 4, head_dim * (32 + 4 * 4), 32
     more = (sort_slots - WARP) * 4
     return {"shared_bytes": max(of_guides, products) + segment + WARP * 4 + more, "open_bytes": more}
 
