@@ -13,7 +13,7 @@
 namespace s2o {
 
 constexpr int kTailSamples = spec::kTailSamples;
-constexpr int kTailSlice = 64;  // dimensions of values at a time
+constexpr int kTailSlice = 32;  // dimensions of values at a time
 constexpr float kLog2E = 1.44269504088896341f;
 
 struct AddTailParams {
@@ -47,7 +47,7 @@ struct TailTraits {
   static_assert(kQueries <= kTailSamples, "queries lie where samples do");
   struct Shared {
     uint16 rows[kTailSamples * kPitch];  // queries, then samples, then covariances
-    int64 offsets[kTailSamples];  // of the samples' rows
+    int64 offsets[kTailSamples];  // of the rows of queries, -1 where there is none, then of samples
   };
 };
 
@@ -79,18 +79,18 @@ struct TailTile {
     return p.geometry.query_begin(tile.segment) +
            p.q_order[order_row() * p.geometry.segment + tile.tile * p.block_m + row];
   }
-  // Copies rows of head_dim elements, zeros where `row_of` gives null.
-  template <class RowOf>
-  __device__ __forceinline__ void copy_rows(int rows, const RowOf& row_of) const {
+  // Copies the rows at shared.offsets behind `x`, zeros where one is -1.
+  __device__ __forceinline__ void copy_rows(int rows, const uint16* x) const {
     constexpr int kChunks = Traits::kHeadDim / 8;
     for (int i = threadIdx.x; i < rows * kChunks; i += Traits::kThreads) {
       const int r = i / kChunks, first = i % kChunks * 8, head_dim = p.geometry.head_dim;
-      const uint16* row = row_of(r);
+      const int64 offset = shared.offsets[r];
+      const uint16* row = x + (offset < 0 ? 0 : offset);
       uint16* to = shared.rows + r * Traits::kPitch + first;
       if (p.aligned && first + 8 <= head_dim) {
-        cp_async_16_or_zeros(shared_address(to), row ? row + first : p.q.data, row != nullptr);
+        cp_async_16_or_zeros(shared_address(to), row + first, offset >= 0);
       } else {
-        *reinterpret_cast<uint4*>(to) = row ? load_unaligned(row, first, head_dim) : make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(to) = offset >= 0 ? load_unaligned(row, first, head_dim) : make_uint4(0, 0, 0, 0);
       }
     }
     cp_async_commit();
@@ -98,11 +98,12 @@ struct TailTile {
     __syncthreads();
   }
   __device__ __forceinline__ void load_queries() {
-    const uint16* q = p.q.at(tile.batch(p.heads), tile.head_in_batch(p.heads));
-    copy_rows(Traits::kQueries, [&](int r) -> const uint16* {
-      const int i = query(r);
-      return i < 0 ? nullptr : q + i * p.q.row;
-    });
+    if (threadIdx.x < Traits::kQueries) {
+      const int i = query(threadIdx.x);
+      shared.offsets[threadIdx.x] = i < 0 ? -1 : i * p.q.row;
+    }
+    __syncthreads();
+    copy_rows(Traits::kQueries, p.q.at(tile.batch(p.heads), tile.head_in_batch(p.heads)));
     const uint32 rows = shared_address(shared.rows);
 #pragma unroll
     for (int c = 0; c < kSteps; ++c)
@@ -125,13 +126,13 @@ struct TailTile {
     }
   }
   __device__ __forceinline__ void load_samples() {
-    const uint16* k = head_rows<Traits::kPaged>(p.k, tile.batch(p.heads), tile.kv_head(p.heads, p.kv_heads));
-    copy_rows(kTailSamples, [&](int r) { return k + shared.offsets[r]; });
+    copy_rows(kTailSamples,
+              head_rows<Traits::kPaged>(p.k, tile.batch(p.heads), tile.kv_head(p.heads, p.kv_heads)));
   }
-  // acc[16, kTiles * 8] = rows of A times as many rows of shared memory
+  // acc[16, kTiles * 8] = queries times as many rows of shared memory from `first` on
   template <class Type, int kTiles>
-  __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const uint32 (&rows_a)[kSteps][4]) const {
-    const uint32 rows = shared_address(shared.rows);
+  __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], int first) const {
+    const uint32 rows = shared_address(shared.rows + first * Traits::kPitch);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -142,9 +143,15 @@ struct TailTile {
       for (int j = 0; j < kTiles; j += 2) {
         uint32 b[4];
         ldmatrix_x4(b, rows + ((j * 8 + lane % 8 + lane / 16 * 8) * Traits::kPitch + c * 16 + lane / 8 % 2 * 8) * 2);
-        Type::mma(acc[j], rows_a[c], b[0], b[1]);
-        Type::mma(acc[j + 1], rows_a[c], b[2], b[3]);
+        Type::mma(acc[j], a[c], b[0], b[1]);
+        Type::mma(acc[j + 1], a[c], b[2], b[3]);
       }
+  }
+  __device__ __forceinline__ void load_covariances(const uint16* from, int rows) const {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    for (int i = threadIdx.x; i < rows * kChunks; i += Traits::kThreads)
+      cp_async_16(shared_address(shared.rows + i / kChunks * Traits::kPitch + i % kChunks * 8), from + i * 8);
+    cp_async_commit();
   }
   static __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(kFullWarp, x, 1);
@@ -168,7 +175,7 @@ struct TailTile {
   __device__ __forceinline__ void find_mass(const int (&position)[2], const float (&lse)[2], float (&mass)[2],
                                             float (&tilt)[2]) const {
     float s[kSampleTiles][4];
-    multiply<Element>(s, a);
+    multiply<Element>(s, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = 0.f, squares = 0.f, mean = 0.f, weighted = 0.f, variance = 0.f;
@@ -211,7 +218,7 @@ struct TailTile {
                           moment_group(p.geometry, tile.segment) - p.first_group;
     const float* mean_value = p.mean_values + moments * Traits::kHeadDim;
 #pragma unroll
-    for (int d = 0; d < Traits::kHeadDim; d += kTailSlice)
+    for (int d = 0; d < Traits::kHeadDim; d += 64)  // kMomentSlice
       if (!(fabsf(mean_value[d]) < infinity())) mass[0] = mass[1] = 0.f;
     const bool adds = mass[0] > 0.f || mass[1] > 0.f;
     if (!__syncthreads_or(adds)) return;  // and everybody has read the samples
@@ -223,47 +230,59 @@ struct TailTile {
         for (int e = 0; e < 4; ++e) a[c][e] = Bfloat16::pack(Element::low(a[c][e]), Element::high(a[c][e]));
     }
     uint16* out = p.out.at(tile.batch(p.heads), tile.head_in_batch(p.heads));
+    const int rows_at_once = min(Traits::kHeadDim, kTailSamples);
 #pragma unroll 1
     for (int d = 0; d < p.geometry.head_dim; d += kTailSlice) {
-      const uint16* rows = p.covariances + (moments * Traits::kHeadDim + d) * Traits::kHeadDim;
-      for (int i = threadIdx.x; i < kTailSlice * Traits::kHeadDim / 8; i += Traits::kThreads) {
-        const int r = i / (Traits::kHeadDim / 8), first = i % (Traits::kHeadDim / 8) * 8;
-        cp_async_16(shared_address(shared.rows + r * Traits::kPitch + first), rows + r * Traits::kHeadDim + first);
+      if (d % rows_at_once == 0) {
+        if (d) __syncthreads();  // everybody has read those before
+        load_covariances(p.covariances + (moments * Traits::kHeadDim + d) * Traits::kHeadDim, rows_at_once);
       }
-      cp_async_commit();
-      cp_async_wait<0>();
-      __syncthreads();
+      uint32 before[kTailSlice / 8][2];  // all of them on their way before the first is written
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < kTailSlice / 8; ++j)
+          before[j][h] = load_pair(out + position[h] * p.out.row, d + j * 8 + lane % 4 * 2, mass[h] > 0.f);
+      if (d % rows_at_once == 0) {
+        cp_async_wait<0>();
+        __syncthreads();
+      }
       float x[kTailSlice / 8][4];
-      multiply<Bfloat16>(x, a);
+      multiply<Bfloat16>(x, d % rows_at_once);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (mass[h] <= 0.f) continue;
-        const float kept = 1.f / (1.f + mass[h]), added = mass[h] * kept;
+        const float kept = 1.f / (1.f + mass[h]), added = mass[h] * kept, slope = tilt[h] * p.scale;
 #pragma unroll
         for (int j = 0; j < kTailSlice / 8; ++j) {
           const int first = d + j * 8 + lane % 4 * 2;
-          add_values(out + position[h] * p.out.row, first, kept,
-                     added * (mean_value[first] + tilt[h] * p.scale * x[j][2 * h]),
-                     added * (mean_value[first + 1] + tilt[h] * p.scale * x[j][2 * h + 1]));
+          const float2 mean = *reinterpret_cast<const float2*>(mean_value + first);
+          store_pair(out + position[h] * p.out.row, first,
+                     packed_sum(Element::low(before[j][h]) * kept + added * (mean.x + slope * x[j][2 * h]),
+                                Element::high(before[j][h]) * kept + added * (mean.y + slope * x[j][2 * h + 1])));
         }
       }
-      __syncthreads();  // everybody has read the covariances
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (mass[h] > 0.f && lane % 4 == 0) of_rows[position[h]] = lse[h] + log1pf(mass[h]);
   }
-  // Elements first and first + 1 of a row of the output.
-  __device__ __forceinline__ void add_values(uint16* row, int first, float kept, float low, float high) const {
+  // Elements first and first + 1 of a row of the output, as far as there are any.
+  __device__ __forceinline__ uint32 load_pair(const uint16* row, int first, bool wanted) const {
     const int head_dim = p.geometry.head_dim;
-    if (p.aligned && first + 2 <= head_dim) {
-      uint32& pair = *reinterpret_cast<uint32*>(row + first);
-      pair = packed_sum(Element::low(pair) * kept + low, Element::high(pair) * kept + high);
+    if (!wanted || first >= head_dim) return 0;
+    if (p.aligned) return *reinterpret_cast<const uint32*>(row + first);  // head_dim is then a multiple of 8
+    return row[first] | (first + 1 < head_dim ? row[first + 1] : 0u) << 16;
+  }
+  __device__ __forceinline__ void store_pair(uint16* row, int first, uint32 pair) const {
+    const int head_dim = p.geometry.head_dim;
+    if (first >= head_dim) return;
+    if (p.aligned) {
+      *reinterpret_cast<uint32*>(row + first) = pair;
       return;
     }
-    if (first < head_dim) row[first] = static_cast<uint16>(packed_sum(Element::to_float(row[first]) * kept + low, 0.f));
-    if (first + 1 < head_dim)
-      row[first + 1] = static_cast<uint16>(packed_sum(Element::to_float(row[first + 1]) * kept + high, 0.f));
+    row[first] = static_cast<uint16>(pair);
+    if (first + 1 < head_dim) row[first + 1] = static_cast<uint16>(pair >> 16);
   }
   // What is finite stays so, though a value to first order may be larger than any of those that it stands for.
   static __device__ __forceinline__ uint32 packed_sum(float low, float high) {
