@@ -12,9 +12,11 @@ from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
 from .api.gather import gather_attention, gather_attention_paged
 from .api.paged import s2o_attention_paged
+from .api.select import select, sparse_attention
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .methods.mean_pooling import MeanPoolingConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GatherStats",
+    "MeanPoolingConfig",
     "S2OConfig",
     "S2OError",
     "S2OStats",
@@ -44,6 +47,8 @@ __all__ = [
     "s2o_attention",
     "s2o_attention_paged",
     "s2o_attention_varlen",
+    "select",
+    "sparse_attention",
     "tune",
 ]
 __version__ = "0.1.0"
