@@ -17,6 +17,7 @@ from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
 from .methods.mean_pooling import MeanPoolingConfig
+from .methods.pbs import PBSConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GatherStats",
     "MeanPoolingConfig",
+    "PBSConfig",
     "S2OConfig",
     "S2OError",
     "S2OStats",

@@ -17,6 +17,7 @@ struct ChooseBlocksParams {
   const float* scores;        // [heads of the round, rows, pitch], in log2 units
   const float* q_similarity;  // [batch * heads, rows]: a row below theta chooses all columns; null: none does
   const float* k_similarity;  // [batch * heads / shared_heads, columns]: a column below theta is chosen by all rows
+  const int* first_column;    // [batch * heads / shared_heads]: where key 0 is; null: in column 0
   int* entries;               // [batch * heads, list_entries]
   int64* begins;              // [batch * heads, rows]
   int* keys;                  // likewise
@@ -27,7 +28,7 @@ struct ChooseBlocksParams {
   int heads;                  // of a sequence
   int64 list_entries;         // places of the lists of a head
   int within;                 // or reach
-  int keep_first;             // column 0 is chosen
+  int keep_first;             // the column of key 0 is chosen
   int thresholds, thetas;     // how many there are: one for all heads, or one for each
   float threshold[kMostHeads];
   float theta[kMostHeads];
@@ -90,6 +91,7 @@ __device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p, Choic
   const float theta = p.theta[p.thetas > 1 ? of_sequence : 0];
   const float* similar =
       p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
+  const int kept = !p.keep_first ? -1 : p.first_column ? p.first_column[flat / p.shared_heads] : 0;
   BlockReduction block{shared};
   float* weights = shared.weights;
 
@@ -159,7 +161,7 @@ __device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p, Choic
     const int c = first + tid;
     bool mine = false;
     if (c < listed) {
-      mine = all || (p.keep_first && c == 0) || (similar && similar[c] < theta);
+      mine = all || c == kept || (similar && similar[c] < theta);
       if (c < visible) mine |= weights[c] > bound || (every_tie && weights[c] == bound);
     }
     if (ties > 0 && !every_tie && tied < ties) {

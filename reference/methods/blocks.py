@@ -15,8 +15,8 @@ from ...methods.grid import BlockGrid
 from ..dense import Array, quiet
 
 __all__ = [
-    "Chosen", "block_means", "block_scores", "listed_columns", "reach", "similarity", "softmax", "visible_columns",
-    "within", "written",
+    "Chosen", "block_means", "block_scores", "choose", "listed_columns", "reach", "similarity", "softmax",
+    "visible_columns", "within", "written",
 ]  # fmt: skip
 
 
@@ -107,6 +107,29 @@ def _prefix(w: Array, threshold: float | Array, length: Callable[[Array, Array],
     np.put_along_axis(taken, order, np.arange(w.shape[-1]) < count[..., None], axis=-1)
     taken = np.where(of_row >= 1, w > 0, taken)
     return np.where(np.isnan(total), True, taken & (total > 0))
+
+
+def choose(
+    scores: Array, grid: BlockGrid, rule: str, threshold: float | Array, *, kept: Array | None = None,
+    whole_rows: Array | None = None, fixed: Array | None = None,
+) -> Array:  # fmt: skip
+    """Columns that each row's list holds, bool [B, H, R, C], by scores [B, H, R, C].
+
+    ``rule``: "reach" or "within", of a softmax over the visible columns; ``threshold``: a number, or one for each head.
+    Chosen whatever their weight: column ``kept`` [B, H] of all rows, all columns of ``whole_rows`` [B, H, R], and
+    ``fixed`` columns [B, H, C], which are out of the softmax.
+    """
+    visible = visible_columns(grid) & np.ones(scores.shape, bool)
+    w = softmax(scores, visible if fixed is None else visible & ~fixed[:, :, None])
+    of_head = np.asarray(threshold)[..., None] if np.ndim(threshold) else threshold  # [H, 1], or a number
+    taken = {"reach": reach, "within": within}[rule](w, of_head)
+    if kept is not None:
+        taken = taken | (np.arange(grid.columns) == kept[..., None])[:, :, None]
+    if fixed is not None:
+        taken = taken | fixed[:, :, None]
+    if whole_rows is not None:
+        taken = taken | whole_rows[..., None]
+    return taken & listed_columns(grid)
 
 
 def written(columns: Array, grid: BlockGrid) -> tuple[Array, Array, Array]:

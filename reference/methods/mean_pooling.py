@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...methods.grid import BlockGrid
 from ...methods.mean_pooling import MeanPoolingConfig
 from ..dense import Array
-from .blocks import Chosen, block_means, block_scores, listed_columns, reach, softmax, visible_columns
+from .blocks import Chosen, block_means, block_scores, choose
 
-__all__ = ["choose", "chosen"]
-
-
-def choose(scores: Array, config: MeanPoolingConfig, grid: BlockGrid) -> Array:
-    """Columns that each row's list holds, by scores [B, H, R, C]."""
-    taken = reach(softmax(scores, visible_columns(grid)), config.threshold)
-    if config.keep_first:
-        taken[..., :1] = True
-    return taken & listed_columns(grid)
+__all__ = ["chosen"]
 
 
 def chosen(q: Array, k: Array, config: MeanPoolingConfig, grid: BlockGrid, scale: float) -> Chosen:
     """Of q [B, H, Lq, D] and k [B, Hkv, Lk, D]."""
     scores = block_scores(block_means(q, grid.block_q), block_means(k, grid.block_k), scale)  # [B, H, R, C]
-    return Chosen(choose(scores, config, grid))
+    kept = np.zeros(q.shape[:2], int) if config.keep_first else None
+    return Chosen(choose(scores, grid, config.rule, config.threshold, kept=kept))

@@ -70,7 +70,7 @@ class MethodConfig:
     workspace_bytes: int = 256 << 20
 
     reference: ClassVar[str]  # the module in reference/methods
-    order_of: ClassVar[str] = ""  # whose keys are permuted: "", "heads" or "kv_heads"
+    rule: ClassVar[str] = "reach"  # that ends a choice: "reach" or "within"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 
 from ..plan.kernels import Family, Inputs, Kernel
 
-__all__ = ["MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "kernels"]
+__all__ = [
+    "LAST_ROWS", "MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
+    "last_row_sums", "last_rows_tile", "order_segments",
+]  # fmt: skip
 
 MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
 SCORE_TILE = 64  # rows and columns of a block of block_scores
 WARP = 32
 CHOICE_THREADS = 128
+LAST_ROWS = 128  # queries that there is room for in last_row_sums (LastRowsTraits::kRows)
 
 _ELEMENT = "{element}, {head_dim}"
 BLOCK_MEANS = Family(
@@ -25,6 +29,13 @@ BLOCK_SCORES = Family(
 )
 CHOOSE_BLOCKS = Family(
     "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
+)
+LAST_ROW_SUMS, COLUMN_MEANS = (
+    Family(function, "blocks/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
+    for function in ("last_row_sums", "column_means")
+)
+ORDER_SEGMENTS = Family(
+    "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
 )
 
 
@@ -44,7 +55,37 @@ def choose_blocks(columns: int) -> Kernel:
     return Kernel(CHOOSE_BLOCKS, shared_bytes=fixed + WARP * 4 + more, open_bytes=more)
 
 
+def last_rows_tile(head_dim: int) -> int:
+    """Keys at a time (LastRowsTraits::kTile)."""
+    return 64 if head_dim > 128 else 128
+
+
+def last_row_sums(inputs: Inputs) -> Kernel:
+    return _last_rows(LAST_ROW_SUMS, inputs)
+
+
+def column_means(inputs: Inputs) -> Kernel:
+    return _last_rows(COLUMN_MEANS, inputs)
+
+
+def _last_rows(family: Family, inputs: Inputs) -> Kernel:
+    """sizeof(LastRowsTraits::Shared)"""
+    head_dim, tile = inputs.head_dim, last_rows_tile(inputs.head_dim)
+    stages = 1 if head_dim > 128 else 2
+    shared = (LAST_ROWS + stages * tile) * head_dim * 2 + LAST_ROWS * 4 + 2 * tile * 4
+    return Kernel(family, inputs.dtype, head_dim, shared_bytes=shared)
+
+
+def order_segments(sort_slots: int) -> Kernel:
+    """sizeof(OrderSegmentsShared), which has a warp's slots, and further slots as a segment needs them."""
+    more = (sort_slots - WARP) * 4
+    return Kernel(ORDER_SEGMENTS, shared_bytes=WARP * 4 + more, open_bytes=more)
+
+
 def kernels(inputs: Inputs) -> Iterator[Kernel]:
     """All that a call with such inputs may run; shared memory that is only sized is no part of their texts."""
     if inputs.aligned and not inputs.paged and not inputs.softcap:
-        yield from (block_means(inputs), block_scores(inputs), choose_blocks(1))
+        yield from (
+            block_means(inputs), block_scores(inputs), choose_blocks(1), last_row_sums(inputs), column_means(inputs),
+            order_segments(WARP),
+        )  # fmt: skip

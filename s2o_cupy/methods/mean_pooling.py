@@ -68,5 +68,5 @@ class MeanPoolingConfig(MethodConfig):
         return [
             BlockMeans(site, "q", heads),
             BlockMeans(site, "k", kv_heads),
-            Choice(site, kv_heads, False, self.threshold, self.keep_first),
+            Choice(site, kv_heads, self.rule, self.threshold, self.keep_first),
         ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from .base import MethodConfig
 from .mean_pooling import MeanPoolingConfig
+from .pbs import PBSConfig
 
 __all__ = ["METHODS"]
 
-METHODS: tuple[type[MethodConfig], ...] = (MeanPoolingConfig,)
+METHODS: tuple[type[MethodConfig], ...] = (MeanPoolingConfig, PBSConfig)

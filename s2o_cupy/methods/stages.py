@@ -87,7 +87,7 @@ class Choice:
 
     site: Site
     key_heads: int  # of a sequence, that have mean keys
-    within: bool  # the rule: `within`, or `reach`
+    rule: str  # "reach" or "within"
     threshold: float | tuple[float, ...]  # a number, or one for each query head
     keep_first: bool
     theta: float | tuple[float, ...] | None = None  # similarity below which a block is attended to whole
@@ -150,7 +150,7 @@ class Choice:
             **of_round,
             "heads": site.problem.heads,
             "list_entries": grid.entries,
-            "within": int(self.within),
+            "within": int(self.rule == "within"),
             "keep_first": int(self.keep_first),
             "thresholds": len(numbers["threshold"]),
             "thetas": len(numbers["theta"]),

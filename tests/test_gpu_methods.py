@@ -1,0 +1,111 @@
+"""Methods on a GPU, stage by stage against the reference, and as attention. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import has_gpu
+from method_stages import selected, wrong_stages
+
+from s2o_cupy import MeanPoolingConfig, PBSConfig, gather_attention, select, sparse_attention
+from s2o_cupy.reference.methods import blocks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+CONFIGS = {
+    "MeanPooling": MeanPoolingConfig(),
+    "MeanPooling 64": MeanPoolingConfig(block=64, threshold=0.5, keep_first=False),
+    "PBS": PBSConfig(),
+    "PBS 64": PBSConfig(block=64, segment=192, share="kv_head", threshold=0.6, keep_first=False),
+    "PBS 1024": PBSConfig(segment=1024),
+}
+LENGTHS = [(1000, 1000), (2816, 2816), (300, 2100), (1, 700), (128, 128), (129, 1025)]
+
+
+def draw(rng, dtype, seqlen_q, seqlen_k, *, batch=1, heads=4, kv_heads=2, head_dim=128):
+    """Keys of slow change, so that blocks differ."""
+    slow = np.repeat(rng.standard_normal((batch, kv_heads, -(-seqlen_k // 96), head_dim)), 96, axis=2)[:, :, :seqlen_k]
+    q = 2 * rng.standard_normal((batch, heads, -(-seqlen_q // 80), head_dim)).repeat(80, axis=2)[:, :, :seqlen_q]
+    q, k = q + rng.standard_normal(q.shape), slow + rng.standard_normal(slow.shape)
+    return [x.astype(DTYPES[dtype]) for x in (q, k, rng.standard_normal(k.shape))]
+
+
+def assert_stages(q, k, config, **options):
+    found = selected(q, k, config, **options)
+    assert wrong_stages(found, q, k, config) == []
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_every_stage(rng, config, dtype, head_dim):
+    q, k, _ = draw(rng, dtype, 1500, 1500, head_dim=head_dim)
+    assert_stages(q, k, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(rng, config, lengths):
+    q, k, _ = draw(rng, "bfloat16", *lengths, batch=2)
+    assert_stages(q, k, config, scale=0.05)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (8, 2), (8, 1)], ids=str)
+def test_groups_of_heads(rng, config, heads):
+    q, k, _ = draw(rng, "bfloat16", 900, 900, heads=heads[0], kv_heads=heads[1])
+    assert_stages(q, k, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_rounds_change_no_bit(rng, config):
+    from dataclasses import replace
+
+    q, k, _ = draw(rng, "bfloat16", 2000, 40000, heads=8, kv_heads=2)
+    whole, rounds = selected(q, k, config), selected(q, k, replace(config, workspace_bytes=1 << 20))
+    for x, y in zip(whole.lists, rounds.lists, strict=True):
+        assert x.tobytes() == y.tobytes()
+    assert wrong_stages(whole, q, k, config) == []
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 1.0])
+def test_equal_scores_count_by_column(threshold):
+    """All keys are one: weights are equal, to the bit."""
+    config = MeanPoolingConfig(threshold=threshold, keep_first=False)
+    q = np.ones((1, 1, 2048, 64), np.float16)
+    k = np.ones((1, 1, 2048, 64), np.float16)
+    found = selected(q, k, config)
+    visible = np.arange(1, 17)
+    count = np.minimum(np.ceil(np.float32(threshold) * visible), visible - 1)  # the last is in the dense part
+    np.testing.assert_array_equal(found.columns[0, 0], np.arange(16) < count[:, None])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_sparse_attention_is_gather_attention_by_what_is_selected(path, rng, config):
+    from dataclasses import replace
+
+    import cupy
+
+    if config.block == 64 and path == "hopper":
+        pytest.skip("block_m is 64")
+    config = replace(config, path=path)
+    q, k, v = (cupy.asarray(x) for x in draw(rng, "bfloat16", 700, 1500, batch=2))
+    schedule = select(q, k, config)
+    schedule.check()
+    expected = gather_attention(q, k, v, schedule, path=path, return_lse=True)
+    for _ in range(2):
+        found = sparse_attention(q, k, v, config=config, return_lse=True)
+        for x, y in zip(found, expected, strict=True):
+            assert cupy.asnumpy(x).tobytes() == cupy.asnumpy(y).tobytes()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_key_that_is_not_a_number_is_chosen(rng, config):
+    q, k, _ = draw(rng, "bfloat16", 1500, 1500)
+    k[0, 1, 40, 3] = np.nan
+    found = selected(q, k, config)
+    assert found.columns[0, 2:][:, blocks.listed_columns(found.grid)].all()
+    other, k[0, 1, 40, 3] = found.columns, 0
+    np.testing.assert_array_equal(selected(q, k, config).columns[0, :2], other[0, :2])
