@@ -18,6 +18,7 @@ from .caches import clear_cache
 from .merge import merge_states
 from .methods.mean_pooling import MeanPoolingConfig
 from .methods.pbs import PBSConfig
+from .methods.sparge import SpargeConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -37,6 +38,7 @@ __all__ = [
     "S2OError",
     "S2OStats",
     "Schedule",
+    "SpargeConfig",
     "__version__",
     "clear_cache",
     "diff",

@@ -29,6 +29,15 @@ class Found:
     columns: Any  # bool [B, H, R, C]
     lists: tuple[Any, Any, Any]
     k_order: Any = None
+    q_order: Any = None
+
+    def order(self, of: str, like: Any) -> Any:
+        """Of rows of q or k [B, heads, L] as each head has it; None: as they lie."""
+        order = self.q_order if of == "q" else self.k_order
+        if order is None:
+            return None
+        heads = max(order.shape[1], like.shape[1])
+        return np.broadcast_to(order, (len(like), heads, order.shape[2]))
 
 
 def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
@@ -47,7 +56,8 @@ def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
         "entries": cupy.full(problem.batch * problem.heads * grid.entries, 10**9, np.int32),
         "begins": cupy.full(lists, -1, np.int64),
         "keys": cupy.full(lists, -1, np.int32),
-        "k_order": cupy.full((problem.batch, order_heads, problem.seqlen_k), -1, np.int32),
+        "k_order": cupy.full((1 if config.orders_queries else problem.batch, order_heads, problem.seqlen_k), -1, np.int32),
+        "q_order": cupy.full((problem.batch, problem.heads, problem.seqlen_q), -1, np.int32),
     }
     arrays: dict[str, Any] = {}
     scores = []
@@ -70,7 +80,8 @@ def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
         assert (found < grid.columns).all() and (np.diff(found) > 0).all()
         columns[at][found] = True
     order = cupy.asnumpy(made["k_order"]) if order_heads else None
-    return Found(problem, grid, arrays, columns, (entries, begins, keys), order)
+    q_order = cupy.asnumpy(made["q_order"]) if config.orders_queries else None
+    return Found(problem, grid, arrays, columns, (entries, begins, keys), order, q_order)
 
 
 def wrong_stages(found: Found, q: Any, k: Any, config: Any) -> list[str]:
@@ -95,6 +106,9 @@ def _importance(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
 
 
 def _order(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
+    if config.orders_queries:
+        order = config.token_order(found.problem.seqlen_k)
+        return bool((found.k_order == order).all() and (found.q_order == order).all())
     if not isinstance(config, PBSConfig):
         return True
     p = found.problem
@@ -114,7 +128,7 @@ def _decoded(found: Found, of: str) -> Any:
 
 def _means(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
     of, x, block = ("q", q, found.grid.block_q) if name[0] == "q" else ("k", k, found.grid.block_k)
-    order = found.k_order if of == "k" else None
+    order = found.order(of, x)
     mine = _decoded(found, of)
     exact = blocks.block_means(x, block, order).reshape(mine.shape)
     size = blocks.block_means(np.abs(x), block, order).reshape(mine.shape)
@@ -132,7 +146,8 @@ def _similarity(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
     for of, x, block in (("q", q, found.grid.block_q), ("k", k, found.grid.block_k)):
         if f"{of}_similarity" in found.arrays:
             mine = found.arrays[f"{of}_similarity"]
-            if not np.allclose(mine, blocks.similarity(x, block).reshape(mine.shape), rtol=0, atol=2.0**-16):
+            ordered = x if found.q_order is None else np.take_along_axis(x, found.order(of, x)[..., None], axis=2)
+            if not np.allclose(mine, blocks.similarity(ordered, block).reshape(mine.shape), rtol=0, atol=2.0**-16):
                 return False
     return True
 
@@ -196,7 +211,7 @@ def _forced(found: Found, config: Any) -> dict[str, Any]:
     forced: dict[str, Any] = {}
     if config.keep_first:
         forced["kept"] = np.zeros((p.batch, p.heads), int)
-        if found.k_order is not None:
+        if found.k_order is not None and not config.orders_queries:
             kept = pbs.first_column(found.k_order, found.grid.block_k)
             forced["kept"] = np.repeat(kept, p.heads // kept.shape[1], axis=1)
     if "q_similarity" in found.arrays:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 from conftest import has_gpu
 from method_stages import selected, wrong_stages
 
-from s2o_cupy import MeanPoolingConfig, PBSConfig, gather_attention, select, sparse_attention
+from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, gather_attention, select, sparse_attention
 from s2o_cupy.reference.methods import blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
@@ -19,6 +21,8 @@ CONFIGS = {
     "PBS": PBSConfig(),
     "PBS 64": PBSConfig(block=64, segment=192, share="kv_head", threshold=0.6, keep_first=False),
     "PBS 1024": PBSConfig(segment=1024),
+    "Sparge": SpargeConfig(tau=0.9, theta=-0.1),
+    "Sparge judged": SpargeConfig(tau=0.7, theta=0.32, keep_first=True),
 }
 LENGTHS = [(1000, 1000), (2816, 2816), (300, 2100), (1, 700), (128, 128), (129, 1025)]
 
@@ -59,10 +63,37 @@ def test_groups_of_heads(rng, config, heads):
     assert_stages(q, k, config)
 
 
+def test_thresholds_of_each_head(rng):
+    q, k, _ = draw(rng, "bfloat16", 900, 900, batch=2)
+    assert_stages(q, k, SpargeConfig(tau=(0.3, 0.6, 0.9, 1.0), theta=(-1.0, 0.2, 0.4, 2.0)))
+
+
+@pytest.mark.parametrize("config", [CONFIGS["Sparge"], CONFIGS["Sparge judged"], CONFIGS["MeanPooling"]], ids=str)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (300, 777), (900, 200), (128, 64)], ids=str)
+def test_without_causality(rng, config, lengths):
+    q, k, _ = draw(rng, "bfloat16", *lengths, batch=2)
+    assert_stages(q, k, config, is_causal=False)
+
+
+def test_tokens_of_a_grid(path, rng):
+    import cupy
+
+    config = SpargeConfig(tau=0.6, theta=0.1, permutation=(3, 10, 20), path=path)
+    q, k, v = draw(rng, "bfloat16", 650, 650, batch=2)
+    assert_stages(q, k, config, is_causal=False)
+    on_gpu = [cupy.asarray(x) for x in (q, k, v)]
+    o, lse = (cupy.asnumpy(x) for x in sparse_attention(*on_gpu, config=config, is_causal=False, return_lse=True))
+    order = config.token_order(650)
+    moved = [cupy.ascontiguousarray(x[:, :, order]) for x in on_gpu]
+    plain = replace(config, permutation=None)
+    expected, expected_lse = sparse_attention(*moved, config=plain, is_causal=False, return_lse=True)
+    # The same keys in the same order, so the same bits.
+    assert o[:, :, order].tobytes() == cupy.asnumpy(expected).tobytes()
+    assert lse[:, :, order].tobytes() == cupy.asnumpy(expected_lse).tobytes()
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_rounds_change_no_bit(rng, config):
-    from dataclasses import replace
-
     q, k, _ = draw(rng, "bfloat16", 2000, 40000, heads=8, kv_heads=2)
     whole, rounds = selected(q, k, config), selected(q, k, replace(config, workspace_bytes=1 << 20))
     for x, y in zip(whole.lists, rounds.lists, strict=True):
@@ -84,11 +115,9 @@ def test_equal_scores_count_by_column(threshold):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_sparse_attention_is_gather_attention_by_what_is_selected(path, rng, config):
-    from dataclasses import replace
-
     import cupy
 
-    if config.block == 64 and path == "hopper":
+    if config.block_q == 64 and path == "hopper":
         pytest.skip("block_m is 64")
     config = replace(config, path=path)
     q, k, v = (cupy.asarray(x) for x in draw(rng, "bfloat16", 700, 1500, batch=2))

@@ -12,6 +12,7 @@ namespace s2o {
 struct BlockMeansParams {
   Tensor<const uint16> x;
   const int* order;    // [batch * heads, seqlen]: block c has the rows order[c * block ..]; null: as they lie
+  int64 order_row;     // from one head's order to the next one's
   uint16* means;       // [batch * heads, blocks, 2, kHeadDim]
   float* similarity;   // [batch * heads, blocks], or null
   int heads;           // of a sequence
@@ -54,7 +55,7 @@ __device__ __forceinline__ void block_means(const BlockMeansParams& p, typename 
   const int of_sequence = p.heads / p.shared_heads;
   const uint16* x = p.x.at(source / of_sequence, source % of_sequence);
   const int begin = c * p.block, count = min(p.block, p.seqlen - begin);
-  const int* order = p.order ? p.order + static_cast<int64>(head) * p.seqlen + begin : nullptr;
+  const int* order = p.order ? p.order + head * p.order_row + begin : nullptr;
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const auto row = [&](int r) { return x + static_cast<int64>(order ? order[r] : begin + r) * p.x.row; };
   const float factor = 1.f / count;  // of each row, as a sum of large ones may be too large

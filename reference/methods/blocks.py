@@ -6,7 +6,7 @@ C that of blocks of keys; `BlockGrid` says which of these a row may choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,8 @@ class Chosen(NamedTuple):
     """What a method chooses."""
 
     columns: Array  # bool [B, H, R, C], listed ones alone
-    k_order: Array | None = None  # int32 [B, HO, Lk], HO H or Hkv: columns are blocks of this order
+    k_order: Array | None = None  # int32 [B or 1, HO, Lk], HO H, Hkv or 1: columns are blocks of this order
+    q_order: Array | None = None  # int32 [B, H, Lq]: and rows of this
 
 
 def block_means(x: Array, block: int, order: Array | None = None) -> Array:
@@ -110,7 +111,7 @@ def _prefix(w: Array, threshold: float | Array, length: Callable[[Array, Array],
 
 
 def choose(
-    scores: Array, grid: BlockGrid, rule: str, threshold: float | Array, *, kept: Array | None = None,
+    scores: Array, grid: BlockGrid, rule: str, threshold: float | Sequence[float] | Array, *, kept: Array | None = None,
     whole_rows: Array | None = None, fixed: Array | None = None,
 ) -> Array:  # fmt: skip
     """Columns that each row's list holds, bool [B, H, R, C], by scores [B, H, R, C].

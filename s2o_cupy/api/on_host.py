@@ -71,11 +71,11 @@ def _gather(
     q, k, v = (blas_ready(x) for x in (bhsd(q, batch.layout), k, v))
     shape = (problem.batch, form.list_heads, *((form.rows,) if form.per_segment else (1, form.rows)))
     begins, keys = (_of_all(arrays[name], problem.batch).reshape(shape) for name in ("begins", "keys"))
-    order = arrays.get("k_order")
+    order, q_order = arrays.get("k_order"), arrays.get("q_order")
     found, of_rows, taken = gather(
         q, k, v, KeyLists(arrays["entries"], begins, keys, form.unit), form.dense, sinks=form.sinks,
         k_order=None if order is None else _of_all(order, problem.batch), block_m=form.block_m, scale=problem.scale,
-        softcap=problem.softcap, tau=form.tau,
+        softcap=problem.softcap, tau=form.tau, q_order=q_order,
     )  # fmt: skip
     bhsd(o, batch.layout)[...] = found
     if lse is not None:

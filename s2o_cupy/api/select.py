@@ -85,7 +85,7 @@ def select(
     )  # fmt: skip
     config.check(problem)
     grid = config.grid(problem)
-    form = grid.form(problem.batch, problem.heads, config.order_heads(problem))
+    form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries)
     host = backend == "numpy"
     with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
         made = _outputs(framework, form, problem, grid.entries, q, host)
@@ -100,7 +100,7 @@ def select(
         arrays = {name: x.finish() for name, x in made.items()}
     return Schedule(
         arrays["entries"], arrays["begins"], arrays["keys"], arrays.get("k_order"), form, is_sorted=True,
-        sink_lists=None,
+        sink_lists=None, q_order=arrays.get("q_order"),
     )  # fmt: skip
 
 
@@ -172,6 +172,8 @@ def _outputs(
         "begins": (lists, "int64"),
         "keys": (lists, "int32"),
     }
+    if form.q_ordered:
+        shapes["q_order"] = ((problem.batch, problem.heads, form.seqlen_q), "int32")
     if form.order_batch:
         shapes["k_order"] = ((form.order_batch, form.order_heads, form.seqlen_k), "int32")
     return {name: framework.output(shape, dtype, q, host=host) for name, (shape, dtype) in shapes.items()}
@@ -191,8 +193,9 @@ def _on_host(
     found = method.chosen(q, k, config, grid, problem.scale)
     for name, x in zip(("entries", "begins", "keys"), blocks.written(found.columns, grid), strict=True):
         made[name][...] = x
-    if found.k_order is not None:
-        made["k_order"][...] = found.k_order
+    for name, order in (("k_order", found.k_order), ("q_order", found.q_order)):
+        if order is not None:
+            made[name][...] = order
 
 
 def _on_gpu(

@@ -57,6 +57,8 @@ class _Program:
 
     def __init__(self, stages: list[Stage], device: int) -> None:
         self.workspace = lay_out((), [array for stage in stages for array in stage.arrays])
+        # Tables that never change, copied before the first call is launched.
+        self.tables = {name: cupy.asarray(x) for stage in stages for name, x in getattr(stage, "tables", {}).items()}
         self.launches = [x for stage in stages for x in stage.launches(self.workspace) if x.blocks > 0]
         functions = compiler.load_all([x.kernel for x in self.launches], device)
         self.functions = [function.ptr for function in functions]
@@ -69,6 +71,7 @@ class _Program:
     def run(self, bases: dict[str, int], stream: int, memory: Memory, observe: Observer | None) -> None:
         address, keeper = memory(self.workspace.nbytes)
         bases["workspace"] = address
+        bases.update({name: x.data.ptr for name, x in self.tables.items()})
         with self.lock:
             for step, function, words, argument in zip(
                 self.launches, self.functions, self.words, self.arguments, strict=True

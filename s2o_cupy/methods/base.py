@@ -100,6 +100,11 @@ class MethodConfig:
         """Heads of the permutation of keys; 0: there is none."""
         return 0
 
+    @property
+    def orders_queries(self) -> bool:
+        """Whether queries are taken in another order, too, the same for all sequences, as keys then are."""
+        return False
+
     def stages(self, site: Site) -> list[Stage]:
         """What runs on a GPU, in order."""
         raise NotImplementedError

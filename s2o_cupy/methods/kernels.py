@@ -11,7 +11,7 @@ from ..plan.kernels import Family, Inputs, Kernel
 
 __all__ = [
     "LAST_ROWS", "MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
-    "last_row_sums", "last_rows_tile", "order_segments",
+    "last_row_sums", "last_rows_tile", "order_segments", "token_order",
 ]  # fmt: skip
 
 MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
@@ -37,6 +37,7 @@ LAST_ROW_SUMS, COLUMN_MEANS = (
 ORDER_SEGMENTS = Family(
     "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
 )
+TOKEN_ORDER = Family("token_order", "blocks/token_order.cu", "TokenOrderParams", 256, 4)
 
 
 def block_means(inputs: Inputs) -> Kernel:
@@ -82,10 +83,14 @@ def order_segments(sort_slots: int) -> Kernel:
     return Kernel(ORDER_SEGMENTS, shared_bytes=WARP * 4 + more, open_bytes=more)
 
 
+def token_order() -> Kernel:
+    return Kernel(TOKEN_ORDER)
+
+
 def kernels(inputs: Inputs) -> Iterator[Kernel]:
     """All that a call with such inputs may run; shared memory that is only sized is no part of their texts."""
     if inputs.aligned and not inputs.paged and not inputs.softcap:
         yield from (
             block_means(inputs), block_scores(inputs), choose_blocks(1), last_row_sums(inputs), column_means(inputs),
-            order_segments(WARP),
+            order_segments(WARP), token_order(),
         )  # fmt: skip

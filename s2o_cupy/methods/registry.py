@@ -6,7 +6,8 @@ from __future__ import annotations
 from .base import MethodConfig
 from .mean_pooling import MeanPoolingConfig
 from .pbs import PBSConfig
+from .sparge import SpargeConfig
 
 __all__ = ["METHODS"]
 
-METHODS: tuple[type[MethodConfig], ...] = (MeanPoolingConfig, PBSConfig)
+METHODS: tuple[type[MethodConfig], ...] = (MeanPoolingConfig, PBSConfig, SpargeConfig)

@@ -19,7 +19,7 @@ from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_b
 __all__ = ["BASES", "BlockMeans", "Choice", "launch"]
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "entries", "begins", "keys", "k_order", "workspace")
+BASES = ("q", "k", "entries", "begins", "keys", "k_order", "q_order", "table", "workspace")
 
 
 def launch(
@@ -39,8 +39,9 @@ class BlockMeans:
     site: Site
     of: str  # "q" or "k"
     heads: int  # of a sequence, that have means: of k more than it has heads where its order is each query head's own
-    permuted: bool = False  # through k_order
+    permuted: bool = False  # through q_order or k_order
     similarity: bool = False
+    one_order: bool = False  # for all heads
 
     @property
     def _block(self) -> int:
@@ -63,19 +64,20 @@ class BlockMeans:
 
     def launches(self, memory: Workspace) -> list[Launch]:
         site, problem = self.site, self.site.problem
-        own = problem.heads if self.of == "q" else problem.kv_heads
+        own, seqlen = (problem.heads, problem.seqlen_q) if self.of == "q" else (problem.kv_heads, problem.seqlen_k)
         values = {
             "x": site.tensor(self.of),
             "heads": self.heads,
             "shared_heads": self.heads // own,
-            "seqlen": problem.seqlen_q if self.of == "q" else problem.seqlen_k,
+            "seqlen": seqlen,
+            "order_row": 0 if self.one_order else seqlen,
             "block": self._block,
             "blocks": self._count,
             "head_dim": problem.head_dim,
             "aligned": int(site.inputs.aligned),
         }
         read = {"x": self.of, "means": f"{self.of}_means", "similarity": f"{self.of}_similarity"}
-        read["order"] = "k_order" if self.permuted else "no order"
+        read["order"] = f"{self.of}_order" if self.permuted else "no order"
         blocks = problem.batch * self.heads * self._count
         return [launch(memory, f"{self.of}_means", block_means(site.inputs), blocks, values, **read)]
 
