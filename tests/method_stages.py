@@ -52,11 +52,12 @@ def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
     grid, order_heads = config.grid(problem), config.order_heads(problem)
     q, k = cupy.asarray(q), cupy.asarray(k)
     lists = (problem.batch, problem.heads, grid.rows)
+    orders = (1 if config.orders_queries else problem.batch, order_heads, problem.seqlen_k)
     made = {
         "entries": cupy.full(problem.batch * problem.heads * grid.entries, 10**9, np.int32),
         "begins": cupy.full(lists, -1, np.int64),
         "keys": cupy.full(lists, -1, np.int32),
-        "k_order": cupy.full((1 if config.orders_queries else problem.batch, order_heads, problem.seqlen_k), -1, np.int32),
+        "k_order": cupy.full(orders, -1, np.int32),
         "q_order": cupy.full((problem.batch, problem.heads, problem.seqlen_q), -1, np.int32),
     }
     arrays: dict[str, Any] = {}
@@ -186,10 +187,10 @@ def choices(found: Found, config: Any) -> tuple[Any, Any]:
         getattr(blocks, rule)(w, np.where(thresholds < 1, np.minimum(thresholds * (1 + e), 1 - 1e-12), 1.0)[:, None])
         for e in (-CHOICE, CHOICE)
     )
-    least = lambda taken: np.where(taken, w, np.inf).min(axis=-1, keepdims=True)  # noqa: E731
-    listed = blocks.listed_columns(grid)
-    unsure = (w <= least(low_free) * (1 + CHOICE)) & ~_always(forced, low)
-    may = listed & (w >= least(high_free) * (1 - CHOICE)) & (w > 0)
+    best_left = np.where(low_free, -np.inf, w).max(axis=-1, keepdims=True)
+    least_taken = np.where(high_free, w, np.inf).min(axis=-1, keepdims=True)
+    unsure = (w <= best_left * (1 + CHOICE)) & ~_always(forced, low)
+    may = blocks.listed_columns(grid) & (w >= least_taken * (1 - CHOICE)) & (w > 0)
     return low & ~unsure, high | may
 
 

@@ -122,7 +122,7 @@ def choose(
     """
     visible = visible_columns(grid) & np.ones(scores.shape, bool)
     w = softmax(scores, visible if fixed is None else visible & ~fixed[:, :, None])
-    of_head = np.asarray(threshold)[..., None] if np.ndim(threshold) else threshold  # [H, 1], or a number
+    of_head = np.asarray(threshold)[..., None]  # [H, 1], or one number
     taken = {"reach": reach, "within": within}[rule](w, of_head)
     if kept is not None:
         taken = taken | (np.arange(grid.columns) == kept[..., None])[:, :, None]
