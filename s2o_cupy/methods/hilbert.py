@@ -23,9 +23,9 @@ def hilbert_order(shape: Sequence[int]) -> npt.NDArray[Any]:
     for nothing. Each step leads to a neighbour where the grid is that cube.
     """
     sizes = [n for n in shape if n > 1]
-    places = np.indices(sizes).reshape(len(sizes), -1)  # [axes, tokens]
     if not sizes:
         return np.zeros(1, np.int32)
+    places = np.indices(sizes).reshape(len(sizes), -1)  # [axes, tokens]
     bits = (max(sizes) - 1).bit_length()
     x = _transposed(places, bits)
     key = np.zeros(places.shape[1], np.int64)
