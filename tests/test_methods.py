@@ -115,7 +115,7 @@ def test_the_trace_by_importance_over_whole_segments(trace, monkeypatch):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("lengths", [(700, 700), (300, 900), (1, 400), (128, 128), (640, 1025)], ids=str)
+@pytest.mark.parametrize("lengths", [(400, 400), (200, 500), (1, 300), (130, 385)], ids=str)
 def test_sparse_attention_is_gather_attention_by_what_is_selected(rng, config, lengths):
     q, k, v = draw(rng, *lengths, batch=2)
     schedule = select(q, k, config, scale=0.3)

@@ -144,7 +144,7 @@ class TokenOrder:
     @property
     def tables(self) -> Mapping[str, Any]:
         """What is copied to the GPU once."""
-        return {"table": self.config.token_order(self.site.problem.seqlen_k)}
+        return {"tokens": self.config.token_order(self.site.problem.seqlen_k)}
 
     def launches(self, memory: Workspace) -> list[Launch]:
         seqlen, kernel = self.site.problem.seqlen_k, token_order_kernel()

@@ -19,7 +19,7 @@ from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_b
 __all__ = ["BASES", "BlockMeans", "Choice", "launch"]
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "entries", "begins", "keys", "k_order", "q_order", "table", "workspace")
+BASES = ("q", "k", "entries", "begins", "keys", "k_order", "q_order", "tokens", "workspace")
 
 
 def launch(
@@ -96,7 +96,7 @@ class Choice:
 
     def check(self) -> None:
         """Raise ValueError where no kernel takes it."""
-        for name, x in (("threshold", self.threshold), ("theta", self.theta)):
+        for name, x in (("tau", self.threshold), ("theta", self.theta)):
             if isinstance(x, tuple) and len(x) > MOST_HEADS:
                 raise ValueError(f"select: {name} has {len(x)} numbers; accepted on the GPU: up to {MOST_HEADS}")
         most = 1 << ((self.site.limits.shared_per_block - 256) // 4).bit_length() - 1
