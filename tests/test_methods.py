@@ -397,29 +397,29 @@ def test_tokens_of_a_grid_are_attended_to_in_place(rng):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("config", "fields", "error", "message"),
     [
-        (lambda: MeanPoolingConfig(block=32), ValueError, r"MeanPoolingConfig: block is 32; accepted: 64 or 128"),
-        (lambda: MeanPoolingConfig(threshold=0), ValueError, r"threshold is 0; accepted: a number above 0, up to 1"),
-        (lambda: MeanPoolingConfig(threshold="x"), TypeError, r"threshold is 'x' \(str\)"),
-        (lambda: MeanPoolingConfig(treshold=1), TypeError, r"did you mean threshold\?"),
-        (lambda: MeanPoolingConfig(keep_first=1), TypeError, r"keep_first is 1; accepted: True or False"),
-        (lambda: MeanPoolingConfig(path="fast"), ValueError, r"MeanPoolingConfig: path is 'fast'"),
-        (lambda: PBSConfig(segment=200), ValueError, r"PBSConfig: segment is 200; accepted: a multiple of block \(128"),
-        (lambda: PBSConfig(segment=64), ValueError, r"segment is 64; accepted: an integer from 128 to 8192"),
-        (lambda: PBSConfig(share="heads"), ValueError, r"share is 'heads'; accepted: 'head' or 'kv_head'"),
-        (lambda: PBSConfig(workspace_bytes=1), ValueError, r"PBSConfig: workspace_bytes is 1; accepted"),
-        (lambda: SpargeConfig(tau=1.5, theta=0), ValueError, r"SpargeConfig: tau is 1.5"),
-        (lambda: SpargeConfig(tau=(0.5, 2), theta=0), ValueError, r"tau\[1\] is 2; accepted"),
-        (lambda: SpargeConfig(tau=0.5, theta=()), ValueError, r"theta is empty; accepted: a number, or one for each"),
-        (lambda: SpargeConfig(tau=0.5, theta=float("nan")), ValueError, r"theta is nan; accepted: a finite number"),
-        (lambda: SpargeConfig(tau=0.5, theta=0, permutation=(2, 3)), TypeError, r"accepted: None, or three sizes"),
-        (lambda: SpargeConfig(tau=0.5, theta=0, permutation=(2, 3, 0)), ValueError, r"permutation\[2\] is 0"),
+        (MeanPoolingConfig, {"block": 32}, ValueError, r"MeanPoolingConfig: block is 32; accepted: 64 or 128"),
+        (MeanPoolingConfig, {"threshold": 0}, ValueError, r"threshold is 0; accepted: a number above 0, up to 1"),
+        (MeanPoolingConfig, {"threshold": "x"}, TypeError, r"threshold is 'x' \(str\)"),
+        (MeanPoolingConfig, {"treshold": 1}, TypeError, r"did you mean threshold\?"),
+        (MeanPoolingConfig, {"keep_first": 1}, TypeError, r"keep_first is 1; accepted: True or False"),
+        (MeanPoolingConfig, {"path": "fast"}, ValueError, r"MeanPoolingConfig: path is 'fast'"),
+        (PBSConfig, {"segment": 200}, ValueError, r"PBSConfig: segment is 200; accepted: a multiple of block \(128"),
+        (PBSConfig, {"segment": 64}, ValueError, r"segment is 64; accepted: an integer from 128 to 8192"),
+        (PBSConfig, {"share": "heads"}, ValueError, r"share is 'heads'; accepted: 'head' or 'kv_head'"),
+        (PBSConfig, {"workspace_bytes": 1}, ValueError, r"PBSConfig: workspace_bytes is 1; accepted"),
+        (SpargeConfig, {"tau": 1.5, "theta": 0}, ValueError, r"SpargeConfig: tau is 1.5"),
+        (SpargeConfig, {"tau": (0.5, 2), "theta": 0}, ValueError, r"tau\[1\] is 2; accepted"),
+        (SpargeConfig, {"tau": 0.5, "theta": ()}, ValueError, r"theta is empty; accepted: a number, or one for each"),
+        (SpargeConfig, {"tau": 0.5, "theta": float("nan")}, ValueError, r"theta is nan; accepted: a finite number"),
+        (SpargeConfig, {"tau": 0.5, "theta": 0, "permutation": (2, 3)}, TypeError, r"accepted: None, or three sizes"),
+        (SpargeConfig, {"tau": 0.5, "theta": 0, "permutation": (2, 3, 0)}, ValueError, r"permutation\[2\] is 0"),
     ],
 )
-def test_configurations_that_are_refused(make, error, message):
+def test_configurations_that_are_refused(config, fields, error, message):
     with pytest.raises(error, match=message):
-        make()
+        config(**fields)
 
 
 @pytest.mark.parametrize(
