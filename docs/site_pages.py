@@ -68,7 +68,10 @@ API = {
         "Methods",
         [
             f"{PACKAGE}.{name}"
-            for name in ("sparse_attention", "select", "MeanPoolingConfig", "PBSConfig", "SpargeConfig")
+            for name in (
+                "sparse_attention", "select", "MeanPoolingConfig", "PBSConfig", "SpargeConfig", "tune_sparge",
+                "tools.tune_sparge.SpargeTuning",
+            )
         ],
     ),
     "api/tools.md": (

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .tools.diffing import diff
     from .tools.sampled import error_per_head
     from .tools.tune import tune
+    from .tools.tune_sparge import tune_sparge
 
 __all__ = [
     "GatherStats",
@@ -54,11 +55,13 @@ __all__ = [
     "select",
     "sparse_attention",
     "tune",
+    "tune_sparge",
 ]
 __version__ = "0.1.0"
 
 # Functions and modules of the tools, loaded where they are used: diff loads the reference.
-_LAZY = {"diff": "diffing", "error_per_head": "sampled", "inputs": "", "metrics": "", "tune": "tune"}
+_LAZY = {"diff": "diffing", "error_per_head": "sampled", "inputs": "", "metrics": "", "tune": "tune",
+         "tune_sparge": "tune_sparge"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from s2o_cupy import (
     s2o_attention,
     select,
     sparse_attention,
+    tune_sparge,
 )
 from s2o_cupy.methods.grid import BlockGrid
 from s2o_cupy.methods.hilbert import hilbert_order
@@ -451,3 +452,36 @@ def test_a_schedule_may_be_changed_and_kept(rng):
     columns = columns_of(schedule)
     same = Schedule.from_block_mask(columns, 128, seqlen_q=900, seqlen_k=900, segment=128)
     np.testing.assert_array_equal(gather_attention(q, k, v, same), gather_attention(q, k, v, schedule))
+
+
+# ---------------------------------------------------------------- SpargeAttn's thresholds
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_tuned_thresholds_keep_to_the_bound(rng, is_causal):
+    """Of each head the sparsest pair of the grid that does; one whose keys are noise is dense."""
+    examples = [draw(rng, 500, heads=2, kv_heads=2) for _ in range(2)]
+    for _, k, _ in examples:
+        k[:, 1] = rng.standard_normal(k[:, 1].shape)
+    grid = {"taus": (0.5, 0.9), "thetas": (-1, 0.5)}
+    found = tune_sparge(examples, rel_l1=0.15, is_causal=is_causal, **grid)
+    assert found.density[0] < 0.95 and found.density[1] == 1.0 and (found.rel_l1 < 0.15).all()
+    assert found.rel_l1[0] > 0 and isinstance(found.config.tau, tuple)
+    density, error = [], []
+    for q, k, v in examples:
+        head = [x[:, :1] for x in (q, k, v)]
+        dense = dense_attention(*head, is_causal=is_causal)[0]
+        config = SpargeConfig(tau=found.config.tau[0], theta=found.config.theta[0])
+        o, stats = sparse_attention(*head, config=config, is_causal=is_causal, return_stats=True)
+        density.append(stats.density)
+        error.append(metrics.rel_l1(o, dense))
+    assert found.density[0] == pytest.approx(np.mean(density)) and found.rel_l1[0] == pytest.approx(np.mean(error))
+    together = tune_sparge(examples, rel_l1=0.15, per_head=False, is_causal=is_causal, **grid)
+    assert isinstance(together.config.tau, float) and together.rel_l1.mean() < 0.15
+
+
+def test_tuning_refuses(rng):
+    with pytest.raises(ValueError, match="rel_l1 is 0; accepted: a number above 0"):
+        tune_sparge([draw(rng, 200)], rel_l1=0)
+    with pytest.raises(ValueError, match="inputs is empty"):
+        tune_sparge([])

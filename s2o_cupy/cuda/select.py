@@ -5,6 +5,7 @@ What does not depend on addresses is made once and remembered; a call fills addr
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,13 +53,21 @@ def _program(
     return _Program(config.stages(site), device)
 
 
+@functools.cache  # never forgotten: a CUDA graph that reads a table may outlive all that is
+def _on_device(data: bytes, dtype: str, device: int) -> Any:
+    """A table that never changes, there when this returns."""
+    table = cupy.asarray(np.frombuffer(data, dtype))
+    cupy.cuda.get_current_stream().synchronize()
+    return table
+
+
 class _Program:
     """Prepared launches, in whose parameters a call fills in its addresses."""
 
     def __init__(self, stages: list[Stage], device: int) -> None:
         self.workspace = lay_out((), [array for stage in stages for array in stage.arrays])
-        # Tables that never change, copied before the first call is launched.
-        self.tables = {name: cupy.asarray(x) for stage in stages for name, x in getattr(stage, "tables", {}).items()}
+        tables = [item for stage in stages for item in getattr(stage, "tables", {}).items()]
+        self.tables = {name: _on_device(x.tobytes(), x.dtype.name, device).data.ptr for name, x in tables}
         self.launches = [x for stage in stages for x in stage.launches(self.workspace) if x.blocks > 0]
         functions = compiler.load_all([x.kernel for x in self.launches], device)
         self.functions = [function.ptr for function in functions]
@@ -71,7 +80,7 @@ class _Program:
     def run(self, bases: dict[str, int], stream: int, memory: Memory, observe: Observer | None) -> None:
         address, keeper = memory(self.workspace.nbytes)
         bases["workspace"] = address
-        bases.update({name: x.data.ptr for name, x in self.tables.items()})
+        bases.update(self.tables)
         with self.lock:
             for step, function, words, argument in zip(
                 self.launches, self.functions, self.words, self.arguments, strict=True
