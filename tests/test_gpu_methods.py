@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import has_gpu
+from conftest import has_gpu, spin
 from method_stages import selected, wrong_stages
 
 from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, gather_attention, select, sparse_attention
@@ -137,3 +137,65 @@ def test_a_key_that_is_not_a_number_is_chosen(rng, config):
     assert found.columns[0, 2:][:, blocks.listed_columns(found.grid)].all()
     other, k[0, 1, 40, 3] = found.columns, 0
     np.testing.assert_array_equal(selected(q, k, config).columns[0, :2], other[0, :2])
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS["PBS"], CONFIGS["Sparge"], SpargeConfig(tau=0.5, theta=0.1, permutation=(1, 30, 40))], ids=str
+)
+def test_graphs_choose_anew(path, rng, config):
+    """A captured call chooses by what q and k hold at each replay, and its schedule is no one else's memory."""
+    import cupy
+
+    config = replace(config, path=path)
+    options = {"is_causal": not config.orders_queries}
+    first, other = ([cupy.asarray(x) for x in draw(rng, "bfloat16", 1200, 1200)] for _ in range(2))
+    held = [x.copy() for x in first]
+    out = cupy.empty_like(held[0])
+    expected = [cupy.asnumpy(sparse_attention(*x, config=config, **options)) for x in (first, other)]
+    sparse_attention(*held, config=config, out=out, **options)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        sparse_attention(*held, config=config, out=out, **options)
+        graph = stream.end_capture()
+    for x, y in zip(held, other, strict=True):
+        x[...] = y
+    mine = [cupy.full(1 << 20, 7, np.int32) for _ in range(8)]  # what the pool has to give
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert cupy.asnumpy(out).tobytes() == expected[1].tobytes() != expected[0].tobytes()
+    assert all((x == 7).all() for x in mine)
+
+
+@pytest.mark.parametrize("config", [CONFIGS["PBS"], CONFIGS["Sparge"]], ids=str)
+def test_torch(rng, config):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x.astype(np.float32)).cuda().bfloat16() for x in draw(rng, "bfloat16", 1200, 1200))
+    expected = sparse_attention(q, k, v, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = sparse_attention(q, k, v, config=config)
+    found.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+    schedule = select(q, k, config)
+    assert all(isinstance(x, torch.Tensor) and x.device == q.device for x in schedule.arrays.values())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_nothing_waits_for_the_gpu(rng, config):
+    import time
+
+    import cupy
+
+    q, k, v = (cupy.asarray(x) for x in draw(rng, "bfloat16", 1200, 1200))
+    sparse_attention(q, k, v, config=config)
+    cupy.cuda.Device().synchronize()
+    spin(300)
+    start = time.perf_counter()
+    sparse_attention(q, k, v, config=config)
+    assert time.perf_counter() - start < 0.15
+    cupy.cuda.Device().synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ..arrays.arguments import describe
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
+from ..arrays.lazy_cupy import import_cupy
 from ..arrays.operand import address, operand
 from ..arrays.torch_compile import outside_graphs
 from ..methods.base import MethodConfig
@@ -88,7 +90,8 @@ def select(
     form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries)
     host = backend == "numpy"
     with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
-        made = _outputs(framework, form, problem, grid.entries, q, host)
+        with _graphs_own(framework, of_q, host):
+            made = _outputs(framework, form, problem, grid.entries, q, host)
         natives = {name: x.native for name, x in made.items()}
         if not problem.empty:
             if host:
@@ -161,6 +164,15 @@ def sparse_attention(
 
 def _names() -> str:
     return ", ".join(method.__name__ for method in METHODS)
+
+
+def _graphs_own(framework: Framework, of_q: ArrayInfo, host: bool) -> AbstractContextManager[Any]:
+    """Inside it CuPy's arrays are the graph's own memory while a graph is captured: from the pool they would go to
+    others once a call's schedule is forgotten, and the graph's launches would overwrite them."""
+    if host or framework.memory(of_q.native) is not None or not framework.is_capturing():
+        return nullcontext()
+    cupy = import_cupy()
+    return cupy.cuda.using_allocator(cupy.cuda.malloc_async)
 
 
 def _outputs(
