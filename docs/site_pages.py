@@ -64,6 +64,16 @@ API = {
         "Schedules",
         [f"{PACKAGE}.{name}" for name in ("gather_attention", "gather_attention_paged", "Schedule", "GatherStats")],
     ),
+    "api/methods.md": (
+        "Methods",
+        [
+            f"{PACKAGE}.{name}"
+            for name in (
+                "sparse_attention", "select", "MeanPoolingConfig", "PBSConfig", "SpargeConfig", "tune_sparge",
+                "tools.tune_sparge.SpargeTuning",
+            )
+        ],
+    ),
     "api/tools.md": (
         "Inputs, metrics, diff",
         [f"{PACKAGE}.{name}" for name in ("merge_states", "diff", "inputs", "metrics")],

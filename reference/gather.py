@@ -26,6 +26,7 @@ def gather(
     *,
     sinks: int = 0,
     k_order: Array | None = None,
+    q_order: Array | None = None,
     block_m: int = 128,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -40,7 +41,7 @@ def gather(
     lists : KeyLists, of one segment with a list for each q tile, or a list for each segment of ``dense``
     dense : Geometry, optional; its segments' own keys and window. Without it rows start from their lists.
     sinks : first keys that every query attends to, where its segment's dense keys do not hold them already
-    k_order, block_m, scale, softcap, tau, visited : `attend_lists`
+    k_order, q_order, block_m, scale, softcap, tau, visited : `attend_lists`
 
     Returns
     -------
@@ -59,7 +60,7 @@ def gather(
     per_tile = lists.begins.ndim == 4
     state, visited = attend_lists(
         q, k, v, lists, state, segment=None if per_tile or dense is None else dense.segment, k_order=k_order,
-        block_m=block_m, scale=scale, softcap=softcap, tau=tau, visited=visited,
+        q_order=q_order, block_m=block_m, scale=scale, softcap=softcap, tau=tau, visited=visited,
     )  # fmt: skip
     return *finish(state), visited
 

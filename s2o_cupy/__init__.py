@@ -12,9 +12,13 @@ from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
 from .api.gather import gather_attention, gather_attention_paged
 from .api.paged import s2o_attention_paged
+from .api.select import select, sparse_attention
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .methods.mean_pooling import MeanPoolingConfig
+from .methods.pbs import PBSConfig
+from .methods.sparge import SpargeConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -25,13 +29,17 @@ if TYPE_CHECKING:
     from .tools.diffing import diff
     from .tools.sampled import error_per_head
     from .tools.tune import tune
+    from .tools.tune_sparge import tune_sparge
 
 __all__ = [
     "GatherStats",
+    "MeanPoolingConfig",
+    "PBSConfig",
     "S2OConfig",
     "S2OError",
     "S2OStats",
     "Schedule",
+    "SpargeConfig",
     "__version__",
     "clear_cache",
     "diff",
@@ -44,12 +52,16 @@ __all__ = [
     "s2o_attention",
     "s2o_attention_paged",
     "s2o_attention_varlen",
+    "select",
+    "sparse_attention",
     "tune",
+    "tune_sparge",
 ]
 __version__ = "0.1.0"
 
 # Functions and modules of the tools, loaded where they are used: diff loads the reference.
-_LAZY = {"diff": "diffing", "error_per_head": "sampled", "inputs": "", "metrics": "", "tune": "tune"}
+_LAZY = {"diff": "diffing", "error_per_head": "sampled", "inputs": "", "metrics": "", "tune": "tune",
+         "tune_sparge": "tune_sparge"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

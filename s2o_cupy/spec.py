@@ -37,6 +37,9 @@ __all__ = [
     "TAIL_SAMPLES",
     "moment_group",
     "moment_keys",
+    "check_tau",
+    "checked_int",
+    "names_unknown_fields",
 ]
 
 # How keys are ordered (reference.key_order is the definition). Up to ORDER_HEAD candidates by KEY_BUCKETS parts of the
@@ -91,14 +94,14 @@ class S2OError(RuntimeError):
     """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
 
 
-def _checked_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+def checked_int(name: str, value: Any, low: int, high: int | None = None, owner: str = "S2OConfig") -> int:
     """``value``, of Python or NumPy, as an int, or an error that says what is accepted."""
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"S2OConfig: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
     number = value if isinstance(value, int) else int(value)  # a _Default stays one
     if number < low or (high is not None and number > high):
-        raise ValueError(f"S2OConfig: {name} is {number}; accepted: {accepted}")
+        raise ValueError(f"{owner}: {name} is {number}; accepted: {accepted}")
     return number
 
 
@@ -124,7 +127,7 @@ class _Default(int):
 _Class = TypeVar("_Class")
 
 
-def _names_unknown_fields(cls: type[_Class]) -> type[_Class]:
+def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
     """A field that the dataclass has not is answered with those that it has, and with the nearest of them."""
     make = cls.__init__
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
@@ -142,7 +145,7 @@ def _names_unknown_fields(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
-@_names_unknown_fields
+@names_unknown_fields
 @dataclass(frozen=True)
 class S2OConfig:
     """How S2O orders keys and when it stops.
@@ -209,28 +212,28 @@ class S2OConfig:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         by_weight = self.rank == "weight"
         self._default("segment", 128 if by_weight else 1024)
-        self._set("segment", _checked_int("segment", self.segment, 1, MAX_SEGMENT))
+        self._set("segment", checked_int("segment", self.segment, 1, MAX_SEGMENT))
         self._set("tau", check_tau(self.tau))
-        self._set("block_m", _checked_int("block_m", self.block_m, 1, 1024))
-        self._set("block_n", _checked_int("block_n", self.block_n, 1, 1024))
+        self._set("block_m", checked_int("block_m", self.block_m, 1, 1024))
+        self._set("block_n", checked_int("block_n", self.block_n, 1, 1024))
         self._default("unit", 16 if by_weight else 1)
-        self._set("unit", _checked_int("unit", self.unit, 1))
+        self._set("unit", checked_int("unit", self.unit, 1))
         if self.unit not in (UNITS if by_weight else (1,)):
             accepted = ", ".join(map(str, UNITS)) if by_weight else "1, or rank='weight'"
             raise ValueError(f"S2OConfig: unit is {self.unit} with rank={self.rank!r}; accepted: {accepted}")
         most = MAX_POOLED_QUERIES.get(self.rank)
         few = {"mean": 1, "max": 16, "weight": min(-(-self.segment // WEIGHT_RUN), MAX_POOLED_QUERIES["weight"])}
         self._default("pooled_queries", min(few[self.rank], self.segment))
-        self._set("pooled_queries", _checked_int("pooled_queries", self.pooled_queries, 1, most))
+        self._set("pooled_queries", checked_int("pooled_queries", self.pooled_queries, 1, most))
         if self.rank == "mean" and self.pooled_queries != 1:
             raise ValueError(
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
                 "accepted: 1, or rank='weight' or 'max'"
             )
-        self._set("window", _checked_int("window", self.window, 0))
-        self._set("workspace_bytes", _checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
+        self._set("window", checked_int("window", self.window, 0))
+        self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
         if self.dense_up_to is not None:
-            self._set("dense_up_to", _checked_int("dense_up_to", self.dense_up_to, 0))
+            self._set("dense_up_to", checked_int("dense_up_to", self.dense_up_to, 0))
         if self.tail not in TAILS:
             raise ValueError(f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
         if self.path not in PATHS:

@@ -23,6 +23,7 @@ FLOORS = (
     {"problem"},
     {"arrays"},
     {"plan"},
+    {"methods"},
     {"selection"},
     {"cuda"},
     {"stats", "merge"},

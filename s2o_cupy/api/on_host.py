@@ -17,7 +17,7 @@ from ..spec import S2OConfig
 from ..stats import Ran
 from .batch import Batch
 
-__all__ = ["attend", "run"]
+__all__ = ["attend", "bhsd", "blas_ready", "run"]
 
 RAN: Ran = ("numpy", None, None)
 
@@ -68,14 +68,14 @@ def _gather(
         k, v = (gathered(x, natives[3], problem.seqlen_k, batch.page_layout) for x in (k, v))
     else:
         k, v = (bhsd(x, batch.layout) for x in (k, v))
-    q, k, v = (_blas_ready(x) for x in (bhsd(q, batch.layout), k, v))
+    q, k, v = (blas_ready(x) for x in (bhsd(q, batch.layout), k, v))
     shape = (problem.batch, form.list_heads, *((form.rows,) if form.per_segment else (1, form.rows)))
     begins, keys = (_of_all(arrays[name], problem.batch).reshape(shape) for name in ("begins", "keys"))
-    order = arrays.get("k_order")
+    order, q_order = arrays.get("k_order"), arrays.get("q_order")
     found, of_rows, taken = gather(
         q, k, v, KeyLists(arrays["entries"], begins, keys, form.unit), form.dense, sinks=form.sinks,
         k_order=None if order is None else _of_all(order, problem.batch), block_m=form.block_m, scale=problem.scale,
-        softcap=problem.softcap, tau=form.tau,
+        softcap=problem.softcap, tau=form.tau, q_order=q_order,
     )  # fmt: skip
     bhsd(o, batch.layout)[...] = found
     if lse is not None:
@@ -100,7 +100,7 @@ def attend(
     config: S2OConfig,
 ) -> np.ndarray:  # visited, int32 [batch, heads, segments, tiles]
     """float16 and bfloat16 are computed in float32 and rounded once, in the output."""
-    q, k, v = (_blas_ready(x) for x in (q, k, v))
+    q, k, v = (blas_ready(x) for x in (q, k, v))
     result = s2o.s2o(q, k, v, config, scale=problem.scale, softcap=problem.softcap, is_causal=problem.is_causal)
     out[...] = result.o
     if lse is not None:
@@ -137,7 +137,7 @@ def _check_entries(k_pages: np.ndarray, table: np.ndarray, batch: Batch) -> None
                     )
 
 
-def _blas_ready(x: np.ndarray) -> np.ndarray:
+def blas_ready(x: np.ndarray) -> np.ndarray:
     """In the dtype computed in, C order and aligned: strides then change neither speed nor rounding."""
     if x.dtype.name in ("float16", "bfloat16"):
         return x.astype(np.float32, order="C")

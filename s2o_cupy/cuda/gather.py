@@ -92,8 +92,10 @@ class _Turn:
                 lse=lse, paging=paging, memory=memory,
             )  # fmt: skip
         before = self.first * form.list_heads * form.rows if form.batch > 1 else 0  # lists of sequences before
+        queries_before = self.first * whole.heads * whole.seqlen_q * INT32_BYTES
         lists = ListPointers(
-            arrays["entries"], arrays["begins"] + before * INT64_BYTES, arrays["keys"] + before * INT32_BYTES
+            arrays["entries"], arrays["begins"] + before * INT64_BYTES, arrays["keys"] + before * INT32_BYTES,
+            q_order=arrays["q_order"] + queries_before if form.q_ordered else 0,
         )
         if form.order_batch:
             paging, k, v = self._permuted(arrays["k_order"], form, k, v)

@@ -6,7 +6,7 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ from .kernels import Kernel
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "Array", "Builder", "Launch", "Place", "Workspace", "geometry_of", "lay_out",
+    "ALIGNMENT", "BASES", "Array", "Builder", "Launch", "Place", "Workspace", "geometry_of", "lay_out", "make_launch",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
+NOTHING: Mapping[str, Any] = {}
 Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
@@ -126,12 +127,22 @@ class Builder:
         **further: int,
     ) -> Launch:  # fmt: skip
         """``values``: parameters by name. ``further``: bytes into the array that a pointer of this name reads."""
-        params = kernel.family.params
-        pointers = []
-        for name, offset in params.pointers:
-            if name in BASES:  # of the caller
-                pointers.append((offset, name, 0))
-            elif name in self.memory.places:
-                pointers.append((offset, "workspace", self.memory.places[name].offset + further.get(name, 0)))
-        filled = params.fill({"attention": values} if params.map_bytes else values)
-        return Launch(stage, kernel, blocks, filled, tuple(pointers), chunk)
+        return make_launch(stage, kernel, blocks, values, BASES, self.memory, chunk, further)
+
+
+def make_launch(
+    stage: str, kernel: Kernel, blocks: int, values: Mapping[str, Any], bases: Container[str], memory: Workspace,
+    chunk: Chunk | None = None, further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING,
+) -> Launch:  # fmt: skip
+    """A pointer of the parameters starts from that of ``bases``, or in the array of ``memory``, that has its name, or
+    the one that ``read`` gives for it; others are left 0. ``values`` and ``further``: as in `Builder.launch`."""
+    params = kernel.family.params
+    pointers = []
+    for field, offset in params.pointers:
+        name = read.get(field, field)
+        if name in bases:  # of the caller
+            pointers.append((offset, name, further.get(field, 0)))
+        elif name in memory.places:
+            pointers.append((offset, "workspace", memory.places[name].offset + further.get(field, 0)))
+    filled = params.fill({"attention": values} if params.map_bytes else values)
+    return Launch(stage, kernel, blocks, filled, tuple(pointers), chunk)

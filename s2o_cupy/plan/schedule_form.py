@@ -31,6 +31,7 @@ class ScheduleForm:
     sinks: int
     is_causal: bool
     tau: float
+    q_ordered: bool = False  # q tiles take queries in an order; only without a dense part and causality
 
     @property
     def dense(self) -> Geometry | None:
@@ -62,6 +63,8 @@ class ScheduleForm:
             names += ["sink_entries", "sink_begins", "sink_keys"]
         if self.order_batch:
             names.append("k_order")
+        if self.q_ordered:
+            names.append("q_order")
         return tuple(names)
 
     def shape(self, problem: Problem) -> ScheduleShape:

@@ -16,8 +16,9 @@ def check_lists(form: ScheduleForm, arrays: Mapping[str, np.ndarray], *, is_sort
     """
     entries, begins, keys = (arrays[name] for name in ("entries", "begins", "keys"))
     order = arrays.get("k_order")
-    if order is not None:
-        _check_order(order, form)
+    for name, seqlen in (("k_order", form.seqlen_k), ("q_order", form.seqlen_q)):
+        if name in arrays:
+            _check_order(name, arrays[name], seqlen)
     batch, heads = max(form.batch, form.order_batch), max(form.list_heads, form.order_heads)
     checked = set()
     for b in range(batch):
@@ -38,16 +39,16 @@ def _axes(form: ScheduleForm) -> str:
     return f"batch, list head, {'segment' if form.per_segment else 'q tile'}"
 
 
-def _check_order(order: np.ndarray, form: ScheduleForm) -> None:
-    every = np.arange(form.seqlen_k)
+def _check_order(name: str, order: np.ndarray, seqlen: int) -> None:
+    every = np.arange(seqlen)
     for place in np.ndindex(*order.shape[:2]):
         row = order[place]
         if not np.array_equal(np.sort(row), every):
             found, times = np.unique(row, return_counts=True)
-            wrong = found[(found < 0) | (found >= form.seqlen_k) | (times > 1)]
+            wrong = found[(found < 0) | (found >= seqlen) | (times > 1)]
             raise ValueError(
-                f"Schedule.check: k_order{list(map(int, place))} holds {int(wrong[0])} out of range or twice; "
-                f"accepted: a permutation of 0 to {form.seqlen_k - 1}"
+                f"Schedule.check: {name}{list(map(int, place))} holds {int(wrong[0])} out of range or twice; "
+                f"accepted: a permutation of 0 to {seqlen - 1}"
             )
 
 

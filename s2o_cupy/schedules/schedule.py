@@ -43,6 +43,8 @@ class Schedule:
     begins, keys : int64 and int32 arrays, (batch or 1, list heads, lists)
         Each list's first entry, and how many keys it has.
     k_order : int32 array, (batch or 1, heads, kv_heads or 1, seqlen_k), or None
+    q_order : int32 array, (batch, heads, seqlen_q), or None
+        Queries in the order in which q tiles take them; only `select` makes one. Outputs are in place all the same.
     form : ScheduleForm
         Sizes and rules: ``unit``, ``block_m``, ``segment``, ``window``, ``sinks``, ``is_causal``, ``tau`` and others.
     is_sorted : bool
@@ -56,6 +58,7 @@ class Schedule:
     form: ScheduleForm
     is_sorted: bool
     sink_lists: Lists | None
+    q_order: Any = None
 
     @classmethod
     def from_block_mask(
@@ -225,7 +228,8 @@ class Schedule:
     @functools.cached_property
     def arrays(self) -> dict[str, Any]:
         """By form.array_names."""
-        found = {"entries": self.entries, "begins": self.begins, "keys": self.keys, "k_order": self.k_order}
+        found = {"entries": self.entries, "begins": self.begins, "keys": self.keys, "k_order": self.k_order,
+                 "q_order": self.q_order}  # fmt: skip
         if self.sink_lists is not None:
             found |= {f"sink_{name}": x for name, x in self.sink_lists._asdict().items()}
         return {name: found[name] for name in self.form.array_names}

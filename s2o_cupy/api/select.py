@@ -1,0 +1,229 @@
+"""Published ways to choose keys: as schedules, and as attention."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arguments import describe
+from ..arrays.array_info import ArrayInfo
+from ..arrays.frameworks import framework_of
+from ..arrays.frameworks.base import Framework, Output
+from ..arrays.lazy_cupy import import_cupy
+from ..arrays.operand import address, operand
+from ..arrays.torch_compile import outside_graphs
+from ..methods.base import MethodConfig
+from ..methods.registry import METHODS
+from ..plan.schedule_form import ScheduleForm
+from ..problem import Problem, cached_validate
+from ..schedules.schedule import Schedule
+from ..spec import S2OConfig
+from .attention import s2o_attention
+from .gather import gather_attention
+from .on_gpu import load_pipeline
+from .run import parse_backend
+
+__all__ = ["select", "sparse_attention"]
+
+
+@outside_graphs
+def select(
+    q: Any,
+    k: Any,
+    config: Any,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    layout: str = "BHSD",
+    stream: Any = None,
+    backend: str = "auto",
+) -> Schedule:
+    """The schedule that a published method chooses for q and k.
+
+    Parameters
+    ----------
+    q, k : arrays as `s2o_attention` takes them
+    config : MeanPoolingConfig, PBSConfig or SpargeConfig
+        Its class says the method.
+    is_causal, scale, layout, stream, backend : as in `s2o_attention`
+
+    Returns
+    -------
+    Schedule
+        Of q's framework, on q's device, for `gather_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted; the message names it, what came and what is accepted.
+    S2OError
+        The machine cannot run the call (no CuPy, too old a driver or card).
+
+    Notes
+    -----
+    Nothing waits for the GPU, and a call can be captured into a CUDA graph after one outside of the capture. Keys whose
+    mean with others is not finite are chosen. Scores are products as they are: a softcap is for `gather_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import MeanPoolingConfig, select
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 1024, 64))
+    >>> schedule = select(q, k, MeanPoolingConfig(threshold=0.5))
+    >>> schedule.keys.shape
+    (1, 2, 8)
+    """
+    if not isinstance(config, METHODS):
+        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {_names()}")
+    framework, infos = describe(q=q, k=k)
+    of_q, of_k = infos
+    backend = parse_backend(backend, of_q.device, stream)
+    problem = cached_validate(
+        (of_q.shape, of_k.shape, of_k.shape), (of_q.dtype, of_k.dtype, of_k.dtype), config.kernels_config(), backend,
+        layout, is_causal, scale, 0.0,
+    )  # fmt: skip
+    config.check(problem)
+    grid = config.grid(problem)
+    form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries)
+    host = backend == "numpy"
+    with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
+        with _graphs_own(framework, of_q, host):
+            made = _outputs(framework, form, problem, grid.entries, q, host)
+        natives = {name: x.native for name, x in made.items()}
+        if not problem.empty:
+            if host:
+                _on_host(framework, q, k, natives, problem, config, layout)
+            else:
+                if framework.imports and stream is not None:
+                    infos = tuple(framework.describe(x) for x in (q, k))
+                _on_gpu(framework, infos, natives, problem, config, layout)
+        arrays = {name: x.finish() for name, x in made.items()}
+    return Schedule(
+        arrays["entries"], arrays["begins"], arrays["keys"], arrays.get("k_order"), form, is_sorted=True,
+        sink_lists=None, q_order=arrays.get("q_order"),
+    )  # fmt: skip
+
+
+@outside_graphs
+def sparse_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    config: Any,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """Attention by the method that ``config`` is of: that of `select`'s schedule by `gather_attention`, the same bits.
+
+    Parameters
+    ----------
+    q, k, v : arrays as `s2o_attention` takes them
+    config : MeanPoolingConfig, PBSConfig, SpargeConfig or S2OConfig
+        With an S2OConfig it is `s2o_attention`.
+    is_causal, scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
+
+    Returns
+    -------
+    As `gather_attention`: o and, where asked for, lse and stats.
+
+    Raises
+    ------
+    As `select` and `gather_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import MeanPoolingConfig, sparse_attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 1024, 64))
+    >>> o, stats = sparse_attention(q, k, v, config=MeanPoolingConfig(threshold=1), return_stats=True)
+    >>> stats.density
+    1.0
+    """
+    options = {
+        "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse, "return_stats": return_stats,
+        "out": out, "stream": stream, "backend": backend,
+    }  # fmt: skip
+    if isinstance(config, S2OConfig):
+        return s2o_attention(q, k, v, config=config, is_causal=is_causal, **options)
+    if not isinstance(config, METHODS):
+        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {_names()}")
+    schedule = select(q, k, config, is_causal=is_causal, scale=scale, layout=layout, stream=stream, backend=backend)
+    return gather_attention(q, k, v, schedule, path=config.path, **options)
+
+
+def _names() -> str:
+    return ", ".join(method.__name__ for method in METHODS)
+
+
+def _graphs_own(framework: Framework, of_q: ArrayInfo, host: bool) -> AbstractContextManager[Any]:
+    """Inside it CuPy's arrays are the graph's own memory while a graph is captured: from the pool they would go to
+    others once a call's schedule is forgotten, and the graph's launches would overwrite them."""
+    if host or framework.memory(of_q.native) is not None or not framework.is_capturing():
+        return nullcontext()
+    cupy = import_cupy()
+    return cupy.cuda.using_allocator(cupy.cuda.malloc_async)
+
+
+def _outputs(
+    framework: Framework, form: ScheduleForm, problem: Problem, entries: int, q: Any, host: bool
+) -> dict[str, Output]:
+    lists = (form.batch, form.list_heads, form.rows)
+    shapes = {
+        "entries": ((problem.batch * problem.heads * entries,), "int32"),
+        "begins": (lists, "int64"),
+        "keys": (lists, "int32"),
+    }
+    if form.q_ordered:
+        shapes["q_order"] = ((problem.batch, problem.heads, form.seqlen_q), "int32")
+    if form.order_batch:
+        shapes["k_order"] = ((form.order_batch, form.order_heads, form.seqlen_k), "int32")
+    return {name: framework.output(shape, dtype, q, host=host) for name, (shape, dtype) in shapes.items()}
+
+
+def _on_host(
+    framework: Framework, q: Any, k: Any, made: dict[str, np.ndarray], problem: Problem, config: MethodConfig,
+    layout: str,
+) -> None:  # fmt: skip
+    """By the reference."""
+    from .on_host import bhsd, blas_ready
+
+    blocks = importlib.import_module("s2o_cupy.reference.methods.blocks")
+    method = importlib.import_module(f"s2o_cupy.reference.methods.{config.reference}")
+    q, k = (blas_ready(bhsd(framework.on_host(x), layout)) for x in (q, k))
+    grid = config.grid(problem)
+    found = method.chosen(q, k, config, grid, problem.scale)
+    for name, x in zip(("entries", "begins", "keys"), blocks.written(found.columns, grid), strict=True):
+        made[name][...] = x
+    for name, order in (("k_order", found.k_order), ("q_order", found.q_order)):
+        if order is not None:
+            made[name][...] = order
+
+
+def _on_gpu(
+    framework: Framework, infos: tuple[ArrayInfo, ...], made: dict[str, Any], problem: Problem, config: MethodConfig,
+    layout: str,
+) -> None:  # fmt: skip
+    pipeline = load_pipeline()
+    from ..cuda import select as launched
+
+    readable = []
+    for info in infos:
+        if not info.has_contiguous_rows:
+            native = framework.contiguous(info.native)
+            info = framework_of("array", native).describe(native)
+        readable.append(operand(info, layout))
+    launched.run(
+        readable[0], readable[1], {name: address(x) for name, x in made.items()}, problem, config,
+        stream=framework.stream(), memory=framework.memory(infos[0].native) or pipeline.allocate,
+    )  # fmt: skip

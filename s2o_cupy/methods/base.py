@@ -1,0 +1,144 @@
+"""What every method's configuration is and has. Pure: no array, no GPU, no CuPy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from ..arrays.operand import Operand
+from ..plan.build import Array, Launch, Workspace
+from ..plan.device import DeviceLimits
+from ..plan.kernels import Inputs
+from ..plan.schedule_form import BLOCK_N
+from ..problem import Problem
+from ..spec import PATHS, S2OConfig, checked_int
+from .grid import BlockGrid
+
+__all__ = [
+    "BLOCKS", "MethodConfig", "Site", "Stage", "checked_bool", "checked_choice", "checked_number", "checked_numbers",
+]  # fmt: skip
+
+BLOCKS = (64, 128)  # keys of a block, and queries of a q tile
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a method's launches are made for."""
+
+    problem: Problem
+    grid: BlockGrid
+    inputs: Inputs
+    limits: DeviceLimits
+    operands: Mapping[str, Operand]  # q and k, of which only the strides are read
+    workspace_bytes: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads of all sequences."""
+        return self.problem.batch * self.problem.heads
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.problem.heads // self.problem.kv_heads
+
+    def tensor(self, name: str) -> dict[str, int]:
+        """The kernels' Tensor without its address."""
+        return dict(zip(("batch", "head", "row"), self.operands[name].strides, strict=True))
+
+
+class Stage(Protocol):
+    """One step of a selection."""
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What it leaves in the workspace."""
+
+    def launches(self, memory: Workspace) -> list[Launch]:
+        """Its kernels in order. Pointers start from q, k and what a selection makes (`entries`, ...), or lie in
+        ``memory``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Fields of every method."""
+
+    path: str = "auto"
+    workspace_bytes: int = 256 << 20
+
+    reference: ClassVar[str]  # the module in reference/methods
+    rule: ClassVar[str] = "reach"  # that ends a choice: "reach" or "within"
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        checked_choice("path", self.path, PATHS, owner)
+        self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20, owner=owner))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the one way into a frozen dataclass
+
+    @property
+    def block_q(self) -> int:
+        raise NotImplementedError
+
+    def kernels_config(self) -> S2OConfig:
+        """Of the passes."""
+        return S2OConfig(
+            segment=1024, tau=0.0, block_m=self.block_q, block_n=BLOCK_N, rank="mean", path=self.path, dense_up_to=0
+        )
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError for a problem that the method does not take."""
+
+    def grid(self, problem: Problem) -> BlockGrid:
+        raise NotImplementedError
+
+    def order_heads(self, problem: Problem) -> int:
+        """Heads of the permutation of keys; 0: there is none."""
+        return 0
+
+    @property
+    def orders_queries(self) -> bool:
+        """Whether queries are taken in another order, too, the same for all sequences, as keys then are."""
+        return False
+
+    def stages(self, site: Site) -> list[Stage]:
+        """What runs on a GPU, in order."""
+        raise NotImplementedError
+
+
+def checked_choice(name: str, value: Any, accepted: Sequence[Any], owner: str) -> Any:
+    if isinstance(value, bool) or value not in accepted:
+        raise ValueError(f"{owner}: {name} is {value!r}; accepted: {' or '.join(map(repr, accepted))}")
+    return value
+
+
+def checked_bool(name: str, value: Any, owner: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: {name} is {value!r}; accepted: True or False")
+    return value
+
+
+def checked_number(name: str, value: Any, low: float, high: float, accepted: str, owner: str) -> float:
+    """``value`` as a float above ``low`` and up to ``high``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+    number = float(value)
+    if math.isnan(number) or not low < number <= high:
+        raise ValueError(f"{owner}: {name} is {value!r}; accepted: {accepted}")
+    return number
+
+
+def checked_numbers(
+    name: str, value: Any, low: float, high: float, accepted: str, owner: str
+) -> float | tuple[float, ...]:
+    """A number, or one for each query head."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        return checked_number(name, value, low, high, accepted, owner)
+    found = tuple(checked_number(f"{name}[{i}]", x, low, high, accepted, owner) for i, x in enumerate(value))
+    if not found:
+        raise ValueError(f"{owner}: {name} is empty; accepted: a number, or one for each query head")
+    return found

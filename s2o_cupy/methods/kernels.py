@@ -1,0 +1,96 @@
+"""The kernels that choose blocks: their families and their shared memory.
+
+Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..plan.kernels import Family, Inputs, Kernel
+
+__all__ = [
+    "LAST_ROWS", "MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
+    "last_row_sums", "last_rows_tile", "order_segments", "token_order",
+]  # fmt: skip
+
+MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
+SCORE_TILE = 64  # rows and columns of a block of block_scores
+WARP = 32
+CHOICE_THREADS = 128
+LAST_ROWS = 128  # queries that there is room for in last_row_sums (LastRowsTraits::kRows)
+
+_ELEMENT = "{element}, {head_dim}"
+BLOCK_MEANS = Family(
+    "block_means", "blocks/block_means.cu", "BlockMeansParams", 256, 4, f"BlockMeansTraits<{_ELEMENT}>"
+)
+BLOCK_SCORES = Family(
+    "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
+)
+CHOOSE_BLOCKS = Family(
+    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
+)
+LAST_ROW_SUMS, COLUMN_MEANS = (
+    Family(function, "blocks/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
+    for function in ("last_row_sums", "column_means")
+)
+ORDER_SEGMENTS = Family(
+    "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
+)
+TOKEN_ORDER = Family("token_order", "blocks/token_order.cu", "TokenOrderParams", 256, 4)
+
+
+def block_means(inputs: Inputs) -> Kernel:
+    """sizeof(BlockMeansTraits::Shared)"""
+    return Kernel(BLOCK_MEANS, inputs.dtype, inputs.head_dim, shared_bytes=256 * 8 * 4 + 8 * 4)
+
+
+def block_scores(inputs: Inputs) -> Kernel:
+    return Kernel(BLOCK_SCORES, inputs.dtype, inputs.head_dim)
+
+
+def choose_blocks(columns: int) -> Kernel:
+    """sizeof(ChoiceShared), which has a warp's weights, and further weights as rows need them."""
+    room = max(1024, 1 << (columns - 1).bit_length())
+    fixed, more = (2 * 4 + 2 * 4) * 4, (room - WARP) * 4
+    return Kernel(CHOOSE_BLOCKS, shared_bytes=fixed + WARP * 4 + more, open_bytes=more)
+
+
+def last_rows_tile(head_dim: int) -> int:
+    """Keys at a time (LastRowsTraits::kTile)."""
+    return 64 if head_dim > 128 else 128
+
+
+def last_row_sums(inputs: Inputs) -> Kernel:
+    return _last_rows(LAST_ROW_SUMS, inputs)
+
+
+def column_means(inputs: Inputs) -> Kernel:
+    return _last_rows(COLUMN_MEANS, inputs)
+
+
+def _last_rows(family: Family, inputs: Inputs) -> Kernel:
+    """sizeof(LastRowsTraits::Shared)"""
+    head_dim, tile = inputs.head_dim, last_rows_tile(inputs.head_dim)
+    stages = 1 if head_dim > 128 else 2
+    shared = (LAST_ROWS + stages * tile) * head_dim * 2 + LAST_ROWS * 4 + 2 * tile * 4
+    return Kernel(family, inputs.dtype, head_dim, shared_bytes=shared)
+
+
+def order_segments(sort_slots: int) -> Kernel:
+    """sizeof(OrderSegmentsShared), which has a warp's slots, and further slots as a segment needs them."""
+    more = (sort_slots - WARP) * 4
+    return Kernel(ORDER_SEGMENTS, shared_bytes=WARP * 4 + more, open_bytes=more)
+
+
+def token_order() -> Kernel:
+    return Kernel(TOKEN_ORDER)
+
+
+def kernels(inputs: Inputs) -> Iterator[Kernel]:
+    """All that a call with such inputs may run; shared memory that is only sized is no part of their texts."""
+    if inputs.aligned and not inputs.paged and not inputs.softcap:
+        yield from (
+            block_means(inputs), block_scores(inputs), choose_blocks(1), last_row_sums(inputs), column_means(inputs),
+            order_segments(WARP), token_order(),
+        )  # fmt: skip

@@ -1,0 +1,13 @@
+"""All methods. A new one is a file beside this with its configuration and its launches, a file in reference/methods,
+its kernels, and a line here."""
+
+from __future__ import annotations
+
+from .base import MethodConfig
+from .mean_pooling import MeanPoolingConfig
+from .pbs import PBSConfig
+from .sparge import SpargeConfig
+
+__all__ = ["METHODS"]
+
+METHODS: tuple[type[MethodConfig], ...] = (MeanPoolingConfig, PBSConfig, SpargeConfig)

@@ -1,0 +1,152 @@
+"""SpargeAttn: blocks by their means where their rows are alike (ICML 2025). Its first filter; causal or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..plan.build import Array, Launch, Workspace
+from ..problem import Problem
+from ..spec import checked_int, names_unknown_fields
+from .base import MethodConfig, Site, Stage, checked_bool, checked_numbers
+from .grid import BlockGrid
+from .hilbert import token_order
+from .kernels import token_order as token_order_kernel
+from .stages import BlockMeans, Choice, launch
+
+__all__ = ["SpargeConfig"]
+
+BLOCK_Q, BLOCK_K = 128, 64
+
+
+@names_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class SpargeConfig(MethodConfig):
+    """How SpargeAttn chooses blocks of 64 keys for blocks of 128 queries. Its thresholds are to be tuned for each layer
+    or head; there are no defaults.
+
+    Parameters
+    ----------
+    tau : float, or one for each query head
+        The most blocks are chosen whose share of a softmax over the scores of all visible ones does not exceed it: a
+        number above 0, up to 1. At 1 all are.
+    theta : float, or one for each query head
+        A block of keys, or of queries, whose rows have a smaller mean cosine is not judged by its mean: the keys are
+        attended to by all, or the queries attend to all. A finite number; mean cosines are 0 to 1, so that a negative
+        one switches the judge off.
+    permutation : (T, H, W), optional
+        Without causality: the last T * H * W tokens are those of a grid of this shape, and blocks are of neighbours
+        along a Hilbert curve through it. Tokens before them stay. Nothing is moved, and outputs are in place.
+    keep_first : bool, default False
+        The block of key 0, in that order, is always chosen.
+    path : {"auto", "portable", "hopper"}, default "auto"
+        Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
+    workspace_bytes : int, default 256 MiB
+        Bound on the GPU memory of scores; those of one head always fit.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field has a wrong type or value; the message names the field and what is accepted.
+    """
+
+    tau: float | tuple[float, ...]
+    theta: float | tuple[float, ...]
+    permutation: tuple[int, int, int] | None = None
+    keep_first: bool = False
+
+    reference: ClassVar[str] = "sparge"
+    rule: ClassVar[str] = "within"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        owner = type(self).__name__
+        self._set("tau", checked_numbers("tau", self.tau, 0, 1, "a number above 0, up to 1", owner))
+        largest = 1e30
+        self._set("theta", checked_numbers("theta", self.theta, -largest, largest, "a finite number", owner))
+        if self.permutation is not None:
+            axes = self.permutation
+            if isinstance(axes, (str, bytes)) or not hasattr(axes, "__len__") or len(axes) != 3:
+                raise TypeError(f"{owner}: permutation is {axes!r}; accepted: None, or three sizes (T, H, W)")
+            sizes = tuple(checked_int(f"permutation[{i}]", n, 1, owner=owner) for i, n in enumerate(axes))
+            self._set("permutation", sizes)
+        checked_bool("keep_first", self.keep_first, owner)
+
+    @property
+    def threshold(self) -> float | tuple[float, ...]:
+        return self.tau
+
+    @property
+    def block_q(self) -> int:
+        return BLOCK_Q
+
+    def check(self, problem: Problem) -> None:
+        for name, x in (("tau", self.tau), ("theta", self.theta)):
+            if isinstance(x, tuple) and len(x) != problem.heads:
+                raise ValueError(
+                    f"SpargeConfig: {name} has {len(x)} numbers; accepted: one, or {problem.heads}, one for each head"
+                )
+        if self.permutation is None:
+            return
+        if problem.is_causal:
+            raise ValueError("SpargeConfig: permutation is given and is_causal is True; accepted: is_causal=False")
+        tokens = math.prod(self.permutation)
+        if problem.seqlen_q != problem.seqlen_k or tokens > problem.seqlen_q:
+            raise ValueError(
+                f"SpargeConfig: permutation has {tokens} tokens, seqlen_q is {problem.seqlen_q} and seqlen_k "
+                f"{problem.seqlen_k}; accepted: as many queries as keys, and no fewer than the grid has tokens"
+            )
+
+    def grid(self, problem: Problem) -> BlockGrid:
+        return BlockGrid(
+            problem.seqlen_q, problem.seqlen_k, BLOCK_Q, BLOCK_K, BLOCK_Q, problem.is_causal, align=BLOCK_K
+        )
+
+    @property
+    def orders_queries(self) -> bool:
+        return self.permutation is not None
+
+    def order_heads(self, problem: Problem) -> int:
+        return 1 if self.orders_queries else 0
+
+    def token_order(self, seqlen: int) -> Any:
+        """Positions in the order in which blocks take them, int32 [seqlen]."""
+        assert self.permutation is not None
+        return token_order(self.permutation, seqlen)
+
+    def stages(self, site: Site) -> list[Stage]:
+        heads, kv_heads = site.problem.heads, site.problem.kv_heads
+        ordered = self.orders_queries
+        order: list[Stage] = []
+        if ordered:
+            order.append(TokenOrder(site, self))
+        return [
+            *order,
+            BlockMeans(site, "q", heads, permuted=ordered, similarity=True),
+            BlockMeans(site, "k", kv_heads, permuted=ordered, similarity=True, one_order=True),
+            Choice(site, kv_heads, self.rule, self.tau, self.keep_first, self.theta),
+        ]
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """q_order and k_order, the same for all heads."""
+
+    site: Site
+    config: SpargeConfig
+
+    @property
+    def arrays(self) -> list[Array]:
+        return []
+
+    @property
+    def tables(self) -> Mapping[str, Any]:
+        """What is copied to the GPU once."""
+        return {"tokens": self.config.token_order(self.site.problem.seqlen_k)}
+
+    def launches(self, memory: Workspace) -> list[Launch]:
+        seqlen, kernel = self.site.problem.seqlen_k, token_order_kernel()
+        values = {"seqlen": seqlen, "heads": self.site.heads}
+        return [launch(memory, "token_order", kernel, -(-seqlen // kernel.threads), values)]

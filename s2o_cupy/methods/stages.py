@@ -1,0 +1,165 @@
+"""Steps that methods share: means of blocks, and the choice by their scores.
+
+Pure: no array, no GPU, no CuPy. reference/methods/blocks.py is the definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..plan.build import Array, Launch, Workspace, make_launch
+from ..plan.kernels import Kernel
+from ..spec import LOG2E
+from .base import Site
+from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_blocks
+
+__all__ = ["BASES", "BlockMeans", "Choice", "launch"]
+
+# What a pointer of a parameter struct starts from.
+BASES = ("q", "k", "entries", "begins", "keys", "k_order", "q_order", "tokens", "workspace")
+
+
+def launch(
+    memory: Workspace, stage: str, kernel: Kernel, blocks: int, values: dict[str, Any], **read: str
+) -> Launch:
+    """``read``: which array a pointer means that has another name."""
+    return make_launch(stage, kernel, blocks, values, BASES, memory, read=read)
+
+
+@dataclass(frozen=True)
+class BlockMeans:
+    """Mean rows of the blocks of q or k, and how alike their rows are.
+
+    They are kept as two numbers of q's dtype whose sum is nearer to the mean than one would be.
+    """
+
+    site: Site
+    of: str  # "q" or "k"
+    heads: int  # of a sequence, that have means: of k more than it has heads where its order is each query head's own
+    permuted: bool = False  # through q_order or k_order
+    similarity: bool = False
+    one_order: bool = False  # for all heads
+
+    @property
+    def _block(self) -> int:
+        grid = self.site.grid
+        return grid.block_q if self.of == "q" else grid.block_k
+
+    @property
+    def _count(self) -> int:
+        return self.site.grid.rows if self.of == "q" else self.site.grid.columns
+
+    @property
+    def arrays(self) -> list[Array]:
+        heads = self.site.problem.batch * self.heads
+        found: list[Array] = [
+            (f"{self.of}_means", (heads, self._count, 2, self.site.inputs.head_dim), "uint16")  # [.., high and low, ..]
+        ]
+        if self.similarity:
+            found.append((f"{self.of}_similarity", (heads, self._count), "float32"))
+        return found
+
+    def launches(self, memory: Workspace) -> list[Launch]:
+        site, problem = self.site, self.site.problem
+        own, seqlen = (problem.heads, problem.seqlen_q) if self.of == "q" else (problem.kv_heads, problem.seqlen_k)
+        values = {
+            "x": site.tensor(self.of),
+            "heads": self.heads,
+            "shared_heads": self.heads // own,
+            "seqlen": seqlen,
+            "order_row": 0 if self.one_order else seqlen,
+            "block": self._block,
+            "blocks": self._count,
+            "head_dim": problem.head_dim,
+            "aligned": int(site.inputs.aligned),
+        }
+        read = {"x": self.of, "means": f"{self.of}_means", "similarity": f"{self.of}_similarity"}
+        read["order"] = f"{self.of}_order" if self.permuted else "no order"
+        blocks = problem.batch * self.heads * self._count
+        return [launch(memory, f"{self.of}_means", block_means(site.inputs), blocks, values, **read)]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Scores of mean keys, their softmax, which of them are chosen, and the lists. Heads take turns within the bytes
+    that a workspace may have; one always fits."""
+
+    site: Site
+    key_heads: int  # of a sequence, that have mean keys
+    rule: str  # "reach" or "within"
+    threshold: float | tuple[float, ...]  # a number, or one for each query head
+    keep_first: bool
+    theta: float | tuple[float, ...] | None = None  # similarity below which a block is attended to whole
+
+    def check(self) -> None:
+        """Raise ValueError where no kernel takes it."""
+        for name, x in (("tau", self.threshold), ("theta", self.theta)):
+            if isinstance(x, tuple) and len(x) > MOST_HEADS:
+                raise ValueError(f"select: {name} has {len(x)} numbers; accepted on the GPU: up to {MOST_HEADS}")
+        most = 1 << ((self.site.limits.shared_per_block - 256) // 4).bit_length() - 1
+        if self.site.grid.columns > most:
+            raise ValueError(
+                f"select: k has {self.site.grid.columns} blocks of {self.site.grid.block_k}; accepted on this GPU: "
+                f"{most}, whose weights its shared memory holds"
+            )
+
+    @property
+    def pitch(self) -> int:
+        """Scores of a row."""
+        return -(-self.site.grid.columns // 4) * 4
+
+    @property
+    def turn(self) -> int:
+        """Heads that are chosen for at a time."""
+        of_head = self.site.grid.rows * self.pitch * 4
+        return max(1, min(self.site.heads, self.site.workspace_bytes // max(1, of_head)))
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [("scores", (self.turn, self.site.grid.rows, self.pitch), "float32")]  # in log2 units
+
+    def launches(self, memory: Workspace) -> list[Launch]:
+        self.check()
+        site, grid = self.site, self.site.grid
+        found = []
+        for first in range(0, site.heads, self.turn):
+            heads = min(self.turn, site.heads - first)
+            of_round = {
+                "grid": grid.params(),
+                "first_head": first,
+                "shared_heads": site.problem.heads // self.key_heads,
+                "pitch": self.pitch,
+            }
+            row_tiles, column_tiles = -(-grid.rows // SCORE_TILE), -(-grid.columns // SCORE_TILE)
+            values = {
+                **of_round,
+                "row_tiles": row_tiles,
+                "column_tiles": column_tiles,
+                "scale_log2": site.problem.scale * LOG2E,
+            }
+            blocks = heads * row_tiles * column_tiles
+            found.append(launch(memory, "scores", block_scores(site.inputs), blocks, values))
+            found.append(self._choose(memory, of_round, heads))
+        return found
+
+    def _choose(self, memory: Workspace, of_round: dict[str, Any], heads: int) -> Launch:
+        site, grid = self.site, self.site.grid
+        numbers = {name: np.atleast_1d(x) for name, x in (("threshold", self.threshold), ("theta", self.theta or 0.0))}
+        values = {
+            **of_round,
+            "heads": site.problem.heads,
+            "list_entries": grid.entries,
+            "within": int(self.rule == "within"),
+            "keep_first": int(self.keep_first),
+            "thresholds": len(numbers["threshold"]),
+            "thetas": len(numbers["theta"]),
+        }
+        judged = self.theta is not None
+        read = {} if judged else {"q_similarity": "no judge", "k_similarity": "no judge"}
+        made = launch(memory, "choose", choose_blocks(grid.columns), heads * grid.rows, values, **read)
+        for name, x in numbers.items():
+            made.params[name][: len(x)] = x
+        return made

@@ -1,0 +1,139 @@
+"""SpargeAttn's thresholds of a layer, found on its own queries, keys and values."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..api.gather import gather_attention
+from ..api.select import select
+from ..arrays.frameworks import to_host
+from ..methods.sparge import SpargeConfig
+from ..schedules.schedule import Schedule
+
+__all__ = ["TAUS", "THETAS", "SpargeTuning", "tune_sparge"]
+
+TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+THETAS = (-1.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+DENSE = (1.0, -1.0)  # tau and theta of a head that no pair of the grid serves
+
+
+@dataclass(frozen=True)
+class SpargeTuning:
+    """What was found.
+
+    Attributes
+    ----------
+    config : SpargeConfig
+        With a tau and a theta for each head, or one for all.
+    density, rel_l1 : float64 numpy.ndarray, (heads,)
+        What ``config`` gives: pairs computed / pairs of dense attention, and sum |o - dense| / sum |dense|, the means
+        over the inputs.
+    """
+
+    config: SpargeConfig
+    density: np.ndarray
+    rel_l1: np.ndarray
+
+
+def tune_sparge(
+    inputs: Sequence[tuple[Any, Any, Any]],
+    config: SpargeConfig | None = None,
+    *,
+    rel_l1: float = 0.08,
+    taus: Sequence[float] = TAUS,
+    thetas: Sequence[float] = THETAS,
+    per_head: bool = True,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "BHSD",
+) -> SpargeTuning:
+    """The sparsest of a grid of thresholds whose error is small enough: the procedure of SpargeAttn's paper.
+
+    It takes a call of dense attention for each input and one of sparse attention for each of the inputs and pairs.
+
+    Parameters
+    ----------
+    inputs : sequence of (q, k, v)
+        Of one layer, as `sparse_attention` takes them; the paper takes five.
+    config : SpargeConfig, optional
+        Whose other fields are kept.
+    rel_l1 : float, default 0.08
+        Bound on sum |o - dense| / sum |dense|, the mean over the inputs. The paper has 0.08 for Llama 3.1, 0.05 to 0.07
+        for models of pictures and videos.
+    taus, thetas : sequences of numbers
+        The grid.
+    per_head : bool, default True
+        Thresholds for each head, each of which keeps to the bound, as in the public code; else for all heads together,
+        as in the paper.
+    is_causal, scale, softcap, layout : as in `sparse_attention`
+
+    Returns
+    -------
+    SpargeTuning
+        A head that no pair serves is dense.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted; the message names it, what came and what is accepted.
+    """
+    if isinstance(rel_l1, bool) or not isinstance(rel_l1, numbers.Real) or not rel_l1 > 0:
+        raise ValueError(f"tune_sparge: rel_l1 is {rel_l1!r}; accepted: a number above 0")
+    for name, x in (("inputs", inputs), ("taus", taus), ("thetas", thetas)):
+        if not len(x):
+            raise ValueError(f"tune_sparge: {name} is empty; accepted: one or more")
+    config = SpargeConfig(tau=1, theta=-1) if config is None else config
+    pairs = [DENSE, *itertools.product(taus, thetas)]
+    candidates = [replace(config, tau=tau, theta=theta) for tau, theta in pairs]
+    options = {"scale": scale, "layout": layout}
+    density, error = (np.zeros((len(inputs), len(pairs), inputs[0][0].shape[_heads_axis(layout)])) for _ in range(2))
+    for i, (q, k, v) in enumerate(inputs):
+        dense = None
+        for p, candidate in enumerate(candidates):
+            schedule = select(q, k, candidate, is_causal=is_causal, **options)
+            o = gather_attention(q, k, v, schedule, softcap=softcap, path=candidate.path, **options)
+            dense = o if dense is None else dense
+            density[i, p], error[i, p] = _densities(schedule), _errors(o, dense, layout)
+    density, error = density.mean(axis=0), error.mean(axis=0)  # [pairs, heads]
+    if per_head:
+        best = np.where(error < rel_l1, density, np.inf).argmin(axis=0)  # [heads]
+        best = np.where((error < rel_l1).any(axis=0), best, 0)
+        thresholds = [tuple(pairs[p][j] for p in best) for j in range(2)]
+        heads = np.arange(density.shape[1])
+        found = replace(config, tau=thresholds[0], theta=thresholds[1])
+        return SpargeTuning(found, density[best, heads], error[best, heads])
+    one = int(np.where(error.mean(axis=1) < rel_l1, density.mean(axis=1), np.inf).argmin())
+    return SpargeTuning(candidates[one], density[one], error[one])
+
+
+def _heads_axis(layout: str) -> int:
+    return -3 if layout == "BHSD" else -2
+
+
+def _errors(o: Any, dense: Any, layout: str) -> np.ndarray:
+    """rel_l1 of each head, float64 [heads]."""
+    from array_api_compat import array_namespace
+
+    xp = array_namespace(o)
+    wide = [xp.astype(x, xp.float32) if str(x.dtype) not in ("float64", "torch.float64") else x for x in (o, dense)]
+    axes = tuple(i for i in range(o.ndim) if i != o.ndim + _heads_axis(layout))
+    difference = to_host(xp.sum(xp.abs(wide[0] - wide[1]), axis=axes)).astype(np.float64)
+    size = to_host(xp.sum(xp.abs(wide[1]), axis=axes)).astype(np.float64)
+    return difference / np.where(size > 0, size, 1)
+
+
+def _densities(schedule: Schedule) -> np.ndarray:
+    """Pairs computed / pairs of dense attention of each head, [heads]."""
+    form = schedule.form
+    rows = np.minimum(form.block_m, form.seqlen_q - np.arange(form.rows) * form.block_m)
+    pairs = (to_host(schedule.keys).astype(np.int64) * rows).sum(axis=-1).mean(axis=0)  # [heads]
+    if form.dense is None:
+        return pairs / (form.seqlen_q * form.seqlen_k)
+    return (pairs + form.dense.dense_pairs()) / form.dense.causal_pairs()

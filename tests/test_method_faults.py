@@ -1,0 +1,102 @@
+"""A fault planted in a kernel of a selection is found at its own stage and at none before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from conftest import has_gpu
+from method_stages import selected, wrong_stages
+from test_gpu_methods import draw
+
+from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.cuda import compiler
+from s2o_cupy.selection.catalogue import kernels_for
+
+MEAN, PBS, SPARGE = MeanPoolingConfig(threshold=0.7), PBSConfig(share="kv_head"), SpargeConfig(tau=0.8, theta=0.3)
+
+
+@dataclass(frozen=True)
+class Fault:
+    function: str
+    name: str
+    stage: str  # that must be wrong first
+    old: str
+    new: str
+    config: object = MEAN
+    is_causal: bool = True
+
+    def plant(self, text: str) -> str:
+        assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
+        return text.replace(self.old, self.new)
+
+
+FAULTS = [
+    Fault("block_means", "a last row is left out", "q means", "r < count; r += kRows", "r + 1 < count; r += kRows"),
+    Fault("block_means", "the low part is lost", "q means", "? rest : 0.f", "? 0.f : 0.f"),
+    Fault("block_means", "heads have the first one's rows", "q means", "source % of_sequence)", "0)"),
+    Fault("block_means", "keys are as they lie", "k means", "order ? order[r] : begin + r", "begin + r", PBS),
+    Fault("block_means", "rows keep their lengths", "similarity", "units[e] += y[e] * norm",
+          "units[e] += y[e] * inverse", SPARGE),
+    Fault("block_scores", "low parts do not count", "scores", "Element::mma(d[j], low[0], b_high.x, b_high.y);", ""),
+    Fault("block_scores", "heads have the others' keys", "scores", "(flat / p.shared_heads)", "(flat % 2)"),
+    Fault("block_scores", "columns go to their neighbours", "scores", "8 * j + 2 * t;", "8 * j + 2 * (t ^ 1);"),
+    Fault("choose_blocks", "what crosses is left out", "choice", "ties = max(1, min(", "ties = 0 * max(1, min("),
+    Fault("choose_blocks", "what crosses is taken", "choice", "x > limit : x >= limit",
+          "x >= limit * 1.2f : x >= limit", SPARGE),
+    Fault("choose_blocks", "weights are of another base", "choice", "exp2_approx(weights[c] - most)",
+          "exp2_approx(0.7f * (weights[c] - most))"),
+    Fault("choose_blocks", "own blocks do not compete", "choice", "visible = g.visible(row)",
+          "visible = g.listed(row)"),
+    Fault("choose_blocks", "the block of key 0 is not kept", "choice", "p.first_column[flat / p.shared_heads] : 0",
+          "p.first_column[flat / p.shared_heads] : -1"),
+    Fault("choose_blocks", "unlike blocks of keys are judged", "choice",
+          "mine = all || c == kept || (similar && similar[c] < theta)", "mine = all || c == kept", SPARGE),
+    Fault("choose_blocks", "unlike blocks of queries are judged", "choice", "rows + row] < theta;",
+          "rows + row] < -9.f;", SPARGE),
+    Fault("choose_blocks", "the short block counts as a whole one", "lists", "g.columns() * g.block_k - g.seqlen_k : 0",
+          "0 : 0", is_causal=False),
+    Fault("last_row_sums", "a sum is not rescaled", "importance", "found[i][h].y * exp2_approx(found[i][h].x - base)",
+          "found[i][h].y", PBS),
+    Fault("column_means", "half of the queries count twice", "importance",
+          "(shared.columns[0][threadIdx.x] + shared.columns[1][threadIdx.x])", "(2.f * shared.columns[0][threadIdx.x])",
+          PBS),
+    Fault("column_means", "a split is left out", "importance", "i < p.splits; ++i) x = joined",
+          "i + 1 < p.splits; ++i) x = joined", PBS),
+    Fault("order_segments", "importance ascends", "k_order", "~sortable(sum / p.group)",
+          "sortable(sum / p.group)", PBS),
+    Fault("order_segments", "only the first head counts", "k_order", "h < p.group; ++h", "h < 1; ++h", PBS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.function}: {f.name}")
+def test_every_fault_has_its_place(fault):
+    """Without a GPU: the sources still hold what each fault changes."""
+    kernel = next(kernel for kernel in kernels_for(90) if kernel.function == fault.function)
+    text = compiler.render(kernel)
+    assert fault.plant(text) != text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", [None, *FAULTS], ids=lambda f: f"{f.function}: {f.name}" if f else "none")
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    good = compiler.render
+    if fault is not None:
+        monkeypatch.setattr(
+            compiler, "render", lambda kernel: fault.plant(good(kernel)) if kernel.function == fault.function
+            else good(kernel),
+        )  # fmt: skip
+    monkeypatch.setattr(compiler, "_loaded", {})
+    clear_cache()
+    q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500)
+    try:
+        for config in [fault.config] if fault else [MEAN, PBS, SPARGE]:
+            found = selected(q, k, config, is_causal=fault.is_causal if fault else True)
+            wrong = wrong_stages(found, q, k, config)
+            assert wrong[:1] == ([fault.stage] if fault else [])
+    finally:
+        clear_cache()

@@ -1,0 +1,133 @@
+"""What selections on the GPU are handed, without a GPU: the reference stands for the kernels, and reads and writes
+memory by the addresses and strides that they would be given."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import numpy as np
+import pytest
+from pretended import array_at, pretend_gpu
+
+import s2o_cupy.cuda
+from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, select
+from s2o_cupy.methods.base import Site
+from s2o_cupy.methods.registry import METHODS
+from s2o_cupy.plan.build import lay_out
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.kernels import Inputs
+from s2o_cupy.problem import Problem
+from s2o_cupy.reference.methods import blocks
+
+CONFIGS = [
+    MeanPoolingConfig(), PBSConfig(share="kv_head"), SpargeConfig(tau=0.5, theta=0.1),
+    SpargeConfig(tau=0.5, theta=0.1, permutation=(2, 8, 16)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    calls = []
+
+    def run(q, k, made, problem, config, *, stream, memory):
+        calls.append(problem)
+        q, k = (array_at(x.pointer, np.float16, x.shape, x.strides).astype(np.float32) for x in (q, k))
+        method = importlib.import_module(f"s2o_cupy.reference.methods.{config.reference}")
+        grid = config.grid(problem)
+        found = method.chosen(q, k, config, grid, problem.scale)
+        arrays = dict(zip(("entries", "begins", "keys"), blocks.written(found.columns, grid), strict=True))
+        arrays |= {"k_order": found.k_order, "q_order": found.q_order}
+        for name, address in made.items():
+            array_at(address, arrays[name].dtype, arrays[name].shape)[...] = arrays[name]
+
+    pretend_gpu(monkeypatch)
+    module = types.ModuleType("s2o_cupy.cuda.select")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.select", module)
+    monkeypatch.setattr(s2o_cupy.cuda, "select", module, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD", "every second element"])
+def test_arrays_as_they_lie(rng, kernels, config, layout, monkeypatch):
+    is_causal = getattr(config, "permutation", None) is None
+    q, k = (rng.standard_normal((2, h, 400, 64)).astype(np.float16) for h in (4, 2))
+    expected = select(q, k, config, is_causal=is_causal, backend="numpy")
+    placed = [q, k]
+    if layout == "BSHD":
+        placed = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in placed]
+    elif layout != "BHSD":
+        placed = [np.repeat(x, 2, axis=-1)[..., ::2] for x in placed]
+    found = select(*placed, config, is_causal=is_causal, layout="BSHD" if layout == "BSHD" else "BHSD")
+    assert len(kernels) == 1 and found.form == expected.form
+    assert found.arrays.keys() == expected.arrays.keys()
+    for name, x in expected.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], x)
+
+
+def test_only_the_dtypes_of_the_kernels(rng, kernels):
+    q, k = rng.standard_normal((2, 1, 2, 300, 64))
+    with pytest.raises(TypeError, match="float64; accepted on backend 'cupy': float16, bfloat16"):
+        select(q, k, MeanPoolingConfig())
+
+
+# ---------------------------------------------------------------- launches
+
+
+def site(config, seqlen=5000, capability=90, *, aligned=True, heads=8, is_causal=True):
+    problem = Problem(2, heads, heads // 4, seqlen, seqlen, 128, "bfloat16", is_causal, 0.1)
+    operands = {name: types.SimpleNamespace(strides=(1, 2, 3)) for name in "qk"}
+    limits = DeviceLimits.of_architecture(capability)
+    inputs = Inputs("bfloat16", 128, aligned)
+    return Site(problem, config.grid(problem), inputs, limits, operands, config.workspace_bytes)
+
+
+def launches(config, **options):
+    stages = config.stages(site(config, **options))
+    memory = lay_out((), [array for stage in stages for array in stage.arrays])
+    return [x for stage in stages for x in stage.launches(memory)], memory
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_rounds_cover_all_heads_within_the_workspace(config):
+    options = {"is_causal": getattr(config, "permutation", None) is None, "seqlen": 20_000}
+    whole, memory = launches(config, **options)
+    assert [x.stage for x in whole].count("choose") == 1
+    small = type(config)(**{**config.__dict__, "workspace_bytes": 1 << 20})
+    few, memory = launches(small, **options)
+    rows = [x.blocks for x in few if x.stage == "choose"]
+    assert len(rows) > 1 and sum(rows) == sum(x.blocks for x in whole if x.stage == "choose")
+    assert memory.places["scores"].nbytes <= 1 << 20
+    firsts = [int(x.params["first_head"]) for x in few if x.stage == "choose"]
+    assert firsts == [sum(rows[:i]) // 157 for i in range(len(rows))]
+
+
+def test_a_pointer_of_every_launch_leads_somewhere():
+    """Those that lead nowhere are what a method does without."""
+    for config in CONFIGS:
+        found, _ = launches(config, is_causal=getattr(config, "permutation", None) is None)
+        for step in found:
+            named = {offset for offset, _, _ in step.pointers}
+            absent = {name for name, offset in step.kernel.family.params.pointers if offset not in named}
+            optional = {"order", "similarity", "q_similarity", "k_similarity", "first_column"}
+            assert absent <= optional, (config, step.stage, absent)
+            if isinstance(config, SpargeConfig):
+                assert not {"similarity", "q_similarity", "k_similarity"} & absent
+
+
+def test_what_no_kernel_takes():
+    with pytest.raises(ValueError, match="a row of q or k does not start on 16 bytes"):
+        launches(PBSConfig(), aligned=False)
+    with pytest.raises(ValueError, match=r"k has 46875 blocks of 64; accepted on this GPU: 16384"):
+        launches(SpargeConfig(tau=0.9, theta=0), seqlen=3_000_000, capability=86)
+    with pytest.raises(ValueError, match="tau has 300 numbers; accepted on the GPU: up to 256"):
+        launches(SpargeConfig(tau=(0.9,) * 300, theta=0), heads=300)
+
+
+def test_every_method_is_known():
+    assert {type(x) for x in CONFIGS} == set(METHODS)
+    for method in METHODS:
+        importlib.import_module(f"s2o_cupy.reference.methods.{method.reference}")
