@@ -1,4 +1,4 @@
-"""The plug-in for SGLang: which requests of a batch it gives to S2O, and that all of them attend as dense attention does.
+"""The plug-in for SGLang: which requests of a batch it gives to S2O, and that all attend as in dense attention.
 
 Each test runs with a stand-in for SGLang and, where it is installed, with SGLang itself on the CPU: its registry, its
 pools of tokens, its batches and its attention by PyTorch.

@@ -1,7 +1,7 @@
-"""The plug-in for vLLM: which requests of a batch it gives to S2O, and that all of them attend as dense attention does.
+"""The plug-in for vLLM: which requests of a batch it gives to S2O, and that all attend as in dense attention.
 
-Each test runs with a stand-in for vLLM and, where it is installed, with vLLM itself: its registry, builder, metadata and
-implementation, but for the kernel of FlashAttention, which needs a GPU.
+Each test runs with a stand-in for vLLM and, where it is installed, with vLLM itself: its registry, builder, metadata
+and implementation, but for the kernel of FlashAttention, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pretended_vllm  # noqa: E402
 from served import HEAD_DIM, HEADS, KINDS, KV_HEADS, LENGTHS, SCALE, SETTINGS, Served, dense_from_pages, installed  # noqa: E402
 
 from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
+from s2o_cupy.integrations import serving  # noqa: E402
 from s2o_cupy.integrations.plugins import VLLM_BACKEND, register_with_vllm  # noqa: E402
 
 PLUGIN = "s2o_cupy.integrations.vllm"
@@ -74,7 +75,8 @@ class Engine:
             spec = FullAttentionSpec(
                 block_size=PAGE, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32
             )
-        return self.plugin.S2OMetadataBuilder(spec, ["model.layers.3.attn"], self.config(**settings), torch.device("cpu"))
+        config = self.config(**settings)
+        return self.plugin.S2OMetadataBuilder(spec, ["model.layers.3.attn"], config, torch.device("cpu"))
 
     def impl(self, settings: dict[str, Any] | None = None, **options: Any) -> Any:
         config = self.config(**(settings or {}))
@@ -128,7 +130,8 @@ def in_cache(served: Served, by_head: bool = False) -> tuple[Any, Any]:
         cache = torch.full((pages, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan)
     else:
         cache = torch.full((pages, PAGE, KV_HEADS, 2 * HEAD_DIM), torch.nan).transpose(1, 2)
-    served.put(*cache.transpose(1, 2).split(HEAD_DIM, dim=-1), table)
+    k_pages, v_pages = cache.transpose(1, 2).split(HEAD_DIM, dim=-1)
+    served.put(k_pages, v_pages, table)
     return cache, table
 
 
@@ -177,9 +180,7 @@ def test_the_cache_is_read_where_it_lies(engine, monkeypatch):
     served = Served.make()
     cache, table = in_cache(served)
     seen = []
-    monkeypatch.setattr(
-        "s2o_cupy.integrations.serving.s2o_attention_paged", lambda *arguments, **options: seen.append((arguments, options))
-    )  # fmt: skip
+    monkeypatch.setattr(serving, "s2o_attention_paged", lambda *x, **options: seen.append((x, options)))
     metadata = engine.builder().build(0, engine.common(served, table))
     engine.run(served, cache, metadata)
     (q, k_pages, v_pages, page_table), options = seen[0]
@@ -380,5 +381,5 @@ def test_without_vllm(monkeypatch):
     for name in ("vllm", "vllm.config"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
-    with pytest.raises(ImportError, match=r"integrations.vllm: .*needs vLLM 0.33 or newer; remedy: pip install -U vllm"):
+    with pytest.raises(ImportError, match=r"integrations.vllm: .*needs vLLM 0.33 or newer; remedy: pip install"):
         import s2o_cupy.integrations.vllm  # noqa: F401

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..spec import S2OConfig
 from .serving import Counts, Run, ServingSettings, attend, cut, kind_of_request, why_not_shape
 
 try:
@@ -71,12 +70,12 @@ def make_backend(runner: Any) -> Any:
 
 
 @functools.cache
-def _with_s2o(attention: type) -> type:
+def _with_s2o(attention: Any) -> type:
     """A class of backends like ``attention``, whose prefill asks S2O first."""
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         self._s2o.plan = None
-        attention.init_forward_metadata(self, forward_batch)  # type: ignore[attr-defined]
+        attention.init_forward_metadata(self, forward_batch)
 
     def forward_extend(
         self: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
@@ -85,7 +84,7 @@ def _with_s2o(attention: type) -> type:
         o = self._s2o.forward(self, q, k, v, layer, forward_batch, save_kv_cache, options)
         if o is not None:
             return o
-        return attention.forward_extend(  # type: ignore[attr-defined]
+        return attention.forward_extend(
             self, q, k, v, layer, forward_batch, save_kv_cache, **options
         )
 
@@ -119,7 +118,7 @@ class _Prefill:
         self, backend: Any, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any,
         save_kv_cache: bool, options: Mapping[str, Any],
     ) -> Tensor | None:  # fmt: skip
-        """[tokens, heads * head_dim], or None if nothing of a batch is S2O's. k and v are None if the cache has them."""
+        """[tokens, heads * head_dim], or None if nothing of a batch is S2O's. k and v are None if in the cache."""
         config = self.settings.of_layer(layer.layer_id)
         reason = self._why_not_batch(backend, batch)
         if reason is not None:

@@ -1,8 +1,8 @@
 """S2O in vLLM: ``vllm serve ... --attention-backend CUSTOM``.
 
 vLLM's FlashAttention backend with one change: requests with long prompts attend by S2O, from the pages of the cache.
-Decoding, short prompts and whatever else S2O does not take stay FlashAttention's. Importing this imports vLLM; vLLM does
-that by itself, when the backend is asked for.
+Decoding, short prompts and whatever else S2O does not take stay FlashAttention's. Importing this imports vLLM; vLLM
+does that by itself, when the backend is asked for.
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
         lengths = [(end - begin, n) for begin, end, n in zip(starts, starts[1:], keys, strict=False)]
         kinds = [kind_of_request(*pair, self.settings) for pair in lengths]
         if common.is_prefilling is not None:  # or drafted tokens are checked, whose lengths are only bounds
-            prefills = common.is_prefilling[: common.num_reqs].tolist()
-            kinds = [
-                "drafted tokens" if x == "s2o" and not prefill else x for x, prefill in zip(kinds, prefills, strict=True)
-            ]
+            of_prompts = common.is_prefilling[: common.num_reqs].tolist()
+            pairs = zip(kinds, of_prompts, strict=True)
+            kinds = ["drafted tokens" if x == "s2o" and not of_prompt else x for x, of_prompt in pairs]
         counted = Counter(kind for kind, (seqlen_q, _) in zip(kinds, lengths, strict=True) if seqlen_q)
         if "s2o" not in counted:
             return _metadata(of_batch, (), counted)
