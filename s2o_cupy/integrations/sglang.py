@@ -7,7 +7,6 @@ does that by itself, when the backend is asked for.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +68,6 @@ def make_backend(runner: Any) -> Any:
     return backend
 
 
-@functools.cache
 def _with_s2o(attention: Any) -> type:
     """A class of backends like ``attention``, whose prefill asks S2O first."""
 
@@ -84,9 +82,7 @@ def _with_s2o(attention: Any) -> type:
         o = self._s2o.forward(self, q, k, v, layer, forward_batch, save_kv_cache, options)
         if o is not None:
             return o
-        return attention.forward_extend(
-            self, q, k, v, layer, forward_batch, save_kv_cache, **options
-        )
+        return attention.forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, **options)
 
     body = {"__module__": __name__, "init_forward_metadata": init_forward_metadata, "forward_extend": forward_extend}
     return type(f"S2O{attention.__name__}", (attention,), body)
