@@ -97,8 +97,8 @@ class KVWriteLoc:
 class Pool:
     """Of tokens: a page is ``page_size`` neighbours."""
 
-    def __init__(self, tokens: int, kv_heads: int, head_dim: int) -> None:
-        self.buffers = tuple(torch.full((tokens, kv_heads, head_dim), torch.nan) for _ in "kv")
+    def __init__(self, buffer: Tensor) -> None:  # [tokens, kv_heads, head_dim]
+        self.buffers = tuple(torch.full_like(buffer, torch.nan) for _ in "kv")
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         return self.buffers
@@ -129,7 +129,7 @@ class Dense:
         if save_kv_cache:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v, None, None)
         o = torch.empty_like(q).view(len(q), layer.tp_q_head_num, -1)
-        begins = torch.cat([torch.zeros(1, dtype=torch.int64), batch.extend_seq_lens.cumsum(0)])
+        begins = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0))
         k_pages, v_pages = (x[:, None] for x in pool.get_kv_buffer(0))
         table = self.runner.req_to_token_pool.req_to_token[batch.req_pool_indices]
         dense_from_pages(q.view(o.shape), k_pages, v_pages, o, begins, batch.seq_lens, table, layer.scaling)

@@ -45,29 +45,36 @@ class Served:
         k, v = ([torch.randn(n, KV_HEADS, HEAD_DIM, generator=make) for _, n in lengths] for _ in "kv")
         return cls(lengths, torch.randn(begins[-1], HEADS, HEAD_DIM, generator=make), k, v, begins)
 
+    def to(self, device: str, dtype: Any) -> Served:
+        q, *rest = (x.to(device, dtype) for x in (self.q, *self.k, *self.v))
+        return Served(self.lengths, q, rest[: len(self.k)], rest[len(self.k) :], self.starts)
+
+    def like(self, *shape: int, fill: float = 0.0) -> Any:
+        return torch.full(shape, fill, dtype=self.q.dtype, device=self.q.device)
+
     def table(self, page_size: int, seed: int = 1) -> Any:
-        """Each request's pages in the cache, in any order; int32 [requests, pages]."""
+        """Each request's pages in the cache, in any order; int32 [requests, pages] on q's device."""
         counts = [-(-n // page_size) for _, n in self.lengths]
         order = iter(np.random.default_rng(seed).permutation(sum(counts) + 5).tolist())
         table = torch.full((len(counts), max(counts) + 3), -1, dtype=torch.int32)
         for row, count in zip(table, counts, strict=True):
             row[:count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
-        return table
+        return table.to(self.q.device)
 
     def put(self, k_pages: Any, v_pages: Any, table: Any) -> None:
         """Keys and values to their places in a cache [pages, page_size, KV_HEADS, HEAD_DIM]."""
         page_size = k_pages.shape[1]
         for row, k, v in zip(table, self.k, self.v, strict=True):
-            at = torch.arange(len(k))
+            at = torch.arange(len(k), device=self.q.device)
             pages = row[at // page_size].long()
             k_pages[pages, at % page_size] = k.to(k_pages)
             v_pages[pages, at % page_size] = v.to(v_pages)
 
     def expected(self, scale: float = SCALE) -> Any:
-        """Dense attention, [tokens, HEADS, HEAD_DIM]."""
-        o = torch.empty_like(self.q)
+        """Dense attention, float32 [tokens, HEADS, HEAD_DIM] on the CPU."""
+        o = torch.empty(self.q.shape)
         for (begin, end), k, v in zip(itertools.pairwise(self.starts), self.k, self.v, strict=True):
-            arrays = [x.double().numpy().swapaxes(0, 1)[None] for x in (self.q[begin:end], k, v)]
+            arrays = [x.double().cpu().numpy().swapaxes(0, 1)[None] for x in (self.q[begin:end], k, v)]
             o[begin:end] = torch.from_numpy(dense_attention(*arrays, scale=scale)[0][0].swapaxes(0, 1))
         return o
 

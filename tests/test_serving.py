@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import itertools
 import json
+import logging
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.integrations import plugins
 from s2o_cupy.integrations.serving import (
     Counts,
     ServingSettings,
@@ -84,6 +90,27 @@ def test_runs_cover_a_batch(requests):
     assert owner == [taken for n, taken in requests for _ in range(n)]
     assert all(run.tokens.start < run.tokens.stop and list(run.lengths) == lengths[run.requests] for run in runs)
     assert all(a.s2o != b.s2o for a, b in itertools.pairwise(runs))
+
+
+def test_entry_points():
+    """What setup.cfg tells engines to call is there."""
+    setup = configparser.RawConfigParser()
+    setup.read(Path(__file__).parent.parent / "setup.cfg", encoding="utf-8")
+    groups = setup["options.entry_points"]
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        name, value = groups[group].strip().split(" = ")
+        assert name == "s2o" and callable(EntryPoint(name, value, group).load())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_too_old(engine, monkeypatch, caplog):
+    """It runs as without S2O."""
+    for name in (engine, f"{engine}.v1.attention.backends.registry", f"{engine}.srt.arg_groups"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with caplog.at_level("INFO"):
+        logging.getLogger("vllm").propagate = True
+        getattr(plugins, f"register_with_{engine}")()
+    assert "s2o_cupy has no attention for this version of" in caplog.text
 
 
 def test_shapes():

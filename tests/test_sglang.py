@@ -50,7 +50,7 @@ class Engine:
     def settings(self, **settings: Any) -> None:
         self.monkeypatch.setenv("S2O_CONFIG", json.dumps(SETTINGS | settings))
 
-    def runner(self, page_size: int, requests: int = 7) -> Any:
+    def runner(self, page_size: int, requests: int = 7, like: Any = torch.zeros) -> Any:
         if self.real:
             case = self.kit.DenseAttentionCase(
                 name="served", backend="torch_native", forward_mode=self.info.ForwardMode.EXTEND, num_heads=HEADS,
@@ -66,9 +66,9 @@ class Engine:
             )  # fmt: skip
         return types.SimpleNamespace(
             decode_attention_backend_str="torch_native", is_draft_worker=False, use_mla_backend=False,
-            page_size=page_size, token_to_kv_pool=pretended_sglang.Pool(requests * CONTEXT, KV_HEADS, HEAD_DIM),
+            page_size=page_size, token_to_kv_pool=pretended_sglang.Pool(like(requests * CONTEXT, KV_HEADS, HEAD_DIM)),
             req_to_token_pool=types.SimpleNamespace(
-                req_to_token=torch.zeros(requests + 1, CONTEXT, dtype=torch.int32)
+                req_to_token=like(requests + 1, CONTEXT).int()
             ),
             kv_index_translator=types.SimpleNamespace(is_translating=False, bind_own_plan=lambda batch: None),
         )  # fmt: skip
@@ -92,12 +92,12 @@ class Engine:
     def batch(self, runner: Any, served: Served, page_size: int) -> Any:
         """Its cached keys are in the pool, the new ones are not; a request's row of req_to_token is any."""
         table = served.table(page_size)
-        count = len(served.lengths)
-        rows = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int()
+        count, device = len(served.lengths), served.q.device
+        rows = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int().to(device)
         places, positions = [], []
         buffers = runner.token_to_kv_pool.get_kv_buffer(0)
         for i, (seqlen_q, seqlen_k) in enumerate(served.lengths):
-            at = torch.arange(seqlen_k)
+            at = torch.arange(seqlen_k, device=device)
             tokens = table[i][at // page_size].long() * page_size + at % page_size
             runner.req_to_token_pool.req_to_token[rows[i], :seqlen_k] = tokens.int()
             cached = tokens[: seqlen_k - seqlen_q]
@@ -109,12 +109,15 @@ class Engine:
         lengths_q, lengths_k = ([pair[j] for pair in served.lengths] for j in (0, 1))
         prefixes = [k - q for q, k in served.lengths]
         batch = self.info.ForwardBatch(
-            forward_mode=self.info.ForwardMode.MIXED, batch_size=count, input_ids=torch.arange(served.starts[-1]),
-            req_pool_indices=rows, seq_lens=torch.tensor(lengths_k), seq_lens_cpu=torch.tensor(lengths_k),
-            out_cache_loc=torch.cat(places), seq_lens_sum=sum(lengths_k), positions=torch.cat(positions),
+            forward_mode=self.info.ForwardMode.MIXED, batch_size=count, input_ids=torch.cat(positions),  # any
+            req_pool_indices=rows, seq_lens=torch.tensor(lengths_k, device=device),
+            seq_lens_cpu=torch.tensor(lengths_k), out_cache_loc=torch.cat(places), seq_lens_sum=sum(lengths_k),
+            positions=torch.cat(positions),
         )  # fmt: skip
         runner.kv_index_translator.bind_own_plan(batch)
-        batch.extend_seq_lens, batch.extend_prefix_lens = torch.tensor(lengths_q), torch.tensor(prefixes)
+        batch.extend_seq_lens, batch.extend_prefix_lens = (
+            torch.tensor(x, device=device) for x in (lengths_q, prefixes)
+        )
         batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = lengths_q, prefixes
         batch.extend_num_tokens = served.starts[-1]
         return batch
@@ -163,6 +166,24 @@ def test_a_batch_is_cut(engine, page_size, monkeypatch):
     assert sub.seq_lens.tolist() == sub.seq_lens_cpu.tolist() == [300, 30, 64, 400]
     assert torch.equal(sub.req_pool_indices, batch.req_pool_indices[[0, 1, 4, 5]])
     assert engine.plugin.counts.calls == {"s2o": 3, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu(engine, page_size, dtype):
+    """From the pool where it lies, on PyTorch's stream."""
+    if engine.real:
+        pytest.skip("its kernels on a GPU are another test's")
+    served = Served.make().to("cuda", getattr(torch, dtype))
+    runner = engine.runner(page_size, like=served.like)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, page_size)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        backend.init_forward_metadata(batch)
+        found = engine.run(backend, served, batch).cpu().float()
+    torch.testing.assert_close(found, served.expected(), rtol=0, atol=0.02)
+    assert engine.plugin.counts.calls["s2o"] == 3
 
 
 def test_s2o_leaves_out_what_it_would_alone(engine):

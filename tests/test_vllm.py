@@ -97,11 +97,13 @@ class Engine:
         lengths = served.lengths + [(0, 0)] * padding
         begins = torch.tensor(served.starts + served.starts[-1:] * padding, dtype=torch.int32)
         keys = torch.tensor([n for _, n in lengths], dtype=torch.int32)
+        device = served.q.device
         fields: dict[str, Any] = {
-            "query_start_loc": begins, "query_start_loc_cpu": begins, "seq_lens": keys, "num_reqs": len(lengths),
+            "query_start_loc": begins.to(device), "query_start_loc_cpu": begins, "seq_lens": keys.to(device),
+            "num_reqs": len(lengths),
             "num_actual_tokens": served.starts[-1], "max_query_len": max(q for q, _ in lengths),
             "max_seq_len": int(keys.max()), "block_table_tensor": torch.cat([table, table[:1].expand(padding, -1)]),
-            "slot_mapping": torch.arange(served.starts[-1]), "seq_lens_cpu_upper_bound": keys,
+            "slot_mapping": torch.arange(served.starts[-1], device=device), "seq_lens_cpu_upper_bound": keys,
             "is_prefilling": torch.tensor([q > 1 for q, _ in lengths]),
         }  # fmt: skip
         return CommonAttentionMetadata(**(fields | changes))
@@ -109,10 +111,10 @@ class Engine:
     def run(self, served: Served, cache: Any, metadata: Any, impl: Any = None, padding: int = 0) -> Any:
         """Outputs of the batch, and of ``padding`` rows behind it, which are NaN before."""
         rows = served.starts[-1] + padding
-        query = torch.zeros(rows, HEADS, HEAD_DIM)
+        query = served.like(rows, HEADS, HEAD_DIM)
         query[: len(served.q)] = served.q
-        key = torch.zeros(rows, KV_HEADS, HEAD_DIM)  # is in the cache already
-        output = torch.full((rows, HEADS, HEAD_DIM), torch.nan)
+        key = served.like(rows, KV_HEADS, HEAD_DIM)  # is in the cache already
+        output = served.like(rows, HEADS, HEAD_DIM, fill=torch.nan)
         impl = impl or self.impl()
         return impl.forward(self.layer(), query, key, key, cache, metadata, output)
 
@@ -127,9 +129,9 @@ def in_cache(served: Served, by_head: bool = False) -> tuple[Any, Any]:
     table = served.table(PAGE)
     pages = int(table.max()) + 2
     if by_head:
-        cache = torch.full((pages, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan)
+        cache = served.like(pages, KV_HEADS, PAGE, 2 * HEAD_DIM, fill=torch.nan)
     else:
-        cache = torch.full((pages, PAGE, KV_HEADS, 2 * HEAD_DIM), torch.nan).transpose(1, 2)
+        cache = served.like(pages, PAGE, KV_HEADS, 2 * HEAD_DIM, fill=torch.nan).transpose(1, 2)
     k_pages, v_pages = cache.transpose(1, 2).split(HEAD_DIM, dim=-1)
     served.put(k_pages, v_pages, table)
     return cache, table
@@ -156,6 +158,23 @@ def test_a_batch_is_cut(engine, by_head):
     ]
     assert [x["max_seqlen_q"] for x in engine.calls] == [30, 40]
     assert engine.plugin.counts.calls == {"s2o": 3, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu(engine, by_head, dtype):
+    """From the cache where it lies, on PyTorch's stream."""
+    if engine.real:
+        pytest.skip("its kernels on a GPU are another test's")
+    served = Served.make().to("cuda", getattr(torch, dtype))
+    cache, table = in_cache(served, by_head)
+    metadata = engine.builder().build(0, engine.common(served, table))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        o = engine.run(served, cache, metadata, padding=8)
+        found = o.cpu().float()
+    torch.testing.assert_close(found[:472], served.expected(), rtol=0, atol=0.02)
+    assert found[472:].isnan().all() and engine.plugin.counts.calls["s2o"] == 3
 
 
 def test_s2o_leaves_out_what_it_would_alone(engine):
