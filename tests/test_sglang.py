@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import sys
 import types
 from dataclasses import replace
@@ -378,9 +379,12 @@ def test_sglang_takes_the_name(sglang):
 
 
 @pytest.mark.parametrize("layout", ["shuffled_pages", "interleaved_pages"])
-def test_sglangs_own_cases(sglang, layout):
+@pytest.mark.parametrize("backend", ["torch_native", "triton"])
+def test_sglangs_own_cases(sglang, layout, backend):
     """Those of its attention unit tests, whose prompts are short: with S2O for all that has a tile of 16 queries."""
-    sglang.settings(min_seqlen=1, block_m=16, segment=16, backend="torch_native")
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton runs on a CPU with TRITON_INTERPRET=1")
+    sglang.settings(min_seqlen=1, block_m=16, segment=16, backend=backend)
     kit, testcase = sglang.kit, types.SimpleNamespace(skipTest=pytest.fail)
     cases = (*kit.make_dense_input_config_cases("s2o"), *kit.make_dense_attention_config_cases("s2o"))
     longer = kit.DenseAttentionCase(

@@ -370,7 +370,7 @@ def test_what_vllm_asks_a_backend(engine):
     assert (backend.get_name(), backend.get_impl_cls(), backend.get_builder_cls()) == (
         "CUSTOM", engine.plugin.S2OImpl, engine.plugin.S2OMetadataBuilder,
     )  # fmt: skip
-    assert not backend.supports_device_cpu_query_lens_mismatch()
+    assert not backend.supports_device_cpu_query_lens_mismatch() and not backend.supports_batch_invariance()
 
 
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
@@ -393,6 +393,8 @@ def test_vllm_finds_and_accepts_it(engine, monkeypatch):
     assert backend.get_class().validate_configuration(**needs) == []
     (reason,) = backend.get_class().validate_configuration(**needs, use_adaptive_verification=True)
     assert "query lens mismatch" in reason
+    reasons = backend.get_class().validate_configuration(**needs, use_batch_invariant=True)
+    assert reasons == ["batch invariance not supported"]
     assert registry.AttentionBackendEnum.FLASH_ATTN.get_class().validate_configuration(**needs) == []
 
 

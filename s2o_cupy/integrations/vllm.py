@@ -71,6 +71,10 @@ class S2OBackend(FlashAttentionBackend):
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # S2O's requests are those of the lengths on the host
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # segments of queries begin where a chunk does, which depends on the batch
+
 
 @dataclass
 class S2OMetadata(FlashAttentionMetadata):
