@@ -283,6 +283,7 @@ def test_layers_that_are_not_s2os(ready, changes, options, kind, caplog):
         ({"spec_info": types.SimpleNamespace(custom_mask=torch.ones(3))}, "mask"),
         ({"multi_item_delimiter_indices": [torch.ones(1)] * 7}, "mask"),
         ({"extend_seq_lens_cpu": None}, "drafted tokens"),
+        ({"extend_seq_lens_cpu": [1, 30, 200, 130, 1, 40, 80]}, "graph"),
         ({"forward_mode": "TARGET_VERIFY"}, "drafted tokens"),
     ],
 )

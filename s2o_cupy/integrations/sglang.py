@@ -116,7 +116,7 @@ class _Prefill:
     ) -> Tensor | None:  # fmt: skip
         """[tokens, heads * head_dim], or None if nothing of a batch is S2O's. k and v are None if in the cache."""
         config = self.settings.of_layer(layer.layer_id)
-        reason = self._why_not_batch(backend, batch)
+        reason = self._why_not_batch(backend, batch, rows=q.shape[0])
         if reason is not None:
             counts.add_now(reason, batch.batch_size)
             return None
@@ -149,7 +149,7 @@ class _Prefill:
                 attend(run, q, k_pages, v_pages, plan.page_table, out, config, layer.scaling, layer.logit_cap)
         return out.flatten(1)
 
-    def _why_not_batch(self, backend: Any, batch: Any) -> str | None:
+    def _why_not_batch(self, backend: Any, batch: Any, rows: int) -> str | None:
         """Why no request of a batch is S2O's, or None."""
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED) or batch.extend_seq_lens_cpu is None:
             return "drafted tokens"
@@ -168,8 +168,10 @@ class _Prefill:
             return "token pool"
         if getattr(backend, "fa_skip_kv_cache", False):
             return "token pool"
-        on_gpu = batch.req_pool_indices.is_cuda
-        return "graph" if on_gpu and torch.cuda.is_current_stream_capturing() else None
+        if batch.req_pool_indices.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "graph"
+        # More rows are padding; fewer come of a graph whose batch stands for another.
+        return "graph" if sum(batch.extend_seq_lens_cpu) > rows else None
 
     def _why_not_layer(self, q: Tensor, layer: Any, options: Mapping[str, Any]) -> str | None:
         """Why a layer is not S2O's, or None."""
