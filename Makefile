@@ -12,7 +12,7 @@
 # no package index, packages of $(PYTHON) are used.
 #
 #   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
-#   INTEROP=1           also install PyTorch, JAX and transformers for the CPU and test with them
+#   INTEROP=1           also install PyTorch, JAX, transformers, diffusers for the CPU and test with them
 #   LINT=1              lint too, while kernels compile
 #   PYTEST="-k paged -x"   more arguments for pytest
 #   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)

@@ -33,8 +33,8 @@ class Guide(NamedTuple):
 GUIDES = {
     "guides/setting.md": Guide("docs/reference.md", "Choosing a setting", ("Choosing a setting",)),
     "guides/models.md": Guide("docs/integrations.md", "Hugging Face models", ("Hugging Face transformers",)),
-    "guides/servers.md": Guide(
-        "docs/integrations.md", "Servers", ("Packed sequences", "Prefill in chunks", "Paged caches")
+    "guides/batches.md": Guide(
+        "docs/integrations.md", "Packed and paged batches", ("Packed sequences", "Prefill in chunks", "Paged caches")
     ),
     "guides/several_gpus.md": Guide("docs/integrations.md", "Several GPUs", ("Many GPUs",)),
     "guides/jax.md": Guide("docs/integrations.md", "JAX", ("JAX",)),
@@ -80,7 +80,7 @@ API = {
     ),
     "api/integrations.md": (
         "Integrations",
-        [f"{INTEGRATIONS}.{name}" for name in ("torch", "drop_in", "transformers", "distributed", "jax")],
+        [f"{INTEGRATIONS}.{name}" for name in ("torch", "drop_in", "transformers", "diffusers", "distributed", "jax")],
     ),
     "api/reference.md": ("NumPy reference", [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists")]),
 }

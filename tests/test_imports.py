@@ -16,7 +16,7 @@ import s2o_cupy.reference
 
 PACKAGE = Path(s2o_cupy.__file__).parent
 REFERENCE = Path(s2o_cupy.reference.__file__).parent
-HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers")
+HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers", "diffusers", "sglang", "vllm")
 # Floors of the house: a room imports from its own floor's files and from those below, never from above.
 FLOORS = (
     {"spec", "caches"},
@@ -128,7 +128,7 @@ def test_import_is_light():
 
 def test_integrations_import_only_their_framework():
     """One after the other in one interpreter, as PyTorch takes seconds."""
-    loaded = loaded_after("from s2o_cupy.integrations import head_groups, zigzag")
+    loaded = loaded_after("from s2o_cupy.integrations import head_groups, plugins, zigzag")
     assert loaded.isdisjoint(HEAVY)
     if importlib.util.find_spec("jax"):
         assert loaded_after("import s2o_cupy.integrations.jax") & set(HEAVY) == {"jax"}

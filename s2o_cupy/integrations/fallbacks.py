@@ -1,18 +1,17 @@
-"""Which calls of a model S2O took, and why it left others to the model's own attention: counted, and said once."""
+"""Which calls of a model S2O took, and why it left others to the ordinary attention: counted, and said once."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["REASONS", "CallCounts"]
-
-logger = logging.getLogger("s2o_cupy.integrations.transformers")
+__all__ = ["REASONS", "CallCounts", "Kinds"]
 
 # What each reason means. Of those first nobody is warned: the model's own attention is meant to take such calls.
 _EXPECTED = {
@@ -37,7 +36,23 @@ _UNEXPECTED = {
     "gradients": "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()",
 }
 REASONS = _EXPECTED | _UNEXPECTED
-_WORDS = REASONS | {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"}
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What the calls that are counted can be."""
+
+    log: str  # name of the logger
+    attention: str  # what takes the calls that S2O does not
+    expected: dict[str, str]  # reasons, and what they mean: nobody is warned
+    unexpected: dict[str, str]
+    taken: dict[str, str]  # kinds of calls that are S2O's
+
+
+OF_MODELS = Kinds(
+    "s2o_cupy.integrations.transformers", "the model's own attention", _EXPECTED, _UNEXPECTED,
+    {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"},
+)  # fmt: skip
 
 
 class CallCounts:
@@ -46,7 +61,8 @@ class CallCounts:
     A CUDA graph's replay runs no Python, and is not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds = OF_MODELS) -> None:
+        self.kinds = kinds
         self.calls: Counter[str] = Counter()
         self._number = next(_numbers)
         _by_number[self._number] = self
@@ -57,15 +73,17 @@ class CallCounts:
         elif not torch.compiler.is_compiling():  # an exported program runs without this process
             self.add_now(what)
 
-    def add_now(self, what: str) -> None:
-        self.calls[what] += 1
-        if self.calls[what] == 1 and what in REASONS:
-            logger.log(
-                logging.INFO if what in _EXPECTED else logging.WARNING,
-                "s2o: the model's own attention takes calls of the kind %r: %s. This is said once; "
-                "report() has the counts.",
+    def add_now(self, what: str, times: int = 1) -> None:
+        first = what not in self.calls
+        self.calls[what] += times
+        if first and what not in self.kinds.taken:
+            unexpected = what in self.kinds.unexpected
+            logging.getLogger(self.kinds.log).log(
+                logging.WARNING if unexpected else logging.INFO,
+                "s2o: %s takes calls of the kind %r: %s. This is said once; report() has the counts.",
+                self.kinds.attention,
                 what,
-                REASONS[what],
+                (self.kinds.unexpected if unexpected else self.kinds.expected)[what],
             )
 
     def report(self) -> str:
@@ -73,7 +91,8 @@ class CallCounts:
         if not self.calls:
             return "no calls"
         width = max(map(len, self.calls))
-        return "\n".join(f"{count:8,}  {what:{width}}  {_WORDS[what]}" for what, count in self.calls.most_common())
+        words = self.kinds.expected | self.kinds.unexpected | self.kinds.taken
+        return "\n".join(f"{count:8,}  {what:{width}}  {words[what]}" for what, count in self.calls.most_common())
 
 
 _numbers = itertools.count()

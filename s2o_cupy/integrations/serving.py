@@ -1,0 +1,187 @@
+"""What the plug-ins of serving engines share: settings, which requests of a batch are S2O's, and the call for them."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..api.paged import s2o_attention_paged
+from ..spec import MAX_HEAD_DIM, S2OConfig
+from .fallbacks import CallCounts, Kinds
+
+__all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "kind_of_request", "why_not_shape"]
+
+Tensor = Any  # torch.Tensor
+
+# Of those first nobody is warned: the engine's own attention is meant to take such calls.
+_EXPECTED = {
+    "decoding": "one query",
+    "short": "fewer keys than min_seqlen",
+    "few queries": "fewer queries than block_m",
+    "drafted tokens": "queries that are not of a prompt, or of a draft model",
+    "layer": "per_layer says null for the layer",
+    "not causal": "an encoder, cross-attention, or attention that is not causal",
+    "graph": "a CUDA graph is captured, or was not prepared for S2O",
+}
+_UNEXPECTED = {
+    "sliding window": "the layer has a sliding window, or attends in chunks",
+    "sinks": "the layer has attention sinks",
+    "bias": "ALiBi, a bias or a temperature on scores",
+    "mask": "tokens that see others than the causal ones, such as those of an image or of several scored items",
+    "cache dtype": "the cache has another dtype than the queries, such as fp8",
+    "shape": "head_dim above 256 or no multiple of 8, or values of another head_dim",
+    "page size": "pages whose size is no power of two",
+    "token pool": "a pool of tokens whose numbers are translated, or that is no plain array of keys and values",
+    "context parallel": "a sequence's keys are spread over several GPUs",
+    "arguments": "the model passes arguments that S2O does not have",
+}
+
+
+def _kinds(engine: str, log: str) -> Kinds:
+    return Kinds(log, f"{engine}'s own attention", _EXPECTED, _UNEXPECTED, {"s2o": "S2O"})
+
+
+class Counts(CallCounts):
+    """How often a request met a layer, and what attended. Says so when the process ends."""
+
+    def __init__(self, engine: str, log: str) -> None:
+        super().__init__(_kinds(engine, log))
+        atexit.register(self._say_at_the_end)
+
+    def add_now(self, what: str, times: int = 1) -> None:
+        first = what not in self.calls
+        super().add_now(what, times)
+        if first and what == "s2o":
+            logging.getLogger(self.kinds.log).info("s2o: took its first prompt")
+
+    def _say_at_the_end(self) -> None:
+        if self.calls:
+            logging.getLogger(self.kinds.log).info("s2o: requests times layers\n%s", self.report())
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """Which prompts are S2O's, and how it attends."""
+
+    config: S2OConfig
+    min_seqlen: int = 8192  # with fewer keys the engine's own attention runs
+    per_layer: Mapping[int, S2OConfig | None] = field(default_factory=dict)
+    backend: str | None = None  # SGLang's attention that takes the rest
+
+    @classmethod
+    def parse(cls, given: Any, owner: str) -> ServingSettings:
+        """Of a mapping, the text of a JSON object, or the path of a JSON file. ``owner`` says in errors whose it is.
+
+        Raises TypeError or ValueError that names the entry, what came and what is accepted.
+        """
+        if isinstance(given, str):
+            given = _read(given, owner)
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{owner} is a {type(given).__name__}; accepted: a JSON object")
+        own = {"min_seqlen", "per_layer", "backend"}
+        min_seqlen = given.get("min_seqlen", 8192)
+        if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
+            raise ValueError(f"{owner}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
+        backend = given.get("backend")
+        if not isinstance(backend, str | None):
+            raise TypeError(f"{owner}: backend is {backend!r}; accepted: a name of SGLang's attention backends")
+        settings = {name: value for name, value in given.items() if name not in own}
+        per_layer = given.get("per_layer") or {}
+        if not isinstance(per_layer, Mapping):
+            raise TypeError(f"{owner}: per_layer is a {type(per_layer).__name__}; accepted: a JSON object by layer")
+        layers: dict[int, S2OConfig | None] = {}
+        for layer, of_layer in per_layer.items():
+            if not str(layer).isdecimal():
+                raise ValueError(f"{owner}: per_layer has the key {layer!r}; accepted: a layer, counted from 0")
+            if not isinstance(of_layer, Mapping | None):
+                raise TypeError(
+                    f"{owner}: per_layer[{layer}] is {of_layer!r}; accepted: null, or an object of S2OConfig's fields"
+                )
+            layers[int(layer)] = None if of_layer is None else _config({**settings, **of_layer}, owner, own)
+        return cls(_config(settings, owner, own), min_seqlen, layers, backend)
+
+    def of_layer(self, layer: int) -> S2OConfig | None:
+        return self.per_layer.get(layer, self.config)
+
+
+def _read(text: str, owner: str) -> Any:
+    if not text.lstrip().startswith("{"):
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"{owner} is {text!r}; accepted: a JSON object, or the path of a file that holds one")
+        text = path.read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{owner} is no JSON ({error}); accepted: a JSON object") from error
+
+
+def _config(settings: Mapping[str, Any], owner: str, own: set[str]) -> S2OConfig:
+    known = [x.name for x in fields(S2OConfig)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{owner}: {name!r} is not a setting; accepted: {', '.join([*sorted(own), *known])}")
+    return S2OConfig(**settings)
+
+
+class Run(NamedTuple):
+    """Neighbouring requests of a batch that are all S2O's, or all the engine's. Their rows of q are neighbours too."""
+
+    s2o: bool
+    requests: slice
+    tokens: slice  # rows of q
+    lengths: tuple[tuple[int, int], ...]  # queries and keys of each request
+
+
+def kind_of_request(seqlen_q: int, seqlen_k: int, settings: ServingSettings) -> str:
+    """"s2o", or why a request is not S2O's."""
+    if seqlen_q == 1:
+        return "decoding"
+    if seqlen_k < settings.min_seqlen:
+        return "short"
+    return "few queries" if seqlen_q < settings.config.block_m else "s2o"
+
+
+def cut(lengths: Sequence[tuple[int, int]], kinds: Sequence[str]) -> tuple[Run, ...]:
+    """A batch, cut where S2O's requests border on others. Requests without queries, as padding of a batch, go with
+    those before them."""
+    flags: list[bool] = []
+    for (seqlen_q, _), kind in zip(lengths, kinds, strict=True):
+        flags.append(kind == "s2o" if seqlen_q else bool(flags) and flags[-1])
+    runs = []
+    begin, first = 0, 0
+    for s2o, same in itertools.groupby(flags):
+        end = first + len(list(same))
+        of_run = tuple(lengths[first:end])
+        rows = sum(seqlen_q for seqlen_q, _ in of_run)
+        if rows:
+            runs.append(Run(s2o, slice(first, end), slice(begin, begin + rows), of_run))
+        begin, first = begin + rows, end
+    return tuple(runs)
+
+
+def why_not_shape(head_dim: int, head_dim_v: int, page_size: int) -> str | None:
+    """Why S2O does not take a layer's keys and values, or None."""
+    if head_dim != head_dim_v or head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return "shape"
+    return "page size" if page_size & (page_size - 1) else None
+
+
+def attend(
+    run: Run, q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, out: Tensor, config: S2OConfig,
+    scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] and page_table are those of the whole batch;
+    k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies."""
+    lengths_q, lengths_k = zip(*run.lengths, strict=True)
+    s2o_attention_paged(
+        q[run.tokens], k_pages, v_pages, page_table[run.requests], seqlen_k=list(lengths_k),
+        cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=config, scale=scale, softcap=softcap,
+        out=out[run.tokens],
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""What the plug-ins of serving engines share: settings, and how a batch is cut."""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import json
+import logging
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.integrations import plugins
+from s2o_cupy.integrations.serving import (
+    Counts,
+    ServingSettings,
+    cut,
+    kind_of_request,
+    why_not_shape,
+)
+
+
+def test_settings():
+    assert ServingSettings.parse({}, "here") == ServingSettings(S2OConfig(), 8192, {}, None)
+    given = {
+        "tau": 0.01, "segment": 256, "min_seqlen": 4096, "backend": "fa3",
+        "per_layer": {"0": None, "7": {"tau": 0.002}},
+    }  # fmt: skip
+    found = ServingSettings.parse(given, "here")
+    assert found.config == S2OConfig(tau=0.01, segment=256) and (found.min_seqlen, found.backend) == (4096, "fa3")
+    assert found.of_layer(0) is None and found.of_layer(1) is found.config
+    assert found.of_layer(7) == S2OConfig(tau=0.002, segment=256)  # the rest as everywhere
+
+
+def test_settings_as_text_or_in_a_file(tmp_path):
+    text = json.dumps({"tau": 0.01})
+    (tmp_path / "s2o.json").write_text(text)
+    of_text, of_file = (ServingSettings.parse(x, "here") for x in (text, str(tmp_path / "s2o.json")))
+    assert of_text == of_file == ServingSettings.parse({"tau": 0.01}, "here")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "here is a int; accepted: a JSON object"),
+        ("nowhere.json", "here is 'nowhere.json'; accepted: a JSON object, or the path of a file"),
+        ("{tau: 1}", "here is no JSON .*; accepted: a JSON object"),
+        ({"taw": 0.1}, "here: 'taw' is not a setting; accepted: backend, min_seqlen, per_layer, segment, tau, "),
+        ({"tau": -1}, "S2OConfig: tau is -1; accepted: a number >= 0"),
+        ({"min_seqlen": "8192"}, "here: min_seqlen is '8192'; accepted: an integer >= 0"),
+        ({"backend": 3}, "here: backend is 3; accepted: a name"),
+        ({"per_layer": [1]}, "here: per_layer is a list; accepted: a JSON object by layer"),
+        ({"per_layer": {"first": None}}, "here: per_layer has the key 'first'; accepted: a layer, counted from 0"),
+        ({"per_layer": {"0": 0.1}}, r"here: per_layer\[0\] is 0.1; accepted: null, or an object"),
+        ({"per_layer": {"0": {"taw": 1}}}, "here: 'taw' is not a setting"),
+    ],
+)
+def test_settings_that_are_refused(given, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        ServingSettings.parse(given, "here")
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "kind"),
+    [
+        (1, 9000, "decoding"), (1, 5, "decoding"), (200, 8191, "short"), (2, 5, "short"),
+        (127, 8192, "few queries"), (128, 8192, "s2o"), (9000, 9000, "s2o"),
+    ],
+)  # fmt: skip
+def test_kinds_of_requests(seqlen_q, seqlen_k, kind):
+    assert kind_of_request(seqlen_q, seqlen_k, ServingSettings.parse({}, "here")) == kind
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=12))
+def test_runs_cover_a_batch(requests):
+    """Each row once and in order, S2O's runs and others in turn, none without rows."""
+    lengths = [(n, n + 3) for n, _ in requests]
+    kinds = ["s2o" if taken else "short" for _, taken in requests]
+    runs = cut(lengths, kinds)
+    rows = [row for run in runs for row in range(run.tokens.start, run.tokens.stop)]
+    assert rows == list(range(sum(n for n, _ in lengths)))
+    owner = [run.s2o for run in runs for seqlen_q, _ in run.lengths for _ in range(seqlen_q)]
+    assert owner == [taken for n, taken in requests for _ in range(n)]
+    assert all(run.tokens.start < run.tokens.stop and list(run.lengths) == lengths[run.requests] for run in runs)
+    assert all(a.s2o != b.s2o for a, b in itertools.pairwise(runs))
+
+
+def test_entry_points():
+    """What setup.cfg tells engines to call is there."""
+    setup = configparser.RawConfigParser()
+    setup.read(Path(__file__).parent.parent / "setup.cfg", encoding="utf-8")
+    groups = setup["options.entry_points"]
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        name, value = groups[group].strip().split(" = ")
+        assert name == "s2o" and callable(EntryPoint(name, value, group).load())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_too_old(engine, monkeypatch, caplog):
+    """It runs as without S2O."""
+    for name in (engine, f"{engine}.v1.attention.backends.registry", f"{engine}.srt.arg_groups"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with caplog.at_level("INFO"):
+        logging.getLogger("vllm").propagate = True
+        getattr(plugins, f"register_with_{engine}")()
+    assert "s2o_cupy has no attention for this version of" in caplog.text
+
+
+def test_shapes():
+    assert why_not_shape(128, 128, 16) is None and why_not_shape(256, 256, 1) is None
+    assert why_not_shape(264, 264, 16) == why_not_shape(128, 64, 16) == why_not_shape(100, 100, 16) == "shape"
+    assert why_not_shape(128, 128, 48) == "page size"
+
+
+def test_counts(caplog):
+    counts = Counts("an engine", "s2o_cupy.test")
+    with caplog.at_level("INFO", "s2o_cupy.test"):
+        counts.add_now("s2o", 3)
+        counts.add_now("mask")
+        counts.add_now("s2o")
+        counts._say_at_the_end()
+    assert [x.levelname for x in caplog.records] == ["INFO", "WARNING", "INFO"]
+    assert caplog.records[0].message == "s2o: took its first prompt"
+    assert "an engine's own attention takes calls of the kind 'mask'" in caplog.records[1].message
+    assert caplog.records[2].message == (
+        "s2o: requests times layers\n       4  s2o   S2O\n       1  mask  tokens that see others than the causal ones, "
+        "such as those of an image or of several scored items"
+    )

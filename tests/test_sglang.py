@@ -1,0 +1,410 @@
+"""The plug-in for SGLang: which requests of a batch it gives to S2O, and that all attend as in dense attention.
+
+Each test runs with a stand-in for SGLang and, where it is installed, with SGLang itself on the CPU: its registry, its
+pools of tokens, its batches and its attention by PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import pretended_sglang  # noqa: E402
+from served import HEAD_DIM, HEADS, KV_HEADS, SCALE, SETTINGS, Served, installed  # noqa: E402
+
+from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
+from s2o_cupy.integrations.plugins import register_with_sglang  # noqa: E402
+
+PLUGIN = "s2o_cupy.integrations.sglang"
+KIT = installed("sglang.test.kits.attention_unittest.attention_methods.dense_attention")
+CONTEXT = 512
+
+
+class Engine:
+    """SGLang, or what stands for it, with a runner, its pools and an S2O backend."""
+
+    def __init__(self, monkeypatch: Any, real: bool) -> None:
+        self.real, self.monkeypatch = real, monkeypatch
+        if real:
+            self.kit = KIT or pytest.skip("SGLang is not installed")
+        else:
+            pretended_sglang.install(monkeypatch)
+        monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
+        import s2o_cupy.integrations.sglang as plugin
+
+        monkeypatch.setitem(sys.modules, PLUGIN, plugin)
+        self.plugin = plugin
+        plugin.counts.calls.clear()
+        self.info = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
+        self.settings()
+
+    def settings(self, **settings: Any) -> None:
+        self.monkeypatch.setenv("S2O_CONFIG", json.dumps(SETTINGS | settings))
+
+    def runner(self, page_size: int, requests: int = 7, like: Any = torch.zeros) -> Any:
+        if self.real:
+            case = self.kit.DenseAttentionCase(
+                name="served", backend="torch_native", forward_mode=self.info.ForwardMode.EXTEND, num_heads=HEADS,
+                num_kv_heads=KV_HEADS, page_size=page_size, prefix_lens=(0,) * requests, extend_lens=(1,) * requests,
+            )  # fmt: skip
+            model = self.kit.TinyModelConfig(
+                num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_size=64, context_len=CONTEXT,
+                sliding_window_size=None,
+            )  # fmt: skip
+            return self.kit.MockModelRunner(
+                case=case, model_config=model, dtype=torch.float32, device="cpu", max_context_len=CONTEXT,
+                head_dim=HEAD_DIM,
+            )  # fmt: skip
+        return types.SimpleNamespace(
+            decode_attention_backend_str="torch_native", is_draft_worker=False, use_mla_backend=False,
+            page_size=page_size, token_to_kv_pool=pretended_sglang.Pool(like(requests * CONTEXT, KV_HEADS, HEAD_DIM)),
+            req_to_token_pool=types.SimpleNamespace(
+                req_to_token=like(requests + 1, CONTEXT).int()
+            ),
+            kv_index_translator=types.SimpleNamespace(is_translating=False, bind_own_plan=lambda batch: None),
+        )  # fmt: skip
+
+    def layer(self, **changes: Any) -> Any:
+        if self.real:
+            from sglang.srt.layers.radix_attention import RadixAttention
+
+            layer = RadixAttention(HEADS, HEAD_DIM, SCALE, KV_HEADS, layer_id=0)
+        else:
+            layer = types.SimpleNamespace(
+                tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=HEAD_DIM, v_head_dim=HEAD_DIM, scaling=SCALE,
+                layer_id=0, logit_cap=0.0, sliding_window_size=-1, is_cross_attention=False, use_irope=False,
+                k_scale=None, v_scale=None, attn_type=pretended_sglang.AttentionType.DECODER,
+                pos_encoding_mode="NONE", logit_capping_method="tanh", xai_temperature_len=-1,
+            )  # fmt: skip
+        for name, value in changes.items():
+            setattr(layer, name, value)
+        return layer
+
+    def batch(self, runner: Any, served: Served, page_size: int) -> Any:
+        """Its cached keys are in the pool, the new ones are not; a request's row of req_to_token is any."""
+        table = served.table(page_size)
+        count, device = len(served.lengths), served.q.device
+        rows = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int().to(device)
+        places, positions = [], []
+        buffers = runner.token_to_kv_pool.get_kv_buffer(0)
+        for i, (seqlen_q, seqlen_k) in enumerate(served.lengths):
+            at = torch.arange(seqlen_k, device=device)
+            tokens = table[i][at // page_size].long() * page_size + at % page_size
+            runner.req_to_token_pool.req_to_token[rows[i], :seqlen_k] = tokens.int()
+            cached = tokens[: seqlen_k - seqlen_q]
+            for buffer, x in zip(buffers, (served.k[i], served.v[i]), strict=True):
+                buffer[tokens] = torch.nan
+                buffer[cached] = x[: len(cached)]
+            places.append(tokens[len(cached) :])
+            positions.append(at[len(cached) :])
+        lengths_q, lengths_k = ([pair[j] for pair in served.lengths] for j in (0, 1))
+        prefixes = [k - q for q, k in served.lengths]
+        batch = self.info.ForwardBatch(
+            forward_mode=self.info.ForwardMode.MIXED, batch_size=count, input_ids=torch.cat(positions),  # any
+            req_pool_indices=rows, seq_lens=torch.tensor(lengths_k, device=device),
+            seq_lens_cpu=torch.tensor(lengths_k), out_cache_loc=torch.cat(places), seq_lens_sum=sum(lengths_k),
+            positions=torch.cat(positions),
+        )  # fmt: skip
+        runner.kv_index_translator.bind_own_plan(batch)
+        batch.extend_seq_lens, batch.extend_prefix_lens = (
+            torch.tensor(x, device=device) for x in (lengths_q, prefixes)
+        )
+        batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = lengths_q, prefixes
+        batch.extend_num_tokens = served.starts[-1]
+        return batch
+
+    def run(self, backend: Any, served: Served, batch: Any, layer: Any = None, **options: Any) -> Any:
+        """[tokens, HEADS, HEAD_DIM]"""
+        new = [
+            torch.cat([x[n - m :] for x, (m, n) in zip(of, served.lengths, strict=True)]) for of in (served.k, served.v)
+        ]
+        with torch.no_grad():
+            o = backend.forward_extend(served.q.flatten(1), *new, layer or self.layer(), batch, **options)
+        return o.view(-1, HEADS, HEAD_DIM)
+
+
+@pytest.fixture(params=["pretended", "sglang"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch, real=request.param == "sglang")
+
+
+@pytest.fixture
+def ready(engine: Engine) -> Any:
+    """(engine, backend, served, batch), its metadata initialised; pages of 16 tokens."""
+    served, runner = Served.make(), engine.runner(16)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, 16)
+    backend.init_forward_metadata(batch)
+    return engine, backend, served, batch
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_batch_is_cut(engine, page_size, monkeypatch):
+    """Each request attends exactly once, and to its own keys: S2O's at tau 0, which is dense."""
+    served, runner = Served.make(), engine.runner(page_size)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, page_size)
+    rest = backend._s2o.rest
+    calls: list[Any] = []
+    of_rest = rest.forward_extend
+    monkeypatch.setattr(rest, "forward_extend", lambda *x, **y: calls.append((x, y)) or of_rest(*x, **y))
+    backend.init_forward_metadata(batch)
+    o = engine.run(backend, served, batch)
+    torch.testing.assert_close(o, served.expected(), rtol=0, atol=2e-6)
+    ((q, k, _, _, sub), options) = calls[0]
+    assert q.shape[0] == k.shape[0] == sub.extend_num_tokens == 72 and options == {"save_kv_cache": False}
+    assert sub.extend_seq_lens_cpu == sub.extend_seq_lens.tolist() == [1, 30, 1, 40]
+    assert sub.seq_lens.tolist() == sub.seq_lens_cpu.tolist() == [300, 30, 64, 400]
+    assert torch.equal(sub.req_pool_indices, batch.req_pool_indices[[0, 1, 4, 5]])
+    assert engine.plugin.counts.calls == {"s2o": 3, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu(engine, page_size, dtype):
+    """From the pool where it lies, on PyTorch's stream."""
+    if engine.real:
+        pytest.skip("its kernels on a GPU are another test's")
+    served = Served.make().to("cuda", getattr(torch, dtype))
+    runner = engine.runner(page_size, like=served.like)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, page_size)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        backend.init_forward_metadata(batch)
+        found = engine.run(backend, served, batch).cpu().float()
+    torch.testing.assert_close(found, served.expected(), rtol=0, atol=0.02)
+    assert engine.plugin.counts.calls["s2o"] == 3
+
+
+def test_s2o_leaves_out_what_it_would_alone(engine):
+    """With a tau: the bits of s2o_attention to each request's keys, which it has put into the pool."""
+    engine.settings(tau=0.5, unit=4)
+    served, runner = Served.make([(300, 300), (150, 400)]), engine.runner(16)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, 16)
+    backend.init_forward_metadata(batch)
+    o = engine.run(backend, served, batch)
+    config = S2OConfig(tau=0.5, segment=64, block_m=64, block_n=64, unit=4)
+    for i in (0, 1):
+        rows = slice(served.starts[i], served.starts[i + 1])
+        q, k, v = (x[None].transpose(1, 2) for x in (served.q[rows], served.k[i], served.v[i]))
+        assert torch.equal(o[rows], s2o_attention(q, k, v, config=config, scale=SCALE)[0].transpose(0, 1))
+    assert (o - served.expected()).abs().max() > 1e-3
+    assert engine.plugin.counts.calls == {"s2o": 2}
+
+
+def test_no_request_of_s2os(engine):
+    served, runner = Served.make([(1, 300), (30, 30), (40, 400)]), engine.runner(1)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, 1)
+    backend.init_forward_metadata(batch)
+    torch.testing.assert_close(engine.run(backend, served, batch), served.expected(), rtol=0, atol=2e-6)
+    assert engine.plugin.counts.calls == {"decoding": 1, "short": 1, "few queries": 1}
+
+
+def test_layers_share_a_plan_and_passes_do_not(ready):
+    """A batch's object can come again with other requests, as of a CUDA graph's runner."""
+    engine, backend, served, batch = ready
+    engine.run(backend, served, batch)
+    plan = backend._s2o.plan
+    engine.run(backend, served, batch, engine.layer(layer_id=0))  # another pass
+    assert backend._s2o.plan is not plan
+    plan = backend._s2o.plan
+    assert backend._s2o._plan(batch, layer=7) is plan
+    backend.init_forward_metadata(batch)
+    assert backend._s2o.plan is None
+
+
+def test_rows_of_padding(ready):
+    """Behind those of the batch: they are written, and read by nobody."""
+    engine, backend, served, batch = ready
+    some = [(200, 200), (130, 500)]
+    served = Served.make(some)
+    batch = engine.batch(backend._s2o.runner, served, 16)
+    backend.init_forward_metadata(batch)
+    o = engine.run(backend, served, batch)
+    padded = replace(served, q=torch.cat([served.q, torch.full((6, HEADS, HEAD_DIM), torch.nan)]))
+    with torch.no_grad():
+        again = backend.forward_extend(padded.q.flatten(1), None, None, engine.layer(), batch)
+    assert torch.equal(again[:330].view(o.shape), o) and (again[330:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "kind"),
+    [
+        ({"sliding_window_size": 64}, {}, "sliding window"),
+        ({"use_irope": True}, {}, "sliding window"),
+        ({"is_cross_attention": True}, {}, "not causal"),
+        ({"xai_temperature_len": 8}, {}, "bias"),
+        ({"pos_encoding_mode": "ALIBI"}, {}, "bias"),
+        ({"logit_cap": 3.0, "logit_capping_method": "other"}, {}, "bias"),
+        ({"v_head_dim": 16}, {}, "shape"),
+        ({}, {"sinks": torch.zeros(HEADS)}, "sinks"),
+        ({}, {"q_rope": torch.zeros(3)}, "arguments"),
+        ({}, {"sinks": None, "return_lse": False}, None),
+    ],
+)
+def test_layers_that_are_not_s2os(ready, changes, options, kind, caplog):
+    """The whole batch, by the attention that SGLang decodes with."""
+    engine, backend, served, batch = ready
+    whole: list[Any] = []
+    engine.monkeypatch.setattr(
+        type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: whole.append((x, y)) or x[0]
+    )
+    layer = engine.layer(**changes)
+    with caplog.at_level(logging.INFO, "s2o_cupy.integrations.sglang"):
+        engine.run(backend, served, batch, layer, **options)
+        engine.run(backend, served, batch, layer, **options)
+    counts = engine.plugin.counts.calls
+    if kind is None:
+        assert counts["s2o"] == 6 and len(whole) == 2  # of the requests beside S2O's
+        return
+    assert [x[0][4] for x in whole] == [batch] * 2 and whole[0][1] == options
+    assert counts[kind] == 6 and "s2o" not in counts
+    (said,) = [x for x in caplog.records if f"of the kind '{kind}'" in x.message]
+    assert "SGLang's own attention takes" in said.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"encoder_lens": torch.zeros(7)}, "not causal"),
+        ({"spec_info": types.SimpleNamespace(custom_mask=torch.ones(3))}, "mask"),
+        ({"multi_item_delimiter_indices": [torch.ones(1)] * 7}, "mask"),
+        ({"extend_seq_lens_cpu": None}, "drafted tokens"),
+        ({"extend_seq_lens_cpu": [1, 30, 200, 130, 1, 40, 80]}, "graph"),
+        ({"forward_mode": "TARGET_VERIFY"}, "drafted tokens"),
+    ],
+)
+def test_batches_that_are_not_s2os(ready, changes, kind):
+    engine, backend, served, batch = ready
+    engine.monkeypatch.setattr(
+        type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: served.q.flatten(1)
+    )
+    for name, value in changes.items():
+        setattr(batch, name, engine.info.ForwardMode[value] if name == "forward_mode" else value)
+    engine.run(backend, served, batch)
+    assert engine.plugin.counts.calls == {kind: 7}
+
+
+def test_a_pool_whose_numbers_are_translated(ready):
+    engine, backend, served, batch = ready
+    engine.monkeypatch.setattr(type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: served.q.flatten(1))
+    backend._s2o.runner.kv_index_translator.is_translating = True
+    engine.run(backend, served, batch)
+    assert engine.plugin.counts.calls == {"token pool": 7}
+
+
+def test_layers_with_settings_of_their_own(ready):
+    engine, _, served, batch = ready
+    engine.settings(per_layer={"0": None})
+    runner = engine.runner(16)
+    backend = engine.plugin.make_backend(runner)
+    batch = engine.batch(runner, served, 16)
+    backend.init_forward_metadata(batch)
+    torch.testing.assert_close(engine.run(backend, served, batch), served.expected(), rtol=0, atol=2e-6)
+    assert engine.plugin.counts.calls["layer"] == 3
+
+
+def test_whose_attention_takes_the_rest(engine):
+    runner = engine.runner(1)
+    make = engine.plugin.make_backend
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry").ATTENTION_BACKENDS
+    assert isinstance(make(runner), type(registry["torch_native"](runner)))
+    runner.decode_attention_backend_str = "s2o"
+    with pytest.raises(ValueError, match="'s2o' is not one for the rest; accepted: --prefill-attention-backend s2o, w"):
+        make(runner)
+    engine.settings(backend="torch_native")
+    assert type(make(runner)).__name__.startswith("S2O")
+    engine.settings(backend="nothing")
+    with pytest.raises(ValueError, match="'nothing' is not one for the rest"):
+        make(runner)
+    engine.settings()
+    runner.decode_attention_backend_str = "torch_native"
+    runner.is_draft_worker = True
+    assert not type(make(runner)).__name__.startswith("S2O")
+    runner.use_mla_backend = True
+    with pytest.raises(ValueError, match="S2O does not attend to the latents of MLA models"):
+        make(runner)
+
+
+def test_the_entry_point(engine, monkeypatch):
+    """Registers a name, and imports nothing of the plug-in until it is asked for."""
+    choices = importlib.import_module("sglang.srt.arg_groups.choices").ATTENTION_BACKEND_CHOICES
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry").ATTENTION_BACKENDS
+    before = list(choices)
+    monkeypatch.delitem(sys.modules, PLUGIN)
+    register_with_sglang()
+    register_with_sglang()  # as often as there are processes, or more
+    assert choices.count("s2o") == 1 and set(before) <= set(choices) and PLUGIN not in sys.modules
+    runner = engine.runner(1)
+    assert type(registry["s2o"](runner)).__name__.startswith("S2O")
+    assert PLUGIN in sys.modules
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine(monkeypatch, real=True)
+    register_with_sglang()
+    return engine
+
+
+def test_sglang_takes_the_name(sglang):
+    """On its command line, and as one half of its backend for prefill and decoding."""
+    from argparse import ArgumentParser
+
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
+    from sglang.srt.server_args import ServerArgs
+
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(["--model-path", "x", "--prefill-attention-backend", "s2o"])
+    assert given.prefill_attention_backend == "s2o"
+    backend = setup._build_resolved_backend(
+        model_runner=sglang.runner(16), init_new_workspace=False,
+        resolved=setup.ResolvedAttentionBackendStr(prefill="s2o", decode="torch_native"),
+    )  # fmt: skip
+    assert type(backend.prefill_backend).__name__ == "S2OTorchNativeAttnBackend"
+    assert type(backend.decode_backend).__name__ == "TorchNativeAttnBackend"
+
+
+@pytest.mark.parametrize("layout", ["shuffled_pages", "interleaved_pages"])
+@pytest.mark.parametrize("backend", ["torch_native", "triton"])
+def test_sglangs_own_cases(sglang, layout, backend):
+    """Those of its attention unit tests, whose prompts are short: with S2O for all that has a tile of 16 queries."""
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton runs on a CPU with TRITON_INTERPRET=1")
+    sglang.settings(min_seqlen=1, block_m=16, segment=16, backend=backend)
+    kit, testcase = sglang.kit, types.SimpleNamespace(skipTest=pytest.fail)
+    cases = (*kit.make_dense_input_config_cases("s2o"), *kit.make_dense_attention_config_cases("s2o"))
+    longer = kit.DenseAttentionCase(
+        name="longer", backend="s2o", forward_mode=sglang.info.ForwardMode.EXTEND, num_heads=4, num_kv_heads=2,
+        page_size=16, prefix_lens=(0, 200, 64, 0), extend_lens=(30, 70, 100, 1),
+    )  # fmt: skip
+    for case in (*cases, longer):
+        with torch.no_grad():
+            fixture = kit.build_dense_attention_fixture(
+                testcase, case, max_context_len=CONTEXT, device="cpu", dtype=torch.float32, loc_layout=layout
+            )
+            o, expected = kit.run_dense_fixture_eager(fixture), kit.expected_dense_fixture_output(fixture)
+        torch.testing.assert_close(o, expected, rtol=0, atol=2e-6, msg=case.name)
+    assert sglang.plugin.counts.calls["s2o"] > 5
+
+
+def test_without_sglang(monkeypatch):
+    for name in ("sglang", "sglang.srt.layers.attention.attention_registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
+    with pytest.raises(ImportError, match=r"integrations.sglang: .*needs SGLang 0.5.23 or newer; remedy: pip install"):
+        import s2o_cupy.integrations.sglang  # noqa: F401

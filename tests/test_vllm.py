@@ -1,0 +1,406 @@
+"""The plug-in for vLLM: which requests of a batch it gives to S2O, and that all attend as in dense attention.
+
+Each test runs with a stand-in for vLLM and, where it is installed, with vLLM itself: its registry, builder, metadata
+and implementation, but for the kernel of FlashAttention, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import pretended_vllm  # noqa: E402
+from served import HEAD_DIM, HEADS, KINDS, KV_HEADS, LENGTHS, SCALE, SETTINGS, Served, dense_from_pages, installed  # noqa: E402
+
+from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
+from s2o_cupy.integrations import serving  # noqa: E402
+from s2o_cupy.integrations.plugins import VLLM_BACKEND, register_with_vllm  # noqa: E402
+
+PLUGIN = "s2o_cupy.integrations.vllm"
+PAGE = 16
+REAL = installed("vllm.v1.attention.backends.flash_attn")
+
+
+class Engine:
+    """vLLM, or what stands for it, with a layer of S2O's and the batch of served.py."""
+
+    def __init__(self, monkeypatch: Any, real: bool) -> None:
+        self.real = real
+        if real and REAL is None:
+            pytest.skip("vLLM is not installed")
+        if not real:
+            pretended_vllm.install(monkeypatch)
+        monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
+        import s2o_cupy.integrations.vllm as plugin
+
+        monkeypatch.setitem(sys.modules, PLUGIN, plugin)
+        self.plugin = plugin
+        plugin.counts.calls.clear()
+        self.monkeypatch = monkeypatch
+        self.calls: list[dict[str, Any]] = []  # FlashAttention's
+
+        def kernel(**arguments: Any) -> None:
+            self.calls.append(arguments)
+            dense_from_pages(**arguments)
+
+        self.flash_attn = importlib.import_module("vllm.v1.attention.backends.flash_attn")
+        monkeypatch.setattr(self.flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", kernel)
+
+    def config(self, **settings: Any) -> Any:
+        additional = {"s2o": SETTINGS | settings}
+        if not self.real:
+            return types.SimpleNamespace(additional_config=additional)
+        from vllm.config import DeviceConfig, VllmConfig
+
+        config = VllmConfig(additional_config=additional, device_config=DeviceConfig(device="cpu"))
+        config.model_config = types.SimpleNamespace(
+            get_num_attention_heads=lambda _: HEADS, rswa_window=None, is_mm_prefix_lm=False,
+            hf_config=types.SimpleNamespace(model_type="llama"),
+        )  # fmt: skip
+        return config
+
+    def builder(self, **settings: Any) -> Any:
+        spec: Any = None
+        if self.real:
+            from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+            spec = FullAttentionSpec(
+                block_size=PAGE, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32
+            )
+        config = self.config(**settings)
+        return self.plugin.S2OMetadataBuilder(spec, ["model.layers.3.attn"], config, torch.device("cpu"))
+
+    def impl(self, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        config = self.config(**(settings or {}))
+        self.monkeypatch.setattr(self.plugin, "get_current_vllm_config_or_none", lambda: config)
+        arguments: dict[str, Any] = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | options
+        impl = self.plugin.S2OImpl(HEADS, HEAD_DIM, SCALE, KV_HEADS, **arguments)
+        impl.vllm_flash_attn_version = 2
+        return impl
+
+    def layer(self) -> Any:
+        one = torch.ones(())
+        return types.SimpleNamespace(layer_name="model.layers.3.attn", _q_scale=one, _k_scale=one, _v_scale=one)
+
+    def common(self, served: Served, table: Any, padding: int = 0, **changes: Any) -> Any:
+        """The batch's metadata; ``padding``: requests without a query behind it, as CUDA graphs have them."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        lengths = served.lengths + [(0, 0)] * padding
+        begins = torch.tensor(served.starts + served.starts[-1:] * padding, dtype=torch.int32)
+        keys = torch.tensor([n for _, n in lengths], dtype=torch.int32)
+        device = served.q.device
+        fields: dict[str, Any] = {
+            "query_start_loc": begins.to(device), "query_start_loc_cpu": begins, "seq_lens": keys.to(device),
+            "num_reqs": len(lengths),
+            "num_actual_tokens": served.starts[-1], "max_query_len": max(q for q, _ in lengths),
+            "max_seq_len": int(keys.max()), "block_table_tensor": torch.cat([table, table[:1].expand(padding, -1)]),
+            "slot_mapping": torch.arange(served.starts[-1], device=device), "seq_lens_cpu_upper_bound": keys,
+            "is_prefilling": torch.tensor([q > 1 for q, _ in lengths]),
+        }  # fmt: skip
+        return CommonAttentionMetadata(**(fields | changes))
+
+    def run(self, served: Served, cache: Any, metadata: Any, impl: Any = None, padding: int = 0) -> Any:
+        """Outputs of the batch, and of ``padding`` rows behind it, which are NaN before."""
+        rows = served.starts[-1] + padding
+        query = served.like(rows, HEADS, HEAD_DIM)
+        query[: len(served.q)] = served.q
+        key = served.like(rows, KV_HEADS, HEAD_DIM)  # is in the cache already
+        output = served.like(rows, HEADS, HEAD_DIM, fill=torch.nan)
+        impl = impl or self.impl()
+        return impl.forward(self.layer(), query, key, key, cache, metadata, output)
+
+
+@pytest.fixture(params=["pretended", "vllm"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch, real=request.param == "vllm")
+
+
+def in_cache(served: Served, by_head: bool = False) -> tuple[Any, Any]:
+    """(cache [pages, KV_HEADS, PAGE, 2 * HEAD_DIM], page table): tokens, or heads, outermost in a page."""
+    table = served.table(PAGE)
+    pages = int(table.max()) + 2
+    if by_head:
+        cache = served.like(pages, KV_HEADS, PAGE, 2 * HEAD_DIM, fill=torch.nan)
+    else:
+        cache = served.like(pages, PAGE, KV_HEADS, 2 * HEAD_DIM, fill=torch.nan).transpose(1, 2)
+    k_pages, v_pages = cache.transpose(1, 2).split(HEAD_DIM, dim=-1)
+    served.put(k_pages, v_pages, table)
+    return cache, table
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_batch_is_cut(engine, by_head):
+    """Each request attends exactly once, and to its own keys: S2O's at tau 0, which is dense."""
+    served = Served.make()
+    cache, table = in_cache(served, by_head)
+    metadata = engine.builder().build(0, engine.common(served, table))
+    assert [(run.s2o, run.requests, run.tokens) for run, _ in metadata.parts] == [
+        (False, slice(0, 2), slice(0, 31)),
+        (True, slice(2, 4), slice(31, 361)),
+        (False, slice(4, 6), slice(361, 402)),
+        (True, slice(6, 7), slice(402, 472)),
+    ]
+    o = engine.run(served, cache, metadata, padding=8)
+    torch.testing.assert_close(o[:472], served.expected(), rtol=0, atol=2e-6)
+    assert o[472:].isnan().all()  # nobody's rows
+    assert [(x["cu_seqlens_q"].tolist(), x["seqused_k"].tolist()) for x in engine.calls] == [
+        ([0, 1, 31], [300, 30]),
+        ([0, 1, 41], [64, 400]),
+    ]
+    assert [x["max_seqlen_q"] for x in engine.calls] == [30, 40]
+    assert engine.plugin.counts.calls == {"s2o": 3, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu(engine, by_head, dtype):
+    """From the cache where it lies, on PyTorch's stream."""
+    if engine.real:
+        pytest.skip("its kernels on a GPU are another test's")
+    served = Served.make().to("cuda", getattr(torch, dtype))
+    cache, table = in_cache(served, by_head)
+    metadata = engine.builder().build(0, engine.common(served, table))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        o = engine.run(served, cache, metadata, padding=8)
+        found = o.cpu().float()
+    torch.testing.assert_close(found[:472], served.expected(), rtol=0, atol=0.02)
+    assert found[472:].isnan().all() and engine.plugin.counts.calls["s2o"] == 3
+
+
+def test_s2o_leaves_out_what_it_would_alone(engine):
+    """With a tau: the bits of s2o_attention to each request's keys."""
+    settings = {"tau": 0.5, "unit": 4}
+    served = Served.make()
+    cache, table = in_cache(served)
+    metadata = engine.builder().build(0, engine.common(served, table))
+    o = engine.run(served, cache, metadata, engine.impl(settings))
+    config = S2OConfig(tau=0.5, segment=64, block_m=64, block_n=64, unit=4)
+    for i, kind in enumerate(KINDS):
+        rows = slice(served.starts[i], served.starts[i + 1])
+        if kind == "s2o":
+            q, k, v = (x[None].transpose(1, 2) for x in (served.q[rows], served.k[i], served.v[i]))
+            alone = s2o_attention(q, k, v, config=config, scale=SCALE)
+            assert torch.equal(o[rows], alone[0].transpose(0, 1))
+    assert (o - served.expected()).abs().max() > 1e-3
+
+
+def test_the_cache_is_read_where_it_lies(engine, monkeypatch):
+    """Keys and values side by side: two views of the cache, of its memory and strides."""
+    served = Served.make()
+    cache, table = in_cache(served)
+    seen = []
+    monkeypatch.setattr(serving, "s2o_attention_paged", lambda *x, **options: seen.append((x, options)))
+    metadata = engine.builder().build(0, engine.common(served, table))
+    engine.run(served, cache, metadata)
+    (q, k_pages, v_pages, page_table), options = seen[0]
+    assert k_pages.data_ptr() == cache.data_ptr() and v_pages.data_ptr() == cache.data_ptr() + 4 * HEAD_DIM
+    assert k_pages.shape == v_pages.shape == (len(cache), PAGE, KV_HEADS, HEAD_DIM)
+    assert k_pages.stride() == (PAGE * KV_HEADS * 2 * HEAD_DIM, KV_HEADS * 2 * HEAD_DIM, 2 * HEAD_DIM, 1)
+    assert torch.equal(page_table, table[2:4]) and page_table.data_ptr() == table[2:].data_ptr() - table.data_ptr() + (
+        metadata.block_table.data_ptr()
+    )
+    assert options["cu_seqlens_q"] == [0, 200, 330] and options["seqlen_k"] == [200, 500]
+    assert q.shape[0] == 330 and options["out"].shape == q.shape
+
+
+def test_a_padded_batch(engine):
+    served = Served.make()
+    cache, table = in_cache(served)
+    metadata = engine.builder().build(0, engine.common(served, table, padding=3))
+    assert metadata.parts[-1][0].requests == slice(6, 10)  # with S2O's last
+    torch.testing.assert_close(engine.run(served, cache, metadata), served.expected(), rtol=0, atol=2e-6)
+    assert sum(engine.plugin.counts.calls.values()) == len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kinds"),
+    [
+        ([(1, 900), (1, 50)], {"decoding": 2}),
+        ([(99, 99), (1, 50)], {"short": 2}),
+        ([(63, 900), (1, 50)], {"few queries": 2}),
+        ([(70, 70), (63, 900)], {"short": 1, "few queries": 1}),
+        ([(300, 300), (150, 900)], {"s2o": 2}),
+    ],
+)
+def test_whole_batches(engine, lengths, kinds):
+    served = Served.make(lengths)
+    cache, table = in_cache(served)
+    metadata = engine.builder().build(0, engine.common(served, table))
+    torch.testing.assert_close(engine.run(served, cache, metadata), served.expected(), rtol=0, atol=2e-6)
+    assert engine.plugin.counts.calls == kinds
+    assert len(engine.calls) == ("s2o" not in kinds)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "kind"),
+    [
+        ({"sliding_window": 64}, {}, "sliding window"),
+        ({"alibi_slopes": [0.5] * HEADS}, {}, "bias"),
+        ({"sinks": torch.zeros(HEADS)}, {}, "sinks"),
+        ({"attn_type": "encoder_only"}, {}, "not causal"),
+        ({}, {"per_layer": {"3": None}}, "layer"),
+    ],
+)
+def test_layers_that_are_not_s2os(engine, options, settings, kind, monkeypatch, caplog):
+    """The whole batch, with FlashAttention's own metadata of it."""
+    if engine.real and "sinks" in options:
+        monkeypatch.setattr(engine.flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    served = Served.make()
+    cache, table = in_cache(served)
+    impl = engine.impl(settings, **options)
+    whole = []
+    monkeypatch.setattr(type(impl).__mro__[1], "forward", lambda self, *arguments: whole.append(arguments))
+    metadata = engine.builder().build(0, engine.common(served, table))
+    with caplog.at_level(logging.INFO, "vllm.s2o_cupy"):
+        logging.getLogger("vllm").propagate = True
+        engine.run(served, cache, metadata, impl)
+        engine.run(served, cache, metadata, impl)
+    assert len(whole) == 2 and whole[0][5] is metadata
+    assert engine.plugin.counts.calls[kind] == 6 and "s2o" not in engine.plugin.counts.calls
+    said = [x for x in caplog.records if f"of the kind '{kind}'" in x.message]
+    assert len(said) == 1 and "vLLM's own attention takes" in said[0].message
+
+
+def test_a_cache_of_another_dtype(engine, monkeypatch):
+    served = Served.make()
+    cache, table = in_cache(served)
+    impl = engine.impl()
+    monkeypatch.setattr(type(impl).__mro__[1], "forward", lambda self, *arguments: None)
+    engine.run(served, cache.half(), engine.builder().build(0, engine.common(served, table)), impl)
+    assert engine.plugin.counts.calls["cache dtype"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"causal": False}, "not causal"),
+        ({"seq_lens_cpu_upper_bound": None}, "drafted tokens"),
+        ({"mm_req_doc_ranges": {2: [(3, 9)]}}, "mask"),
+        ({"rswa_prefix_lens": torch.ones(len(LENGTHS))}, "sliding window"),
+    ],
+)
+def test_batches_that_are_not_s2os(engine, changes, kind):
+    served = Served.make()
+    metadata = engine.builder().build(0, engine.common(served, served.table(PAGE), **changes))
+    assert metadata.parts == () and metadata.kinds == {kind: len(LENGTHS)}
+
+
+def test_drafted_tokens_are_not_s2os(engine):
+    """Of a request that is past its prompt the host knows an upper bound of the length alone."""
+    served = Served.make([(100, 300), (100, 300)])
+    common = engine.common(served, served.table(PAGE), is_prefilling=torch.tensor([False, True]))
+    metadata = engine.builder().build(0, common)
+    assert [run.s2o for run, _ in metadata.parts] == [False, True]
+    assert metadata.kinds == {"drafted tokens": 1, "s2o": 1}
+
+
+def test_no_part_of_a_cuda_graph_and_of_a_draft_model(engine):
+    """A graph would keep the lengths that it was captured with."""
+    served = Served.make()
+    builder, common = engine.builder(), engine.common(served, served.table(PAGE))
+    assert builder.build_for_cudagraph_capture(common).kinds == {"graph": len(LENGTHS)}
+    assert builder.build_for_drafting(common, 0).kinds == {"drafted tokens": len(LENGTHS)}
+    assert len(builder.build(0, common).parts) == 4
+
+
+def test_another_group_of_layers(engine):
+    """Which has the same batch with pages of its own."""
+    served = Served.make()
+    cache, table = in_cache(served)
+    builder = engine.builder()
+    metadata = builder.build(0, engine.common(served, torch.zeros_like(table)))
+    moved = builder.update_block_table(metadata, table, torch.arange(472))
+    torch.testing.assert_close(engine.run(served, cache, moved), served.expected(), rtol=0, atol=2e-6)
+
+
+def test_a_run_that_measures_memory(engine):
+    served = Served.make()
+    cache, _ = in_cache(served)
+    assert (engine.run(served, cache, None) == 0).all()
+
+
+def test_settings_of_a_layer(engine):
+    """By its number in the name that vLLM gives it."""
+    impl = engine.impl({"per_layer": {"3": {"tau": 0.5}, "4": None}})
+    layer = engine.layer()
+    assert impl._config(layer) == replace(impl.settings.config, tau=0.5)
+    layer.layer_name = "model.layers.4.attn"
+    assert impl._config(layer) is None
+    layer.layer_name = "model.layers.5.attn"
+    assert impl._config(layer) is impl.settings.config
+
+
+def test_the_entry_point(engine, monkeypatch, caplog):
+    """Registers a name, imports nothing of the plug-in, and leaves another plug-in's backend where it is."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if engine.real:
+        from vllm.v1.attention.backends import registry
+
+        monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    else:
+        monkeypatch.setattr(custom, "path", None)
+    monkeypatch.delitem(sys.modules, PLUGIN)
+    register_with_vllm()
+    register_with_vllm()  # as often as there are processes, or more
+    assert custom.get_path() == VLLM_BACKEND and PLUGIN not in sys.modules
+    module, name = VLLM_BACKEND.rsplit(".", 1)
+    assert module == PLUGIN and name == engine.plugin.S2OBackend.__name__
+    register_backend(custom, "other.Backend")
+    with caplog.at_level(logging.INFO, "vllm.s2o_cupy"):
+        logging.getLogger("vllm").propagate = True
+        register_with_vllm()
+    assert custom.get_path() == "other.Backend"
+    assert "VLLM_PLUGINS=s2o makes it S2O" in caplog.text
+
+
+def test_what_vllm_asks_a_backend(engine):
+    backend = engine.plugin.S2OBackend
+    assert (backend.get_name(), backend.get_impl_cls(), backend.get_builder_cls()) == (
+        "CUSTOM", engine.plugin.S2OImpl, engine.plugin.S2OMetadataBuilder,
+    )  # fmt: skip
+    assert not backend.supports_device_cpu_query_lens_mismatch() and not backend.supports_batch_invariance()
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_vllm_finds_and_accepts_it(engine, monkeypatch):
+    """By the name that a command line gives; with its own check of what a model needs."""
+    from vllm.config import AttentionConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    register_with_vllm()
+    backend = AttentionConfig(backend="custom").backend
+    assert backend is registry.AttentionBackendEnum.CUSTOM is registry.AttentionBackendEnum["CUSTOM"]
+    assert backend.get_class() is engine.plugin.S2OBackend
+    needs = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
+    }  # fmt: skip
+    assert backend.get_class().validate_configuration(**needs) == []
+    (reason,) = backend.get_class().validate_configuration(**needs, use_adaptive_verification=True)
+    assert "query lens mismatch" in reason
+    reasons = backend.get_class().validate_configuration(**needs, use_batch_invariant=True)
+    assert reasons == ["batch invariance not supported"]
+    assert registry.AttentionBackendEnum.FLASH_ATTN.get_class().validate_configuration(**needs) == []
+
+
+def test_without_vllm(monkeypatch):
+    for name in ("vllm", "vllm.config"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
+    with pytest.raises(ImportError, match=r"integrations.vllm: .*needs vLLM 0.33 or newer; remedy: pip install"):
+        import s2o_cupy.integrations.vllm  # noqa: F401
