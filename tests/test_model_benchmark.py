@@ -152,6 +152,8 @@ def folder(tmp_path, rng):
 def test_a_converted_model_gives_the_same_logits(torch, small_llama, folder, tied, rng):
     import _turns
 
+    from s2o_cupy.integrations.next_tokens import next_tokens
+
     loader = _sources.module_of(str(folder / "loader.py"))
     weights = loader.load(folder / "weights.npz")
     if not tied:
@@ -168,7 +170,7 @@ def test_a_converted_model_gives_the_same_logits(torch, small_llama, folder, tie
         torch.testing.assert_close(last, found[None, -1:])
         expected = loader.nll(weights, ids, targets)
         for chunk in (7, 200, 1000):
-            loss, hit = small_llama.next_tokens(llama, ids, targets, chunk)
+            loss, hit = (x[0] for x in next_tokens(llama, ids[None], targets[None], chunk))
             np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
             assert (hit == (found.argmax(-1) == targets).numpy()).all()
         assert hit.any()

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Train the small model of this folder on a CPU, on the text that comes with Python itself.
+
+    python benchmarks/small_model/train.py --out weights.npz
+
+A Llama that reads bytes: 3 layers, 4 query heads over 2 KV heads, head_dim 64. It learns from the docstrings of the
+standard library, and is measured on text.npz, of the language reference, which it has not seen (``pydoc_data``). So
+that it copies from far away, as large models do, half of each sequence says pieces of the other half again, and the
+positions between them jump by up to 131,072 (positions alone, so sequences stay short).
+
+Another version of Python has other docstrings, and so gives other weights. Needs PyTorch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import pathlib
+import sysconfig
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HERE = pathlib.Path(__file__).parent
+POSITIONS = 1 << 17
+# (steps, sequences, bytes of each): long sequences last, where a query finds its place among more keys.
+STAGES = ((1200, 8, 512), (200, 2, 2048), (40, 1, 8192))
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+
+
+def docstrings() -> bytes:
+    """Of the standard library's modules, without its tests, in the order of their paths."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if {"site-packages", "dist-packages", "test", "tests", "pydoc_data"} & {*parts}:
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return "\n\n".join(filter(None, found)).encode()
+
+
+def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and positions, int64 [rows, length]: a text, and behind a jump pieces of it between new text."""
+    ids, positions = np.empty((2, rows, length), np.int64)
+    half = length // 2
+
+    def fresh(n: int) -> np.ndarray:
+        start = rng.integers(0, len(text) - n)
+        return text[start : start + n]
+
+    for row, places in zip(ids, positions, strict=True):
+        row[:half] = fresh(half) if rng.random() < 0.8 else rng.permutation(fresh(half))
+        filled = half
+        while filled < length:
+            n = int(rng.integers(24, 200))
+            piece = fresh(n) if rng.random() < 0.3 else row[(start := rng.integers(0, max(1, half - n))) : start + n]
+            piece = piece[: length - filled]
+            row[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        # Half of the jumps are short: as likely from 1 to 2 as from 50,000 to 100,000.
+        first = int(np.exp(rng.uniform(0, np.log(POSITIONS - length))))
+        places[:] = rng.integers(0, POSITIONS - length - first + 1) + np.arange(length)
+        places[half:] += first
+    return ids, positions
+
+
+def stages(text: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+    for steps, rows, length in STAGES:
+        for _ in range(steps):
+            yield batch(text, rng, rows, length)
+
+
+def train(text: np.ndarray, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    config = LlamaConfig(
+        **SIZES, rope_parameters=rope, rms_norm_eps=1e-5, max_position_embeddings=POSITIONS, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    total = sum(steps for steps, _, _ in STAGES)
+    begin = time.monotonic()
+    for step, (ids, positions) in enumerate(stages(text, np.random.default_rng(seed))):
+        rate = min(1.0, step / 50) * 0.5 * (1 + np.cos(np.pi * step / total))
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * max(rate, 0.02)
+        ids, positions = torch.from_numpy(ids), torch.from_numpy(positions)
+        # A mask of its own: positions that jump would otherwise be read as sequences packed one behind the other.
+        hidden = model.model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+        logits = model.lm_head(hidden.last_hidden_state[:, :-1])  # [rows, length - 1, 256]
+        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        optimizer.zero_grad()
+        each.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step == total - 1:
+            first, second = each[:, : each.shape[1] // 2].mean().item(), each[:, each.shape[1] // 2 :].mean().item()
+            seconds = time.monotonic() - begin
+            print(f"{step:5} of {total}, {seconds:5.0f} s: {first:.3f} nats a byte, {second:.3f} with copies", flush=True)
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(HERE / "weights.npz"), help="the file to write (default: the one here)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    model = train(np.frombuffer(docstrings(), np.uint8), args.seed)
+    weights = {name: x.detach().half().numpy() for name, x in model.named_parameters()}
+    np.savez_compressed(args.out, **weights)
+    print(f"{args.out}: {pathlib.Path(args.out).stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
