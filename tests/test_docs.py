@@ -15,7 +15,7 @@ import pytest
 from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, spec
-from s2o_cupy.tools import cli
+from s2o_cupy.__main__ import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
@@ -115,7 +115,7 @@ def check_command(command):
             assert variable[1] in make_variables() if variable else word in make_targets(), word
     elif words[0] == "s2o" or words[:3] == ["python", "-m", "s2o_cupy"]:
         try:
-            cli._parser().parse_args(words[1 if words[0] == "s2o" else 3 :])
+            parser().parse_args(words[1 if words[0] == "s2o" else 3 :])
         except SystemExit:
             pytest.fail(f"s2o takes no such arguments: {command}")
     elif words[0] in ("python", "torchrun"):
@@ -138,7 +138,7 @@ def test_commands_exist(page, line, command):
 
 
 def cli_options():
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    (commands,) = (a for a in parser()._actions if isinstance(a.choices, dict))
     return {option for parser in commands.choices.values() for option in parser._option_string_actions}
 
 
@@ -166,7 +166,7 @@ def test_what_is_named_in_a_sentence_exists(page):
 
 def test_every_command_and_extra_is_told():
     readme, contributing = text_of(ROOT / "README.md"), text_of(ROOT / "CONTRIBUTING.md")
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    (commands,) = (a for a in parser()._actions if isinstance(a.choices, dict))
     for command in commands.choices:
         assert f"`s2o {command}`" in readme
     for extra in extras():

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-HEADS, KV_HEADS, ROPE_THETA = 4, 2, 5e5
+HEADS, KV_HEADS, ROPE_THETA = 4, 2, 1e8
 
 
 def load(path: str) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = pathlib.Path(__file__).parent
 POSITIONS = 1 << 17
+ROPE_THETA = 1e8  # so large that half of a head's pairs hardly turn over all these positions: what matches from afar
 # (steps, sequences, bytes of each): long sequences last, where a query finds its place among more keys.
-STAGES = ((1200, 8, 512), (200, 2, 2048), (40, 1, 8192))
+STAGES = ((1600, 16, 256), (300, 4, 1024), (60, 1, 4096))
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -52,32 +53,36 @@ def docstrings() -> bytes:
     return "\n\n".join(filter(None, found)).encode()
 
 
-def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and positions, int64 [rows, length]: a text, and behind a jump pieces of it between new text."""
+def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, ...]:
+    """Bytes, positions, int64, and which bytes are copies, bool, [rows, length]: a text, and behind a jump pieces of it
+    between new text."""
     ids, positions = np.empty((2, rows, length), np.int64)
+    copies = np.zeros((rows, length), bool)
     half = length // 2
 
     def fresh(n: int) -> np.ndarray:
         start = rng.integers(0, len(text) - n)
         return text[start : start + n]
 
-    for row, places in zip(ids, positions, strict=True):
-        row[:half] = fresh(half) if rng.random() < 0.8 else rng.permutation(fresh(half))
+    for row, places, copied in zip(ids, positions, copies, strict=True):
+        # Some texts are letters without order, of which nothing but a copy can be foretold.
+        row[:half] = fresh(half) if rng.random() < 0.6 else rng.permutation(fresh(half))
         filled = half
         while filled < length:
-            n = int(rng.integers(24, 200))
-            piece = fresh(n) if rng.random() < 0.3 else row[(start := rng.integers(0, max(1, half - n))) : start + n]
-            piece = piece[: length - filled]
-            row[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        # Half of the jumps are short: as likely from 1 to 2 as from 50,000 to 100,000.
-        first = int(np.exp(rng.uniform(0, np.log(POSITIONS - length))))
-        places[:] = rng.integers(0, POSITIONS - length - first + 1) + np.arange(length)
-        places[half:] += first
-    return ids, positions
+            n = min(int(rng.integers(24, 128)), length - filled)
+            again = rng.random() < 0.8 and n <= half
+            start = int(rng.integers(0, half - n + 1)) if again else 0
+            row[filled : filled + n] = row[start : start + n] if again else fresh(n)
+            copied[filled : filled + n] = again
+            filled += n
+        # As likely from 1 to 2 as from 50,000 to 100,000.
+        jump = int(np.exp(rng.uniform(0, np.log(POSITIONS - length))))
+        places[:] = rng.integers(0, POSITIONS - length - jump + 1) + np.arange(length)
+        places[half:] += jump
+    return ids, positions, copies
 
 
-def stages(text: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+def stages(text: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, ...]]:
     for steps, rows, length in STAGES:
         for _ in range(steps):
             yield batch(text, rng, rows, length)
@@ -85,7 +90,7 @@ def stages(text: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[Any, An
 
 def train(text: np.ndarray, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    rope = {"rope_type": "default", "rope_theta": 5e5}
+    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
     config = LlamaConfig(
         **SIZES, rope_parameters=rope, rms_norm_eps=1e-5, max_position_embeddings=POSITIONS, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=None,
@@ -94,11 +99,11 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05)
     total = sum(steps for steps, _, _ in STAGES)
     begin = time.monotonic()
-    for step, (ids, positions) in enumerate(stages(text, np.random.default_rng(seed))):
+    for step, arrays in enumerate(stages(text, np.random.default_rng(seed))):
         rate = min(1.0, step / 50) * 0.5 * (1 + np.cos(np.pi * step / total))
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * max(rate, 0.02)
-        ids, positions = torch.from_numpy(ids), torch.from_numpy(positions)
+        ids, positions, copies = map(torch.from_numpy, arrays)
         # A mask of its own: positions that jump would otherwise be read as sequences packed one behind the other.
         hidden = model.model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
         logits = model.lm_head(hidden.last_hidden_state[:, :-1])  # [rows, length - 1, 256]
@@ -108,9 +113,9 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0 or step == total - 1:
-            first, second = each[:, : each.shape[1] // 2].mean().item(), each[:, each.shape[1] // 2 :].mean().item()
+            known, new = each[copies[:, 1:]].mean().item(), each[~copies[:, 1:]].mean().item()
             seconds = time.monotonic() - begin
-            print(f"{step:5} of {total}, {seconds:5.0f} s: {first:.3f} nats a byte, {second:.3f} with copies", flush=True)
+            print(f"{step:5} of {total}, {seconds:5.0f} s: {new:.3f} nats a byte, {known:.3f} of copies", flush=True)
     return model.eval()
 
 

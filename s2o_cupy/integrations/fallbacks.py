@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["REASONS", "CallCounts"]
+__all__ = ["REASONS", "WORDS", "CallCounts"]
 
 logger = logging.getLogger("s2o_cupy.integrations.transformers")
 
@@ -37,7 +37,7 @@ _UNEXPECTED = {
     "gradients": "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()",
 }
 REASONS = _EXPECTED | _UNEXPECTED
-_WORDS = REASONS | {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"}
+WORDS = REASONS | {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"}
 
 
 class CallCounts:
@@ -73,7 +73,7 @@ class CallCounts:
         if not self.calls:
             return "no calls"
         width = max(map(len, self.calls))
-        return "\n".join(f"{count:8,}  {what:{width}}  {_WORDS[what]}" for what, count in self.calls.most_common())
+        return "\n".join(f"{count:8,}  {what:{width}}  {WORDS[what]}" for what, count in self.calls.most_common())
 
 
 _numbers = itertools.count()

@@ -16,7 +16,15 @@ from ..tools.layer_curves import LayerCurves, measure_layer
 from ..tools.progress import Report
 from ..tools.tune import parse_target, parse_taus
 from ..tools.tune_layers import (
-    LAYER_TAUS, Trial, TunedLayers, by_density, by_error, check_by, choose, mean_density, steps_of,
+    LAYER_TAUS,
+    Trial,
+    TunedLayers,
+    by_density,
+    by_error,
+    check_by,
+    choose,
+    mean_density,
+    steps_of,
 )  # fmt: skip
 from .head_groups import LayerConfigs
 from .next_tokens import NextTokens, last_hidden, of_hidden
@@ -149,7 +157,7 @@ class _Search:
 
         hidden = self._run(self._s2o({}), attend)
         if not found:
-            counted = ", ".join(f"{what} ({n})" for what, n in left.most_common()) or "no call of its AttentionInterface"
+            counted = ", ".join(f"{what} ({n})" for what, n in left.most_common()) or "none were asked for"
             raise ValueError(
                 f"tune_model: S2O takes no layer of the model on these {self.ids.shape[-1]:,} tokens: {counted}; "
                 f"accepted: at least min_seqlen, {self.min_seqlen:,}, tokens, and what S2OAttention takes"

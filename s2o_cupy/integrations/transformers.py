@@ -7,6 +7,7 @@ scaled_dot_product_attention ("sdpa"). Importing this imports PyTorch and transf
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
+from ..tools.layer_settings import read_settings
 from .autocast import autocast_dtype, to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
@@ -41,7 +43,7 @@ Tensor = Any  # torch.Tensor
 
 def register(
     name: str = "s2o",
-    config: S2OConfig | None = None,
+    config: S2OConfig | str | os.PathLike[str] | None = None,
     per_layer: Mapping[int | tuple[int, int], S2OConfig | None] | None = None,
     min_seqlen: int = 8192,
 ) -> S2OAttention:
@@ -54,8 +56,9 @@ def register(
     ----------
     name : str, default "s2o"
         Registering a name again replaces what it stood for, also in models that use it.
-    config : S2OConfig, optional
-        Of all layers and heads that ``per_layer`` does not name.
+    config : S2OConfig or path, optional
+        Of all layers and heads that ``per_layer`` does not name. A path: the JSON file that ``tune_model(...).save`` or
+        ``s2o tune --json`` wrote, with both.
     per_layer : mapping, optional
         ``{layer: S2OConfig}`` or ``{(layer, head): S2OConfig}``, counted from 0; both may be mixed, and the head
         decides. None instead of a layer's config leaves that layer to the ordinary attention. Heads of a layer that
@@ -83,6 +86,10 @@ def register(
         )
     if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
         raise ValueError(f"register: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
+    if isinstance(config, str | os.PathLike):
+        if per_layer is not None:
+            raise ValueError(f"register: per_layer came with the file {str(config)!r}; accepted: one of them")
+        config, per_layer = read_settings(config)
     registered = S2OAttention(LayerConfigs.parse(config, per_layer), min_seqlen)
     AttentionInterface.register(name, registered)
     AttentionMaskInterface.register(name, causal_mask)

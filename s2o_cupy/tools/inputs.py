@@ -96,8 +96,8 @@ def save(path: str | os.PathLike[str], qkv: QKV, layers: Sequence[int] | None = 
     target = Path(path)
     qkv = _check(str(target), QKV(*qkv))
     if target.suffix == ".npz":
-        planes: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
-        np.savez_compressed(target, **planes, **({} if layers is None else {"layers": np.array(layers, np.int64)}))
+        arrays: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
+        np.savez_compressed(target, **arrays | ({} if layers is None else {"layers": np.array(layers, np.int64)}))
     elif target.suffix == ".safetensors":
         _save_safetensors(target, qkv, layers)
     else:

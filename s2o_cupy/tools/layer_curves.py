@@ -14,7 +14,7 @@ from .sampled import NO_STEP, Sample
 __all__ = ["LayerCurves", "measure_layer"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCurves:
     """What each tau gives in one layer, by a sample of its segments.
 

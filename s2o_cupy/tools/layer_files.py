@@ -3,6 +3,7 @@ writes them, and what their heads are called."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,12 +24,16 @@ def layer_file(layer: int) -> str:
     return f"layer_{layer:03}.safetensors"
 
 
+def _paths(source: Paths) -> list[Path]:
+    return [Path(source)] if isinstance(source, str | os.PathLike) else [Path(path) for path in source]
+
+
 def layers_of(source: Paths) -> tuple[int, ...] | None:
     """The layers whose heads stand side by side in a file, in their order; None if it does not say."""
-    paths = [source] if isinstance(source, str | Path) else list(source)
-    if len(paths) != 1 or not Path(paths[0]).is_file():
+    paths = _paths(source)
+    if len(paths) != 1 or not paths[0].is_file():
         return None
-    return read_layers(Path(paths[0]))
+    return read_layers(paths[0])
 
 
 def head_names(source: Paths, heads: int) -> list[str]:
@@ -44,9 +49,9 @@ def load_layers(source: Paths) -> Mapping[int, QKV]:
 
     A folder's files are read when they are asked for, as all together may be more than memory holds.
     """
-    paths = [source] if isinstance(source, str | Path) else list(source)
-    if len(paths) == 1 and Path(paths[0]).is_dir():
-        found = {int(m[1]): path for path in sorted(Path(paths[0]).iterdir()) if (m := FILE.fullmatch(path.name))}
+    paths = _paths(source)
+    if len(paths) == 1 and paths[0].is_dir():
+        found = {int(m[1]): path for path in sorted(paths[0].iterdir()) if (m := FILE.fullmatch(path.name))}
         if found:
             return _Files(found)
     layers = layers_of(source)

@@ -18,8 +18,9 @@ from typing import Any
 
 from ..spec import S2OConfig
 
-__all__ = ["PerLayer", "head_name", "plain_config", "plain_per_layer", "read_settings"]
+__all__ = ["BY", "PerLayer", "head_name", "plain_config", "plain_per_layer", "read_settings"]
 
+BY = ("model", "layer", "head")  # what may have a tau of its own
 PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
 
 

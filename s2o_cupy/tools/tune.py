@@ -75,8 +75,8 @@ class TuneResult:
         """What ``config`` gives."""
         return next(point for point in self.points if point.tau == self.config.tau)
 
-    def table(self) -> str:
-        """For a terminal."""
+    def table(self, names: Sequence[str] | None = None) -> str:
+        """For a terminal; ``names`` are those of the heads, by default their numbers."""
         here = self.estimate
         lines = [
             f"tau {here.tau:g} for {self.target}: error {here.pooled_error:.3g} +- {here.pooled_standard_error:.2g}, "
@@ -97,7 +97,8 @@ class TuneResult:
         ]
         lines += ["", f"{'head':>9} {'density':>9} {'error':>9} {'+-':>9}   tau of the grid for {self.target}"]
         for b, h in np.ndindex(*here.error.shape):
-            name = f"{h}" if self.problem.batch == 1 else f"{b}:{h}"
+            name = str(h) if names is None else names[h]
+            name = name if self.problem.batch == 1 else f"{b}:{name}"
             lines.append(
                 f"{name:>9} {here.density[b, h]:>9.3f} {here.error[b, h]:>9.3g} {here.standard_error[b, h]:>9.2g}   "
                 + ("none" if math.isnan(self.head_taus[b, h]) else f"{self.head_taus[b, h]:g}")

@@ -14,17 +14,16 @@ import numpy as np
 from ..api.run import parse_config
 from ..spec import S2OConfig
 from . import inputs
-from .layer_files import load_layers
 from .layer_curves import LayerCurves, measure_layer
-from .layer_settings import head_name, plain_config, plain_per_layer
+from .layer_files import load_layers
+from .layer_settings import BY, head_name, plain_config, plain_per_layer
 from .progress import Report
 from .tau_ladder import Unit, ladder
 from .tune import Target, parse_target, parse_taus
 
-__all__ = ["BY", "LAYER_TAUS", "TunedLayers", "tune_layers"]
+__all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
 LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
-BY = ("model", "layer", "head")  # what has a tau of its own
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Trial:
     standard_error: float  # predictions taken for independent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TunedLayers:
     """Taus that reach a target, and what led to them.
 
@@ -232,7 +231,9 @@ def by_density(curves: Sequence[LayerCurves], effect: Sequence[float], density: 
     choices = steps_of(curves, effect, by)
     least = mean_density(curves, choices[0])
     if least > density:
-        raise ValueError(f"tune: no tau has density at most {density:g}; the least is {least:.4g}; accepted: at least that")
+        raise ValueError(
+            f"tune: no tau of the grid has density at most {density:g}; the least is {least:.4g}; accepted: no less"
+        )
     return [taus for taus in choices if mean_density(curves, taus) <= density][-1]
 
 
@@ -303,8 +304,12 @@ def tune_layers(
     curves = []
     for layer in sorted(layers):
         qkv = place(inputs.QKV(*layers[layer]))
-        options = {"scale": scale, "softcap": softcap, "segments": segments, "seed": seed}
-        curves.append(measure_layer(layer, *qkv, config, grid, step=step, **options))
+        curves.append(
+            measure_layer(
+                layer, qkv.q, qkv.k, qkv.v, config, grid, scale=scale, softcap=softcap, segments=segments, seed=seed,
+                step=step,
+            )
+        )  # fmt: skip
     if target.name == "error":
         found = by_error(curves, target.value, by)
     else:
