@@ -29,7 +29,7 @@ HERE = pathlib.Path(__file__).parent
 POSITIONS = 1 << 17
 ROPE_THETA = 1e8  # so large that half of a head's pairs hardly turn over all these positions: what matches from afar
 # (steps, sequences, bytes of each): long sequences last, where a query finds its place among more keys.
-STAGES = ((1600, 16, 256), (300, 4, 1024), (60, 1, 4096))
+STAGES = ((1800, 16, 256), (250, 4, 1024), (50, 1, 4096))
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -65,8 +65,8 @@ def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) ->
         return text[start : start + n]
 
     for row, places, copied in zip(ids, positions, copies, strict=True):
-        # Some texts are letters without order, of which nothing but a copy can be foretold.
-        row[:half] = fresh(half) if rng.random() < 0.6 else rng.permutation(fresh(half))
+        # Some texts are random bytes, of which nothing but a copy can be foretold: so heads that copy come soon.
+        row[:half] = fresh(half) if rng.random() < 0.6 else rng.integers(0, 256, half)
         filled = half
         while filled < length:
             n = min(int(rng.integers(24, 128)), length - filled)
