@@ -231,7 +231,7 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
         for found in run_models(args, lambda what: report(next(done), total, what)):
             rows += found
             # After each length, so that an interrupted run leaves what it has measured.
-            result = _common.provenance() | {"transformers": transformers.__version__}
+            result = _common.provenance(args.device) | {"transformers": transformers.__version__}
             _common.write_json(args.json, {**result, "settings": _common.settings(args, rows), "rows": rows})
     return rows
 

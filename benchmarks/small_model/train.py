@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 HERE = pathlib.Path(__file__).parent
 POSITIONS = 1 << 17
 ROPE_THETA = 1e8  # so large that half of a head's pairs hardly turn over all these positions: what matches from afar
+RATE = 3e-3
 # (steps, sequences, bytes of each): long sequences last, where a query finds its place among more keys.
 STAGES = ((1800, 16, 256), (250, 4, 1024), (50, 1, 4096))
 SIZES = {
@@ -93,16 +94,16 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
     rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
     config = LlamaConfig(
         **SIZES, rope_parameters=rope, rms_norm_eps=1e-5, max_position_embeddings=POSITIONS, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None,
+        bos_token_id=None, eos_token_id=None, initializer_range=0.05,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     total = sum(steps for steps, _, _ in STAGES)
     begin = time.monotonic()
     for step, arrays in enumerate(stages(text, np.random.default_rng(seed))):
         rate = min(1.0, step / 50) * 0.5 * (1 + np.cos(np.pi * step / total))
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * max(rate, 0.02)
+            group["lr"] = RATE * max(rate, 0.02)
         ids, positions, copies = map(torch.from_numpy, arrays)
         # A mask of its own: positions that jump would otherwise be read as sequences packed one behind the other.
         hidden = model.model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -113,9 +114,13 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0 or step == total - 1:
-            known, new = each[copies[:, 1:]].mean().item(), each[~copies[:, 1:]].mean().item()
-            seconds = time.monotonic() - begin
-            print(f"{step:5} of {total}, {seconds:5.0f} s: {new:.3f} nats a byte, {known:.3f} of copies", flush=True)
+            of_text = ids.max(1, keepdim=True).values < 128  # random bytes go up to 255
+            new, known, random = (
+                each[which[:, 1:].expand_as(each)].mean().item()
+                for which in (of_text & ~copies, of_text & copies, ~of_text & copies)
+            )
+            told = f"{new:.3f} nats a byte of text, {known:.3f} of its copies, {random:.3f} of copies of random bytes"
+            print(f"{step:5} of {total}, {time.monotonic() - begin:5.0f} s: {told}", flush=True)
     return model.eval()
 
 

@@ -3,7 +3,7 @@
 Importing this imports PyTorch and transformers.
 """
 
-from .model_report import ModelReport, report
+from .model_report import report
 from .model_tuning import tune_model
 
-__all__ = ["ModelReport", "report", "tune_model"]
+__all__ = ["report", "tune_model"]
