@@ -333,5 +333,16 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
     lines = figures.table("model", "layers", tmp_path).splitlines()
     assert lines[0] == "| attention | rel_l2 by layer | rows above 0.5 |"
     assert lines[2:4] == ["| cudnn |  |  |", "| S2O, tau=0.02 | 0.12 0.046 | 0.00% |"]
+    losses = [
+        {"model": model, "attention": "s2o", "length": 8192, "order": order, "tau": 0.01, "loss_difference": loss}
+        for model, order, loss in (("A", "mean", 0.1), ("A", "weight", -0.00123), ("B", "weight", 0.00456))
+    ]
+    (tmp_path / "model_loss.json").write_text(json.dumps(result | {"command": "python other.py", "rows": losses}))
+    ordered = [row | {"order": "weight"}, row | {"order": "weight", "tau": 0.02}]
+    (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": ordered}))
+    lines = figures.table("speed", "cost", tmp_path).splitlines()
+    assert lines[0].startswith("| tokens | tau | density | S2O ms | cuDNN ms | S2O / cuDNN | A's nats to dense | B's nats")
+    assert "| 0.800 | -0.0012 | +0.0046 | 0.061 |" in lines[2] and "| 0.800 |  |  | 0.061 |" in lines[3]
+    assert "; losses: NVIDIA H200" in lines[5] and "`python other.py`" in lines[5]
     (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": [row, row | {"head_dim": 64}]}))
     assert figures.table("speed", "time", tmp_path).startswith("| head_dim | tokens |")
