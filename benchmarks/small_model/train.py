@@ -29,8 +29,9 @@ HERE = pathlib.Path(__file__).parent
 POSITIONS = 1 << 17
 ROPE_THETA = 1e8  # so large that half of a head's pairs hardly turn over all these positions: what matches from afar
 RATE = 3e-3
-# (steps, sequences, bytes of each): long sequences last, where a query finds its place among more keys.
-STAGES = ((1800, 16, 256), (250, 4, 1024), (50, 1, 4096))
+# (steps, sequences, bytes of each, share of random ones). Random bytes first, of which nothing but a copy can be
+# foretold: heads that copy come of them. Long sequences last, where a query finds its place among more keys.
+STAGES = ((2500, 32, 64, 1.0), (1200, 16, 256, 0.3), (150, 4, 1024, 0.3), (40, 1, 4096, 0.3))
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -54,7 +55,9 @@ def docstrings() -> bytes:
     return "\n\n".join(filter(None, found)).encode()
 
 
-def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, ...]:
+def batch(
+    text: np.ndarray, rng: np.random.Generator, rows: int, length: int, random: float
+) -> tuple[np.ndarray, ...]:
     """Bytes, positions, int64, and which bytes are copies, bool, [rows, length]: a text, and behind a jump pieces of it
     between new text."""
     ids, positions = np.empty((2, rows, length), np.int64)
@@ -66,12 +69,11 @@ def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) ->
         return text[start : start + n]
 
     for row, places, copied in zip(ids, positions, copies, strict=True):
-        # Some texts are random bytes, of which nothing but a copy can be foretold: so heads that copy come soon.
-        row[:half] = fresh(half) if rng.random() < 0.6 else rng.integers(0, 256, half)
+        row[:half] = rng.integers(0, 256, half) if rng.random() < random else fresh(half)
         filled = half
         while filled < length:
-            n = min(int(rng.integers(24, 128)), length - filled)
-            again = rng.random() < 0.8 and n <= half
+            n = min(int(rng.integers(24, 128)), length - filled, half)
+            again = rng.random() < 0.8
             start = int(rng.integers(0, half - n + 1)) if again else 0
             row[filled : filled + n] = row[start : start + n] if again else fresh(n)
             copied[filled : filled + n] = again
@@ -84,9 +86,9 @@ def batch(text: np.ndarray, rng: np.random.Generator, rows: int, length: int) ->
 
 
 def stages(text: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, ...]]:
-    for steps, rows, length in STAGES:
+    for steps, rows, length, random in STAGES:
         for _ in range(steps):
-            yield batch(text, rng, rows, length)
+            yield batch(text, rng, rows, length, random)
 
 
 def train(text: np.ndarray, seed: int = 0) -> Any:
@@ -97,11 +99,12 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
         bos_token_id=None, eos_token_id=None, initializer_range=0.05,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
-    total = sum(steps for steps, _, _ in STAGES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    total = sum(stage[0] for stage in STAGES)
     begin = time.monotonic()
     for step, arrays in enumerate(stages(text, np.random.default_rng(seed))):
-        rate = min(1.0, step / 50) * 0.5 * (1 + np.cos(np.pi * step / total))
+        # Warmed up, held while heads come to copy, then let down.
+        rate = min(1.0, step / 50, (total - step) / (total - STAGES[0][0]))
         for group in optimizer.param_groups:
             group["lr"] = RATE * max(rate, 0.02)
         ids, positions, copies = map(torch.from_numpy, arrays)
@@ -113,7 +116,7 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
         each.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 50 == 0 or step == total - 1:
+        if step % 100 == 0 or step == total - 1:
             of_text = ids.max(1, keepdim=True).values < 128  # random bytes go up to 255
             new, known, random = (
                 each[which[:, 1:].expand_as(each)].mean().item()

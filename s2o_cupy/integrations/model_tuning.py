@@ -27,7 +27,7 @@ from ..tools.tune_layers import (
     steps_of,
 )  # fmt: skip
 from .head_groups import LayerConfigs
-from .next_tokens import NextTokens, last_hidden, of_hidden
+from .next_tokens import NextTokens, divergence, last_hidden, of_hidden
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
 
@@ -35,7 +35,8 @@ __all__ = ["tune_model"]
 
 Tensor = Any  # torch.Tensor
 
-PROBED = 0.2  # error of a layer that is tried alone: far above rounding, and not all of the layer
+PROBES = 3  # taus at which a layer is tried alone
+TINY = 1e-30
 
 
 def tune_model(
@@ -58,9 +59,10 @@ def tune_model(
 
     Of every layer that S2O takes, error and density are estimated at each tau of the grid, on the q, k and v that dense
     layers give it, from a sample of its segments (`error_per_head`). For a ``loss`` or a ``density`` each layer is then
-    tried alone, to see how far its error reaches the model's last hidden states; by that the squared errors of all
-    layers and heads have one measure, and one price for all decides every tau: where less error is cheap it is bought,
-    elsewhere not. For a loss the price is bisected, the model's loss measured with S2O in all layers each time.
+    tried alone, at three taus of the grid, to see how far the model's predictions move: that is what its error costs.
+    One price of it for all layers and heads decides every tau: where a smaller tau saves much of it for few pairs it is
+    taken, elsewhere not. For a loss the price is bisected, the model's loss measured with S2O in all layers each time;
+    so is one tau for all layers, which is what is found where it is as sparse.
 
     Parameters
     ----------
@@ -103,17 +105,18 @@ def tune_model(
     target, grid, by = parse_target(error=error, density=density, loss=loss), parse_taus(taus), check_by(by)
     config = parse_config(config, None)
     layers = model.config.get_text_config().num_hidden_layers
-    steps = {"error": 0, "density": layers, "loss": layers + 12}[target.name]
+    probes = layers * min(PROBES, len(grid))
+    steps = {"error": 0, "density": probes, "loss": probes + 16}[target.name]
     count = _Count(progress, layers * (1 + len(grid)) + steps)
     search = _Search(model, input_ids, inputs, config, min_seqlen, count)
 
     curves, hidden = search.curves(grid, segments, seed)
     if target.name == "error":
         return choose(config, target, by, curves, by_error(curves, target.value, by))
-    effect = search.effects(curves, hidden)
+    costs = search.costs(curves, hidden)
     if target.name == "density":
-        return choose(config, target, by, curves, by_density(curves, effect, target.value, by))
-    return search.by_loss(target, by, curves, steps_of(curves, effect, by), hidden)
+        return choose(config, target, by, curves, by_density(curves, costs, target.value, by))
+    return search.by_loss(target, by, curves, costs, hidden)
 
 
 @dataclass
@@ -164,61 +167,55 @@ class _Search:
             )
         return [found[layer] for layer in sorted(found)], hidden
 
-    def effects(self, curves: Sequence[LayerCurves], dense: Tensor) -> list[float]:
-        """What a squared error of 1 of each layer's output would change of the last hidden states, squared, as a part
-        of their squared norm: by that layer alone, at the tau whose error is nearest to PROBED."""
-        size, found = float(dense.double().square().sum()), []
+    def costs(self, curves: Sequence[LayerCurves], dense: Tensor) -> list[np.ndarray]:
+        """Of each layer [taus, heads] what S2O in that layer alone moves the predictions by (`divergence`), shared out
+        to its heads by their squared errors. Measured at PROBES taus, the largest among them."""
+        found = []
         for layer in curves:
-            of_taus = layer.squared.sum(1)  # [taus]
-            with np.errstate(divide="ignore"):
-                nearest = int(np.abs(np.log(of_taus / PROBED**2)).argmin())
-            squared = float(of_taus[nearest])
-            s2o = self._s2o({layer.layer: replace(self.config, tau=layer.taus[nearest])})
+            count = len(layer.taus)
+            probed = sorted({n * count // min(PROBES, count) for n in range(min(PROBES, count))})
+            moved = []
+            for n in probed:
+                s2o = self._s2o({layer.layer: replace(self.config, tau=layer.taus[n])})
 
-            def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
-                return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()
+                def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
+                    return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()
 
-            changed = float((self._run(s2o, attend).double() - dense.double()).square().sum()) / size
-            found.append(changed / squared if squared else 0.0)
-            self.step(f"layer {layer.layer} alone")
+                moved.append(divergence(self.model, dense, self._run(s2o, attend), self.ids))
+                self.step(f"layer {layer.layer} alone, tau {layer.taus[n]:g}")
+            found.append(shared_out(layer, probed, moved))
         return found
 
     def by_loss(
-        self, target: Any, by: str, curves: Sequence[LayerCurves], choices: list[list[np.ndarray]], hidden: Tensor
+        self, target: Any, by: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], hidden: Tensor
     ) -> TunedLayers:
-        """The first of the choices, from the sparsest to the most exact one, that the loss allows, by bisection."""
+        """The sparsest choice that the loss allows, of those by ``by`` and of those with one tau for all."""
         dense = self._losses(hidden)
         trials: list[Trial] = []
-        tried: dict[int, Trial] = {}
 
-        def measure(n: int) -> Trial:
-            chosen = choose(self.config, target, by, curves, choices[n])
+        def measure(taus: list[np.ndarray]) -> Trial:
+            chosen = choose(self.config, target, by, curves, taus)
             s2o = S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
             # As it will run: also layers that S2O takes and that have no curve.
             more = self._losses(self._run(s2o, lambda asked: asked.s2o() if asked.reason is None else asked.ordinary()))
             off = (more.loss - dense.loss).ravel()
-            density = mean_density(curves, choices[n])
+            density = mean_density(curves, taus)
             trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size))))
             self.step(f"loss at density {density:.3f}: {trials[-1].loss_difference:+.4f}")
-            tried[n] = trials[-1]
             return trials[-1]
 
-        low, high = 0, len(choices) - 1  # of choices; what low - 1 gives is too much
-        if measure(high).loss_difference > target.value:
+        found = [
+            _first_within(steps_of(curves, costs, kind), target.value, measure) for kind in dict.fromkeys((by, "model"))
+        ]
+        taus, loss = min((x for x in found if x is not None), key=lambda x: x[1].density, default=(None, None))
+        if taus is None:
             raise ValueError(
                 f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].loss_difference:.4g}; "
                 "accepted: at least that, or smaller taus"
             )
-        while low < high:
-            middle = (low + high) // 2
-            if measure(middle).loss_difference <= target.value:
-                high = middle
-            else:
-                low = middle + 1
         return choose(
-            self.config, target, by, curves, choices[high], dense_loss=float(dense.loss.mean()), trials=tuple(trials),
-            loss=tried[high],
-        )  # fmt: skip
+            self.config, target, by, curves, taus, dense_loss=float(dense.loss.mean()), trials=tuple(trials), loss=loss
+        )
 
     def _s2o(self, per_layer: dict[Any, S2OConfig | None]) -> S2OAttention:
         return S2OAttention(LayerConfigs.parse(self.config, per_layer), self.min_seqlen)
@@ -230,3 +227,33 @@ class _Search:
     def _losses(self, hidden: Tensor) -> NextTokens:
         ids = self.ids
         return of_hidden(self.model, hidden[:, :-1], ids[:, :-1], torch.as_tensor(ids[:, 1:]))
+
+
+def _first_within(
+    choices: list[list[np.ndarray]], most: float, measure: Callable[[list[np.ndarray]], Trial]
+) -> tuple[list[np.ndarray], Trial] | None:
+    """Of choices from the sparsest to the most exact one the first with at most that loss, by bisection; None if the
+    last has more."""
+    low, high = 0, len(choices) - 1
+    best = measure(choices[high])
+    if best.loss_difference > most:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        trial = measure(choices[middle])
+        if trial.loss_difference <= most:
+            high, best = middle, trial
+        else:
+            low = middle + 1
+    return choices[high], best
+
+
+def shared_out(layer: LayerCurves, probed: Sequence[int], moved: Sequence[float]) -> np.ndarray:
+    """Costs [taus, heads] from a layer's costs at some taus, their numbers ascending: between them by a power of tau,
+    beyond the smallest as the squared error falls. A head's part is that of its squared error."""
+    squared = layer.squared.sum(1)  # [taus]
+    logs = np.log(np.maximum(moved, TINY))
+    of_layer = np.exp(np.interp(-np.log(layer.taus), -np.log([layer.taus[n] for n in probed]), logs))
+    last = probed[-1]
+    of_layer[last:] = moved[-1] * squared[last:] / max(squared[last], TINY)
+    return of_layer[:, None] * layer.squared / np.maximum(squared, TINY)[:, None]

@@ -51,19 +51,36 @@ def last_hidden(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
 
 def of_hidden(model: Any, hidden: Tensor, ids: Tensor, targets: Tensor, chunk: int = CHUNK) -> NextTokens:
     """Of the output of the layers, which `last_hidden` gives."""
+    losses, hits = [], []
+    for part, logits in _logits(model, hidden, ids, chunk):
+        expected = targets[:, part]
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected, reduction="none")
+        losses.append(loss.double().cpu())
+        hits.append((logits.argmax(-1) == expected).cpu())
+    return NextTokens(torch.cat(losses, 1).numpy(), torch.cat(hits, 1).numpy())
+
+
+def divergence(model: Any, hidden: Tensor, other: Tensor, ids: Tensor, chunk: int = CHUNK) -> float:
+    """How far the predictions from ``other`` are from those from ``hidden``: the Kullback-Leibler divergence in nats,
+    mean over tokens. Of a model whose probabilities are right it is what the loss grows by, without a loss's noise."""
+    total = 0.0
+    for (_, exact), (_, changed) in zip(
+        _logits(model, hidden, ids, chunk), _logits(model, other, ids, chunk), strict=True
+    ):
+        exact, changed = exact.log_softmax(-1), changed.log_softmax(-1)
+        total += float((exact.exp() * (exact - changed)).sum(-1).double().sum())
+    return total / ids.numel()
+
+
+def _logits(model: Any, hidden: Tensor, ids: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of the sequence, and their logits in float32 [batch, chunk, vocabulary]."""
     if model.base_model is model:
         raise ValueError(f"model is a {type(model).__name__}, which gives no logits; accepted: a causal language model")
-    losses, hits = [], []
-    with torch.no_grad():
-        for begin in range(0, ids.shape[1], chunk):
-            part = slice(begin, begin + chunk)
-            with _given(model.base_model, hidden[:, part]):
-                logits = model(ids[:, part], use_cache=False).logits.float()  # [batch, chunk, vocabulary]
-            expected = targets[:, part]
-            loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected, reduction="none")
-            losses.append(loss.double().cpu())
-            hits.append((logits.argmax(-1) == expected).cpu())
-    return NextTokens(torch.cat(losses, 1).numpy(), torch.cat(hits, 1).numpy())
+    for begin in range(0, ids.shape[1], chunk):
+        part = slice(begin, begin + chunk)
+        with torch.no_grad(), _given(model.base_model, hidden[:, part]):
+            logits = model(ids[:, part], use_cache=False).logits.float()
+        yield part, logits
 
 
 @contextmanager

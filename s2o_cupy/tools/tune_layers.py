@@ -23,7 +23,7 @@ from .tune import Target, parse_target, parse_taus
 
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
-LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
+LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002)
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.nd
     return found
 
 
-def steps_of(curves: Sequence[LayerCurves], effect: Sequence[float], by: str) -> list[list[np.ndarray]]:
-    """Taus of all heads, [heads] for each layer, from the sparsest choice to the most exact one. ``effect`` is what
-    the squared error of each layer, as a part of its output's squared norm, costs."""
+def steps_of(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], by: str) -> list[list[np.ndarray]]:
+    """Taus of all heads, [heads] for each layer, from the sparsest choice to the most exact one. ``costs``, [taus, heads]
+    of each layer, are what is to be small in sum."""
     places: list[tuple[tuple[int, ...], int | slice]] = []  # of each unit its layers, and its heads in them
     everything = tuple(range(len(curves)))
     if by == "model":
@@ -205,7 +205,7 @@ def steps_of(curves: Sequence[LayerCurves], effect: Sequence[float], by: str) ->
     units = []
     for layers, heads in places:
         density = sum(curves[n].density[:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
-        cost = sum(effect[n] * curves[n].squared[:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
+        cost = sum(costs[n][:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
         units.append(Unit(np.asarray(density), np.asarray(cost)))
     found = []
     for choice in ladder(units):
@@ -226,9 +226,9 @@ def mean_density(curves: Sequence[LayerCurves], taus: Sequence[np.ndarray]) -> f
     return float(np.mean(values))
 
 
-def by_density(curves: Sequence[LayerCurves], effect: Sequence[float], density: float, by: str) -> list[np.ndarray]:
+def by_density(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], density: float, by: str) -> list[np.ndarray]:
     """The most exact choice with at most that mean density."""
-    choices = steps_of(curves, effect, by)
+    choices = steps_of(curves, costs, by)
     least = mean_density(curves, choices[0])
     if least > density:
         raise ValueError(
@@ -313,5 +313,5 @@ def tune_layers(
     if target.name == "error":
         found = by_error(curves, target.value, by)
     else:
-        found = by_density(curves, [1.0] * len(curves), target.value, by)
+        found = by_density(curves, [layer.squared for layer in curves], target.value, by)
     return choose(config, target, by, curves, found)
