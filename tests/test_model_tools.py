@@ -19,8 +19,10 @@ from tiny_llama import LENGTH, SIZES, llama, logits_of  # noqa: E402
 
 from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
-from s2o_cupy.integrations.next_tokens import next_tokens  # noqa: E402
+from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
+from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
 from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
 
 CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
@@ -65,7 +67,28 @@ def test_losses_in_chunks(name, ids):
         next_tokens(model.base_model, ids, ids)
 
 
+def test_divergence(model, ids):
+    """Of the predictions as the definition has it; 0 of the same."""
+    hidden = last_hidden(model, ids)
+    other = hidden + 0.1 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    p, q = (torch.log_softmax(model.lm_head(x).double(), -1) for x in (hidden, other))
+    for chunk in (70, LENGTH):
+        assert divergence(model, hidden, other, ids, chunk) == pytest.approx(
+            float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4
+        )
+    assert divergence(model, hidden, hidden, ids) == 0
+
+
 # ---------------------------------------------------------------- tune_model
+
+
+def test_costs_between_and_beyond_the_probes():
+    error = np.array([[0.8, 0.4], [0.4, 0.2], [0.2, 0.1], [0.1, 0.05], [0.0, 0.0]])
+    layer = LayerCurves(0, (1.0, 0.1, 0.01, 0.001, 0.0001), error, 1 - error, np.array([0.2, 0.8]), 4, 4)
+    costs = shared_out(layer, [0, 2], [0.4, 0.004])
+    np.testing.assert_allclose(costs.sum(1), [0.4, 0.04, 0.004, 0.001, 0])  # a power of tau; as the squared error
+    np.testing.assert_allclose(costs[:4, 0], costs[:4, 1])  # 0.2 * 0.8 ** 2 of one, 0.8 * 0.4 ** 2 of the other
+    assert (shared_out(layer, [0], [0.0]) == 0).all()
 
 
 @pytest.mark.parametrize("by", ["layer", "head", "model"])

@@ -193,8 +193,8 @@ def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.nd
 
 
 def steps_of(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], by: str) -> list[list[np.ndarray]]:
-    """Taus of all heads, [heads] for each layer, from the sparsest choice to the most exact one. ``costs``, [taus, heads]
-    of each layer, are what is to be small in sum."""
+    """Taus of all heads, [heads] for each layer, from the sparsest choice to the most exact one. ``costs`` of a layer,
+    [taus, heads], are what is to be small in sum."""
     places: list[tuple[tuple[int, ...], int | slice]] = []  # of each unit its layers, and its heads in them
     everything = tuple(range(len(curves)))
     if by == "model":
