@@ -91,24 +91,22 @@ def test_costs_between_and_beyond_the_probes():
     assert (shared_out(layer, [0], [0.0]) == 0).all()
 
 
-@pytest.mark.parametrize("by", ["layer", "head", "model"])
-def test_an_error_is_that_of_what_the_layers_get(model, ids, by):
+def test_an_error_is_that_of_what_the_layers_get(model, ids):
     """Of the q, k and v of dense layers, as capture gives them."""
-    found = tune_model(model, ids, error=0.2, by=by, taus=TAUS, **OPTIONS)
+    found = tune_model(model, ids, error=0.2, taus=TAUS[1:], **OPTIONS)
     assert model.config._attn_implementation == "sdpa"
     assert [curves.layer for curves in found.curves] == [0, 1, 2] and found.loss is None
     for curves, taus, error in zip(found.curves, found.taus, found.errors(), strict=True):
         q, k, v = capture(model, ids, [curves.layer])
-        for n, tau in enumerate(TAUS):
+        for n, tau in enumerate(TAUS[1:]):
             exact = error_per_head(q, k, v, replace(CONFIG, tau=tau), segments=100)
             np.testing.assert_allclose(curves.error[n], exact.error[0], rtol=1e-4, atol=1e-7)
             np.testing.assert_allclose(curves.density[n], exact.density[0], rtol=1e-6)
-            if by == "layer":
-                assert (tau <= taus[0]) == (exact.pooled_error <= 0.2)
+            assert (tau <= taus[0]) == (exact.pooled_error <= 0.2)
         assert error <= 0.2
 
 
-@pytest.mark.parametrize("by", ["layer", "head"])
+@pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path):
     dense = loss_of(model, ids, "sdpa")
     register(config=replace(CONFIG, tau=1.0), min_seqlen=100)
