@@ -1,6 +1,7 @@
 # make demo      S2O on recorded attention inputs: figures and a picture (s2o_demo.png)
 # make test      a sample of the kernels compiled, then the tests: what each commit is judged by
 # make test-all  every kernel for every architecture, slow tests too, more random cases
+# make loss      what S2O costs the small model of benchmarks/small_model, and what it saves; with PyTorch
 # make lint      ruff and mypy
 # make docs      the documentation site, into build/site
 # make sanitize  small cases on a GPU under compute-sanitizer
@@ -14,6 +15,7 @@
 #   PYTHON=python3.12   the Python to start from     VENV=path   where the environment goes
 #   INTEROP=1           also install PyTorch, JAX, transformers, diffusers for the CPU and test with them
 #   LINT=1              lint too, while kernels compile
+#   LOSS="--tune loss=0.005"   more arguments for loss
 #   PYTEST="-k paged -x"   more arguments for pytest
 #   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)
 
@@ -26,6 +28,7 @@ VENV ?= .venv
 INTEROP ?= 0
 LINT ?= 0
 PYTEST ?=
+LOSS ?=
 SEED ?= 0
 TORTURE ?=
 
@@ -36,7 +39,8 @@ CUDA := $(shell .ci/setup cuda)
 ENVIRONMENT := .ci/setup setup.cfg pyproject.toml
 DEMO := $(VENV)/.demo-$(CUDA)
 TEST := $(VENV)/.test-$(CUDA)
-FRAMEWORKS := $(if $(filter 1,$(INTEROP)),$(VENV)/.frameworks-$(CUDA))
+WITH_TORCH := $(VENV)/.frameworks-$(CUDA)
+FRAMEWORKS := $(if $(filter 1,$(INTEROP)),$(WITH_TORCH))
 DOCS := $(VENV)/.docs
 BESIDE := $(FRAMEWORKS) $(if $(filter 1,$(LINT)),lint)
 RUN := $(VENV)/bin/python
@@ -52,7 +56,7 @@ QUICK := -m "not slow"
 test test-all: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo test test-all kernels lint mypy docs sanitize torture clean
+.PHONY: demo loss test test-all kernels lint mypy docs sanitize torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -65,6 +69,9 @@ test: $(TEST)
 test-all: $(TEST)
 	$(MAKE) -j 3 kernels $(BESIDE)
 	$(RUN) -m pytest $(WORKERS) --hypothesis-profile=all $(PYTEST)
+
+loss: $(WITH_TORCH)
+	$(RUN) benchmarks/model.py --small $(LOSS)
 
 # PyTorch for CUDA may bring another NVRTC: that comes first.
 kernels: $(TEST) $(if $(filter-out none,$(CUDA)),$(FRAMEWORKS))
@@ -104,7 +111,7 @@ $(TEST): $(ENVIRONMENT)
 	.ci/setup test "$(PYTHON)" "$(VENV)" $(CUDA)
 	touch $@
 
-$(FRAMEWORKS): $(TEST)
+$(WITH_TORCH): $(TEST)
 	.ci/setup frameworks "$(PYTHON)" "$(VENV)" $(CUDA)
 	touch $@
 

@@ -1,4 +1,5 @@
-"""Kinds of attention that a model or a layer runs with: dense by one of PyTorch's kernels, or S2O as configured."""
+"""Kinds of attention that a model or a layer runs with: dense by one of PyTorch's kernels, or S2O, as configured or as
+tuned to the model."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import _baselines
 import _common
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.tools.tune_layers import TunedLayers
 
-Kind = str | S2OConfig  # a baseline by its name
+Kind = str | S2OConfig | TunedLayers  # a baseline by its name
 
 # Why some layers of a model attend densely whatever the configuration.
 NOT_FOR_S2O = {"sliding window"}
@@ -55,12 +57,16 @@ def attention(kind: Kind) -> Iterator[str]:
     if isinstance(kind, str):
         from torch.nn.attention import sdpa_kernel
 
+        if kind == "sdpa":  # whichever kernel PyTorch takes, where there is no GPU
+            yield kind
+            return
         with sdpa_kernel(_baselines.sdpa_backends()[kind]):
             yield "sdpa"
         return
     from s2o_cupy.integrations.transformers import register
 
-    s2o = register("s2o", kind, min_seqlen=0)
+    config, per_layer = (kind.config, kind.per_layer) if isinstance(kind, TunedLayers) else (kind, None)
+    s2o = register("s2o", config, per_layer, min_seqlen=0)
     yield "s2o"
     if set(s2o.calls) - {"s2o"} - NOT_FOR_S2O or not s2o.calls["s2o"]:
         raise RuntimeError(f"S2O did not run throughout, so these are not its figures: {dict(s2o.calls)}")
@@ -70,9 +76,14 @@ def described(kind: Kind) -> dict[str, Any]:
     """A row's part on its kind."""
     if isinstance(kind, str):
         return {"attention": kind}
-    told = {"config": _common.text_of_fields(kind), "default": kind == S2OConfig()}
-    return {"attention": "s2o", **told, **_common.describe(kind)}
+    if isinstance(kind, TunedLayers):
+        found = {"config": told(kind), "default": False, "taus": [x.tolist() for x in kind.taus]}
+        return {"attention": "s2o", **found, **_common.describe(kind.config)}
+    fields = {"config": _common.text_of_fields(kind), "default": kind == S2OConfig()}
+    return {"attention": "s2o", **fields, **_common.describe(kind)}
 
 
 def told(kind: Kind) -> str:
+    if isinstance(kind, TunedLayers):
+        return f"tuned, {kind.target.name}={kind.target.value:g},by={kind.by}"
     return kind if isinstance(kind, str) else f"S2O, {_common.text_of_fields(kind)}"

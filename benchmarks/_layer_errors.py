@@ -9,10 +9,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import _exact
+import torch
 from _kinds import Kind, attention
 from _small_llama import hooked
 
 from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.integrations.head_groups import LayerConfigs
+from s2o_cupy.tools.tune_layers import TunedLayers
+
+
+def _s2o(kind: S2OConfig | TunedLayers, layer: int, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, float]:
+    """[batch, heads, seqlen, head_dim] and the density of a layer."""
+    configs = LayerConfigs.parse(*(kind, None) if isinstance(kind, S2OConfig) else (kind.config, kind.per_layer))
+    out, densities = None, []
+    for group in configs.groups(layer, q.shape[1], k.shape[1]) or ():
+        part = (q[:, group.heads], k[:, group.kv_heads], v[:, group.kv_heads])
+        o, stats = s2o_attention(*part, config=group.config, scale=scale, return_stats=True)
+        if o.shape == q.shape:
+            return o, stats.density
+        out = torch.empty_like(q) if out is None else out
+        out[:, group.heads] = o
+        densities += [stats.density] * o.shape[1]
+    return out, sum(densities) / len(densities)
 
 
 def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
@@ -34,9 +52,8 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dic
         exact = _exact.dense(q, k, v, scale=scale)  # [1, heads, seqlen, head_dim]
         for kind, into in zip(kinds, found, strict=True):
             figures: dict[str, Any] = {}
-            if isinstance(kind, S2OConfig):
-                o, stats = s2o_attention(q, k, v, config=kind, scale=scale, return_stats=True)
-                figures["density"] = stats.density
+            if not isinstance(kind, str):
+                o, figures["density"] = _s2o(kind, module.layer_idx, q, k, v, scale)
             else:
                 with attention(kind):
                     o = function(module, q, k, v, *args, **options)[0].transpose(1, 2)

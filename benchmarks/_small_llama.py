@@ -63,20 +63,6 @@ def tokens(text: np.ndarray, length: int, device: Any) -> tuple[Tensor, Tensor]:
     return found[:-1], found[1:]
 
 
-def next_tokens(model: Any, ids: Tensor, targets: Tensor, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
-    """Of every prediction the loss in nats, float64 [length], and whether the likeliest token came, bool [length].
-
-    Float32 logits of ``chunk`` tokens are in memory at a time.
-    """
-    hidden = model.base_model(ids[None], use_cache=False).last_hidden_state[0]
-    losses, hits = [], []
-    for i in range(0, len(ids), chunk):
-        logits, expected = model.lm_head(hidden[i : i + chunk]).float(), targets[i : i + chunk]
-        losses.append(torch.nn.functional.cross_entropy(logits, expected, reduction="none").double().cpu())
-        hits.append((logits.argmax(-1) == expected).cpu())
-    return torch.cat(losses).numpy(), torch.cat(hits).numpy()
-
-
 class Layer:
     """A decoder layer with random weights and random hidden states of ``length`` tokens."""
 

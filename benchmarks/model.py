@@ -1,7 +1,12 @@
 """What S2O costs a language model, and what it saves: loss, errors and time of whole models, on one GPU.
 
+    python benchmarks/model.py --small
     python benchmarks/model.py --models A=llama.py:llama.npz:ids.npy --set tau=0.02 --set segment=512 --json model.json
+    python benchmarks/model.py --models A=llama.py:llama.npz:ids.npy --tune loss=0.005
     python benchmarks/model.py --hugging-face smollm2.gguf --text book.txt --lengths 8192 --base dense_up_to=0
+
+--small: the small model of benchmarks/small_model, which comes with its text. Without a GPU loss and errors alone, of
+4,096 tokens, by the NumPy reference.
 
 --models: small trained Llamas, each NAME=LOADER:WEIGHTS:TOKENS. The loader is a .py with load(path), HEADS, KV_HEADS
 and ROPE_THETA, the tokens a .npy of ids. --hugging-face: a pretrained model, which reads --text by its own tokenizer,
@@ -16,7 +21,9 @@ or --tokens. Of every length and every kind of attention, by --parts:
   with that of the first of --baselines.
 
 Attention is dense (transformers' "sdpa", held to one of PyTorch's kernels) or S2O, configured by --base and by every
---set. Differences and ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy, transformers.
+--set, and tuned to the model on top of --base by every --tune: on the tokens that follow the measured ones, or on these
+where the text ends before. Differences and ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy,
+transformers.
 """
 
 from __future__ import annotations
@@ -37,11 +44,14 @@ import numpy as np
 from _copies import far_copies
 from _kinds import Kind, attention, described, kinds, told
 
+from s2o_cupy import S2OConfig
 from s2o_cupy.tools.progress import Report, progress
+from s2o_cupy.tools.tune_layers import TunedLayers
 
 Row = dict[str, Any]
 PARTS = ("loss", "error", "time")
 POSITIONS = 8  # equal parts of a text
+SMALL = pathlib.Path(__file__).parent / "small_model"
 COLUMNS: list[_common.Column] = [
     ("model", "model", "s"),
     ("tokens", "length", ",d"),
@@ -52,6 +62,7 @@ COLUMNS: list[_common.Column] = [
     ("to dense", "loss_difference", "+.5f"),
     ("±", "loss_difference_sem", ".5f"),
     ("loader's own", "loader_loss", ".5f"),
+    ("of text tuned on", "tuned_loss_difference", "+.5f"),
     ("copies: nats to dense", "copies_loss_difference", "+.5f"),
     ("copies: hits", "copies_accuracy", ".4f"),
     ("worst layer's rel_l2", "worst_rel_l2", ".4f"),
@@ -75,6 +86,17 @@ class Subject:
     nll: Callable[[Any, Any], Any] | None = None
 
 
+@dataclass(frozen=True)
+class Case:
+    """A subject at one length."""
+
+    args: argparse.Namespace
+    subject: Subject
+    ids: Any
+    targets: Any
+    kinds: Sequence[Kind]
+
+
 def subjects(args: argparse.Namespace, device: str) -> Iterator[Subject]:
     """One at a time."""
     import _small_llama
@@ -87,22 +109,24 @@ def subjects(args: argparse.Namespace, device: str) -> Iterator[Subject]:
         module = _sources.module_of(loader)
         weights = module.load(weights_path)
         nll = partial(module.nll, weights) if hasattr(module, "nll") else None
-        yield Subject(name, _small_llama.load(module, weights), np.load(tokens), nll)
+        text = np.load(tokens)
+        yield Subject(name, _small_llama.load(module, weights), text["ids"] if tokens.endswith(".npz") else text, nll)
 
 
 # ---------------------------------------------------------------- the parts
 
 
-def add_loss(args: argparse.Namespace, subject: Subject, ids: Any, targets: Any, rows: list[Row], step: Any) -> None:
-    from _small_llama import next_tokens
+def add_loss(case: Case, rows: list[Row], step: Any) -> None:
+    from s2o_cupy.integrations.next_tokens import next_tokens
 
+    args, subject, ids, targets = case.args, case.subject, case.ids, case.targets
     copied = far_copies(subject.text[: len(ids) + 1], args.copy_ids, args.copy_distance)
     dense = None
-    for kind, row in zip(kinds(args), rows, strict=True):
+    for kind, row in zip(case.kinds, rows, strict=True):
         step(f"loss, {told(kind)}")
         with attention(kind) as name:
             subject.model.set_attn_implementation(name)
-            loss, hit = next_tokens(subject.model, ids, targets)
+            loss, hit = (x[0] for x in next_tokens(subject.model, ids[None], targets[None]))
         dense = loss if dense is None else dense
         row |= {"loss": loss.mean(), "accuracy": hit.mean(), "loss_difference": (loss - dense).mean()}
         # Its standard error, tokens taken for independent.
@@ -113,6 +137,8 @@ def add_loss(args: argparse.Namespace, subject: Subject, ids: Any, targets: Any,
         if copied.any():
             row["copies_loss"], row["copies_accuracy"] = loss[copied].mean(), hit[copied].mean()
             row["copies_loss_difference"] = (loss - dense)[copied].mean()
+        if isinstance(kind, TunedLayers) and kind.loss is not None:
+            row["tuned_loss_difference"] = kind.loss.loss_difference
         row |= {key: float(value) for key, value in row.items() if isinstance(value, np.floating)}
     if subject.nll is not None:
         rows[0]["loader_loss"] = float(subject.nll(ids, targets).double().mean())
@@ -123,31 +149,31 @@ def by_position(losses: np.ndarray) -> list[float]:
     return [float(part.mean()) for part in np.array_split(losses, POSITIONS)]
 
 
-def add_errors(args: argparse.Namespace, subject: Subject, ids: Any, _: Any, rows: list[Row], step: Any) -> None:
+def add_errors(case: Case, rows: list[Row], step: Any) -> None:
     from _layer_errors import on_dense_trajectory
 
     step("errors by layer")
-    for row, found in zip(rows, on_dense_trajectory(subject.model, ids, kinds(args)), strict=True):
+    for row, found in zip(rows, on_dense_trajectory(case.subject.model, case.ids, case.kinds), strict=True):
         row |= found
         for name in ("rel_l2", "rows_above_half"):
             row[f"worst_{name}"] = max(found[f"{name}_by_layer"])
 
 
-def add_times(args: argparse.Namespace, subject: Subject, ids: Any, _: Any, rows: list[Row], step: Any) -> None:
+def add_times(case: Case, rows: list[Row], step: Any) -> None:
     from _turns import in_turns, prefill
 
-    first: Kind = args.baselines[0]
-    for kind, row in zip(kinds(args), rows, strict=True):
+    first, model, ids = case.kinds[0], case.subject.model, case.ids
+    for kind, row in zip(case.kinds, rows, strict=True):
         step(f"time, {told(kind)}")
         turns = dict.fromkeys((first, kind))
-        times = in_turns(subject.model, ids, list(turns), args.repeats)
+        times = in_turns(model, ids, list(turns), case.args.repeats)
         for (whole, part), prefix in ((times[-1], ""), (times[0], f"{first}_")):
             row |= {f"{prefix}prefill_ms": whole, f"{prefix}attention_ms": part}
         row["rest_ms"] = row["prefill_ms"] - row["attention_ms"]
         row |= {f"x_{name}": row[f"{name}_ms"] / row[f"{first}_{name}_ms"] for name in ("prefill", "attention")}
         with attention(kind) as name:
-            subject.model.set_attn_implementation(name)
-            row["peak_gib"] = _common.peak_gib(partial(prefill, subject.model, ids))
+            model.set_attn_implementation(name)
+            row["peak_gib"] = _common.peak_gib(partial(prefill, model, ids))
 
 
 MEASURES = {"loss": add_loss, "error": add_errors, "time": add_times}
@@ -156,18 +182,39 @@ MEASURES = {"loss": add_loss, "error": add_errors, "time": add_times}
 # ---------------------------------------------------------------- the run
 
 
-def run_models(args: argparse.Namespace, step: Callable[[str], None], device: str = "cuda") -> Iterator[list[Row]]:
+def tuned(args: argparse.Namespace, subject: Subject, length: int, step: Callable[[str], None], ids: Any) -> list[Kind]:
+    """What each --tune finds, on the tokens behind the measured ones."""
+    import _small_llama
+
+    from s2o_cupy.integrations.model_tools import tune_model
+
+    if len(subject.text) > 2 * length:
+        ids, _ = _small_llama.tokens(subject.text[length:], length, ids.device)
+    config = S2OConfig(**args.base)
+    subject.model.set_attn_implementation("sdpa")
+    return [
+        tune_model(
+            subject.model, ids[None], **wanted, config=config, min_seqlen=0,
+            progress=lambda done, total, what=None: step(f"tuning, {done} of {total}: {what}"),
+        )
+        for wanted in args.tune
+    ]  # fmt: skip
+
+
+def run_models(args: argparse.Namespace, step: Callable[[str], None], device: str = "") -> Iterator[list[Row]]:
     """The rows of each model and length."""
     import _small_llama
 
+    device = device or args.device
     for subject in subjects(args, device):
         for length in args.lengths:
             _pretrained.check_length(subject.model, length)
             ids, targets = _small_llama.tokens(subject.text, length, device)
-            rows = [{"model": subject.name, "length": length, **described(kind)} for kind in kinds(args)]
+            report = lambda what: step(f"{subject.name}, {length:,}: {what}")  # noqa: B023, E731
+            case = Case(args, subject, ids, targets, [*kinds(args), *tuned(args, subject, length, step, ids)])
+            rows = [{"model": subject.name, "length": length, **described(kind)} for kind in case.kinds]
             for part in args.parts:
-                report = lambda what: step(f"{subject.name}, {length:,}: {what}")  # noqa: B023, E731
-                MEASURES[part](args, subject, ids, targets, rows, report)
+                MEASURES[part](case, rows, report)
             yield rows
 
 
@@ -176,14 +223,15 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
     import transformers
 
     done = itertools.count()
-    steps = {"loss": len(kinds(args)), "error": 1, "time": len(kinds(args))}
+    each = len(kinds(args)) + len(args.tune)
+    steps = {"loss": each, "error": 1, "time": each}
     total = max(1, len(args.models)) * len(args.lengths) * sum(steps[part] for part in args.parts)
     rows: list[Row] = []
     with torch.inference_mode():
         for found in run_models(args, lambda what: report(next(done), total, what)):
             rows += found
             # After each length, so that an interrupted run leaves what it has measured.
-            result = _common.provenance() | {"transformers": transformers.__version__}
+            result = _common.provenance(args.device) | {"transformers": transformers.__version__}
             _common.write_json(args.json, {**result, "settings": _common.settings(args, rows), "rows": rows})
     return rows
 
@@ -199,6 +247,18 @@ def models(text: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def tuning(text: str) -> dict[str, Any]:
+    """ "loss=0.005,by=head": arguments of tune_model."""
+    found = dict(part.partition("=")[::2] for part in _common.names(text))
+    targets = {"loss", "error", "density"} & found.keys()
+    try:
+        if len(targets) != 1 or found.keys() - targets - {"by"}:
+            raise ValueError
+        return {name: value if name == "by" else float(value) for name, value in found.items()}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: accepted: loss=, error= or density=NUMBER[,by=layer]") from None
+
+
 def parts(text: str) -> list[str]:
     found = _common.names(text)
     if not found or set(found) - set(PARTS):
@@ -210,24 +270,35 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--models", type=models, default={}, metavar="NAME=LOADER:WEIGHTS:TOKENS,...")
+    which.add_argument("--small", action="store_true", help="the model of benchmarks/small_model")
     which.add_argument("--hugging-face", metavar="PATH", help=_pretrained.HELP)
     parser.add_argument("--text", help="of --hugging-face: a text file")
     parser.add_argument("--tokens", help="of --hugging-face: a .npy of ids")
-    parser.add_argument(
-        "--lengths", type=_common.integers, default=[32768, 131072], help="tokens (default: 32768,131072)"
-    )
-    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"default: {','.join(PARTS)}")
+    parser.add_argument("--lengths", type=_common.integers, help="tokens (default: 32768,131072; without a GPU 4096)")
+    parser.add_argument("--parts", type=parts, help=f"default: {','.join(PARTS)}; without a GPU loss,error")
     parser.add_argument("--copy-ids", type=int, default=8, help="ids that agree before a copy (default: 8)")
     parser.add_argument("--copy-distance", type=int, default=4096, help="tokens back to it, more than (default: 4096)")
     _kinds.add_arguments(parser)
+    parser.add_argument(
+        "--tune", type=tuning, action="append", default=[], metavar="loss=NUMBER[,by=head]",
+        help="a configuration tuned to the model, for a loss, an error or a density; as often as wanted",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args(argv)
     _kinds.check(parser, args)
     if bool(args.text) + bool(args.tokens) != bool(args.hugging_face):
         parser.error("--text, --tokens: accepted: one of them with --hugging-face, none with --models")
-    if not _common.has_gpu():
-        parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
+    args.device = "cuda" if _common.has_gpu() else "cpu"
+    if args.device == "cpu" and (not args.small or "time" in (args.parts or [])):
+        parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA, but for loss and errors of --small")
+    if args.small:
+        args.models = {"small": tuple(str(SMALL / name) for name in ("loader.py", "weights.npz", "text.npz"))}
+    gpu = args.device == "cuda"
+    args.lengths = args.lengths or ([32768, 131072] if gpu else [4096])
+    args.parts = args.parts or ([*PARTS] if gpu else ["loss", "error"])
+    if not gpu:
+        args.baselines = ["sdpa"]
     return args
 
 

@@ -68,6 +68,18 @@ VIEWS: dict[str, list[Column]] = {
         ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
         ("extra GiB", _key("extra_gib"), ".2f"),
     ],
+    # The same, and beside it what models lose with that order and tau at that length (`_with_losses`).
+    "cost": [
+        *_TOKENS,
+        ("S2O ms", _key("s2o_ms"), "ms"),
+        ("cuDNN ms", _key("cudnn_ms"), "ms"),
+        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+        ("A's nats to dense", _key("loss_of_A"), "+.4f"),
+        ("B's nats to dense", _key("loss_of_B"), "+.4f"),
+        ("rel_l2", _key("rel_l2"), "error"),
+        ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
+        ("extra GiB", _key("extra_gib"), ".2f"),
+    ],
     # Its parts, and the rate of pass 2 on the pairs it computes.
     "parts": [
         *_TOKENS,
@@ -112,6 +124,16 @@ VIEWS: dict[str, list[Column]] = {
         ("prefill ms", _key("prefill_ms"), "ms"),
         ("of it attention", _key("attention_ms"), "ms"),
         ("of dense attention's time", _key("x_attention"), ".3f"),
+    ],
+    # the same in short, and what tuning to a model saves against the default,
+    "saved": [
+        *_MODEL,
+        ("density", _key("density"), ".3f"),
+        ("nats to dense", _key("loss_difference"), "+.4f"),
+        ("±", _key("loss_difference_sem"), ".4f"),
+        ("attention ms", _key("attention_ms"), "ms"),
+        ("dense attention ms", _ratio("attention_ms", "x_attention"), "ms"),
+        ("of its time", _key("x_attention"), ".3f"),
     ],
     # where in the text,
     "positions": [
@@ -237,6 +259,20 @@ def _version(version: Any) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}" if isinstance(version, int) else str(version)
 
 
+def _with_losses(rows: list[Row], results: Path) -> tuple[list[Row], str]:
+    """Rows of calls with the losses of models in model_loss.json that attended so, by order, tau and length, and where
+    these come from."""
+    path = results / "model_loss.json"
+    if not path.exists():
+        return rows, ""
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    same = lambda row: (row["length"], row.get("order"), row.get("tau"))  # noqa: E731
+    losses = {(row["model"], same(row)): row["loss_difference"] for row in measured["rows"] if "order" in row}
+    models = {model for model, _ in losses}
+    found = [row | {f"loss_of_{model}": losses.get((model, same(row))) for model in models} for row in rows]
+    return found, f"; losses: {_said(measured, [])}"
+
+
 def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
     """The table of one file in one view, with a line below that says where it comes from."""
     path = results / f"{name}.json"
@@ -244,12 +280,13 @@ def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
         return MISSING
     result = json.loads(path.read_text(encoding="utf-8"))
     rows: list[Row] = result["rows"]
+    rows, more = _with_losses(rows, results) if view == "cost" else (rows, "")
     varied = [c for c in _CONDITIONS if len({c[1](row) for row in rows}) > 1]
     columns = [c for c in (*varied, *VIEWS[view]) if any(c[1](row) is not None for row in rows)]
     lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|" + " ---: |" * len(columns)]
     lines += ["| " + " | ".join(_cell(value(row), form) for _, value, form in columns) + " |" for row in rows]
     fixed = [c for c in _CONDITIONS if c not in varied]
-    return "\n".join([*lines, "", f"<sub>{_said(result, fixed)}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{_said(result, fixed)}{more}</sub>"])
 
 
 def render(text: str, results: Path = RESULTS) -> str:

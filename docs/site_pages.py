@@ -56,8 +56,11 @@ API = {
     "api/tuning.md": (
         "Tuning",
         [
-            f"{PACKAGE}.{name}"
-            for name in ("tune", "tools.tune.TuneResult", "error_per_head", "tools.sampled.ErrorEstimate")
+            f"{INTEGRATIONS}.model_tools",
+            *(f"{PACKAGE}.tools.tune_layers.{name}" for name in ("TunedLayers", "tune_layers")),
+            *(f"{INTEGRATIONS}.model_report.{name}" for name in ("ModelReport", "LayerReport")),
+            *(f"{PACKAGE}.{name}" for name in ("tune", "tools.tune.TuneResult")),
+            *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate")),
         ],
     ),
     "api/schedules.md": (

@@ -15,7 +15,7 @@ import pytest
 from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, spec
-from s2o_cupy.tools import cli
+from s2o_cupy.__main__ import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
@@ -106,6 +106,11 @@ def extras():
     return set(setup["options.extras_require"])
 
 
+def commands_of(whole):
+    (commands,) = (a for a in whole._actions if isinstance(a.choices, dict))
+    return commands.choices
+
+
 def check_command(command):
     """Fail unless every part of a command that belongs to the project exists."""
     words = shlex.split(command, comments=True)
@@ -114,8 +119,11 @@ def check_command(command):
             variable = re.match(r"(\w+)=", word)
             assert variable[1] in make_variables() if variable else word in make_targets(), word
     elif words[0] == "s2o" or words[:3] == ["python", "-m", "s2o_cupy"]:
+        words = words[1 if words[0] == "s2o" else 3 :]
+        if len(words) == 1 and words[0] in commands_of(parser()):  # named, not called
+            return
         try:
-            cli._parser().parse_args(words[1 if words[0] == "s2o" else 3 :])
+            parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"s2o takes no such arguments: {command}")
     elif words[0] in ("python", "torchrun"):
@@ -138,8 +146,7 @@ def test_commands_exist(page, line, command):
 
 
 def cli_options():
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
-    return {option for parser in commands.choices.values() for option in parser._option_string_actions}
+    return {option for command in commands_of(parser()).values() for option in command._option_string_actions}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -166,8 +173,7 @@ def test_what_is_named_in_a_sentence_exists(page):
 
 def test_every_command_and_extra_is_told():
     readme, contributing = text_of(ROOT / "README.md"), text_of(ROOT / "CONTRIBUTING.md")
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
-    for command in commands.choices:
+    for command in commands_of(parser()):
         assert f"`s2o {command}`" in readme
     for extra in extras():
         assert f"`{extra}`" in readme + contributing
@@ -327,5 +333,16 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
     lines = figures.table("model", "layers", tmp_path).splitlines()
     assert lines[0] == "| attention | rel_l2 by layer | rows above 0.5 |"
     assert lines[2:4] == ["| cudnn |  |  |", "| S2O, tau=0.02 | 0.12 0.046 | 0.00% |"]
+    losses = [
+        {"model": model, "attention": "s2o", "length": 8192, "order": order, "tau": 0.01, "loss_difference": loss}
+        for model, order, loss in (("A", "mean", 0.1), ("A", "weight", -0.00123), ("B", "weight", 0.00456))
+    ]
+    (tmp_path / "model_loss.json").write_text(json.dumps(result | {"command": "python other.py", "rows": losses}))
+    ordered = [row | {"order": "weight"}, row | {"order": "weight", "tau": 0.02}]
+    (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": ordered}))
+    lines = figures.table("speed", "cost", tmp_path).splitlines()
+    assert "| S2O / cuDNN | A's nats to dense | B's nats to dense | rel_l2 |" in lines[0]
+    assert "| 0.800 | -0.0012 | +0.0046 | 0.061 |" in lines[2] and "| 0.800 |  |  | 0.061 |" in lines[3]
+    assert "; losses: NVIDIA H200" in lines[5] and "python other.py`" in lines[5]
     (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": [row, row | {"head_dim": 64}]}))
     assert figures.table("speed", "time", tmp_path).startswith("| head_dim | tokens |")

@@ -78,6 +78,7 @@ def test_they_need_a_gpu(arguments):
             "pooled_queries is 4 with rank='mean'",
         ),
         (model, [*ONE_MODEL, "--baselines", "flash3"], "cudnn and flash2"),
+        (model, [*ONE_MODEL, "--tune", "loss=0.1,error=0.1"], "accepted: loss=, error= or density=NUMBER"),
         (layer, ["--layer", "64x4x3"], "each a multiple of the next"),
         (serving, ["--parts", "chunks"], "accepted: chunked, packed"),
         (serving, ["--length", "10", "--sequences", "11"], "--length at least"),
@@ -152,6 +153,8 @@ def folder(tmp_path, rng):
 def test_a_converted_model_gives_the_same_logits(torch, small_llama, folder, tied, rng):
     import _turns
 
+    from s2o_cupy.integrations.next_tokens import next_tokens
+
     loader = _sources.module_of(str(folder / "loader.py"))
     weights = loader.load(folder / "weights.npz")
     if not tied:
@@ -168,7 +171,7 @@ def test_a_converted_model_gives_the_same_logits(torch, small_llama, folder, tie
         torch.testing.assert_close(last, found[None, -1:])
         expected = loader.nll(weights, ids, targets)
         for chunk in (7, 200, 1000):
-            loss, hit = small_llama.next_tokens(llama, ids, targets, chunk)
+            loss, hit = (x[0] for x in next_tokens(llama, ids[None], targets[None], chunk))
             np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
             assert (hit == (found.argmax(-1) == targets).numpy()).all()
         assert hit.any()
@@ -243,6 +246,22 @@ def test_model(no_gpu_needed, small_llama, folder, monkeypatch):
     monkeypatch.setattr(S2OAttention, "_why_not", lambda *args: "a reason")
     with pytest.raises(RuntimeError, match="S2O did not run throughout.*a reason"):
         model.run(args, lambda *told: None)
+
+
+def test_a_tuned_model(no_gpu_needed, small_llama, folder):
+    """Each --tune is one more kind of attention, found on the tokens behind the measured ones."""
+    args = model.parse(arguments(
+        folder, "--lengths", "190", "--base", "segment=32,block_m=16,block_n=16,unit=8", "--tune", "loss=0.5,by=head",
+        "--tune", "error=0.1",
+    ))  # fmt: skip
+    rows = model.run(args, lambda *told: None)[:5]
+    assert [row.get("config") for row in rows[3:]] == ["tuned, loss=0.5,by=head", "tuned, error=0.1,by=layer"]
+    by_loss, by_error = rows[3:]
+    assert by_loss["tuned_loss_difference"] <= 0.5 and "tuned_loss_difference" not in by_error
+    assert by_loss["tuned_loss_difference"] != pytest.approx(by_loss["loss_difference"], abs=1e-6)  # of other tokens
+    assert max(by_error["rel_l2_by_layer"]) < 0.2 and len(by_error["taus"]) == 2
+    assert 0 < by_loss["density"] < by_error["density"] < 1
+    assert by_loss["attention_ms"] == 2
 
 
 def test_parts_of_a_model(no_gpu_needed, small_llama, folder):

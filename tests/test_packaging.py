@@ -73,7 +73,7 @@ def test_wheel(built):
     assert {name.split("/")[0] for name in installed} == {"s2o_cupy"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "License-Expression: Apache-2.0" in told
-    assert "s2o = s2o_cupy.tools.cli:main" in entry_points
+    assert "s2o = s2o_cupy.__main__:main" in entry_points
     base = {line for line in told.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line}
     assert {line.split()[1].split(">")[0].lower().replace("_", "-") for line in base} == {
         "numpy", "scipy", "ml-dtypes", "array-api-compat",

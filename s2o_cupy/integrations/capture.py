@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ from transformers.masking_utils import sdpa_mask
 
 from ..arrays.frameworks import to_host
 from ..tools.inputs import QKV, save
+from ..tools.layer_files import layer_file
 from .autocast import to_autocast_dtype
+from .implementations import lent
 
 __all__ = ["capture"]
 
@@ -44,7 +46,8 @@ def capture(
     layers : sequence of int
         Which layers, counted from 0.
     path : path, optional
-        Where to write a ``.npz`` or ``.safetensors`` file that :func:`s2o_cupy.tools.inputs.load` reads.
+        Where to write a ``.npz`` or ``.safetensors`` file that :func:`s2o_cupy.tools.inputs.load` reads, and that names
+        its heads by layer. A path without an ending, or that of a folder: there, a ``.safetensors`` file of each layer.
     **inputs
         Further arguments of the model's forward.
 
@@ -67,7 +70,7 @@ def capture(
     wanted: dict[int, QKV | None] = dict.fromkeys(layers)
     token = _wanted.set(wanted)
     try:
-        with _implementation(model), torch.no_grad():
+        with lent(model, NAME), torch.no_grad():
             model.base_model(input_ids, use_cache=False, **inputs)
     except _Captured:
         pass
@@ -82,8 +85,17 @@ def capture(
         raise ValueError(f"capture: the layers have q and k of shapes {sorted(shapes)}; accepted: layers of one shape")
     qkv = QKV(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
     if path is not None:
-        save(path, qkv)
+        _write(Path(path), dict(zip(layers, found, strict=True)), qkv)
     return qkv
+
+
+def _write(path: Path, by_layer: dict[int, QKV], qkv: QKV) -> None:
+    if path.suffix and not path.is_dir():
+        save(path, qkv, list(by_layer))
+        return
+    path.mkdir(exist_ok=True)
+    for layer, arrays in by_layer.items():
+        save(path / layer_file(layer), arrays, [layer])
 
 
 def _record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
@@ -98,18 +110,3 @@ def _record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
 
 AttentionInterface.register(NAME, _record)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-@contextmanager
-def _implementation(model: Any) -> Iterator[None]:
-    """The recording attention in all parts of a model, and then what each had."""
-    config = model.config
-    before = {"": config._attn_implementation}
-    for part in config.sub_configs:
-        if getattr(config, part, None) is not None:
-            before[part] = getattr(config, part)._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

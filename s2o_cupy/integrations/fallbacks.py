@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["REASONS", "CallCounts", "Kinds"]
+__all__ = ["REASONS", "WORDS", "CallCounts", "Kinds"]
 
 # What each reason means. Of those first nobody is warned: the model's own attention is meant to take such calls.
 _EXPECTED = {
@@ -53,6 +53,7 @@ OF_MODELS = Kinds(
     "s2o_cupy.integrations.transformers", "the model's own attention", _EXPECTED, _UNEXPECTED,
     {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"},
 )  # fmt: skip
+WORDS = OF_MODELS.expected | OF_MODELS.unexpected | OF_MODELS.taken
 
 
 class CallCounts:

@@ -7,6 +7,7 @@ scaled_dot_product_attention ("sdpa"). Importing this imports PyTorch and transf
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
+from ..tools.layer_settings import read_settings
 from .autocast import autocast_dtype, to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
@@ -41,7 +43,7 @@ Tensor = Any  # torch.Tensor
 
 def register(
     name: str = "s2o",
-    config: S2OConfig | None = None,
+    config: S2OConfig | str | os.PathLike[str] | None = None,
     per_layer: Mapping[int | tuple[int, int], S2OConfig | None] | None = None,
     min_seqlen: int = 8192,
 ) -> S2OAttention:
@@ -54,8 +56,9 @@ def register(
     ----------
     name : str, default "s2o"
         Registering a name again replaces what it stood for, also in models that use it.
-    config : S2OConfig, optional
-        Of all layers and heads that ``per_layer`` does not name.
+    config : S2OConfig or path, optional
+        Of all layers and heads that ``per_layer`` does not name. A path: the JSON file that ``tune_model(...).save`` or
+        ``s2o tune --json`` wrote, with both.
     per_layer : mapping, optional
         ``{layer: S2OConfig}`` or ``{(layer, head): S2OConfig}``, counted from 0; both may be mixed, and the head
         decides. None instead of a layer's config leaves that layer to the ordinary attention. Heads of a layer that
@@ -83,6 +86,10 @@ def register(
         )
     if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
         raise ValueError(f"register: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
+    if isinstance(config, str | os.PathLike):
+        if per_layer is not None:
+            raise ValueError(f"register: per_layer came with the file {str(config)!r}; accepted: one of them")
+        config, per_layer = read_settings(config)
     registered = S2OAttention(LayerConfigs.parse(config, per_layer), min_seqlen)
     AttentionInterface.register(name, registered)
     AttentionMaskInterface.register(name, causal_mask)
@@ -105,6 +112,56 @@ class _Call(NamedTuple):
     def lengths(self) -> tuple[tuple[int, int], ...]:
         assert self.spans_q is not None and self.spans_k is not None
         return tuple((q[2] - q[1], k[2] - k[1]) for q, k in zip(self.spans_q, self.spans_k, strict=True))
+
+
+class Asked(NamedTuple):
+    """One call of a layer's attention."""
+
+    module: Any
+    query: Tensor  # [batch, heads, seqlen_q, head_dim]
+    key: Tensor  # [batch, kv_heads, seqlen_k, head_dim], as many keys as the last query sees
+    value: Tensor
+    call: _Call
+    groups: Any  # tuple of HeadGroup; None: per_layer says that the layer is not S2O's
+    reason: str | None  # why S2O does not take it, one of fallbacks.REASONS
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    dropout: float
+    is_causal: bool | None
+    options: Mapping[str, Any]  # what else transformers gave
+
+    @property
+    def runs(self) -> str:
+        """What runs, as S2OAttention.calls counts it."""
+        return self.reason or ("s2o" if self.call.window is None else "dense window")
+
+    def s2o(self) -> Tensor:
+        """[batch, seqlen_q, heads, head_dim]"""
+        return _s2o(self.query, self.key, self.value, self.call, self.scale, self.softcap, self.sinks, self.groups)
+
+    def ordinary(self) -> Tensor:
+        """The model's ordinary attention: [batch, seqlen_q, heads, head_dim]."""
+        query, key, value, mask = self.query, self.key, self.value, self.call.mask
+        if isinstance(mask, CausalMask) and (mask.window is not None or mask.sequences is not None):
+            mask = mask.make()[..., : mask.keys]
+        if self.softcap or self.sinks is not None:
+            for name in ("position_bias", "cache"):
+                if self.options.get(name) is not None:
+                    which = "softcap" if self.softcap else "s_aux"
+                    raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
+            no_mask = mask is None or isinstance(mask, CausalMask)
+            return plain_attention(
+                query, key, value, None if no_mask else mask,
+                is_causal=self.call.causal and no_mask and query.shape[2] > 1,
+                scale=self.scale, softcap=self.softcap, sinks=self.sinks, dropout=self.dropout,
+            )  # fmt: skip
+        if isinstance(mask, CausalMask):
+            # None is sdpa's own way to say so, where there are as many queries as keys.
+            seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+            mask = None if seqlen_q == seqlen_k else causal_lower_right(seqlen_q, seqlen_k)
+        options = {"dropout": self.dropout, "scaling": self.scale, "is_causal": self.is_causal}
+        return sdpa_attention_forward(self.module, query, key, value, mask, **options, **self.options)[0]
 
 
 class S2OAttention:
@@ -151,11 +208,25 @@ class S2OAttention:
         key: Tensor,  # [batch, kv_heads, seqlen_k, head_dim]
         value: Tensor,
         attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:  # [batch, seqlen_q, heads, head_dim]
+        asked = self.asked(module, query, key, value, attention_mask, **options)
+        self._counts.add(asked.runs)
+        return (asked.s2o() if asked.reason is None else asked.ordinary()), None
+
+    def asked(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
         **options: Any,
-    ) -> tuple[Tensor, None]:  # [batch, seqlen_q, heads, head_dim]
+    ) -> Asked:
+        """What a layer asks for, as transformers calls an attention function, and whether S2O takes it."""
         sinks, softcap = options.pop("s_aux", None), options.pop("softcap", None) or 0.0
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = attention_mask
@@ -167,29 +238,8 @@ class S2OAttention:
         call = _parse(mask, causal, query.shape[2], key.shape[2])
         groups = self.configs.groups(self._layer(module), query.shape[1], key.shape[1])
         reason = self._why_not(query, key, value, call, dropout, groups, options)
-        self._counts.add(reason or ("s2o" if call.window is None else "dense window"))
-        if reason is None:
-            return _s2o(query, key, value, call, scaling, softcap, sinks, groups), None
-
-        if isinstance(mask, CausalMask) and (mask.window is not None or mask.sequences is not None):
-            mask = mask.make()[..., : mask.keys]
-        if softcap or sinks is not None:
-            for name in ("position_bias", "cache"):
-                if options.get(name) is not None:
-                    which = "softcap" if softcap else "s_aux"
-                    raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
-            no_mask = mask is None or isinstance(mask, CausalMask)
-            o = plain_attention(
-                query, key, value, None if no_mask else mask, is_causal=causal and no_mask and query.shape[2] > 1,
-                scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout,
-            )  # fmt: skip
-            return o, None
-        if isinstance(mask, CausalMask):
-            # None is sdpa's own way to say so, where there are as many queries as keys.
-            seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-            mask = None if seqlen_q == seqlen_k else causal_lower_right(seqlen_q, seqlen_k)
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
+        return Asked(
+            module, query, key, value, call, groups, reason, scaling, softcap, sinks, dropout, is_causal, options
         )
 
     def _layer(self, module: Any) -> int:

@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,8 +16,11 @@ from ..cuda.compiler import ARCHITECTURES
 from ..plan.launch_plan import DENSE_UP_TO, padded_head_dim
 from ..spec import MAX_HEAD_DIM, PATHS, RANKS, TAILS, S2OConfig, S2OError
 from . import inputs
+from .layer_settings import BY
 
-__all__ = ["main"]
+__all__ = [
+    "Add", "add_config", "check_plot", "config_of", "main", "number", "parser", "print_result", "taus_of",
+]  # fmt: skip
 
 OK, FOUND, UNABLE = 0, 1, 2
 EXIT_STATUS = """\
@@ -37,9 +40,12 @@ input:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
-    args, unknown = _parser().parse_known_args(argv)
+Add = Callable[[Callable[..., argparse.ArgumentParser]], None]  # of what makes a command's parser
+
+
+def main(argv: Sequence[str] | None = None, more: Sequence[Add] = ()) -> int:
+    """Run one command, of those here or of ``more``; returns the exit status."""
+    args, unknown = parser(more).parse_known_args(argv)
     if unknown:
         args.parser.error(_unknown(unknown, sorted(args.parser._option_string_actions)))
     try:
@@ -62,21 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     from . import demo
+    from .layer_files import head_names
     from .progress import progress
 
     qkv = _input(args)
     picture = None if args.no_picture else args.out
     source = "the recorded trace" if args.input == ["trace"] else " ".join(args.input)
     with progress("demo") as report:
-        found = demo.run(qkv, _config(args), source=source, picture=picture, head=args.picture_head, progress=report)
-    _print(args, found, demo.table)
+        found = demo.run(qkv, config_of(args), source=source, picture=picture, head=args.picture_head, progress=report)
+    for head, name in zip(found["heads"], head_names(args.input, qkv.q.shape[-3]), strict=True):
+        head["head"] = head["head"] if name == str(head["head"]) else name
+    print_result(args, found, demo.table)
     return OK if found["ok"] else FOUND
 
 
 def _diff(args: argparse.Namespace) -> int:
     from .info import gpu_problem
 
-    qkv, config = _input(args, dtype="bfloat16"), _config(args)
+    qkv, config = _input(args, dtype="bfloat16"), config_of(args)
     if problem := gpu_problem():
         return _unable(args, f"diff compares the GPU with the reference and needs a GPU: {problem}")
     from . import diffing
@@ -86,20 +95,22 @@ def _diff(args: argparse.Namespace) -> int:
         found = diffing.diff(
             *qkv, config, scale=args.scale, softcap=args.softcap, is_causal=not args.no_causal, progress=report
         )
-    _print(args, {"ok": found.ok, **found.to_dict()}, lambda _: found.table())
+    print_result(args, {"ok": found.ok, **found.to_dict()}, lambda _: found.table())
     return OK if found.ok else FOUND
 
 
 def _tune(args: argparse.Namespace) -> int:
     from .info import gpu_problem
-    from .plot import SweepPoint, check_picture, draw_sweep
+    from .layer_files import head_names
+    from .plot import SweepPoint, draw_sweep
     from .progress import progress
     from .tune import TAUS, tune
 
-    taus = TAUS if args.taus is None else [_number("--taus", x) for x in args.taus.split(",")]
-    qkv, config, problem = _input(args), _config(args), gpu_problem()
-    if args.plot is not None and (missing := check_picture(args.plot, "tune")):
-        raise ImportError(f"no picture: {missing}")
+    if args.by is not None:
+        return _tune_layers(args)
+    taus = taus_of(args, TAUS)
+    qkv, config, problem = _input(args), config_of(args), gpu_problem()
+    check_plot(args)
     with progress("tune") as report:
         found = tune(
             *(qkv if problem else inputs.to_gpu(qkv)), error=args.error, density=args.density, taus=taus, config=config,
@@ -111,12 +122,46 @@ def _tune(args: argparse.Namespace) -> int:
         sweep = [SweepPoint(x.tau, x.pooled_density, x.pooled_error) for x in found.points if x.tau in shown]
         title = f"{source}: {len(found.estimate.segments):,} of {found.estimate.segments_total:,} segments, by tau"
         draw_sweep(args.plot, sweep, found.config.tau, title)
-    about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot}
-    _print(args, found.to_dict() | about, lambda _: found.table())
+    names = head_names(args.input, qkv.q.shape[-3])
+    about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot, "head_names": names}
+    print_result(args, found.to_dict() | about, lambda _: found.table(names))
     return OK
 
 
-def _number(name: str, text: str) -> float:
+def _tune_layers(args: argparse.Namespace) -> int:
+    """By layer or head, of a folder or file with several layers."""
+    from .info import gpu_problem
+    from .progress import progress
+    from .tune_layers import LAYER_TAUS, tune_layers
+
+    taus, config, problem = taus_of(args, LAYER_TAUS), config_of(args), gpu_problem()
+    check_plot(args)
+    place = {} if problem else {"place": inputs.to_gpu}
+    with progress("tune") as report:
+        found = tune_layers(
+            args.input, error=args.error, density=args.density, by=args.by, taus=taus, config=config, scale=args.scale,
+            softcap=args.softcap, segments=args.segments, seed=args.seed, progress=report, **place,
+        )  # fmt: skip
+    if args.plot is not None:
+        found.draw(args.plot)
+    about = {"source": " ".join(args.input), "backend": "numpy" if problem else "cupy", "picture": args.plot}
+    print_result(args, found.to_dict() | about, lambda _: found.table())
+    return OK
+
+
+def taus_of(args: argparse.Namespace, default: Sequence[float]) -> Sequence[float]:
+    return default if args.taus is None else [number("--taus", x) for x in args.taus.split(",")]
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Before any work, whether a picture that is asked for can be drawn."""
+    from .plot import check_picture
+
+    if args.plot is not None and (missing := check_picture(args.plot, args.command)):
+        raise ImportError(f"no picture: {missing}")
+
+
+def number(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -126,7 +171,7 @@ def _number(name: str, text: str) -> float:
 def _info(args: argparse.Namespace) -> int:
     from . import info
 
-    _print(args, info.gather(), info.table)
+    print_result(args, info.gather(), info.table)
     return OK
 
 
@@ -164,7 +209,7 @@ def _compile(args: argparse.Namespace) -> int:
     problem, folder = cubin_cache.unwritable(), cubin_cache.folder()
     kept = f"kept for calls in {folder}" if problem is None else f"not kept for calls: {problem} ({folder})"
     found = {"ok": ok, "kernels": rows, "cache_folder": folder, "cache_problem": problem}
-    _print(args, found, lambda found: f"{_compile_table(found['kernels'], args.all)}\n{kept}")
+    print_result(args, found, lambda found: f"{_compile_table(found['kernels'], args.all)}\n{kept}")
     return OK if ok else FOUND
 
 
@@ -202,7 +247,7 @@ def _compile_table(rows: list[dict[str, Any]], every: bool) -> str:
 # ---------------------------------------------------------------- arguments and output
 
 
-def _print(args: argparse.Namespace, found: Any, table: Any) -> None:
+def print_result(args: argparse.Namespace, found: Any, table: Any) -> None:
     """JSON (NaN and infinities as null would hide them, so as strings) or the table."""
     print(json.dumps(_plain(found), indent=1, allow_nan=False) if args.json else table(found))
 
@@ -256,7 +301,7 @@ def _input(args: argparse.Namespace, dtype: str | None = None) -> inputs.QKV:
     return qkv if args.dtype is None else inputs.cast(qkv, args.dtype)
 
 
-def _config(args: argparse.Namespace) -> S2OConfig:
+def config_of(args: argparse.Namespace) -> S2OConfig:
     return S2OConfig(**{field.name: getattr(args, field.name) for field in fields(S2OConfig)})
 
 
@@ -299,7 +344,7 @@ BY_RANK = {
 }
 
 
-def _add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequence[str] = ()) -> None:
+def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequence[str] = ()) -> None:
     """An option for each field, but for those that the command finds."""
     group = parser.add_argument_group("S2O")
     for field in fields(S2OConfig):
@@ -325,18 +370,18 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--softcap", type=float, default=0.0, help="cap of the scores (default: 0, none)")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     from .demo import CONFIG
 
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    whole = argparse.ArgumentParser(
         prog="s2o",
         description="S2O sparse attention: see it at work, find a tau, compare GPU and reference, report and compile.",
         epilog=EXIT_STATUS,
         formatter_class=raw,
     )
-    parser.add_argument("--version", action="version", version=f"s2o_cupy {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    whole.add_argument("--version", action="version", version=f"s2o_cupy {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
 
     def command(name: str, run: Any, text: str, epilog: str = "", **options: Any) -> argparse.ArgumentParser:
         sub = commands.add_parser(
@@ -348,14 +393,14 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
     _add_input(demo, "trace", "as stored, or float32")
-    _add_config(demo, CONFIG)
+    add_config(demo, CONFIG)
     demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
     demo.add_argument("--no-picture", action="store_true", help="write no picture")
     demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")
 
     diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)
     _add_input(diff, "trace", "bfloat16")
-    _add_config(diff, S2OConfig())
+    add_config(diff, S2OConfig())
     _add_scores(diff)
     diff.add_argument("--no-causal", action="store_true", help="let every query see every key")
 
@@ -367,9 +412,13 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("--error", type=float, help="find the largest tau with at most this rel_l2, over all heads")
     target.add_argument("--density", type=float, help="find the smallest tau with at most this share of pairs computed")
     tune.add_argument("--taus", help="the taus to look at first, separated by commas")
+    tune.add_argument(
+        "--by", choices=BY, help="a tau for each layer or head, or one for all layers, of a folder or file of captured "
+        "layers (default: one for the input as a whole)",
+    )  # fmt: skip
     tune.add_argument("--segments", type=int, default=32, help="how many to take, drawn by --seed (default: 32)")
     tune.add_argument("--plot", help="a picture to write: error by density")
-    _add_config(tune, S2OConfig(), found=("tau",))
+    add_config(tune, S2OConfig(), found=("tau",))
     _add_scores(tune)
 
     command("info", _info, "versions, GPU and paths: what a bug report needs")
@@ -384,4 +433,6 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--sample", action="store_true", help="only some kernels, which stand for the others; for a quick check"
     )
-    return parser
+    for add in more:
+        add(command)
+    return whole

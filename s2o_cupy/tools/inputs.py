@@ -75,7 +75,7 @@ def load(path: Paths) -> QKV:
     return _check(name, QKV(**{key: _as_float(name, key, arrays[key]) for key in "qkv"}))
 
 
-def save(path: str | os.PathLike[str], qkv: QKV) -> None:
+def save(path: str | os.PathLike[str], qkv: QKV, layers: Sequence[int] | None = None) -> None:
     """Write q, k and v to a file that :func:`load` reads.
 
     Parameters
@@ -84,6 +84,9 @@ def save(path: str | os.PathLike[str], qkv: QKV) -> None:
         ``.npz``, in which bfloat16 is packed and compressed, or ``.safetensors``, which is larger and faster.
     qkv : QKV
         Arrays as :func:`load` returns them.
+    layers : sequence of int, optional
+        Of which layers of a model the heads are, equally many of each, one layer behind the other: the file says it to
+        what names heads.
 
     Raises
     ------
@@ -93,17 +96,18 @@ def save(path: str | os.PathLike[str], qkv: QKV) -> None:
     target = Path(path)
     qkv = _check(str(target), QKV(*qkv))
     if target.suffix == ".npz":
-        planes: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
-        np.savez_compressed(target, **planes)
+        arrays: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
+        np.savez_compressed(target, **arrays | ({} if layers is None else {"layers": np.array(layers, np.int64)}))
     elif target.suffix == ".safetensors":
-        _save_safetensors(target, qkv)
+        _save_safetensors(target, qkv, layers)
     else:
         raise ValueError(f"{target}: a file that ends in {target.suffix or 'nothing'!r}; accepted: .npz, .safetensors")
 
 
-def _save_safetensors(path: Path, qkv: QKV) -> None:
+def _save_safetensors(path: Path, qkv: QKV, layers: Sequence[int] | None) -> None:
     """Length of a JSON header, the header, bytes: safetensors.numpy knows no bfloat16 of ml_dtypes."""
-    header, offset = {}, 0
+    header: dict[str, Any] = {} if layers is None else {"__metadata__": {"layers": ",".join(map(str, layers))}}
+    offset = 0
     for key, array in qkv._asdict().items():
         end = offset + array.nbytes
         dtype = next(name for name, known in SAFETENSORS.items() if known == array.dtype)

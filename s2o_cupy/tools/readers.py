@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import zipfile
@@ -15,7 +16,7 @@ import numpy as np
 
 from . import byte_planes
 
-__all__ = ["ACCEPTED", "DTYPES", "SAFETENSORS", "read_file", "read_folder", "read_npy"]
+__all__ = ["ACCEPTED", "DTYPES", "SAFETENSORS", "read_file", "read_folder", "read_layers", "read_npy"]
 
 ACCEPTED = (
     ".npz, .safetensors or .pt with arrays q, k and v; a folder with q.npy, k.npy and v.npy; "
@@ -45,6 +46,28 @@ def read_folder(path: Path) -> Mapping[str, Any]:
     """q, k and v of a folder of .npy files."""
     found = {file.stem: file for file in path.glob("*.npy")}
     return {key: read_npy(found[stored]) for key, stored in _pick(path, found).items()}
+
+
+def read_layers(path: Path) -> tuple[int, ...] | None:
+    """The array ``layers`` of a .npz or .safetensors file: of which layers of a model its heads are."""
+    stored: np.ndarray | None = None
+    if path.suffix == ".npz":
+        with _reading(path, ".npz archive"), zipfile.ZipFile(path) as archive:
+            if "layers.npy" in archive.namelist():
+                with archive.open("layers.npy") as file:
+                    _check_npy(file, archive.getinfo("layers.npy").file_size)
+                with archive.open("layers.npy") as file:
+                    stored = np.lib.format.read_array(file, allow_pickle=False)
+    elif path.suffix == ".safetensors":
+        with path.open("rb") as file, _reading(path, ".safetensors file"):
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            metadata = json.loads(header).get("__metadata__", {})
+            stored = np.array(metadata["layers"].split(","), np.int64) if "layers" in metadata else None
+    if stored is None:
+        return None
+    if stored.ndim != 1 or stored.dtype.kind not in "iu":
+        raise ValueError(f"{path}: layers is {stored.shape} {stored.dtype.name}; accepted: integers (layers,)")
+    return tuple(stored.tolist())
 
 
 def read_npy(path: Path) -> np.ndarray:

@@ -40,6 +40,9 @@ class ErrorEstimate:
         if every segment was taken.
     density : float64 numpy.ndarray, (batch, heads)
         Pairs computed / pairs of dense attention.
+    share : float64 numpy.ndarray, (batch, heads)
+        Each head's part of the squared norm of dense attention's output: pooled_error ** 2 is the sum of
+        share * error ** 2.
     pooled_error, pooled_standard_error, pooled_density : float
         The same over all heads of the batch together.
     segments : tuple of int
@@ -52,6 +55,7 @@ class ErrorEstimate:
     error: np.ndarray
     standard_error: np.ndarray
     density: np.ndarray
+    share: np.ndarray
     pooled_error: float
     pooled_standard_error: float
     pooled_density: float
@@ -203,11 +207,12 @@ class Sample:
         difference, size, computed, pairs = (np.stack(x) for x in zip(*found, strict=True))  # [drawn, batch, heads]
         error, standard_error = _root(*strata.ratio(difference, size, self.strata))
         density, _ = strata.ratio(computed, pairs, self.strata)
+        share, _ = strata.ratio(size, np.broadcast_to(size.sum((1, 2), keepdims=True), size.shape), self.strata)
         of_all = [x.sum(axis=(1, 2)) for x in (difference, size, computed, pairs)]  # [drawn]
         pooled_error, pooled_standard_error = _root(*strata.ratio(of_all[0], of_all[1], self.strata))
         pooled_density, _ = strata.ratio(of_all[2], of_all[3], self.strata)
         return ErrorEstimate(
-            tau, error, standard_error, density, float(pooled_error), float(pooled_standard_error),
+            tau, error, standard_error, density, share, float(pooled_error), float(pooled_standard_error),
             float(pooled_density), self.segments, self.geometry.segments,
         )  # fmt: skip
 

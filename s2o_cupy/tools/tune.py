@@ -17,7 +17,7 @@ from ..spec import S2OConfig
 from .progress import Report
 from .sampled import ErrorEstimate, Sample
 
-__all__ = ["TAUS", "Target", "TuneResult", "tune"]
+__all__ = ["TAUS", "Target", "TuneResult", "parse_target", "parse_taus", "tune"]
 
 TAUS = (0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
 HALVINGS = 4  # of the gap between two taus of the grid, in logarithms: a sample tells no more
@@ -25,7 +25,8 @@ HALVINGS = 4  # of the gap between two taus of the grid, in logarithms: a sample
 
 @dataclass(frozen=True)
 class Target:
-    """What was asked for: at most ``value`` of ``name``, "error" or "density"."""
+    """What was asked for: at most ``value`` of ``name``: "error", "density", or of a model "loss", more nats a token
+    than with dense attention."""
 
     name: str
     value: float
@@ -74,8 +75,8 @@ class TuneResult:
         """What ``config`` gives."""
         return next(point for point in self.points if point.tau == self.config.tau)
 
-    def table(self) -> str:
-        """For a terminal."""
+    def table(self, names: Sequence[str] | None = None) -> str:
+        """For a terminal; ``names`` are those of the heads, by default their numbers."""
         here = self.estimate
         lines = [
             f"tau {here.tau:g} for {self.target}: error {here.pooled_error:.3g} +- {here.pooled_standard_error:.2g}, "
@@ -96,7 +97,8 @@ class TuneResult:
         ]
         lines += ["", f"{'head':>9} {'density':>9} {'error':>9} {'+-':>9}   tau of the grid for {self.target}"]
         for b, h in np.ndindex(*here.error.shape):
-            name = f"{h}" if self.problem.batch == 1 else f"{b}:{h}"
+            name = str(h) if names is None else names[h]
+            name = name if self.problem.batch == 1 else f"{b}:{name}"
             lines.append(
                 f"{name:>9} {here.density[b, h]:>9.3f} {here.error[b, h]:>9.3g} {here.standard_error[b, h]:>9.2g}   "
                 + ("none" if math.isnan(self.head_taus[b, h]) else f"{self.head_taus[b, h]:g}")
@@ -172,7 +174,7 @@ def tune(
     >>> found.estimate.pooled_density <= 0.9
     True
     """
-    target, grid = _parse_target(error, density), _parse_taus(taus)
+    target, grid = parse_target(error=error, density=density), parse_taus(taus)
     config = parse_config(config, None)
     sample = Sample(
         q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed
@@ -224,21 +226,25 @@ def _head_taus(target: Target, grid: Sequence[ErrorEstimate]) -> np.ndarray:
     return best(taus, axis=0)
 
 
-def _parse_target(error: Any, density: Any) -> Target:
-    given = {name: x for name, x in (("error", error), ("density", density)) if x is not None}
+def parse_target(**targets: Any) -> Target:
+    """The one that is not None."""
+    given = {name: x for name, x in targets.items() if x is not None}
     if len(given) != 1:
-        came = "both error and density are given" if given else "neither error nor density is given"
+        names = list(targets)
+        listed = f"{', '.join(names[:-1])} {{}} {names[-1]}"
+        came = f"both {listed.format('and')} are given" if len(names) == 2 else f"{' and '.join(given)} are given"
+        came = came if given else f"neither {listed.format('nor')} is given"
         raise ValueError(f"tune: {came}; accepted: one of them")
     ((name, value),) = given.items()
-    most, accepted = (math.inf, "a finite number above 0") if name == "error" else (1.0, "a number above 0, up to 1")
-    return Target(name, _positive(f"{name} is", value, accepted, most))
+    most, accepted = (1.0, "a number above 0, up to 1") if name == "density" else (math.inf, "a finite number above 0")
+    return Target(name, positive(f"{name} is", value, accepted, most))
 
 
-def _parse_taus(taus: Any) -> tuple[float, ...]:
+def parse_taus(taus: Any) -> tuple[float, ...]:
     """Different ones, the largest first."""
     accepted = "at least one finite number above 0"
     try:
-        found = {_positive("taus has", tau, accepted) for tau in taus}
+        found = {positive("taus has", tau, accepted) for tau in taus}
     except TypeError:
         if hasattr(taus, "__iter__"):
             raise
@@ -248,7 +254,7 @@ def _parse_taus(taus: Any) -> tuple[float, ...]:
     return tuple(sorted(found, reverse=True))
 
 
-def _positive(came: str, value: Any, accepted: str, most: float = math.inf) -> float:
+def positive(came: str, value: Any, accepted: str, most: float = math.inf) -> float:
     """A finite number above 0 and up to ``most``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"tune: {came} {value!r} ({type(value).__name__}); accepted: {accepted}")

@@ -1,0 +1,305 @@
+"""What each layer and head of a Hugging Face model does with S2O: density, error, time, and what S2O left and why."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from ..plan import launch_plan
+from ..spec import S2OConfig
+from ..tools.layer_settings import head_name
+from ..tools.progress import Report
+from ..tools.sampled import Sample
+from .fallbacks import WORDS
+from .next_tokens import last_hidden, of_hidden
+from .observed import longest_sequence, observed
+from .transformers import Asked, S2OAttention
+
+__all__ = ["LayerReport", "LossReport", "ModelReport", "report"]
+
+Tensor = Any  # torch.Tensor
+
+REPEATS = 3  # of a timed call, after one that is not
+
+
+@dataclass(frozen=True, eq=False)
+class LayerReport:
+    """One call of a layer's attention.
+
+    Attributes
+    ----------
+    layer : int
+        Counted from 0.
+    ran : str
+        "s2o", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
+    tau, density, error, standard_error, share : float64 numpy.ndarray, (heads,), or None
+        Of a layer that ran S2O: of each head its tau, pairs computed / pairs of dense attention, rel_l2 against dense
+        attention, that sample's standard error, and its part of the squared norm of dense attention's output.
+    ms, dense_ms : float or None
+        On a GPU: milliseconds of this attention and of the model's own, medians of three calls after one.
+    """
+
+    layer: int
+    ran: str
+    tau: np.ndarray | None = None
+    density: np.ndarray | None = None
+    error: np.ndarray | None = None
+    standard_error: np.ndarray | None = None
+    share: np.ndarray | None = None
+    ms: float | None = None
+    dense_ms: float | None = None
+
+    @property
+    def mean_density(self) -> float | None:
+        return None if self.density is None else float(self.density.mean())
+
+    @property
+    def pooled_error(self) -> float | None:
+        """rel_l2 of all heads together."""
+        if self.error is None or self.share is None:
+            return None
+        return float(np.sqrt((self.share * np.square(self.error)).sum()))
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """Nats a token, mean over the predictions of the text."""
+
+    s2o: float
+    dense: float
+    difference: float
+    standard_error: float  # of the difference, predictions taken for independent
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReport:
+    """What `report` found.
+
+    Attributes
+    ----------
+    tokens : int
+        Of the longest row.
+    layers : tuple of LayerReport
+        A call each, in the order that they ran.
+    segments, segments_total : int
+        How many segments of a layer were looked at, and how many there are.
+    calls : dict
+        How many calls ran what, as ``S2OAttention.calls``.
+    loss : LossReport or None
+    """
+
+    tokens: int
+    layers: tuple[LayerReport, ...]
+    segments: int
+    segments_total: int
+    calls: dict[str, int]
+    loss: LossReport | None
+
+    def table(self) -> str:
+        """For a terminal."""
+        ran = [x for x in self.layers if x.ran == "s2o"]
+        lines = [f"{self.tokens:,} tokens, {len(self.layers)} calls of attention, {len(ran)} by S2O"]
+        if self.loss is not None:
+            lines.append(
+                f"loss {self.loss.s2o:.4f} nats a token, dense attention {self.loss.dense:.4f}: "
+                f"{self.loss.difference:+.4f} +- {self.loss.standard_error:.4f}"
+            )
+        if ran:
+            lines.append(
+                f"error and density by {self.segments:,} of {self.segments_total:,} segments; error is rel_l2 against "
+                "dense attention"
+            )
+        timed = any(x.ms is not None for x in self.layers)
+        heading = f"{'layer':>6} {'density':>9} {'error':>9} {'worst head':>18}"
+        lines += ["", heading + (f" {'ms':>8} {'dense ms':>9}" if timed else "") + "   tau"]
+        lines += [self._line(x, timed) for x in self.layers]
+        if timed:
+            both = [x for x in self.layers if x.ms is not None and x.dense_ms is not None]
+            total, dense = sum(x.ms or 0 for x in both), sum(x.dense_ms or 0 for x in both)
+            lines.append(f"{'all':>6} {'':>9} {'':>9} {'':>18} {total:>8.2f} {dense:>9.2f}   {dense / total:.2f} x")
+        most_first = sorted(self.calls.items(), key=lambda call: -call[1])
+        return "\n".join([*lines, "", *(f"{n:>6}  {what}: {WORDS[what]}" for what, n in most_first)])
+
+    def _line(self, x: LayerReport, timed: bool) -> str:
+        if x.tau is None or x.error is None or x.density is None:
+            line, told = f"{x.layer:>6} {'':>9} {'':>9} {'':>18}", x.ran
+        else:
+            worst = int(x.error.argmax())
+            named = f"{head_name(x.layer, worst)}: {x.error[worst]:.3g}"
+            line = f"{x.layer:>6} {x.mean_density:>9.3f} {x.pooled_error:>9.3g} {named:>18}"
+            told = f"{x.tau[0]:g}" if len({*x.tau.tolist()}) == 1 else " ".join(f"{tau:g}" for tau in x.tau)
+        if timed:
+            line += " ".join(["", f"{'' if x.ms is None else f'{x.ms:.2f}':>8}",
+                              f"{'' if x.dense_ms is None else f'{x.dense_ms:.2f}':>9}"])  # fmt: skip
+        return f"{line}   {told}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; heads are called layer.head."""
+        layers = []
+        for x in self.layers:
+            row: dict[str, Any] = {"layer": x.layer, "ran": x.ran}
+            row |= {"density": x.mean_density, "error": x.pooled_error, "ms": x.ms, "dense_ms": x.dense_ms}
+            columns = {"tau": x.tau, "density": x.density, "error": x.error, "standard_error": x.standard_error}
+            there = {name: values for name, values in columns.items() if values is not None}
+            row["heads"] = {
+                head_name(x.layer, h): {name: float(values[h]) for name, values in there.items()}
+                for h in range(0 if x.tau is None else len(x.tau))
+            }
+            layers.append(row)
+        return {
+            "tokens": self.tokens, "segments": self.segments, "segments_total": self.segments_total,
+            "calls": self.calls, "loss": None if self.loss is None else vars(self.loss), "layers": layers,
+        }  # fmt: skip
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture: density and error by layer and head; grey is what S2O did not take. Needs matplotlib."""
+        from ..tools.plot_heads import draw_heads
+
+        panels = {"density": [x.density for x in self.layers], "error": [x.error for x in self.layers]}
+        draw_heads(os.fspath(path), f"{self.tokens:,} tokens", [x.layer for x in self.layers], panels)
+
+
+def report(
+    model: Any,
+    input_ids: Any,
+    s2o: S2OAttention | None = None,
+    *,
+    loss: bool = True,
+    segments: int = 16,
+    seed: int = 0,
+    progress: Report | None = None,
+    **inputs: Any,
+) -> ModelReport:
+    """Run a model with S2O on a text, and say what each layer and head did.
+
+    Every layer gets what the layers before it gave with S2O. Density and error of its heads are estimated from a sample
+    of its segments, as by `error_per_head`: of the longest sequence, if the batch is padded or packed, and without
+    attention sinks.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of transformers, with attention that goes through its AttentionInterface, as that of Llama does.
+    input_ids : Tensor, (batch, seqlen)
+        Tokens, on the model's device.
+    s2o : S2OAttention, optional
+        What `register` returned. Default: what is registered under the name that the model's attention has, or under
+        "s2o".
+    loss : bool, default True
+        Measure the model's loss on the text too, with S2O and with dense attention.
+    segments, seed : optional
+        How many segments of each layer to take, and of their draw.
+    progress : callable, optional
+        Called with (layers done, layers, what was done).
+    **inputs
+        Further arguments of the model's forward, such as ``attention_mask``.
+
+    Returns
+    -------
+    ModelReport
+        With ``table()`` for a terminal, ``to_dict()`` for JSON and ``draw(path)``, a heatmap.
+
+    Raises
+    ------
+    ValueError
+        Nothing is registered, or an argument is not accepted.
+    """
+    s2o = _registered(model) if s2o is None else s2o
+    if not isinstance(s2o, S2OAttention):
+        raise TypeError(f"report: s2o is a {type(s2o).__name__}; accepted: what register returned, or None")
+    layers: list[LayerReport] = []
+    drawn = [0, 0]
+    total = model.config.get_text_config().num_hidden_layers
+
+    def attend(asked: Asked) -> Tensor:
+        layer = getattr(asked.module, "layer_idx", None)
+        found = LayerReport(len(layers) if layer is None else layer, asked.runs)
+        if found.ran == "s2o":
+            found, drawn[:] = _sampled(found, asked, segments, seed)
+        attention = asked.s2o if asked.reason is None else asked.ordinary
+        if asked.query.is_cuda:
+            found = replace(found, ms=_milliseconds(attention), dense_ms=_milliseconds(asked.ordinary))
+        layers.append(found)
+        if progress is not None:
+            progress(min(len(layers), total), total, f"layer {found.layer}")
+        return attention()
+
+    with observed(model, s2o, attend):
+        hidden = last_hidden(model, input_ids, **inputs)
+    calls = dict(Counter(x.ran for x in layers))
+    measured = _loss(model, input_ids, s2o, hidden, inputs) if loss and model.get_output_embeddings() else None
+    return ModelReport(input_ids.shape[-1], tuple(layers), drawn[0], drawn[1], calls, measured)
+
+
+def _registered(model: Any) -> S2OAttention:
+    for name in (model.config._attn_implementation, "s2o"):
+        found = AttentionInterface._global_mapping.get(name)
+        if isinstance(found, S2OAttention):
+            return found
+    raise ValueError("report: no S2O is registered; accepted: after s2o_cupy.integrations.transformers.register()")
+
+
+def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tuple[LayerReport, tuple[int, int]]:
+    """With density and error of each head by its own config."""
+    q, k, v = longest_sequence(asked)
+    heads = q.shape[1]
+    configs: list[S2OConfig] = [S2OConfig()] * heads
+    for group in asked.groups:
+        for h in np.arange(heads)[group.heads].tolist():
+            configs[h] = group.config
+    tau, density, error, standard_error, share = np.zeros((5, heads))
+    tau[:] = [config.tau for config in configs]
+    size = (0, 0)
+    for base in dict.fromkeys(replace(config, tau=0) for config in configs):  # one sample for all of its taus
+        sample = Sample(q, k, v, base, scale=asked.scale, softcap=asked.softcap, segments=segments, seed=seed)
+        size = (len(sample.segments), sample.geometry.segments)
+        for value in dict.fromkeys(config.tau for config in configs if replace(config, tau=0) == base):
+            here = np.array([config == replace(base, tau=value) for config in configs])
+            estimate = sample.estimate(value)
+            share[here] = estimate.share.sum(0)[here]
+            if asked.query.is_cuda and launch_plan.is_dense(sample.problem, replace(base, tau=value)):
+                density[here] = 1  # which the sample, S2O at any length, is not
+                continue
+            squared = (estimate.share * np.square(estimate.error)).sum(0)  # of all sequences of the batch
+            with np.errstate(divide="ignore", invalid="ignore"):
+                error[here] = np.where(squared == 0, 0.0, np.sqrt(squared / estimate.share.sum(0)))[here]
+            density[here] = estimate.density.mean(0)[here]
+            standard_error[here] = np.sqrt(np.square(estimate.standard_error).mean(0) / len(estimate.error))[here]
+    return replace(
+        found, tau=tau, density=density, error=error, standard_error=standard_error, share=share
+    ), size  # fmt: skip
+
+
+def _milliseconds(run: Callable[[], Any]) -> float:
+    """Of the GPU, the median."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(np.median(times))
+
+
+def _loss(model: Any, ids: Tensor, s2o: S2OAttention, hidden: Tensor, inputs: dict[str, Any]) -> LossReport:
+    with observed(model, s2o, lambda asked: asked.ordinary()):
+        dense_hidden = last_hidden(model, ids, **inputs)
+    ours, dense = (of_hidden(model, x[:, :-1], ids[:, :-1], ids[:, 1:]).loss for x in (hidden, dense_hidden))
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:  # nobody predicts padding, nor from it
+        told = (mask[:, :-1] * mask[:, 1:]).bool().cpu().numpy()
+        ours, dense = ours[told], dense[told]
+    off = (ours - dense).ravel()
+    return LossReport(
+        float(ours.mean()), float(dense.mean()), float(off.mean()), float(off.std() / np.sqrt(max(1, off.size)))
+    )

@@ -1,0 +1,259 @@
+"""A tau for each layer or head of a Hugging Face model, for an error, a density or a loss that the user names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..api.run import parse_config
+from ..spec import S2OConfig
+from ..tools.layer_curves import LayerCurves, measure_layer
+from ..tools.progress import Report
+from ..tools.tune import parse_target, parse_taus
+from ..tools.tune_layers import (
+    LAYER_TAUS,
+    Trial,
+    TunedLayers,
+    by_density,
+    by_error,
+    check_by,
+    choose,
+    mean_density,
+    steps_of,
+)  # fmt: skip
+from .head_groups import LayerConfigs
+from .next_tokens import NextTokens, divergence, last_hidden, of_hidden
+from .observed import longest_sequence, observed
+from .transformers import Asked, S2OAttention
+
+__all__ = ["tune_model"]
+
+Tensor = Any  # torch.Tensor
+
+PROBES = 3  # taus at which a layer is tried alone
+TINY = 1e-30
+
+
+def tune_model(
+    model: Any,
+    input_ids: Any,
+    *,
+    loss: float | None = None,
+    error: float | None = None,
+    density: float | None = None,
+    by: str = "layer",
+    taus: Sequence[float] = LAYER_TAUS,
+    config: S2OConfig | None = None,
+    min_seqlen: int = 8192,
+    segments: int = 16,
+    seed: int = 0,
+    progress: Report | None = None,
+    **inputs: Any,
+) -> TunedLayers:
+    """Find a tau for each layer of a model, or for each head, on a text.
+
+    Of every layer that S2O takes, error and density are estimated at each tau of the grid, on the q, k and v that dense
+    layers give it, from a sample of its segments (`error_per_head`). For a ``loss`` or a ``density`` each layer is then
+    tried alone, at three taus of the grid, to see how far the model's predictions move: that is what its error costs.
+    One price of it for all layers and heads decides every tau: where a smaller tau saves much of it for few pairs it is
+    taken, elsewhere not. For a loss the price is bisected, the model's loss measured with S2O in all layers each time;
+    so is one tau for all layers, which is what is found where it is as sparse.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of transformers, with attention that goes through its AttentionInterface, as that of Llama does.
+    input_ids : Tensor, (batch, seqlen)
+        Tokens of a text like those to come, as long as those, on the model's device.
+    loss : float, optional
+        At most so many nats a token more than with dense attention, mean over the text. Above 0.
+    error : float, optional
+        At most this rel_l2: of each layer, of each head, or (by "model") of every layer at one tau.
+    density : float, optional
+        At most this share of pairs computed, mean over layers and heads. One of the three must be given.
+    by : {"layer", "head", "model"}, default "layer"
+        What has a tau of its own. Heads of a layer that differ take several calls, which costs time.
+    taus : sequence of float
+        The grid: at least one number above 0.
+    config : S2OConfig, optional
+        All but tau.
+    min_seqlen : int, default 8192
+        As of `register`: which calls are S2O's.
+    segments, seed : optional
+        How many segments of each layer to take, and of their draw.
+    progress : callable, optional
+        Called with (steps done, steps at most, what they are of).
+    **inputs
+        Further arguments of the model's forward.
+
+    Returns
+    -------
+    TunedLayers
+        ``register("s2o", found.config, found.per_layer)`` uses it, ``found.save(path)`` writes the file that
+        ``register("s2o", path)`` takes, ``found.table()`` and ``found.draw(path)`` show it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted, S2O takes no layer of the model, or no taus of the grid reach the target.
+    """
+    target, grid, by = parse_target(error=error, density=density, loss=loss), parse_taus(taus), check_by(by)
+    config = parse_config(config, None)
+    layers = model.config.get_text_config().num_hidden_layers
+    probes = layers * min(PROBES, len(grid))
+    steps = {"error": 0, "density": probes, "loss": probes + 16}[target.name]
+    count = _Count(progress, layers * (1 + len(grid)) + steps)
+    search = _Search(model, input_ids, inputs, config, min_seqlen, count)
+
+    curves, hidden = search.curves(grid, segments, seed)
+    if target.name == "error":
+        return choose(config, target, by, curves, by_error(curves, target.value, by))
+    costs = search.costs(curves, hidden)
+    if target.name == "density":
+        return choose(config, target, by, curves, by_density(curves, costs, target.value, by))
+    return search.by_loss(target, by, curves, costs, hidden)
+
+
+@dataclass
+class _Count:
+    """Steps told to ``progress``."""
+
+    report: Report | None
+    total: int
+    done: int = 0
+
+    def __call__(self, what: str) -> None:
+        self.done = min(self.done + 1, self.total)
+        if self.report is not None:
+            self.report(self.done, self.total, what)
+
+
+@dataclass
+class _Search:
+    model: Any
+    ids: Tensor
+    inputs: dict[str, Any]
+    config: S2OConfig
+    min_seqlen: int
+    step: Callable[[str], None]
+
+    def curves(self, grid: Sequence[float], segments: int, seed: int) -> tuple[list[LayerCurves], Tensor]:
+        """Of the layers that S2O takes, and the last hidden states with dense attention."""
+        found: dict[int, LayerCurves] = {}
+        left: Counter[str] = Counter()
+
+        def attend(asked: Asked) -> Tensor:
+            layer = getattr(asked.module, "layer_idx", None)
+            if asked.runs != "s2o" or layer is None:
+                left[asked.runs] += 1
+            else:
+                found[layer] = measure_layer(
+                    layer, *longest_sequence(asked), self.config, grid, scale=asked.scale, softcap=asked.softcap,
+                    segments=segments, seed=seed, step=lambda what: self.step(f"layer {layer}, {what}"),
+                )  # fmt: skip
+            return asked.ordinary()
+
+        hidden = self._run(self._s2o({}), attend)
+        if not found:
+            counted = ", ".join(f"{what} ({n})" for what, n in left.most_common()) or "none were asked for"
+            raise ValueError(
+                f"tune_model: S2O takes no layer of the model on these {self.ids.shape[-1]:,} tokens: {counted}; "
+                f"accepted: at least min_seqlen, {self.min_seqlen:,}, tokens, and what S2OAttention takes"
+            )
+        return [found[layer] for layer in sorted(found)], hidden
+
+    def costs(self, curves: Sequence[LayerCurves], dense: Tensor) -> list[np.ndarray]:
+        """Of each layer [taus, heads] what S2O in that layer alone moves the predictions by (`divergence`), shared out
+        to its heads by their squared errors. Measured at PROBES taus, the largest among them."""
+        found = []
+        for layer in curves:
+            count = len(layer.taus)
+            probed = sorted({n * count // min(PROBES, count) for n in range(min(PROBES, count))})
+            moved = []
+            for n in probed:
+                s2o = self._s2o({layer.layer: replace(self.config, tau=layer.taus[n])})
+
+                def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
+                    return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()
+
+                moved.append(divergence(self.model, dense, self._run(s2o, attend), self.ids))
+                self.step(f"layer {layer.layer} alone, tau {layer.taus[n]:g}")
+            found.append(shared_out(layer, probed, moved))
+        return found
+
+    def by_loss(
+        self, target: Any, by: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], hidden: Tensor
+    ) -> TunedLayers:
+        """The sparsest choice that the loss allows, of those by ``by`` and of those with one tau for all."""
+        dense = self._losses(hidden)
+        trials: list[Trial] = []
+
+        def measure(taus: list[np.ndarray]) -> Trial:
+            chosen = choose(self.config, target, by, curves, taus)
+            s2o = S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
+            # As it will run: also layers that S2O takes and that have no curve.
+            more = self._losses(self._run(s2o, lambda asked: asked.s2o() if asked.reason is None else asked.ordinary()))
+            off = (more.loss - dense.loss).ravel()
+            density = mean_density(curves, taus)
+            trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size))))
+            self.step(f"loss at density {density:.3f}: {trials[-1].loss_difference:+.4f}")
+            return trials[-1]
+
+        found = [
+            _first_within(steps_of(curves, costs, kind), target.value, measure) for kind in dict.fromkeys((by, "model"))
+        ]
+        taus, loss = min((x for x in found if x is not None), key=lambda x: x[1].density, default=(None, None))
+        if taus is None:
+            raise ValueError(
+                f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].loss_difference:.4g}; "
+                "accepted: at least that, or smaller taus"
+            )
+        return choose(
+            self.config, target, by, curves, taus, dense_loss=float(dense.loss.mean()), trials=tuple(trials), loss=loss
+        )
+
+    def _s2o(self, per_layer: dict[Any, S2OConfig | None]) -> S2OAttention:
+        return S2OAttention(LayerConfigs.parse(self.config, per_layer), self.min_seqlen)
+
+    def _run(self, s2o: S2OAttention, attend: Callable[[Asked], Tensor]) -> Tensor:
+        with observed(self.model, s2o, attend):
+            return last_hidden(self.model, self.ids, **self.inputs)
+
+    def _losses(self, hidden: Tensor) -> NextTokens:
+        ids = self.ids
+        return of_hidden(self.model, hidden[:, :-1], ids[:, :-1], torch.as_tensor(ids[:, 1:]))
+
+
+def _first_within(
+    choices: list[list[np.ndarray]], most: float, measure: Callable[[list[np.ndarray]], Trial]
+) -> tuple[list[np.ndarray], Trial] | None:
+    """Of choices from the sparsest to the most exact one the first with at most that loss, by bisection; None if the
+    last has more."""
+    low, high = 0, len(choices) - 1
+    best = measure(choices[high])
+    if best.loss_difference > most:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        trial = measure(choices[middle])
+        if trial.loss_difference <= most:
+            high, best = middle, trial
+        else:
+            low = middle + 1
+    return choices[high], best
+
+
+def shared_out(layer: LayerCurves, probed: Sequence[int], moved: Sequence[float]) -> np.ndarray:
+    """Costs [taus, heads] from a layer's costs at some taus, their numbers ascending: between them by a power of tau,
+    beyond the smallest as the squared error falls. A head's part is that of its squared error."""
+    squared = layer.squared.sum(1)  # [taus]
+    logs = np.log(np.maximum(moved, TINY))
+    of_layer = np.exp(np.interp(-np.log(layer.taus), -np.log([layer.taus[n] for n in probed]), logs))
+    last = probed[-1]
+    of_layer[last:] = moved[-1] * squared[last:] / max(squared[last], TINY)
+    return of_layer[:, None] * layer.squared / np.maximum(squared, TINY)[:, None]

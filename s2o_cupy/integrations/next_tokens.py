@@ -1,0 +1,100 @@
+"""The loss of a language model at every token of a long text, whatever its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["NextTokens", "next_tokens"]
+
+Tensor = Any  # torch.Tensor
+
+CHUNK = 4096  # tokens whose float32 logits are in memory at a time
+
+
+class NextTokens(NamedTuple):
+    """Of every prediction [batch, seqlen]."""
+
+    loss: np.ndarray  # float64, nats
+    hit: np.ndarray  # bool: whether the likeliest token came
+
+
+def next_tokens(model: Any, ids: Tensor, targets: Tensor, chunk: int = CHUNK, **inputs: Any) -> NextTokens:
+    """How well a model predicts ``targets``, the token behind each of ``ids``.
+
+    The model's layers run once, without a cache, and what makes logits of their output, a chunk of tokens at a time:
+    logits of 131,072 tokens at once would be 64 GB for a vocabulary of 128,000.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model of transformers.
+    ids, targets : Tensor, (batch, seqlen)
+        Integers on the model's device.
+    chunk : int, default 4096
+        Tokens of logits at a time.
+    **inputs
+        Further arguments of the model's forward.
+    """
+    return of_hidden(model, last_hidden(model, ids, **inputs), ids, targets, chunk)
+
+
+def last_hidden(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    """What the last layer gives, after its norm: [batch, seqlen, hidden]."""
+    with torch.no_grad():
+        return model.base_model(ids, use_cache=False, **inputs).last_hidden_state
+
+
+def of_hidden(model: Any, hidden: Tensor, ids: Tensor, targets: Tensor, chunk: int = CHUNK) -> NextTokens:
+    """Of the output of the layers, which `last_hidden` gives."""
+    losses, hits = [], []
+    for part, logits in _logits(model, hidden, ids, chunk):
+        expected = targets[:, part]
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected, reduction="none")
+        losses.append(loss.double().cpu())
+        hits.append((logits.argmax(-1) == expected).cpu())
+    return NextTokens(torch.cat(losses, 1).numpy(), torch.cat(hits, 1).numpy())
+
+
+def divergence(model: Any, hidden: Tensor, other: Tensor, ids: Tensor, chunk: int = CHUNK) -> float:
+    """How far the predictions from ``other`` are from those from ``hidden``: the Kullback-Leibler divergence in nats,
+    mean over tokens. Of a model whose probabilities are right it is what the loss grows by, without a loss's noise."""
+    total = 0.0
+    for (_, exact), (_, changed) in zip(
+        _logits(model, hidden, ids, chunk), _logits(model, other, ids, chunk), strict=True
+    ):
+        exact, changed = exact.log_softmax(-1), changed.log_softmax(-1)
+        total += float((exact.exp() * (exact - changed)).sum(-1).double().sum())
+    return total / ids.numel()
+
+
+def _logits(model: Any, hidden: Tensor, ids: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of the sequence, and their logits in float32 [batch, chunk, vocabulary]."""
+    if model.base_model is model:
+        raise ValueError(f"model is a {type(model).__name__}, which gives no logits; accepted: a causal language model")
+    for begin in range(0, ids.shape[1], chunk):
+        part = slice(begin, begin + chunk)
+        with torch.no_grad(), _given(model.base_model, hidden[:, part]):
+            logits = model(ids[:, part], use_cache=False).logits.float()
+        yield part, logits
+
+
+@contextmanager
+def _given(base: Any, hidden: Tensor) -> Iterator[None]:
+    """In the place of the layers' work their output: the model then does only what comes after it, caps and scales of
+    its logits included."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    before = vars(base).get("forward")
+    base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before

@@ -1,0 +1,82 @@
+"""Error and density of the heads of one layer at each tau of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..spec import S2OConfig
+from .sampled import NO_STEP, Sample
+
+__all__ = ["LayerCurves", "measure_layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCurves:
+    """What each tau gives in one layer, by a sample of its segments.
+
+    Attributes
+    ----------
+    layer : int
+        Counted from 0.
+    taus : tuple of float
+        The largest first.
+    error, density : float64 numpy.ndarray, (taus, heads)
+        rel_l2 of each head against dense attention, and pairs computed / pairs of dense attention.
+    share : float64 numpy.ndarray, (heads,)
+        Each head's part of the squared norm of dense attention's output in this layer.
+    segments, segments_total : int
+        How many segments were taken, and how many there are.
+    """
+
+    layer: int
+    taus: tuple[float, ...]
+    error: np.ndarray
+    density: np.ndarray
+    share: np.ndarray
+    segments: int
+    segments_total: int
+
+    @property
+    def heads(self) -> int:
+        return len(self.share)
+
+    @property
+    def squared(self) -> np.ndarray:
+        """Squared error of each head as a part of the layer's squared norm: float64 [taus, heads]."""
+        return self.share * np.square(self.error)
+
+
+def measure_layer(
+    layer: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    config: S2OConfig,
+    taus: Sequence[float],
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    segments: int = 16,
+    seed: int = 0,
+    step: Callable[[str], None] = NO_STEP,
+) -> LayerCurves:
+    """The curves of one layer from its q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k,
+    head_dim]; sequences of a batch count together. ``step`` is called after dense attention and after each tau."""
+    sample = Sample(q, k, v, config, scale=scale, softcap=softcap, segments=segments, seed=seed)
+    sample.attend_densely()
+    step("dense")
+    errors, densities, share = [], [], np.ones(())
+    for tau in taus:
+        found = sample.estimate(tau)
+        share = found.share.sum(0)  # [heads]
+        squared = (found.share * np.square(found.error)).sum(0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            errors.append(np.where(squared == 0, 0.0, np.sqrt(squared / share)))
+        densities.append(found.density.mean(0))  # all sequences of a batch have as many pairs
+        step(f"tau {tau:g}")
+    total = sample.geometry.segments
+    return LayerCurves(layer, tuple(taus), np.stack(errors), np.stack(densities), share, len(sample.segments), total)

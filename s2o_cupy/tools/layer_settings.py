@@ -1,0 +1,73 @@
+"""Configurations by layer and head as a JSON file.
+
+    {"config": {"tau": 0.02, ...}, "per_layer": {"0": {"tau": 0.1}, "3": null, "7.2": {"tau": 0.005}}}
+
+``config`` has the fields of S2OConfig, all or some. ``per_layer`` says what differs from it: of a layer, or of a head
+as layer.head, both counted from 0; null leaves a layer to the model's own attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..spec import S2OConfig
+
+__all__ = ["BY", "PerLayer", "head_name", "plain_config", "plain_per_layer", "read_settings"]
+
+BY = ("model", "layer", "head")  # what may have a tau of its own
+PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
+
+
+def head_name(layer: int, head: int) -> str:
+    """A head of a model, both counted from 0."""
+    return f"{layer}.{head}"
+
+
+def plain_config(config: S2OConfig) -> dict[str, Any]:
+    """All fields, for JSON."""
+    return dict(zip((field.name for field in fields(S2OConfig)), config.values, strict=True))
+
+
+def plain_per_layer(config: S2OConfig, per_layer: PerLayer) -> dict[str, dict[str, Any] | None]:
+    """What of each differs from ``config``, for JSON, in the order of layers and heads."""
+    base, found = plain_config(config), {}
+    for key in sorted(per_layer, key=lambda key: key if isinstance(key, tuple) else (key, -1)):
+        value = per_layer[key]
+        name = head_name(*key) if isinstance(key, tuple) else str(key)
+        found[name] = None if value is None else {k: x for k, x in plain_config(value).items() if x != base[k]}
+    return found
+
+
+def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | tuple[int, int], S2OConfig | None]]:
+    """``config`` and ``per_layer`` of a file, as `s2o_cupy.integrations.transformers.register` takes them.
+
+    Raises
+    ------
+    FileNotFoundError, TypeError, ValueError
+        The message names the file, the entry and what is accepted.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); accepted: a file that tune_model or s2o tune wrote") from error
+    if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):
+        raise ValueError(f'{path}: no object with "config"; accepted: a file that tune_model or s2o tune wrote')
+    base, entries = found["config"], found.get("per_layer") or {}
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{path}: per_layer is a {type(entries).__name__}; accepted: an object")
+    per_layer: dict[int | tuple[int, int], S2OConfig | None] = {}
+    for name, changes in entries.items():
+        if not re.fullmatch(r"\d+(\.\d+)?", name):
+            raise ValueError(f'{path}: per_layer has {name!r}; accepted: a layer such as "3" or a head such as "3.7"')
+        layer, _, head = name.partition(".")
+        key = (int(layer), int(head)) if head else int(layer)
+        if changes is not None and not isinstance(changes, Mapping):
+            raise ValueError(f"{path}: per_layer has {changes!r} for {name}; accepted: fields of S2OConfig, or null")
+        per_layer[key] = None if changes is None else S2OConfig(**{**base, **changes})
+    return S2OConfig(**base), per_layer

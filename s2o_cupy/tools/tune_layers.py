@@ -1,0 +1,317 @@
+"""A tau for each layer or head of a model, from their curves of error and density."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..api.run import parse_config
+from ..spec import S2OConfig
+from . import inputs
+from .layer_curves import LayerCurves, measure_layer
+from .layer_files import load_layers
+from .layer_settings import BY, head_name, plain_config, plain_per_layer
+from .progress import Report
+from .tau_ladder import Unit, ladder
+from .tune import Target, parse_target, parse_taus
+
+__all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
+
+LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A choice of taus with which the model's loss was measured."""
+
+    density: float  # mean of the tuned layers
+    loss_difference: float  # mean over the predictions, nats
+    standard_error: float  # predictions taken for independent
+
+
+@dataclass(frozen=True, eq=False)
+class TunedLayers:
+    """Taus that reach a target, and what led to them.
+
+    Attributes
+    ----------
+    config : S2OConfig
+        Of layers and heads that ``per_layer`` does not name.
+    per_layer : dict
+        What `s2o_cupy.integrations.transformers.register` takes beside it.
+    target : Target
+        What was asked for, of "error", "density" or "loss".
+    by : str
+        "model", "layer" or "head": what has a tau of its own.
+    curves : tuple of LayerCurves
+        Of the layers that were tuned, ascending.
+    taus : tuple of float64 numpy.ndarray, (heads,)
+        The tau of each head of these layers; 0, dense attention, where no tau of the grid reaches an error.
+    dense_loss : float or None
+        Nats a token with dense attention, where the model's loss was measured.
+    trials : tuple of Trial
+        In the order that they were made.
+    loss : Trial or None
+        Of ``taus``.
+    """
+
+    config: S2OConfig
+    per_layer: dict[int | tuple[int, int], S2OConfig | None]
+    target: Target
+    by: str
+    curves: tuple[LayerCurves, ...]
+    taus: tuple[np.ndarray, ...]
+    dense_loss: float | None = None
+    trials: tuple[Trial, ...] = ()
+    loss: Trial | None = None
+
+    @property
+    def density(self) -> float:
+        """Mean of the tuned layers' heads."""
+        return float(np.mean(np.concatenate(self._of_heads("density"))))
+
+    def errors(self) -> list[float]:
+        """rel_l2 of each tuned layer."""
+        return [
+            float(np.sqrt((curves.share * np.square(error)).sum()))
+            for curves, error in zip(self.curves, self._of_heads("error"), strict=True)
+        ]
+
+    def _of_heads(self, name: str) -> list[np.ndarray]:
+        """Error or density of every head at its tau, [heads] for each layer. At tau 0: none, and all."""
+        found = []
+        for curves, taus in zip(self.curves, self.taus, strict=True):
+            values, exact = getattr(curves, name), 0.0 if name == "error" else 1.0
+            rows = [curves.taus.index(tau) if tau else None for tau in taus]
+            found.append(np.array([exact if n is None else values[n, h] for h, n in enumerate(rows)]))
+        return found
+
+    def table(self) -> str:
+        """For a terminal."""
+        lines = [f"{self.target}, a tau for each {self.by}: density {self.density:.3f}"]
+        if self.loss is not None and self.dense_loss is not None:
+            lines.append(
+                f"loss {self.dense_loss + self.loss.loss_difference:.4f} nats a token, dense attention "
+                f"{self.dense_loss:.4f}: {self.loss.loss_difference:+.4f} +- {self.loss.standard_error:.4f}"
+            )
+        first = self.curves[0]
+        lines += [
+            f"error and density by {first.segments:,} of {first.segments_total:,} segments; error is rel_l2 of a layer "
+            "against dense attention",
+            "",
+            f"{'layer':>6} {'density':>9} {'error':>9}   tau",
+        ]
+        densities = self._of_heads("density")
+        for curves, taus, density, error in zip(self.curves, self.taus, densities, self.errors(), strict=True):
+            one = len({*taus.tolist()}) == 1
+            told = f"{taus[0]:g}" if one else " ".join(f"{tau:g}" for tau in taus)
+            lines.append(f"{curves.layer:>6} {density.mean():>9.3f} {error:>9.3g}   {told}")
+        if any((taus == 0).any() for taus in self.taus):
+            lines.append("tau 0 is dense attention: no tau of the grid has so small an error there")
+        if self.trials:
+            lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8}   (what was tried)"]
+            lines += [
+                f"{x.density:>9.3f} {x.loss_difference:>+14.4f} {x.standard_error:>8.4f}"
+                + ("   chosen" if x is self.loss else "")
+                for x in self.trials
+            ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: what `register` takes, and what led to it."""
+        heads = {
+            head_name(curves.layer, h): {"tau": float(taus[h]), "density": float(density[h]), "error": float(error[h])}
+            for curves, taus, density, error in zip(
+                self.curves, self.taus, self._of_heads("density"), self._of_heads("error"), strict=True
+            )
+            for h in range(curves.heads)
+        }
+        layers = [curves.layer for curves in self.curves]
+        return {
+            "config": plain_config(self.config),
+            "per_layer": plain_per_layer(self.config, self.per_layer),
+            "target": asdict(self.target),
+            "by": self.by,
+            "density": self.density,
+            "error_by_layer": dict(zip(map(str, layers), self.errors(), strict=True)),
+            "heads": heads,
+            "dense_loss": self.dense_loss,
+            "loss": None if self.loss is None else asdict(self.loss),
+            "trials": [asdict(x) for x in self.trials],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON file that ``register(config=path)`` takes."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture: tau, density and error by layer and head. Needs matplotlib."""
+        from .plot_heads import draw_heads
+
+        densities, errors = self._of_heads("density"), self._of_heads("error")
+        panels = {"tau": self.taus, "density": densities, "error": errors}
+        draw_heads(os.fspath(path), f"{self.target}", [curves.layer for curves in self.curves], panels)
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def choose(
+    config: S2OConfig, target: Target, by: str, curves: Sequence[LayerCurves], taus: Sequence[np.ndarray], **loss: Any
+) -> TunedLayers:
+    """The result for the tau of every head of the layers."""
+    per_layer: dict[int | tuple[int, int], S2OConfig | None] = {}
+    if by == "model":
+        config = replace(config, tau=float(taus[0][0]))
+    else:
+        for layer, of_heads in zip(curves, taus, strict=True):
+            if len({*of_heads.tolist()}) == 1:
+                per_layer[layer.layer] = replace(config, tau=float(of_heads[0]))
+            else:
+                per_layer |= {(layer.layer, h): replace(config, tau=float(tau)) for h, tau in enumerate(of_heads)}
+    return TunedLayers(config, per_layer, target, by, tuple(curves), tuple(taus), **loss)
+
+
+def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.ndarray]:
+    """The largest tau of the grid with at most that error: of each head, of each layer, or of all layers at once."""
+    found = []
+    for layer in curves:
+        errors = layer.error if by == "head" else np.sqrt(layer.squared.sum(1, keepdims=True))  # [taus, heads or 1]
+        reached = errors <= error
+        best = np.where(reached.any(0), np.array(layer.taus)[reached.argmax(0)], 0.0)  # the first is the largest
+        found.append(np.broadcast_to(best, layer.heads).copy())
+    if by == "model":
+        least = min(float(taus[0]) for taus in found)
+        found = [np.full_like(taus, least) for taus in found]
+    return found
+
+
+def steps_of(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], by: str) -> list[list[np.ndarray]]:
+    """Taus of all heads, [heads] for each layer, from the sparsest choice to the most exact one. ``costs`` of a layer,
+    [taus, heads], are what is to be small in sum."""
+    places: list[tuple[tuple[int, ...], int | slice]] = []  # of each unit its layers, and its heads in them
+    everything = tuple(range(len(curves)))
+    if by == "model":
+        places = [(everything, slice(None))]
+    else:
+        for n in everything:
+            places += [((n,), h) for h in range(curves[n].heads)] if by == "head" else [((n,), slice(None))]
+    units = []
+    for layers, heads in places:
+        density = sum(curves[n].density[:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
+        cost = sum(costs[n][:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
+        units.append(Unit(np.asarray(density), np.asarray(cost)))
+    found = []
+    for choice in ladder(units):
+        taus = [np.zeros(layer.heads) for layer in curves]
+        for (layers, heads), tau in zip(places, choice, strict=True):
+            for n in layers:
+                taus[n][heads] = curves[n].taus[tau]
+        found.append(taus)
+    return found
+
+
+def mean_density(curves: Sequence[LayerCurves], taus: Sequence[np.ndarray]) -> float:
+    values = [
+        layer.density[layer.taus.index(tau), h]
+        for layer, of_heads in zip(curves, taus, strict=True)
+        for h, tau in enumerate(of_heads)
+    ]
+    return float(np.mean(values))
+
+
+def by_density(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], density: float, by: str) -> list[np.ndarray]:
+    """The most exact choice with at most that mean density."""
+    choices = steps_of(curves, costs, by)
+    least = mean_density(curves, choices[0])
+    if least > density:
+        raise ValueError(
+            f"tune: no tau of the grid has density at most {density:g}; the least is {least:.4g}; accepted: no less"
+        )
+    return [taus for taus in choices if mean_density(curves, taus) <= density][-1]
+
+
+def check_by(by: Any) -> str:
+    if by not in BY:
+        raise ValueError(f"tune: by is {by!r}; accepted: {', '.join(map(repr, BY))}")
+    return str(by)
+
+
+# ---------------------------------------------------------------- captured layers
+
+
+def tune_layers(
+    source: inputs.Paths | Mapping[int, Any],
+    *,
+    error: float | None = None,
+    density: float | None = None,
+    by: str = "layer",
+    taus: Sequence[float] = LAYER_TAUS,
+    config: S2OConfig | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    segments: int = 16,
+    seed: int = 0,
+    place: Callable[[inputs.QKV], Any] = lambda qkv: qkv,
+    progress: Report | None = None,
+) -> TunedLayers:
+    """Find a tau for each layer, or for each head, of layers that `s2o_cupy.integrations.transformers.capture` wrote.
+
+    Parameters
+    ----------
+    source : path, or mapping
+        A folder or a file that ``capture`` wrote, or ``{layer: (q, k, v)}``.
+    error : float, optional
+        The largest tau with at most this rel_l2: of each layer, of each head, or of every layer at once.
+    density : float, optional
+        The taus whose density, mean over heads and layers, is at most this, and with the least sum of the layers'
+        squared errors. One of the two must be given.
+    by : {"layer", "head", "model"}, default "layer"
+        What has a tau of its own. "model": one for all.
+    taus : sequence of float
+        The grid: at least one number above 0.
+    config : S2OConfig, optional
+        All but tau.
+    scale, softcap, segments, seed : optional
+        As of `error_per_head`.
+    place : callable, optional
+        Of (q, k, v) of a layer, where to compute: `inputs.to_gpu` copies them to the GPU.
+    progress : callable, optional
+        Called with (steps done, steps, what they are of).
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted, or no choice of taus has so small a density.
+    """
+    target, grid, by = parse_target(error=error, density=density), parse_taus(taus), check_by(by)
+    config = parse_config(config, None)
+    layers = source if isinstance(source, Mapping) else load_layers(source)
+    total, done = len(layers) * (1 + len(grid)), 0
+
+    def step(what: str) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total, f"layer {layer}, {what}")
+
+    curves = []
+    for layer in sorted(layers):
+        qkv = place(inputs.QKV(*layers[layer]))
+        curves.append(
+            measure_layer(
+                layer, qkv.q, qkv.k, qkv.v, config, grid, scale=scale, softcap=softcap, segments=segments, seed=seed,
+                step=step,
+            )
+        )  # fmt: skip
+    if target.name == "error":
+        found = by_error(curves, target.value, by)
+    else:
+        found = by_density(curves, [layer.squared for layer in curves], target.value, by)
+    return choose(config, target, by, curves, found)

@@ -1,0 +1,319 @@
+"""Models of transformers looked at and tuned: what is reported is what runs, and a target that is reached is reached by
+the model that register gives it to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SMALL
+
+from s2o_cupy import S2OConfig, error_per_head, metrics, s2o_attention
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", "5.16")
+
+from tiny_llama import LENGTH, SIZES, llama, logits_of  # noqa: E402
+
+from s2o_cupy.__main__ import main  # noqa: E402
+from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
+from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
+from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens  # noqa: E402
+from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
+from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
+
+CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
+OPTIONS = {"config": CONFIG, "min_seqlen": 100, "segments": 100}
+TAUS = (1.0, 0.3, 0.1, 0.03)
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """With larger weights than usual, so that what attention leaves out is seen in the loss."""
+    found = llama(initializer_range=0.15)
+    found.set_attn_implementation("sdpa")
+    return found
+
+
+def loss_of(model, ids, implementation):
+    logits = logits_of(model, implementation, ids)[:, :-1]
+    model.set_attn_implementation("sdpa")
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double().numpy()
+
+
+# ---------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere"])
+def test_losses_in_chunks(name, ids):
+    """Of models that cap or scale their logits too; nothing of the model stays changed."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    more = {"head_dim": 16, "final_logit_softcapping": 0.1} if name == "Gemma2" else {}
+    tokens = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    model = kind(kind.config_class(**{**SIZES, **more, **tokens, "initializer_range": 0.3})).eval()
+    logits = model(ids).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    for chunk in (7, LENGTH):
+        found = next_tokens(model, ids[:, :-1], ids[:, 1:], chunk)
+        np.testing.assert_allclose(found.loss, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(found.hit, logits.argmax(-1) == ids[:, 1:])
+    assert "forward" not in vars(model.base_model)
+    with pytest.raises(ValueError, match="which gives no logits; accepted: a causal language model"):
+        next_tokens(model.base_model, ids, ids)
+
+
+def test_divergence(model, ids):
+    """Of the predictions as the definition has it; 0 of the same."""
+    hidden = last_hidden(model, ids)
+    other = hidden + 0.1 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    p, q = (torch.log_softmax(model.lm_head(x).double(), -1) for x in (hidden, other))
+    for chunk in (70, LENGTH):
+        assert divergence(model, hidden, other, ids, chunk) == pytest.approx(
+            float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4
+        )
+    assert divergence(model, hidden, hidden, ids) == 0
+
+
+# ---------------------------------------------------------------- tune_model
+
+
+def test_costs_between_and_beyond_the_probes():
+    error = np.array([[0.8, 0.4], [0.4, 0.2], [0.2, 0.1], [0.1, 0.05], [0.0, 0.0]])
+    layer = LayerCurves(0, (1.0, 0.1, 0.01, 0.001, 0.0001), error, 1 - error, np.array([0.2, 0.8]), 4, 4)
+    costs = shared_out(layer, [0, 2], [0.4, 0.004])
+    np.testing.assert_allclose(costs.sum(1), [0.4, 0.04, 0.004, 0.001, 0])  # a power of tau; as the squared error
+    np.testing.assert_allclose(costs[:4, 0], costs[:4, 1])  # 0.2 * 0.8 ** 2 of one, 0.8 * 0.4 ** 2 of the other
+    assert (shared_out(layer, [0], [0.0]) == 0).all()
+
+
+def test_an_error_is_that_of_what_the_layers_get(model, ids):
+    """Of the q, k and v of dense layers, as capture gives them."""
+    found = tune_model(model, ids, error=0.2, taus=TAUS[1:], **OPTIONS)
+    assert model.config._attn_implementation == "sdpa"
+    assert [curves.layer for curves in found.curves] == [0, 1, 2] and found.loss is None
+    for curves, taus, error in zip(found.curves, found.taus, found.errors(), strict=True):
+        q, k, v = capture(model, ids, [curves.layer])
+        for n, tau in enumerate(TAUS[1:]):
+            exact = error_per_head(q, k, v, replace(CONFIG, tau=tau), segments=100)
+            np.testing.assert_allclose(curves.error[n], exact.error[0], rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(curves.density[n], exact.density[0], rtol=1e-6)
+            assert (tau <= taus[0]) == (exact.pooled_error <= 0.2)
+        assert error <= 0.2
+
+
+@pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
+def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path):
+    dense = loss_of(model, ids, "sdpa")
+    register(config=replace(CONFIG, tau=1.0), min_seqlen=100)
+    most = float((loss_of(model, ids, "s2o") - dense).mean())
+    assert most > 0.01
+    target = most / 3
+    seen = []
+    found = tune_model(model, ids, loss=target, by=by, taus=TAUS, progress=lambda *x: seen.append(x), **OPTIONS)
+    found.save(tmp_path / "tuned.json")
+    s2o = register("s2o", tmp_path / "tuned.json", min_seqlen=100)
+    off = loss_of(model, ids, "s2o") - dense
+    assert s2o.calls["s2o"] == 3
+    assert float(off.mean()) == pytest.approx(found.loss.loss_difference, abs=1e-5) and float(off.mean()) <= target
+    assert found.loss.standard_error == pytest.approx(off.std() / (LENGTH - 1) ** 0.5, rel=1e-3)
+    assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
+    # The next sparser choice was tried, and is too much; or there is none.
+    sparser = [x for x in found.trials if x.density < found.loss.density]
+    assert sparser and max(sparser, key=lambda x: x.density).loss_difference > target
+    assert found.density == pytest.approx(found.loss.density)
+    done, totals = [x[0] for x in seen], {x[1] for x in seen}
+    assert len(totals) == 1 and done == sorted(done) and done[-1] <= totals.pop()
+    assert "loss at density" in seen[-1][2] and f"{found.loss.loss_difference:+.4f}" in found.table()
+
+
+def test_layers_that_matter_little_get_larger_taus(ids):
+    """A layer whose output reaches nothing takes the largest tau at no cost."""
+    model = llama(initializer_range=0.15)
+    model.model.layers[1].self_attn.o_proj.weight.zero_()
+    found = tune_model(model, ids, density=0.5, taus=TAUS, **OPTIONS)
+    assert found.taus[1][0] == 1.0 and min(found.taus[0][0], found.taus[2][0]) < 1.0
+    assert found.density <= 0.5
+
+
+def test_padded_rows_and_sliding_windows(ids):
+    """The longest sequence is looked at; layers with a window, which S2O leaves nothing out of, have no tau."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=200, eos_token_id=None, bos_token_id=None,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    both, mask = torch.cat([ids.flip(1), ids]), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :100] = 0
+    found = tune_model(model, both, error=0.2, taus=TAUS, attention_mask=mask, **OPTIONS)
+    alone = tune_model(model, ids, error=0.2, taus=TAUS, **OPTIONS)
+    assert [curves.layer for curves in found.curves] == [0, 2]
+    for one, other in zip(found.curves, alone.curves, strict=True):
+        np.testing.assert_allclose(one.error, other.error, rtol=1e-3, atol=1e-5)
+    register(config=replace(CONFIG, tau=0.3), per_layer=found.per_layer, min_seqlen=100)
+    told = report(model, both, attention_mask=mask)
+    assert [x.ran for x in told.layers] == ["s2o", "dense window", "s2o"]
+
+
+def test_what_tune_model_refuses(model, ids):
+    for match, changes in (
+        ("neither error, density nor loss is given; accepted: one of them", {}),
+        ("error and loss are given", {"error": 0.1, "loss": 0.1}),
+        ("loss is 0; accepted: a finite number above 0", {"loss": 0}),
+        (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 1, "min_seqlen": 501}),
+        (r"no taus of the grid have loss at most 1e-09; the smallest have", {"loss": 1e-9, "taus": (1.0, 0.5)}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            tune_model(model, ids, **{**OPTIONS, "taus": TAUS, **changes})
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_register_refuses_of_a_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        register("s2o", tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"per_layer came with the file '.*none.json'; accepted: one of them"):
+        register("s2o", str(tmp_path / "none.json"), {0: CONFIG})
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_report_is_what_runs(model, ids):
+    """Each layer's own error on what S2O gives it; the loss that the model has."""
+    other, longer = replace(CONFIG, tau=0.3), replace(CONFIG, segment=64, tau=0.1)
+    per_layer = {1: None, (2, 1): other, (2, 3): longer}
+    s2o = register(config=replace(CONFIG, tau=0.1), per_layer=per_layer, min_seqlen=100)
+    seen = []
+    found = report(model, ids, segments=100, progress=lambda *x: seen.append(x))
+    assert model.config._attn_implementation == "sdpa" and not s2o.calls
+    assert [x.ran for x in found.layers] == ["s2o", "layer", "s2o"] and found.calls == {"s2o": 2, "layer": 1}
+    assert [x.layer for x in found.layers] == [0, 1, 2] and seen[-1][:2] == (3, 3)
+    assert found.layers[1].density is None and found.layers[1].ms is None
+    assert (found.layers[2].tau == [0.1, 0.3, 0.1, 0.1]).all()
+
+    inputs = []
+    hook = model.model.layers[2].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    loss = loss_of(model, ids, "s2o")
+    hook.remove()
+    attend = model.model.layers[2].self_attn
+    shape = (1, LENGTH, -1, 16)
+    cos, sin = model.model.rotary_emb(inputs[0], torch.arange(LENGTH)[None])
+    q, k, v = (f(inputs[0]).view(shape).transpose(1, 2) for f in (attend.q_proj, attend.k_proj, attend.v_proj))
+    q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    q, k, v = (x.numpy() for x in (q, k, v))
+    dense = s2o_attention(q, k, v, config=replace(CONFIG, tau=0))
+    sparse = np.empty_like(dense)
+    for h, config in enumerate((replace(CONFIG, tau=0.1), other, replace(CONFIG, tau=0.1), longer)):
+        one = (q[:, h : h + 1], k[:, h // 2 :][:, :1], v[:, h // 2 :][:, :1])
+        sparse[:, h : h + 1], stats = s2o_attention(*one, config=config, return_stats=True)
+        assert found.layers[2].density[h] == pytest.approx(stats.density, rel=1e-4)
+        assert found.layers[2].error[h] == pytest.approx(metrics.rel_l2(sparse[:, h], dense[:, h]), rel=1e-3)
+    assert found.layers[2].pooled_error == pytest.approx(metrics.rel_l2(sparse, dense), rel=1e-3)
+    assert found.layers[2].pooled_error > 0.02 and (found.layers[2].standard_error == 0).all()
+
+    exact = loss_of(model, ids, "sdpa")
+    assert found.loss.s2o == pytest.approx(float(loss.mean()), abs=1e-5)
+    assert found.loss.difference == pytest.approx(float((loss - exact).mean()), abs=1e-5)
+    assert abs(found.loss.difference) > 1e-5
+
+
+def test_a_sample_has_a_standard_error(model, ids):
+    register(config=replace(CONFIG, tau=0.1), min_seqlen=100)
+    found = report(model, ids, segments=6, loss=False)
+    assert (found.segments, found.segments_total) == (6, 16) and found.loss is None
+    assert all((x.standard_error > 0).any() for x in found.layers)
+
+
+def test_the_table_the_json_and_the_picture(model, ids, tmp_path):
+    register(config=replace(CONFIG, tau=0.1), per_layer={1: None, (2, 1): CONFIG}, min_seqlen=100)
+    found = report(model, ids)
+    lines = found.table().splitlines()
+    assert lines[0] == "500 tokens, 3 calls of attention, 2 by S2O" and lines[1].startswith("loss ")
+    assert lines[6].split() == ["1", "layer"] and lines[7].endswith("   0.1 0.02 0.1 0.1") and "2." in lines[7]
+    assert lines[-2:] == ["     2  s2o: S2O", "     1  layer: per_layer says None for the layer"]
+    assert " ms" not in found.table()
+    timed = replace(found, layers=tuple(replace(x, ms=2.0, dense_ms=3.0) for x in found.layers)).table()
+    assert "dense ms" in timed and timed.splitlines()[8].split() == ["all", "6.00", "9.00", "1.50", "x"]
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["layers"][2]["heads"]["2.1"]["tau"] == 0.02 and plain["layers"][1]["heads"] == {}
+    assert plain["loss"]["difference"] == found.loss.difference and plain["calls"] == {"s2o": 2, "layer": 1}
+    pytest.importorskip("matplotlib")
+    found.draw(tmp_path / "report.png")
+    tune_model(model, ids, error=0.3, by="head", taus=TAUS, **OPTIONS).draw(tmp_path / "tuned.png")
+    for name in ("report.png", "tuned.png"):
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+def test_report_needs_what_register_returned(model, ids):
+    with pytest.raises(TypeError, match="s2o is a S2OConfig; accepted: what register returned, or None"):
+        report(model, ids, S2OConfig())
+    other = register("s2o_of_another_name", replace(CONFIG, tau=0.1), min_seqlen=100)
+    assert report(model, ids, other, loss=False).calls == {"s2o": 3}
+    model.set_attn_implementation("s2o_of_another_name")
+    assert report(model, ids, loss=False).layers[0].tau[0] == 0.1
+    assert model.config._attn_implementation == "s2o_of_another_name"
+    model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.gpu
+def test_report_and_tuning_on_a_gpu(ids):
+    """In bfloat16, with times; a call that is plain dense attention by its length has no error."""
+    model = llama(head_dim=64, initializer_range=0.15).to("cuda", torch.bfloat16)
+    ids = ids.cuda()
+    register(config=replace(SMALL, block_m=128, block_n=128, tau=0.3), min_seqlen=100)
+    dense = report(model, ids)
+    assert all(x.density.min() == 1 and x.error.max() == 0 and x.ms > 0 and x.dense_ms > 0 for x in dense.layers)
+    config = replace(SMALL, segment=128, block_m=128, block_n=128, dense_up_to=0)
+    found = tune_model(model, ids, density=0.9, taus=(3.0, 1.0, 0.3), config=config, min_seqlen=100)
+    register("s2o", found.config, found.per_layer, min_seqlen=100)
+    sparse = report(model, ids, segments=100)
+    assert np.mean([x.mean_density for x in sparse.layers]) <= 0.92 and sparse.layers[0].error.max() > 0.001
+
+
+# ---------------------------------------------------------------- the commands
+
+
+@pytest.fixture
+def folder(model, ids, tmp_path):
+    """A model as from_pretrained reads it, and ids."""
+    model.save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", ids[0].numpy().astype(np.uint16))
+    return tmp_path
+
+
+COMMAND = ["--min-seqlen", "100", "--segment", "32", "--block-m", "64", "--block-n", "64", "--unit", "8"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_commands(folder, capsys, monkeypatch):
+    """From a model and a text to a tuned run, which report repeats."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    where = [str(folder / "model"), str(folder / "ids.npy")]
+    tuned = str(folder / "tuned.json")
+    arguments = ["tune-model", *where, "--error", "0.2", "--taus", "0.5,0.05", "--out", tuned, *COMMAND]
+    assert main(arguments) == 0
+    assert "error at most 0.2, a tau for each layer" in capsys.readouterr().out
+    _, per_layer = read_settings(tuned)
+    assert [*per_layer] == [0, 1, 2]
+    picture = str(folder / "report.png")
+    pytest.importorskip("matplotlib")
+    arguments = ["report", *where, "--settings", tuned, "--min-seqlen", "100", "--json", "--plot", picture]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [x["heads"][f"{x['layer']}.0"]["tau"] for x in found["layers"]] == [x.tau for x in per_layer.values()]
+    assert found["tokens"] == LENGTH and found["picture"] == picture
+    for message, arguments in (
+        ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
+        ("s2o report: ", ["report", str(folder / "none"), where[1]]),
+        ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
+        ("No such file", ["report", *where, "--settings", "none.json"]),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""A tau for each layer or head from captured q, k and v: which choices there are, and what is written of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s2o_cupy import S2OConfig, error_per_head, inputs
+from s2o_cupy.tools import cli
+from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
+from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
+from s2o_cupy.tools.tau_ladder import Unit, ladder
+from s2o_cupy.tools.tune_layers import tune_layers
+
+CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
+TAUS = (0.5, 0.1, 0.02)
+
+
+# ---------------------------------------------------------------- the ladder
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=3, max_size=3)
+
+
+@given(st.lists(POINTS, min_size=1, max_size=4))
+def test_a_ladder_descends_and_pays_most_first(points):
+    """Against every choice there is: none of the hull's choices has a sparser one of the same cost."""
+    units = [Unit(*np.array(unit, float).T) for unit in points]
+    total = lambda choice, field: sum(getattr(u, field)[n] for u, n in zip(units, choice, strict=True))  # noqa: E731
+    choices = ladder(units)
+    densities, costs = ([total(choice, field) for choice in choices] for field in ("density", "cost"))
+    assert densities == sorted(densities) and costs == sorted(costs, reverse=True)
+    for before, after in itertools.pairwise(choices):
+        assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    assert costs[-1] == sum(unit.cost.min() for unit in units)
+    assert densities[0] == sum(unit.density.min() for unit in units)
+    everything = [(total(choice, "density"), total(choice, "cost")) for choice in np.ndindex(*(3 for _ in units))]
+    for i in (i for i in range(len(choices)) if _on_hull(i, densities, costs)):
+        assert not any(d < densities[i] and c <= costs[i] for d, c in everything)
+
+
+def _on_hull(i, densities, costs):
+    """Whether a choice of the ladder is a corner of the lower convex hull of the ladder itself."""
+    left = [(costs[j] - costs[i]) / (densities[i] - densities[j]) for j in range(i) if densities[j] < densities[i]]
+    right = [(costs[i] - costs[j]) / (densities[j] - densities[i]) for j in range(i + 1, len(costs))]
+    return not left or not right or min(left) > max(right)
+
+
+# ---------------------------------------------------------------- tuning
+
+
+@pytest.fixture
+def layers(qkv):
+    """Of three layers, the second with scores that vary less, so that less is left out of it."""
+    found = {n: inputs.QKV(*qkv(400, heads=4, kv_heads=2, head_dim=16)) for n in (0, 3, 5)}
+    found[3] = inputs.QKV(found[3].q * 0.3, *found[3][1:])
+    return found
+
+
+def options(**changes):
+    return {"config": CONFIG, "taus": TAUS, "segments": 1000, **changes}
+
+
+def errors_of(layers, tau):
+    return {n: error_per_head(*x, replace(CONFIG, tau=tau), segments=1000) for n, x in layers.items()}
+
+
+@pytest.mark.parametrize("by", ["layer", "head", "model"])
+def test_the_largest_taus_of_an_error(layers, by):
+    """What each layer, each head, or every layer at one tau does, by calls of error_per_head."""
+    target = 0.3
+    found = tune_layers(layers, error=target, by=by, **options())
+    at = {tau: errors_of(layers, tau) for tau in TAUS}
+    if by == "head":
+        reaching = lambda n, h: [tau for tau in TAUS if at[tau][n].error[0, h] <= target]  # noqa: E731
+    else:
+        reaching = lambda n, _: [tau for tau in TAUS if at[tau][n].pooled_error <= target]  # noqa: E731
+    best = {(n, h): max(reaching(n, h), default=0.0) for n in layers for h in range(4)}
+    if by == "model":
+        best = dict.fromkeys(best, min(best.values()))
+    assert {(n, h): tau for n, taus in zip(layers, found.taus, strict=True) for h, tau in enumerate(taus)} == best
+    assert len({*best.values()}) > 1 or by == "model"
+    for n, error in zip(layers, found.errors(), strict=True):
+        assert error <= target * (1 + 1e-9)
+        if by != "head" and best[n, 0]:
+            assert error == pytest.approx(at[best[n, 0]][n].pooled_error, rel=1e-6)
+    if by == "model":
+        assert found.per_layer == {} and found.config == replace(CONFIG, tau=best[0, 0])
+    else:
+        config_of = lambda n, h: found.per_layer.get(n, found.per_layer.get((n, h)))  # noqa: E731
+        assert all(config_of(n, h) == replace(CONFIG, tau=tau) for (n, h), tau in best.items())
+
+
+def test_an_error_that_no_tau_reaches_is_dense(layers):
+    found = tune_layers(layers, error=1e-9, **options())
+    assert all((taus == 0).all() for taus in found.taus) and found.density == 1 and found.errors() == [0, 0, 0]
+    assert "tau 0 is dense attention" in found.table()
+
+
+def test_a_density_is_spent_where_it_pays(layers):
+    """No denser than asked for; and with less error than the one tau that is as sparse."""
+    for density in (0.4, 0.6):
+        found = tune_layers(layers, density=density, by="head", **options(taus=(1, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)))
+        one = tune_layers(layers, density=density, by="model", **options(taus=(1, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)))
+        assert one.density <= density and found.density <= density
+        assert sum(np.square(found.errors())) < sum(np.square(one.errors()))
+        measured = {n: error_per_head(*x, replace(CONFIG, tau=0.1), segments=1000).density for n, x in layers.items()}
+        for curves in found.curves:
+            np.testing.assert_allclose(curves.density[4], measured[curves.layer][0])
+    with pytest.raises(ValueError, match=r"no tau of the grid has density at most 0.01; the least is 0\.\d+"):
+        tune_layers(layers, density=0.01, **options())
+
+
+def test_sequences_of_a_batch_count_together(qkv):
+    q, k, v = qkv(300, batch=2, heads=2, kv_heads=1, head_dim=16)
+    whole = error_per_head(q, k, v, replace(CONFIG, tau=0.1), segments=1000)
+    curves = tune_layers({0: (q, k, v)}, error=9, **options()).curves[0]
+    assert np.sqrt(curves.squared[1].sum()) == pytest.approx(whole.pooled_error)
+    np.testing.assert_allclose(curves.share.sum(), 1)
+
+
+def test_what_is_refused(layers):
+    for match, changes in (
+        ("neither error nor density is given", {}),
+        ("both error and density are given", {"error": 0.1, "density": 0.1}),
+        ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 0.1, "by": "token"}),
+        ("taus is empty", {"error": 0.1, "taus": ()}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            tune_layers(layers, **options(**changes))
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_names_its_layers(layers, tmp_path, ending, dtype):
+    if ending == ".safetensors":
+        pytest.importorskip("safetensors")
+    stacked = inputs.cast(inputs.QKV(*(np.concatenate(x, 1) for x in zip(*layers.values(), strict=True))), dtype)
+    path = tmp_path / f"three{ending}"
+    inputs.save(path, stacked, [0, 3, 5])
+    assert layers_of(path) == layers_of([str(path)]) == (0, 3, 5)
+    assert head_names(path, 12)[3:6] == ["0.3", "3.0", "3.1"]
+    back = load_layers(path)
+    assert list(back) == [0, 3, 5]
+    for n, arrays in back.items():
+        for x, y in zip(arrays, inputs.cast(layers[n], dtype), strict=True):
+            np.testing.assert_array_equal(x, y)
+    for x, y in zip(inputs.load(path), stacked, strict=True):  # the file is one input too
+        np.testing.assert_array_equal(x, y)
+    inputs.save(path, stacked)
+    assert layers_of(path) is None and head_names(path, 2) == ["0", "1"]
+    with pytest.raises(ValueError, match="does not say of which layers its heads are; accepted: a folder or a file"):
+        load_layers(path)
+
+
+def test_a_folder_of_layers(layers, tmp_path):
+    pytest.importorskip("safetensors")
+    for n, arrays in layers.items():
+        inputs.save(tmp_path / layer_file(n), arrays)
+    found = load_layers(tmp_path)
+    assert list(found) == [0, 3, 5] and len(found) == 3
+    np.testing.assert_array_equal(found[3].q, layers[3].q)
+    expected = tune_layers(layers, error=0.3, **options())
+    assert tune_layers(tmp_path, error=0.3, **options()).to_dict() == expected.to_dict()
+
+
+def test_settings_are_read_as_written(layers, tmp_path):
+    found = tune_layers(layers, error=0.3, by="head", **options())
+    found.save(tmp_path / "tuned.json")
+    assert read_settings(tmp_path / "tuned.json") == (found.config, found.per_layer)
+    per_layer = {3: None, (1, 2): S2OConfig(tau=0.1), 1: S2OConfig(rank="mean"), (1, 10): S2OConfig(tau=0)}
+    base = S2OConfig(tau=0.3)
+    plain = {"config": plain_config(base), "per_layer": plain_per_layer(base, per_layer)}
+    (tmp_path / "a.json").write_text(json.dumps(plain))
+    assert read_settings(tmp_path / "a.json") == (base, per_layer)
+    assert list(plain["per_layer"]) == ["1", "1.2", "1.10", "3"] and plain["per_layer"]["1.2"] == {"tau": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("{", ValueError, "not JSON"),
+        ("[]", ValueError, 'no object with "config"'),
+        ('{"config": {}, "per_layer": [1]}', ValueError, "per_layer is a list; accepted: an object"),
+        ('{"config": {}, "per_layer": {"a": {}}}', ValueError, "per_layer has 'a'; accepted: a layer such as"),
+        ('{"config": {}, "per_layer": {"1": 2}}', ValueError, "per_layer has 2 for 1; accepted: fields of S2OConfig"),
+        ('{"config": {"taw": 1}}', TypeError, "taw is not a field; did you mean tau"),
+    ],
+)
+def test_settings_that_are_refused(text, error, message, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(error, match=message):
+        read_settings(tmp_path / "a.json")
+
+
+# ---------------------------------------------------------------- the command and the picture
+
+
+COMMAND = [
+    "--segment", "32", "--block-m", "64", "--block-n", "64", "--unit", "8", "--segments", "6", "--taus", "0.5,0.02",
+]  # fmt: skip
+
+
+@pytest.fixture
+def file(layers, tmp_path):
+    stacked = inputs.QKV(*(np.concatenate(x, 1).astype(np.float16) for x in zip(*layers.values(), strict=True)))
+    inputs.save(tmp_path / "three.npz", stacked, [0, 3, 5])
+    return str(tmp_path / "three.npz")
+
+
+def test_the_command(file, capsys, tmp_path):
+    assert cli.main(["tune", file, "--error", "0.3", "--by", "layer", "--json", *COMMAND]) == cli.OK
+    text = capsys.readouterr().out
+    (tmp_path / "tuned.json").write_text(text)
+    config, per_layer = read_settings(tmp_path / "tuned.json")
+    assert config.segment == 32 and [*per_layer] == [0, 3, 5]
+    assert json.loads(text)["heads"]["3.1"]["tau"] == per_layer[3].tau
+    # Without --by the input is one, and its heads are named.
+    assert cli.main(["tune", file, "--error", "9", *COMMAND]) == cli.OK
+    assert "\n      5.3 " in capsys.readouterr().out
+    assert cli.main(["demo", file, "--no-picture", "--json", "--block-m", "64", "--block-n", "64"]) == cli.OK
+    assert [row["head"] for row in json.loads(capsys.readouterr().out)["heads"]][4:6] == ["3.0", "3.1"]
+
+
+def test_the_picture(file, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "tuned.png"
+    arguments = ["tune", file, "--density", "0.9", "--by", "head", "--plot", str(picture), *COMMAND]
+    assert cli.main(arguments) == cli.OK
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5_000
+    assert "density at most 0.9, a tau for each head" in capsys.readouterr().out
