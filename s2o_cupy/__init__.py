@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
 from .api.gather import gather_attention, gather_attention_paged
+from .api.nsa import nsa_attention, nsa_compress, nsa_select, selected_attention, window_attention
 from .api.paged import s2o_attention_paged
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .nsa.config import NSAConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GatherStats",
+    "NSAConfig",
     "S2OConfig",
     "S2OError",
     "S2OStats",
@@ -41,10 +44,15 @@ __all__ = [
     "inputs",
     "merge_states",
     "metrics",
+    "nsa_attention",
+    "nsa_compress",
+    "nsa_select",
     "s2o_attention",
     "s2o_attention_paged",
     "s2o_attention_varlen",
+    "selected_attention",
     "tune",
+    "window_attention",
 ]
 __version__ = "0.1.0"
 

@@ -73,6 +73,7 @@ class Kernel:
     block_m: int = 128
     stages: int = 2
     step: int = 64  # keys of a step of the main loop
+    group: int = 1  # query heads of a KV head among the rows of a thread
     softcap: bool = False
     paged: bool = False
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
@@ -100,6 +101,8 @@ class Kernel:
             parts.append(f"s{self.stages}")
         if "{step}" in traits and self.step != 64:
             parts.append(f"k{self.step}")
+        if "{group}" in traits:
+            parts.append(f"g{self.group}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
         if self.softcap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..nsa import kernels as nsa
 from ..plan import tail
 from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.device import DeviceLimits
@@ -44,6 +45,8 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
+        if plain:
+            yield from nsa.catalogue(Inputs(dtype, head_dim))
 
 
 # --- A sample, for who cannot wait for all of them ---
