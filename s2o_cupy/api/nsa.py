@@ -328,8 +328,9 @@ def window_attention(
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         nsa = _kernels()
         nsa.attend_window(
-            x["q"], nsa.Pair(x["k"], x["v"]), results[0], results[1], problem, config, sinks, stream=stream
-        )
+            x["q"], nsa.Pair(x["k"], x["v"]), results[0], results[1], problem, config, sinks, stream=stream,
+            memory=memory,
+        )  # fmt: skip
 
     return call.run(on_host, on_gpu, out=out, return_lse=return_lse)
 

@@ -25,6 +25,7 @@ from .pipeline import Memory, device_limits
 __all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "select"]
 
 NO_REMAINDER = 1 << 30
+SOME_BYTES = 256
 
 
 class Pair(NamedTuple):
@@ -94,21 +95,27 @@ def attend_blocks(
 
 
 def attend_window(
-    q: Operand, keys: Pair, out: Operand, lse: int, problem: Problem, config: NSAConfig, sinks: int, *, stream: int
-) -> None:
+    q: Operand, keys: Pair, out: Operand, lse: int, problem: Problem, config: NSAConfig, sinks: int, *, stream: int,
+    memory: Memory,
+) -> None:  # fmt: skip
     """The window branch alone."""
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
                      attends=False, gates=False)  # fmt: skip
-    call = _Call(plan, 0, stream)
+    address, keeper = memory(SOME_BYTES)
+    call = _Call(plan, address, stream)
     call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
     call.window(q, keys, out)
+    del keeper
 
 
 class _Call:
     """One call: parameters that its launches share, each of which changes some."""
 
     def __init__(self, plan: NsaPlan, address: int, stream: int) -> None:
-        self.plan, self.stream, self.device = plan, stream, runtime.getDevice()
+        self.plan, self.stream = plan, stream
+        self.functions = dict(zip(plan.kernels, compiler.load_all(plan.kernels, runtime.getDevice()), strict=True))
+        # It also makes the device's context current for the driver calls below.
+        runtime.memsetAsync(address, 0, SOME_BYTES, stream)
         self.params = _template(plan).copy()
         self.at = np.array([self.params.ctypes.data], np.uint64)
         self.places = {name: address + place.offset for name, place in plan.workspace.places.items()}
@@ -117,9 +124,8 @@ class _Call:
 
     def launch(self, kernel: Kernel, blocks: int) -> None:
         if blocks:
-            function = compiler.load(kernel, self.device)
             driver.launchKernel(
-                function.ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream, self.at.ctypes.data,
+                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream, self.at.ctypes.data,
                 0,
             )  # fmt: skip
 

@@ -78,7 +78,7 @@ def top_blocks() -> Kernel:
 
 
 def count(blocks: int) -> Kernel:
-    return Kernel(COUNT, shared_bytes=4 * max(32, blocks), open_bytes=4 * max(32, blocks) - OPEN)
+    return Kernel(COUNT, shared_bytes=4 * _room(blocks), open_bytes=4 * _room(blocks) - OPEN)
 
 
 def places() -> Kernel:
@@ -86,7 +86,12 @@ def places() -> Kernel:
 
 
 def scatter(blocks: int) -> Kernel:
-    return Kernel(SCATTER, shared_bytes=8 * max(32, blocks), open_bytes=8 * max(32, blocks) - OPEN)
+    return Kernel(SCATTER, shared_bytes=8 * _room(blocks), open_bytes=8 * _room(blocks) - OPEN)
+
+
+def _room(blocks: int) -> int:
+    """A power of two, so that few sizes are loaded."""
+    return 1 << max(5, (blocks - 1).bit_length())
 
 
 def catalogue(inputs: Inputs) -> Iterator[Kernel]:

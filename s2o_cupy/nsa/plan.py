@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..caches import remembered
 from ..plan.build import Array, Workspace, lay_out
 from ..plan.device import DeviceLimits
-from ..plan.kernels import Inputs, padded_head_dim
+from ..plan.kernels import Inputs, Kernel, padded_head_dim
 from ..problem import Problem
 from . import kernels
 from .config import NSAConfig
@@ -58,7 +58,7 @@ def remainders(seqlen_q: int, seqlen_k: int, length: int, stride: int) -> tuple[
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for all calls of one kind, which is what caches know it by
 class NsaPlan:
     """One call, or a part of one."""
 
@@ -71,6 +71,7 @@ class NsaPlan:
     tokens: int  # of a round
     remainders: tuple[Remainders, ...]
     workspace: Workspace
+    kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
 
     @property
     def kv_rows(self) -> int:
@@ -145,19 +146,27 @@ def make_plan(
         remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride) if compresses else (),
         Workspace({}, 0, 0),
     )  # fmt: skip
-    launched = [kernels.window(inputs)]
-    if compresses:
-        launched.append(kernels.block_weights(inputs, group))
-    if attends:
-        launched += (kernels.selected(inputs, config.block), kernels.scatter(plan.blocks))
+    launched = _kernels(plan, compresses, attends, gates)
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
         raise ValueError(
             f"{where}: {group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
             f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks"
         )
-    plan = replace(plan, tokens=_round_tokens(plan, compresses, attends))
+    plan = replace(plan, kernels=launched, tokens=_round_tokens(plan, compresses, attends))
     return replace(plan, workspace=_workspace(plan, compresses, attends))
+
+
+def _kernels(plan: NsaPlan, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
+    found: list[Kernel] = []
+    if gates or not (compresses or attends):
+        found.append(kernels.window(plan.inputs))
+    if compresses:
+        found += [kernels.block_weights(plan.inputs, plan.group), kernels.top_blocks()]
+    if attends:
+        found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
+        found += [kernels.selected(plan.inputs, plan.config.block), kernels.merge_parts(plan.inputs)]
+    return tuple(found)
 
 
 def _round_tokens(plan: NsaPlan, compresses: bool, attends: bool) -> int:
