@@ -343,7 +343,7 @@ def nsa_compress(
     Parameters
     ----------
     x : array, (batch, kv_heads, seqlen_k, head_dim)
-        Of any framework with an array API namespace, whose own operations compute it.
+        Of any framework with an array API namespace, whose own operations compute it, and its derivative.
     length, stride : int, default 32 and 16
         Of NSAConfig: run number c has tokens c * stride to c * stride + length - 1. A multiple of stride.
     layout : {"BHSD", "BSHD"}, default "BHSD"
@@ -369,9 +369,7 @@ def nsa_compress(
     from array_api_compat import array_namespace
 
     config, axis = NSAConfig(length=length, stride=stride, block=stride), _axis("nsa_compress", layout)
-    framework = framework_of("x", x)
-    framework.check("x", x)
-    dtype = framework.dtype(x)
+    dtype = framework_of("x", x).dtype(x)
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise TypeError(f"nsa_compress: x is {dtype}; accepted: float16, bfloat16, float32 or float64")
     shape = tuple(x.shape)

@@ -125,8 +125,8 @@ class _Call:
     def launch(self, kernel: Kernel, blocks: int) -> None:
         if blocks:
             driver.launchKernel(
-                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream, self.at.ctypes.data,
-                0,
+                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream,
+                self.at.ctypes.data, 0,
             )  # fmt: skip
 
     def compressed(self, q: Operand, compressed: Pair, memory: Memory) -> None:
