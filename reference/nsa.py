@@ -117,7 +117,7 @@ def selected(
     of_key = np.arange(k.shape[2]) // block
     for at, kv, p in _rows(q, k):
         chosen = np.zeros((len(p), of_key.max(initial=0) + 2), bool)
-        np.put_along_axis(chosen, np.maximum(blocks[(*kv, at[2])], -1), True, axis=1)  # -1 is the last column
+        np.put_along_axis(chosen, np.maximum(blocks[kv[0], kv[1], at[2]], -1), True, axis=1)  # -1 is the last column
         sees = chosen[:, of_key] & (np.arange(k.shape[2]) <= p[:, None])  # [rows, Lk]
         o[at], lse[at] = _attend(q[at], k[kv], v[kv], sees, _scale(q, scale))
     return o, lse

@@ -40,7 +40,8 @@ def draw(
     k += rng.standard_normal((batch, kv_heads, -(-seqlen_k // 32), head_dim)).repeat(32, axis=2)[:, :, :seqlen_k]
     compressed = (nsa.compress(x, config.length, config.stride) for x in (k, v))
     gates = rng.random((batch, heads, seqlen_q, 3)).astype(np.float32)
-    return Arrays(*(x.astype(dtype) for x in (q, k, v, *compressed)), gates)
+    q, k, v, k_cmp, v_cmp = (x.astype(dtype) for x in (q, k, v, *compressed))
+    return Arrays(q, k, v, k_cmp, v_cmp, gates)
 
 
 def wide(*arrays: Any) -> list[np.ndarray]:
@@ -68,7 +69,8 @@ def whole_problems(o: Any, x: Arrays, blocks: np.ndarray, config: NSAConfig) -> 
     for i, (keys, weight) in enumerate(zip((x.k_cmp, x.k, x.k), weights, strict=True)):
         reach = 0.0
         if keys.shape[2]:
-            reach = _score_error(*wide(x.q, keys), group, head_dim, head_dim**-0.5, 0.0)[..., None]
+            q, k = wide(x.q, keys)
+            reach = _score_error(q, k, group, head_dim, head_dim**-0.5, 0.0)[..., None]
         # A weight, a part and the sum are rounded once each, and so is the branch.
         allowed = allowed + x.gates[..., i, None] * weight * (4 * unit + np.expm1(2 * reach) + 2.0**-18)
     allowed += 2.0**-22 if unit == UNIT["float16"] else 1e-30

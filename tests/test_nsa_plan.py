@@ -34,10 +34,10 @@ def test_compressed_attention_is_causal_attention_of_every_stride_th_query(rng, 
     k, v = (nsa.compress(x, length, stride) for x in rng.standard_normal((2, 1, 1, seqlen_k, 8)))
     o, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     found = remainders(seqlen_q, seqlen_k, length, stride)
-    assert [x.first for x in found] == list(np.cumsum([0, *(x.count for x in found)])[:-1])
-    assert sum(x.count for x in found) == min(stride, seqlen_q)
+    assert [x.first for x in found] == list(np.cumsum([0, *(x.size for x in found)])[:-1])
+    assert sum(x.size for x in found) == min(stride, seqlen_q)
     for of in found:
-        for remainder in range(of.first, of.first + of.count):
+        for remainder in range(of.first, of.first + of.size):
             assert of.rows + of.skipped == len(range(remainder, seqlen_q, stride))
             if of.rows:
                 at = np.s_[:, :, remainder + of.skipped * stride :: stride]

@@ -182,7 +182,8 @@ def nsa_select(
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
         from . import nsa_on_host
 
-        return (nsa_on_host.select(*(call.bhsd(name, x) for name, x in natives.items()), problem, config),)
+        q, k_cmp = (call.bhsd(name, x) for name, x in natives.items())
+        return (nsa_on_host.select(q, k_cmp, problem, config),)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         _kernels().select(x["q"], x["k_cmp"], results[0], problem, config, stream=stream, memory=memory)
@@ -257,8 +258,8 @@ def selected_attention(
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
         from . import nsa_on_host
 
-        x = [call.bhsd(name, natives[name]) for name in "qkv"]
-        return nsa_on_host.attend_blocks(*x, natives["blocks"], config.block, problem)
+        q, k, v = (call.bhsd(name, natives[name]) for name in "qkv")
+        return nsa_on_host.attend_blocks(q, k, v, natives["blocks"], config.block, problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         nsa = _kernels()
@@ -322,8 +323,8 @@ def window_attention(
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
         from . import nsa_on_host
 
-        x = [call.bhsd(name, native) for name, native in natives.items()]
-        return nsa_on_host.attend_window(*x, config.window, sinks, problem)
+        q, k, v = (call.bhsd(name, native) for name, native in natives.items())
+        return nsa_on_host.attend_window(q, k, v, config.window, sinks, problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         nsa = _kernels()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..nsa.config import NSAConfig
@@ -38,14 +40,14 @@ def attend_blocks(
     last = -(-problem.seqlen_k // block) - 1
     if blocks.size and blocks.max() > last:
         raise ValueError(f"selected_attention: blocks has {blocks.max()}; accepted: up to {last}, the last block")
-    return nsa.selected(*map(_wide, (q, k, v)), blocks, block=block, scale=problem.scale)
+    return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
 
 
 def attend_window(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, sinks: int, problem: Problem
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse."""
-    return nsa.window(*map(_wide, (q, k, v)), window, sinks=sinks, scale=problem.scale)
+    return nsa.window(_wide(q), _wide(k), _wide(v), window, sinks=sinks, scale=problem.scale)
 
 
 def _choose(q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray, problem: Problem, config: NSAConfig) -> np.ndarray:
@@ -55,7 +57,7 @@ def _choose(q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray, problem: Problem,
     )
 
 
-def _runs(problem: Problem, config: NSAConfig) -> dict[str, float]:
+def _runs(problem: Problem, config: NSAConfig) -> dict[str, Any]:
     return {"length": config.length, "stride": config.stride, "scale": problem.scale}
 
 

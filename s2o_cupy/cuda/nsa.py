@@ -143,16 +143,16 @@ class _Call:
                 if of.rows == 0:
                     continue
                 first = of.first + of.skipped * stride
-                rows = (of.count, p.heads, of.rows, p.head_dim)
+                rows = (of.size, p.heads, of.rows, p.head_dim)
                 operands = (
                     _view(q_b.pointer + 2 * first * row, rows, (row, q.strides[1], stride * row)),
-                    _view(k.pointer, (of.count, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
-                    _view(v.pointer, (of.count, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
+                    _view(k.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
+                    _view(v.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
                     _view(out + 2 * first * p.head_dim, rows,
                           (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
                 )  # fmt: skip
                 pipeline.run(
-                    operands, lse + 4 * begin, 0, _of_rows(p, of.count, of.rows, of.keys), config, stream=self.stream,
+                    operands, lse + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys), config, stream=self.stream,
                     memory=memory,
                 )  # fmt: skip
 
@@ -201,18 +201,15 @@ def _template(plan: NsaPlan) -> Any:
     """NsaParams without addresses."""
     params = np.zeros((), kernels.WINDOW.params.dtype)
     p, config = plan.problem, plan.config
-    for name, value in (
-        ("seqlen_q", p.seqlen_q), ("seqlen_k", p.seqlen_k), ("segment", max(1, p.seqlen_q)), ("is_causal", 1),
-        ("head_dim", p.head_dim),
-    ):  # fmt: skip
-        params["geometry"][name] = value
+    for field in ("seqlen_q", "seqlen_k", "head_dim"):
+        params["geometry"][field] = getattr(p, field)
     for i in range(3):
         if i < len(plan.remainders):
             of = plan.remainders[i]
             params[f"remainders_{i}"] = (of.first, of.rows, of.skipped, plan.lse_rows[i])
         else:
             params[f"remainders_{i}"] = (NO_REMAINDER, 0, 0, 0)
-    values = {
+    values: dict[str, float] = {
         "heads": p.heads, "kv_heads": p.kv_heads, "scale_log2": p.scale * LOG2E, "group": plan.group,
         "group_magic": 65536 // plan.group + 1, "compressed": plan.compressed, "length": config.length,
         "stride": config.stride, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
@@ -232,9 +229,9 @@ def _dense(path: str) -> S2OConfig:
 
 
 @remembered
-def _of_rows(problem: Problem, count: int, rows: int, keys: int) -> Problem:
+def _of_rows(problem: Problem, size: int, rows: int, keys: int) -> Problem:
     return Problem(
-        count, problem.heads, problem.kv_heads, rows, keys, problem.head_dim, problem.dtype, True, problem.scale
+        size, problem.heads, problem.kv_heads, rows, keys, problem.head_dim, problem.dtype, True, problem.scale
     )
 
 

@@ -28,14 +28,14 @@ def compressed_count(seqlen_k: int, length: int, stride: int) -> int:
 
 
 class Remainders(NamedTuple):
-    """Queries i with ``first`` <= i % stride < ``first + count``.
+    """Queries i with ``first`` <= i % stride < ``first + size``.
 
     Of each remainder the rows behind the first ``skipped`` see compressed keys, each one more than the one before: they
     are ``rows`` queries of plain causal attention to the first ``keys`` of them.
     """
 
     first: int
-    count: int
+    size: int
     rows: int
     skipped: int
     keys: int
@@ -51,7 +51,7 @@ def remainders(seqlen_q: int, seqlen_k: int, length: int, stride: int) -> tuple[
         keys = seen + rows - 1 if rows > skipped else 0
         of = Remainders(first, 1, rows - skipped, skipped, keys)
         if found and found[-1][2:] == of[2:]:
-            found[-1] = found[-1]._replace(count=found[-1].count + 1)
+            found[-1] = found[-1]._replace(size=found[-1].size + 1)
         else:
             found.append(of)
     assert len(found) <= 3
@@ -123,7 +123,7 @@ class NsaPlan:
         """Where in a sequence's lse of compressed attention each of the remainders begins, and how many there are."""
         ends = [0]
         for x in self.remainders:
-            ends.append(ends[-1] + x.count * self.problem.heads * x.rows)
+            ends.append(ends[-1] + x.size * self.problem.heads * x.rows)
         return tuple(ends)
 
 

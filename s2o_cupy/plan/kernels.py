@@ -73,11 +73,11 @@ class Kernel:
     block_m: int = 128
     stages: int = 2
     step: int = 64  # keys of a step of the main loop
-    group: int = 1  # query heads of a KV head among the rows of a thread
     softcap: bool = False
     paged: bool = False
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
     open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
+    group: int = 1  # query heads of a KV head among the rows of a thread
 
     @property
     def function(self) -> str:
