@@ -64,6 +64,15 @@ API = {
         "Schedules",
         [f"{PACKAGE}.{name}" for name in ("gather_attention", "gather_attention_paged", "Schedule", "GatherStats")],
     ),
+    "api/nsa.md": (
+        "NSA",
+        [
+            f"{PACKAGE}.{name}"
+            for name in (
+                "nsa_attention", "NSAConfig", "nsa_compress", "nsa_select", "selected_attention", "window_attention"
+            )
+        ],
+    ),
     "api/tools.md": (
         "Inputs, metrics, diff",
         [f"{PACKAGE}.{name}" for name in ("merge_states", "diff", "inputs", "metrics")],
@@ -72,7 +81,7 @@ API = {
         "Integrations",
         [f"{INTEGRATIONS}.{name}" for name in ("torch", "drop_in", "transformers", "distributed", "jax")],
     ),
-    "api/reference.md": ("NumPy reference", [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists")]),
+    "api/reference.md": ("NumPy reference", [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa")]),
 }
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
