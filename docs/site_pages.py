@@ -81,7 +81,10 @@ API = {
         "Integrations",
         [f"{INTEGRATIONS}.{name}" for name in ("torch", "drop_in", "transformers", "distributed", "jax")],
     ),
-    "api/reference.md": ("NumPy reference", [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa")]),
+    "api/reference.md": (
+        "NumPy reference",
+        [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa")],
+    ),
 }
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -6,6 +6,7 @@ sequences of a batch (nsa/plan.py: Remainders). Everything else is in raw_kernel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from .pipeline import Memory, device_limits
 
 __all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "select"]
 
+# Called after each launch with its stage's name; a tool's way to look inside.
+Observer = Callable[[str], None]
 NO_REMAINDER = 1 << 30
 SOME_BYTES = 256
 
@@ -45,13 +48,13 @@ class Gates(NamedTuple):
 
 def attend(
     q: Operand, keys: Pair, compressed: Pair, window: Pair, gates: Gates, out: Operand, problem: Problem,
-    config: NSAConfig, *, stream: int, memory: Memory,
+    config: NSAConfig, *, stream: int, memory: Memory, observe: Observer | None = None,
 ) -> None:  # fmt: skip
-    """All three branches into ``out``."""
+    """All three branches into ``out``. ``observe`` is called with each stage's name after its launch."""
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_attention", compresses=True,
                      attends=True, gates=True)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream)
+    call = _Call(plan, address, stream, observe)
     call.compressed(q, compressed, memory)
     call.window(q, window, out)
     call.params["k_cmp"] = _tensor(compressed.k)
@@ -111,8 +114,8 @@ def attend_window(
 class _Call:
     """One call: parameters that its launches share, each of which changes some."""
 
-    def __init__(self, plan: NsaPlan, address: int, stream: int) -> None:
-        self.plan, self.stream = plan, stream
+    def __init__(self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None) -> None:
+        self.plan, self.stream, self.observe = plan, stream, observe
         self.functions = dict(zip(plan.kernels, compiler.load_all(plan.kernels, runtime.getDevice()), strict=True))
         # It also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, SOME_BYTES, stream)
@@ -128,6 +131,8 @@ class _Call:
                 self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream,
                 self.at.ctypes.data, 0,
             )  # fmt: skip
+        if self.observe:
+            self.observe(kernel.function)
 
     def compressed(self, q: Operand, compressed: Pair, memory: Memory) -> None:
         """cmp_out and cmp_lse."""
@@ -155,6 +160,8 @@ class _Call:
                     operands, lse + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys), config, stream=self.stream,
                     memory=memory,
                 )  # fmt: skip
+        if self.observe:
+            self.observe("nsa_compressed")
 
     def window(self, q: Operand, keys: Pair, out: Operand) -> None:
         """The window branch, to ``out``, and near_out where it is wanted."""
