@@ -87,8 +87,9 @@ __device__ __forceinline__ void nsa_places(const NsaParams& p, PlacesShared& sha
     const int begin = entries + sum[0] - total, first_item = made + sum[1] - own_items;
     if (c < p.blocks) {
       p.begins[static_cast<int64>(kv_row) * p.blocks + c] = begin;
+      const int each = own_items ? (total + own_items - 1) / own_items : 0;  // of equal sizes
       for (int i = 0; i < own_items; ++i)
-        items[first_item + i] = {c, begin + i * p.item_tokens, min(p.item_tokens, total - i * p.item_tokens), kv_row};
+        items[first_item + i] = {c, begin + i * each, min(each, total - i * each), kv_row};
     }
     entries += of_all[0];
     made += of_all[1];

@@ -15,6 +15,7 @@ struct MergeTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kLanes = kHeadDim / 8;        // of a row, 8 elements each
   static constexpr int kRows = 32 / kLanes;          // parts that a warp reads at a time
+  static constexpr int kAhead = 16 / kRows;          // and so often at once
 };
 
 template <class Traits>
@@ -31,7 +32,7 @@ __device__ __forceinline__ void add_row(float (&o)[8], float weight, const uint4
 // A warp for each token and head; the heads of a group side by side.
 template <class Traits>
 __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
-  constexpr int kLanes = Traits::kLanes, kRows = Traits::kRows;
+  constexpr int kLanes = Traits::kLanes, kRows = Traits::kRows, kAhead = Traits::kAhead;
   const int lane = threadIdx.x % 32, chunk = lane % kLanes, head_dim = p.geometry.head_dim;
   const int64 warp = static_cast<int64>(blockIdx.x) * (kMergeThreads / 32) + threadIdx.x / 32;
   const int64 pair = warp / p.group;
@@ -45,6 +46,14 @@ __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
 
   // Lane s has the lse of slot s.
   const bool there = lane < p.slots && p.block_of(kv_row, token, lane) >= 0;
+  const uint32 present = __ballot_sync(kFullWarp, there);
+  const auto part = [&](int slot) {
+    const uint16* row = p.parts + (parts + slot * p.group) * Traits::kHeadDim + chunk * 8;
+    return load_16_or_zeros(row, slot < 32 && (present >> slot & 1));
+  };
+  uint4 x[kAhead];  // parts of the first slots are under way while these are weighed
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) x[i] = part(i * kRows + lane / kLanes);
   const float of_slot = there ? p.part_lse[parts + lane * p.group] : -infinity();
   const float near = p.near_out ? p.near_lse[row] : -infinity();
   float top = fmaxf(of_slot, near);
@@ -59,14 +68,17 @@ __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
   const float inverse = total == 0.f ? 0.f : 1.f / total;
 
   float o[8] = {};
-  const uint32 present = __ballot_sync(kFullWarp, there);
-#pragma unroll 4
-  for (int first = 0; first < p.slots; first += kRows) {
+  const auto share = [&](int slot) { return __shfl_sync(kFullWarp, weight, slot % 32) * inverse; };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    const int slot = i * kRows + lane / kLanes;
+    const float of_part = share(slot);
+    if (slot < 32 && (present >> slot & 1)) add_row<Traits>(o, of_part, x[i]);
+  }
+  for (int first = kAhead * kRows; first < p.slots; first += kRows) {
     const int slot = first + lane / kLanes;
-    const float share = __shfl_sync(kFullWarp, weight, slot % 32) * inverse;
-    const bool is_there = slot < 32 && (present >> slot & 1);
-    const uint16* part = p.parts + (parts + slot * p.group) * Traits::kHeadDim + chunk * 8;
-    if (is_there) add_row<Traits>(o, share, *reinterpret_cast<const uint4*>(part));
+    const float of_part = share(slot);
+    if (slot < 32 && (present >> slot & 1)) add_row<Traits>(o, of_part, part(slot));
   }
 #pragma unroll
   for (int step = kLanes; step < 32; step *= 2)

@@ -65,34 +65,41 @@ struct Selected {
     }
     cp_async_commit();
   }
-  __device__ __forceinline__ void attend(int buffer, bool nonfinite) const {
-    Tile attention(shared, p);
-    attention.warp_row = buffer * 128 + warp * 32;
-    const int first_key = shared.item.block << p.block_shift, last_key = first_key + Traits::kBlock - 1;
+  __device__ __forceinline__ void attend(int buffer) const {
+    const int first_key = shared.item.block << p.block_shift, first_row = buffer * 128 + warp * 32;
     // Only tokens of the block itself do not see all of it.
-    const bool masked = __any_sync(kFullWarp, shared.position[attention.warp_row + lane] < last_key);
-    const auto sees = [&](int i, int h, int key) { return first_key + key <= shared.position[attention.row(i, h)]; };
-    uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // weights, packed in pairs of keys
-    {
-      float s[Traits::kRowTiles][Traits::kKeyTiles][4];
-      attention.scores(s, shared_address(shared.k));
-      if (masked) {
+    const bool masked = __any_sync(kFullWarp, shared.position[first_row + lane] < first_key + Traits::kBlock - 1);
+    // A second time, with care for values that are not finite, only where one has come in, seen or not.
+#pragma unroll 1
+    for (bool careful = false;; careful = true) {
+      Tile attention(shared, p);
+      attention.warp_row = first_row;
+      const auto sees = [&](int i, int h, int key) { return first_key + key <= shared.position[attention.row(i, h)]; };
+      uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // weights, packed in pairs of keys
+      {
+        float s[Traits::kRowTiles][Traits::kKeyTiles][4];
+        attention.scores(s, shared_address(shared.k));
+        if (masked) {
 #pragma unroll
-        for (int i = 0; i < Traits::kRowTiles; ++i)
+          for (int i = 0; i < Traits::kRowTiles; ++i)
 #pragma unroll
-          for (int j = 0; j < Traits::kKeyTiles; ++j)
+            for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (!sees(i, e / 2, j * 8 + lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
+              for (int e = 0; e < 4; ++e)
+                if (!sees(i, e / 2, j * 8 + lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
+        }
+        softmax(attention, s, w);
       }
-      softmax(attention, s, w);
+      if (careful) {
+        accumulate_visible<Traits>(attention, w, shared_address(shared.v), sees);
+      } else {
+        attention.accumulate(w, shared_address(shared.v));
+      }
+      if (careful || !masked || !__any_sync(kFullWarp, any_nonfinite<Traits>(attention))) {
+        store(attention);
+        return;
+      }
     }
-    if (masked && nonfinite) {
-      accumulate_visible<Traits>(attention, w, shared_address(shared.v), sees);
-    } else {
-      attention.accumulate(w, shared_address(shared.v));
-    }
-    store(attention);
   }
   // Of rows that have seen nothing before: nothing is rescaled, and the accumulators take no registers yet.
   __device__ __forceinline__ void softmax(Tile& attention, const float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
@@ -173,10 +180,9 @@ __device__ __forceinline__ void nsa_selected(const NsaParams& p, typename Traits
   selected.load_queries(tile, 0);
   cp_async_wait<0>();
   __syncthreads();
-  const bool nonfinite = any_nonfinite<Traits>(shared_address(shared.v), Traits::kBlock);
   for (; tile < tiles; tile += 4) {
     if (Traits::kBuffers == 2) selected.load_queries(tile + 4, buffer ^ 1);
-    selected.attend(buffer, nonfinite);
+    selected.attend(buffer);
     if (Traits::kBuffers == 2) {
       buffer ^= 1;
     } else {

@@ -9,6 +9,12 @@ namespace s2o {
 
 constexpr int kTopThreads = 128;
 
+// Of a warp: blocks that may be among those of most weight, ascending.
+struct TopShared {
+  uint32 weight[kTopThreads / 32][32];
+  int block[kTopThreads / 32][32];
+};
+
 // How many of a row's `count` numbers are at least `least`; the same for all lanes. `x`: on 16 bytes.
 template <class Of>
 __device__ __forceinline__ int count_from(const float* row, int begin, int end, const Of& counts) {
@@ -26,7 +32,7 @@ __device__ __forceinline__ int count_from(const float* row, int begin, int end, 
 __device__ __forceinline__ uint32 weight_bits(float w) { return w != w ? 0x7fffffffu : __float_as_uint(w); }
 
 // A warp for each token of a KV row: p.tiles warps.
-__device__ __forceinline__ void nsa_top_blocks(const NsaParams& p) {
+__device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& shared) {
   const int lane = threadIdx.x % 32;
   const int64 warp = static_cast<int64>(blockIdx.x) * (kTopThreads / 32) + threadIdx.x / 32;
   if (warp >= static_cast<int64>(p.q_tiles) * p.tokens) return;  // KV rows
@@ -59,25 +65,73 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p) {
     rank += theirs > largest || (theirs == largest && other < lane);
   }
   uint32 low = __shfl_sync(kFullWarp, largest, __ffs(__ballot_sync(kFullWarp, rank == wanted - 1)) - 1);
+  const uint32 before = (1u << lane) - 1;
+
+  // Seldom are there more than 32 of those: then each knows its rank, and with it whether it is one of the wanted.
+  uint32* candidates = shared.weight[threadIdx.x / 32];
+  int* blocks = shared.block[threadIdx.x / 32];
+  int found = 0;
+  for (int group = begin / 4 * 4; group < end && found <= 32; group += 128) {
+    const int at = group + lane * 4;
+    uint32 x[4], reaches = 0;  // a bit for each of the lane's four
+    if (at < end) {
+      const float4 w = *reinterpret_cast<const float4*>(row + at);
+      x[0] = weight_bits(w.x), x[1] = weight_bits(w.y), x[2] = weight_bits(w.z), x[3] = weight_bits(w.w);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        reaches |= static_cast<uint32>(at + e >= begin && at + e < end && x[e] >= low) << e;
+    }
+    if (!__any_sync(kFullWarp, reaches)) continue;
+    int place = found;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32 lanes = __ballot_sync(kFullWarp, reaches >> e & 1);
+      place += __popc(lanes & before);
+      found += __popc(lanes);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (reaches >> e & 1) {
+        if (place < 32) {
+          candidates[place] = x[e];
+          blocks[place] = at + e;
+        }
+        ++place;
+      }
+  }
+  if (found <= 32) {
+    __syncwarp();
+    const uint32 mine = lane < found ? candidates[lane] : 0;
+    int more = 0;  // before it in rank
+    for (int other = 0; other < found; ++other) {
+      const uint32 theirs = __shfl_sync(kFullWarp, mine, other);
+      more += theirs > mine || (theirs == mine && other < lane);
+    }
+    const bool taken = lane < found && more < wanted;
+    const uint32 lanes = __ballot_sync(kFullWarp, taken);
+    if (taken) chosen[p.first + __popc(lanes & before)] = blocks[lane];
+    return;
+  }
+
+  // Else by halving what is left of the weights between the least and the most.
   uint32 high = __reduce_max_sync(kFullWarp, largest);
   int reach = -1;  // how many reach `low`, once it is known
   while (low < high) {
     const uint32 middle = low + (high - low + 1) / 2;
-    const int found = count_from(row, begin, end, [&](float w) { return weight_bits(w) >= middle; });
-    if (found < wanted) {
+    const int reached = count_from(row, begin, end, [&](float w) { return weight_bits(w) >= middle; });
+    if (reached < wanted) {
       high = middle - 1;
       continue;
     }
     low = middle;
-    reach = found;
-    if (found == wanted) break;
+    reach = reached;
+    if (reached == wanted) break;
   }
   // Of those that weigh just as much only as many as are missing, the first.
   int equals = 1 << 30;
   if (reach != wanted)
     equals = wanted - count_from(row, begin, end, [&](float w) { return weight_bits(w) > low; });
   int written = 0;
-  const uint32 before = (1u << lane) - 1;
   for (int group = begin / 4 * 4; group < end && written < wanted; group += 128) {
     const int at = group + lane * 4;
     uint32 above = 0, same = 0;  // a bit for each of the lane's four

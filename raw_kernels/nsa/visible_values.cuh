@@ -1,20 +1,21 @@
-// Values of a step of which rows see different keys: a masked key has weight 0, but 0 * NaN and 0 * Inf are NaN.
+// Values of a step of which rows see different keys: a masked key has weight 0, but 0 * NaN and 0 * Inf are NaN. Who finds
+// a NaN afterwards begins anew with accumulate_visible.
 #pragma once
 #include "sm80/attention.cuh"
 
 namespace s2o {
 
-// Whether some of `rows` values in shared memory are not finite; the same for the whole block.
+// Whether a thread's accumulators have met a value that is not finite, be it one that no row sees.
 template <class Traits>
-__device__ __forceinline__ bool any_nonfinite(uint32 v_tile, int rows) {
-  constexpr int kChunks = Traits::kHeadDim / 8;
-  bool found = false;
-  for (int r = threadIdx.x / kChunks; r < rows; r += Traits::kThreads / kChunks) {
-    const uint4 x = load_shared_16(chunk_address<Traits>(v_tile, r, threadIdx.x % kChunks));
-    found |= has_nonfinite<typename Traits::Element>(x.x) || has_nonfinite<typename Traits::Element>(x.y) ||
-             has_nonfinite<typename Traits::Element>(x.z) || has_nonfinite<typename Traits::Element>(x.w);
-  }
-  return __syncthreads_or(found);
+__device__ __forceinline__ bool any_nonfinite(const AttentionTile<Traits>& attention) {
+  float sum[4] = {};  // 0, or NaN
+#pragma unroll
+  for (int i = 0; i < Traits::kRowTiles; ++i)
+#pragma unroll
+    for (int d = 0; d < Traits::kDimTiles; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[e] = fmaf(attention.acc[i][d][e], 0.f, sum[e]);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]) != 0.f;
 }
 
 // acc += p v of one step, key by key, each to just the rows that see it: slow, and only where values are not finite.

@@ -65,7 +65,6 @@ __device__ __forceinline__ void keep_near(AttentionTile<Traits>& attention, cons
 template <class Traits>
 __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::Shared& shared) {
   constexpr int kStep = Traits::kStep;
-  AttentionTile<Traits> attention(shared, p);
   if (threadIdx.x == 0) {
     const PositionRows rows(p, block_index());
     const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
@@ -79,7 +78,6 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
     shared.sink_end = min((p.sinks + kStep - 1) / kStep, band_begin);
     shared.steps = shared.band + shared.sink_end;
   }
-  attention.load_queries(PositionRows(p, block_index()));
   __syncthreads();
   const auto key_of = [&](int step) {
     const int band = shared.band;
@@ -94,50 +92,59 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
     cp_async_commit();
   };
 
-  load(0);
-  const int tile_first = PositionRows(p, block_index()).first;
-  // Positions of the warp's rows; all are of one block of keys.
-  const int warp_first = tile_first + attention.warp_row, warp_last = warp_first + 31;
-  for (int step = 0; step < shared.steps; ++step) {
-    load(step + 1);
-    cp_async_wait<1>();
-    __syncthreads();
-    const int first_key = key_of(step), end_key = first_key + kStep;
-    const uint32 k_tile = shared_address(shared.k[step % 2]), v_tile = shared_address(shared.v[step % 2]);
-    // Some row of the block does not see some key.
-    const bool edge = end_key - 1 > tile_first || (first_key <= tile_first + 127 - p.window && end_key > p.sinks);
-    const bool nonfinite = edge && any_nonfinite<Traits>(v_tile, kStep);
-    if (first_key <= warp_last && (end_key - 1 > warp_first - p.window || first_key < p.sinks)) {
-      float s[Traits::kRowTiles][Traits::kKeyTiles][4];   // [rows, keys] of this thread
-      uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // the weights, packed in pairs of keys
-      attention.scores(s, k_tile);
-      const auto sees = [&](int i, int h, int key) {
-        const int j = first_key + key, at = tile_first + attention.row(i, h);
-        return j <= at && (j > at - p.window || j < p.sinks);
-      };
-      if (edge) {
+  // A second time, with care for values that are not finite, only where one has come in, seen or not.
+#pragma unroll 1
+  for (bool careful = false;; careful = true) {
+    load(0);
+    AttentionTile<Traits> attention(shared, p);
+    attention.load_queries(PositionRows(p, block_index()));
+    const int tile_first = PositionRows(p, block_index()).first;
+    // Positions of the warp's rows; all are of one block of keys.
+    const int warp_first = tile_first + attention.warp_row, warp_last = warp_first + 31;
+#pragma unroll 1
+    for (int step = 0; step < shared.steps; ++step) {
+      load(step + 1);
+      cp_async_wait<1>();
+      __syncthreads();
+      const int first_key = key_of(step), end_key = first_key + kStep;
+      const uint32 k_tile = shared_address(shared.k[step % 2]), v_tile = shared_address(shared.v[step % 2]);
+      if (first_key <= warp_last && (end_key - 1 > warp_first - p.window || first_key < p.sinks)) {
+        float s[Traits::kRowTiles][Traits::kKeyTiles][4];   // [rows, keys] of this thread
+        uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // the weights, packed in pairs of keys
+        attention.scores(s, k_tile);
+        const auto sees = [&](int i, int h, int key) {
+          const int back = tile_first + attention.row(i, h) - first_key - key;
+          return static_cast<uint32>(back) < static_cast<uint32>(p.window) || (back >= 0 && first_key + key < p.sinks);
+        };
+        // Some row of the warp does not see some key.
+        const bool edge = end_key - 1 > warp_first || (first_key <= warp_last - p.window && end_key > p.sinks);
+        if (edge) {
 #pragma unroll
-        for (int i = 0; i < Traits::kRowTiles; ++i)
+          for (int i = 0; i < Traits::kRowTiles; ++i)
 #pragma unroll
-          for (int j = 0; j < Traits::kKeyTiles; ++j)
+            for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (!sees(i, e / 2, j * 8 + attention.lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
+              for (int e = 0; e < 4; ++e)
+                if (!sees(i, e / 2, j * 8 + attention.lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
+        }
+        attention.softmax(s, w);
+        if (careful && edge) {
+          accumulate_visible<Traits>(attention, w, v_tile, sees);
+        } else {
+          attention.accumulate(w, v_tile);
+        }
       }
-      attention.softmax(s, w);
-      if (nonfinite) {
-        accumulate_visible<Traits>(attention, w, v_tile, sees);
-      } else {
-        attention.accumulate(w, v_tile);
-      }
+      if (p.near_out && first_key == max(0, (warp_first >> p.block_shift) - p.local + 1) << p.block_shift)
+        keep_near(attention, p, PositionRows(p, block_index()));
+      __syncthreads();
     }
-    if (p.near_out && first_key == max(0, (warp_first >> p.block_shift) - p.local + 1) << p.block_shift)
-      keep_near(attention, p, PositionRows(p, block_index()));
-    __syncthreads();
+    cp_async_wait<0>();
+    if (careful || !__syncthreads_or(any_nonfinite<Traits>(attention))) {
+      attention.stop_check(0);
+      attention.template store<false>(PositionRows(p, block_index()));
+      return;
+    }
   }
-  cp_async_wait<0>();
-  attention.stop_check(0);
-  attention.template store<false>(PositionRows(p, block_index()));
 }
 
 }  // namespace s2o

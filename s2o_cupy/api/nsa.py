@@ -219,7 +219,7 @@ def selected_attention(
     block : int, default 64
         The GPU takes 64 and 128, and up to 32 blocks a token.
     return_lse : bool, default False
-    workspace_bytes : int, default 512 MiB
+    workspace_bytes : int, default 1 GiB
         As in `NSAConfig`.
 
     Returns

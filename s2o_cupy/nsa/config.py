@@ -35,7 +35,7 @@ class NSAConfig:
     stride : int, default 16
         Keys from the beginning of one compressed key to that of the next; divides ``length`` and ``block``. The GPU
         takes a fourth, an eighth and a sixteenth of a block.
-    workspace_bytes : int, default 512 MiB
+    workspace_bytes : int, default 1 GiB
         Bound on the GPU memory of blocks' weights, and of parts of the selected branch: tokens are taken in rounds.
         A round of 128 tokens always fits.
     path : {"auto", "portable", "hopper"}, default "auto"
@@ -58,7 +58,7 @@ class NSAConfig:
     window: int = 512
     length: int = 32
     stride: int = 16
-    workspace_bytes: int = 512 << 20
+    workspace_bytes: int = 1 << 30
     path: str = "auto"
 
     def __post_init__(self) -> None:

@@ -29,9 +29,9 @@ SELECTED = Family(
     "nsa_selected", "nsa/selected.cu", "NsaParams", 128, 2, "SelectedTraits<{element}, {head_dim}, {step}>"
 )
 MERGE_PARTS = Family(
-    "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 8, "MergeTraits<{element}, {head_dim}>"
+    "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
-TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 8)
+TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 8, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, 1, shared=f"s2o::{name.title()}Shared")
     for name, threads in (("count", 512), ("places", 1024), ("scatter", 512))
@@ -74,7 +74,7 @@ def merge_parts(inputs: Inputs) -> Kernel:
 
 
 def top_blocks() -> Kernel:
-    return Kernel(TOP_BLOCKS)
+    return Kernel(TOP_BLOCKS, shared_bytes=2 * 128 * 4)
 
 
 def count(blocks: int) -> Kernel:

@@ -18,7 +18,7 @@ from .config import NSAConfig
 
 __all__ = ["NsaPlan", "Remainders", "compressed_count", "make_plan", "remainders"]
 
-ITEM_ROWS = 512  # (token, head) pairs of a block of nsa_selected: 16 tiles of a warp for a block of keys
+ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 ROUND_UNIT = 512  # tokens that a round has a multiple of, if it has as many
 
 
