@@ -77,6 +77,12 @@ API = {
             )
         ],
     ),
+    "api/nsa.md": (
+        "NSA",
+                "nsa_attention", "NSAConfig", "nsa_compress", "nsa_select", "selected_attention", "window_attention"
+            )
+        ],
+    ),
     "api/tools.md": (
         "Inputs, metrics, diff",
         [f"{PACKAGE}.{name}" for name in ("merge_states", "diff", "inputs", "metrics")],
@@ -85,7 +91,10 @@ API = {
         "Integrations",
         [f"{INTEGRATIONS}.{name}" for name in ("torch", "drop_in", "transformers", "diffusers", "distributed", "jax")],
     ),
-    "api/reference.md": ("NumPy reference", [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists")]),
+    "api/reference.md": (
+        "NumPy reference",
+        [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa")],
+    ),
 }
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -7,12 +7,14 @@ s2o
     another implementation can be compared stage by stage, given its own decisions.
 lists
     Attention to keys that are given as data, whatever chose them.
+nsa
+    NSA, one function a stage: compressed, selected and window branch.
 
 Nothing here imports CuPy, and nothing on the GPU path imports this package.
 """
 
-from . import dense, lists, s2o
+from . import dense, lists, nsa, s2o
 from .dense import compute_dtype, dense_attention
 from .s2o import Result, State
 
-__all__ = ["Result", "State", "compute_dtype", "dense", "dense_attention", "lists", "s2o"]
+__all__ = ["Result", "State", "compute_dtype", "dense", "dense_attention", "lists", "nsa", "s2o"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
 from .api.gather import gather_attention, gather_attention_paged
+from .api.nsa import nsa_attention, nsa_compress, nsa_select, selected_attention, window_attention
 from .api.paged import s2o_attention_paged
 from .api.select import select, sparse_attention
 from .api.varlen import s2o_attention_varlen
@@ -19,6 +20,7 @@ from .merge import merge_states
 from .methods.mean_pooling import MeanPoolingConfig
 from .methods.pbs import PBSConfig
 from .methods.sparge import SpargeConfig
+from .nsa.config import NSAConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GatherStats",
     "MeanPoolingConfig",
+    "NSAConfig",
     "PBSConfig",
     "S2OConfig",
     "S2OError",
@@ -49,13 +52,18 @@ __all__ = [
     "inputs",
     "merge_states",
     "metrics",
+    "nsa_attention",
+    "nsa_compress",
+    "nsa_select",
     "s2o_attention",
     "s2o_attention_paged",
     "s2o_attention_varlen",
     "select",
+    "selected_attention",
     "sparse_attention",
     "tune",
     "tune_sparge",
+    "window_attention",
 ]
 __version__ = "0.1.0"
 

@@ -66,6 +66,7 @@ def render(kernel: Kernel) -> str:
         "aligned": str(kernel.aligned).lower(),
         "paged": str(kernel.paged).lower(),
         "step": kernel.step,
+        "group": kernel.group,
         "threads": kernel.threads,
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"

@@ -77,6 +77,7 @@ class Kernel:
     paged: bool = False
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
     open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
+    group: int = 1  # query heads of a KV head among the rows of a thread
 
     @property
     def function(self) -> str:
@@ -100,6 +101,8 @@ class Kernel:
             parts.append(f"s{self.stages}")
         if "{step}" in traits and self.step != 64:
             parts.append(f"k{self.step}")
+        if "{group}" in traits:
+            parts.append(f"g{self.group}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
         if self.softcap:

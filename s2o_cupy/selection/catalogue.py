@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from ..methods import kernels as methods
+from ..nsa import kernels as nsa
 from ..plan import tail
 from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.device import DeviceLimits
@@ -46,6 +47,8 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged))
+        if plain:
+            yield from nsa.catalogue(Inputs(dtype, head_dim))
 
 
 # --- A sample, for who cannot wait for all of them ---

@@ -1,0 +1,66 @@
+"""NSA on the CPU: the NumPy reference on [batch, heads, seqlen, head_dim] arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..nsa.config import NSAConfig
+from ..problem import Problem
+from ..reference import nsa
+
+__all__ = ["attend", "attend_blocks", "attend_window", "select"]
+
+
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, k_cmp: np.ndarray, v_cmp: np.ndarray, k_win: np.ndarray,
+    v_win: np.ndarray, gates: np.ndarray, problem: Problem, config: NSAConfig,
+) -> np.ndarray:  # fmt: skip
+    """The sum of the branches; ``gates`` [batch, heads, seqlen_q, 3]."""
+    q, k, v, k_cmp, v_cmp, k_win, v_win, gates = (_wide(x) for x in (q, k, v, k_cmp, v_cmp, k_win, v_win, gates))
+    o_cmp, lse = nsa.compressed(q, k_cmp, v_cmp, problem.seqlen_k, **_runs(problem, config))
+    blocks = _choose(q, k_cmp, lse, problem, config)
+    o_slc, _ = nsa.selected(q, k, v, blocks, block=config.block, scale=problem.scale)
+    o_win, _ = nsa.window(q, k_win, v_win, config.window, scale=problem.scale)
+    return nsa.gate(gates, o_cmp, o_slc, o_win)
+
+
+def select(q: np.ndarray, k_cmp: np.ndarray, problem: Problem, config: NSAConfig) -> np.ndarray:
+    """int32 [batch, kv_heads, seqlen_q, top]."""
+    q, k_cmp = _wide(q), _wide(k_cmp)
+    _, lse = nsa.compressed(q, k_cmp, k_cmp, problem.seqlen_k, **_runs(problem, config))
+    return _choose(q, k_cmp, lse, problem, config)
+
+
+def attend_blocks(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, blocks: np.ndarray, block: int, problem: Problem
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and lse."""
+    last = -(-problem.seqlen_k // block) - 1
+    if blocks.size and blocks.max() > last:
+        raise ValueError(f"selected_attention: blocks has {blocks.max()}; accepted: up to {last}, the last block")
+    return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
+
+
+def attend_window(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, sinks: int, problem: Problem
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and lse."""
+    return nsa.window(_wide(q), _wide(k), _wide(v), window, sinks=sinks, scale=problem.scale)
+
+
+def _choose(q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray, problem: Problem, config: NSAConfig) -> np.ndarray:
+    weight = nsa.importance(q, k_cmp, lse, problem.seqlen_k, block=config.block, **_runs(problem, config))
+    return nsa.top_blocks(
+        weight, problem.seqlen_k, block=config.block, top=config.top, first=config.first, local=config.local
+    )
+
+
+def _runs(problem: Problem, config: NSAConfig) -> dict[str, Any]:
+    return {"length": config.length, "stride": config.stride, "scale": problem.scale}
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """16-bit elements are computed in float32, and the result is rounded once."""
+    return x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x

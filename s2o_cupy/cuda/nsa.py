@@ -1,0 +1,251 @@
+"""NSA on the current device: its three branches, launched one after the other.
+
+Compressed attention is plain causal attention of the queries i with one remainder i % stride, which pass 1 takes as the
+sequences of a batch (nsa/plan.py: Remainders). Everything else is in raw_kernels/nsa. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from cupy.cuda import driver, runtime
+
+from ..arrays.operand import Operand
+from ..caches import remembered
+from ..nsa import kernels
+from ..nsa.config import NSAConfig
+from ..nsa.plan import NsaPlan, make_plan
+from ..plan.kernels import Kernel
+from ..problem import Problem
+from ..spec import LOG2E, S2OConfig
+from . import compiler, pipeline
+from .pipeline import Memory, device_limits
+
+__all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "select"]
+
+# Called after each launch with its stage's name; a tool's way to look inside.
+Observer = Callable[[str], None]
+NO_REMAINDER = 1 << 30
+SOME_BYTES = 256
+
+
+class Pair(NamedTuple):
+    """Keys and values."""
+
+    k: Operand
+    v: Operand
+
+
+class Gates(NamedTuple):
+    """[batch, heads, seqlen_q, 3], in float32 or q's dtype, with a contiguous last axis; strides in elements."""
+
+    pointer: int
+    strides: tuple[int, int, int]
+    wide: bool
+
+
+def attend(
+    q: Operand, keys: Pair, compressed: Pair, window: Pair, gates: Gates, out: Operand, problem: Problem,
+    config: NSAConfig, *, stream: int, memory: Memory, observe: Observer | None = None,
+) -> None:  # fmt: skip
+    """All three branches into ``out``. ``observe`` is called with each stage's name after its launch."""
+    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_attention", compresses=True,
+                     attends=True, gates=True)  # fmt: skip
+    address, keeper = memory(plan.workspace.nbytes)
+    call = _Call(plan, address, stream, observe)
+    call.compressed(q, compressed, memory)
+    call.window(q, window, out)
+    call.params["k_cmp"] = _tensor(compressed.k)
+    call.params["gates"] = (gates.pointer, *gates.strides)
+    call.params["gates_wide"] = gates.wide
+    for first, tokens in plan.rounds:
+        call.choose(q, first, tokens)
+        call.attend_blocks(q, keys, out, first, tokens)
+    del keeper
+
+
+def select(
+    q: Operand, k_cmp: Operand, chosen: int, problem: Problem, config: NSAConfig, *, stream: int, memory: Memory
+) -> None:
+    """Each token's blocks to ``chosen``, int32 [batch, kv_heads, seqlen_q, top]."""
+    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_select", compresses=True,
+                     attends=False, gates=False)  # fmt: skip
+    address, keeper = memory(plan.workspace.nbytes)
+    call = _Call(plan, address, stream)
+    call.compressed(q, Pair(k_cmp, k_cmp), memory)
+    call.params["k_cmp"] = _tensor(k_cmp)
+    call.params["chosen"] = chosen
+    for first, tokens in plan.rounds:
+        call.choose(q, first, tokens)
+    del keeper
+
+
+def attend_blocks(
+    q: Operand, keys: Pair, chosen: int, out: Operand, lse: int, problem: Problem, config: NSAConfig, *, stream: int,
+    memory: Memory,
+) -> None:  # fmt: skip
+    """The selected branch alone, with blocks that the caller chose."""
+    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention", compresses=False,
+                     attends=True, gates=False)  # fmt: skip
+    address, keeper = memory(plan.workspace.nbytes)
+    call = _Call(plan, address, stream)
+    call.params["chosen"], call.params["lse"] = chosen, lse
+    for first, tokens in plan.rounds:
+        call.attend_blocks(q, keys, out, first, tokens)
+    del keeper
+
+
+def attend_window(
+    q: Operand, keys: Pair, out: Operand, lse: int, problem: Problem, config: NSAConfig, sinks: int, *, stream: int,
+    memory: Memory,
+) -> None:  # fmt: skip
+    """The window branch alone."""
+    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
+                     attends=False, gates=False)  # fmt: skip
+    address, keeper = memory(SOME_BYTES)
+    call = _Call(plan, address, stream)
+    call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
+    call.window(q, keys, out)
+    del keeper
+
+
+class _Call:
+    """One call: parameters that its launches share, each of which changes some."""
+
+    def __init__(self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None) -> None:
+        self.plan, self.stream, self.observe = plan, stream, observe
+        self.functions = dict(zip(plan.kernels, compiler.load_all(plan.kernels, runtime.getDevice()), strict=True))
+        # It also makes the device's context current for the driver calls below.
+        runtime.memsetAsync(address, 0, SOME_BYTES, stream)
+        self.params = _template(plan).copy()
+        self.at = np.array([self.params.ctypes.data], np.uint64)
+        self.places = {name: address + place.offset for name, place in plan.workspace.places.items()}
+        for name, place in self.places.items():
+            self.params[name] = place
+
+    def launch(self, kernel: Kernel, blocks: int) -> None:
+        if blocks:
+            driver.launchKernel(
+                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream,
+                self.at.ctypes.data, 0,
+            )  # fmt: skip
+        if self.observe:
+            self.observe(kernel.function)
+
+    def compressed(self, q: Operand, compressed: Pair, memory: Memory) -> None:
+        """cmp_out and cmp_lse."""
+        plan, p = self.plan, self.plan.problem
+        config = _dense(plan.config.path)
+        stride, row = plan.config.stride, q.strides[2]
+        ends = plan.lse_rows
+        for b in range(p.batch):
+            q_b, k, v = q.sequences(b, b + 1), compressed.k.sequences(b, b + 1), compressed.v.sequences(b, b + 1)
+            out = self.places["cmp_out"] + 2 * b * p.heads * p.seqlen_q * p.head_dim
+            lse = self.places["cmp_lse"] + 4 * b * ends[-1]
+            for of, begin in zip(plan.remainders, ends, strict=False):
+                if of.rows == 0:
+                    continue
+                first = of.first + of.skipped * stride
+                rows = (of.size, p.heads, of.rows, p.head_dim)
+                operands = (
+                    _view(q_b.pointer + 2 * first * row, rows, (row, q.strides[1], stride * row)),
+                    _view(k.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
+                    _view(v.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
+                    _view(out + 2 * first * p.head_dim, rows,
+                          (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
+                )  # fmt: skip
+                pipeline.run(
+                    operands, lse + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys), config, stream=self.stream,
+                    memory=memory,
+                )  # fmt: skip
+        if self.observe:
+            self.observe("nsa_compressed")
+
+    def window(self, q: Operand, keys: Pair, out: Operand) -> None:
+        """The window branch, to ``out``, and near_out where it is wanted."""
+        plan, params = self.plan, self.params
+        heads = plan.problem.batch * plan.problem.heads
+        self._point(q, keys, out)
+        params["q_tiles"], params["tiles"] = heads, plan.window_tiles
+        self.launch(kernels.window(plan.inputs), heads * plan.window_tiles)
+
+    def choose(self, q: Operand, first: int, tokens: int) -> None:
+        """The blocks of a round's tokens."""
+        plan, params = self.plan, self.params
+        kernel = kernels.block_weights(plan.inputs, plan.group)
+        self._round(first, tokens)
+        params["q"] = _tensor(q)
+        params["tiles"] = tiles = -(-tokens * kernel.group // kernels.ROWS)
+        self.launch(kernel, plan.kv_rows * tiles)
+        self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
+
+    def attend_blocks(self, q: Operand, keys: Pair, out: Operand, first: int, tokens: int) -> None:
+        """A round's tokens to their blocks, and the sum of the branches where there are gates."""
+        plan = self.plan
+        self._round(first, tokens)
+        self._point(q, keys, out)
+        if "entries" in self.places:  # a block that stands twice in a row leaves a gap
+            runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
+        self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
+        self.launch(kernels.places(), plan.kv_rows)
+        self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
+        self.launch(kernels.selected(plan.inputs, plan.config.block), plan.kv_rows * plan.most_items)
+        self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
+
+    def _point(self, q: Operand, keys: Pair, out: Operand) -> None:
+        for name, x in (("q", q), ("k", keys.k), ("v", keys.v), ("out", out)):
+            self.params[name] = _tensor(x)
+
+    def _round(self, first: int, tokens: int) -> None:
+        self.params["first_token"], self.params["tokens"] = first, tokens
+        self.params["q_tiles"] = self.plan.kv_rows
+
+
+@remembered
+def _template(plan: NsaPlan) -> Any:
+    """NsaParams without addresses."""
+    params = np.zeros((), kernels.WINDOW.params.dtype)
+    p, config = plan.problem, plan.config
+    for field in ("seqlen_q", "seqlen_k", "head_dim"):
+        params["geometry"][field] = getattr(p, field)
+    for i in range(3):
+        if i < len(plan.remainders):
+            of = plan.remainders[i]
+            params[f"remainders_{i}"] = (of.first, of.rows, of.skipped, plan.lse_rows[i])
+        else:
+            params[f"remainders_{i}"] = (NO_REMAINDER, 0, 0, 0)
+    values: dict[str, float] = {
+        "heads": p.heads, "kv_heads": p.kv_heads, "scale_log2": p.scale * LOG2E, "group": plan.group,
+        "group_magic": 65536 // plan.group + 1, "compressed": plan.compressed, "length": config.length,
+        "stride": config.stride, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
+        "top": config.top, "first": config.first, "local": config.local, "apart": plan.apart, "slots": plan.slots,
+        "window": min(config.window, p.seqlen_k), "weight_stride": plan.weight_stride, "chunks": plan.chunks,
+        "most_items": plan.most_items, "item_tokens": plan.item_tokens,
+        "batch_lse": plan.lse_rows[-1], "steps_per_tile": 1,
+    }  # fmt: skip
+    for name, value in values.items():
+        params[name] = value
+    return params
+
+
+@remembered
+def _dense(path: str) -> S2OConfig:
+    return S2OConfig(tau=0.0, path=path)
+
+
+@remembered
+def _of_rows(problem: Problem, size: int, rows: int, keys: int) -> Problem:
+    return Problem(
+        size, problem.heads, problem.kv_heads, rows, keys, problem.head_dim, problem.dtype, True, problem.scale
+    )
+
+
+def _tensor(x: Operand) -> tuple[int, int, int, int]:
+    return x.pointer, *x.strides
+
+
+def _view(pointer: int, shape: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Operand:
+    sb, sh, ss = (s if n > 1 else 0 for s, n in zip(strides, shape[:3], strict=True))
+    return Operand(pointer, shape, (sb, sh, ss))

@@ -1,0 +1,86 @@
+"""How NSA chooses blocks of keys, in numbers."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass, fields
+
+from ..spec import PATHS
+
+__all__ = ["NSAConfig"]
+
+LEAST = {
+    "block": 1, "top": 1, "first": 0, "local": 1, "window": 1, "length": 1, "stride": 1, "workspace_bytes": 1 << 20
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """How NSA chooses blocks of keys, and what its other branches see.
+
+    Parameters
+    ----------
+    block : int, default 64
+        Keys of a block. The GPU takes 64 and 128.
+    top : int, default 16
+        Blocks that a token attends to, all that there are where there are fewer. The GPU takes up to 32.
+    first : int, default 1
+        Of these always the first blocks,
+    local : int, default 2
+        and the token's own block and those just before it, so many in all.
+    window : int, default 512
+        Latest keys of the window branch, the token's own among them.
+    length : int, default 32
+        Keys behind a compressed one. The GPU takes ``stride`` and twice that.
+    stride : int, default 16
+        Keys from the beginning of one compressed key to that of the next; divides ``length`` and ``block``. The GPU
+        takes a fourth, an eighth and a sixteenth of a block.
+    workspace_bytes : int, default 1 GiB
+        Bound on the GPU memory of blocks' weights, and of parts of the selected branch: tokens are taken in rounds.
+        A round of 128 tokens always fits.
+    path : {"auto", "portable", "hopper"}, default "auto"
+        Kernels of the compressed branch, as in `S2OConfig`. The others have portable ones alone.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field has a wrong type or value; the message names the field and what is accepted.
+
+    Notes
+    -----
+    Source: Native Sparse Attention (Yuan et al. 2025). Its other setting is ``block=128, top=8``.
+    """
+
+    block: int = 64
+    top: int = 16
+    first: int = 1
+    local: int = 2
+    window: int = 512
+    length: int = 32
+    stride: int = 16
+    workspace_bytes: int = 1 << 30
+    path: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "path":
+                continue
+            accepted = f"accepted: an integer >= {LEAST[field.name]}"
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"NSAConfig: {field.name} is {value!r} ({type(value).__name__}); {accepted}")
+            if value < LEAST[field.name]:
+                raise ValueError(f"NSAConfig: {field.name} is {value}; {accepted}")
+            object.__setattr__(self, field.name, int(value))
+        for name in ("length", "block"):
+            if getattr(self, name) % self.stride:
+                raise ValueError(
+                    f"NSAConfig: {name} is {getattr(self, name)} with stride {self.stride}; accepted: a multiple of it"
+                )
+        if self.first + self.local > self.top:
+            raise ValueError(
+                f"NSAConfig: top is {self.top} with first {self.first} and local {self.local}; accepted: no fewer than "
+                "those two together, which are always chosen"
+            )
+        if self.path not in PATHS:
+            raise ValueError(f"NSAConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")

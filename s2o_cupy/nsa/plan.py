@@ -1,0 +1,239 @@
+"""From an NSA problem to what is launched: rounds of tokens, launches of compressed attention, the workspace.
+
+Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..caches import remembered
+from ..plan.build import Array, Workspace, lay_out
+from ..plan.device import DeviceLimits
+from ..plan.kernels import Inputs, Kernel, padded_head_dim
+from ..problem import Problem
+from . import kernels
+from .config import NSAConfig
+
+__all__ = ["NsaPlan", "Remainders", "compressed_count", "make_plan", "remainders"]
+
+ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
+ROUND_UNIT = 512  # tokens that a round has a multiple of, if it has as many
+
+
+def compressed_count(seqlen_k: int, length: int, stride: int) -> int:
+    """How many compressed keys there are."""
+    return max(0, (seqlen_k - length) // stride + 1)
+
+
+class Remainders(NamedTuple):
+    """Queries i with ``first`` <= i % stride < ``first + size``.
+
+    Of each remainder the rows behind the first ``skipped`` see compressed keys, each one more than the one before: they
+    are ``rows`` queries of plain causal attention to the first ``keys`` of them.
+    """
+
+    first: int
+    size: int
+    rows: int
+    skipped: int
+    keys: int
+
+
+def remainders(seqlen_q: int, seqlen_k: int, length: int, stride: int) -> tuple[Remainders, ...]:
+    """All remainders in order, neighbours of equal lengths together: up to three."""
+    found: list[Remainders] = []
+    for first in range(min(stride, seqlen_q)):
+        rows = -(-(seqlen_q - first) // stride)
+        seen = (first + seqlen_k - seqlen_q - length + 1) // stride + 1  # by the first of them; below 1: by none
+        skipped = min(rows, max(0, 1 - seen))
+        keys = seen + rows - 1 if rows > skipped else 0
+        of = Remainders(first, 1, rows - skipped, skipped, keys)
+        if found and found[-1][2:] == of[2:]:
+            found[-1] = found[-1]._replace(size=found[-1].size + 1)
+        else:
+            found.append(of)
+    assert len(found) <= 3
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)  # one object for all calls of one kind, which is what caches know it by
+class NsaPlan:
+    """One call, or a part of one."""
+
+    problem: Problem
+    config: NSAConfig
+    inputs: Inputs
+    group: int
+    slots: int  # of a token: blocks whose parts are computed by blocks of keys
+    apart: bool  # the last blocks of a token are computed with its window, and take no slot
+    tokens: int  # of a round
+    remainders: tuple[Remainders, ...]
+    workspace: Workspace
+    kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
+
+    @property
+    def kv_rows(self) -> int:
+        return self.problem.batch * self.problem.kv_heads
+
+    @property
+    def blocks(self) -> int:
+        """Of keys."""
+        return -(-self.problem.seqlen_k // self.config.block)
+
+    @property
+    def compressed(self) -> int:
+        return compressed_count(self.problem.seqlen_k, self.config.length, self.config.stride)
+
+    @property
+    def rounds(self) -> tuple[tuple[int, int], ...]:
+        """First token and tokens of each."""
+        end = self.problem.seqlen_q
+        return tuple((first, min(self.tokens, end - first)) for first in range(0, end, self.tokens))
+
+    @property
+    def item_tokens(self) -> int:
+        """Tokens of a block of nsa_selected."""
+        return max(1, ITEM_ROWS // self.group)
+
+    @property
+    def most_items(self) -> int:
+        """Blocks of nsa_selected of a KV row: every block of keys may have a last one that is not full."""
+        return self.tokens * self.slots // self.item_tokens + min(self.blocks, self.tokens * self.slots)
+
+    @property
+    def chunks(self) -> int:
+        """Of tokens, of the counting sort."""
+        return -(-self.tokens // kernels.CHUNK_TOKENS)
+
+    @property
+    def weight_stride(self) -> int:
+        """Weights of a token: what a step of compressed keys counts for is written whole."""
+        return -(-self.blocks // 64) * 64
+
+    @property
+    def window_tiles(self) -> int:
+        """Of a head."""
+        first = self.problem.seqlen_k - self.problem.seqlen_q
+        return (self.problem.seqlen_k - 1) // kernels.ROWS - first // kernels.ROWS + 1
+
+    @property
+    def lse_rows(self) -> tuple[int, ...]:
+        """Where in a sequence's lse of compressed attention each of the remainders begins, and how many there are."""
+        ends = [0]
+        for x in self.remainders:
+            ends.append(ends[-1] + x.size * self.problem.heads * x.rows)
+        return tuple(ends)
+
+
+@remembered
+def make_plan(
+    problem: Problem, config: NSAConfig, limits: DeviceLimits, *, where: str, compresses: bool, attends: bool,
+    gates: bool,
+) -> NsaPlan:  # fmt: skip
+    """``compresses``: blocks are chosen by compressed attention. ``attends``: to the chosen blocks. ``gates``: also to
+    the window. ``where``: the function's name, for errors.
+
+    Raises ValueError for what no kernel takes.
+    """
+    group = problem.heads // max(1, problem.kv_heads)
+    _check(problem, config, group, where, compresses)
+    inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim))
+    apart = gates and config.window >= config.local * config.block
+    plan = NsaPlan(
+        problem, config, inputs, group, config.top - config.local * apart, apart, 0,
+        remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride) if compresses else (),
+        Workspace({}, 0, 0),
+    )  # fmt: skip
+    launched = _kernels(plan, compresses, attends, gates)
+    most = max(kernel.shared_bytes for kernel in launched)
+    if most > limits.shared_per_block:
+        raise ValueError(
+            f"{where}: {group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
+            f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks"
+        )
+    plan = replace(plan, kernels=launched, tokens=_round_tokens(plan, compresses, attends))
+    return replace(plan, workspace=_workspace(plan, compresses, attends))
+
+
+def _kernels(plan: NsaPlan, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
+    found: list[Kernel] = []
+    if gates or not (compresses or attends):
+        found.append(kernels.window(plan.inputs))
+    if compresses:
+        found += [kernels.block_weights(plan.inputs, plan.group), kernels.top_blocks()]
+    if attends:
+        found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
+        found += [kernels.selected(plan.inputs, plan.config.block), kernels.merge_parts(plan.inputs)]
+    return tuple(found)
+
+
+def _round_tokens(plan: NsaPlan, compresses: bool, attends: bool) -> int:
+    bytes_each = max(1, sum(_bytes_each(plan, compresses, attends)))
+    fits = max(kernels.ROWS, plan.config.workspace_bytes // bytes_each)
+    if fits >= plan.problem.seqlen_q:
+        return max(1, plan.problem.seqlen_q)
+    if fits > ROUND_UNIT:
+        turns = -(-plan.problem.seqlen_q // (fits // ROUND_UNIT * ROUND_UNIT))  # equal ones
+        fits = -(-plan.problem.seqlen_q // turns)
+        fits = -(-fits // ROUND_UNIT) * ROUND_UNIT
+    return fits
+
+
+def _bytes_each(plan: NsaPlan, compresses: bool, attends: bool) -> tuple[int, int]:
+    """Of a token: weights of blocks, and parts."""
+    rows = plan.problem.batch * plan.problem.heads * plan.slots
+    weights = 4 * plan.kv_rows * plan.weight_stride if compresses else 0
+    return weights, rows * (2 * plan.inputs.head_dim + 4) if attends else 0
+
+
+def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
+    p, tokens, kv_rows = plan.problem, plan.tokens, plan.kv_rows
+    rows, width = p.batch * p.heads, plan.inputs.head_dim
+    arrays: list[Array] = []
+    if compresses:
+        arrays += [
+            ("cmp_out", (rows, p.seqlen_q, p.head_dim), "uint16"),
+            ("cmp_lse", (p.batch, plan.lse_rows[-1]), "float32"),
+            ("weights", (kv_rows, tokens, plan.weight_stride), "float32"),
+        ]
+    if attends:
+        slots = (kv_rows, tokens, plan.slots, plan.group)
+        arrays += [
+            ("counts", (kv_rows, plan.chunks, plan.blocks), "int32"),
+            ("begins", (kv_rows, plan.blocks), "int32"),
+            ("entries", (kv_rows, tokens * plan.slots), "int32"),
+            ("items", (kv_rows, plan.most_items, 4), "int32"),
+            ("item_counts", (kv_rows,), "int32"),
+            ("parts", (*slots, width), "uint16"),
+            ("part_lse", slots, "float32"),
+        ]
+        if compresses:
+            arrays.append(("chosen", (kv_rows, p.seqlen_q, plan.config.top), "int32"))
+    if plan.apart:
+        arrays += [("near_out", (rows, p.seqlen_q, width), "uint16"), ("near_lse", (rows, p.seqlen_q), "float32")]
+    return lay_out((), arrays)
+
+
+def _check(problem: Problem, config: NSAConfig, group: int, where: str, compresses: bool) -> None:
+    """Raise what the kernels do not take."""
+    if problem.head_dim % 8 or problem.head_dim > kernels.MAX_HEAD_DIM:
+        raise ValueError(
+            f"{where}: head_dim is {problem.head_dim}; accepted on the GPU: multiples of 8 up to {kernels.MAX_HEAD_DIM}"
+        )
+    if group > kernels.MAX_GROUP:
+        raise ValueError(
+            f"{where}: q has {group} heads for each of k's; accepted on the GPU: up to {kernels.MAX_GROUP}"
+        )
+    if config.block not in kernels.BLOCKS:
+        raise ValueError(f"{where}: block is {config.block}; accepted on the GPU: 64 or 128")
+    if config.top > kernels.MAX_SLOTS:
+        raise ValueError(
+            f"{where}: a token has {config.top} blocks; accepted on the GPU: up to {kernels.MAX_SLOTS}"
+        )
+    if compresses and (config.block // config.stride not in (4, 8, 16) or config.length > 2 * config.stride):
+        raise ValueError(
+            f"{where}: length is {config.length} and stride {config.stride} with blocks of {config.block}; accepted on "
+            "the GPU: a stride of a fourth, an eighth or a sixteenth of a block, and that or twice as much as length"
+        )

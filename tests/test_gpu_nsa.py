@@ -1,0 +1,217 @@
+"""NSA on a GPU against its reference in float64, given the GPU's blocks. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import has_gpu
+from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
+
+from s2o_cupy import NSAConfig, nsa_attention, nsa_select, selected_attention, window_attention
+from s2o_cupy.reference import nsa
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+LARGE = NSAConfig(block=128, top=4, window=300)
+
+
+def to_gpu(x):
+    import cupy
+
+    return cupy.asarray(np.ascontiguousarray(x))
+
+
+def attend(x, config, **options):
+    """Output and blocks on the host; ``out`` is poisoned before."""
+    import cupy
+
+    q, k, v, k_cmp, v_cmp, gates = map(to_gpu, x)
+    out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
+    o = nsa_attention(q, k, v, k_cmp, v_cmp, gates, config=config, out=out, **options)
+    assert o is out
+    return cupy.asnumpy(o), cupy.asnumpy(nsa_select(q, k_cmp, seqlen_k=k.shape[2], config=config))
+
+
+def assert_right(x, config):
+    o, blocks = attend(x, config)
+    assert choice_problems(blocks, x, config) == []
+    assert whole_problems(o, x, blocks, config) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("config", [SMALL, LARGE], ids=["64", "128"])
+def test_groups(rng, dtype, group, config):
+    assert_right(draw(rng, DTYPES[dtype], 700, heads=2 * group, head_dim=128, config=config), config)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+@pytest.mark.parametrize("config", [SMALL, LARGE], ids=["64", "128"])
+def test_head_sizes(rng, head_dim, config):
+    assert_right(draw(rng, DTYPES["bfloat16"], 600, head_dim=head_dim, config=config), config)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (15, 15), (31, 31), (32, 32), (65, 65), (1, 700), (16, 700), (37, 800), (333, 777), (1029, 1029)],
+)
+def test_lengths(rng, lengths):
+    assert_right(draw(rng, DTYPES["float16"], *lengths, batch=2), SMALL)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NSAConfig(top=6, first=0, local=1, window=100), NSAConfig(top=6, first=2, local=3, window=40),
+        NSAConfig(top=5, length=16), NSAConfig(top=5, length=8, stride=8), NSAConfig(top=3, length=8, stride=4),
+        NSAConfig(top=32, window=1), NSAConfig(top=5, path="portable"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_configurations(rng, config):
+    assert_right(draw(rng, DTYPES["bfloat16"], 1500, config=config), config)
+
+
+def test_long_rows_of_blocks(rng):
+    """More candidates than a warp looks at in one go, and equals among them."""
+    x = draw(rng, DTYPES["bfloat16"], 40, 20_000, heads=2, kv_heads=1)
+    assert_right(x, NSAConfig())
+    x.k_cmp[:, :, 500:] = 0
+    blocks = attend(x, NSAConfig())[1]
+    assert choice_problems(blocks, x, NSAConfig()) == []
+
+
+def test_of_equal_weights_the_first(rng):
+    x = draw(rng, DTYPES["bfloat16"], 3000, heads=2, kv_heads=1)
+    x.k_cmp[:] = 0
+    blocks = attend(x, SMALL)[1]
+    for i in (700, 2999):
+        own = i // 64
+        assert blocks[0, 0, i].tolist() == [0, 1, 2, own - 1, own]
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("group", [1, 4])
+def test_selected_alone(rng, block, group):
+    """Blocks in any order, of which some are none, some in the future and some of short rows."""
+    import cupy
+
+    x = draw(rng, DTYPES["bfloat16"], 500, 777, heads=2 * group, head_dim=128, batch=2)
+    count = -(-777 // block)
+    blocks = np.stack([rng.permutation(count)[:6] for _ in range(2 * 2 * 500)]).reshape(2, 2, 500, 6)
+    blocks[rng.random(blocks.shape) < 0.3] = -1
+    o, lse = selected_attention(*map(to_gpu, x[:3]), to_gpu(blocks), block, return_lse=True)
+    q, k, v = wide(*x[:3])
+    exact = nsa.selected(q, k, v, blocks, block=block)
+    weight = nsa.selected(q, k, np.abs(v), blocks, block=block)[0]
+    assert branch_problems(cupy.asnumpy(o), cupy.asnumpy(lse), exact, weight, x, 2) == []
+
+
+@pytest.mark.parametrize("window", [1, 64, 200, 10_000])
+@pytest.mark.parametrize("sinks", [0, 5, 130])
+@pytest.mark.parametrize("lengths", [(500, 500), (300, 777)])
+def test_window_alone(rng, window, sinks, lengths):
+    import cupy
+
+    x = draw(rng, DTYPES["float16"], *lengths, head_dim=128)
+    o, lse = window_attention(*map(to_gpu, x[:3]), window, sinks, return_lse=True)
+    q, k, v = wide(*x[:3])
+    exact, weight = nsa.window(q, k, v, window, sinks=sinks), nsa.window(q, k, np.abs(v), window, sinks=sinks)[0]
+    assert branch_problems(cupy.asnumpy(o), cupy.asnumpy(lse), exact, weight, x, 1) == []
+
+
+@pytest.mark.parametrize("branch", [0, 1, 2])
+def test_one_branch_at_a_time(rng, branch):
+    x = draw(rng, DTYPES["bfloat16"], 900, head_dim=128)
+    x.gates[:] = np.eye(3)[branch]
+    assert_right(x, SMALL)
+
+
+def test_workspace_rounds_change_no_bit(rng):
+    x = draw(rng, DTYPES["bfloat16"], 1500, heads=8, head_dim=128)
+    few = NSAConfig(top=5, window=130, workspace_bytes=1 << 20)
+    for one, other in zip(attend(x, SMALL), attend(x, few), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_repeats_have_the_same_bits(rng):
+    x = draw(rng, DTYPES["bfloat16"], 3000, heads=8, head_dim=128)
+    first = attend(x, SMALL)[0].tobytes()
+    assert all(attend(x, SMALL)[0].tobytes() == first for _ in range(10))
+
+
+@pytest.mark.parametrize("config", [SMALL, LARGE], ids=["64", "128"])
+def test_keys_that_are_not_read_have_no_influence(rng, config):
+    """NaN in one block of keys and values changes no row that does not see it, and each that does."""
+    x = draw(rng, DTYPES["bfloat16"], 900, head_dim=128, config=config)
+    before, blocks = attend(x, config)
+    bad = 500
+    x.k[:, :, bad] = x.v[:, :, bad] = np.nan
+    after, same = attend(x, config)
+    np.testing.assert_array_equal(blocks, same)
+    p = np.arange(900)
+    sees = ((blocks == bad // config.block).any(axis=-1) | (p < bad + config.window)) & (p >= bad)  # [B, Hkv, Lq]
+    sees = sees.repeat(2, axis=1)
+    assert np.isnan(after[sees]).all()
+    assert after[~sees].tobytes() == before[~sees].tobytes()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_read_have_no_influence(rng, value):
+    x = draw(rng, DTYPES["float16"], 700, head_dim=64)
+    before, blocks = attend(x, SMALL)
+    x.v[:, :, 300] = value
+    after, _ = attend(x, SMALL)
+    p = np.arange(700)
+    sees = ((blocks == 300 // 64).any(axis=-1) | (p < 300 + SMALL.window)) & (p >= 300)
+    sees = sees.repeat(2, axis=1)
+    assert not np.isfinite(after[sees]).any()
+    assert after[~sees].tobytes() == before[~sees].tobytes()
+
+
+def test_a_compressed_key_is_not_read_before_its_time(rng):
+    x = draw(rng, DTYPES["bfloat16"], 700, head_dim=64)
+    before, _ = attend(x, SMALL)
+    x.k_cmp[:, :, 20] = x.v_cmp[:, :, 20] = np.nan
+    after, _ = attend(x, SMALL)
+    end = 20 * 16 + 31
+    assert after[:, :, :end].tobytes() == before[:, :, :end].tobytes()
+    assert np.isnan(after[:, :, end:]).all()
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_torch_tensors_as_they_lie(rng, torch, layout):
+    x = draw(rng, np.float32, 600, heads=8, head_dim=128)
+    q, k, v, k_cmp, v_cmp = (torch.from_numpy(a).to(torch.bfloat16).cuda() for a in x[:5])
+    gates = torch.from_numpy(x.gates).cuda()
+    expected = nsa_attention(q, k, v, k_cmp, v_cmp, gates, config=SMALL)
+    if layout == "BSHD":
+        q, k, v, k_cmp, v_cmp, gates = (a.transpose(1, 2) for a in (q, k, v, k_cmp, v_cmp, gates))
+    padded = torch.zeros(*q.shape[:-1], 136, dtype=q.dtype, device="cuda")
+    padded[..., 4:132] = q
+    for rows in (q, padded[..., 4:132]):  # rows that do not begin on 16 bytes are copied
+        o = nsa_attention(rows, k, v, k_cmp, v_cmp, gates, config=SMALL, layout=layout)
+        assert torch.equal(o if layout == "BHSD" else o.transpose(1, 2), expected)
+
+
+def test_keys_of_the_window_alone(rng):
+    import cupy
+
+    x, other = (draw(rng, DTYPES["bfloat16"], 500, head_dim=64) for _ in range(2))
+    x.gates[:] = [0, 0, 1]
+    o = nsa_attention(*map(to_gpu, x), config=SMALL, k_win=to_gpu(other.k), v_win=to_gpu(other.v))
+    expected = window_attention(*map(to_gpu, (x.q, other.k, other.v)), SMALL.window)
+    assert cupy.asnumpy(o).tobytes() == cupy.asnumpy(expected).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 256}, "head_dim is 256; accepted on the GPU: multiples of 8 up to 128"),
+        ({"heads": 34, "kv_heads": 2}, "17 heads for each of k's; accepted on the GPU: up to 16"),
+    ],
+)
+def test_what_no_kernel_takes(rng, options, message):
+    with pytest.raises(ValueError, match=message):
+        attend(draw(rng, DTYPES["bfloat16"], 100, **options), SMALL)
