@@ -79,6 +79,9 @@ API = {
     ),
     "api/nsa.md": (
         "NSA",
+        [
+            f"{PACKAGE}.{name}"
+            for name in (
                 "nsa_attention", "NSAConfig", "nsa_compress", "nsa_select", "selected_attention", "window_attention"
             )
         ],
