@@ -68,7 +68,7 @@ class Tail:
         """What they stand for, added to a chunk's output."""
         s = self.setting
         tiles = s.geometry.block_count(s.config.block_m)
-        values = {name: build.tensors[name] for name in ("q", "k", "out")}
+        values: dict[str, Any] = {name: build.tensors[name] for name in ("q", "k", "out")}
         values |= {
             "chunk": build.chunk(chunk),
             "heads": s.problem.heads,
