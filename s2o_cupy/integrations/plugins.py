@@ -18,11 +18,13 @@ def register_with_vllm() -> None:
     log = logging.getLogger("vllm.s2o_cupy")
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError:
-        log.info("s2o_cupy has no attention for this version of vLLM: it has no registry of attention backends")
+
+        custom = AttentionBackendEnum.CUSTOM
+        taken = custom.is_overridden() and custom.get_path() != VLLM_BACKEND
+    except (ImportError, AttributeError):
+        log.info("s2o_cupy has no attention for this version of vLLM: 0.31 is the oldest that it knows")
         return
-    custom = AttentionBackendEnum.CUSTOM
-    if custom.is_overridden() and custom.get_path() != VLLM_BACKEND:
+    if taken:
         log.info(
             "s2o_cupy: --attention-backend CUSTOM is %s already; VLLM_PLUGINS=s2o makes it S2O", custom.get_path()
         )
@@ -37,7 +39,7 @@ def register_with_sglang() -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
     except ImportError:
         log = logging.getLogger("s2o_cupy.integrations.sglang")
-        log.info("s2o_cupy has no attention for this version of SGLang: 0.5.23 is the oldest that it knows")
+        log.info("s2o_cupy has no attention for this version of SGLang: 0.5.22 is the oldest that it knows")
         return
     if "s2o" not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices(["s2o"])

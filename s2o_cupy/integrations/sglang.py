@@ -23,9 +23,12 @@ try:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.runtime_context import get_parallel
+
+    if not hasattr(KVWriteLoc, "for_layer"):
+        raise ImportError("SGLang's KVWriteLoc lacks for_layer")
 except ImportError as error:
     raise ImportError(
-        f"s2o_cupy.integrations.sglang: {error}; it needs SGLang 0.5.23 or newer; remedy: pip install -U sglang"
+        f"s2o_cupy.integrations.sglang: {error}; it needs SGLang 0.5.22 or newer; remedy: pip install -U sglang"
     ) from error
 
 __all__ = ["make_backend", "report"]

@@ -28,9 +28,14 @@ try:
         FlashAttentionMetadataBuilder,
     )
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+    # Lengths on the host, and what says that queries see other keys than the causal ones.
+    _needed = {"seq_lens_cpu_upper_bound", "is_prefilling", "mm_req_doc_ranges", "rswa_prefix_lens"}
+    if _missing := _needed - {x.name for x in fields(CommonAttentionMetadata)}:
+        raise ImportError(f"vLLM's CommonAttentionMetadata lacks {', '.join(sorted(_missing))}")
 except ImportError as error:
     raise ImportError(
-        f"s2o_cupy.integrations.vllm: {error}; it needs vLLM 0.33 or newer; remedy: pip install -U vllm"
+        f"s2o_cupy.integrations.vllm: {error}; it needs vLLM 0.31 or newer; remedy: pip install -U vllm"
     ) from error
 
 __all__ = ["S2OBackend", "report"]
@@ -243,6 +248,8 @@ class S2OImpl(FlashAttentionImpl):
             return next(iter(metadata.kinds), "short")
         if config is None:
             return "layer"
+        if kv_cache.dim() != 4:  # of a version to come
+            return "token pool"
         if query.dtype != kv_cache.dtype:
             return "cache dtype"
         if any(x is not None for x in scales):
