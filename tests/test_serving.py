@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -39,20 +40,32 @@ def test_settings():
     assert found.of_layer(7) == S2OConfig(tau=0.002, segment=256)  # the rest as everywhere
 
 
-def test_settings_as_text_or_in_a_file(tmp_path):
-    text = json.dumps({"tau": 0.01})
-    (tmp_path / "s2o.json").write_text(text)
-    of_text, of_file = (ServingSettings.parse(x, "here") for x in (text, str(tmp_path / "s2o.json")))
-    assert of_text == of_file == ServingSettings.parse({"tau": 0.01}, "here")
+def test_settings_as_text():
+    given = {"tau": 0.01, "per_layer": {"3": None}}
+    assert ServingSettings.parse(json.dumps(given), "here") == ServingSettings.parse(given, "here")
+
+
+def test_settings_of_a_file_that_tune_wrote(tmp_path):
+    path = str(tmp_path / "tuned.json")
+    written = {"config": {"tau": 0.01}, "per_layer": {"3": None, "7": {"tau": 0.1}}, "target": "loss"}
+    Path(path).write_text(json.dumps(written))
+    expected = ServingSettings(S2OConfig(tau=0.01), 8192, {3: None, 7: S2OConfig(tau=0.1)})
+    assert ServingSettings.parse(path, "here") == ServingSettings.parse({"settings": path}, "here") == expected
+    given = {"settings": path, "min_seqlen": 4096, "backend": "fa3"}
+    assert ServingSettings.parse(given, "here") == replace(expected, min_seqlen=4096, backend="fa3")
+    with pytest.raises(ValueError, match=r"^here: settings and tau came together; accepted: settings, min_seqlen and"):
+        ServingSettings.parse({"settings": path, "tau": 0.1}, "here")
+    Path(path).write_text(json.dumps({"config": {}, "per_layer": {"3.2": {"tau": 0.1}}}))
+    with pytest.raises(ValueError, match=r'tuned.json names heads; accepted: layers, as of by="layer"$'):
+        ServingSettings.parse(path, "here")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "here is a int; accepted: a JSON object"),
-        ("nowhere.json", "here is 'nowhere.json'; accepted: a JSON object, or the path of a file"),
+        (3, "here is a int; accepted: a JSON object, or the path of a file"),
         ("{tau: 1}", "here is no JSON .*; accepted: a JSON object"),
-        ({"taw": 0.1}, "here: 'taw' is not a setting; accepted: backend, min_seqlen, per_layer, segment, tau, "),
+        ({"taw": 0.1}, "here: 'taw' is not a setting; accepted: min_seqlen, per_layer, settings, .*segment, tau, "),
         ({"tau": -1}, "S2OConfig: tau is -1; accepted: a number >= 0"),
         ({"min_seqlen": "8192"}, "here: min_seqlen is '8192'; accepted: an integer >= 0"),
         ({"backend": 3}, "here: backend is 3; accepted: a name"),

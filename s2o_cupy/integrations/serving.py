@@ -8,11 +8,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
 from ..spec import MAX_HEAD_DIM, S2OConfig
+from ..tools.layer_settings import read_settings
 from .fallbacks import CallCounts, Kinds
 
 __all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "kind_of_request", "why_not_shape"]
@@ -76,57 +76,73 @@ class ServingSettings:
 
     @classmethod
     def parse(cls, given: Any, owner: str) -> ServingSettings:
-        """Of a mapping, the text of a JSON object, or the path of a JSON file. ``owner`` says in errors whose it is.
+        """Of a mapping, the text of a JSON object, or the path of a file that tune_model or `s2o tune` wrote. ``owner``
+        says in errors whose it is.
 
-        Raises TypeError or ValueError that names the entry, what came and what is accepted.
+        Raises FileNotFoundError, TypeError or ValueError that names the entry, what came and what is accepted.
         """
         if isinstance(given, str):
-            given = _read(given, owner)
+            given = _parse_text(given, owner)
         if not isinstance(given, Mapping):
-            raise TypeError(f"{owner} is a {type(given).__name__}; accepted: a JSON object")
-        own = {"min_seqlen", "per_layer", "backend"}
-        min_seqlen = given.get("min_seqlen", 8192)
+            raise TypeError(f"{owner} is a {type(given).__name__}; accepted: a JSON object, or the path of a file")
+        min_seqlen, backend = given.get("min_seqlen", 8192), given.get("backend")
         if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
             raise ValueError(f"{owner}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
-        backend = given.get("backend")
         if not isinstance(backend, str | None):
             raise TypeError(f"{owner}: backend is {backend!r}; accepted: a name of SGLang's attention backends")
-        settings = {name: value for name, value in given.items() if name not in own}
-        per_layer = given.get("per_layer") or {}
-        if not isinstance(per_layer, Mapping):
-            raise TypeError(f"{owner}: per_layer is a {type(per_layer).__name__}; accepted: a JSON object by layer")
-        layers: dict[int, S2OConfig | None] = {}
-        for layer, of_layer in per_layer.items():
-            if not str(layer).isdecimal():
-                raise ValueError(f"{owner}: per_layer has the key {layer!r}; accepted: a layer, counted from 0")
-            if not isinstance(of_layer, Mapping | None):
-                raise TypeError(
-                    f"{owner}: per_layer[{layer}] is {of_layer!r}; accepted: null, or an object of S2OConfig's fields"
-                )
-            layers[int(layer)] = None if of_layer is None else _config({**settings, **of_layer}, owner, own)
-        return cls(_config(settings, owner, own), min_seqlen, layers, backend)
+        given = {name: value for name, value in given.items() if name not in ("min_seqlen", "backend")}
+        if "settings" in given:
+            config, per_layer = _of_file(given, owner)
+        else:
+            layers = given.pop("per_layer", None) or {}
+            config, per_layer = _config(given, owner), _layers(given, layers, owner)
+        return cls(config, min_seqlen, per_layer, backend)
 
     def of_layer(self, layer: int) -> S2OConfig | None:
         return self.per_layer.get(layer, self.config)
 
 
-def _read(text: str, owner: str) -> Any:
+def _parse_text(text: str, owner: str) -> Any:
     if not text.lstrip().startswith("{"):
-        path = Path(text)
-        if not path.is_file():
-            raise ValueError(f"{owner} is {text!r}; accepted: a JSON object, or the path of a file that holds one")
-        text = path.read_text(encoding="utf-8")
+        return {"settings": text}
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{owner} is no JSON ({error}); accepted: a JSON object") from error
+        raise ValueError(f"{owner} is no JSON ({error}); accepted: a JSON object, or the path of a file") from error
 
 
-def _config(settings: Mapping[str, Any], owner: str, own: set[str]) -> S2OConfig:
+def _of_file(given: Mapping[str, Any], owner: str) -> tuple[S2OConfig, dict[int, S2OConfig | None]]:
+    if len(given) > 1:
+        others = ", ".join(name for name in given if name != "settings")
+        raise ValueError(f"{owner}: settings and {others} came together; accepted: settings, min_seqlen and backend")
+    config, per_layer = read_settings(given["settings"])
+    layers = {key: value for key, value in per_layer.items() if isinstance(key, int)}
+    if len(layers) < len(per_layer):
+        raise ValueError(f'{owner}: {given["settings"]} names heads; accepted: layers, as of by="layer"')
+    return config, layers
+
+
+def _layers(base: Mapping[str, Any], layers: Any, owner: str) -> dict[int, S2OConfig | None]:
+    if not isinstance(layers, Mapping):
+        raise TypeError(f"{owner}: per_layer is a {type(layers).__name__}; accepted: a JSON object by layer")
+    found: dict[int, S2OConfig | None] = {}
+    for layer, changes in layers.items():
+        if not str(layer).isdecimal():
+            raise ValueError(f"{owner}: per_layer has the key {layer!r}; accepted: a layer, counted from 0")
+        if not isinstance(changes, Mapping | None):
+            raise TypeError(
+                f"{owner}: per_layer[{layer}] is {changes!r}; accepted: null, or an object of S2OConfig's fields"
+            )
+        found[int(layer)] = None if changes is None else _config({**base, **changes}, owner)
+    return found
+
+
+def _config(settings: Mapping[str, Any], owner: str) -> S2OConfig:
     known = [x.name for x in fields(S2OConfig)]
     for name in settings:
         if name not in known:
-            raise ValueError(f"{owner}: {name!r} is not a setting; accepted: {', '.join([*sorted(own), *known])}")
+            accepted = ", ".join(["min_seqlen", "per_layer", "settings", "backend", *known])
+            raise ValueError(f"{owner}: {name!r} is not a setting; accepted: {accepted}")
     return S2OConfig(**settings)
 
 
