@@ -20,7 +20,7 @@ from tiny_llama import LENGTH, SIZES, llama, logits_of  # noqa: E402
 from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
-from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens  # noqa: E402
+from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens, text_losses  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
 from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
@@ -73,10 +73,16 @@ def test_divergence(model, ids):
     other = hidden + 0.1 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
     p, q = (torch.log_softmax(model.lm_head(x).double(), -1) for x in (hidden, other))
     for chunk in (70, LENGTH):
-        assert divergence(model, hidden, other, ids, chunk) == pytest.approx(
+        assert divergence(model, hidden, other, ids, chunk=chunk) == pytest.approx(
             float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4
         )
     assert divergence(model, hidden, hidden, ids) == 0
+    mask = (torch.arange(LENGTH) > 99).long()[None]  # padding counts neither here nor in losses
+    of_text = float((p.exp() * (p - q)).sum(-1)[:, 100:].mean())
+    assert divergence(model, hidden, other, ids, mask) == pytest.approx(of_text, rel=1e-4)
+    expected = next_tokens(model, ids[:, :-1], ids[:, 1:]).loss[0]
+    np.testing.assert_allclose(text_losses(model, hidden, ids, mask), expected[100:])
+    np.testing.assert_allclose(text_losses(model, hidden, ids), expected)
 
 
 # ---------------------------------------------------------------- tune_model
@@ -158,6 +164,8 @@ def test_padded_rows_and_sliding_windows(ids):
     register(config=replace(CONFIG, tau=0.3), per_layer=found.per_layer, min_seqlen=100)
     told = report(model, both, attention_mask=mask)
     assert [x.ran for x in told.layers] == ["s2o", "dense window", "s2o"]
+    exact = loss_of(model, ids, "sdpa")[0], loss_of(model, ids.flip(1)[:, 100:], "sdpa")[0]
+    assert told.loss.dense == pytest.approx(np.concatenate(exact).mean(), rel=1e-4)
 
 
 def test_what_tune_model_refuses(model, ids):
