@@ -110,6 +110,11 @@ def tune_model(
     search = _Search(model, input_ids, inputs, config, min_seqlen, count)
 
     curves, hidden = search.curves(grid, segments, seed)
+    if target.name != "error" and curves[0].plain_dense and hidden.is_cuda:
+        raise ValueError(
+            f"tune_model: on a GPU a call of {curves[0].seqlen_k:,} keys is plain dense attention, of which nothing is "
+            "lost; accepted: more tokens, or config=S2OConfig(dense_up_to=0)"
+        )
     if target.name == "error":
         return choose(config, target, by, curves, by_error(curves, target.value, by))
     costs = search.costs(curves, hidden)

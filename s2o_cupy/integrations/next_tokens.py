@@ -61,7 +61,7 @@ def of_hidden(model: Any, hidden: Tensor, ids: Tensor, targets: Tensor, chunk: i
 
 
 def text_losses(model: Any, hidden: Tensor, ids: Tensor, attention_mask: Tensor | None = None) -> np.ndarray:
-    """float64 nats of every token of a text but the first, one row behind the other, from the output of the layers on it.
+    """float64 nats of every token of a text but the first, one row behind the other, from the layers' output on it.
     With a mask (batch, seqlen) neither of padding nor after it."""
     loss = of_hidden(model, hidden[:, :-1], ids[:, :-1], ids[:, 1:]).loss
     if attention_mask is None:
