@@ -27,6 +27,7 @@ import _sources
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.arrays.frameworks import to_host
+from s2o_cupy.tools.layer_files import head_names
 from s2o_cupy.tools.patterns import PATTERNS
 from s2o_cupy.tools.progress import Report, progress
 
@@ -51,7 +52,7 @@ POOLED: list[_common.Column] = [
 ]
 PER_HEAD: list[_common.Column] = [
     *WHERE,
-    ("head", "head", "d"),
+    ("head", "head", "s"),
     ("density", "density", ".4f"),
     ("rel_l2", "rel_l2", ".5f"),
     ("rel_l1", "rel_l1", ".5f"),
@@ -68,6 +69,7 @@ def measure_case(args: argparse.Namespace, case: _sources.Case, step: Any) -> li
     exact = _exact.dense(q, k, v)
     common: Row = case.row() | {
         "length": k.shape[2], "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[3],
+        "head_names": head_names(case.input, q.shape[1]),
     }  # fmt: skip
     if args.device != "cpu":
         common |= baseline_times(args, q, k, v)
@@ -111,8 +113,8 @@ def heads_of(row: Row) -> list[Row]:
     """A row for each head."""
     keys = ("density", "rel_l2", "rel_l1")
     return [
-        row | {"head": h, **dict(zip(keys, values, strict=True))}
-        for h, values in enumerate(zip(*(row[f"head_{key}"] for key in keys), strict=True))
+        row | {"head": name, **dict(zip(keys, values, strict=True))}
+        for name, *values in zip(row["head_names"], *(row[f"head_{key}"] for key in keys), strict=True)
     ]
 
 

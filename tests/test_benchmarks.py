@@ -234,7 +234,7 @@ def test_quality(tmp_path):
         assert row["density"] == stats.density
         assert row["rel_l2"] == pytest.approx(metrics.rel_l2(o, exact), rel=1e-3, abs=1e-6)
         assert row["rel_l1"] == pytest.approx(metrics.rel_l1(o, exact), rel=1e-3, abs=1e-6)
-        assert row["heads"] == len(row["head_rel_l2"]) == q.shape[1]
+        assert row["heads"] == len(row["head_rel_l2"]) == q.shape[1] and row["head_names"][1] == "1"
         for h in range(q.shape[1]):
             assert row["head_density"][h] == pytest.approx(stats.density_per_head[0, h])
             assert row["head_rel_l2"][h] == pytest.approx(metrics.rel_l2(o[:, h], exact[:, h]), rel=1e-3, abs=1e-6)

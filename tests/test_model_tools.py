@@ -20,8 +20,9 @@ from tiny_llama import LENGTH, SIZES, llama, logits_of  # noqa: E402
 from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
-from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens  # noqa: E402
+from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens, text_losses  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+from s2o_cupy.plan import launch_plan  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
 from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
 
@@ -73,10 +74,16 @@ def test_divergence(model, ids):
     other = hidden + 0.1 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
     p, q = (torch.log_softmax(model.lm_head(x).double(), -1) for x in (hidden, other))
     for chunk in (70, LENGTH):
-        assert divergence(model, hidden, other, ids, chunk) == pytest.approx(
+        assert divergence(model, hidden, other, ids, chunk=chunk) == pytest.approx(
             float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4
         )
     assert divergence(model, hidden, hidden, ids) == 0
+    mask = (torch.arange(LENGTH) > 99).long()[None]  # padding counts neither here nor in losses
+    of_text = float((p.exp() * (p - q)).sum(-1)[:, 100:].mean())
+    assert divergence(model, hidden, other, ids, mask) == pytest.approx(of_text, rel=1e-4)
+    expected = next_tokens(model, ids[:, :-1], ids[:, 1:]).loss[0]
+    np.testing.assert_allclose(text_losses(model, hidden, ids, mask), expected[100:])
+    np.testing.assert_allclose(text_losses(model, hidden, ids), expected)
 
 
 # ---------------------------------------------------------------- tune_model
@@ -84,7 +91,7 @@ def test_divergence(model, ids):
 
 def test_costs_between_and_beyond_the_probes():
     error = np.array([[0.8, 0.4], [0.4, 0.2], [0.2, 0.1], [0.1, 0.05], [0.0, 0.0]])
-    layer = LayerCurves(0, (1.0, 0.1, 0.01, 0.001, 0.0001), error, 1 - error, np.array([0.2, 0.8]), 4, 4)
+    layer = LayerCurves(0, (1.0, 0.1, 0.01, 0.001, 0.0001), error, 1 - error, np.array([0.2, 0.8]), 4, 4, 128, False)
     costs = shared_out(layer, [0, 2], [0.4, 0.004])
     np.testing.assert_allclose(costs.sum(1), [0.4, 0.04, 0.004, 0.001, 0])  # a power of tau; as the squared error
     np.testing.assert_allclose(costs[:4, 0], costs[:4, 1])  # 0.2 * 0.8 ** 2 of one, 0.8 * 0.4 ** 2 of the other
@@ -158,6 +165,8 @@ def test_padded_rows_and_sliding_windows(ids):
     register(config=replace(CONFIG, tau=0.3), per_layer=found.per_layer, min_seqlen=100)
     told = report(model, both, attention_mask=mask)
     assert [x.ran for x in told.layers] == ["s2o", "dense window", "s2o"]
+    exact = loss_of(model, ids, "sdpa")[0], loss_of(model, ids.flip(1)[:, 100:], "sdpa")[0]
+    assert told.loss.dense == pytest.approx(np.concatenate(exact).mean(), rel=1e-4)
 
 
 def test_what_tune_model_refuses(model, ids):
@@ -263,14 +272,17 @@ def test_report_needs_what_register_returned(model, ids):
 
 
 @pytest.mark.gpu
-def test_report_and_tuning_on_a_gpu(ids):
+def test_report_and_tuning_on_a_gpu(ids, monkeypatch):
     """In bfloat16, with times; a call that is plain dense attention by its length has no error."""
+    monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
     model = llama(head_dim=64, initializer_range=0.15).to("cuda", torch.bfloat16)
     ids = ids.cuda()
     register(config=replace(SMALL, block_m=128, block_n=128, tau=0.3), min_seqlen=100)
     dense = report(model, ids)
     assert all(x.density.min() == 1 and x.error.max() == 0 and x.ms > 0 and x.dense_ms > 0 for x in dense.layers)
     config = replace(SMALL, segment=128, block_m=128, block_n=128, dense_up_to=0)
+    with pytest.raises(ValueError, match="a call of 500 keys is plain dense attention"):
+        tune_model(model, ids, loss=1, config=replace(config, dense_up_to=None), min_seqlen=100)
     found = tune_model(model, ids, density=0.9, taus=(3.0, 1.0, 0.3), config=config, min_seqlen=100)
     register("s2o", found.config, found.per_layer, min_seqlen=100)
     sparse = report(model, ids, segments=100)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, error_per_head, inputs
+from s2o_cupy.plan import launch_plan
 from s2o_cupy.tools import cli
 from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
 from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
@@ -97,10 +98,11 @@ def test_the_largest_taus_of_an_error(layers, by):
         assert all(config_of(n, h) == replace(CONFIG, tau=tau) for (n, h), tau in best.items())
 
 
-def test_an_error_that_no_tau_reaches_is_dense(layers):
+def test_an_error_that_no_tau_reaches_is_dense(layers, monkeypatch):
+    monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
     found = tune_layers(layers, error=1e-9, **options())
     assert all((taus == 0).all() for taus in found.taus) and found.density == 1 and found.errors() == [0, 0, 0]
-    assert "tau 0 is dense attention" in found.table()
+    assert "tau 0 is dense attention" in found.table() and "On a GPU a call of 400 keys is plain dense" in found.table()
 
 
 def test_a_density_is_spent_where_it_pays(layers):

@@ -18,7 +18,7 @@ from ..tools.layer_settings import head_name
 from ..tools.progress import Report
 from ..tools.sampled import Sample
 from .fallbacks import WORDS
-from .next_tokens import last_hidden, of_hidden
+from .next_tokens import last_hidden, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
 
@@ -294,12 +294,9 @@ def _milliseconds(run: Callable[[], Any]) -> float:
 def _loss(model: Any, ids: Tensor, s2o: S2OAttention, hidden: Tensor, inputs: dict[str, Any]) -> LossReport:
     with observed(model, s2o, lambda asked: asked.ordinary()):
         dense_hidden = last_hidden(model, ids, **inputs)
-    ours, dense = (of_hidden(model, x[:, :-1], ids[:, :-1], ids[:, 1:]).loss for x in (hidden, dense_hidden))
     mask = inputs.get("attention_mask")
-    if mask is not None and mask.ndim == 2:  # nobody predicts padding, nor from it
-        told = (mask[:, :-1] * mask[:, 1:]).bool().cpu().numpy()
-        ours, dense = ours[told], dense[told]
-    off = (ours - dense).ravel()
+    ours, dense = (text_losses(model, x, ids, mask) for x in (hidden, dense_hidden))
+    off = ours - dense
     return LossReport(
         float(ours.mean()), float(dense.mean()), float(off.mean()), float(off.std() / np.sqrt(max(1, off.size)))
     )

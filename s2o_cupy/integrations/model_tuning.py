@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..api.run import parse_config
 from ..spec import S2OConfig
@@ -27,7 +26,7 @@ from ..tools.tune_layers import (
     steps_of,
 )  # fmt: skip
 from .head_groups import LayerConfigs
-from .next_tokens import NextTokens, divergence, last_hidden, of_hidden
+from .next_tokens import divergence, last_hidden, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
 
@@ -111,6 +110,11 @@ def tune_model(
     search = _Search(model, input_ids, inputs, config, min_seqlen, count)
 
     curves, hidden = search.curves(grid, segments, seed)
+    if target.name != "error" and curves[0].plain_dense and hidden.is_cuda:
+        raise ValueError(
+            f"tune_model: on a GPU a call of {curves[0].seqlen_k:,} keys is plain dense attention, of which nothing is "
+            "lost; accepted: more tokens, or config=S2OConfig(dense_up_to=0)"
+        )
     if target.name == "error":
         return choose(config, target, by, curves, by_error(curves, target.value, by))
     costs = search.costs(curves, hidden)
@@ -181,7 +185,7 @@ class _Search:
                 def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
                     return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()
 
-                moved.append(divergence(self.model, dense, self._run(s2o, attend), self.ids))
+                moved.append(divergence(self.model, dense, self._run(s2o, attend), self.ids, self.mask))
                 self.step(f"layer {layer.layer} alone, tau {layer.taus[n]:g}")
             found.append(shared_out(layer, probed, moved))
         return found
@@ -198,7 +202,7 @@ class _Search:
             s2o = S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
             # As it will run: also layers that S2O takes and that have no curve.
             more = self._losses(self._run(s2o, lambda asked: asked.s2o() if asked.reason is None else asked.ordinary()))
-            off = (more.loss - dense.loss).ravel()
+            off = more - dense
             density = mean_density(curves, taus)
             trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size))))
             self.step(f"loss at density {density:.3f}: {trials[-1].loss_difference:+.4f}")
@@ -214,7 +218,7 @@ class _Search:
                 "accepted: at least that, or smaller taus"
             )
         return choose(
-            self.config, target, by, curves, taus, dense_loss=float(dense.loss.mean()), trials=tuple(trials), loss=loss
+            self.config, target, by, curves, taus, dense_loss=float(dense.mean()), trials=tuple(trials), loss=loss
         )
 
     def _s2o(self, per_layer: dict[Any, S2OConfig | None]) -> S2OAttention:
@@ -224,9 +228,12 @@ class _Search:
         with observed(self.model, s2o, attend):
             return last_hidden(self.model, self.ids, **self.inputs)
 
-    def _losses(self, hidden: Tensor) -> NextTokens:
-        ids = self.ids
-        return of_hidden(self.model, hidden[:, :-1], ids[:, :-1], torch.as_tensor(ids[:, 1:]))
+    def _losses(self, hidden: Tensor) -> np.ndarray:
+        return text_losses(self.model, hidden, self.ids, self.mask)
+
+    @property
+    def mask(self) -> Tensor | None:
+        return self.inputs.get("attention_mask")
 
 
 def _first_within(

@@ -53,23 +53,37 @@ def of_hidden(model: Any, hidden: Tensor, ids: Tensor, targets: Tensor, chunk: i
     """Of the output of the layers, which `last_hidden` gives."""
     losses, hits = [], []
     for part, logits in _logits(model, hidden, ids, chunk):
-        expected = targets[:, part]
+        expected = targets[:, part].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected, reduction="none")
         losses.append(loss.double().cpu())
         hits.append((logits.argmax(-1) == expected).cpu())
     return NextTokens(torch.cat(losses, 1).numpy(), torch.cat(hits, 1).numpy())
 
 
-def divergence(model: Any, hidden: Tensor, other: Tensor, ids: Tensor, chunk: int = CHUNK) -> float:
+def text_losses(model: Any, hidden: Tensor, ids: Tensor, attention_mask: Tensor | None = None) -> np.ndarray:
+    """float64 nats of every token of a text but the first, one row behind the other, from the layers' output on it.
+    With a mask (batch, seqlen) neither of padding nor after it."""
+    loss = of_hidden(model, hidden[:, :-1], ids[:, :-1], ids[:, 1:]).loss
+    if attention_mask is None:
+        return loss.ravel()
+    return loss[(attention_mask[:, :-1] * attention_mask[:, 1:]).bool().cpu().numpy()]
+
+
+def divergence(
+    model: Any, hidden: Tensor, other: Tensor, ids: Tensor, attention_mask: Tensor | None = None, chunk: int = CHUNK
+) -> float:
     """How far the predictions from ``other`` are from those from ``hidden``: the Kullback-Leibler divergence in nats,
-    mean over tokens. Of a model whose probabilities are right it is what the loss grows by, without a loss's noise."""
+    mean over tokens, padding left out. Where the model's probabilities are right it is what the loss grows by, without
+    the noise of a loss."""
+    counted = torch.ones_like(ids) if attention_mask is None else attention_mask
     total = 0.0
-    for (_, exact), (_, changed) in zip(
+    for (part, exact), (_, changed) in zip(
         _logits(model, hidden, ids, chunk), _logits(model, other, ids, chunk), strict=True
     ):
         exact, changed = exact.log_softmax(-1), changed.log_softmax(-1)
-        total += float((exact.exp() * (exact - changed)).sum(-1).double().sum())
-    return total / ids.numel()
+        of_tokens = (exact.exp() * (exact - changed)).sum(-1).double()  # [batch, chunk]
+        total += float(of_tokens[counted[:, part].bool().to(of_tokens.device)].sum())
+    return total / int(counted.sum())
 
 
 def _logits(model: Any, hidden: Tensor, ids: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:

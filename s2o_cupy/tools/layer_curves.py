@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..plan import launch_plan
 from ..spec import S2OConfig
 from .sampled import NO_STEP, Sample
 
@@ -30,6 +31,10 @@ class LayerCurves:
         Each head's part of the squared norm of dense attention's output in this layer.
     segments, segments_total : int
         How many segments were taken, and how many there are.
+    seqlen_k : int
+        Keys of the call.
+    plain_dense : bool
+        Whether on a GPU such a call is plain dense attention, by ``dense_up_to``; the curves are S2O's all the same.
     """
 
     layer: int
@@ -39,6 +44,8 @@ class LayerCurves:
     share: np.ndarray
     segments: int
     segments_total: int
+    seqlen_k: int
+    plain_dense: bool
 
     @property
     def heads(self) -> int:
@@ -78,5 +85,8 @@ def measure_layer(
             errors.append(np.where(squared == 0, 0.0, np.sqrt(squared / share)))
         densities.append(found.density.mean(0))  # all sequences of a batch have as many pairs
         step(f"tau {tau:g}")
-    total = sample.geometry.segments
-    return LayerCurves(layer, tuple(taus), np.stack(errors), np.stack(densities), share, len(sample.segments), total)
+    problem = sample.problem
+    return LayerCurves(
+        layer, tuple(taus), np.stack(errors), np.stack(densities), share, len(sample.segments),
+        sample.geometry.segments, problem.seqlen_k, launch_plan.is_dense(problem, replace(config, tau=max(taus))),
+    )  # fmt: skip

@@ -17,10 +17,13 @@ from ..spec import S2OConfig
 from .progress import Report
 from .sampled import ErrorEstimate, Sample
 
-__all__ = ["TAUS", "Target", "TuneResult", "parse_target", "parse_taus", "tune"]
+__all__ = ["DENSE_ON_A_GPU", "TAUS", "Target", "TuneResult", "parse_target", "parse_taus", "tune"]
 
 TAUS = (0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
 HALVINGS = 4  # of the gap between two taus of the grid, in logarithms: a sample tells no more
+DENSE_ON_A_GPU = (
+    "On a GPU a call of {:,} keys is plain dense attention by dense_up_to; here S2O is measured all the same"
+)
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,7 @@ class TuneResult:
             "+- its standard error; density is pairs computed / pairs of dense attention",
         ]
         if launch_plan.is_dense(self.problem, self.config):
-            lines.append(
-                f"On a GPU a call of {self.problem.seqlen_k:,} keys is plain dense attention by dense_up_to; here S2O "
-                "runs all the same"
-            )
+            lines.append(DENSE_ON_A_GPU.format(self.problem.seqlen_k))
         lines += ["", f"{'tau':>9} {'density':>9} {'error':>9} {'+-':>9}   (all heads)"]
         lines += [
             f"{p.tau:>9g} {p.pooled_density:>9.3f} {p.pooled_error:>9.3g} {p.pooled_standard_error:>9.2g}"

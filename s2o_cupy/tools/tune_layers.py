@@ -19,7 +19,7 @@ from .layer_files import load_layers
 from .layer_settings import BY, head_name, plain_config, plain_per_layer
 from .progress import Report
 from .tau_ladder import Unit, ladder
-from .tune import Target, parse_target, parse_taus
+from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
@@ -104,6 +104,7 @@ class TunedLayers:
         lines += [
             f"error and density by {first.segments:,} of {first.segments_total:,} segments; error is rel_l2 of a layer "
             "against dense attention",
+            *([DENSE_ON_A_GPU.format(first.seqlen_k)] if first.plain_dense else []),
             "",
             f"{'layer':>6} {'density':>9} {'error':>9}   tau",
         ]
