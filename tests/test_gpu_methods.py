@@ -11,6 +11,8 @@ from conftest import has_gpu, spin
 from method_stages import selected, wrong_stages
 
 from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, gather_attention, select, sparse_attention
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.methods import pbs
 from s2o_cupy.reference.methods import blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
@@ -98,6 +100,19 @@ def test_rounds_change_no_bit(rng, config):
     whole, rounds = selected(q, k, config), selected(q, k, replace(config, workspace_bytes=1 << 20))
     for x, y in zip(whole.lists, rounds.lists, strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("waves", [0, 1])
+def test_importance_in_one_split_and_in_many(rng, head_dim, waves, monkeypatch):
+    """Of few keys each split has one tile; here a block walks many, or a few."""
+    monkeypatch.setattr(pbs, "WAVES", waves)
+    q, k, _ = draw(rng, "bfloat16", 300, 30_000 if waves else 3_000, heads=16, kv_heads=2, head_dim=head_dim)
+    clear_cache()
+    try:
+        assert_stages(q, k, CONFIGS["PBS"])
+    finally:
+        clear_cache()
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 1.0])

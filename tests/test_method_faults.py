@@ -13,9 +13,10 @@ from test_gpu_methods import draw
 from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
+from s2o_cupy.methods import pbs
 from s2o_cupy.selection.catalogue import kernels_for
 
-MEAN, PBS, SPARGE = MeanPoolingConfig(threshold=0.7), PBSConfig(share="kv_head"), SpargeConfig(tau=0.8, theta=0.3)
+MEAN, PBS, SPARGE = MeanPoolingConfig(threshold=0.7), PBSConfig(share="kv_head"), SpargeConfig(tau=0.8, theta=0.39)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Fault:
     new: str
     config: object = MEAN
     is_causal: bool = True
+    waves: int = pbs.WAVES  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
@@ -59,7 +61,7 @@ FAULTS = [
     Fault("choose_blocks", "the short block counts as a whole one", "lists", "g.columns() * g.block_k - g.seqlen_k : 0",
           "0 : 0", is_causal=False),
     Fault("last_row_sums", "a sum is not rescaled", "importance", "found[i][h].y * exp2_approx(found[i][h].x - base)",
-          "found[i][h].y", PBS),
+          "found[i][h].y", PBS, waves=0),
     Fault("column_means", "half of the queries count twice", "importance",
           "(shared.columns[0][threadIdx.x] + shared.columns[1][threadIdx.x])", "(2.f * shared.columns[0][threadIdx.x])",
           PBS),
@@ -91,6 +93,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
             else good(kernel),
         )  # fmt: skip
     monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(pbs, "WAVES", fault.waves if fault else pbs.WAVES)
     clear_cache()
     q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500)
     try:
