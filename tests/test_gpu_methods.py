@@ -12,7 +12,7 @@ from method_stages import selected, wrong_stages
 
 from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, gather_attention, select, sparse_attention
 from s2o_cupy.caches import clear_cache
-from s2o_cupy.methods import pbs
+from s2o_cupy.methods import kernels, pbs
 from s2o_cupy.reference.methods import blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
@@ -113,6 +113,29 @@ def test_importance_in_one_split_and_in_many(rng, head_dim, waves, monkeypatch):
         assert_stages(q, k, CONFIGS["PBS"])
     finally:
         clear_cache()
+
+
+@pytest.mark.parametrize("config", [CONFIGS["MeanPooling 64"], CONFIGS["Sparge"]], ids=str)
+@pytest.mark.parametrize("seqlen_k", [15_000, 30_000, 60_000, 120_000, 140_000])
+def test_rows_of_many_columns(rng, config, seqlen_k):
+    """As many as 8, 16, 32 or 64 columns a lane hold, and more."""
+    q, k, _ = draw(rng, "bfloat16", 200, seqlen_k, heads=2, kv_heads=1, head_dim=64)
+    assert_stages(q, k, config)
+
+
+@pytest.mark.parametrize("config", [CONFIGS["PBS 64"], CONFIGS["Sparge judged"], CONFIGS["MeanPooling"]], ids=str)
+def test_long_rows(rng, config, monkeypatch):
+    """By the kernel for rows of more than 2,048 columns: the same lists."""
+    q, k, _ = draw(rng, "bfloat16", 700, 20000, batch=2)
+    short = selected(q, k, config)
+    clear_cache()
+    monkeypatch.setattr(kernels, "MOST_OF_ROW", 0)
+    try:
+        found = assert_stages(q, k, config)
+    finally:
+        clear_cache()
+    # Sums are added up in another order, so that a weight at the threshold may count otherwise.
+    assert (found.columns != short.columns).sum() <= 2
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 1.0])

@@ -98,8 +98,8 @@ def test_rounds_cover_all_heads_within_the_workspace(config):
     assert [x.stage for x in whole].count("choose") == 1
     small = type(config)(**{**config.__dict__, "workspace_bytes": 1 << 20})
     few, memory = launches(small, **options)
-    rows = [x.blocks for x in few if x.stage == "choose"]
-    assert len(rows) > 1 and sum(rows) == sum(x.blocks for x in whole if x.stage == "choose")
+    rows = [int(x.params["rows"]) for x in few if x.stage == "choose"]
+    assert len(rows) > 1 and sum(rows) == sum(int(x.params["rows"]) for x in whole if x.stage == "choose")
     assert memory.places["scores"].nbytes <= 1 << 20
     firsts = [int(x.params["first_head"]) for x in few if x.stage == "choose"]
     assert firsts == [sum(rows[:i]) // 157 for i in range(len(rows))]

@@ -1,17 +1,21 @@
 // Which columns each row chooses by a softmax over its scores, as ascending lists.
 //
+//   choose_blocks: rows of up to kMostOfRow columns, a warp each, with their weights in registers
+//   choose_long: longer rows, a block each, with their weights in shared memory
+//
 //   w = softmax of a row's visible scores. reach: the shortest prefix of the descending order of w whose sum reaches
 //   threshold * sum(w); within: the longest whose sum does not exceed it, one entry at least. Equal weights count by
 //   column. A row with a score that is NaN or +infinity chooses all.
 //
-// No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums over a block are the
-// same on every run and do not fall when entries are added.
+// No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums are added up in one
+// order on every run and do not fall when entries come in.
 #include "blocks/block_grid.cuh"
 
 namespace s2o {
 
 constexpr int kMostHeads = 256;
 constexpr int kChoiceThreads = 128, kChoiceWarps = kChoiceThreads / 32;
+constexpr int kMostOfRow = 2048;
 
 struct ChooseBlocksParams {
   const float* scores;        // [heads of the round, rows, pitch], in log2 units
@@ -22,6 +26,7 @@ struct ChooseBlocksParams {
   int64* begins;              // [batch * heads, rows]
   int* keys;                  // likewise
   BlockGrid grid;
+  int rows;                   // of all heads of the round
   int first_head;             // of the round
   int shared_heads;           // that have the same mean keys
   int pitch;
@@ -34,6 +39,181 @@ struct ChooseBlocksParams {
   float theta[kMostHeads];
 };
 
+// A row and what is chosen in it whatever its weight.
+struct ChoiceRow {
+  int row, head, flat;       // head: of the round; flat: of all
+  int visible, listed, kept;
+  float threshold, theta;
+  const float* scores;
+  const float* similar;      // of columns, or null
+  bool all;                  // columns
+
+  __device__ __forceinline__ ChoiceRow(const ChooseBlocksParams& p, uint32 index) {
+    const BlockGrid& g = p.grid;
+    const int rows = g.rows();
+    row = rows - 1 - static_cast<int>(index % rows);  // the longest first
+    head = index / rows;
+    flat = p.first_head + head;
+    const int of_sequence = flat % p.heads;
+    visible = g.visible(row);
+    listed = g.listed(row);
+    kept = !p.keep_first ? -1 : p.first_column ? p.first_column[flat / p.shared_heads] : 0;
+    threshold = p.threshold[p.thresholds > 1 ? of_sequence : 0];
+    theta = p.theta[p.thetas > 1 ? of_sequence : 0];
+    scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
+    similar = p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
+    all = p.q_similarity && p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
+  }
+  __device__ __forceinline__ bool fixed(int column) const { return similar && similar[column] < theta; }
+  __device__ __forceinline__ int64 begin(const ChooseBlocksParams& p) const {
+    return flat * p.list_entries + p.grid.begin(row);
+  }
+  // Of one thread.
+  __device__ __forceinline__ void write(const ChooseBlocksParams& p, int chosen, bool last) const {
+    const BlockGrid& g = p.grid;
+    const int64 at = static_cast<int64>(flat) * g.rows() + row;
+    p.begins[at] = begin(p);
+    p.keys[at] = chosen * g.block_k - (last ? g.columns() * g.block_k - g.seqlen_k : 0);
+  }
+};
+
+// Weights above `bound` are chosen, and the first `ties` of those that equal it.
+struct Bound {
+  float bound = 0.f;
+  int ties = 0;
+  bool every_tie = false;
+};
+
+// `sum_from(bits)` adds up the weights whose bits are no smaller; `count(x)` how many are x.
+template <class SumFrom, class Count>
+__device__ __forceinline__ Bound find_bound(bool within, float limit, const SumFrom& sum_from, const Count& count) {
+  Bound b;
+  uint32 low = 0, high = __float_as_uint(1.f) + 1;  // the sum from `low` on crosses, that from `high` on does not
+  float above = 0.f;                                // the latter
+#pragma unroll 1
+  while (high - low > 1) {
+    const uint32 middle = low + (high - low) / 2;
+    const float x = sum_from(middle);
+    if (within ? x > limit : x >= limit) {
+      low = middle;
+    } else {
+      high = middle;
+      above = x;
+    }
+  }
+  b.bound = __uint_as_float(low);
+  if (b.bound == 0.f) return b;  // a threshold so near 1 that all of the sum does not cross it
+  const int found = count(b.bound);
+  const float left = (limit - above) / b.bound;
+  if (within) {
+    b.ties = min(static_cast<int>(fminf(floorf(left), 1e9f)), found);
+    if (above == 0.f) b.ties = max(b.ties, 1);
+  } else {
+    b.ties = max(1, min(static_cast<int>(fminf(ceilf(left), 1e9f)), found));
+  }
+  b.every_tie = b.ties == found;
+  return b;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int stride = 16; stride > 0; stride /= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int stride = 16; stride > 0; stride /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
+  return x;
+}
+
+// Warp: a row of up to 32 * kOfLane visible columns, of which lane t has t, t + 32, ...
+template <int kOfLane>
+__device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p, const ChoiceRow& row) {
+  const int lane = threadIdx.x % 32;
+  float w[kOfLane];
+  uint64 fixed = 0;  // bits of the lane's columns
+  float most = -infinity();
+  bool odd = false;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int c = i * 32 + lane;
+    w[i] = c < row.visible ? row.scores[c] : -infinity();
+    if (c < row.visible && row.fixed(c)) {  // out of the softmax
+      w[i] = -infinity();
+      fixed |= 1ull << i;
+    }
+    odd |= !(w[i] < infinity());
+    most = fmaxf(most, w[i]);
+  }
+  const bool all = row.all || __any_sync(kFullWarp, odd);
+  most = warp_max(most);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    w[i] = most == -infinity() ? 0.f : exp2_approx(w[i] - most);
+    sum += w[i];
+  }
+  const float total = warp_sum(sum);
+  Bound b;
+  if (total > 0.f && row.threshold < 1.f && !all) {
+    const auto sum_from = [&](uint32 bits) {
+      const float least = __uint_as_float(bits);  // weights are not negative: their bits grow with them
+      float part = 0.f;
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) part += w[i] >= least ? w[i] : 0.f;
+      return warp_sum(part);
+    };
+    const auto count = [&](float x) {
+      float equal = 0.f;
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) equal += w[i] == x ? 1.f : 0.f;
+      return static_cast<int>(warp_sum(equal));
+    };
+    b = find_bound(p.within, row.threshold * total, sum_from, count);
+  }
+
+  int* list = p.entries + row.begin(p);
+  const uint32 before = (1u << lane) - 1;
+  const int end = p.grid.columns() - 1;
+  int chosen = 0, tied = 0;
+  bool last = false;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    if (i * 32 >= row.listed) break;
+    const int c = i * 32 + lane;
+    bool mine = all || c == row.kept || (fixed >> i & 1) || w[i] > b.bound || (b.every_tie && w[i] == b.bound);
+    if (b.ties > 0 && !b.every_tie) {
+      const bool tie = w[i] == b.bound;
+      const uint32 ties = __ballot_sync(kFullWarp, tie);
+      mine |= tie && tied + __popc(ties & before) < b.ties;
+      tied += __popc(ties);
+    }
+    mine &= c < row.listed;
+    const uint32 votes = __ballot_sync(kFullWarp, mine);
+    if (mine) list[chosen + __popc(votes & before)] = c;
+    last |= mine && c == end;
+    chosen += __popc(votes);
+  }
+  last = __any_sync(kFullWarp, last);
+  if (lane == 0) row.write(p, chosen, last);
+}
+
+// Block: kChoiceWarps rows. Nothing is shared.
+__device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p) {
+  const uint32 index = blockIdx.x * kChoiceWarps + threadIdx.x / 32;
+  if (index >= static_cast<uint32>(p.rows)) return;
+  const ChoiceRow row(p, index);
+  if (row.visible <= 256) {
+    choose_in_registers<8>(p, row);
+  } else if (row.visible <= 512) {
+    choose_in_registers<16>(p, row);
+  } else if (row.visible <= 1024) {
+    choose_in_registers<32>(p, row);
+  } else {
+    choose_in_registers<kMostOfRow / 32>(p, row);
+  }
+}
+
 struct ChoiceShared {
   float sums[2][kChoiceWarps];
   int counts[2][kChoiceWarps];
@@ -45,15 +225,11 @@ struct BlockReduction {
   ChoiceShared& shared;
   int turn = 0;
   __device__ __forceinline__ float sum(float x) {
-#pragma unroll
-    for (int stride = 16; stride > 0; stride /= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
-    const float* of = all(x);
+    const float* of = all(warp_sum(x));
     return (of[0] + of[1]) + (of[2] + of[3]);
   }
   __device__ __forceinline__ float most(float x) {
-#pragma unroll
-    for (int stride = 16; stride > 0; stride /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
-    const float* of = all(x);
+    const float* of = all(warp_max(x));
     return fmaxf(fmaxf(of[0], of[1]), fmaxf(of[2], of[3]));
   }
   // How many threads before this one have it, and how many of all.
@@ -82,105 +258,65 @@ struct BlockReduction {
 };
 
 // Block: a row.
-__device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p, ChoiceShared& shared) {
-  const BlockGrid& g = p.grid;
-  const int rows = g.rows(), row = rows - 1 - static_cast<int>(blockIdx.x % rows), head = blockIdx.x / rows;
-  const int flat = p.first_head + head, of_sequence = flat % p.heads;
-  const int visible = g.visible(row), listed = g.listed(row), tid = threadIdx.x;
-  const float* scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
-  const float theta = p.theta[p.thetas > 1 ? of_sequence : 0];
-  const float* similar =
-      p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
-  const int kept = !p.keep_first ? -1 : p.first_column ? p.first_column[flat / p.shared_heads] : 0;
+__device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceShared& shared) {
+  const ChoiceRow row(p, blockIdx.x);
+  const int tid = threadIdx.x;
   BlockReduction block{shared};
-  float* weights = shared.weights;
+  float* weights = shared.weights;  // a thread reads none but its own
 
-  // Scores, of which those of fixed columns are out of the softmax.
   float most = -infinity(), odd = 0.f;
-  for (int c = tid; c < visible; c += kChoiceThreads) {
-    float x = scores[c];
-    if (similar && similar[c] < theta) x = -infinity();
+  for (int c = tid; c < row.visible; c += kChoiceThreads) {
+    const float x = row.fixed(c) ? -infinity() : row.scores[c];
     weights[c] = x;
     most = fmaxf(most, x);
     if (!(x < infinity())) odd = 1.f;
   }
   most = block.most(most);
-  bool all = block.most(odd) > 0.f;
-  if (p.q_similarity) all |= p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
+  const bool all = block.most(odd) > 0.f || row.all;
   float sum = 0.f;
-  for (int c = tid; c < visible; c += kChoiceThreads) {
+  for (int c = tid; c < row.visible; c += kChoiceThreads) {
     weights[c] = most == -infinity() ? 0.f : exp2_approx(weights[c] - most);
     sum += weights[c];
   }
-  const float total = block.sum(sum), threshold = p.threshold[p.thresholds > 1 ? of_sequence : 0];
-
-  // Chosen: weights above `bound`, and the first `ties` of those equal to it.
-  float bound = 0.f;
-  int ties = 0;
-  bool every_tie = false;
-  if (total > 0.f && threshold < 1.f && !all) {
-    const float limit = threshold * total;
+  const float total = block.sum(sum);
+  Bound b;
+  if (total > 0.f && row.threshold < 1.f && !all) {
     const auto sum_from = [&](uint32 bits) {
+      const float least = __uint_as_float(bits);
       float part = 0.f;
-      for (int c = tid; c < visible; c += kChoiceThreads)
-        part += __float_as_uint(weights[c]) >= bits ? weights[c] : 0.f;
+#pragma unroll 4
+      for (int c = tid; c < row.visible; c += kChoiceThreads) part += weights[c] >= least ? weights[c] : 0.f;
       return block.sum(part);
     };
-    uint32 low = 0, high = __float_as_uint(1.f) + 1;  // the sum from `low` on crosses, that from `high` on does not
-    float above = 0.f;                                // the latter
-    while (high - low > 1) {
-      const uint32 middle = low + (high - low) / 2;
-      const float x = sum_from(middle);
-      if (p.within ? x > limit : x >= limit) {
-        low = middle;
-      } else {
-        high = middle;
-        above = x;
-      }
-    }
-    bound = __uint_as_float(low);
-    float equal = 0.f;
-    for (int c = tid; c < visible; c += kChoiceThreads) equal += weights[c] == bound;
-    const int found = static_cast<int>(block.sum(equal));
-    const float left = (limit - above) / bound;
-    if (p.within) {
-      ties = min(static_cast<int>(fminf(floorf(left), 1e9f)), found);
-      if (above == 0.f) ties = max(ties, 1);
-    } else {
-      ties = max(1, min(static_cast<int>(fminf(ceilf(left), 1e9f)), found));
-    }
-    if (bound == 0.f) ties = 0;  // a threshold so near 1 that all of the sum does not cross it
-    every_tie = ties == found && ties > 0;
+    const auto count = [&](float x) {
+      float equal = 0.f;
+      for (int c = tid; c < row.visible; c += kChoiceThreads) equal += weights[c] == x ? 1.f : 0.f;
+      return static_cast<int>(block.sum(equal));
+    };
+    b = find_bound(p.within, row.threshold * total, sum_from, count);
   }
 
-  int64 begin = flat * p.list_entries + g.begin(row);
-  int* list = p.entries + begin;
+  int* list = p.entries + row.begin(p);
   int chosen = 0, tied = 0;
-  bool last = false;  // the last column is chosen, in one thread
-  for (int first = 0; first < listed; first += kChoiceThreads) {
+  bool last = false;
+  for (int first = 0; first < row.listed; first += kChoiceThreads) {
     const int c = first + tid;
-    bool mine = false;
-    if (c < listed) {
-      mine = all || c == kept || (similar && similar[c] < theta);
-      if (c < visible) mine |= weights[c] > bound || (every_tie && weights[c] == bound);
-    }
-    if (ties > 0 && !every_tie && tied < ties) {
-      const bool tie = c < visible && weights[c] == bound;
+    const bool there = c < row.listed;
+    const float w = there ? weights[c] : 0.f;
+    bool mine = there && (all || c == row.kept || row.fixed(c) || w > b.bound || (b.every_tie && w == b.bound));
+    if (b.ties > 0 && !b.every_tie) {
+      const bool tie = there && w == b.bound;
       const int2 found = block.count(tie);
-      mine |= tie && c < listed && tied + found.x < ties;
+      mine |= tie && tied + found.x < b.ties;
       tied += found.y;
     }
     const int2 place = block.count(mine);
     if (mine) list[chosen + place.x] = c;
-    last |= mine && c == g.columns() - 1;
+    last |= mine && c == p.grid.columns() - 1;
     chosen += place.y;
   }
-  const bool short_one = block.count(last).y > 0;
-  if (tid == 0) {
-    const int64 at = static_cast<int64>(flat) * rows + row;
-    p.begins[at] = begin;
-    p.keys[at] = chosen * g.block_k - (short_one ? g.columns() * g.block_k - g.seqlen_k : 0);
-  }
+  last = block.count(last).y > 0;
+  if (tid == 0) row.write(p, chosen, last);
 }
 
 }  // namespace s2o

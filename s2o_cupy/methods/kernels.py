@@ -11,13 +11,14 @@ from ..plan.kernels import Family, Inputs, Kernel
 
 __all__ = [
     "LAST_ROWS", "MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
-    "last_row_sums", "last_rows_tile", "order_segments", "token_order",
+    "last_row_sums", "last_rows_tile", "order_segments", "rows_of_block", "token_order",
 ]  # fmt: skip
 
 MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
 SCORE_TILE = 64  # rows and columns of a block of block_scores
 WARP = 32
 CHOICE_THREADS = 128
+MOST_OF_ROW = 2048  # columns whose weights a warp holds (kMostOfRow)
 LAST_ROWS = 128  # queries that there is room for in last_row_sums (LastRowsTraits::kRows)
 
 _ELEMENT = "{element}, {head_dim}"
@@ -28,7 +29,10 @@ BLOCK_SCORES = Family(
     "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
 )
 CHOOSE_BLOCKS = Family(
-    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
+    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 3 : 4)"
+)
+CHOOSE_LONG = Family(
+    "choose_long", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
 )
 LAST_ROW_SUMS, COLUMN_MEANS = (
     Family(function, "blocks/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
@@ -50,10 +54,20 @@ def block_scores(inputs: Inputs) -> Kernel:
 
 
 def choose_blocks(columns: int) -> Kernel:
+    """For rows of so many columns."""
+    return Kernel(CHOOSE_BLOCKS) if columns <= MOST_OF_ROW else choose_long(columns)
+
+
+def rows_of_block(kernel: Kernel) -> int:
+    """That a block of `choose_blocks` has."""
+    return CHOICE_THREADS // WARP if kernel.family is CHOOSE_BLOCKS else 1
+
+
+def choose_long(columns: int) -> Kernel:
     """sizeof(ChoiceShared), which has a warp's weights, and further weights as rows need them."""
-    room = max(1024, 1 << (columns - 1).bit_length())
+    room = 1 << (columns - 1).bit_length()
     fixed, more = (2 * 4 + 2 * 4) * 4, (room - WARP) * 4
-    return Kernel(CHOOSE_BLOCKS, shared_bytes=fixed + WARP * 4 + more, open_bytes=more)
+    return Kernel(CHOOSE_LONG, shared_bytes=fixed + WARP * 4 + more, open_bytes=more)
 
 
 def last_rows_tile(head_dim: int) -> int:
@@ -90,7 +104,8 @@ def token_order() -> Kernel:
 def kernels(inputs: Inputs) -> Iterator[Kernel]:
     """All that a call with such inputs may run; shared memory that is only sized is no part of their texts."""
     if inputs.aligned and not inputs.paged and not inputs.softcap:
-        yield from (
-            block_means(inputs), block_scores(inputs), choose_blocks(1), last_row_sums(inputs), column_means(inputs),
-            order_segments(WARP), token_order(),
-        )  # fmt: skip
+        yield block_means(inputs)
+        yield block_scores(inputs)
+        yield from (choose_blocks(1), choose_long(WARP))
+        yield from (last_row_sums(inputs), column_means(inputs))
+        yield from (order_segments(WARP), token_order())

@@ -14,7 +14,7 @@ from ..plan.build import Array, Launch, Workspace, make_launch
 from ..plan.kernels import Kernel
 from ..spec import LOG2E
 from .base import Site
-from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_blocks
+from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_blocks, rows_of_block
 
 __all__ = ["BASES", "BlockMeans", "Choice", "launch"]
 
@@ -158,8 +158,11 @@ class Choice:
             "thetas": len(numbers["theta"]),
         }
         judged = self.theta is not None
+        kernel, rows = choose_blocks(grid.columns), heads * grid.rows
+        values["rows"] = rows
+        blocks = -(-rows // rows_of_block(kernel))
         read = {} if judged else {"q_similarity": "no judge", "k_similarity": "no judge"}
-        made = launch(memory, "choose", choose_blocks(grid.columns), heads * grid.rows, values, **read)
+        made = launch(memory, "choose", kernel, blocks, values, **read)
         for name, x in numbers.items():
             made.params[name][: len(x)] = x
         return made
