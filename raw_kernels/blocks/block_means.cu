@@ -1,11 +1,11 @@
 // Mean rows of blocks of q or k, and how alike the rows of a block are.
 //
 //   x [batch, heads / shared_heads, seqlen, head_dim] -> means [batch * heads, blocks, 2, kHeadDim], 0 past head_dim
-//                                                        similarity [batch * heads, blocks]
+//                                                        similarity [batch * heads, blocks], of alike_block_means
 //
 // A mean is kept as two numbers of x's dtype: the nearest to it, and the nearest to what that leaves. One that is not
 // finite is NaN. The similarity is the mean cosine of all pairs of rows: the square of the mean of unit vectors.
-#include "common/row_sums.cuh"
+#include "common/geometry.cuh"
 
 namespace s2o {
 
@@ -14,7 +14,7 @@ struct BlockMeansParams {
   const int* order;    // [batch * heads, seqlen]: block c has the rows order[c * block ..]; null: as they lie
   int64 order_row;     // from one head's order to the next one's
   uint16* means;       // [batch * heads, blocks, 2, kHeadDim]
-  float* similarity;   // [batch * heads, blocks], or null
+  float* similarity;   // [batch * heads, blocks]
   int heads;           // of a sequence
   int shared_heads;    // of these that read one head of x
   int seqlen, block, blocks;
@@ -22,30 +22,80 @@ struct BlockMeansParams {
   int aligned;         // every row of x starts on 16 bytes
 };
 
-template <class Element, int kHeadDim>
-struct BlockMeansTraits : RowTraits<Element, kHeadDim> {
+template <class Element_, int kHeadDim_>
+struct BlockMeansTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kThreads = 256, kWarps = kThreads / 32;
+  static constexpr int kLanes = kHeadDim / 8;          // of a row, 8 elements each
+  static constexpr int kRows = kThreads / kLanes;      // that the block reads at a time
   struct Shared {
-    float sums[kRankThreads * 8];
-    float of_warp[kRankThreads / 32];
+    float sums[kWarps][kHeadDim];
+    float of_warp[kWarps];
   };
 };
 
-template <int kLanes>
+// Over neighbouring lanes, kCount of them from a stride of kFirst on.
+template <int kCount, int kFirst = 1>
 __device__ __forceinline__ float lanes_sum(float x) {
 #pragma unroll
-  for (int stride = kLanes / 2; stride > 0; stride /= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
+  for (int stride = kFirst; stride < kFirst * kCount; stride *= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
   return x;
 }
-template <int kLanes>
+template <int kCount>
 __device__ __forceinline__ float lanes_max(float x) {
 #pragma unroll
-  for (int stride = kLanes / 2; stride > 0; stride /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
+  for (int stride = 1; stride < kCount; stride *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
   return x;
 }
 
-// Block: a block of rows of a head; heads that share rows stand side by side.
+// Adds up the threads' parts of sums over rows: the sum of element d in thread d < kHeadDim.
 template <class Traits>
-__device__ __forceinline__ void block_means(const BlockMeansParams& p, typename Traits::Shared& shared) {
+__device__ __forceinline__ float sum_of_threads(const float (&part)[8], float (&sums)[Traits::kWarps][Traits::kHeadDim]) {
+  constexpr int kLanes = Traits::kLanes;
+  const int lane = threadIdx.x % 32;
+  float total[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) total[e] = lanes_sum<32 / kLanes, kLanes>(part[e]);  // rows of a warp
+  if (lane < kLanes) {
+#pragma unroll
+    for (int e = 0; e < 8; e += 4)
+      *reinterpret_cast<float4*>(&sums[threadIdx.x / 32][lane * 8 + e]) =
+          make_float4(total[e], total[e + 1], total[e + 2], total[e + 3]);
+  }
+  __syncthreads();
+  float sum = 0.f;
+  if (threadIdx.x < Traits::kHeadDim) {
+#pragma unroll
+    for (int w = 0; w < Traits::kWarps; ++w) sum += sums[w][threadIdx.x];
+  }
+  return sum;
+}
+
+// 1 / |y| of rows that kLanes neighbouring lanes have 8 elements each of; 0 of a row of zeros, NaN of one that has one.
+// All lanes of a warp call it.
+template <int kLanes>
+__device__ __forceinline__ float inverse_norm(const float (&y)[8]) {
+  float squares = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) squares = fmaf(y[e], y[e], squares);
+  squares = lanes_sum<kLanes>(squares);
+  const bool plain = squares > 1e-30f && squares < infinity();
+  if (__all_sync(kFullWarp, plain)) return rsqrtf(squares);
+  float most = 0.f;  // squares of large elements are infinite, those of small ones 0
+#pragma unroll
+  for (int e = 0; e < 8; ++e) most = fmaxf(most, fabsf(y[e]));
+  most = lanes_max<kLanes>(most);
+  const float shrink = most > 0.f ? 1.f / most : 0.f;
+  float shrunk = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) shrunk = fmaf(y[e] * shrink, y[e] * shrink, shrunk);
+  shrunk = lanes_sum<kLanes>(shrunk);
+  return plain ? rsqrtf(squares) : shrunk > 0.f ? shrink * rsqrtf(shrunk) : shrunk;
+}
+
+// Block: a block of rows of a head; heads that share rows stand side by side.
+template <class Traits, bool kAlike>
+__device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kLanes, kRows = Traits::kRows;
   uint32 index = blockIdx.x;
@@ -57,40 +107,44 @@ __device__ __forceinline__ void block_means(const BlockMeansParams& p, typename 
   const int begin = c * p.block, count = min(p.block, p.seqlen - begin);
   const int* order = p.order ? p.order + head * p.order_row + begin : nullptr;
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
-  const auto row = [&](int r) { return x + static_cast<int64>(order ? order[r] : begin + r) * p.x.row; };
+  const bool inside = lane * 8 < p.head_dim;
+  const auto row = [&](int r) { return x + static_cast<int64>(order ? order[r] : begin + r) * p.x.row + lane * 8; };
   const float factor = 1.f / count;  // of each row, as a sum of large ones may be too large
 
   float total[8] = {}, units[8] = {};
-  if (!p.similarity) {
-#pragma unroll 8
-    for (int r = slot; r < count; r += kRows) {
-      float y[8];
-      read_row<Traits>(y, row(r), lane, p.head_dim, p.aligned);
+  const auto take = [&](const uint4& packed) {
+    const uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+    float y[8];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) total[e] += y[e] * factor;
+    for (int e = 0; e < 8; ++e) {
+      y[e] = e % 2 ? Element::high(pairs[e / 2]) : Element::low(pairs[e / 2]);
+      total[e] = fmaf(y[e], factor, total[e]);
+    }
+    if constexpr (kAlike) {  // all lanes of a warp take part
+      const float inverse = inverse_norm<kLanes>(y);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) units[e] = fmaf(y[e], inverse, units[e]);
+    }
+  };
+  if (p.aligned) {
+    constexpr int kBatch = 4;  // rows whose elements are on their way at once
+#pragma unroll 1
+    for (int first = slot; first < p.block; first += kBatch * kRows) {
+      uint4 packed[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int r = first + i * kRows;
+        packed[i] = load_16_or_zeros(row(min(r, count - 1)), inside && r < count);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) take(packed[i]);
     }
   } else {
-#pragma unroll 4
-    for (int r = slot; r < p.block; r += kRows) {  // all lanes of a warp take part in its sums
-      float y[8] = {};
-      if (r < count) read_row<Traits>(y, row(r), lane, p.head_dim, p.aligned);
-      float most = 0.f, squares = 0.f;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) most = fmaxf(most, fabsf(y[e]));
-      most = lanes_max<kLanes>(most);
-      const float inverse = most > 0.f ? 1.f / most : 0.f;  // or squares of large elements would be infinite
-#pragma unroll
-      for (int e = 0; e < 8; ++e) squares += y[e] * inverse * (y[e] * inverse);
-      squares = lanes_sum<kLanes>(squares);
-      const float norm = squares > 0.f ? inverse * rsqrtf(squares) : squares;  // NaN stays NaN
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        total[e] += y[e] * factor;
-        units[e] += y[e] * norm;
-      }
-    }
+#pragma unroll 1
+    for (int r = slot; r < p.block; r += kRows)
+      take(load_unaligned(row(min(r, count - 1)), 0, r < count ? p.head_dim - lane * 8 : 0));
   }
-  const float mean = block_sum<Traits>(total, shared.sums);
+  const float mean = sum_of_threads<Traits>(total, shared.sums);
   const int64 at = static_cast<int64>(head) * p.blocks + c;
   if (threadIdx.x < Traits::kHeadDim) {
     const bool finite = fabsf(mean) < infinity();
@@ -100,16 +154,26 @@ __device__ __forceinline__ void block_means(const BlockMeansParams& p, typename 
     to[0] = static_cast<uint16>(high);
     to[Traits::kHeadDim] = static_cast<uint16>(Element::pack(fabsf(rest) < infinity() ? rest : 0.f, 0.f));
   }
-  if (!p.similarity) return;
-  const float unit = block_sum<Traits>(units, shared.sums) * factor;
+  if constexpr (!kAlike) return;
+  __syncthreads();
+  const float unit = sum_of_threads<Traits>(units, shared.sums) * factor;
   const float squares = lanes_sum<32>(threadIdx.x < Traits::kHeadDim ? unit * unit : 0.f);
   if (threadIdx.x % 32 == 0) shared.of_warp[threadIdx.x / 32] = squares;
   __syncthreads();
   if (threadIdx.x == 0) {
     float sum = 0.f;
-    for (int w = 0; w < kRankThreads / 32; ++w) sum += shared.of_warp[w];
+    for (int w = 0; w < Traits::kWarps; ++w) sum += shared.of_warp[w];
     p.similarity[at] = sum;
   }
+}
+
+template <class Traits>
+__device__ __forceinline__ void block_means(const BlockMeansParams& p, typename Traits::Shared& shared) {
+  means_of_blocks<Traits, false>(p, shared);
+}
+template <class Traits>
+__device__ __forceinline__ void alike_block_means(const BlockMeansParams& p, typename Traits::Shared& shared) {
+  means_of_blocks<Traits, true>(p, shared);
 }
 
 }  // namespace s2o

@@ -22,8 +22,9 @@ MOST_OF_ROW = 2048  # columns whose weights a warp holds (kMostOfRow)
 LAST_ROWS = 128  # queries that there is room for in last_row_sums (LastRowsTraits::kRows)
 
 _ELEMENT = "{element}, {head_dim}"
-BLOCK_MEANS = Family(
-    "block_means", "blocks/block_means.cu", "BlockMeansParams", 256, 4, f"BlockMeansTraits<{_ELEMENT}>"
+BLOCK_MEANS, ALIKE_BLOCK_MEANS = (
+    Family(function, "blocks/block_means.cu", "BlockMeansParams", 256, blocks, f"BlockMeansTraits<{_ELEMENT}>")
+    for function, blocks in (("block_means", 6), ("alike_block_means", "(__CUDA_ARCH__ >= 1000 ? 3 : 4)"))
 )
 BLOCK_SCORES = Family(
     "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
@@ -44,9 +45,10 @@ ORDER_SEGMENTS = Family(
 TOKEN_ORDER = Family("token_order", "blocks/token_order.cu", "TokenOrderParams", 256, 4)
 
 
-def block_means(inputs: Inputs) -> Kernel:
-    """sizeof(BlockMeansTraits::Shared)"""
-    return Kernel(BLOCK_MEANS, inputs.dtype, inputs.head_dim, shared_bytes=256 * 8 * 4 + 8 * 4)
+def block_means(inputs: Inputs, alike: bool) -> Kernel:
+    """``alike``: with similarities. sizeof(BlockMeansTraits::Shared)"""
+    family = ALIKE_BLOCK_MEANS if alike else BLOCK_MEANS
+    return Kernel(family, inputs.dtype, inputs.head_dim, shared_bytes=8 * inputs.head_dim * 4 + 8 * 4)
 
 
 def block_scores(inputs: Inputs) -> Kernel:
@@ -104,7 +106,8 @@ def token_order() -> Kernel:
 def kernels(inputs: Inputs) -> Iterator[Kernel]:
     """All that a call with such inputs may run; shared memory that is only sized is no part of their texts."""
     if inputs.aligned and not inputs.paged and not inputs.softcap:
-        yield block_means(inputs)
+        yield block_means(inputs, alike=False)
+        yield block_means(inputs, alike=True)
         yield block_scores(inputs)
         yield from (choose_blocks(1), choose_long(WARP))
         yield from (last_row_sums(inputs), column_means(inputs))

@@ -79,7 +79,7 @@ class BlockMeans:
         read = {"x": self.of, "means": f"{self.of}_means", "similarity": f"{self.of}_similarity"}
         read["order"] = f"{self.of}_order" if self.permuted else "no order"
         blocks = problem.batch * self.heads * self._count
-        return [launch(memory, f"{self.of}_means", block_means(site.inputs), blocks, values, **read)]
+        return [launch(memory, f"{self.of}_means", block_means(site.inputs, self.similarity), blocks, values, **read)]
 
 
 @dataclass(frozen=True)
