@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from conftest import has_gpu
+from conftest import has_gpu, has_hopper
 from method_stages import selected, wrong_stages
 from test_gpu_methods import draw
 
@@ -28,6 +28,7 @@ class Fault:
     new: str
     config: object = MEAN
     is_causal: bool = True
+    head_dim: int = 128
     waves: int = pbs.WAVES  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
@@ -61,12 +62,16 @@ FAULTS = [
     Fault("choose_blocks", "the short block counts as a whole one", "lists", "g.columns() * g.block_k - g.seqlen_k : 0",
           "0 : 0", is_causal=False),
     Fault("last_row_sums", "a sum is not rescaled", "importance", "found[i][h].y * exp2_approx(found[i][h].x - base)",
-          "found[i][h].y", PBS, waves=0),
+          "found[i][h].y", PBS, head_dim=256, waves=0),
+    Fault("last_row_sums_sm90", "a sum is not rescaled", "importance",
+          "found[h].y * exp2_approx(found[h].x - base)", "found[h].y", PBS, waves=0),
+    Fault("column_means_sm90", "half of the queries count", "importance", "j < 16; ++j) {\n      const float2 norm",
+          "j < 8; ++j) {\n      const float2 norm", PBS),
+    Fault("column_means_sm90", "a split is left out", "importance", "i < p.splits; ++i) x = joined",
+          "i + 1 < p.splits; ++i) x = joined", PBS),
     Fault("column_means", "half of the queries count twice", "importance",
           "(shared.columns[0][threadIdx.x] + shared.columns[1][threadIdx.x])", "(2.f * shared.columns[0][threadIdx.x])",
-          PBS),
-    Fault("column_means", "a split is left out", "importance", "i < p.splits; ++i) x = joined",
-          "i + 1 < p.splits; ++i) x = joined", PBS),
+          PBS, head_dim=256),
     Fault("order_segments", "importance ascends", "k_order", "~sortable(sum / p.group)",
           "sortable(sum / p.group)", PBS),
     Fault("order_segments", "only the first head counts", "k_order", "h < p.group; ++h", "h < 1; ++h", PBS),
@@ -86,6 +91,8 @@ def test_every_fault_has_its_place(fault):
 def test_a_planted_fault_is_found(fault, monkeypatch):
     if not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")
+    if fault is not None and fault.function.endswith("sm90") and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
     good = compiler.render
     if fault is not None:
         monkeypatch.setattr(
@@ -95,7 +102,8 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     monkeypatch.setattr(compiler, "_loaded", {})
     monkeypatch.setattr(pbs, "WAVES", fault.waves if fault else pbs.WAVES)
     clear_cache()
-    q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500)
+    head_dim = fault.head_dim if fault else 128
+    q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500, head_dim=head_dim)
     try:
         for config in [fault.config] if fault else [MEAN, PBS, SPARGE]:
             found = selected(q, k, config, is_causal=fault.is_causal if fault else True)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..plan.device import DeviceLimits
 from ..plan.kernels import Family, Inputs, Kernel
+from ..plan.paths import HOPPER
 
 __all__ = [
     "LAST_ROWS", "MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
@@ -39,6 +41,11 @@ LAST_ROW_SUMS, COLUMN_MEANS = (
     Family(function, "blocks/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
     for function in ("last_row_sums", "column_means")
 )
+LAST_ROW_SUMS_SM90, COLUMN_MEANS_SM90 = (
+    Family(function, "blocks/last_rows_sm90.cu", "LastRowsParams", 256, 2, f"LastRowsSm90Traits<{_ELEMENT}>",
+           path=HOPPER)
+    for function in ("last_row_sums_sm90", "column_means_sm90")
+)  # fmt: skip
 ORDER_SEGMENTS = Family(
     "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
 )
@@ -77,17 +84,20 @@ def last_rows_tile(head_dim: int) -> int:
     return 64 if head_dim > 128 else 128
 
 
-def last_row_sums(inputs: Inputs) -> Kernel:
-    return _last_rows(LAST_ROW_SUMS, inputs)
+def last_row_sums(inputs: Inputs, limits: DeviceLimits) -> Kernel:
+    return _last_rows(LAST_ROW_SUMS, LAST_ROW_SUMS_SM90, inputs, limits)
 
 
-def column_means(inputs: Inputs) -> Kernel:
-    return _last_rows(COLUMN_MEANS, inputs)
+def column_means(inputs: Inputs, limits: DeviceLimits) -> Kernel:
+    return _last_rows(COLUMN_MEANS, COLUMN_MEANS_SM90, inputs, limits)
 
 
-def _last_rows(family: Family, inputs: Inputs) -> Kernel:
-    """sizeof(LastRowsTraits::Shared)"""
+def _last_rows(family: Family, hopper: Family, inputs: Inputs, limits: DeviceLimits) -> Kernel:
+    """sizeof(LastRowsTraits::Shared), or of LastRowsSm90Traits: a device has one of the two, whatever path attends."""
     head_dim, tile = inputs.head_dim, last_rows_tile(inputs.head_dim)
+    if HOPPER.runs_on(limits.compute_capability) and head_dim <= HOPPER.wgmma_head_dim:
+        shared = (LAST_ROWS + 2 * tile) * head_dim * 2 + LAST_ROWS * 4
+        return Kernel(hopper, inputs.dtype, head_dim, shared_bytes=shared)
     stages = 1 if head_dim > 128 else 2
     shared = (LAST_ROWS + stages * tile) * head_dim * 2 + LAST_ROWS * 4 + 2 * tile * 4
     return Kernel(family, inputs.dtype, head_dim, shared_bytes=shared)
@@ -103,12 +113,12 @@ def token_order() -> Kernel:
     return Kernel(TOKEN_ORDER)
 
 
-def kernels(inputs: Inputs) -> Iterator[Kernel]:
-    """All that a call with such inputs may run; shared memory that is only sized is no part of their texts."""
+def kernels(inputs: Inputs, limits: DeviceLimits) -> Iterator[Kernel]:
+    """All that a call with such inputs may run on a device; shared memory that is only sized is not in their texts."""
     if inputs.aligned and not inputs.paged and not inputs.softcap:
         yield block_means(inputs, alike=False)
         yield block_means(inputs, alike=True)
         yield block_scores(inputs)
         yield from (choose_blocks(1), choose_long(WARP))
-        yield from (last_row_sums(inputs), column_means(inputs))
+        yield from (last_row_sums(inputs, limits), column_means(inputs, limits))
         yield from (order_segments(WARP), token_order())

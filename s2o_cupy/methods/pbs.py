@@ -143,8 +143,8 @@ class Importance:
         }
         blocks = site.heads * splits
         return [
-            launch(memory, "last_row_sums", last_row_sums(site.inputs), blocks, values),
-            launch(memory, "importance", column_means(site.inputs), blocks, values),
+            launch(memory, "last_row_sums", last_row_sums(site.inputs, site.limits), blocks, values),
+            launch(memory, "importance", column_means(site.inputs, site.limits), blocks, values),
         ]
 
 

@@ -46,7 +46,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
-        yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged))
+        yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
         if plain:
             yield from nsa.catalogue(Inputs(dtype, head_dim))
 
