@@ -7,6 +7,7 @@
 // No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums over a block are the
 // same on every run and do not fall when entries are added.
 #include "blocks/block_grid.cuh"
+#include "blocks/block_reduction.cuh"
 
 namespace s2o {
 
@@ -29,56 +30,15 @@ struct ChooseBlocksParams {
   int64 list_entries;         // places of the lists of a head
   int within;                 // or reach
   int keep_first;             // the column of key 0 is chosen
+  int forced_count;           // it and the columns that are not listed count towards the threshold, before all others
   int thresholds, thetas;     // how many there are: one for all heads, or one for each
   float threshold[kMostHeads];
   float theta[kMostHeads];
 };
 
 struct ChoiceShared {
-  float sums[2][kChoiceWarps];
-  int counts[2][kChoiceWarps];
+  ReductionShared<kChoiceWarps> reduction;
   float weights[32];  // as many as a row has columns
-};
-
-// Sums, maxima and counts of a block; turns between two places, so that one barrier is enough.
-struct BlockReduction {
-  ChoiceShared& shared;
-  int turn = 0;
-  __device__ __forceinline__ float sum(float x) {
-#pragma unroll
-    for (int stride = 16; stride > 0; stride /= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
-    const float* of = all(x);
-    return (of[0] + of[1]) + (of[2] + of[3]);
-  }
-  __device__ __forceinline__ float most(float x) {
-#pragma unroll
-    for (int stride = 16; stride > 0; stride /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
-    const float* of = all(x);
-    return fmaxf(fmaxf(of[0], of[1]), fmaxf(of[2], of[3]));
-  }
-  // How many threads before this one have it, and how many of all.
-  __device__ __forceinline__ int2 count(bool has) {
-    const uint32 votes = __ballot_sync(kFullWarp, has);
-    const int warp = threadIdx.x / 32;
-    turn ^= 1;
-    if (threadIdx.x % 32 == 0) shared.counts[turn][warp] = __popc(votes);
-    __syncthreads();
-    int before = __popc(votes & ((1u << threadIdx.x % 32) - 1)), all = 0;
-#pragma unroll
-    for (int w = 0; w < kChoiceWarps; ++w) {
-      before += w < warp ? shared.counts[turn][w] : 0;
-      all += shared.counts[turn][w];
-    }
-    return make_int2(before, all);
-  }
-
- private:
-  __device__ __forceinline__ const float* all(float x) {
-    turn ^= 1;
-    if (threadIdx.x % 32 == 0) shared.sums[turn][threadIdx.x / 32] = x;
-    __syncthreads();
-    return shared.sums[turn];
-  }
 };
 
 // Block: a row.
@@ -92,7 +52,7 @@ __device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p, Choic
   const float* similar =
       p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
   const int kept = !p.keep_first ? -1 : p.first_column ? p.first_column[flat / p.shared_heads] : 0;
-  BlockReduction block{shared};
+  BlockReduction<kChoiceWarps> block{shared.reduction};
   float* weights = shared.weights;
 
   // Scores, of which those of fixed columns are out of the softmax.
@@ -113,13 +73,27 @@ __device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p, Choic
     sum += weights[c];
   }
   const float total = block.sum(sum), threshold = p.threshold[p.thresholds > 1 ? of_sequence : 0];
+  float forced = 0.f;
+  if (p.forced_count) {
+    sum = 0.f;
+    for (int c = tid; c < visible; c += kChoiceThreads) {
+      if (c < listed && c != kept) continue;
+      sum += weights[c];
+      weights[c] = 0.f;
+    }
+    forced = block.sum(sum);
+  }
 
   // Chosen: weights above `bound`, and the first `ties` of those equal to it.
   float bound = 0.f;
   int ties = 0;
   bool every_tie = false;
-  if (total > 0.f && threshold < 1.f && !all) {
-    const float limit = threshold * total;
+  const float limit = threshold * total - forced;
+  if (p.forced_count && threshold >= 1.f) {
+    all = true;
+  } else if (p.forced_count && !(limit > 0.f)) {
+    bound = infinity();
+  } else if (total > 0.f && threshold < 1.f && !all) {
     const auto sum_from = [&](uint32 bits) {
       float part = 0.f;
       for (int c = tid; c < visible; c += kChoiceThreads)

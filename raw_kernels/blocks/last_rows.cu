@@ -3,9 +3,9 @@
 //   last_row_sums: q, k -> partial [batch * heads, splits, kRows]: (maximum, sum) of each query over a split of the keys
 //   column_means: partial, q, k -> importance [batch * heads, seqlen_k]
 //
-// Scores are computed twice, as the weights of a key wait for all keys. No mask: the last queries stand for those to
-// come. Either kernel gives a warp 16 or 32 rows and 64 columns of the product; rows are what is added up in a thread:
-// queries in the first, keys in the second.
+// Scores are computed twice, as the weights of a key wait for all keys. Without a mask, as the last queries stand for
+// those to come; line_sums.cu reads sums with one. Either kernel gives a warp 16 or 32 rows and 64 columns of the
+// product; rows are what is added up in a thread: queries in the first, keys in the second.
 #include "common/geometry.cuh"
 #include "sm80/shared.cuh"
 
@@ -20,6 +20,7 @@ struct LastRowsParams {
   int rows;             // last queries, up to kRows
   int splits;
   int split_tiles;      // tiles of keys of each
+  int is_causal;        // or without a mask
   float scale_log2;     // scale * log2(e)
 };
 
@@ -136,11 +137,12 @@ __device__ __forceinline__ void last_row_sums(const LastRowsParams& p, typename 
     float s[kSpread][8][4];
     rows.multiply(s, shared_address(shared.q), first_row, rows.keys(tile), first_column);
     const int present = p.seqlen_k - rows.first_key(tile) - first_column - rows.lane % 4 * 2;
-    const bool whole = rows.first_key(tile) + Traits::kTile <= p.seqlen_k;
+    const bool whole = rows.first_key(tile) + Traits::kTile <= p.seqlen_k - (p.is_causal ? p.rows - 1 : 0);
 #pragma unroll
     for (int i = 0; i < kSpread; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        const int after = p.is_causal ? max(p.rows - 1 - first_row - i * 16 - h * 8 - rows.lane / 4, 0) : 0;
         float most = found[i][h].x;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
@@ -148,7 +150,7 @@ __device__ __forceinline__ void last_row_sums(const LastRowsParams& p, typename 
           for (int x = 0; x < 2; ++x) {
             float& y = s[i][j][2 * h + x];
             y *= p.scale_log2;
-            if (!whole && j * 8 + x >= present) y = -infinity();
+            if (!whole && j * 8 + x >= present - after) y = -infinity();
             most = fmaxf(most, y);
           }
         const float base = most == -infinity() ? 0.f : most;
