@@ -102,8 +102,8 @@ FAULTS = [
     Fault("flex_lines", "too many lines", "lines", "(held + 1) / kBlock) + 1,", "(held + 1) / kBlock) + 4,",
           FlexPrefillConfig(gamma=0.6, tau=0, min_blocks=1)),
     Fault("flex_lines", "means are never trusted", "lines", "(kLn2 / 2)", "(kLn2 * 4000)", FLEX),
-    Fault("row_weights", "rows are not normalised", "choice", "exp2_approx(of[c] - most) / sum",
-          "exp2_approx(of[c] - most)", FLEX),
+    Fault("row_weights", "rows are not normalised", "choice", "exp2_approx(of[c] - most) / sum :",
+          "exp2_approx(of[c] - most) :", FLEX),
     Fault("flex_bound", "gamma is of a single row", "choice", "p.gamma * rows, block", "p.gamma, block", FLEX),
     Fault("flex_lists", "diagonals are columns", "choice", "lines[columns + own - c]", "lines[columns + c]", FLEX),
 ]  # fmt: skip

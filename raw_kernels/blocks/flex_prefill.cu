@@ -104,6 +104,7 @@ __device__ __forceinline__ void flex_lines(const FlexPrefillParams& p, typename 
   for (int line = 0; line < 2; ++line) {
     const float* of = sums + static_cast<int64>(line) * g.seqlen_k;
     const auto for_each = [&](const auto& use) {
+#pragma unroll 8
       for (int i = tid; i < g.seqlen_k; i += kLargestThreads) use(of[i]);
     };
     float odd = 0.f;
@@ -182,7 +183,7 @@ __device__ __forceinline__ void row_weights(const FlexPrefillParams& p, RowShare
   most = block.most(most);
   for (int c = threadIdx.x; c < visible; c += kRowThreads) sum += exp2_approx(of[c] - most);
   sum = block.sum(sum);
-  for (int c = threadIdx.x; c < visible; c += kRowThreads) of[c] = exp2_approx(of[c] - most) / sum;
+  for (int c = threadIdx.x; c < p.pitch; c += kRowThreads) of[c] = c < visible ? exp2_approx(of[c] - most) / sum : 0.f;
 }
 
 // Block: a head.
@@ -191,15 +192,19 @@ __device__ __forceinline__ void flex_bound(const FlexPrefillParams& p, LargestSh
   const int rows = p.grid.rows(), columns = p.grid.columns();
   const float* weights = p.scores + static_cast<int64>(blockIdx.x) * rows * p.pitch;
   BlockReduction<kLargestWarps> block{shared.reduction};
-  const auto for_each = [&](const auto& use) {
-    for (int row = 0; row < rows; ++row) {
-      const int visible = p.grid.visible(row);
-      for (int c = threadIdx.x; c < visible; c += kLargestThreads) use(weights[static_cast<int64>(row) * p.pitch + c]);
+  const auto for_each = [&](const auto& use) {  // what is not visible is 0, which adds nothing
+#pragma unroll 8
+    for (int64 i = threadIdx.x; i < static_cast<int64>(rows) * p.pitch / 4; i += kLargestThreads) {
+      const float4 x = reinterpret_cast<const float4*>(weights)[i];
+      use(x.x);
+      use(x.y);
+      use(x.z);
+      use(x.w);
     }
   };
   const Prefix prefix = Prefix::find(p.gamma * rows, block, for_each);
-  int64 last = -1, tied = 0;  // the last of those equal to the bound that is chosen
-  for (int row = 0; row < rows && tied < prefix.equal; ++row) {
+  int64 last = -1, tied = 0;  // the last of those equal to the bound that is chosen; of zeros all are
+  for (int row = 0; row < rows && tied < prefix.equal && prefix.bound != 0; ++row) {
     const int visible = p.grid.visible(row);
     for (int first = 0; first < visible; first += kLargestThreads) {
       const int c = first + threadIdx.x;
@@ -212,10 +217,10 @@ __device__ __forceinline__ void flex_bound(const FlexPrefillParams& p, LargestSh
   int64* bound = p.bound + blockIdx.x * 2;
   if (threadIdx.x == 0) {
     bound[0] = prefix.bound;
-    bound[1] = -1;
+    bound[1] = prefix.bound == 0 ? static_cast<int64>(rows) * columns : -1;
   }
   __syncthreads();
-  if (last >= 0) bound[1] = last;  // one thread has it
+  if (last >= 0 && prefix.bound != 0) bound[1] = last;  // one thread has it
 }
 
 // Block: a row of a head.
