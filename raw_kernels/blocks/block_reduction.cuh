@@ -48,6 +48,26 @@ struct BlockReduction {
     }
     return make_int2(before, all);
   }
+  // The sum of the threads' numbers before this one, and of all.
+  __device__ __forceinline__ int2 places(int mine) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int upto = mine;
+#pragma unroll
+    for (int stride = 1; stride < 32; stride *= 2) {
+      const int x = __shfl_up_sync(kFullWarp, upto, stride);
+      upto += lane >= stride ? x : 0;
+    }
+    turn ^= 1;
+    if (lane == 31) shared.counts[turn][warp] = upto;
+    __syncthreads();
+    int before = upto - mine, all = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      before += w < warp ? shared.counts[turn][w] : 0;
+      all += shared.counts[turn][w];
+    }
+    return make_int2(before, all);
+  }
 
  private:
   __device__ __forceinline__ const float* all(float x) {

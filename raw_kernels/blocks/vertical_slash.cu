@@ -49,14 +49,22 @@ __device__ __forceinline__ void crossed_keys(const VerticalSlashParams& p, Cross
   const int64 begin = flat * p.list_entries + g.begin(row);
   int* list = p.entries + begin;
   BlockReduction<kCrossedWarps> block{shared.reduction};
+  constexpr int kEach = 8;  // neighbouring keys of a thread
   int chosen = 0;
-  for (int from = 0; from < first; from += kCrossedThreads) {
-    const int j = from + threadIdx.x;
-    bool mine = false;
-    if (j < first)
-      mine = columns[j + 1] > columns[j] || distances[min(first + rows - j, g.seqlen_k)] > distances[first - j];
-    const int2 place = block.count(mine);
-    if (mine) list[chosen + place.x] = j;
+  for (int from = 0; from < first; from += kCrossedThreads * kEach) {
+    const int begin_key = from + static_cast<int>(threadIdx.x) * kEach;
+    uint32 mine = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int j = min(begin_key + i, first - 1);
+      const bool is_crossed = distances[min(first + rows - j, g.seqlen_k)] > distances[first - j];
+      if (columns[j + 1] > columns[j] || is_crossed) mine |= static_cast<uint32>(begin_key + i < first) << i;
+    }
+    const int2 place = block.places(__popc(mine));
+    int* to = list + chosen + place.x;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (mine >> i & 1) *to++ = begin_key + i;
     chosen += place.y;
   }
   if (threadIdx.x == 0) {

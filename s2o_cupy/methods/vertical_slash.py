@@ -26,7 +26,7 @@ CHOOSE_LINES, CROSSED_KEYS = (
     Family(function, "blocks/vertical_slash.cu", "VerticalSlashParams", threads, blocks, shared=f"s2o::{shared}")
     for function, threads, blocks, shared in (
         ("choose_lines", LARGEST_THREADS, 1, "LargestShared"),
-        ("crossed_keys", 256, 4, "CrossedShared"),
+        ("crossed_keys", 256, 2, "CrossedShared"),
     )
 )
 
