@@ -21,7 +21,6 @@ __all__ = ["BLOCK", "STRIDES", "AntidiagonalMass", "kernels"]
 
 BLOCK = 128  # queries or keys (kMassBlock)
 STRIDES = (8, 16)  # rows of a cell
-TILE = 128  # cells of keys of a tile of the product
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
@@ -33,13 +32,15 @@ NORMS_SM90 = Family(
     "AntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER,
 )  # fmt: skip
 MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
-ROWS, STAGES = {NORMS: 128, NORMS_SM90: 256}, {NORMS: 3, NORMS_SM90: 4}
+# Cells of queries and of keys of a tile of the product, and stages in shared memory.
+TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4)}
 
 
 def norms(inputs: Inputs, stride: int, is_hopper: bool) -> Kernel:
     """sizeof(AntidiagonalTraits::Shared)"""
     family = NORMS_SM90 if is_hopper and inputs.aligned else NORMS
-    shared = STAGES[family] * (ROWS[family] + TILE) * STEP_BYTES + ROWS[family] * (8 + 4)
+    rows, keys, stages = TILES[family]
+    shared = stages * (rows + keys) * STEP_BYTES + (rows * (8 + 4) if family is NORMS else 0)
     return Kernel(family, inputs.dtype, inputs.head_dim, inputs.aligned, step=stride, shared_bytes=shared)
 
 
@@ -97,8 +98,10 @@ class AntidiagonalMass:
         }
         read = {"order": "k_order" if self.order_heads else "no order"}
         cells = -(-site.grid.seqlen_q // self.stride)
-        tiles = -(-cells // ROWS[kernel.family])
+        blocks = heads * -(-cells // TILES[kernel.family][0])
+        if kernel.family is NORMS_SM90:  # as many as run at once
+            blocks = min(site.limits.multiprocessors, blocks * -(-site.grid.columns // (TILES[NORMS_SM90][1] // BLOCK)))
         return [
-            launch(memory, "norms", kernel, heads * tiles, values, **read),
+            launch(memory, "norms", kernel, blocks, values, **read),
             launch(memory, "scores", mass(self.stride), heads * site.grid.rows, {**values, "pitch": pitch}, **read),
         ]
