@@ -11,10 +11,12 @@ from typing import Any
 import _baselines
 import _common
 
-from s2o_cupy import S2OConfig
+from s2o_cupy import S2OConfig, sparse_attention
+from s2o_cupy.methods.base import MethodConfig
+from s2o_cupy.tools.compare import method_name, parse_method, settings_of
 from s2o_cupy.tools.tune_layers import TunedLayers
 
-Kind = str | S2OConfig | TunedLayers  # a baseline by its name
+Kind = str | S2OConfig | MethodConfig | TunedLayers  # a baseline by its name
 
 # Why some layers of a model attend densely whatever the configuration.
 NOT_FOR_S2O = {"sliding window"}
@@ -29,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", type=_common.fields, action="append", default=[], metavar="FIELD=VALUE,...",
         help="a further configuration, such as tau=0.02,segment=512; as often as wanted",
     )  # fmt: skip
+    parser.add_argument(
+        "--method", type=_method, action="append", default=[], metavar="NAME[:FIELD=VALUE,...]",
+        help="another published method, such as xattention:stride=16; as often as wanted",
+    )  # fmt: skip
     parser.add_argument("--baselines", type=_common.names, default=["cudnn", "flash2"], help="ratios: to the first")
 
 
@@ -42,13 +48,24 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--base and --set: {error}")
 
 
+def _method(text: str) -> str:
+    """As it came, once it is known to be a method's."""
+    try:
+        found = parse_method(text, "--method")
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if isinstance(found, S2OConfig):
+        raise argparse.ArgumentTypeError(f"{text}: accepted: another method than S2O, which --set configures")
+    return text
+
+
 def configs(args: argparse.Namespace) -> list[S2OConfig]:
     """--base first, then every --set on top of it, each once."""
     return list(dict.fromkeys(S2OConfig(**args.base | fields) for fields in ({}, *args.set)))
 
 
 def kinds(args: argparse.Namespace) -> list[Kind]:
-    return [*args.baselines, *configs(args)]
+    return [*args.baselines, *configs(args), *(parse_method(x, "--method") for x in args.method)]
 
 
 @contextlib.contextmanager
@@ -63,6 +80,9 @@ def attention(kind: Kind) -> Iterator[str]:
         with sdpa_kernel(_baselines.sdpa_backends()[kind]):
             yield "sdpa"
         return
+    if isinstance(kind, MethodConfig):
+        yield _registered(kind)
+        return
     from s2o_cupy.integrations.transformers import register
 
     config, per_layer = (kind.config, kind.per_layer) if isinstance(kind, TunedLayers) else (kind, None)
@@ -72,10 +92,27 @@ def attention(kind: Kind) -> Iterator[str]:
         raise RuntimeError(f"S2O did not run throughout, so these are not its figures: {dict(s2o.calls)}")
 
 
+def _registered(config: MethodConfig) -> str:
+    """transformers' name for a method's attention, of whole causal sequences alone."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+        if q.shape[2] != k.shape[2] or options.get("sliding_window") is not None:
+            raise RuntimeError("a method attends to whole causal sequences; so these would not be its figures")
+        return sparse_attention(q, k, v, config=config, scale=options["scaling"]).transpose(1, 2), None
+
+    name = f"s2o-{method_name(type(config))}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)  # no mask: the sequences are whole
+    return name
+
+
 def described(kind: Kind) -> dict[str, Any]:
     """A row's part on its kind."""
     if isinstance(kind, str):
         return {"attention": kind}
+    if isinstance(kind, MethodConfig):
+        return {"attention": method_name(type(kind)), "config": settings_of(kind) or "default"}
     if isinstance(kind, TunedLayers):
         found = {"config": told(kind), "default": False, "taus": [x.tolist() for x in kind.taus]}
         return {"attention": "s2o", **found, **_common.describe(kind.config)}
@@ -84,6 +121,8 @@ def described(kind: Kind) -> dict[str, Any]:
 
 
 def told(kind: Kind) -> str:
+    if isinstance(kind, MethodConfig):
+        return f"{method_name(type(kind))}, {settings_of(kind) or 'default'}"
     if isinstance(kind, TunedLayers):
         return f"tuned, {kind.target.name}={kind.target.value:g},by={kind.by}"
     return kind if isinstance(kind, str) else f"S2O, {_common.text_of_fields(kind)}"

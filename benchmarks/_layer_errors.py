@@ -13,8 +13,9 @@ import torch
 from _kinds import Kind, attention
 from _small_llama import hooked
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention, sparse_attention
 from s2o_cupy.integrations.head_groups import LayerConfigs
+from s2o_cupy.methods.base import MethodConfig
 from s2o_cupy.tools.tune_layers import TunedLayers
 
 
@@ -39,7 +40,8 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dic
     ``layer_numbers`` of the layers below, those whose every key is in sight; ``rel_l2_by_layer``, pooled over rows and
     heads, to attention in float32 of the same q, k and v; of the errors of single rows of single heads
     ``row_median_by_layer``, ``row_p99_by_layer``, ``row_p999_by_layer``, and the share ``rows_above_half_by_layer``
-    of rows that are more wrong than half their length. Of S2O also ``density_by_layer`` and ``density``, their mean.
+    of rows that are more wrong than half their length. But for dense kinds also ``density_by_layer`` and ``density``,
+    their mean.
     """
     found: list[dict[str, Any]] = [{} for _ in kinds]
 
@@ -53,7 +55,11 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dic
         for kind, into in zip(kinds, found, strict=True):
             figures: dict[str, Any] = {}
             if not isinstance(kind, str):
-                o, figures["density"] = _s2o(kind, module.layer_idx, q, k, v, scale)
+                if isinstance(kind, MethodConfig):
+                    o, stats = sparse_attention(q, k, v, config=kind, scale=scale, return_stats=True)
+                    figures["density"] = stats.density
+                else:
+                    o, figures["density"] = _s2o(kind, module.layer_idx, q, k, v, scale)
             else:
                 with attention(kind):
                     o = function(module, q, k, v, *args, **options)[0].transpose(1, 2)

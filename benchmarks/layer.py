@@ -24,7 +24,7 @@ import _kinds
 import _sources
 from _kinds import Kind, attention, described, kinds, told
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import sparse_attention
 from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
@@ -52,8 +52,8 @@ def measure_layer(args: argparse.Namespace, layer: Any, qkv: Sequence[Any], exac
         row["attention_ms"] = _common.time_ms(alone, args.repeats)
         if exact is not None:
             row["rel_l2"] = _exact.pooled(_exact.sums(alone().transpose(1, 2), exact))["rel_l2"]
-        if isinstance(kind, S2OConfig):
-            row["density"] = s2o_attention(*qkv, config=kind, return_stats=True)[1].density
+        if not isinstance(kind, str):
+            row["density"] = sparse_attention(*qkv, config=kind, return_stats=True)[1].density
         with hooked(name, instead(*qkv)):
             row["layer_ms"] = _common.time_ms(partial(layer, name), args.repeats)
             own = [*qkv, *([] if exact is None else [exact])]

@@ -73,7 +73,8 @@ API = {
             f"{PACKAGE}.{name}"
             for name in (
                 "sparse_attention", "select", "MeanPoolingConfig", "PBSConfig", "SpargeConfig", "tune_sparge",
-                "tools.tune_sparge.SpargeTuning",
+                "tools.tune_sparge.SpargeTuning", "XAttentionConfig", "FlexPrefillConfig", "VerticalSlashConfig",
+                "compare", "tools.compare.Comparison", "tools.compare.Compared",
             )
         ],
     ),

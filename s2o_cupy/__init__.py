@@ -17,9 +17,12 @@ from .api.select import select, sparse_attention
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .methods.flex_prefill import FlexPrefillConfig
 from .methods.mean_pooling import MeanPoolingConfig
 from .methods.pbs import PBSConfig
 from .methods.sparge import SpargeConfig
+from .methods.vertical_slash import VerticalSlashConfig
+from .methods.xattention import XAttentionConfig
 from .nsa.config import NSAConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
@@ -28,12 +31,14 @@ from .stats import S2OStats
 
 if TYPE_CHECKING:
     from .tools import inputs, metrics
+    from .tools.compare import compare
     from .tools.diffing import diff
     from .tools.sampled import error_per_head
     from .tools.tune import tune
     from .tools.tune_sparge import tune_sparge
 
 __all__ = [
+    "FlexPrefillConfig",
     "GatherStats",
     "MeanPoolingConfig",
     "NSAConfig",
@@ -43,8 +48,11 @@ __all__ = [
     "S2OStats",
     "Schedule",
     "SpargeConfig",
+    "VerticalSlashConfig",
+    "XAttentionConfig",
     "__version__",
     "clear_cache",
+    "compare",
     "diff",
     "error_per_head",
     "gather_attention",
@@ -68,8 +76,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Functions and modules of the tools, loaded where they are used: diff loads the reference.
-_LAZY = {"diff": "diffing", "error_per_head": "sampled", "inputs": "", "metrics": "", "tune": "tune",
-         "tune_sparge": "tune_sparge"}  # fmt: skip
+_LAZY = {
+    "compare": "compare",
+    "diff": "diffing",
+    "error_per_head": "sampled",
+    "inputs": "",
+    "metrics": "",
+    "tune": "tune",
+    "tune_sparge": "tune_sparge",
+}
 
 
 def __getattr__(name: str) -> Any:

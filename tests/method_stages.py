@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import line_stages
 import numpy as np
 
 from s2o_cupy.arrays.operand import operand
+from s2o_cupy.methods.flex_prefill import FlexPrefillConfig
 from s2o_cupy.methods.grid import BlockGrid
 from s2o_cupy.methods.pbs import PBSConfig
+from s2o_cupy.methods.vertical_slash import VerticalSlashConfig
+from s2o_cupy.methods.xattention import XAttentionConfig
 from s2o_cupy.problem import Problem, validate
-from s2o_cupy.reference.methods import blocks, pbs
+from s2o_cupy.reference.methods import blocks, pbs, xattention
 from s2o_cupy.spec import LN2, LOG2E
 
 CHOICE = 2.0**-14  # how far weights and their sums may be off, as a share: exp2 of the GPU, and some 2,000 terms
@@ -73,7 +77,8 @@ def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
         operand(q, "BHSD"), operand(k, "BHSD"), {name: x.data.ptr for name, x in made.items()}, problem, config,
         stream=cupy.cuda.get_current_stream().ptr, observe=observe,
     )  # fmt: skip
-    arrays["scores"] = np.concatenate(scores)[: problem.batch * problem.heads]
+    if scores:
+        arrays["scores"] = np.concatenate(scores)[: problem.batch * problem.heads]
     entries, begins, keys = (cupy.asnumpy(made[name]) for name in ("entries", "begins", "keys"))
     columns = np.zeros((*lists, grid.columns), bool)
     for at in np.ndindex(*lists):
@@ -89,7 +94,7 @@ def wrong_stages(found: Found, q: Any, k: Any, config: Any) -> list[str]:
     """Stages, in order, that made what the reference would not."""
     checks = {
         "importance": _importance, "k_order": _order, "q means": _means, "k means": _means, "similarity": _similarity,
-        "scores": _scores, "choice": _choice, "lists": _lists,
+        "scores": _scores, "last sums": _last_sums, "lines": _lines, "choice": _choice, "lists": _lists,
     }  # fmt: skip
     q64, k64 = (x.astype(np.float64) for x in (q, k))
     return [name for name, right in checks.items() if not right(found, q64, k64, config, name)]
@@ -128,6 +133,8 @@ def _decoded(found: Found, of: str) -> Any:
 
 
 def _means(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
+    if f"{name[0]}_means" not in found.arrays:
+        return True
     of, x, block = ("q", q, found.grid.block_q) if name[0] == "q" else ("k", k, found.grid.block_k)
     order = found.order(of, x)
     mine = _decoded(found, of)
@@ -153,7 +160,23 @@ def _similarity(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
     return True
 
 
+def _last_sums(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
+    return "sums" not in found.arrays or line_stages.last_sums(found, q, k, config)
+
+
+def _lines(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
+    if not isinstance(config, FlexPrefillConfig):
+        return True
+    p = found.problem
+    means = _decoded(found, "k").reshape(p.batch, p.kv_heads, found.grid.columns, p.head_dim)
+    return line_stages.lines(found, q, means, config)
+
+
 def _scores(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
+    if "scores" not in found.arrays:
+        return True
+    if "norms" in found.arrays:
+        return _mass(found, q, k, config)
     visible = blocks.visible_columns(found.grid)
     q_means, k_means = _decoded(found, "q")[None], _decoded(found, "k")[None]
     exact = blocks.block_scores(q_means, k_means, found.problem.scale)[0]
@@ -163,8 +186,24 @@ def _scores(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
     return bool((close | ~visible | (np.isnan(mine) & np.isnan(exact))).all())
 
 
+def _mass(found: Found, q: Any, k: Any, config: Any) -> bool:
+    """Scores are logarithms of mass, whose relative error is that of a score."""
+    p, grid = found.problem, found.grid
+    if found.k_order is not None:
+        k = np.take_along_axis(np.repeat(k, found.k_order.shape[1] // k.shape[1], axis=1), found.k_order[..., None], 2)
+    exact = xattention.antidiagonal_mass(q, k, grid, config.stride, p.scale)
+    mine = np.exp2(found.arrays["scores"][..., : grid.columns].astype(np.float64)).reshape(exact.shape)
+    most = np.abs(q).sum(axis=-1).max() * np.abs(k).max() * abs(p.scale)  # of a score
+    allowed = exact * (np.expm1(2 * most * p.head_dim * config.stride * FLOAT) + 2.0**-12) + 1e-30
+    close = np.abs(mine - exact) <= allowed
+    return bool((close | ~blocks.visible_columns(grid) | (np.isnan(mine) & np.isnan(exact))).all())
+
+
 def _choice(found: Found, q: Any, k: Any, config: Any, name: str) -> bool:
-    fewest, most = choices(found, config)
+    if isinstance(config, VerticalSlashConfig):
+        return np.array_equal(found.columns, line_stages.crossed(found, config))
+    of: dict[type, Any] = {XAttentionConfig: _by_mass, FlexPrefillConfig: line_stages.flex_choices}
+    fewest, most = of.get(type(config), choices)(found, config)
     return bool((found.columns >= fewest).all() and (found.columns <= most).all())
 
 
@@ -192,6 +231,24 @@ def choices(found: Found, config: Any) -> tuple[Any, Any]:
     unsure = (w <= best_left * (1 + CHOICE)) & ~_always(forced, low)
     may = blocks.listed_columns(grid) & (w >= least_taken * (1 - CHOICE)) & (w > 0)
     return low & ~unsure, high | may
+
+
+def _by_mass(found: Found, config: XAttentionConfig) -> tuple[Any, Any]:
+    """`choices` of XAttention, whose forced columns count."""
+    p, grid = found.problem, found.grid
+    mass = np.exp2(found.arrays["scores"][..., : grid.columns].astype(np.float64))
+    mass = np.where(blocks.visible_columns(grid), mass, 0).reshape(p.batch, p.heads, grid.rows, grid.columns)
+    if config.threshold == 1:
+        return blocks.listed_columns(grid), blocks.listed_columns(grid)
+    low, high = (
+        xattention.choose(mass, replace(config, threshold=min(config.threshold * (1 + e), 1 - 1e-12)), grid)
+        for e in (-CHOICE, CHOICE)
+    )
+    forced = np.arange(grid.columns) == 0
+    least = lambda taken: np.where(taken & ~forced, mass, np.inf).min(axis=-1, keepdims=True)  # noqa: E731
+    listed = blocks.listed_columns(grid)
+    unsure = ~forced & (mass <= least(low) * (1 + CHOICE))
+    return low & ~unsure, high | (listed & (mass >= least(high) * (1 - CHOICE)))
 
 
 def _always(forced: dict[str, Any], like: Any) -> Any:

@@ -57,6 +57,8 @@ def test_any_schedule_is_dense_attention_under_its_mask(data):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)  # it is float32
     pairs = np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q).sum() if rules["is_causal"] else seqlen_q * seqlen_k
     assert stats.density == pytest.approx(mask.sum() / (batch * heads * pairs))
+    by_head = np.broadcast_to(mask, (batch, heads, *mask.shape[2:])).sum(axis=(2, 3)) / pairs
+    np.testing.assert_allclose(stats.density_per_head, by_head, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("segment", [128, 256])
@@ -163,6 +165,9 @@ def test_frameworks(rng, name):
     assert isinstance(stats, GatherStats) and isinstance(stats.visited, framework.kind)
     assert stats.path == "numpy" and 0 < stats.density < 1 and "path: numpy" in repr(stats)
     assert stats.density == pytest.approx(meant(by_numpy, 2, 4).sum() / (8 * np.tri(200, 300, 100).sum()))
+    by_head = meant(by_numpy, 2, 4).sum(axis=(2, 3)) / np.tri(200, 300, 100).sum()
+    assert isinstance(stats.density_per_head, framework.kind)
+    np.testing.assert_allclose(np.asarray(stats.density_per_head), by_head, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

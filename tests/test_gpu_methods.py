@@ -10,7 +10,17 @@ import pytest
 from conftest import has_gpu, spin
 from method_stages import selected, wrong_stages
 
-from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, gather_attention, select, sparse_attention
+from s2o_cupy import (
+    FlexPrefillConfig,
+    MeanPoolingConfig,
+    PBSConfig,
+    SpargeConfig,
+    VerticalSlashConfig,
+    XAttentionConfig,
+    gather_attention,
+    select,
+    sparse_attention,
+)
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.methods import kernels, pbs
 from s2o_cupy.reference.methods import blocks
@@ -25,6 +35,15 @@ CONFIGS = {
     "PBS 1024": PBSConfig(segment=1024),
     "Sparge": SpargeConfig(tau=0.9, theta=-0.1),
     "Sparge judged": SpargeConfig(tau=0.7, theta=0.32, keep_first=True),
+    "PBS+": PBSConfig(scores="antidiagonal"),
+    "PBS+ 8": PBSConfig(scores="antidiagonal", stride=8, share="kv_head", threshold=0.7),
+    "XAttention": XAttentionConfig(),
+    "XAttention 16": XAttentionConfig(stride=16, threshold=0.7),
+    "XAttention portable": XAttentionConfig(path="portable"),
+    "FlexPrefill": FlexPrefillConfig(),
+    "FlexPrefill means": FlexPrefillConfig(gamma=0.6, tau=0.9, min_blocks=2),
+    "vertical-slash": VerticalSlashConfig(verticals=100, slashes=60),
+    "vertical-slash 64": VerticalSlashConfig(verticals=40, slashes=300, block_m=64),
 }
 LENGTHS = [(1000, 1000), (2816, 2816), (300, 2100), (1, 700), (128, 128), (129, 1025)]
 
@@ -238,3 +257,9 @@ def test_nothing_waits_for_the_gpu(rng, config):
     sparse_attention(q, k, v, config=config)
     assert time.perf_counter() - start < 0.15
     cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("stride", [8, 16])
+def test_antidiagonals_of_rows_that_do_not_start_on_16_bytes(rng, stride):
+    q, k, _ = draw(rng, "bfloat16", 700, 900, head_dim=100)
+    assert_stages(q, k, XAttentionConfig(stride=stride))

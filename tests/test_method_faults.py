@@ -10,12 +10,21 @@ from conftest import has_gpu, has_hopper
 from method_stages import selected, wrong_stages
 from test_gpu_methods import draw
 
-from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig
+from s2o_cupy import (
+    FlexPrefillConfig,
+    MeanPoolingConfig,
+    PBSConfig,
+    SpargeConfig,
+    VerticalSlashConfig,
+    XAttentionConfig,
+)
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
 from s2o_cupy.methods import pbs
 from s2o_cupy.selection.catalogue import kernels_for
 
+XATTENTION, PORTABLE = XAttentionConfig(), XAttentionConfig(stride=16, path="portable")
+FLEX, LINES = FlexPrefillConfig(gamma=0.6, tau=0.9, min_blocks=2), VerticalSlashConfig(verticals=100, slashes=60)
 MEAN, PBS, SPARGE = MeanPoolingConfig(threshold=0.7), PBSConfig(share="kv_head"), SpargeConfig(tau=0.8, theta=0.39)
 
 
@@ -75,6 +84,35 @@ FAULTS = [
     Fault("order_segments", "importance ascends", "k_order", "~sortable(sum / p.group)",
           "sortable(sum / p.group)", PBS),
     Fault("order_segments", "only the first head counts", "k_order", "h < p.group; ++h", "h < 1; ++h", PBS),
+    Fault("antidiagonal_norms", "queries of a cell are not turned round", "scores",
+          "* kStride + kStride - 1 - r;", "* kStride + r;", PORTABLE),
+    Fault("antidiagonal_norms", "cells of the future are seen", "scores", "e < left - lane % 4 * 2",
+          "e < left + 8 - lane % 4 * 2", PORTABLE),
+    Fault("antidiagonal_norms_sm90", "queries of a cell are not turned round", "scores", "back = kStride - 1 - r;",
+          "back = r;", XATTENTION),
+    Fault("antidiagonal_norms_sm90", "the second half of the rows is the first", "scores",
+          "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION),
+    Fault("block_mass", "cells have the first one's norm", "scores", " - shared.norms[i]);", " - shared.norms[0]);",
+          XATTENTION),
+    Fault("choose_blocks", "what is forced does not count", "choice", " - warp_sum(forced);",
+          ";", XATTENTION),
+    Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)", LINES),
+    Fault("line_sums", "diagonals run the other way", "last sums", "const int key = row - d;",
+          "const int key = row + d;", LINES),
+    Fault("line_sums", "queries see their future", "last sums", "key < seen ?", "key < seen + 1 ?", LINES),
+    Fault("line_totals", "a distance is of one tile alone", "last sums", "if (d >= kPart) break;",
+          "if (d >= 0) break;", LINES),
+    Fault("choose_lines", "as many distances as columns", "choice", "is_slash ? p.slashes : p.verticals",
+          "p.verticals", LINES),
+    Fault("crossed_keys", "a diagonal crosses for the first query alone", "choice", "min(first + rows - j,",
+          "min(first + 1 - j,", LINES),
+    Fault("flex_lines", "too many lines", "lines", "(held + 1) / kBlock) + 1,", "(held + 1) / kBlock) + 4,",
+          FlexPrefillConfig(gamma=0.6, tau=0, min_blocks=1)),
+    Fault("flex_lines", "means are never trusted", "lines", "(kLn2 / 2)", "(kLn2 * 4000)", FLEX),
+    Fault("row_weights", "rows are not normalised", "choice", "exp2_approx(of[c] - most) / sum :",
+          "exp2_approx(of[c] - most) :", FLEX),
+    Fault("flex_bound", "gamma is of a single row", "choice", "p.gamma * rows, block", "p.gamma, block", FLEX),
+    Fault("flex_lists", "diagonals are columns", "choice", "lines[columns + own - c]", "lines[columns + c]", FLEX),
 ]  # fmt: skip
 
 
@@ -105,7 +143,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     head_dim = fault.head_dim if fault else 128
     q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500, head_dim=head_dim)
     try:
-        for config in [fault.config] if fault else [MEAN, PBS, SPARGE]:
+        for config in [fault.config] if fault else [MEAN, PBS, SPARGE, XATTENTION, PORTABLE, FLEX, LINES]:
             found = selected(q, k, config, is_causal=fault.is_causal if fault else True)
             wrong = wrong_stages(found, q, k, config)
             assert wrong[:1] == ([fault.stage] if fault else [])

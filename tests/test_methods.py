@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from schedules import FRAMEWORKS
 
 from s2o_cupy import (
+    FlexPrefillConfig,
     MeanPoolingConfig,
     PBSConfig,
     S2OConfig,
     Schedule,
     SpargeConfig,
+    VerticalSlashConfig,
+    XAttentionConfig,
     gather_attention,
     inputs,
     metrics,
@@ -35,6 +38,9 @@ CONFIGS = {
     "PBS": PBSConfig(),
     "PBS 64": PBSConfig(block=64, segment=192, share="kv_head", threshold=0.5),
     "Sparge": SpargeConfig(tau=0.9, theta=-0.1),
+    "XAttention": XAttentionConfig(),
+    "FlexPrefill": FlexPrefillConfig(),
+    "vertical-slash": VerticalSlashConfig(verticals=40, slashes=50),
 }
 
 

@@ -12,7 +12,15 @@ import pytest
 from pretended import array_at, pretend_gpu
 
 import s2o_cupy.cuda
-from s2o_cupy import MeanPoolingConfig, PBSConfig, SpargeConfig, select
+from s2o_cupy import (
+    FlexPrefillConfig,
+    MeanPoolingConfig,
+    PBSConfig,
+    SpargeConfig,
+    VerticalSlashConfig,
+    XAttentionConfig,
+    select,
+)
 from s2o_cupy.methods.base import Site
 from s2o_cupy.methods.registry import METHODS
 from s2o_cupy.plan.build import lay_out
@@ -23,8 +31,13 @@ from s2o_cupy.reference.methods import blocks
 
 CONFIGS = [
     MeanPoolingConfig(), PBSConfig(share="kv_head"), SpargeConfig(tau=0.5, theta=0.1),
-    SpargeConfig(tau=0.5, theta=0.1, permutation=(2, 8, 16)),
+    SpargeConfig(tau=0.5, theta=0.1, permutation=(2, 8, 16)), XAttentionConfig(), PBSConfig(scores="antidiagonal"),
+    FlexPrefillConfig(), VerticalSlashConfig(verticals=30, slashes=30),
 ]  # fmt: skip
+
+
+def is_causal_of(config):
+    return getattr(config, "permutation", None) is None
 
 
 @pytest.fixture
@@ -53,7 +66,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD", "every second element"])
 def test_arrays_as_they_lie(rng, kernels, config, layout, monkeypatch):
-    is_causal = getattr(config, "permutation", None) is None
+    is_causal = is_causal_of(config)
     q, k = (rng.standard_normal((2, h, 400, 64)).astype(np.float16) for h in (4, 2))
     expected = select(q, k, config, is_causal=is_causal, backend="numpy")
     placed = [q, k]
@@ -91,16 +104,20 @@ def launches(config, **options):
     return [x for stage in stages for x in stage.launches(memory)], memory
 
 
+def rows_of(step):
+    return int(step.params["rows"]) if step.kernel.function == "choose_blocks" else step.blocks
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_rounds_cover_all_heads_within_the_workspace(config):
-    options = {"is_causal": getattr(config, "permutation", None) is None, "seqlen": 20_000}
+    options = {"is_causal": is_causal_of(config), "seqlen": 20_000}
     whole, memory = launches(config, **options)
     assert [x.stage for x in whole].count("choose") == 1
     small = type(config)(**{**config.__dict__, "workspace_bytes": 1 << 20})
     few, memory = launches(small, **options)
-    rows = [int(x.params["rows"]) for x in few if x.stage == "choose"]
-    assert len(rows) > 1 and sum(rows) == sum(int(x.params["rows"]) for x in whole if x.stage == "choose")
-    assert memory.places["scores"].nbytes <= 1 << 20
+    rows, of_all = ([rows_of(x) for x in found if x.stage == "choose"] for found in (few, whole))
+    assert len(rows) > 1 and sum(rows) == sum(of_all)
+    assert all(place.nbytes <= 1 << 20 for name, place in memory.places.items() if name in ("scores", "norms", "sums"))
     firsts = [int(x.params["first_head"]) for x in few if x.stage == "choose"]
     assert firsts == [sum(rows[:i]) // 157 for i in range(len(rows))]
 
@@ -108,11 +125,11 @@ def test_rounds_cover_all_heads_within_the_workspace(config):
 def test_a_pointer_of_every_launch_leads_somewhere():
     """Those that lead nowhere are what a method does without."""
     for config in CONFIGS:
-        found, _ = launches(config, is_causal=getattr(config, "permutation", None) is None)
+        found, _ = launches(config, is_causal=is_causal_of(config))
         for step in found:
             named = {offset for offset, _, _ in step.pointers}
             absent = {name for name, offset in step.kernel.family.params.pointers if offset not in named}
-            optional = {"order", "similarity", "q_similarity", "k_similarity", "first_column"}
+            optional = {"importance", "order", "similarity", "q_similarity", "k_similarity", "first_column"}
             assert absent <= optional, (config, step.stage, absent)
             if isinstance(config, SpargeConfig):
                 assert not {"similarity", "q_similarity", "k_similarity"} & absent

@@ -10,6 +10,7 @@
 // No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums are added up in one
 // order on every run and do not fall when entries come in.
 #include "blocks/block_grid.cuh"
+#include "blocks/block_reduction.cuh"
 
 namespace s2o {
 
@@ -34,6 +35,7 @@ struct ChooseBlocksParams {
   int64 list_entries;         // places of the lists of a head
   int within;                 // or reach
   int keep_first;             // the column of key 0 is chosen
+  int forced_count;           // it and the columns that are not listed count towards the threshold, before all others
   int thresholds, thetas;     // how many there are: one for all heads, or one for each
   float threshold[kMostHeads];
   float theta[kMostHeads];
@@ -62,7 +64,12 @@ struct ChoiceRow {
     theta = p.theta[p.thetas > 1 ? of_sequence : 0];
     scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
     similar = p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
-    all = p.q_similarity && p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
+    all = p.forced_count && threshold >= 1.f;
+    if (p.q_similarity) all |= p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
+  }
+  // Of what counts towards the threshold before all others.
+  __device__ __forceinline__ bool forced(const ChooseBlocksParams& p, int column) const {
+    return p.forced_count && (column >= listed || column == kept);
   }
   __device__ __forceinline__ bool fixed(int column) const { return similar && similar[column] < theta; }
   __device__ __forceinline__ int64 begin(const ChooseBlocksParams& p) const {
@@ -115,17 +122,6 @@ __device__ __forceinline__ Bound find_bound(bool within, float limit, const SumF
   return b;
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int stride = 16; stride > 0; stride /= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
-  return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int stride = 16; stride > 0; stride /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
-  return x;
-}
-
 // Warp: a row of up to 32 * kOfLane visible columns, of which lane t has t, t + 32, ...
 template <int kOfLane>
 __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p, const ChoiceRow& row) {
@@ -147,15 +143,22 @@ __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p,
   }
   const bool all = row.all || __any_sync(kFullWarp, odd);
   most = warp_max(most);
-  float sum = 0.f;
+  float sum = 0.f, forced = 0.f;
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
     w[i] = most == -infinity() ? 0.f : exp2_approx(w[i] - most);
     sum += w[i];
+    if (row.forced(p, i * 32 + lane)) {
+      forced += w[i];
+      w[i] = 0.f;
+    }
   }
   const float total = warp_sum(sum);
+  const float limit = row.threshold * total - warp_sum(forced);
   Bound b;
-  if (total > 0.f && row.threshold < 1.f && !all) {
+  if (p.forced_count && !(limit > 0.f)) {
+    b.bound = infinity();
+  } else if (total > 0.f && row.threshold < 1.f && !all) {
     const auto sum_from = [&](uint32 bits) {
       const float least = __uint_as_float(bits);  // weights are not negative: their bits grow with them
       float part = 0.f;
@@ -169,7 +172,7 @@ __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p,
       for (int i = 0; i < kOfLane; ++i) equal += w[i] == x ? 1.f : 0.f;
       return static_cast<int>(warp_sum(equal));
     };
-    b = find_bound(p.within, row.threshold * total, sum_from, count);
+    b = find_bound(p.within, limit, sum_from, count);
   }
 
   int* list = p.entries + row.begin(p);
@@ -215,53 +218,15 @@ __device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p) {
 }
 
 struct ChoiceShared {
-  float sums[2][kChoiceWarps];
-  int counts[2][kChoiceWarps];
+  ReductionShared<kChoiceWarps> reduction;
   float weights[32];  // as many as a row has columns
-};
-
-// Sums, maxima and counts of a block; turns between two places, so that one barrier is enough.
-struct BlockReduction {
-  ChoiceShared& shared;
-  int turn = 0;
-  __device__ __forceinline__ float sum(float x) {
-    const float* of = all(warp_sum(x));
-    return (of[0] + of[1]) + (of[2] + of[3]);
-  }
-  __device__ __forceinline__ float most(float x) {
-    const float* of = all(warp_max(x));
-    return fmaxf(fmaxf(of[0], of[1]), fmaxf(of[2], of[3]));
-  }
-  // How many threads before this one have it, and how many of all.
-  __device__ __forceinline__ int2 count(bool has) {
-    const uint32 votes = __ballot_sync(kFullWarp, has);
-    const int warp = threadIdx.x / 32;
-    turn ^= 1;
-    if (threadIdx.x % 32 == 0) shared.counts[turn][warp] = __popc(votes);
-    __syncthreads();
-    int before = __popc(votes & ((1u << threadIdx.x % 32) - 1)), all = 0;
-#pragma unroll
-    for (int w = 0; w < kChoiceWarps; ++w) {
-      before += w < warp ? shared.counts[turn][w] : 0;
-      all += shared.counts[turn][w];
-    }
-    return make_int2(before, all);
-  }
-
- private:
-  __device__ __forceinline__ const float* all(float x) {
-    turn ^= 1;
-    if (threadIdx.x % 32 == 0) shared.sums[turn][threadIdx.x / 32] = x;
-    __syncthreads();
-    return shared.sums[turn];
-  }
 };
 
 // Block: a row.
 __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceShared& shared) {
   const ChoiceRow row(p, blockIdx.x);
   const int tid = threadIdx.x;
-  BlockReduction block{shared};
+  BlockReduction<kChoiceWarps> block{shared.reduction};
   float* weights = shared.weights;  // a thread reads none but its own
 
   float most = -infinity(), odd = 0.f;
@@ -273,14 +238,20 @@ __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceS
   }
   most = block.most(most);
   const bool all = block.most(odd) > 0.f || row.all;
-  float sum = 0.f;
+  float sum = 0.f, forced = 0.f;
   for (int c = tid; c < row.visible; c += kChoiceThreads) {
-    weights[c] = most == -infinity() ? 0.f : exp2_approx(weights[c] - most);
-    sum += weights[c];
+    const float w = most == -infinity() ? 0.f : exp2_approx(weights[c] - most);
+    const bool is_forced = row.forced(p, c);
+    sum += w;
+    forced += is_forced ? w : 0.f;
+    weights[c] = is_forced ? 0.f : w;
   }
   const float total = block.sum(sum);
+  const float limit = row.threshold * total - block.sum(forced);
   Bound b;
-  if (total > 0.f && row.threshold < 1.f && !all) {
+  if (p.forced_count && !(limit > 0.f)) {
+    b.bound = infinity();
+  } else if (total > 0.f && row.threshold < 1.f && !all) {
     const auto sum_from = [&](uint32 bits) {
       const float least = __uint_as_float(bits);
       float part = 0.f;
@@ -293,7 +264,7 @@ __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceS
       for (int c = tid; c < row.visible; c += kChoiceThreads) equal += weights[c] == x ? 1.f : 0.f;
       return static_cast<int>(block.sum(equal));
     };
-    b = find_bound(p.within, row.threshold * total, sum_from, count);
+    b = find_bound(p.within, limit, sum_from, count);
   }
 
   int* list = p.entries + row.begin(p);

@@ -65,11 +65,12 @@ __device__ __forceinline__ void last_row_sums(const LastRowsParams& p, typename 
     float s[kSpread][8][4];
     multiply<Traits>(s, shared_address(shared.q), first_row, rows.keys(tile), first_column);
     const int present = p.seqlen_k - rows.first_key(tile) - first_column - rows.lane % 4 * 2;
-    const bool whole = rows.first_key(tile) + Traits::kTile <= p.seqlen_k;
+    const bool whole = rows.first_key(tile) + Traits::kTile <= p.seqlen_k - (p.is_causal ? p.rows - 1 : 0);
 #pragma unroll
     for (int i = 0; i < kSpread; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        const int after = p.is_causal ? max(p.rows - 1 - first_row - i * 16 - h * 8 - rows.lane / 4, 0) : 0;
         float most = found[i][h].x;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
@@ -77,7 +78,7 @@ __device__ __forceinline__ void last_row_sums(const LastRowsParams& p, typename 
           for (int x = 0; x < 2; ++x) {
             float& y = s[i][j][2 * h + x];
             y *= p.scale_log2;
-            if (!whole && j * 8 + x >= present) y = -infinity();
+            if (!whole && j * 8 + x >= present - after) y = -infinity();
             most = fmaxf(most, y);
           }
         const float base = most == -infinity() ? 0.f : most;

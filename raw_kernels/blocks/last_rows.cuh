@@ -3,8 +3,8 @@
 //   last_row_sums: q, k -> partial [batch * heads, splits, kRows]: (maximum, sum) of each query over a split of the keys
 //   column_means: partial, q, k -> importance [batch * heads, seqlen_k]
 //
-// Scores are computed twice, as the weights of a key wait for all keys. No mask: the last queries stand for those to
-// come. What is added up in a thread are rows of a product: queries in the first kernel, keys in the second. last_rows.cu
+// Scores are computed twice, as the weights of a key wait for all keys. Without a mask, as the last queries stand for
+// those to come; line_sums.cu reads sums with one. What is added up in a thread are rows of a product: queries in the first kernel, keys in the second. last_rows.cu
 // has both by mma.sync, last_rows_sm90.cu by wgmma.
 #pragma once
 #include "common/geometry.cuh"
@@ -20,6 +20,7 @@ struct LastRowsParams {
   int rows;             // last queries, up to kRows
   int splits;
   int split_tiles;      // tiles of keys of each
+  int is_causal;        // or without a mask
   float scale_log2;     // scale * log2(e)
 };
 

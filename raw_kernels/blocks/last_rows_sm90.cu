@@ -44,9 +44,10 @@ __device__ __forceinline__ void last_row_sums_sm90(const LastRowsParams& p, type
     float s[64];  // [2 * h + x of 4 * j]: key j * 8 + lane % 4 * 2 + x
     multiply<Traits>(s, shared_address(shared.q), group_row, rows.keys(tile));
     const int present = p.seqlen_k - rows.first_key(tile) - rows.lane % 4 * 2;
-    const bool whole = rows.first_key(tile) + Traits::kTile <= p.seqlen_k;
+    const bool whole = rows.first_key(tile) + Traits::kTile <= p.seqlen_k - (p.is_causal ? p.rows - 1 : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const int after = p.is_causal ? max(p.rows - 1 - rows.warp * 16 - h * 8 - rows.lane / 4, 0) : 0;
       float most = found[h].x;
 #pragma unroll
       for (int j = 0; j < 16; ++j)
@@ -54,7 +55,7 @@ __device__ __forceinline__ void last_row_sums_sm90(const LastRowsParams& p, type
         for (int x = 0; x < 2; ++x) {
           float& y = s[j * 4 + 2 * h + x];
           y *= p.scale_log2;
-          if (!whole && j * 8 + x >= present) y = -infinity();
+          if (!whole && j * 8 + x >= present - after) y = -infinity();
           most = fmaxf(most, y);
         }
       const float base = most == -infinity() ? 0.f : most;

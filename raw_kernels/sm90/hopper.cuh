@@ -119,6 +119,10 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
   S2O_NUMBERS_32 ", "                                                                                 \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                  \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define S2O_NUMBERS_96                                                                                \
+  S2O_NUMBERS_64 ", "                                                                                 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                  \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define S2O_NUMBERS_128                                                                               \
   S2O_NUMBERS_64 ", "                                                                                 \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                  \
@@ -138,12 +142,14 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
   "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]),          \
   "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),          \
   "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define S2O_ACCUMULATORS_128                                                                          \
+#define S2O_ACCUMULATORS_96                                                                           \
   S2O_ACCUMULATORS_64,                                                                                \
   "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),\
   "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),\
   "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),\
-  "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),\
+  "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define S2O_ACCUMULATORS_128                                                                          \
+  S2O_ACCUMULATORS_96,                                                                                \
   "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),\
   "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),\
   "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),\
@@ -151,6 +157,15 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 
 // d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in
 // shared memory with N contiguous.
+#define S2O_WGMMA_SS_N192(TYPE)                                                                       \
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %98, 0;\n"                                 \
+      "mov.b64 da, {%96, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%97, " S2O_DESCRIPTOR_HIGH "};\n"    \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " "                                \
+      "{" S2O_NUMBERS_96 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
+      : S2O_ACCUMULATORS_96                                                                           \
+      : "r"(a), "r"(b), "r"(accumulate))
+
 #define S2O_WGMMA_SS_N128(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                                 \
@@ -202,6 +217,9 @@ struct Wgmma;
 #define S2O_WGMMA(ELEMENT, TYPE)                                                                             \
   template <>                                                                                                \
   struct Wgmma<ELEMENT> {                                                                                    \
+    static __device__ __forceinline__ void ss(float (&d)[96], uint32 a, uint32 b, int accumulate) {           \
+      S2O_WGMMA_SS_N192(TYPE);                                                                               \
+    }                                                                                                        \
     static __device__ __forceinline__ void ss(float (&d)[64], uint32 a, uint32 b, int accumulate) {           \
       S2O_WGMMA_SS_N128(TYPE);                                                                               \
     }                                                                                                        \
@@ -221,15 +239,18 @@ struct Wgmma;
 S2O_WGMMA(Float16, "f16")
 S2O_WGMMA(Bfloat16, "bf16")
 #undef S2O_WGMMA
+#undef S2O_WGMMA_SS_N192
 #undef S2O_WGMMA_SS_N128
 #undef S2O_WGMMA_SS_N64
 #undef S2O_WGMMA_RS_N256
 #undef S2O_WGMMA_RS_N128
 #undef S2O_WGMMA_RS_N64
 #undef S2O_ACCUMULATORS_128
+#undef S2O_ACCUMULATORS_96
 #undef S2O_ACCUMULATORS_64
 #undef S2O_ACCUMULATORS_32
 #undef S2O_NUMBERS_128
+#undef S2O_NUMBERS_96
 #undef S2O_NUMBERS_64
 #undef S2O_NUMBERS_32
 #undef S2O_DESCRIPTOR_HIGH

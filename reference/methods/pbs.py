@@ -11,8 +11,9 @@ from ...methods.grid import BlockGrid
 from ...methods.pbs import PBSConfig
 from ..dense import Array, quiet
 from .blocks import Chosen, block_means, block_scores, choose
+from .xattention import antidiagonal_mass
 
-__all__ = ["chosen", "first_column", "importance", "leading_bits", "segment_order"]
+__all__ = ["chosen", "first_column", "importance", "leading_bits", "mass_scores", "segment_order"]
 
 
 @quiet
@@ -58,11 +59,21 @@ def first_column(order: Array, block: int) -> Array:
     return (order == 0).argmax(axis=-1) // block
 
 
+@quiet
+def mass_scores(q: Array, k: Array, order: Array, grid: BlockGrid, stride: int, scale: float) -> Array:
+    """Logarithm of the softmax mass that antidiagonals give blocks of the permuted keys, [B, H, R, C]: PBS-Attn+."""
+    permuted = np.take_along_axis(np.repeat(k, order.shape[1] // k.shape[1], axis=1), order[..., None], axis=2)
+    return np.log(antidiagonal_mass(q, permuted, grid, stride, scale))
+
+
 def chosen(q: Array, k: Array, config: PBSConfig, grid: BlockGrid, scale: float) -> Chosen:
     """Of q [B, H, Lq, D] and k [B, Hkv, Lk, D]."""
     heads = q.shape[1] if config.share == "head" else k.shape[1]
     order = segment_order(importance(q, k, config.block, scale), config.segment, heads)  # [B, heads, Lk]
-    scores = block_scores(block_means(q, grid.block_q), block_means(k, grid.block_k, order), scale)  # [B, H, R, C]
+    if config.scores == "mean":
+        scores = block_scores(block_means(q, grid.block_q), block_means(k, grid.block_k, order), scale)  # [B, H, R, C]
+    else:
+        scores = mass_scores(q, k, order, grid, config.stride, scale)
     kept = None
     if config.keep_first:
         kept = np.repeat(first_column(order, grid.block_k), q.shape[1] // heads, axis=1)  # [B, H]

@@ -46,7 +46,7 @@ def select(
     Parameters
     ----------
     q, k : arrays as `s2o_attention` takes them
-    config : MeanPoolingConfig, PBSConfig or SpargeConfig
+    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig or VerticalSlashConfig
         Its class says the method.
     is_causal, scale, layout, stream, backend : as in `s2o_attention`
 
@@ -129,7 +129,7 @@ def sparse_attention(
     Parameters
     ----------
     q, k, v : arrays as `s2o_attention` takes them
-    config : MeanPoolingConfig, PBSConfig, SpargeConfig or S2OConfig
+    config : S2OConfig, or one that `select` takes
         With an S2OConfig it is `s2o_attention`.
     is_causal, scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
 

@@ -70,6 +70,7 @@ class MethodConfig:
     workspace_bytes: int = 256 << 20
 
     reference: ClassVar[str]  # the module in reference/methods
+    causal_only: ClassVar[bool] = False
     rule: ClassVar[str] = "reach"  # that ends a choice: "reach" or "within"
 
     def __post_init__(self) -> None:
@@ -92,6 +93,9 @@ class MethodConfig:
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError for a problem that the method does not take."""
+        if self.causal_only and not problem.is_causal:
+            owner = type(self).__name__
+            raise ValueError(f"{owner}: is_causal is False; accepted: True, as the method is for causal attention")
 
     def grid(self, problem: Problem) -> BlockGrid:
         raise NotImplementedError

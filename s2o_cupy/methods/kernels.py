@@ -32,7 +32,7 @@ BLOCK_SCORES = Family(
     "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
 )
 CHOOSE_BLOCKS = Family(
-    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 3 : 4)"
+    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : 4)"
 )
 CHOOSE_LONG = Family(
     "choose_long", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"

@@ -4,20 +4,22 @@ of the prompt make of them, so that the important ones share blocks; blocks are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..plan.build import Array, Launch, Workspace
 from ..problem import Problem
-from ..spec import LOG2E, MAX_SEGMENT, checked_int, names_unknown_fields
+from ..spec import MAX_SEGMENT, checked_int, names_unknown_fields
+from . import last_rows
+from .antidiagonal import BLOCK, STRIDES, AntidiagonalMass
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_bool, checked_choice, checked_number
 from .grid import BlockGrid
-from .kernels import column_means, last_row_sums, last_rows_tile, order_segments
+from .kernels import LAST_ROWS, column_means, last_row_sums, order_segments
 from .stages import BlockMeans, Choice, launch
 
 __all__ = ["PBSConfig"]
 
 SHARES = ("head", "kv_head")
-WAVES = 4  # blocks that last_row_sums has for each that runs at once
+SCORES = ("mean", "antidiagonal")
 
 
 @names_unknown_fields
@@ -39,6 +41,11 @@ class PBSConfig(MethodConfig):
         Each query head has an order of its own, or those of a KV head share one by their mean importance.
     keep_first : bool, default True
         The block that holds key 0 is always chosen.
+    scores : {"mean", "antidiagonal"}, default "mean"
+        A block's score is the product of its mean key and the mean query, or, as in PBS-Attn+, its softmax mass as
+        `XAttentionConfig` has it, of blocks of 128 alone.
+    stride : 8 or 16, default 16
+        Of antidiagonal scores, which cost 1 / (2 * stride) of dense attention's products.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
@@ -55,8 +62,11 @@ class PBSConfig(MethodConfig):
     threshold: float = 0.9
     share: str = "head"
     keep_first: bool = True
+    scores: str = "mean"
+    stride: int = 16
 
     reference: ClassVar[str] = "pbs"
+    causal_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,14 +79,14 @@ class PBSConfig(MethodConfig):
         self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted, owner))
         checked_choice("share", self.share, SHARES, owner)
         checked_bool("keep_first", self.keep_first, owner)
+        checked_choice("scores", self.scores, SCORES, owner)
+        checked_choice("stride", self.stride, STRIDES, owner)
+        if self.scores == "antidiagonal" and self.block != BLOCK:
+            raise ValueError(f"{owner}: block is {self.block} with scores='antidiagonal'; accepted: {BLOCK}")
 
     @property
     def block_q(self) -> int:
         return self.block
-
-    def check(self, problem: Problem) -> None:
-        if not problem.is_causal:
-            raise ValueError("PBSConfig: is_causal is False; accepted: True, as the method is for causal attention")
 
     def grid(self, problem: Problem) -> BlockGrid:
         return BlockGrid(
@@ -87,15 +97,17 @@ class PBSConfig(MethodConfig):
         return problem.heads if self.share == "head" else problem.kv_heads
 
     def stages(self, site: Site) -> list[Stage]:
-        if not site.inputs.aligned:
-            raise ValueError(
-                f"PBSConfig: a row of q or k does not start on 16 bytes, or head_dim ({site.problem.head_dim}) is no "
-                "multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
-            )
+        last_rows.check_aligned(site, "PBSConfig")
         heads = self.order_heads(site.problem)
-        return [
+        order: list[Stage] = [
             Importance(site, min(self.block, site.problem.seqlen_q)),
             SegmentOrder(site, self.segment, heads),
+        ]
+        if self.scores == "antidiagonal":
+            mass = AntidiagonalMass(site, self.stride, self.path, heads)
+            return [*order, Choice(site, heads, self.rule, self.threshold, self.keep_first, scores=mass)]
+        return [
+            *order,
             BlockMeans(site, "q", site.problem.heads),
             BlockMeans(site, "k", heads, permuted=True),
             Choice(site, heads, self.rule, self.threshold, self.keep_first),
@@ -110,41 +122,19 @@ class Importance:
     rows: int
 
     @property
-    def _splits(self) -> tuple[int, int]:
-        """Splits of the keys, and tiles of each."""
-        tiles = -(-self.site.problem.seqlen_k // last_rows_tile(self.site.inputs.head_dim))
-        blocks = WAVES * 2 * self.site.limits.multiprocessors
-        each = -(-tiles // max(1, min(tiles, blocks // self.site.heads)))
-        return -(-tiles // each), each
-
-    @property
     def arrays(self) -> list[Array]:
-        heads, splits = self.site.heads, self._splits[0]
+        heads, count = self.site.heads, last_rows.splits(self.site)[0]
         return [
-            ("partial", (heads, splits, 128, 2), "float32"),  # (maximum, sum) of each query
+            ("partial", (heads, count, LAST_ROWS, 2), "float32"),  # (maximum, sum) of each query
             ("importance", (heads, self.site.problem.seqlen_k), "float32"),
         ]
 
     def launches(self, memory: Workspace) -> list[Launch]:
-        site, problem = self.site, self.site.problem
-        splits, each = self._splits
-        values: dict[str, Any] = {
-            "q": site.tensor("q"),
-            "k": site.tensor("k"),
-            "heads": problem.heads,
-            "kv_heads": problem.kv_heads,
-            "seqlen_q": problem.seqlen_q,
-            "seqlen_k": problem.seqlen_k,
-            "head_dim": problem.head_dim,
-            "rows": self.rows,
-            "splits": splits,
-            "split_tiles": each,
-            "scale_log2": problem.scale * LOG2E,
-        }
-        blocks = site.heads * splits
+        site = self.site
+        of_rows, blocks = last_rows.values(site, self.rows, False), site.heads * last_rows.splits(site)[0]
         return [
-            launch(memory, "last_row_sums", last_row_sums(site.inputs, site.limits), blocks, values),
-            launch(memory, "importance", column_means(site.inputs, site.limits), blocks, values),
+            launch(memory, "last_row_sums", last_row_sums(site.inputs, site.limits), blocks, of_rows),
+            launch(memory, "importance", column_means(site.inputs, site.limits), blocks, of_rows),
         ]
 
 

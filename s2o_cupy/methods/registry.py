@@ -4,10 +4,15 @@ its kernels, and a line here."""
 from __future__ import annotations
 
 from .base import MethodConfig
+from .flex_prefill import FlexPrefillConfig
 from .mean_pooling import MeanPoolingConfig
 from .pbs import PBSConfig
 from .sparge import SpargeConfig
+from .vertical_slash import VerticalSlashConfig
+from .xattention import XAttentionConfig
 
 __all__ = ["METHODS"]
 
-METHODS: tuple[type[MethodConfig], ...] = (MeanPoolingConfig, PBSConfig, SpargeConfig)
+METHODS: tuple[type[MethodConfig], ...] = (
+    MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig,
+)  # fmt: skip

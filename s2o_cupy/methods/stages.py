@@ -5,18 +5,22 @@ Pure: no array, no GPU, no CuPy. reference/methods/blocks.py is the definition.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..plan.build import Array, Launch, Workspace, make_launch
+from ..plan.build import Array, Launch, Place, Workspace, make_launch
 from ..plan.kernels import Kernel
 from ..spec import LOG2E
 from .base import Site
+from .grid import BlockGrid
 from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_blocks, rows_of_block
 
-__all__ = ["BASES", "BlockMeans", "Choice", "launch"]
+__all__ = [
+    "BASES", "BlockMeans", "Choice", "MeanScores", "Scores", "heads_at_a_time", "launch", "pitch_of",
+]  # fmt: skip
 
 # What a pointer of a parameter struct starts from.
 BASES = ("q", "k", "entries", "begins", "keys", "k_order", "q_order", "tokens", "workspace")
@@ -82,6 +86,53 @@ class BlockMeans:
         return [launch(memory, f"{self.of}_means", block_means(site.inputs, self.similarity), blocks, values, **read)]
 
 
+def pitch_of(grid: BlockGrid) -> int:
+    """Scores that a row has room for."""
+    return -(-grid.columns // 4) * 4
+
+
+def heads_at_a_time(site: Site, arrays: Callable[[int], list[Array]]) -> int:
+    """How many take a turn together within the bytes that a workspace may have; one always fits. ``arrays``: of so many
+    heads."""
+    of_head = sum(Place(0, *array[1:]).nbytes for array in arrays(1))
+    return max(1, min(site.heads, site.workspace_bytes // max(1, of_head)))
+
+
+class Scores(Protocol):
+    """What scores columns for a choice."""
+
+    def arrays(self, heads: int) -> list[Array]:
+        """In the workspace, of ``heads`` heads at a time."""
+
+    def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
+        """What writes `scores` [heads, rows, pitch] of ``heads`` heads from ``first`` on."""
+
+
+@dataclass(frozen=True)
+class MeanScores:
+    """By products of mean rows."""
+
+    site: Site
+    key_heads: int  # of a sequence, that have mean keys
+
+    def arrays(self, heads: int) -> list[Array]:
+        return []
+
+    def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
+        site, grid = self.site, self.site.grid
+        row_tiles, column_tiles = -(-grid.rows // SCORE_TILE), -(-grid.columns // SCORE_TILE)
+        values = {
+            "grid": grid.params(),
+            "first_head": first,
+            "shared_heads": site.problem.heads // self.key_heads,
+            "pitch": pitch,
+            "row_tiles": row_tiles,
+            "column_tiles": column_tiles,
+            "scale_log2": site.problem.scale * LOG2E,
+        }
+        return [launch(memory, "scores", block_scores(site.inputs), heads * row_tiles * column_tiles, values)]
+
+
 @dataclass(frozen=True)
 class Choice:
     """Scores of mean keys, their softmax, which of them are chosen, and the lists. Heads take turns within the bytes
@@ -93,6 +144,8 @@ class Choice:
     threshold: float | tuple[float, ...]  # a number, or one for each query head
     keep_first: bool
     theta: float | tuple[float, ...] | None = None  # similarity below which a block is attended to whole
+    scores: Scores | None = None  # in place of those of mean keys
+    forced_count: bool = False  # what is attended to in any case counts towards the threshold
 
     def check(self) -> None:
         """Raise ValueError where no kernel takes it."""
@@ -107,53 +160,45 @@ class Choice:
             )
 
     @property
-    def pitch(self) -> int:
-        """Scores of a row."""
-        return -(-self.site.grid.columns // 4) * 4
-
-    @property
     def turn(self) -> int:
         """Heads that are chosen for at a time."""
-        of_head = self.site.grid.rows * self.pitch * 4
-        return max(1, min(self.site.heads, self.site.workspace_bytes // max(1, of_head)))
+        return heads_at_a_time(self.site, self._arrays)
 
     @property
     def arrays(self) -> list[Array]:
-        return [("scores", (self.turn, self.site.grid.rows, self.pitch), "float32")]  # in log2 units
+        return self._arrays(self.turn)
+
+    @property
+    def _scores(self) -> Scores:
+        return self.scores or MeanScores(self.site, self.key_heads)
+
+    def _arrays(self, heads: int) -> list[Array]:
+        grid = self.site.grid
+        return [("scores", (heads, grid.rows, pitch_of(grid)), "float32"), *self._scores.arrays(heads)]  # in log2 units
 
     def launches(self, memory: Workspace) -> list[Launch]:
         self.check()
-        site, grid = self.site, self.site.grid
+        site = self.site
         found = []
         for first in range(0, site.heads, self.turn):
             heads = min(self.turn, site.heads - first)
-            of_round = {
-                "grid": grid.params(),
-                "first_head": first,
-                "shared_heads": site.problem.heads // self.key_heads,
-                "pitch": self.pitch,
-            }
-            row_tiles, column_tiles = -(-grid.rows // SCORE_TILE), -(-grid.columns // SCORE_TILE)
-            values = {
-                **of_round,
-                "row_tiles": row_tiles,
-                "column_tiles": column_tiles,
-                "scale_log2": site.problem.scale * LOG2E,
-            }
-            blocks = heads * row_tiles * column_tiles
-            found.append(launch(memory, "scores", block_scores(site.inputs), blocks, values))
-            found.append(self._choose(memory, of_round, heads))
+            found += self._scores.launches(memory, first, heads, pitch_of(site.grid))
+            found.append(self._choose(memory, first, heads))
         return found
 
-    def _choose(self, memory: Workspace, of_round: dict[str, Any], heads: int) -> Launch:
+    def _choose(self, memory: Workspace, first: int, heads: int) -> Launch:
         site, grid = self.site, self.site.grid
         numbers = {name: np.atleast_1d(x) for name, x in (("threshold", self.threshold), ("theta", self.theta or 0.0))}
         values = {
-            **of_round,
+            "grid": grid.params(),
+            "first_head": first,
+            "shared_heads": site.problem.heads // self.key_heads,
+            "pitch": pitch_of(grid),
             "heads": site.problem.heads,
             "list_entries": grid.entries,
             "within": int(self.rule == "within"),
             "keep_first": int(self.keep_first),
+            "forced_count": int(self.forced_count),
             "thresholds": len(numbers["threshold"]),
             "thetas": len(numbers["theta"]),
         }

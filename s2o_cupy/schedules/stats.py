@@ -50,12 +50,32 @@ class GatherStats:
         keys = np.repeat(keys, problem.heads // form.list_heads, axis=1)
         keys = keys[:, :, :, None] if form.per_segment else keys[:, :, None]
         listed = (np.minimum(visited * BLOCK_N, keys) * self._tile_rows()).sum()
-        dense = form.dense
-        if dense is not None:
-            rows = [end - begin for begin, end in map(dense.queries, range(dense.segments))]
-            sinks = [min(form.sinks, dense.dense_keys(n)[0]) for n in range(dense.segments)]
-            listed += heads * (dense.dense_pairs() + int(np.dot(rows, sinks)))
-        return float(listed) / all_pairs
+        return (float(listed) + heads * self._dense_pairs()) / all_pairs
+
+    @property
+    def density_per_head(self) -> Any:
+        """The same of each head, float32 (batch, heads), as an array of visited's framework."""
+        from array_api_compat import array_namespace, device
+
+        form, problem, xp = self.schedule.form, self.problem, array_namespace(self.visited)
+        pairs = max(1, Geometry(form.seqlen_q, form.seqlen_k, 1, 0, form.is_causal).causal_pairs())
+        share = xp.asarray((self._tile_rows() / pairs).astype(np.float32), device=device(self.visited))
+        keys = self.schedule.keys[:, :, None]  # [Bs, HL, 1, lists]
+        keys = keys[..., None] if form.per_segment else keys[..., None, :]  # [Bs, HL, 1, N, T or 1]
+        group = problem.heads // form.list_heads
+        visited = xp.reshape(self.visited, (problem.batch, form.list_heads, group, *self.visited.shape[2:]))
+        listed = xp.astype(xp.minimum(visited * BLOCK_N, keys), xp.float32) * share
+        of_head = xp.reshape(xp.sum(listed, axis=(-2, -1)), (problem.batch, problem.heads))
+        return of_head + self._dense_pairs() / pairs
+
+    def _dense_pairs(self) -> int:
+        """Of a head's dense part and sinks."""
+        form, dense = self.schedule.form, self.schedule.form.dense
+        if dense is None:
+            return 0
+        rows = [end - begin for begin, end in map(dense.queries, range(dense.segments))]
+        sinks = [min(form.sinks, dense.dense_keys(n)[0]) for n in range(dense.segments)]
+        return dense.dense_pairs() + int(np.dot(rows, sinks))
 
     def _tile_rows(self) -> np.ndarray:
         """Queries of each q tile, int64 [segments, q tiles]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..methods import antidiagonal, flex_prefill, last_rows, vertical_slash
 from ..methods import kernels as methods
 from ..nsa import kernels as nsa
 from ..plan import tail
@@ -13,7 +14,7 @@ from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel
 from ..plan.launch_plan import COLLECT_PAGES
-from ..plan.paths import PATHS, is_written_for, path_of
+from ..plan.paths import HOPPER, PATHS, is_written_for, path_of
 from .methods import METHODS
 
 __all__ = ["kernels_for", "sample_for"]
@@ -47,8 +48,12 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
+        yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), HOPPER in paths)
+        for of in (last_rows, flex_prefill):
+            yield from of.kernels(Inputs(dtype, head_dim, aligned, paged))
         if plain:
             yield from nsa.catalogue(Inputs(dtype, head_dim))
+    yield from vertical_slash.kernels()
 
 
 # --- A sample, for who cannot wait for all of them ---

@@ -161,6 +161,28 @@ def check_plot(args: argparse.Namespace) -> None:
         raise ImportError(f"no picture: {missing}")
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from .compare import compare, default_configs, draw, parse_method
+    from .info import gpu_problem
+    from .progress import progress
+
+    configs: Sequence[Any] = default_configs(not args.no_causal)
+    if args.method is not None:
+        configs = [parse_method(x, "--method") for x in args.method]
+    qkv, problem = _input(args), gpu_problem()
+    check_plot(args)
+    with progress("compare") as report:
+        found = compare(
+            *(qkv if problem else inputs.to_gpu(qkv)), configs, is_causal=not args.no_causal, scale=args.scale,
+            softcap=args.softcap, repeats=args.repeats, progress=report,
+        )  # fmt: skip
+    source = " ".join(args.input)
+    if args.plot is not None:
+        draw(args.plot, found, source)
+    print_result(args, found.to_dict() | {"source": source, "picture": args.plot}, lambda _: found.table())
+    return OK
+
+
 def number(name: str, text: str) -> float:
     try:
         return float(text)
@@ -371,12 +393,14 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
 
 
 def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
+    from .compare import methods_by_name
     from .demo import CONFIG
 
     raw = argparse.RawDescriptionHelpFormatter
     whole = argparse.ArgumentParser(
         prog="s2o",
-        description="S2O sparse attention: see it at work, find a tau, compare GPU and reference, report and compile.",
+        description="S2O sparse attention: see it at work, find a tau, compare methods, or GPU and reference, report "
+        "and compile.",
         epilog=EXIT_STATUS,
         formatter_class=raw,
     )
@@ -420,6 +444,18 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     tune.add_argument("--plot", help="a picture to write: error by density")
     add_config(tune, S2OConfig(), found=("tau",))
     _add_scores(tune)
+
+    versus = command("compare", _compare, "methods side by side: density, error and time", INPUT_HELP)
+    _add_input(versus, "trace", "as stored, or float32")
+    versus.add_argument(
+        "--method", action="append", metavar="NAME[:FIELD=VALUE,...]",
+        help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())} "
+        "(default: all, by their defaults)",
+    )  # fmt: skip
+    versus.add_argument("--repeats", type=int, default=5, help="timed calls of each (default: %(default)s)")
+    versus.add_argument("--out", dest="plot", help="a picture to write: error by time on a GPU, else by density")
+    _add_scores(versus)
+    versus.add_argument("--no-causal", action="store_true", help="let every query see every key")
 
     command("info", _info, "versions, GPU and paths: what a bug report needs")
 

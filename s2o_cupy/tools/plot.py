@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..reference import s2o as stages
 from ..spec import Geometry, S2OConfig
 
-__all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_sweep", "segment_map"]
+__all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_methods", "draw_sweep", "segment_map"]
 
 PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 
@@ -158,6 +158,36 @@ def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float, title: str) -
         plt.close(figure)
 
 
+def draw_methods(
+    path: str, methods: Mapping[str, Sequence[tuple[float, float, str]]], labels: tuple[str, str], title: str
+) -> None:
+    """Write a picture of error, a mark for each (x, error, settings) of each method. ``labels``: of x and of errors."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(7.5, 5), layout="constrained")
+        for i, (name, points) in enumerate(methods.items()):
+            shown = [(x, max(y, SMALLEST_ERROR), settings) for x, y, settings in sorted(points)]
+            at = [x for x, _, _ in shown], [y for _, y, _ in shown]
+            axis.plot(*at, "-", marker="osD^vP*X"[i % 8], ms=6, lw=1, label=name)
+            for x, y, settings in shown:
+                axis.annotate(
+                    settings, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=7.5, color="#444444"
+                )
+        axis.axvline(1, color="#999999", ls=":", lw=1)
+        axis.margins(x=0.12, y=0.1)
+        axis.set(xlim=(0, None), yscale="log", xlabel=labels[0], ylabel=labels[1])
+        axis.set_title(title)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+SMALLEST_ERROR = 1e-6  # that a picture shows
 _STYLE = {
     "font.size": 9,
     "axes.titlesize": 10.5,

@@ -1,0 +1,58 @@
+// The softmax mass of blocks of keys, from the norms that antidiagonal_norms left.
+//
+//   block_mass: scores[head, row, column] = log2 of the mass that the softmax of the row's cells of queries gives the
+//               column, summed over the cells; of visible columns
+//
+// Block: a row of a head. Sums are in a fixed order.
+#include "blocks/antidiagonal.cuh"
+
+namespace s2o {
+
+struct BlockMassParams : AntidiagonalParams {
+  float* scores;  // [heads of the round, rows, pitch]
+  int pitch;
+};
+
+constexpr int kMassThreads = 256;
+
+template <int kStride_>
+struct MassTraits {
+  static constexpr int kStride = kStride_;
+  struct Shared {
+    float norms[Cells<kStride>::kOfBlock];  // of the cells of queries, log2
+  };
+};
+
+template <class Traits>
+__device__ __forceinline__ void block_mass(const BlockMassParams& p, typename Traits::Shared& shared) {
+  constexpr int kOfBlock = Cells<Traits::kStride>::kOfBlock;
+  const Cells<Traits::kStride> cells{p};
+  const int rows = p.grid.rows(), head = blockIdx.x / rows, row = rows - 1 - static_cast<int>(blockIdx.x % rows);
+  const int first = row * kOfBlock, count = min(kOfBlock, cells.of_queries() - first), lane = threadIdx.x % 32;
+  const float* norms = cells.norms(head) + cells.place(first);
+  const int pitch = static_cast<int>(cells.place(first + 1) - cells.place(first));
+  for (int i = threadIdx.x / 32; i < count; i += kMassThreads / 32) {
+    const float* of = norms + i * pitch;
+    const int blocks = cells.blocks(first + i);
+    float top = -infinity();
+    for (int c = lane; c < blocks; c += 32) top = fmaxf(top, of[c]);
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, d));
+    float sum = 0.f;
+    for (int c = lane; c < blocks; c += 32) sum += exp2_approx(of[c] - top);
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+    if (lane == 0) shared.norms[i] = top + __log2f(sum);
+  }
+  __syncthreads();
+  float* scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
+  const int visible = p.grid.visible(row);
+  for (int c = threadIdx.x; c < visible; c += kMassThreads) {
+    float sum = 0.f;
+    for (int i = 0; i < count; ++i)
+      if (c < cells.blocks(first + i)) sum += exp2_approx(norms[i * pitch + c] - shared.norms[i]);
+    scores[c] = __log2f(sum);
+  }
+}
+
+}  // namespace s2o

@@ -1,0 +1,373 @@
+"""Methods side by side on the user's own q, k and v: density, error and time."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ..api.run import parse_backend
+from ..api.select import sparse_attention
+from ..arrays.arguments import describe
+from ..arrays.frameworks import to_host
+from ..methods.base import MethodConfig
+from ..methods.registry import METHODS
+from ..methods.sparge import SpargeConfig
+from ..problem import Problem, validate
+from ..spec import S2OConfig
+from .progress import Report
+
+__all__ = [
+    "Compared", "Comparison", "compare", "default_configs", "draw", "method_name", "methods_by_name", "parse_method",
+    "settings_of",
+]  # fmt: skip
+
+Config = S2OConfig | MethodConfig
+DENSE = S2OConfig(tau=0)
+# Of a method without defaults, which wants to be tuned.
+UNTUNED: dict[type[Config], dict[str, Any]] = {SpargeConfig: {"tau": 0.9, "theta": -0.1}}
+WARMUP = 2  # calls of each that are not timed
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One configuration's part.
+
+    Attributes
+    ----------
+    config : S2OConfig or the configuration of a method
+    density : float64 numpy.ndarray, (batch, heads)
+        Pairs computed / pairs of dense attention.
+    error : float64 numpy.ndarray, (batch, heads)
+        rel_l2 against dense attention, ||o - dense|| / ||dense||.
+    pooled_density, pooled_error : float
+        The same over all heads of the batch together.
+    milliseconds : float
+        Of a call: the median of calls that take turns. On a GPU between CUDA events.
+    """
+
+    config: Config
+    density: np.ndarray
+    error: np.ndarray
+    pooled_density: float
+    pooled_error: float
+    milliseconds: float
+
+    @property
+    def name(self) -> str:
+        return method_name(type(self.config))
+
+    @property
+    def settings(self) -> str:
+        return settings_of(self.config)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found.
+
+    Attributes
+    ----------
+    rows : tuple of Compared
+        In the order of the configurations.
+    dense_milliseconds : float
+        Of dense attention: `s2o_attention` with tau 0, in the same turns.
+    backend : str
+        "cupy" or "numpy", whose times say nothing of a GPU's.
+    problem : Problem
+        Sizes, dtype, mask and scale of the calls.
+    """
+
+    rows: tuple[Compared, ...]
+    dense_milliseconds: float
+    backend: str
+    problem: Problem
+
+    def table(self) -> str:
+        """For a terminal."""
+        p = self.problem
+        told = [f"{row.name}{f' ({row.settings})' if row.settings else ''}" for row in self.rows]
+        width = max(len("dense"), *map(len, told))
+        lines = [
+            f"{p.heads} heads, {p.kv_heads} KV heads, {p.seqlen_q:,} queries, {p.seqlen_k:,} keys, head_dim "
+            f"{p.head_dim}, {p.dtype}, {'causal' if p.is_causal else 'not causal'}",
+            "error: rel_l2 against dense attention, of all heads and of the worst; density: pairs computed / pairs of "
+            "dense attention",
+            "",
+            f"{'':<{width}} {'density':>9} {'error':>9} {'worst':>9} {'ms':>9} {'of dense':>9}",
+            f"{'dense':<{width}} {1:>9.3f} {0:>9.4f} {0:>9.4f} {self.dense_milliseconds:>9.3f} {1:>9.3f}",
+        ]
+        for name, row in zip(told, self.rows, strict=True):
+            lines.append(
+                f"{name:<{width}} {row.pooled_density:>9.3f} {row.pooled_error:>9.4f} {row.error.max():>9.4f} "
+                f"{row.milliseconds:>9.3f} {row.milliseconds / self.dense_milliseconds:>9.3f}"
+            )
+        if self.backend == "numpy":
+            lines += ["", "No GPU used: NumPy's reference ran, and its time says nothing of a GPU's."]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        rows = [
+            {
+                "method": row.name,
+                "config": {field.name: getattr(row.config, field.name) for field in fields(row.config)},
+                "density": row.density.tolist(),
+                "error": row.error.tolist(),
+                "pooled_density": row.pooled_density,
+                "pooled_error": row.pooled_error,
+                "milliseconds": row.milliseconds,
+            }
+            for row in self.rows
+        ]
+        return {
+            "rows": rows,
+            "dense_milliseconds": self.dense_milliseconds,
+            "backend": self.backend,
+            "problem": asdict(self.problem),
+        }
+
+
+def settings_of(config: Config) -> str:
+    """What of a configuration is not a default, for a reader; of S2O always its tau."""
+    given = {x.name: getattr(config, x.name) for x in fields(config)}
+    told = [x.name for x in fields(config) if given[x.name] != x.default]
+    if isinstance(config, S2OConfig):  # some defaults depend on others
+        plain, of_these = S2OConfig(), S2OConfig(rank=config.rank, segment=config.segment)
+        changed = [x for x in given if given[x] != getattr(plain if x in ("rank", "segment") else of_these, x)]
+        told = ["tau", *(x for x in changed if x not in ("tau", "dense_up_to"))]
+    return ", ".join(f"{name}={_said(given[name])}" for name in told)
+
+
+def parse_method(text: str, option: str) -> Config:
+    """A configuration from NAME or NAME:FIELD=VALUE,...; of S2O at any length. ``option``: for errors."""
+    name, _, rest = text.partition(":")
+    methods = methods_by_name()
+    if name not in methods:
+        raise ValueError(f"{option} has {name!r}; accepted: {', '.join(methods)}")
+    method = methods[name]
+    given: dict[str, Any] = {"dense_up_to": 0} if method is S2OConfig else dict(UNTUNED.get(method, {}))
+    for item in filter(None, rest.split(",")):
+        field, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas")
+        given[field.strip()] = _value(value.strip())
+    return method(**given)
+
+
+def _value(text: str) -> Any:
+    """A number, True, False or None as Python writes it, else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def method_name(method: type[Config]) -> str:
+    """As the command line has it: "xattention" of XAttentionConfig."""
+    return method.__name__.removesuffix("Config").lower()
+
+
+def methods_by_name() -> dict[str, type[Config]]:
+    accepted: tuple[type[Config], ...] = (S2OConfig, *METHODS)
+    return {method_name(method): method for method in accepted}
+
+
+def default_configs(is_causal: bool = True) -> tuple[Config, ...]:
+    """S2O, at any length, and every method that takes such a mask, by their defaults, or UNTUNED."""
+    methods = [method(**UNTUNED.get(method, {})) for method in METHODS if is_causal or not method.causal_only]
+    return (S2OConfig(dense_up_to=0), *methods)
+
+
+def compare(
+    q: Any,
+    k: Any,
+    v: Any,
+    configs: Iterable[Any] | None = None,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "BHSD",
+    repeats: int = 5,
+    progress: Report | None = None,
+) -> Comparison:
+    """Run methods on the same q, k and v, and say how far each is off dense attention, what it computes and how long.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As `s2o_attention` takes them, of any framework.
+    configs : iterable of configurations, optional
+        An S2OConfig or the configuration of another method each, as `sparse_attention` takes it. By default S2O and all
+        methods that take the mask, by their defaults.
+    is_causal, scale, softcap, layout : optional
+        As of `s2o_attention`.
+    repeats : int, default 5
+        Timed calls of each, which take turns.
+    progress : callable, optional
+        Called with (calls done, calls of all, what they are of).
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not accepted, or dense attention's output is not finite.
+
+    Notes
+    -----
+    Outputs are rounded to the dtype of the inputs, so an error near its rounding (2^-9 of bfloat16, 2^-12 of float16)
+    is of the dtype. An S2OConfig is taken as it is: without ``dense_up_to=0`` a short call is dense attention on a GPU.
+
+    Examples
+    --------
+    >>> from s2o_cupy import MeanPoolingConfig, S2OConfig, XAttentionConfig, compare, inputs
+    >>> q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
+    >>> found = compare(q, k, v, [S2OConfig(dense_up_to=0), XAttentionConfig(), MeanPoolingConfig()], repeats=1)
+    >>> [row.name for row in found.rows]
+    ['s2o', 'xattention', 'meanpooling']
+    """
+    _, infos = describe(q=q, k=k, v=v)
+    backend = parse_backend("auto", infos[0].device, None)
+    shapes, dtypes = [x.shape for x in infos], [x.dtype for x in infos]
+    problem = validate(
+        shapes, dtypes, config=DENSE, backend=backend, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
+    )
+    if problem.empty or not problem.seqlen_k:
+        raise ValueError(f"compare: q is {shapes[0]}, k is {shapes[1]}; accepted: at least one head, query and key")
+    chosen = _checked(default_configs(is_causal) if configs is None else configs, problem)
+    if isinstance(repeats, bool) or not isinstance(repeats, (int, np.integer)) or repeats < 1:
+        raise ValueError(f"compare: repeats is {repeats!r}; accepted: an integer >= 1")
+    options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
+    calls = _Calls(tuple(x.native for x in infos), options, backend == "cupy")
+    warmup = WARMUP if calls.on_gpu else 0  # a reference needs none
+    every = (DENSE, *chosen)
+    total, done = len(every) * (1 + warmup + repeats), 0
+
+    def step(config: Config) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total, "dense" if config is DENSE else method_name(type(config)))
+
+    dense, _ = calls.run(DENSE)
+    if not calls.is_finite(dense):
+        raise ValueError("compare: dense attention's output is not finite; accepted: finite q, k and v")
+    step(DENSE)
+    found = []
+    for config in chosen:
+        o, stats = calls.run(config)
+        density = to_host(stats.density_per_head).astype(np.float64)
+        found.append((config, density, stats.density, *calls.errors(o, dense)))
+        step(config)
+        del o, stats
+    times: dict[int, list[float]] = {i: [] for i in range(len(every))}
+    for turn in range(warmup + repeats):
+        for i, config in enumerate(every):
+            taken = calls.milliseconds(config)
+            if turn >= warmup:
+                times[i].append(taken)
+            step(config)
+    medians = [float(np.median(times[i])) for i in range(len(every))]
+    rows = [
+        Compared(config, density, error, pooled_density, pooled_error, taken)
+        for (config, density, pooled_density, error, pooled_error), taken in zip(found, medians[1:], strict=True)
+    ]
+    return Comparison(tuple(rows), medians[0], backend, problem)
+
+
+def _checked(configs: Any, problem: Problem) -> tuple[Config, ...]:
+    accepted = f"S2OConfig, {', '.join(method.__name__ for method in METHODS)}"
+    if isinstance(configs, (S2OConfig, *METHODS)) or not hasattr(configs, "__iter__"):
+        raise TypeError(f"compare: configs is a {type(configs).__name__}; accepted: some of {accepted}, as a list")
+    found = tuple(configs)
+    if not found:
+        raise ValueError("compare: configs is empty; accepted: at least one")
+    for i, config in enumerate(found):
+        if not isinstance(config, (S2OConfig, *METHODS)):
+            raise TypeError(f"compare: configs[{i}] is a {type(config).__name__}; accepted: {accepted}")
+        if isinstance(config, MethodConfig):
+            config.check(problem)
+    return found
+
+
+class _Calls:
+    """Calls on one set of arrays."""
+
+    def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], on_gpu: bool) -> None:
+        self.arrays, self.options, self.on_gpu = arrays, options, on_gpu
+
+    def run(self, config: Config) -> tuple[Any, Any]:
+        """Output and stats."""
+        return sparse_attention(*self.arrays, config=config, return_stats=True, **self.options)
+
+    def milliseconds(self, config: Config) -> float:
+        call: Callable[[], Any] = lambda: sparse_attention(*self.arrays, config=config, **self.options)  # noqa: E731
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e3
+        import cupy
+
+        framework, infos = describe(q=self.arrays[0])
+        with framework.scope(infos[0].device, None, self.arrays[:1], host=False):
+            stream = cupy.cuda.ExternalStream(framework.stream())
+            begin_event, end_event = cupy.cuda.Event(), cupy.cuda.Event()
+            begin_event.record(stream)
+            call()
+            end_event.record(stream)
+            end_event.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin_event, end_event))
+
+    def is_finite(self, o: Any) -> bool:
+        return bool(np.isfinite(self._squares(o)).all())
+
+    def errors(self, o: Any, dense: Any) -> tuple[np.ndarray, float]:
+        """rel_l2 of each head, float64 [batch, heads], and over all."""
+        difference, size = self._squares(o, dense), self._squares(dense)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            of_head = np.where(difference == 0, 0.0, np.sqrt(difference / size))
+            pooled = float(np.sqrt(difference.sum() / size.sum())) if difference.any() else 0.0
+        return of_head, pooled
+
+    def _squares(self, x: Any, other: Any = None) -> np.ndarray:
+        """Sum of squares of each head's elements, or of what they differ by, float64 [batch, heads]; a head at a time,
+        where the arrays are."""
+        from array_api_compat import array_namespace
+
+        xp = array_namespace(x)
+        kind = xp.float64 if isinstance(x, np.ndarray) else xp.float32
+        by_layout = (lambda y, h: y[h]) if self.options["layout"] == "BHSD" else (lambda y, h: y[:, h])
+        batches = [(x, other)] if x.ndim == 3 else [(x[b], other if other is None else other[b]) for b in range(len(x))]
+        sums = []
+        for mine, its in batches:
+            for h in range(mine.shape[0 if self.options["layout"] == "BHSD" else 1]):
+                y = xp.astype(by_layout(mine, h), kind)
+                if its is not None:
+                    y = y - xp.astype(by_layout(its, h), kind)
+                sums.append(xp.sum(y * y))
+        return to_host(xp.stack(sums)).astype(np.float64).reshape(len(batches), -1)
+
+
+def _said(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def draw(path: str, found: Comparison, title: str) -> None:
+    """Write a picture: error by the time of a call where there is a GPU's, else by density."""
+    from . import plot
+
+    by_time = found.backend == "cupy"
+    groups: dict[str, list[tuple[float, float, str]]] = {}
+    for row in found.rows:
+        x = row.milliseconds / found.dense_milliseconds if by_time else row.pooled_density
+        groups.setdefault(row.name, []).append((x, row.pooled_error, row.settings))
+    label = "time of a call / of dense attention" if by_time else "density: pairs computed / pairs of dense attention"
+    plot.draw_methods(path, groups, (label, "rel_l2 error against dense"), title)
