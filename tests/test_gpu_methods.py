@@ -22,7 +22,7 @@ from s2o_cupy import (
     sparse_attention,
 )
 from s2o_cupy.caches import clear_cache
-from s2o_cupy.methods import kernels, pbs
+from s2o_cupy.methods import kernels, last_rows
 from s2o_cupy.reference.methods import blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
@@ -125,7 +125,7 @@ def test_rounds_change_no_bit(rng, config):
 @pytest.mark.parametrize("waves", [0, 1])
 def test_importance_in_one_split_and_in_many(rng, head_dim, waves, monkeypatch):
     """Of few keys each split has one tile; here a block walks many, or a few."""
-    monkeypatch.setattr(pbs, "WAVES", waves)
+    monkeypatch.setattr(last_rows, "WAVES", waves)
     q, k, _ = draw(rng, "bfloat16", 300, 30_000 if waves else 3_000, heads=16, kv_heads=2, head_dim=head_dim)
     clear_cache()
     try:

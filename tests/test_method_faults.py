@@ -20,7 +20,7 @@ from s2o_cupy import (
 )
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
-from s2o_cupy.methods import pbs
+from s2o_cupy.methods import last_rows
 from s2o_cupy.selection.catalogue import kernels_for
 
 XATTENTION, PORTABLE = XAttentionConfig(), XAttentionConfig(stride=16, path="portable")
@@ -38,7 +38,7 @@ class Fault:
     config: object = MEAN
     is_causal: bool = True
     head_dim: int = 128
-    waves: int = pbs.WAVES  # 0: all keys in one split
+    waves: int = last_rows.WAVES  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
             else good(kernel),
         )  # fmt: skip
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(pbs, "WAVES", fault.waves if fault else pbs.WAVES)
+    monkeypatch.setattr(last_rows, "WAVES", fault.waves if fault else last_rows.WAVES)
     clear_cache()
     head_dim = fault.head_dim if fault else 128
     q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500, head_dim=head_dim)
