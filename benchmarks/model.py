@@ -276,7 +276,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", help="of --hugging-face: a .npy of ids")
     parser.add_argument("--lengths", type=_common.integers, help="tokens (default: 32768,131072; without a GPU 4096)")
     parser.add_argument("--parts", type=parts, help=f"default: {','.join(PARTS)}; without a GPU loss,error")
-    parser.add_argument("--copy-ids", type=int, default=8, help="ids that agree before a copy (default: 8)")
+    parser.add_argument("--copy-ids", type=int, help="ids that agree before a copy (default: 8; of --small, bytes, 24)")
     parser.add_argument("--copy-distance", type=int, default=4096, help="tokens back to it, more than (default: 4096)")
     _kinds.add_arguments(parser)
     parser.add_argument(
@@ -294,6 +294,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA, but for loss and errors of --small")
     if args.small:
         args.models = {"small": tuple(str(SMALL / name) for name in ("loader.py", "weights.npz", "text.npz"))}
+    args.copy_ids = args.copy_ids or (24 if args.small else 8)
     gpu = args.device == "cuda"
     args.lengths = args.lengths or ([32768, 131072] if gpu else [4096])
     args.parts = args.parts or ([*PARTS] if gpu else ["loss", "error"])

@@ -245,7 +245,7 @@ FAULTS = [
     ),
     *_faults(
         "add_tail", TAIL,
-        ("unvisited keys are counted once", "tail output", "sum * left * carrying", "sum * carrying"),
+        ("unvisited keys are counted once", "tail output", "sum * scale * left * carrying", "sum * scale * carrying"),
         ("one sample is as good as many", "tail output", "carrying / (carrying + spec::kTailDoubt)", "1.f"),
         ("scores are spread like a normal distribution", "tail output",
          "fminf(fmaxf(weighted / (sum * variance), 0.f), 1.f)", "1.f"),

@@ -15,7 +15,7 @@ from s2o_cupy import S2OConfig, error_per_head, metrics, s2o_attention
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.16")
 
-from tiny_llama import LENGTH, SIZES, llama, logits_of  # noqa: E402
+from tiny_llama import LENGTH, SIZES, llama, logits_of, prompt  # noqa: E402
 
 from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
@@ -272,21 +272,25 @@ def test_report_needs_what_register_returned(model, ids):
 
 
 @pytest.mark.gpu
-def test_report_and_tuning_on_a_gpu(ids, monkeypatch):
-    """In bfloat16, with times; a call that is plain dense attention by its length has no error."""
+def test_report_and_tuning_on_a_gpu(monkeypatch):
+    """In bfloat16, with times; a call that is plain dense attention by its length has no error, and no tau."""
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
     model = llama(head_dim=64, initializer_range=0.15).to("cuda", torch.bfloat16)
-    ids = ids.cuda()
-    register(config=replace(SMALL, block_m=128, block_n=128, tau=0.3), min_seqlen=100)
+    ids = prompt(2000).cuda()
+    config = replace(SMALL, segment=128, block_m=128, block_n=128)
+    register(config=replace(config, tau=0.3, dense_up_to=None), min_seqlen=100)
     dense = report(model, ids)
     assert all(x.density.min() == 1 and x.error.max() == 0 and x.ms > 0 and x.dense_ms > 0 for x in dense.layers)
-    config = replace(SMALL, segment=128, block_m=128, block_n=128, dense_up_to=0)
-    with pytest.raises(ValueError, match="a call of 500 keys is plain dense attention"):
-        tune_model(model, ids, loss=1, config=replace(config, dense_up_to=None), min_seqlen=100)
-    found = tune_model(model, ids, density=0.9, taus=(3.0, 1.0, 0.3), config=config, min_seqlen=100)
-    register("s2o", found.config, found.per_layer, min_seqlen=100)
-    sparse = report(model, ids, segments=100)
-    assert np.mean([x.mean_density for x in sparse.layers]) <= 0.92 and sparse.layers[0].error.max() > 0.001
+    options = {"taus": (3.0, 1.0, 0.3), "min_seqlen": 100, "segments": 100}
+    with pytest.raises(ValueError, match="a call of 2,000 keys is plain dense attention"):
+        tune_model(model, ids, loss=1, config=replace(config, dense_up_to=None), **options)
+    for target in ({"density": 0.6}, {"loss": 5.0}):
+        found = tune_model(model, ids, config=config, **target, **options)
+        register("s2o", found.config, found.per_layer, min_seqlen=100)
+        sparse = report(model, ids, segments=100)
+        assert np.mean([x.mean_density for x in sparse.layers]) == pytest.approx(found.density, rel=0.1)
+        assert found.density < 0.65 and sparse.layers[0].error.max() > 0.001
+        assert all(0 < x.error.max() < 3 for x in sparse.layers)
 
 
 # ---------------------------------------------------------------- the commands

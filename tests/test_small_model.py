@@ -84,12 +84,13 @@ def test_what_it_was_trained_on():
     """Copies are copies, positions jump, and both halves are of the text or of random bytes."""
     train = _sources.module_of(str(FOLDER / "train.py"))
     text = np.frombuffer(b"abcdefghij" * 500, np.uint8)
-    ids, positions, copies = train.batch(text, np.random.default_rng(0), 40, 256)
+    ids, positions, copies = train.batch(text, np.random.default_rng(0), 40, 256, 0.5)
     assert ids.shape == positions.shape == copies.shape == (40, 256)
     assert not copies[:, :128].any() and 0.5 < copies[:, 128:].mean() < 0.95
     jumps = np.diff(positions, axis=1)
     assert (np.delete(jumps, 127, axis=1) == 1).all() and jumps[:, 127].min() >= 2 and jumps[:, 127].max() > 10_000
     assert positions.min() >= 0 and positions.max() < train.POSITIONS
+    assert 0.3 < (ids[:, :128].max(1) > 127).mean() < 0.7  # random bytes
     for row, copied in zip(ids, copies, strict=True):
         first = row[:128].astype(np.uint8).tobytes()
         begins = np.flatnonzero(np.diff(copied.astype(int)) == 1) + 1

@@ -3,10 +3,11 @@
 
     python benchmarks/small_model/train.py --out weights.npz
 
-A Llama that reads bytes: 3 layers, 4 query heads over 2 KV heads, head_dim 64. It learns from the docstrings of the
-standard library, and is measured on text.npz, of the language reference, which it has not seen (``pydoc_data``). So
-that it copies from far away, as large models do, half of each sequence says pieces of the other half again, and the
-positions between them jump by up to 131,072 (positions alone, so sequences stay short).
+A Llama that reads bytes: 3 layers, 4 query heads over 2 KV heads, head_dim 64. It learns from random bytes said twice
+and from the docstrings of the standard library, and is measured on text.npz, of the language reference, which it has
+not seen (``pydoc_data``). So that it copies from far away, as large models do, the second half of each sequence says
+pieces of the first again, and the positions between them jump by up to 131,072 (positions alone, so sequences stay
+short).
 
 Another version of Python has other docstrings, and so gives other weights. Needs PyTorch and transformers.
 """

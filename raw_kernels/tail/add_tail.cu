@@ -15,6 +15,7 @@ namespace s2o {
 constexpr int kTailSamples = spec::kTailSamples;
 constexpr int kTailSlice = 32;  // dimensions of values at a time
 constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLargestScale = 100.f;  // log2 of a mass beside which nothing of the row's own is left
 
 struct AddTailParams {
   Tensor<const uint16> q;    // [batch, heads, seqlen_q, head_dim]
@@ -170,6 +171,10 @@ struct TailTile {
       for (int e = 0; e < 2; ++e) done(first + (16 * j + 2 * e) * kOne, s[j][2 * h + e]);
   }
 
+  __device__ __forceinline__ float capped(float score) const {
+    return p.softcap > 0.f ? p.softcap * tanh_approx(score / p.softcap) : score;
+  }
+
   // Of rows lane / 4 and 8 more of the warp: mass as a multiple of what the row has found, and tilt; mass 0 where one is
   // not finite.
   __device__ __forceinline__ void find_mass(const int (&position)[2], const float (&lse)[2], float (&mass)[2],
@@ -178,12 +183,17 @@ struct TailTile {
     multiply<Element>(s, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float sum = 0.f, squares = 0.f, mean = 0.f, weighted = 0.f, variance = 0.f;
-      each(s, h, [&](float share, float& x) { mean += share * (x *= p.scale); });
+      // Weights are counted from the largest score: what they are shared by does not depend on their size.
+      float sum = 0.f, squares = 0.f, mean = 0.f, weighted = 0.f, variance = 0.f, top = -infinity();
+      each(s, h, [&](float share, float& x) {
+        mean += share * (x *= p.scale);
+        top = fmaxf(top, x);
+      });
       mean = quad_sum(mean);
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+      top = capped(fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2)));
       each(s, h, [&](float share, float x) {
-        const float score = p.softcap > 0.f ? p.softcap * tanh_approx(x / p.softcap) : x;
-        const float weight = share * exp2_approx((score - lse[h]) * kLog2E);
+        const float weight = share * exp2_approx((capped(x) - top) * kLog2E);
         sum += weight;
         squares += weight * weight;
         weighted += weight * (x - mean);
@@ -194,9 +204,10 @@ struct TailTile {
       weighted = quad_sum(weighted);
       variance = quad_sum(variance);
       const float carrying = sum * sum / squares;  // samples, by how evenly weights are spread
-      mass[h] = sum * left * carrying / (carrying + spec::kTailDoubt);
+      const float scale = exp2_approx(fminf((top - lse[h]) * kLog2E, kLargestScale));
+      mass[h] = sum * scale * left * carrying / (carrying + spec::kTailDoubt);
       tilt[h] = variance > 0.f ? fminf(fmaxf(weighted / (sum * variance), 0.f), 1.f) : 0.f;
-      if (position[h] < 0 || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
+      if (position[h] < 0 || !(fabsf(lse[h]) < infinity()) || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
     }
   }
   __device__ __forceinline__ void add() {
