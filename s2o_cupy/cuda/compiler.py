@@ -336,7 +336,7 @@ def compile_all(
         (kernel, arch)
         for arch in architectures
         for kernel in (sampled_kernels if sample else all_kernels)(arch)
-        if kernel.family.traits is None
+        if "{element}" not in (kernel.family.traits or "")
         or ((dtypes is None or kernel.dtype in dtypes) and (head_dims is None or kernel.head_dim in head_dims))
     ]
     done: list[CompiledKernel] = []
