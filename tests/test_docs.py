@@ -297,6 +297,11 @@ def test_tables_are_up_to_date(figures):
     assert not figures.stale(), "python docs/figures.py writes them"
 
 
+def test_servers_are_told_without_measurements():
+    """No result in benchmarks/results is of a server or of vLLM's pages."""
+    assert not re.findall(r"\d ms\b|density [\d.]+|\d MiB of", text_of(ROOT / "docs" / "servers.md"))
+
+
 def test_a_table_says_where_it_comes_from(figures, tmp_path):
     row = {
         "length": 8192, "tau": 0.01, "heads": 32, "kv_heads": 8, "head_dim": 128, "density": 0.4567, "s2o_ms": 0.98765,

@@ -130,6 +130,8 @@ def test_integrations_import_only_their_framework():
     """One after the other in one interpreter, as PyTorch takes seconds."""
     loaded = loaded_after("from s2o_cupy.integrations import head_groups, plugins, zigzag")
     assert loaded.isdisjoint(HEAVY)
+    of_servers = {f"s2o_cupy.integrations.{name}" for name in ("serving", "sglang", "vllm")}
+    assert loaded.isdisjoint({*of_servers, "s2o_cupy.cuda.pipeline"})  # docs/servers.md says so
     if importlib.util.find_spec("jax"):
         assert loaded_after("import s2o_cupy.integrations.jax") & set(HEAVY) == {"jax"}
     pytest.importorskip("torch")

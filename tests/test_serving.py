@@ -60,23 +60,36 @@ def test_settings_of_a_file_that_tune_wrote(tmp_path):
         ServingSettings.parse(path, "here")
 
 
+def test_a_file_whose_name_looks_like_json(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("[a].json").write_text('{"config": {"tau": 0.1}}')
+    assert ServingSettings.parse("[a].json", "here").config == S2OConfig(tau=0.1)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (3, "here is a int; accepted: a JSON object, or the path of a file"),
         ("{tau: 1}", "here is no JSON .*; accepted: a JSON object"),
         ({"taw": 0.1}, "here: 'taw' is not a setting; accepted: min_seqlen, per_layer, settings, .*segment, tau, "),
-        ({"tau": -1}, "S2OConfig: tau is -1; accepted: a number >= 0"),
+        ({"tau": -1}, "here: S2OConfig: tau is -1; accepted: a number >= 0"),
         ({"min_seqlen": "8192"}, "here: min_seqlen is '8192'; accepted: an integer >= 0"),
         ({"backend": 3}, "here: backend is 3; accepted: a name"),
         ({"per_layer": [1]}, "here: per_layer is a list; accepted: a JSON object by layer"),
         ({"per_layer": {"first": None}}, "here: per_layer has the key 'first'; accepted: a layer, counted from 0"),
         ({"per_layer": {"0": 0.1}}, r"here: per_layer\[0\] is 0.1; accepted: null, or an object"),
-        ({"per_layer": {"0": {"taw": 1}}}, "here: 'taw' is not a setting"),
+        ({"per_layer": {"0": {"taw": 1}}}, r"here: per_layer\[0\]: S2OConfig: taw is not a field; did you mean tau"),
+        ({"per_layer": {"7": {"tau": -1}}}, r"here: per_layer\[7\]: S2OConfig: tau is -1; accepted: a number >= 0"),
+        ({"settings": 5}, "here: settings is 5; accepted: the path of a file that tune_model wrote"),
+        ({"settings": None}, "here: settings is None; accepted: the path of a file"),
+        ("[1]", r"here is \[1\]; accepted: a JSON object, or the path of a file, without quotes"),
+        ('"x"', 'here is "x"; accepted: a JSON object, or the path of a file, without quotes'),
+        ("[1", "here is no JSON .*; accepted: a JSON object"),
+        ("tau=0.1", "here: no file 'tau=0.1'; accepted: a JSON object, or the path of a file"),
     ],
 )
 def test_settings_that_are_refused(given, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+    with pytest.raises((TypeError, ValueError, FileNotFoundError), match=f"^{message}"):
         ServingSettings.parse(given, "here")
 
 
@@ -89,6 +102,13 @@ def test_settings_that_are_refused(given, message):
 )  # fmt: skip
 def test_kinds_of_requests(seqlen_q, seqlen_k, kind):
     assert kind_of_request(seqlen_q, seqlen_k, ServingSettings.parse({}, "here")) == kind
+
+
+def test_requests_have_a_tile_of_queries_in_every_layer():
+    settings = ServingSettings.parse({"block_m": 64, "per_layer": {"0": None, "3": {"block_m": 128}}}, "here")
+    assert [kind_of_request(n, 9000, settings) for n in (127, 128)] == ["few queries", "s2o"]
+    smaller = ServingSettings.parse({"per_layer": {"3": {"block_m": 64}}}, "here")
+    assert [kind_of_request(n, 9000, smaller) for n in (127, 128)] == ["few queries", "s2o"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=12))

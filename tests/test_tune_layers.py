@@ -195,12 +195,14 @@ def test_settings_are_read_as_written(layers, tmp_path):
         ('{"config": {}, "per_layer": [1]}', ValueError, "per_layer is a list; accepted: an object"),
         ('{"config": {}, "per_layer": {"a": {}}}', ValueError, "per_layer has 'a'; accepted: a layer such as"),
         ('{"config": {}, "per_layer": {"1": 2}}', ValueError, "per_layer has 2 for 1; accepted: fields of S2OConfig"),
-        ('{"config": {"taw": 1}}', TypeError, "taw is not a field; did you mean tau"),
+        ('{"config": {"taw": 1}, "per_layer": {"0": {}}}', TypeError, "config: S2OConfig: taw is not a field; did you"),
+        ('{"config": {}, "per_layer": {"0": {"tua": 1}}}', TypeError, r"per_layer\[0\]: S2OConfig: tua is not a field"),
+        ('{"config": {}, "per_layer": {"1.2": {"tau": -1}}}', ValueError, r"per_layer\[1.2\]: S2OConfig: tau is -1;"),
     ],
 )
 def test_settings_that_are_refused(text, error, message, tmp_path):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"a.json: {message}"):
         read_settings(tmp_path / "a.json")
 
 

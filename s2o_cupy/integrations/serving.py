@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
 from ..spec import MAX_HEAD_DIM, S2OConfig
-from ..tools.layer_settings import read_settings
+from ..tools.layer_settings import config_of, read_settings
 from .fallbacks import CallCounts, Kinds
 
 __all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "kind_of_request", "why_not_shape"]
@@ -98,27 +100,40 @@ class ServingSettings:
             config, per_layer = _config(given, owner), _layers(given, layers, owner)
         return cls(config, min_seqlen, per_layer, backend)
 
+    @functools.cached_property
+    def block_m(self) -> int:
+        """The largest of all layers: a request is S2O's in all of them or in none, before layers are known."""
+        return max(config.block_m for config in (self.config, *self.per_layer.values()) if config)
+
     def of_layer(self, layer: int) -> S2OConfig | None:
         return self.per_layer.get(layer, self.config)
 
 
 def _parse_text(text: str, owner: str) -> Any:
-    if not text.lstrip().startswith("{"):
+    if os.path.isfile(text) or not text.lstrip().startswith(("{", "[", '"')):
         return {"settings": text}
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{owner} is no JSON ({error}); accepted: a JSON object, or the path of a file") from error
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{owner} is {text}; accepted: a JSON object, or the path of a file, without quotes")
+    return found
 
 
 def _of_file(given: Mapping[str, Any], owner: str) -> tuple[S2OConfig, dict[int, S2OConfig | None]]:
     if len(given) > 1:
         others = ", ".join(name for name in given if name != "settings")
         raise ValueError(f"{owner}: settings and {others} came together; accepted: settings, min_seqlen and backend")
-    config, per_layer = read_settings(given["settings"])
+    path = given["settings"]
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{owner}: settings is {path!r}; accepted: the path of a file that tune_model wrote")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{owner}: no file {str(path)!r}; accepted: a JSON object, or the path of a file")
+    config, per_layer = read_settings(path)
     layers = {key: value for key, value in per_layer.items() if isinstance(key, int)}
     if len(layers) < len(per_layer):
-        raise ValueError(f'{owner}: {given["settings"]} names heads; accepted: layers, as of by="layer"')
+        raise ValueError(f'{owner}: {path} names heads; accepted: layers, as of by="layer"')
     return config, layers
 
 
@@ -133,7 +148,8 @@ def _layers(base: Mapping[str, Any], layers: Any, owner: str) -> dict[int, S2OCo
             raise TypeError(
                 f"{owner}: per_layer[{layer}] is {changes!r}; accepted: null, or an object of S2OConfig's fields"
             )
-        found[int(layer)] = None if changes is None else _config({**base, **changes}, owner)
+        where = f"{owner}: per_layer[{layer}]"
+        found[int(layer)] = None if changes is None else config_of({**base, **changes}, where)
     return found
 
 
@@ -143,7 +159,7 @@ def _config(settings: Mapping[str, Any], owner: str) -> S2OConfig:
         if name not in known:
             accepted = ", ".join(["min_seqlen", "per_layer", "settings", "backend", *known])
             raise ValueError(f"{owner}: {name!r} is not a setting; accepted: {accepted}")
-    return S2OConfig(**settings)
+    return config_of(settings, owner)
 
 
 class Run(NamedTuple):
@@ -161,7 +177,7 @@ def kind_of_request(seqlen_q: int, seqlen_k: int, settings: ServingSettings) -> 
         return "decoding"
     if seqlen_k < settings.min_seqlen:
         return "short"
-    return "few queries" if seqlen_q < settings.config.block_m else "s2o"
+    return "few queries" if seqlen_q < settings.block_m else "s2o"
 
 
 def cut(lengths: Sequence[tuple[int, int]], kinds: Sequence[str]) -> tuple[Run, ...]:

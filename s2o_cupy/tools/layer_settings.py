@@ -18,7 +18,7 @@ from typing import Any
 
 from ..spec import S2OConfig
 
-__all__ = ["BY", "PerLayer", "head_name", "plain_config", "plain_per_layer", "read_settings"]
+__all__ = ["BY", "PerLayer", "config_of", "head_name", "plain_config", "plain_per_layer", "read_settings"]
 
 BY = ("model", "layer", "head")  # what may have a tau of its own
 PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
@@ -44,6 +44,14 @@ def plain_per_layer(config: S2OConfig, per_layer: PerLayer) -> dict[str, dict[st
     return found
 
 
+def config_of(settings: Mapping[str, Any], where: str) -> S2OConfig:
+    """S2OConfig of some of its fields. Its TypeError or ValueError begins with ``where`` they come from."""
+    try:
+        return S2OConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
 def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | tuple[int, int], S2OConfig | None]]:
     """``config`` and ``per_layer`` of a file, as `s2o_cupy.integrations.transformers.register` takes them.
 
@@ -59,6 +67,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | t
     if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):
         raise ValueError(f'{path}: no object with "config"; accepted: a file that tune_model or s2o tune wrote')
     base, entries = found["config"], found.get("per_layer") or {}
+    config = config_of(base, f"{path}: config")
     if not isinstance(entries, Mapping):
         raise ValueError(f"{path}: per_layer is a {type(entries).__name__}; accepted: an object")
     per_layer: dict[int | tuple[int, int], S2OConfig | None] = {}
@@ -69,5 +78,6 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | t
         key = (int(layer), int(head)) if head else int(layer)
         if changes is not None and not isinstance(changes, Mapping):
             raise ValueError(f"{path}: per_layer has {changes!r} for {name}; accepted: fields of S2OConfig, or null")
-        per_layer[key] = None if changes is None else S2OConfig(**{**base, **changes})
-    return S2OConfig(**base), per_layer
+        where = f"{path}: per_layer[{name}]"
+        per_layer[key] = None if changes is None else config_of({**base, **changes}, where)
+    return config, per_layer
