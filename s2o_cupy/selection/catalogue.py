@@ -48,7 +48,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged))
         if plain:
-            yield from nsa.catalogue(Inputs(dtype, head_dim))
+            yield from nsa.catalogue(Inputs(dtype, head_dim), limits.compute_capability)
 
 
 # --- A sample, for who cannot wait for all of them ---
