@@ -35,6 +35,10 @@ BLOCK_WEIGHTS_SM90 = Family(
 SELECTED = Family(
     "nsa_selected", "nsa/selected.cu", "NsaParams", 128, 2, "SelectedTraits<{element}, {head_dim}, {step}>"
 )
+SELECTED_SM90 = Family(
+    "nsa_selected_sm90", "nsa/selected_sm90.cu", "NsaParams", 256, 2, "SelectedSm90Traits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
@@ -72,9 +76,11 @@ def block_weight_tokens(kernel: Kernel) -> int:
 
 
 def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
+    """Of Hopper with blocks of 64; with twice as many keys registers are too few for two blocks of threads."""
+    family = SELECTED_SM90 if HOPPER.runs_on(compute_capability) and block == STEP else SELECTED
     buffers = 2 if block == STEP else 1
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4
-    return Kernel(SELECTED, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
+    return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 
 def merge_parts(inputs: Inputs) -> Kernel:
@@ -110,4 +116,5 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     yield from (selected(inputs, block, 0) for block in BLOCKS)
     yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))
     if HOPPER.runs_on(compute_capability):
+        yield selected(inputs, STEP, compute_capability)
         yield from (block_weights(inputs, group, compute_capability) for group in (1, 2, 4, 8))
