@@ -10,11 +10,13 @@ from ..plan.paths import HOPPER
 __all__ = [
     "BLOCKS", "CHUNK_TOKENS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weight_tokens", "block_weights",
     "catalogue", "count", "merge_parts", "places", "scatter", "selected", "top_blocks", "window",
+    "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
 MAX_GROUP = 16
 MAX_HOPPER_GROUP = 8
+HOPPER_WINDOW_ROWS = 192
 HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
@@ -24,6 +26,9 @@ CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kC
 OPEN = 32 * 4  # bytes of an open array that a Shared has
 
 WINDOW = Family("nsa_window", "nsa/window.cu", "NsaParams", 128, 2, "WindowTraits<{element}, {head_dim}>")
+WINDOW_SM90 = Family(
+    "nsa_window_sm90", "nsa/window_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
+)
 BLOCK_WEIGHTS = Family(
     "nsa_block_weights", "nsa/block_weights.cu", "NsaParams", 128, 2,
     "BlockWeightTraits<{element}, {head_dim}, {group}>",
@@ -50,8 +55,16 @@ COUNT, PLACES, SCATTER = (
 
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
-    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4
+    if HOPPER.runs_on(compute_capability):
+        shared = (HOPPER_WINDOW_ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4
+        return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
+    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
+
+
+def window_rows(kernel: Kernel) -> int:
+    """Positions of a block."""
+    return HOPPER_WINDOW_ROWS if kernel.family is WINDOW_SM90 else ROWS
 
 
 def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel:
@@ -118,3 +131,4 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     if HOPPER.runs_on(compute_capability):
         yield selected(inputs, STEP, compute_capability)
         yield from (block_weights(inputs, group, compute_capability) for group in (1, 2, 4, 8))
+        yield window(inputs, compute_capability)

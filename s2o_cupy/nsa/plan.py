@@ -119,9 +119,10 @@ class NsaPlan:
 
     @property
     def window_tiles(self) -> int:
-        """Of a head."""
+        """Of a head: they begin at multiples of their rows."""
+        rows = kernels.window_rows(self.kernel("nsa_window"))
         first = self.problem.seqlen_k - self.problem.seqlen_q
-        return (self.problem.seqlen_k - 1) // kernels.ROWS - first // kernels.ROWS + 1
+        return (self.problem.seqlen_k - 1) // rows - first // rows + 1
 
     @property
     def lse_rows(self) -> tuple[int, ...]:
