@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -43,7 +45,9 @@ def assert_right(x, config):
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("config", [SMALL, LARGE], ids=["64", "128"])
 def test_groups(rng, dtype, group, config):
-    assert_right(draw(rng, DTYPES[dtype], 700, heads=2 * group, head_dim=128, config=config), config)
+    x = draw(rng, DTYPES[dtype], 700, heads=2 * group, head_dim=128, config=config)
+    assert_right(x, config)
+    assert_right(x, dataclasses.replace(config, path="portable"))
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80])

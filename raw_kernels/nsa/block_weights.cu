@@ -3,8 +3,8 @@
 //   q [batch, heads, seqlen_q, head_dim], k_cmp [batch, kv_heads, compressed, head_dim], cmp_lse
 //   -> weights [KV rows, tokens, weight_stride], of blocks 0 .. own - local
 //
-// With P[c] the sum over the heads of a group of exp(score - lse), block j has the sum of P over its stride of c, and
-// where length is 2 * stride of the same one c earlier: that is 2 * sum - P[last of j] + P[last of j - 1].
+// block_weights_sm90.cu does the same by wgmma.
+#include "nsa/block_sums.cuh"
 #include "nsa/tile.cuh"
 
 namespace s2o {
@@ -119,7 +119,6 @@ __device__ __forceinline__ void nsa_block_weights(const NsaParams& p, typename T
   constexpr int kHeads = Traits::kHeads, kOwn = 4 / kHeads;  // tokens of a thread
   BlockWeights<Traits> of(p, shared);
   const int lane = of.lane, t = lane % 4, ratio = (1 << p.block_shift) / p.stride;
-  const bool twice = p.length > p.stride;
   // Blocks that the last token may choose by weight, and the compressed keys that count for them.
   const int last_token = min(of.first_token + Traits::kTokens, p.first_token + p.tokens) - 1;
   const int steps = (max(0, p.own_block(last_token) - p.local + 1) * ratio + 63) / 64;
@@ -161,41 +160,7 @@ __device__ __forceinline__ void nsa_block_weights(const NsaParams& p, typename T
     }
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      const int first_key = step * 64 + t * 16;
-      if (first_key + 16 > visible[n]) {  // not a number, or one of a later token's: of no weight
-#pragma unroll
-        for (int x = 0; x < 16; ++x)
-          if (first_key + x >= visible[n]) sum[n][x] = 0.f;
-      }
-      const float last_before = __shfl_sync(kFullWarp, sum[n][15], lane / 4 * 4 + (t + 3) % 4);
-      float before = t == 0 ? carried[n] : last_before;
-      carried[n] = last_before;
-      float four[4];  // of four neighbours
-#pragma unroll
-      for (int x = 0; x < 4; ++x)
-        four[x] = (sum[n][4 * x] + sum[n][4 * x + 1]) + (sum[n][4 * x + 2] + sum[n][4 * x + 3]);
-      const auto weight = [&](float all, float last) {
-        const float w = twice ? 2.f * all - last + before : all;
-        before = last;
-        return w;
-      };
-      if (weights[n] == nullptr) continue;
-      float* target = weights[n] + first_key / ratio;
-      if (ratio == 4) {
-        float4 w;
-        w.x = weight(four[0], sum[n][3]);
-        w.y = weight(four[1], sum[n][7]);
-        w.z = weight(four[2], sum[n][11]);
-        w.w = weight(four[3], sum[n][15]);
-        *reinterpret_cast<float4*>(target) = w;
-      } else if (ratio == 8) {
-        float2 w;
-        w.x = weight(four[0] + four[1], sum[n][7]);
-        w.y = weight(four[2] + four[3], sum[n][15]);
-        *reinterpret_cast<float2*>(target) = w;
-      } else {
-        *target = weight((four[0] + four[1]) + (four[2] + four[3]), sum[n][15]);
-      }
+      write_block_weights(p, sum[n], carried[n], step * 64 + t * 16, visible[n], weights[n]);
     }
     __syncthreads();  // every warp is done with this step's keys
   }

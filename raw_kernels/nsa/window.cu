@@ -7,6 +7,7 @@
 //      holds
 //
 // Keys come from the latest to the first, so that what a row has seen after its near blocks is just those.
+#include "nsa/position_rows.cuh"
 #include "nsa/tile.cuh"
 
 namespace s2o {
@@ -19,30 +20,15 @@ struct WindowTraits : NsaTile<Element_, kHeadDim_> {
     uint16 v[2][64 * kHeadDim_];
     // What only the copies need is read back for each step: the registers belong to acc and the scores.
     const uint16 *k_rows, *v_rows;
-    int last_step, band, sink_end, steps;
+    int steps[4];      // WindowSteps
+    int first, careful;
   };
-};
-
-// Row r is the query at position `first` + r: tiles, and warps with them, begin where blocks do.
-struct PositionRows : QueryTile {
-  int first, offset, seqlen_q;
-  __device__ __forceinline__ PositionRows(const NsaParams& p, uint32 block) : offset(p.geometry.offset()) {
-    seqlen_q = p.geometry.seqlen_q;
-    head = block % (p.q_tiles);
-    tile = p.tiles - 1 - block / p.q_tiles;
-    segment = 0;
-    first = (offset / 128 + tile) * 128;
-  }
-  __device__ __forceinline__ int operator()(int r) const {
-    const int i = first + r - offset;
-    return i >= 0 && i < seqlen_q ? i : -1;
-  }
 };
 
 // Leaves what the rows of a warp have seen so far.
 template <class Traits>
 __device__ __forceinline__ void keep_near(AttentionTile<Traits>& attention, const NsaParams& p,
-                                          const PositionRows& rows) {
+                                          const PositionRows<128>& rows) {
   attention.stop_check(0);  // l is then the whole sum
 #pragma unroll
   for (int i = 0; i < Traits::kRowTiles; ++i)
@@ -66,26 +52,19 @@ template <class Traits>
 __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::Shared& shared) {
   constexpr int kStep = Traits::kStep;
   if (threadIdx.x == 0) {
-    const PositionRows rows(p, block_index());
+    const PositionRows<128> rows(p, block_index());
     const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
     shared.k_rows = p.k.at(batch, kv_head);
     shared.v_rows = p.v.at(batch, kv_head);
-    // Steps of keys: those of the band from the last, then those of the sinks before it.
-    const int lowest = max(rows.first, rows.offset), highest = min(rows.first + 127, p.geometry.seqlen_k - 1);
-    const int band_begin = max(0, lowest - p.window + 1) / kStep;
-    shared.last_step = highest / kStep;
-    shared.band = shared.last_step - band_begin + 1;
-    shared.sink_end = min((p.sinks + kStep - 1) / kStep, band_begin);
-    shared.steps = shared.band + shared.sink_end;
+    reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
+    shared.first = rows.first;
+    shared.careful = 0;
   }
   __syncthreads();
-  const auto key_of = [&](int step) {
-    const int band = shared.band;
-    return (step < band ? shared.last_step - step : shared.sink_end - 1 - (step - band)) * kStep;
-  };
+  const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
   const auto load = [&](int step) {
-    if (step < shared.steps) {
-      const int first = key_of(step), end = p.geometry.seqlen_k, head_dim = p.geometry.head_dim;
+    if (step < steps.count) {
+      const int first = steps.first_key(step), end = p.geometry.seqlen_k, head_dim = p.geometry.head_dim;
       copy_rows<Traits, kStep>(shared_address(shared.k[step % 2]), shared.k_rows, p.k.row, head_dim, first, end);
       copy_rows<Traits, kStep>(shared_address(shared.v[step % 2]), shared.v_rows, p.v.row, head_dim, first, end);
     }
@@ -94,30 +73,27 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
 
   // A second time, with care for values that are not finite, only where one has come in, seen or not.
 #pragma unroll 1
-  for (bool careful = false;; careful = true) {
+  for (;;) {
     load(0);
     AttentionTile<Traits> attention(shared, p);
-    attention.load_queries(PositionRows(p, block_index()));
-    const int tile_first = PositionRows(p, block_index()).first;
-    // Positions of the warp's rows; all are of one block of keys.
-    const int warp_first = tile_first + attention.warp_row, warp_last = warp_first + 31;
+    attention.load_queries(PositionRows<128>(p, block_index()));
 #pragma unroll 1
-    for (int step = 0; step < shared.steps; ++step) {
+    for (int step = 0; step < steps.count; ++step) {
       load(step + 1);
       cp_async_wait<1>();
       __syncthreads();
-      const int first_key = key_of(step), end_key = first_key + kStep;
+      const int first_key = steps.first_key(step);
       const uint32 k_tile = shared_address(shared.k[step % 2]), v_tile = shared_address(shared.v[step % 2]);
-      if (first_key <= warp_last && (end_key - 1 > warp_first - p.window || first_key < p.sinks)) {
+      // Positions of the warp's rows; all are of one block of keys.
+      const int tile_first = shared.first, warp_first = tile_first + attention.warp_row, warp_last = warp_first + 31;
+      if (window_reaches(p, warp_first, warp_last, first_key)) {
         float s[Traits::kRowTiles][Traits::kKeyTiles][4];   // [rows, keys] of this thread
         uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // the weights, packed in pairs of keys
         attention.scores(s, k_tile);
         const auto sees = [&](int i, int h, int key) {
-          const int back = tile_first + attention.row(i, h) - first_key - key;
-          return static_cast<uint32>(back) < static_cast<uint32>(p.window) || (back >= 0 && first_key + key < p.sinks);
+          return window_sees(p, tile_first + attention.row(i, h), first_key + key);
         };
-        // Some row of the warp does not see some key.
-        const bool edge = end_key - 1 > warp_first || (first_key <= warp_last - p.window && end_key > p.sinks);
+        const bool edge = window_cuts(p, warp_first, warp_last, first_key);
         if (edge) {
 #pragma unroll
           for (int i = 0; i < Traits::kRowTiles; ++i)
@@ -128,22 +104,23 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
                 if (!sees(i, e / 2, j * 8 + attention.lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
         }
         attention.softmax(s, w);
-        if (careful && edge) {
+        if (edge && shared.careful) {
           accumulate_visible<Traits>(attention, w, v_tile, sees);
         } else {
           attention.accumulate(w, v_tile);
         }
       }
-      if (p.near_out && first_key == max(0, (warp_first >> p.block_shift) - p.local + 1) << p.block_shift)
-        keep_near(attention, p, PositionRows(p, block_index()));
+      if (p.near_out && first_key == near_begin(p, warp_first))
+        keep_near(attention, p, PositionRows<128>(p, block_index()));
       __syncthreads();
     }
     cp_async_wait<0>();
-    if (careful || !__syncthreads_or(any_nonfinite<Traits>(attention))) {
+    if (!__syncthreads_or(!shared.careful && any_nonfinite<Traits>(attention))) {
       attention.stop_check(0);
-      attention.template store<false>(PositionRows(p, block_index()));
+      attention.template store<false>(PositionRows<128>(p, block_index()));
       return;
     }
+    shared.careful = 1;  // by all; seen after the next barrier
   }
 }
 

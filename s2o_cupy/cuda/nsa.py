@@ -169,15 +169,15 @@ class _Call:
         heads = plan.problem.batch * plan.problem.heads
         self._point(q, keys, out)
         params["q_tiles"], params["tiles"] = heads, plan.window_tiles
-        self.launch(kernels.window(plan.inputs), heads * plan.window_tiles)
+        self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles)
 
     def choose(self, q: Operand, first: int, tokens: int) -> None:
         """The blocks of a round's tokens."""
         plan, params = self.plan, self.params
-        kernel = kernels.block_weights(plan.inputs, plan.group)
+        kernel = plan.kernel("nsa_block_weights")
         self._round(first, tokens)
         params["q"] = _tensor(q)
-        params["tiles"] = tiles = -(-tokens * kernel.group // kernels.ROWS)
+        params["tiles"] = tiles = -(-tokens // kernels.block_weight_tokens(kernel))
         self.launch(kernel, plan.kv_rows * tiles)
         self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
 
@@ -191,7 +191,7 @@ class _Call:
         self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
         self.launch(kernels.places(), plan.kv_rows)
         self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
-        self.launch(kernels.selected(plan.inputs, plan.config.block), plan.kv_rows * plan.most_items)
+        self.launch(plan.kernel("nsa_selected"), plan.kv_rows * plan.most_items)
         self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
 
     def _point(self, q: Operand, keys: Pair, out: Operand) -> None:

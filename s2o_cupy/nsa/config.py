@@ -39,7 +39,8 @@ class NSAConfig:
         Bound on the GPU memory of blocks' weights, and of parts of the selected branch: tokens are taken in rounds.
         A round of 128 tokens always fits.
     path : {"auto", "portable", "hopper"}, default "auto"
-        Kernels of the compressed branch, as in `S2OConfig`. The others have portable ones alone.
+        Kernels of the compressed branch and of the blocks' weights, as in `S2OConfig`. The others have portable ones
+        alone.
 
     Raises
     ------

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..plan.kernels import Family, Inputs, Kernel
+from ..plan.paths import HOPPER
 
 __all__ = [
-    "BLOCKS", "CHUNK_TOKENS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weights", "catalogue", "count",
-    "merge_parts", "places", "scatter", "selected", "top_blocks", "turns_of", "window",
+    "BLOCKS", "CHUNK_TOKENS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weight_tokens", "block_weights",
+    "catalogue", "count", "merge_parts", "places", "scatter", "selected", "top_blocks", "window",
+    "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
 MAX_GROUP = 16
+MAX_HOPPER_GROUP = 8
+HOPPER_WINDOW_ROWS = 192
+HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
@@ -21,13 +26,24 @@ CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kC
 OPEN = 32 * 4  # bytes of an open array that a Shared has
 
 WINDOW = Family("nsa_window", "nsa/window.cu", "NsaParams", 128, 2, "WindowTraits<{element}, {head_dim}>")
+WINDOW_SM90 = Family(
+    "nsa_window_sm90", "nsa/window_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
+)
 BLOCK_WEIGHTS = Family(
     "nsa_block_weights", "nsa/block_weights.cu", "NsaParams", 128, 2,
     "BlockWeightTraits<{element}, {head_dim}, {group}>",
 )  # fmt: skip
+BLOCK_WEIGHTS_SM90 = Family(
+    "nsa_block_weights_sm90", "nsa/block_weights_sm90.cu", "NsaParams", 256, 1,
+    "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
+)  # fmt: skip
 SELECTED = Family(
     "nsa_selected", "nsa/selected.cu", "NsaParams", 128, 2, "SelectedTraits<{element}, {head_dim}, {step}>"
 )
+SELECTED_SM90 = Family(
+    "nsa_selected_sm90", "nsa/selected_sm90.cu", "NsaParams", 256, 2, "SelectedSm90Traits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
@@ -38,35 +54,46 @@ COUNT, PLACES, SCATTER = (
 )
 
 
-def window(inputs: Inputs) -> Kernel:
-    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4
+def window(inputs: Inputs, compute_capability: int) -> Kernel:
+    if HOPPER.runs_on(compute_capability):
+        shared = (HOPPER_WINDOW_ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4
+        return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
+    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
-def heads_of_thread(group: int) -> int:
-    """Query heads of a KV head among the four rows of a thread of nsa_block_weights."""
-    return 1 if group == 1 else 2 if group == 2 else 4
+def window_rows(kernel: Kernel) -> int:
+    """Positions of a block."""
+    return HOPPER_WINDOW_ROWS if kernel.family is WINDOW_SM90 else ROWS
 
 
-def turns_of(group: int) -> int:
-    """In how many turns it takes the heads of a group."""
-    return -(-group // heads_of_thread(group))
-
-
-def block_weights(inputs: Inputs, group: int) -> Kernel:
-    queries = ROWS * inputs.head_dim * 2
+def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel:
+    """Of Hopper up to 8 query heads of a KV head, whose queries shared memory holds."""
+    queries = ROWS * inputs.head_dim * 2  # of a turn
+    if HOPPER.runs_on(compute_capability) and group <= MAX_HOPPER_GROUP:
+        group = 1 << (group - 1).bit_length()
+        turns = max(1, group // 2)
+        shared = turns * queries + HOPPER_STAGES * ROWS * inputs.head_dim * 2 + turns * ROWS * 4
+        return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared)
+    heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
-    more = (turns_of(group) - 1) * queries
+    more = (-(-group // heads) - 1) * queries
     return Kernel(
-        BLOCK_WEIGHTS, inputs.dtype, inputs.head_dim, group=heads_of_thread(group), shared_bytes=shared + more,
-        open_bytes=more,
-    )  # fmt: skip
+        BLOCK_WEIGHTS, inputs.dtype, inputs.head_dim, group=heads, shared_bytes=shared + more, open_bytes=more
+    )
 
 
-def selected(inputs: Inputs, block: int) -> Kernel:
+def block_weight_tokens(kernel: Kernel) -> int:
+    """Of a block (kTokens)."""
+    return ROWS // (min(2, kernel.group) if kernel.family is BLOCK_WEIGHTS_SM90 else kernel.group)
+
+
+def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
+    """Of Hopper with blocks of 64; with twice as many keys registers are too few for two blocks of threads."""
+    family = SELECTED_SM90 if HOPPER.runs_on(compute_capability) and block == STEP else SELECTED
     buffers = 2 if block == STEP else 1
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4
-    return Kernel(SELECTED, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
+    return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 
 def merge_parts(inputs: Inputs) -> Kernel:
@@ -94,10 +121,14 @@ def _room(blocks: int) -> int:
     return 1 << max(5, (blocks - 1).bit_length())
 
 
-def catalogue(inputs: Inputs) -> Iterator[Kernel]:
-    """Those of a dtype and a padded head_dim."""
+def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
+    """Those of a dtype and a padded head_dim on a device."""
     if inputs.head_dim > MAX_HEAD_DIM:
         return
-    yield from (window(inputs), merge_parts(inputs), top_blocks(), count(0), places(), scatter(0))
-    yield from (selected(inputs, block) for block in BLOCKS)
-    yield from (block_weights(inputs, group) for group in (1, 2, 4))
+    yield from (window(inputs, 0), merge_parts(inputs), top_blocks(), count(0), places(), scatter(0))
+    yield from (selected(inputs, block, 0) for block in BLOCKS)
+    yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))
+    if HOPPER.runs_on(compute_capability):
+        yield selected(inputs, STEP, compute_capability)
+        yield from (block_weights(inputs, group, compute_capability) for group in (1, 2, 4, 8))
+        yield window(inputs, compute_capability)

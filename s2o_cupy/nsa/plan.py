@@ -12,6 +12,7 @@ from ..caches import remembered
 from ..plan.build import Array, Workspace, lay_out
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs, Kernel, padded_head_dim
+from ..plan.paths import PORTABLE
 from ..problem import Problem
 from . import kernels
 from .config import NSAConfig
@@ -73,6 +74,10 @@ class NsaPlan:
     workspace: Workspace
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
 
+    def kernel(self, function: str) -> Kernel:
+        """The one that it is called for, of whichever path."""
+        return next(x for x in self.kernels if x.function.removesuffix("_sm90") == function)
+
     @property
     def kv_rows(self) -> int:
         return self.problem.batch * self.problem.kv_heads
@@ -109,14 +114,15 @@ class NsaPlan:
 
     @property
     def weight_stride(self) -> int:
-        """Weights of a token: what a step of compressed keys counts for is written whole."""
-        return -(-self.blocks // 64) * 64
+        """Weights of a token: what two steps of compressed keys count for is written whole."""
+        return -(-self.blocks // 64) * 64 + 64
 
     @property
     def window_tiles(self) -> int:
-        """Of a head."""
+        """Of a head: they begin at multiples of their rows."""
+        rows = kernels.window_rows(self.kernel("nsa_window"))
         first = self.problem.seqlen_k - self.problem.seqlen_q
-        return (self.problem.seqlen_k - 1) // kernels.ROWS - first // kernels.ROWS + 1
+        return (self.problem.seqlen_k - 1) // rows - first // rows + 1
 
     @property
     def lse_rows(self) -> tuple[int, ...]:
@@ -146,7 +152,7 @@ def make_plan(
         remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride) if compresses else (),
         Workspace({}, 0, 0),
     )  # fmt: skip
-    launched = _kernels(plan, compresses, attends, gates)
+    launched = _kernels(plan, limits, compresses, attends, gates)
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
         raise ValueError(
@@ -157,15 +163,19 @@ def make_plan(
     return replace(plan, workspace=_workspace(plan, compresses, attends))
 
 
-def _kernels(plan: NsaPlan, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
+def _kernels(
+    plan: NsaPlan, limits: DeviceLimits, compresses: bool, attends: bool, gates: bool
+) -> tuple[Kernel, ...]:
     found: list[Kernel] = []
+    capability = 0 if plan.config.path == PORTABLE.name else limits.compute_capability
     if gates or not (compresses or attends):
-        found.append(kernels.window(plan.inputs))
+        found.append(kernels.window(plan.inputs, capability))
     if compresses:
-        found += [kernels.block_weights(plan.inputs, plan.group), kernels.top_blocks()]
+        weights = kernels.block_weights(plan.inputs, plan.group, capability)
+        found += [weights, kernels.top_blocks()]
     if attends:
         found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
-        found += [kernels.selected(plan.inputs, plan.config.block), kernels.merge_parts(plan.inputs)]
+        found += [kernels.selected(plan.inputs, plan.config.block, capability), kernels.merge_parts(plan.inputs)]
     return tuple(found)
 
 

@@ -52,7 +52,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
         for of in (last_rows, flex_prefill):
             yield from of.kernels(Inputs(dtype, head_dim, aligned, paged))
         if plain:
-            yield from nsa.catalogue(Inputs(dtype, head_dim))
+            yield from nsa.catalogue(Inputs(dtype, head_dim), limits.compute_capability)
     yield from vertical_slash.kernels()
 
 

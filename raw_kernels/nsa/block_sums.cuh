@@ -1,0 +1,57 @@
+// From the weights of a thread's compressed keys to those of blocks of keys.
+#pragma once
+#include "nsa/params.cuh"
+
+namespace s2o {
+
+// `sum`: P, the weights that compressed keys have in the heads of a group together, of kKeys neighbours from first_key
+// on: a thread's own, behind those of the thread before it among four. `carried`: P of the last key before those of the
+// four. Writes what is known of a token's blocks with these, to `weights` unless that is null. Called by whole warps.
+//
+// Block j has the sum of P over its stride of compressed keys, and where their runs are twice a stride the same one key
+// earlier: that is 2 * sum - P[last of j] + P[last of j - 1].
+template <int kKeys>
+__device__ __forceinline__ void write_block_weights(const NsaParams& p, float (&sum)[kKeys], float& carried,
+                                                    int first_key, int visible, float* weights) {
+  const int lane = threadIdx.x % 32, t = lane % 4, ratio = (1 << p.block_shift) / p.stride;
+  const bool twice = p.length > p.stride;
+  if (first_key + kKeys > visible) {  // not a number, or one of a later token's: of no weight
+#pragma unroll
+    for (int x = 0; x < kKeys; ++x)
+      if (first_key + x >= visible) sum[x] = 0.f;
+  }
+  const float last_before = __shfl_sync(kFullWarp, sum[kKeys - 1], lane / 4 * 4 + (t + 3) % 4);
+  float before = t == 0 ? carried : last_before;
+  carried = last_before;
+  float four[kKeys / 4];  // of four neighbours
+#pragma unroll
+  for (int x = 0; x < kKeys / 4; ++x) four[x] = (sum[4 * x] + sum[4 * x + 1]) + (sum[4 * x + 2] + sum[4 * x + 3]);
+  const auto weight = [&](float all, float last) {
+    const float w = twice ? 2.f * all - last + before : all;
+    before = last;
+    return w;
+  };
+  if (weights == nullptr) return;
+  float* target = weights + first_key / ratio;
+#pragma unroll
+  for (int x = 0; x < kKeys / 16; ++x) {  // 16 keys at a time
+    const float* last = sum + 16 * x;
+    if (ratio == 4) {
+      float4 w;
+      w.x = weight(four[4 * x], last[3]);
+      w.y = weight(four[4 * x + 1], last[7]);
+      w.z = weight(four[4 * x + 2], last[11]);
+      w.w = weight(four[4 * x + 3], last[15]);
+      reinterpret_cast<float4*>(target)[x] = w;
+    } else if (ratio == 8) {
+      float2 w;
+      w.x = weight(four[4 * x] + four[4 * x + 1], last[7]);
+      w.y = weight(four[4 * x + 2] + four[4 * x + 3], last[15]);
+      reinterpret_cast<float2*>(target)[x] = w;
+    } else {
+      target[x] = weight((four[4 * x] + four[4 * x + 1]) + (four[4 * x + 2] + four[4 * x + 3]), last[15]);
+    }
+  }
+}
+
+}  // namespace s2o

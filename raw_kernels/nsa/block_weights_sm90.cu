@@ -1,0 +1,149 @@
+// nsa_block_weights on Hopper: by wgmma, the product of the next (step, turn) under the exponentials of this one.
+//
+// A warpgroup takes 64 rows, (token, head) pairs, a turn, and 128 compressed keys a step.
+#include "nsa/block_sums.cuh"
+#include "nsa/tile_sm90.cuh"
+
+namespace s2o {
+
+// kGroup: query heads of a KV head, rounded up to 1, 2, 4 or 8. A thread has two rows of a turn: two tokens of one head,
+// or two heads of one token.
+template <class Element_, int kHeadDim_, int kGroup_>
+struct BlockWeightsTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kThreads = 256;
+  static constexpr int kHeads = kGroup_ == 1 ? 1 : 2, kTurns = kGroup_ / kHeads;
+  static constexpr int kTokens = 128 / kHeads;                 // of a block
+  static constexpr int kTile = 128, kStages = 3;               // compressed keys of a step
+  struct Shared {
+    uint16 q[2][kTurns][64 * kHeadDim];                        // [warpgroups, turns, rows]
+    uint16 k[kStages][kTile * kHeadDim];
+    float lse[2][kTurns][64];                                  // in log2 units
+  };
+};
+
+// Compressed key number x of a step, 32 * t + y with y < 32, stands in row 8 * (y / 2) + 2 * t + y % 2: the columns that
+// thread t of four has of the product are then 32 neighbours.
+__device__ __forceinline__ int key_of_row(int row) { return row % 8 / 2 * 32 + row / 8 * 2 + row % 2; }
+
+// Block: kTokens tokens of a KV row, p.tiles times p.q_tiles KV rows; those that see the most keys first.
+template <class Traits>
+__device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typename Traits::Shared& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kHeads = Traits::kHeads, kTurns = Traits::kTurns, kTile = Traits::kTile, kOwn = 2 / kHeads;
+  constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
+  const int kv_row = blockIdx.x % p.q_tiles, batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads;
+  const int first_token = p.first_token + (p.tiles - 1 - static_cast<int>(blockIdx.x / p.q_tiles)) * Traits::kTokens;
+  const int end_token = p.first_token + p.tokens, head_dim = p.geometry.head_dim;
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+  // Rows of the block, 64 a warpgroup: 16 a warp, of which a thread has lane / 4 and 8 more.
+  const auto token_of = [&](int row) { return first_token + (kHeads == 1 ? row : row / 16 * 8 + row % 8); };
+  const auto head_of = [&](int turn, int row) { return turn * kHeads + (kHeads == 1 ? 0 : row / 8 % 2); };
+  const auto is_there = [&](int turn, int row) { return token_of(row) < end_token && head_of(turn, row) < p.group; };
+
+  const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
+  const bool inside = chunk * 8 < head_dim;
+  const uint16* k = p.k_cmp.at(batch, kv_head) + (inside ? chunk * 8 : 0);
+  const uint16* q = p.q.at(batch, kv_head * p.group) + (inside ? chunk * 8 : 0);
+  // Steps in pairs where a step is one product: what is written past the last block is never read.
+  const int last_token = min(first_token + Traits::kTokens, end_token) - 1;
+  const int ratio = (1 << p.block_shift) / p.stride;
+  const int steps = (max(0, p.own_block(last_token) - p.local + 1) * ratio + kTile - 1) / kTile;
+  if (steps == 0) return;
+  const auto load = [&](int step) {
+    const uint32 to = shared_address(shared.k[step % Traits::kStages]);
+#pragma unroll
+    for (int i = 0; i < kTile / kAtATime; ++i) {
+      const int row = slot + i * kAtATime, key = step * kTile + key_of_row(row);
+      const bool present = inside && key < p.compressed;
+      cp_async_16_or_zeros(atom_chunk<kTile>(to, row, chunk), present ? k + key * p.k_cmp.row : k, present);
+    }
+    cp_async_commit();
+  };
+  for (int turn = 0; turn < kTurns; ++turn) {
+#pragma unroll
+    for (int i = 0; i < 128 / kAtATime; ++i) {
+      const int row = slot + i * kAtATime;
+      const bool present = inside && is_there(turn, row);
+      const uint16* from = present ? q + head_of(turn, row) * p.q.head + token_of(row) * p.q.row : q;
+      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64][turn]), row % 64, chunk), from, present);
+    }
+    const int row = threadIdx.x;
+    if (row < 128) {
+      // A row that is not there, or sees no compressed key, weighs nothing.
+      const bool weighs = is_there(turn, row) && p.visible_compressed(token_of(row)) > 0;
+      const int64 place = p.cmp_lse_place(batch, kv_head * p.group + head_of(turn, row), token_of(row));
+      shared.lse[row / 64][turn][row % 64] = weighs ? p.cmp_lse[place] * 1.4426950408889634f : infinity();
+    }
+  }
+  load(0);
+  load(1);
+
+  const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
+  int visible[kOwn];
+  float* weights[kOwn];
+  float carried[kOwn];
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int token = token_of(own_row + n * 8);
+    visible[n] = p.visible_compressed(token);
+    weights[n] = token < end_token
+                     ? p.weights + (static_cast<int64>(kv_row) * p.tokens + (token - p.first_token)) * p.weight_stride
+                     : nullptr;
+    carried[n] = 0.f;
+  }
+  // Everybody's copies of `step` are there, and everybody is done with the step before, whose place is filled.
+  const auto arrive = [&](int step) {
+    cp_async_wait<1>();
+    fence_for_wgmma();
+    __syncthreads();
+    load(step + 2);
+  };
+  float d[2][kTile / 2];    // [rows, keys] of this thread, of two products
+  float sum[kOwn][kTile / 4];
+  const auto issue = [&](float (&product)[kTile / 2], int step, int turn) {
+    const uint32 a = tile_descriptor(shared_address(shared.q[warpgroup][turn]), 0);
+    const uint32 b = tile_descriptor(shared_address(shared.k[step % Traits::kStages]), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+      Wgmma<Element>::ss(product, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
+    wgmma_commit();
+  };
+  arrive(0);
+  issue(d[0], 0, 0);
+  wgmma_wait<0>();
+  finished(d[0]);
+  constexpr int kSteps = kTurns == 1 ? 2 : 1;  // at a time, so that products alternate
+#pragma unroll 1
+  for (int first = 0; first < steps; first += kSteps) {
+#pragma unroll
+    for (int x = 0; x < kSteps * kTurns; ++x) {
+      const int step = first + x / kTurns, turn = x % kTurns;
+      float(&product)[kTile / 2] = d[x % 2], (&next)[kTile / 2] = d[(x + 1) % 2];
+      if (turn + 1 == kTurns) arrive(step + 1);
+      issue(next, step + (turn + 1) / kTurns, (turn + 1) % kTurns);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float lse = shared.lse[warpgroup][turn][own_row % 64 + h * 8];
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) {
+          const float weight = exp2_approx(fmaf(product[i / 2 * 4 + 2 * h + i % 2], p.scale_log2, -lse));
+          float& all = sum[kHeads == 1 ? h : 0][i];
+          all = turn == 0 && (kHeads == 1 || h == 0) ? weight : all + weight;
+        }
+      }
+      if (turn + 1 == kTurns) {
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n)
+          write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4), visible[n], weights[n]);
+        __syncwarp();  // not all lanes have written
+      }
+      wgmma_wait<0>();
+      finished(next);
+    }
+  }
+  cp_async_wait<0>();
+}
+
+}  // namespace s2o

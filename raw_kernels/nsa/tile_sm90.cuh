@@ -1,0 +1,95 @@
+// Products of 64 rows a warpgroup by wgmma. A thread's rows are lane / 4 and 8 more of its warp's 16; element
+// 4 * j + 2 * h + e of a product [64, N] is column 8 * j + 2 * (lane % 4) + e of its row h.
+#pragma once
+#include "nsa/params.cuh"
+#include "sm90/wgmma_tile.cuh"
+
+namespace s2o {
+
+// After wgmma_wait: nothing of `x` is read before.
+template <int kCount>
+__device__ __forceinline__ void finished(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// s = q k^T for 64 keys, whole; q and k are tiles of 64 rows.
+template <class Element, int kHeadDim>
+__device__ __forceinline__ void multiply_scores(float (&s)[32], uint32 q_tile, uint32 k_tile) {
+  const uint32 a = tile_descriptor(q_tile, 0), b = tile_descriptor(k_tile, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kHeadDim / 16; ++c)
+    Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<64>(c)), c > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  finished(s);
+}
+
+// acc (+)= w v of 64 keys; w: weights, packed in pairs of keys.
+template <class Element, int kHeadDim>
+__device__ __forceinline__ void multiply_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[8][2], uint32 v_tile,
+                                                bool accumulates) {
+  const uint32 v = tile_descriptor(v_tile, 64 * 128);
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const uint32 a[4] = {w[j][0], w[j][1], w[j + 1][0], w[j + 1][1]};
+    Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), j > 0 || accumulates);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  finished(acc);
+}
+
+// Whether a thread's accumulators have met a value that is not finite, be it one that no row sees: a masked key has
+// weight 0, but 0 * NaN and 0 * Inf are NaN.
+template <int kCount>
+__device__ __forceinline__ bool any_nonfinite(const float (&acc)[kCount]) {
+  float check[2] = {};  // 0, or NaN
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) check[i % 2] = fmaf(acc[i], 0.f, check[i % 2]);
+  return check[0] + check[1] != 0.f;
+}
+
+// acc += w v of 64 keys, key by key, each to just the rows that see it: slow, and only where values are not finite.
+//
+//   sees(h, key): whether the thread's row h sees key number `key` of the 64
+template <class Element, int kHeadDim, class Sees>
+__device__ __forceinline__ void add_visible_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[8][2], uint32 v_tile,
+                                                   const Sees& sees) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll 1
+    for (int key = j * 8; key < j * 8 + 8; ++key) {
+      float weight[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32 pair = __shfl_sync(kFullWarp, w[j][h], lane / 4 * 4 + key % 8 / 2);
+        weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
+      }
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+        const uint32 x = load_shared_4(atom_chunk<64>(v_tile, key, d) + lane % 4 * 4);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (sees(h, key)) {
+            acc[d * 4 + 2 * h] += weight[h] * Element::low(x);
+            acc[d * 4 + 2 * h + 1] += weight[h] * Element::high(x);
+          }
+      }
+    }
+}
+
+// Of four threads that share a row: the largest, and the sum.
+__device__ __forceinline__ float row_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(kFullWarp, x, 1);
+  return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+}  // namespace s2o
