@@ -176,10 +176,41 @@ def test_what_tune_model_refuses(model, ids):
         ("loss is 0; accepted: a finite number above 0", {"loss": 0}),
         (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 1, "min_seqlen": 501}),
         (r"no taus of the grid have loss at most 1e-09; the smallest have", {"loss": 1e-9, "taus": (1.0, 0.5)}),
+        (r"no tau of the grid has density at most 0.01; the least is", {"density": 0.01}),
+        ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 1, "min_seqlen": "x"}),
+        ("segments is 1; accepted: an integer >= 2", {"error": 1, "segments": 1}),
+        ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 1, "by": "token"}),
+        ("taus is empty; accepted: ", {"error": 1, "taus": ()}),
+        ("config is a dict; accepted: S2OConfig or None", {"error": 1, "config": {}}),
     ):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((TypeError, ValueError), match=f"^tune_model: {match}"):
             tune_model(model, ids, **{**OPTIONS, "taus": TAUS, **changes})
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("function", [tune_model, report])
+def test_ids_are_checked_before_the_model_runs(model, ids, function, monkeypatch):
+    register(config=CONFIG, min_seqlen=100)
+    monkeypatch.setattr(type(model.base_model), "forward", lambda *_, **__: pytest.fail("the model ran"))
+    for kind, came, given in (
+        (TypeError, "is a ndarray", ids.numpy()),
+        (TypeError, "is a list", ids.tolist()),
+        (TypeError, "is of float32", ids.float()),
+        (ValueError, r"has shape \(500,\)", ids[0]),
+        (ValueError, r"has shape \(1, 1\)", ids[:, :1]),
+        (ValueError, r"has shape \(0, 500\)", ids[:0]),
+    ):
+        accepted = r"a PyTorch tensor \(batch, seqlen\) of int32 or int64, with at least 1 row and 2 tokens"
+        with pytest.raises(kind, match=f"^{function.__name__}: input_ids {came}; accepted: {accepted}$"):
+            function(model, given, **({"error": 0.1} if function is tune_model else {}))
+    with pytest.raises(ValueError, match="^report: segments is 'x'; accepted: an integer >= 2"):
+        report(model, ids, segments="x")
+
+
+def test_ids_of_int32(model, ids):
+    """Which losses do not take as they are."""
+    register(config=CONFIG, min_seqlen=100)
+    assert report(model, ids.int()).loss == report(model, ids).loss
 
 
 def test_what_register_refuses_of_a_file(tmp_path):

@@ -235,6 +235,27 @@ def test_the_command(file, capsys, tmp_path):
     assert [row["head"] for row in json.loads(capsys.readouterr().out)["heads"]][4:6] == ["3.0", "3.1"]
 
 
+def test_the_command_takes_the_options_of_an_input(file, tmp_path, capsys):
+    """Those of the dtype; of files no sizes, as without --by."""
+    rounded = tmp_path / "rounded.npz"
+    stacked = inputs.cast(inputs.load(file), "bfloat16")  # it is of float16
+    inputs.save(rounded, stacked, [0, 3, 5])
+    heads = []
+    for options in ([file], [file, "--dtype", "bfloat16"], [str(rounded)]):
+        assert cli.main(["tune", *options, "--error", "0.3", "--by", "layer", "--json", *COMMAND]) == cli.OK
+        heads.append(json.loads(capsys.readouterr().out)["heads"])
+    assert heads[0] != heads[1] == heads[2]
+    for size in ("--length", "--heads", "--kv-heads", "--head-dim"):
+        assert cli.main(["tune", file, "--error", "0.3", "--by", "layer", size, "4"]) == cli.UNABLE
+        assert f"s2o tune: {size} is 4; accepted only with a built-in input" in capsys.readouterr().err
+
+
+def test_the_command_needs_files_of_layers(capsys):
+    for arguments, named in (([], "trace"), (["a.npy", "b.npy"], "a.npy, b.npy")):
+        assert cli.main(["tune", *arguments, "--error", "0.3", "--by", "layer", "--length", "99"]) == cli.UNABLE
+        assert f"s2o tune: {named}: does not say of which layers its heads are" in capsys.readouterr().err
+
+
 def test_the_picture(file, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "tuned.png"

@@ -22,13 +22,13 @@ BACKENDS = ("auto", "cupy", "numpy")
 DEFAULT = S2OConfig()
 
 
-def parse_config(config: Any, tau: Any) -> S2OConfig:
-    """The configuration of a call, with its own ``tau`` if it has one."""
+def parse_config(config: Any, tau: Any, function: str = "s2o_attention") -> S2OConfig:
+    """The configuration of a call of ``function``, with its own ``tau`` if it has one."""
     if config is None:
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
-        raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    return config if tau is None else _with_tau(config, check_tau(tau, "s2o_attention"))
+        raise TypeError(f"{function}: config is a {type(config).__name__}; accepted: S2OConfig or None")
+    return config if tau is None else _with_tau(config, check_tau(tau, function))
 
 
 @remembered  # making a config anew, with its checks, would take 20 microseconds of each call

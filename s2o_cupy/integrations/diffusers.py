@@ -16,6 +16,7 @@ from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from .autocast import autocast_dtype, to_autocast_dtype
 from .fallbacks import CallCounts, Kinds
+from .model_arguments import check_min_seqlen
 from .torch import attention
 
 try:
@@ -88,8 +89,7 @@ def register(name: str = "s2o", config: S2OConfig | None = None, min_seqlen: int
         )
     if not isinstance(config, S2OConfig | None):
         raise TypeError(f"register: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
-        raise ValueError(f"register: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
+    check_min_seqlen("register", min_seqlen)
     backend = S2OBackend(config or S2OConfig(), min_seqlen)
     _AttentionBackendRegistry.register(known or _new_name(name))(backend)
     return backend

@@ -16,8 +16,9 @@ from ..plan import launch_plan
 from ..spec import S2OConfig
 from ..tools.layer_settings import head_name
 from ..tools.progress import Report
-from ..tools.sampled import Sample
+from ..tools.sampled import Sample, check_segments
 from .fallbacks import WORDS
+from .model_arguments import parse_ids
 from .next_tokens import last_hidden, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
@@ -187,8 +188,8 @@ def report(
     ----------
     model : PreTrainedModel
         Of transformers, with attention that goes through its AttentionInterface, as that of Llama does.
-    input_ids : Tensor, (batch, seqlen)
-        Tokens, on the model's device.
+    input_ids : int32 or int64 Tensor, (batch, seqlen)
+        At least 2 tokens, on the model's device.
     s2o : S2OAttention, optional
         What `register` returned. Default: what is registered under the name that the model's attention has, or under
         "s2o".
@@ -208,12 +209,14 @@ def report(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         Nothing is registered, or an argument is not accepted.
     """
     s2o = _registered(model) if s2o is None else s2o
     if not isinstance(s2o, S2OAttention):
         raise TypeError(f"report: s2o is a {type(s2o).__name__}; accepted: what register returned, or None")
+    ids = parse_ids("report", input_ids)
+    check_segments("report", segments)
     layers: list[LayerReport] = []
     drawn = [0, 0]
     total = model.config.get_text_config().num_hidden_layers
@@ -232,10 +235,10 @@ def report(
         return attention()
 
     with observed(model, s2o, attend):
-        hidden = last_hidden(model, input_ids, **inputs)
+        hidden = last_hidden(model, ids, **inputs)
     calls = dict(Counter(x.ran for x in layers))
-    measured = _loss(model, input_ids, s2o, hidden, inputs) if loss and model.get_output_embeddings() else None
-    return ModelReport(input_ids.shape[-1], tuple(layers), drawn[0], drawn[1], calls, measured)
+    measured = _loss(model, ids, s2o, hidden, inputs) if loss and model.get_output_embeddings() else None
+    return ModelReport(ids.shape[-1], tuple(layers), drawn[0], drawn[1], calls, measured)
 
 
 def _registered(model: Any) -> S2OAttention:

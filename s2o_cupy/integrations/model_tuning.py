@@ -13,6 +13,7 @@ from ..api.run import parse_config
 from ..spec import S2OConfig
 from ..tools.layer_curves import LayerCurves, measure_layer
 from ..tools.progress import Report
+from ..tools.sampled import check_segments
 from ..tools.tune import parse_target, parse_taus
 from ..tools.tune_layers import (
     LAYER_TAUS,
@@ -26,6 +27,7 @@ from ..tools.tune_layers import (
     steps_of,
 )  # fmt: skip
 from .head_groups import LayerConfigs
+from .model_arguments import check_min_seqlen, parse_ids
 from .next_tokens import divergence, last_hidden, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
@@ -67,8 +69,8 @@ def tune_model(
     ----------
     model : PreTrainedModel
         Of transformers, with attention that goes through its AttentionInterface, as that of Llama does.
-    input_ids : Tensor, (batch, seqlen)
-        Tokens of a text like those to come, as long as those, on the model's device.
+    input_ids : int32 or int64 Tensor, (batch, seqlen)
+        At least 2 tokens of a text like those to come, as long as those, on the model's device.
     loss : float, optional
         At most so many nats a token more than with dense attention, mean over the text. Above 0.
     error : float, optional
@@ -101,13 +103,17 @@ def tune_model(
     TypeError, ValueError
         An argument is not accepted, S2O takes no layer of the model, or no taus of the grid reach the target.
     """
-    target, grid, by = parse_target(error=error, density=density, loss=loss), parse_taus(taus), check_by(by)
-    config = parse_config(config, None)
+    here = "tune_model"
+    target = parse_target(here, error=error, density=density, loss=loss)
+    grid, by = parse_taus(here, taus), check_by(here, by)
+    config, ids = parse_config(config, None, here), parse_ids(here, input_ids)
+    check_min_seqlen(here, min_seqlen)
+    check_segments(here, segments)
     layers = model.config.get_text_config().num_hidden_layers
     probes = layers * min(PROBES, len(grid))
     steps = {"error": 0, "density": probes, "loss": probes + 16}[target.name]
     count = _Count(progress, layers * (1 + len(grid)) + steps)
-    search = _Search(model, input_ids, inputs, config, min_seqlen, count)
+    search = _Search(model, ids, inputs, config, min_seqlen, count)
 
     curves, hidden = search.curves(grid, segments, seed)
     if target.name != "error" and curves[0].plain_dense and hidden.is_cuda:
@@ -119,7 +125,7 @@ def tune_model(
         return choose(config, target, by, curves, by_error(curves, target.value, by))
     costs = search.costs(curves, hidden)
     if target.name == "density":
-        return choose(config, target, by, curves, by_density(curves, costs, target.value, by))
+        return choose(config, target, by, curves, by_density(here, curves, costs, target.value, by))
     return search.by_loss(target, by, curves, costs, hidden)
 
 

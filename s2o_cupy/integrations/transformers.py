@@ -28,6 +28,7 @@ from .causal_mask import CausalMask
 from .fallbacks import CallCounts
 from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
+from .model_arguments import check_min_seqlen
 from .packed_rows import pack, starts, unpack
 from .plain import plain_attention
 from .sliding_window import window_attention
@@ -84,8 +85,7 @@ def register(
             f"register: name is {name!r}; accepted: letters, digits, '_', '-' and '.', "
             "and not a name that transformers has given already"
         )
-    if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
-        raise ValueError(f"register: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
+    check_min_seqlen("register", min_seqlen)
     if isinstance(config, str | os.PathLike):
         if per_layer is not None:
             raise ValueError(f"register: per_layer came with the file {str(config)!r}; accepted: one of them")

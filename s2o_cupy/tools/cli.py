@@ -131,16 +131,23 @@ def _tune(args: argparse.Namespace) -> int:
 def _tune_layers(args: argparse.Namespace) -> int:
     """By layer or head, of a folder or file with several layers."""
     from .info import gpu_problem
+    from .layer_files import load_layers
     from .progress import progress
     from .tune_layers import LAYER_TAUS, tune_layers
 
     taus, config, problem = taus_of(args, LAYER_TAUS), config_of(args), gpu_problem()
     check_plot(args)
-    place = {} if problem else {"place": inputs.to_gpu}
+    layers = load_layers(args.input)
+    _refuse_sizes(args)
+
+    def place(qkv: inputs.QKV) -> inputs.QKV:
+        qkv = _converted(args, qkv)
+        return qkv if problem else inputs.to_gpu(qkv)
+
     with progress("tune") as report:
         found = tune_layers(
-            args.input, error=args.error, density=args.density, by=args.by, taus=taus, config=config, scale=args.scale,
-            softcap=args.softcap, segments=args.segments, seed=args.seed, progress=report, **place,
+            layers, error=args.error, density=args.density, by=args.by, taus=taus, config=config, scale=args.scale,
+            softcap=args.softcap, segments=args.segments, seed=args.seed, place=place, progress=report,
         )  # fmt: skip
     if args.plot is not None:
         found.draw(args.plot)
@@ -304,14 +311,11 @@ def _unable(args: argparse.Namespace, message: str) -> int:
 
 def _input(args: argparse.Namespace, dtype: str | None = None) -> inputs.QKV:
     """The arrays that the arguments name; ``dtype`` is the default of built-in inputs."""
-    sizes = {name: getattr(args, name) for name in ("length", "heads", "kv_heads", "head_dim")}
     if len(args.input) == 1 and args.input[0] in inputs.names():
-        return inputs.builtin(args.input[0], dtype=args.dtype or dtype, seed=args.seed, **sizes)
+        return inputs.builtin(args.input[0], dtype=args.dtype or dtype, seed=args.seed, **_sizes(args))
     if len(args.input) == 1 and not os.path.exists(args.input[0]) and os.sep not in args.input[0]:
         raise ValueError(f"{args.input[0]}: neither a file nor a built-in input ({', '.join(inputs.names())})")
-    for name, value in sizes.items():
-        if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; accepted only with a built-in input")
+    _refuse_sizes(args)
     qkv = inputs.load(args.input)
     if inputs.looks_swapped(qkv):
         _, heads, length, _ = (1, *qkv.q.shape)[-4:]
@@ -320,6 +324,21 @@ def _input(args: argparse.Namespace, dtype: str | None = None) -> inputs.QKV:
             "if its axes are (batch, seqlen, heads, head_dim), store x.swapaxes(-3, -2) of all three",
             file=sys.stderr,
         )
+    return _converted(args, qkv)
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int | None]:
+    return {name: getattr(args, name) for name in ("length", "heads", "kv_heads", "head_dim")}
+
+
+def _refuse_sizes(args: argparse.Namespace) -> None:
+    """Of files, which have their own."""
+    for name, value in _sizes(args).items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; accepted only with a built-in input")
+
+
+def _converted(args: argparse.Namespace, qkv: inputs.QKV) -> inputs.QKV:
     return qkv if args.dtype is None else inputs.cast(qkv, args.dtype)
 
 

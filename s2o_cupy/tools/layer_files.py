@@ -56,8 +56,9 @@ def load_layers(source: Paths) -> Mapping[int, QKV]:
             return _Files(found)
     layers = layers_of(source)
     if not layers:
+        named = ", ".join(map(str, _paths(source)))
         raise ValueError(
-            f"{source}: does not say of which layers its heads are; accepted: a folder or a file that "
+            f"{named}: does not say of which layers its heads are; accepted: a folder or a file that "
             "s2o_cupy.integrations.transformers.capture wrote"
         )
     q, k, v = (np.split(x, len(layers), axis=-3) for x in load(source))

@@ -21,7 +21,7 @@ from ..problem import validate
 from ..spec import S2OConfig
 from . import strata
 
-__all__ = ["ErrorEstimate", "Sample", "error_per_head"]
+__all__ = ["ErrorEstimate", "Sample", "check_segments", "error_per_head"]
 
 MIN_SEGMENTS = 2  # of one nobody knows how far it may be off
 NO_STEP: Callable[[str], None] = lambda _: None  # noqa: E731
@@ -124,6 +124,11 @@ def error_per_head(
     return sample.estimate(config.tau)
 
 
+def check_segments(function: str, segments: Any) -> None:
+    if isinstance(segments, bool) or not isinstance(segments, (int, np.integer)) or segments < MIN_SEGMENTS:
+        raise ValueError(f"{function}: segments is {segments!r}; accepted: an integer >= {MIN_SEGMENTS}")
+
+
 class Sample:
     """Some segments of a call, and dense attention on them."""
 
@@ -157,8 +162,7 @@ class Sample:
                 f"tune: is_causal is False, with {self.geometry.segments} segments, which depend on keys after them "
                 "too; accepted: True, or a single segment (seqlen_q up to config.segment)"
             )
-        if isinstance(segments, bool) or not isinstance(segments, (int, np.integer)) or segments < MIN_SEGMENTS:
-            raise ValueError(f"tune: segments is {segments!r}; accepted: an integer >= {MIN_SEGMENTS}")
+        check_segments("tune", segments)
         self.arrays = tuple(x.native for x in infos)  # of a DLPack producer what can be sliced
         self.config, self.layout = config, layout
         self.options: dict[str, Any] = {"scale": scale, "softcap": softcap, "is_causal": is_causal, "layout": layout}

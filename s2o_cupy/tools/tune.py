@@ -174,7 +174,7 @@ def tune(
     >>> found.estimate.pooled_density <= 0.9
     True
     """
-    target, grid = parse_target(error=error, density=density), parse_taus(taus)
+    target, grid = parse_target("tune", error=error, density=density), parse_taus("tune", taus)
     config = parse_config(config, None)
     sample = Sample(
         q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed
@@ -226,44 +226,44 @@ def _head_taus(target: Target, grid: Sequence[ErrorEstimate]) -> np.ndarray:
     return best(taus, axis=0)
 
 
-def parse_target(**targets: Any) -> Target:
-    """The one that is not None."""
+def parse_target(function: str, /, **targets: Any) -> Target:
+    """The one that is not None. Errors begin with the name of ``function``, here and below."""
     given = {name: x for name, x in targets.items() if x is not None}
     if len(given) != 1:
         names = list(targets)
         listed = f"{', '.join(names[:-1])} {{}} {names[-1]}"
         came = f"both {listed.format('and')} are given" if len(names) == 2 else f"{' and '.join(given)} are given"
         came = came if given else f"neither {listed.format('nor')} is given"
-        raise ValueError(f"tune: {came}; accepted: one of them")
+        raise ValueError(f"{function}: {came}; accepted: one of them")
     ((name, value),) = given.items()
     most, accepted = (1.0, "a number above 0, up to 1") if name == "density" else (math.inf, "a finite number above 0")
-    return Target(name, positive(f"{name} is", value, accepted, most))
+    return Target(name, positive(f"{function}: {name} is", value, accepted, most))
 
 
-def parse_taus(taus: Any) -> tuple[float, ...]:
+def parse_taus(function: str, taus: Any) -> tuple[float, ...]:
     """Different ones, the largest first."""
     accepted = "at least one finite number above 0"
     try:
-        found = {positive("taus has", tau, accepted) for tau in taus}
+        found = {positive(f"{function}: taus has", tau, accepted) for tau in taus}
     except TypeError:
         if hasattr(taus, "__iter__"):
             raise
-        raise TypeError(f"tune: taus is {taus!r} ({type(taus).__name__}); accepted: {accepted}") from None
+        raise TypeError(f"{function}: taus is {taus!r} ({type(taus).__name__}); accepted: {accepted}") from None
     if not found:
-        raise ValueError(f"tune: taus is empty; accepted: {accepted}")
+        raise ValueError(f"{function}: taus is empty; accepted: {accepted}")
     return tuple(sorted(found, reverse=True))
 
 
 def positive(came: str, value: Any, accepted: str, most: float = math.inf) -> float:
     """A finite number above 0 and up to ``most``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"tune: {came} {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise TypeError(f"{came} {value!r} ({type(value).__name__}); accepted: {accepted}")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond any float
         number = math.inf
     if not 0 < number <= most or number == math.inf:  # NaN fails too
-        raise ValueError(f"tune: {came} {value}; accepted: {accepted}")
+        raise ValueError(f"{came} {value}; accepted: {accepted}")
     return number
 
 

@@ -227,20 +227,23 @@ def mean_density(curves: Sequence[LayerCurves], taus: Sequence[np.ndarray]) -> f
     return float(np.mean(values))
 
 
-def by_density(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], density: float, by: str) -> list[np.ndarray]:
+def by_density(
+    function: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], density: float, by: str
+) -> list[np.ndarray]:
     """The most exact choice with at most that mean density."""
     choices = steps_of(curves, costs, by)
     least = mean_density(curves, choices[0])
     if least > density:
         raise ValueError(
-            f"tune: no tau of the grid has density at most {density:g}; the least is {least:.4g}; accepted: no less"
+            f"{function}: no tau of the grid has density at most {density:g}; the least is {least:.4g}; "
+            "accepted: no less"
         )
     return [taus for taus in choices if mean_density(curves, taus) <= density][-1]
 
 
-def check_by(by: Any) -> str:
+def check_by(function: str, by: Any) -> str:
     if by not in BY:
-        raise ValueError(f"tune: by is {by!r}; accepted: {', '.join(map(repr, BY))}")
+        raise ValueError(f"{function}: by is {by!r}; accepted: {', '.join(map(repr, BY))}")
     return str(by)
 
 
@@ -291,7 +294,8 @@ def tune_layers(
     TypeError, ValueError
         An argument is not accepted, or no choice of taus has so small a density.
     """
-    target, grid, by = parse_target(error=error, density=density), parse_taus(taus), check_by(by)
+    target = parse_target("tune", error=error, density=density)
+    grid, by = parse_taus("tune", taus), check_by("tune", by)
     config = parse_config(config, None)
     layers = source if isinstance(source, Mapping) else load_layers(source)
     total, done = len(layers) * (1 + len(grid)), 0
@@ -314,5 +318,5 @@ def tune_layers(
     if target.name == "error":
         found = by_error(curves, target.value, by)
     else:
-        found = by_density(curves, [layer.squared for layer in curves], target.value, by)
+        found = by_density("tune", curves, [layer.squared for layer in curves], target.value, by)
     return choose(config, target, by, curves, found)

@@ -1,0 +1,29 @@
+"""Arguments that several functions of models take, checked before a model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["check_min_seqlen", "parse_ids"]
+
+Tensor = Any  # torch.Tensor
+
+
+def parse_ids(function: str, ids: Any) -> Tensor:
+    """``input_ids`` of ``function`` as int64 [batch, seqlen], as losses need them; TypeError or ValueError says what
+    came and what is accepted."""
+    accepted = "a PyTorch tensor (batch, seqlen) of int32 or int64, with at least 1 row and 2 tokens"
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{function}: input_ids is a {type(ids).__name__}; accepted: {accepted}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{function}: input_ids is of {str(ids.dtype).removeprefix('torch.')}; accepted: {accepted}")
+    if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise ValueError(f"{function}: input_ids has shape {tuple(ids.shape)}; accepted: {accepted}")
+    return ids.long()
+
+
+def check_min_seqlen(function: str, min_seqlen: Any) -> None:
+    if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
+        raise ValueError(f"{function}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
