@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import has_gpu, spin
 from method_stages import selected, wrong_stages
+from test_methods import WHOLE, underflowing
 
 from s2o_cupy import (
     FlexPrefillConfig,
@@ -82,6 +83,22 @@ def test_lengths(rng, config, lengths):
 def test_groups_of_heads(rng, config, heads):
     q, k, _ = draw(rng, "bfloat16", 900, 900, heads=heads[0], kv_heads=heads[1])
     assert_stages(q, k, config)
+
+
+@pytest.mark.parametrize("long_rows", [False, True])
+@pytest.mark.parametrize("config", WHOLE, ids=str)
+def test_a_threshold_of_1_takes_blocks_whose_weight_underflows(rng, monkeypatch, config, long_rows):
+    import cupy
+
+    clear_cache()
+    if long_rows:
+        monkeypatch.setattr(kernels, "MOST_OF_ROW", 0)
+    q, k, v = (cupy.asarray(x, "float16") for x in underflowing(rng))
+    try:
+        _, stats = sparse_attention(q, k, v, config=config, return_stats=True)
+    finally:
+        clear_cache()
+    assert stats.density == 1.0
 
 
 def test_thresholds_of_each_head(rng):

@@ -241,6 +241,21 @@ def test_places_of_lists(seqlen_q, before, sizes):
 # ---------------------------------------------------------------- what must equal dense attention
 
 
+WHOLE = [
+    MeanPoolingConfig(threshold=1, keep_first=False), PBSConfig(threshold=1, keep_first=False),
+    PBSConfig(threshold=1, keep_first=False, scores="antidiagonal"), SpargeConfig(tau=1, theta=-1),
+    SpargeConfig(tau=(1, 1), theta=-1), XAttentionConfig(threshold=1), FlexPrefillConfig(gamma=1),
+]  # fmt: skip
+
+
+def underflowing(rng):
+    """float32 q, k and v of 1,024 tokens and two heads, whose scores of blocks are far apart."""
+    q, k, v = np.zeros((1, 2, 1024, 64)), np.zeros((1, 2, 1024, 64)), rng.standard_normal((1, 2, 1024, 64))
+    q[..., 0] = 1
+    k[:, :, 5, 0], k[:, :, 128:256, 0] = 2000, 1200
+    return [x.astype(np.float32) for x in (q, k, v)]
+
+
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 900)], ids=str)
 @pytest.mark.parametrize(
     "config",
@@ -257,6 +272,18 @@ def test_what_is_dense_attention(rng, config, lengths):
 @pytest.mark.parametrize("lengths", [(300, 500), (500, 300)], ids=str)
 def test_what_is_dense_attention_without_causality(rng, config, lengths):
     assert_dense(rng, config, *lengths, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_causal"), [(x, True) for x in WHOLE] + [(x, False) for x in WHOLE if not x.causal_only], ids=str
+)
+def test_what_is_dense_attention_where_weights_of_blocks_underflow(rng, config, is_causal):
+    """Key 5 outweighs all others, but the mean of its block does not: the softmax over blocks gives it 0."""
+    q, k, v = underflowing(rng)
+    o, stats = sparse_attention(q, k, v, config=config, is_causal=is_causal, return_stats=True)
+    assert stats.density == 1.0
+    expected, _ = dense_attention(*(x.astype(np.float64) for x in (q, k, v)), is_causal=is_causal)
+    np.testing.assert_allclose(o, expected, atol=1e-4)
 
 
 # ---------------------------------------------------------------- PBS-Attn

@@ -5,7 +5,8 @@
 //
 //   w = softmax of a row's visible scores. reach: the shortest prefix of the descending order of w whose sum reaches
 //   threshold * sum(w); within: the longest whose sum does not exceed it, one entry at least. Equal weights count by
-//   column. A row with a score that is NaN or +infinity chooses all.
+//   column. A row with a score that is NaN or +infinity chooses all, and so does every row at a threshold of 1, whether
+//   its weights have underflowed to 0 or not.
 //
 // No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums are added up in one
 // order on every run and do not fall when entries come in.
@@ -64,7 +65,7 @@ struct ChoiceRow {
     theta = p.theta[p.thetas > 1 ? of_sequence : 0];
     scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
     similar = p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
-    all = p.forced_count && threshold >= 1.f;
+    all = threshold >= 1.f;
     if (p.q_similarity) all |= p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
   }
   // Of what counts towards the threshold before all others.
@@ -158,7 +159,7 @@ __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p,
   Bound b;
   if (p.forced_count && !(limit > 0.f)) {
     b.bound = infinity();
-  } else if (total > 0.f && row.threshold < 1.f && !all) {
+  } else if (total > 0.f && !all) {
     const auto sum_from = [&](uint32 bits) {
       const float least = __uint_as_float(bits);  // weights are not negative: their bits grow with them
       float part = 0.f;
@@ -251,7 +252,7 @@ __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceS
   Bound b;
   if (p.forced_count && !(limit > 0.f)) {
     b.bound = infinity();
-  } else if (total > 0.f && row.threshold < 1.f && !all) {
+  } else if (total > 0.f && !all) {
     const auto sum_from = [&](uint32 bits) {
       const float least = __uint_as_float(bits);
       float part = 0.f;

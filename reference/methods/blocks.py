@@ -87,8 +87,9 @@ def softmax(scores: Array, visible: Array) -> Array:
 def reach(w: Array, threshold: float | Array) -> Array:
     """Along the last axis the shortest prefix of the descending order of w whose sum is >= threshold * sum(w).
 
-    Equal weights count by index. A threshold of 1 takes every w > 0; a sum of 0 takes nothing; NaN takes all. bool,
-    like w; ``threshold`` is broadcast against all but the last axis.
+    Equal weights count by index. A threshold of 1 takes every w > 0, so none that underflowed to 0: `choose` takes
+    those as well. A sum of 0 takes nothing; NaN takes all. bool, like w; ``threshold`` is broadcast against all but the
+    last axis.
     """
     return _prefix(w, threshold, lambda sums, limit: (sums < limit).sum(axis=-1) + 1)
 
@@ -116,14 +117,15 @@ def choose(
 ) -> Array:  # fmt: skip
     """Columns that each row's list holds, bool [B, H, R, C], by scores [B, H, R, C].
 
-    ``rule``: "reach" or "within", of a softmax over the visible columns; ``threshold``: a number, or one for each head.
+    ``rule``: "reach" or "within", of a softmax over the visible columns; ``threshold``: a number, or one for each head,
+    of which 1 takes every column that is listed, whatever its weight.
     Chosen whatever their weight: column ``kept`` [B, H] of all rows, all columns of ``whole_rows`` [B, H, R], and
     ``fixed`` columns [B, H, C], which are out of the softmax.
     """
     visible = visible_columns(grid) & np.ones(scores.shape, bool)
     w = softmax(scores, visible if fixed is None else visible & ~fixed[:, :, None])
-    of_head = np.asarray(threshold)[..., None]  # [H, 1], or one number
-    taken = {"reach": reach, "within": within}[rule](w, of_head)
+    of_head = np.asarray(threshold, w.dtype)[..., None]  # [H, 1], or [1]
+    taken = {"reach": reach, "within": within}[rule](w, of_head) | (of_head >= 1)[..., None]
     if kept is not None:
         taken = taken | (np.arange(grid.columns) == kept[..., None])[:, :, None]
     if fixed is not None:
