@@ -25,7 +25,6 @@ from s2o_cupy import (
     s2o_attention,
     select,
     sparse_attention,
-    tune_sparge,
 )
 from s2o_cupy.methods.grid import BlockGrid
 from s2o_cupy.methods.hilbert import hilbert_order
@@ -439,12 +438,17 @@ def test_tokens_of_a_grid_are_attended_to_in_place(rng):
         (MeanPoolingConfig, {"treshold": 1}, TypeError, r"did you mean threshold\?"),
         (MeanPoolingConfig, {"keep_first": 1}, TypeError, r"keep_first is 1; accepted: True or False"),
         (MeanPoolingConfig, {"path": "fast"}, ValueError, r"MeanPoolingConfig: path is 'fast'"),
+        (MeanPoolingConfig, {"block": 64.0}, ValueError, r"block is 64.0; accepted: 64 or 128"),
+        (PBSConfig, {"block": 64.0}, ValueError, r"block is 64.0; accepted: 64 or 128"),
+        (PBSConfig, {"block": np.array([64, 128])}, ValueError, r"block is array.*; accepted: 64 or 128"),
+        (XAttentionConfig, {"stride": 8.0}, ValueError, r"stride is 8.0; accepted: 8 or 16"),
         (PBSConfig, {"segment": 200}, ValueError, r"PBSConfig: segment is 200; accepted: a multiple of block \(128"),
         (PBSConfig, {"segment": 64}, ValueError, r"segment is 64; accepted: an integer from 128 to 8192"),
         (PBSConfig, {"share": "heads"}, ValueError, r"share is 'heads'; accepted: 'head' or 'kv_head'"),
         (PBSConfig, {"workspace_bytes": 1}, ValueError, r"PBSConfig: workspace_bytes is 1; accepted"),
         (SpargeConfig, {"tau": 1.5, "theta": 0}, ValueError, r"SpargeConfig: tau is 1.5"),
         (SpargeConfig, {"tau": (0.5, 2), "theta": 0}, ValueError, r"tau\[1\] is 2; accepted"),
+        (SpargeConfig, {"tau": np.array(0.5), "theta": 0}, TypeError, r"tau is array\(0.5\) \(ndarray\); accepted"),
         (SpargeConfig, {"tau": 0.5, "theta": ()}, ValueError, r"theta is empty; accepted: a number, or one for each"),
         (SpargeConfig, {"tau": 0.5, "theta": float("nan")}, ValueError, r"theta is nan; accepted: a finite number"),
         (SpargeConfig, {"tau": 0.5, "theta": 0, "permutation": (2, 3)}, TypeError, r"accepted: None, or three sizes"),
@@ -485,36 +489,3 @@ def test_a_schedule_may_be_changed_and_kept(rng):
     columns = columns_of(schedule)
     same = Schedule.from_block_mask(columns, 128, seqlen_q=900, seqlen_k=900, segment=128)
     np.testing.assert_array_equal(gather_attention(q, k, v, same), gather_attention(q, k, v, schedule))
-
-
-# ---------------------------------------------------------------- SpargeAttn's thresholds
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_tuned_thresholds_keep_to_the_bound(rng, is_causal):
-    """Of each head the sparsest pair of the grid that does; one whose keys are noise is dense."""
-    examples = [draw(rng, 500, heads=2, kv_heads=2) for _ in range(2)]
-    for _, k, _ in examples:
-        k[:, 1] = rng.standard_normal(k[:, 1].shape)
-    grid = {"taus": (0.5, 0.8), "thetas": (-1, 0.5)}
-    found = tune_sparge(examples, rel_l1=0.15, is_causal=is_causal, **grid)
-    assert found.density[0] < 0.95 and found.density[1] == 1.0 and (found.rel_l1 < 0.15).all()
-    assert found.rel_l1[0] > 0 and isinstance(found.config.tau, tuple)
-    density, error = [], []
-    for q, k, v in examples:
-        head = [x[:, :1] for x in (q, k, v)]
-        dense = dense_attention(*head, is_causal=is_causal)[0]
-        config = SpargeConfig(tau=found.config.tau[0], theta=found.config.theta[0])
-        o, stats = sparse_attention(*head, config=config, is_causal=is_causal, return_stats=True)
-        density.append(stats.density)
-        error.append(metrics.rel_l1(o, dense))
-    assert found.density[0] == pytest.approx(np.mean(density)) and found.rel_l1[0] == pytest.approx(np.mean(error))
-    together = tune_sparge(examples, rel_l1=0.15, per_head=False, is_causal=is_causal, **grid)
-    assert isinstance(together.config.tau, float) and together.rel_l1.mean() < 0.15
-
-
-def test_tuning_refuses(rng):
-    with pytest.raises(ValueError, match="rel_l1 is 0; accepted: a number above 0"):
-        tune_sparge([draw(rng, 200)], rel_l1=0)
-    with pytest.raises(ValueError, match="inputs is empty"):
-        tune_sparge([])

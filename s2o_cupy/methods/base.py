@@ -115,7 +115,9 @@ class MethodConfig:
 
 
 def checked_choice(name: str, value: Any, accepted: Sequence[Any], owner: str) -> Any:
-    if isinstance(value, bool) or value not in accepted:
+    """``value``, if it is one of ``accepted`` and of its kind: integers may be NumPy's, a float is none."""
+    kind = str if isinstance(accepted[0], str) else numbers.Integral
+    if isinstance(value, bool) or not isinstance(value, kind) or value not in accepted:
         raise ValueError(f"{owner}: {name} is {value!r}; accepted: {' or '.join(map(repr, accepted))}")
     return value
 
@@ -140,7 +142,8 @@ def checked_numbers(
     name: str, value: Any, low: float, high: float, accepted: str, owner: str
 ) -> float | tuple[float, ...]:
     """A number, or one for each query head."""
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+    single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
+    if single:  # arrays of no axis have __iter__, which raises
         return checked_number(name, value, low, high, accepted, owner)
     found = tuple(checked_number(f"{name}[{i}]", x, low, high, accepted, owner) for i, x in enumerate(value))
     if not found:

@@ -19,6 +19,7 @@ from .stages import BlockMeans, Choice, launch
 __all__ = ["SpargeConfig"]
 
 BLOCK_Q, BLOCK_K = 128, 64
+LARGEST = 1e30  # theta, either way
 
 
 @names_unknown_fields
@@ -64,8 +65,7 @@ class SpargeConfig(MethodConfig):
         super().__post_init__()
         owner = type(self).__name__
         self._set("tau", checked_numbers("tau", self.tau, 0, 1, "a number above 0, up to 1", owner))
-        largest = 1e30
-        self._set("theta", checked_numbers("theta", self.theta, -largest, largest, "a finite number", owner))
+        self._set("theta", checked_numbers("theta", self.theta, -LARGEST, LARGEST, "a finite number", owner))
         if self.permutation is not None:
             axes = self.permutation
             if isinstance(axes, (str, bytes)) or not hasattr(axes, "__len__") or len(axes) != 3:

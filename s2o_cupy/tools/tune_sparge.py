@@ -10,10 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from ..api.attention import s2o_attention
 from ..api.gather import gather_attention
+from ..api.run import parse_backend
 from ..api.select import select
+from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
-from ..methods.sparge import SpargeConfig
+from ..methods.base import checked_bool, checked_number
+from ..methods.sparge import LARGEST, SpargeConfig
+from ..problem import Problem, validate
 from ..schedules.schedule import Schedule
 
 __all__ = ["TAUS", "THETAS", "SpargeTuning", "tune_sparge"]
@@ -56,12 +61,13 @@ def tune_sparge(
 ) -> SpargeTuning:
     """The sparsest of a grid of thresholds whose error is small enough: the procedure of SpargeAttn's paper.
 
-    It takes a call of dense attention for each input and one of sparse attention for each of the inputs and pairs.
+    It takes a call of dense attention for each input (`s2o_attention` at tau 0) and one of sparse attention for each of
+    the inputs and pairs.
 
     Parameters
     ----------
-    inputs : sequence of (q, k, v)
-        Of one layer, as `sparse_attention` takes them; the paper takes five.
+    inputs : list or tuple of (q, k, v)
+        Of one layer, so of as many heads, as `sparse_attention` takes them; the paper takes five.
     config : SpargeConfig, optional
         Whose other fields are kept.
     rel_l1 : float, default 0.08
@@ -86,31 +92,81 @@ def tune_sparge(
     """
     if isinstance(rel_l1, bool) or not isinstance(rel_l1, numbers.Real) or not rel_l1 > 0:
         raise ValueError(f"tune_sparge: rel_l1 is {rel_l1!r}; accepted: a number above 0")
-    for name, x in (("inputs", inputs), ("taus", taus), ("thetas", thetas)):
-        if not len(x):
-            raise ValueError(f"tune_sparge: {name} is empty; accepted: one or more")
+    if config is not None and not isinstance(config, SpargeConfig):
+        raise TypeError(f"tune_sparge: config is a {type(config).__name__}; accepted: None, or a SpargeConfig")
     config = SpargeConfig(tau=1, theta=-1) if config is None else config
+    checked_bool("per_head", per_head, "tune_sparge")
+    taus = _numbers("taus", taus, 0, 1, "numbers above 0, up to 1")
+    thetas = _numbers("thetas", thetas, -LARGEST, LARGEST, "finite numbers")
     pairs = [DENSE, *itertools.product(taus, thetas)]
     candidates = [replace(config, tau=tau, theta=theta) for tau, theta in pairs]
-    options = {"scale": scale, "layout": layout}
-    density, error = (np.zeros((len(inputs), len(pairs), inputs[0][0].shape[_heads_axis(layout)])) for _ in range(2))
+    options: dict[str, Any] = {"scale": scale, "layout": layout}
+    heads = _heads(inputs, candidates[0], {"is_causal": is_causal, "softcap": softcap, **options})
+    density, error = (np.zeros((len(inputs), len(pairs), heads)) for _ in range(2))
     for i, (q, k, v) in enumerate(inputs):
-        dense = None
+        dense = s2o_attention(q, k, v, tau=0, is_causal=is_causal, softcap=softcap, **options)
         for p, candidate in enumerate(candidates):
             schedule = select(q, k, candidate, is_causal=is_causal, **options)
             o = gather_attention(q, k, v, schedule, softcap=softcap, path=candidate.path, **options)
-            dense = o if dense is None else dense
             density[i, p], error[i, p] = _densities(schedule), _errors(o, dense, layout)
     density, error = density.mean(axis=0), error.mean(axis=0)  # [pairs, heads]
     if per_head:
         best = np.where(error < rel_l1, density, np.inf).argmin(axis=0)  # [heads]
         best = np.where((error < rel_l1).any(axis=0), best, 0)
         thresholds = [tuple(pairs[p][j] for p in best) for j in range(2)]
-        heads = np.arange(density.shape[1])
         found = replace(config, tau=thresholds[0], theta=thresholds[1])
-        return SpargeTuning(found, density[best, heads], error[best, heads])
+        return SpargeTuning(found, density[best, np.arange(heads)], error[best, np.arange(heads)])
     one = int(np.where(error.mean(axis=1) < rel_l1, density.mean(axis=1), np.inf).argmin())
     return SpargeTuning(candidates[one], density[one], error[one])
+
+
+def _numbers(name: str, values: Any, low: float, high: float, accepted: str) -> tuple[float, ...]:
+    """Of the grid, each above ``low`` and up to ``high``."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+        came = f"{values!r} ({type(values).__name__})"
+        raise TypeError(f"tune_sparge: {name} is {came}; accepted: a sequence of {accepted}")
+    if not len(values):
+        raise ValueError(f"tune_sparge: {name} is empty; accepted: one or more {accepted}")
+    return tuple(checked_number(f"{name}[{i}]", x, low, high, accepted, "tune_sparge") for i, x in enumerate(values))
+
+
+def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
+    """Query heads of the inputs, each of which is a call that is accepted."""
+    accepted = "a list or tuple of (q, k, v)"
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(f"tune_sparge: inputs is a {type(inputs).__name__}; accepted: {accepted}")
+    if not inputs:
+        raise ValueError(f"tune_sparge: inputs is empty; accepted: {accepted}, one or more")
+    heads = 0
+    for i, x in enumerate(inputs):
+        if not isinstance(x, (list, tuple)) or len(x) != 3:
+            came = f"a {type(x).__name__}" + (f" of {len(x)}" if isinstance(x, (list, tuple)) else "")
+            raise TypeError(f"tune_sparge: inputs[{i}] is {came}; accepted: (q, k, v), as inputs is {accepted}")
+        try:
+            q, k, v = x
+            problem = _problem(q, k, v, config, options)
+            config.check(problem)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"tune_sparge: inputs[{i}] is not accepted: {error}") from error
+        if problem.empty or not problem.seqlen_k:
+            raise ValueError(
+                f"tune_sparge: inputs[{i}] has {problem.batch} x {problem.heads} heads, {problem.seqlen_q} queries "
+                f"and {problem.seqlen_k} keys; accepted: at least one of each"
+            )
+        heads = heads or problem.heads
+        if problem.heads != heads:
+            raise ValueError(
+                f"tune_sparge: inputs[{i}] has {problem.heads} query heads and inputs[0] has {heads}; accepted: inputs "
+                "of one layer, of as many heads"
+            )
+    return heads
+
+
+def _problem(q: Any, k: Any, v: Any, config: SpargeConfig, options: dict[str, Any]) -> Problem:
+    _, infos = describe(q=q, k=k, v=v)
+    backend = parse_backend("auto", infos[0].device, None)
+    shapes, dtypes = [x.shape for x in infos], [x.dtype for x in infos]
+    return validate(shapes, dtypes, config=config.kernels_config(), backend=backend, **options)
 
 
 def _heads_axis(layout: str) -> int:

@@ -1,0 +1,89 @@
+"""SpargeAttn's thresholds found on given arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_methods import draw
+
+from s2o_cupy import PBSConfig, SpargeConfig, metrics, select, sparse_attention, tune_sparge
+from s2o_cupy.reference import dense_attention
+from s2o_cupy.tools import tune_sparge as module
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_tuned_thresholds_keep_to_the_bound(rng, is_causal):
+    """Of each head the sparsest pair of the grid that does; one whose keys are noise is dense."""
+    examples = [draw(rng, 500, heads=2, kv_heads=2) for _ in range(2)]
+    for _, k, _ in examples:
+        k[:, 1] = rng.standard_normal(k[:, 1].shape)
+    grid = {"taus": (0.5, 0.8), "thetas": (-1, 0.5)}
+    found = tune_sparge(examples, rel_l1=0.15, is_causal=is_causal, **grid)
+    assert found.density[0] < 0.95 and found.density[1] == 1.0 and (found.rel_l1 < 0.15).all()
+    assert found.rel_l1[0] > 0 and isinstance(found.config.tau, tuple)
+    density, error = [], []
+    for q, k, v in examples:
+        head = [x[:, :1] for x in (q, k, v)]
+        dense = dense_attention(*head, is_causal=is_causal)[0]
+        config = SpargeConfig(tau=found.config.tau[0], theta=found.config.theta[0])
+        o, stats = sparse_attention(*head, config=config, is_causal=is_causal, return_stats=True)
+        density.append(stats.density)
+        error.append(metrics.rel_l1(o, dense))
+    assert found.density[0] == pytest.approx(np.mean(density)) and found.rel_l1[0] == pytest.approx(np.mean(error))
+    together = tune_sparge(examples, rel_l1=0.15, per_head=False, is_causal=is_causal, **grid)
+    assert isinstance(together.config.tau, float) and together.rel_l1.mean() < 0.15
+
+
+def test_errors_are_of_dense_attention_whatever_the_method_gives(rng, monkeypatch):
+    """The output to compare with is not the method's own, at thresholds that should choose all."""
+    monkeypatch.setattr(module, "select", lambda q, k, _, **options: select(q, k, FEW, **options))
+    q, k, v = draw(rng, 700)
+    found = tune_sparge([(q, k, v)], taus=(1,), thetas=(-1,), per_head=False)
+    expected = metrics.rel_l1(sparse_attention(q, k, v, config=FEW), dense_attention(q, k, v)[0])
+    assert expected > 0.05 and found.rel_l1.mean() == pytest.approx(expected, rel=0.1)
+
+
+FEW = SpargeConfig(tau=0.05, theta=-1)
+ONE = tuple(draw(np.random.default_rng(0), 200))
+TWO_HEADS = tuple(draw(np.random.default_rng(0), 200, heads=2))
+NO_QUERIES = tuple(np.zeros((1, 4, n, 16)) for n in (0, 300, 300))
+NO_KEYS = tuple(np.zeros((1, 4, n, 16)) for n in (200, 0, 0))
+TRIPLES = r"accepted: a list or tuple of \(q, k, v\)"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "error", "message"),
+    [
+        ([ONE], {"rel_l1": 0}, ValueError, "rel_l1 is 0; accepted: a number above 0"),
+        ([], {}, ValueError, f"inputs is empty; {TRIPLES}, one or more"),
+        (ONE, {}, TypeError, r"inputs\[0\] is a ndarray; accepted: \(q, k, v\), as inputs is a list"),
+        ((x for x in [ONE]), {}, TypeError, f"inputs is a generator; {TRIPLES}"),
+        (None, {}, TypeError, f"inputs is a NoneType; {TRIPLES}"),
+        ([ONE, ONE[:2]], {}, TypeError, r"inputs\[1\] is a tuple of 2; accepted: \(q, k, v\)"),
+        ([ONE, ("q", "k", "v")], {}, TypeError, r"inputs\[1\] is not accepted: .*q is a str"),
+        ([ONE, (ONE[0], ONE[1], ONE[2][:, :, 1:])], {}, ValueError, r"inputs\[1\] is not accepted: .*v is"),
+        ([ONE, TWO_HEADS], {}, ValueError, r"inputs\[1\] has 2 query heads and inputs\[0\] has 4; accepted"),
+        ([ONE, NO_QUERIES], {}, ValueError, r"inputs\[1\] has .* 0 queries and 300 keys; accepted: at least one"),
+        ([NO_KEYS], {"is_causal": False}, ValueError, r"inputs\[0\] has .* 0 keys; accepted: at least one"),
+        ([ONE], {"taus": 0.5}, TypeError, r"taus is 0.5 \(float\); accepted: a sequence of numbers above 0, up to 1"),
+        ([ONE], {"taus": np.array(0.5)}, TypeError, r"taus is array\(0.5\) \(ndarray\); accepted: a sequence"),
+        ([ONE], {"thetas": "0.5"}, TypeError, r"thetas is '0.5' \(str\); accepted: a sequence of finite numbers"),
+        ([ONE], {"taus": ()}, ValueError, "taus is empty; accepted: one or more numbers above 0, up to 1"),
+        ([ONE], {"taus": (0.5, 2)}, ValueError, r"taus\[1\] is 2; accepted: numbers above 0, up to 1"),
+        ([ONE], {"thetas": (None,)}, TypeError, r"thetas\[0\] is None"),
+        ([ONE], {"config": PBSConfig()}, TypeError, "config is a PBSConfig; accepted: None, or a SpargeConfig"),
+        ([ONE], {"per_head": 1}, TypeError, "tune_sparge: per_head is 1; accepted: True or False"),
+        ([ONE], {"layout": "SBHD"}, ValueError, r"layout is 'SBHD'"),
+    ],
+)  # fmt: skip
+def test_calls_that_are_refused(monkeypatch, inputs, options, error, message):
+    """Before anything is computed."""
+    for name in ("s2o_attention", "select", "gather_attention"):
+        monkeypatch.setattr(module, name, None)
+    with pytest.raises(error, match=message):
+        tune_sparge(inputs, **options)
+
+
+def test_arrays_of_numbers_are_a_grid(rng):
+    found = tune_sparge([draw(rng, 200)], taus=np.array([0.5, 0.9]), thetas=np.array([-1.0]), per_head=False)
+    assert found.config.tau in (0.5, 0.9, 1.0)
