@@ -48,25 +48,34 @@ def wide(*arrays: Any) -> list[np.ndarray]:
     return [x.astype(np.float64) for x in arrays]
 
 
-def exact_branches(x: Arrays, blocks: np.ndarray, config: NSAConfig) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Output and lse of the compressed, the selected and the window branch in float64, given ``blocks``."""
-    q, k, v, k_cmp, v_cmp = wide(*x[:5])
+def exact_branches(
+    x: Arrays, blocks: np.ndarray, config: NSAConfig, near: Arrays
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Output and lse of the compressed, the selected and the window branch in float64, given ``blocks``; the window's
+    keys and values are those of ``near``."""
+    q, k, v, k_cmp, v_cmp, k_win, v_win = wide(*x[:5], near.k, near.v)
     runs = {"length": config.length, "stride": config.stride}
     return (
         nsa.compressed(q, k_cmp, v_cmp, k.shape[2], **runs),
         nsa.selected(q, k, v, blocks, block=config.block),
-        nsa.window(q, k, v, config.window),
+        nsa.window(q, k_win, v_win, config.window),
     )
 
 
-def whole_problems(o: Any, x: Arrays, blocks: np.ndarray, config: NSAConfig) -> list[str]:
-    """What of ``nsa_attention``'s output is further than rounding from the branches times their gates."""
-    exact = [of for of, _ in exact_branches(x, blocks, config)]
-    absolute = x._replace(v=np.abs(wide(x.v)[0]), v_cmp=np.abs(wide(x.v_cmp)[0]))
-    weights = [of for of, _ in exact_branches(absolute, blocks, config)]  # sum of p |v| / l
+def whole_problems(
+    o: Any, x: Arrays, blocks: np.ndarray, config: NSAConfig, near: Arrays | None = None
+) -> list[str]:
+    """What of ``nsa_attention``'s output is further than rounding from the branches times their gates. ``near``: whose
+    keys and values the window has, if not x."""
+    near = near or x
+    exact = [of for of, _ in exact_branches(x, blocks, config, near)]
+    absolute, near_absolute = (
+        of._replace(v=np.abs(wide(of.v)[0]), v_cmp=np.abs(wide(of.v_cmp)[0])) for of in (x, near)
+    )
+    weights = [of for of, _ in exact_branches(absolute, blocks, config, near_absolute)]  # sum of p |v| / l
     group, head_dim = x.q.shape[1] // x.k.shape[1], x.q.shape[-1]
     unit, allowed = UNIT[str(x.q.dtype)], 0.0
-    for i, (keys, weight) in enumerate(zip((x.k_cmp, x.k, x.k), weights, strict=True)):
+    for i, (keys, weight) in enumerate(zip((x.k_cmp, x.k, near.k), weights, strict=True)):
         reach = 0.0
         if keys.shape[2]:
             q, k = wide(x.q, keys)

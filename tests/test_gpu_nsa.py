@@ -209,6 +209,14 @@ def test_keys_of_the_window_alone(rng):
     assert cupy.asnumpy(o).tobytes() == cupy.asnumpy(expected).tobytes()
 
 
+@pytest.mark.parametrize("config", [SMALL, LARGE, NSAConfig(top=5, window=130, path="portable")], ids=str)
+def test_keys_of_the_window_beside_the_others(rng, config):
+    """The selected branch keeps to k and v, in the blocks that the window passes too."""
+    x, other = (draw(rng, DTYPES["bfloat16"], 700, head_dim=128, config=config) for _ in range(2))
+    o, blocks = attend(x, config, k_win=to_gpu(other.k), v_win=to_gpu(other.v))
+    assert whole_problems(o, x, blocks, config, other) == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

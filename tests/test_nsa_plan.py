@@ -22,8 +22,10 @@ def problem(seqlen_q, seqlen_k=None, *, heads=4, kv_heads=2, batch=1, head_dim=1
     return Problem(batch, heads, kv_heads, seqlen_q, seqlen_k or seqlen_q, head_dim, "bfloat16", True, 0.1)
 
 
-def plan_of(found, config, *, limits=HOPPER, compresses=True, attends=True, gates=True):
-    return make_plan(found, config, limits, where="f", compresses=compresses, attends=attends, gates=gates)
+def plan_of(found, config, *, limits=HOPPER, compresses=True, attends=True, gates=True, shares=True):
+    return make_plan(
+        found, config, limits, where="f", compresses=compresses, attends=attends, gates=gates, shares=shares
+    )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -84,6 +86,13 @@ def test_what_is_computed_with_the_window():
     assert plan_of(problem(1000), NSAConfig(window=128)).apart
     assert plan_of(problem(1000), NSAConfig(window=127)).slots == 16
     assert not plan_of(problem(1000), NSAConfig(), gates=False).apart
+
+
+def test_a_window_of_other_keys_computes_no_blocks():
+    plan = plan_of(problem(1000), NSAConfig(), shares=False)
+    assert not plan.apart
+    assert plan.slots == 16
+    assert not {"near_out", "near_lse"} & set(plan.workspace.places)
 
 
 def test_division_of_rows_by_the_group():

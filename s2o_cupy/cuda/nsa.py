@@ -52,7 +52,7 @@ def attend(
 ) -> None:  # fmt: skip
     """All three branches into ``out``. ``observe`` is called with each stage's name after its launch."""
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_attention", compresses=True,
-                     attends=True, gates=True)  # fmt: skip
+                     attends=True, gates=True, shares=window == keys)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
     call = _Call(plan, address, stream, observe)
     call.compressed(q, compressed, memory)

@@ -136,17 +136,18 @@ class NsaPlan:
 @remembered
 def make_plan(
     problem: Problem, config: NSAConfig, limits: DeviceLimits, *, where: str, compresses: bool, attends: bool,
-    gates: bool,
+    gates: bool, shares: bool = True,
 ) -> NsaPlan:  # fmt: skip
     """``compresses``: blocks are chosen by compressed attention. ``attends``: to the chosen blocks. ``gates``: also to
-    the window. ``where``: the function's name, for errors.
+    the window, whose keys and values are those of the blocks where it ``shares`` them. ``where``: the function's name,
+    for errors.
 
     Raises ValueError for what no kernel takes.
     """
     group = problem.heads // max(1, problem.kv_heads)
     _check(problem, config, group, where, compresses)
     inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim))
-    apart = gates and config.window >= config.local * config.block
+    apart = gates and shares and config.window >= config.local * config.block
     plan = NsaPlan(
         problem, config, inputs, group, config.top - config.local * apart, apart, 0,
         remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride) if compresses else (),
