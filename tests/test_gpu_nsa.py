@@ -184,6 +184,48 @@ def test_a_compressed_key_is_not_read_before_its_time(rng):
     assert np.isnan(after[:, :, end:]).all()
 
 
+@pytest.mark.parametrize("path", ["auto", "portable"])
+@pytest.mark.parametrize("group", [3, 5])
+def test_a_compressed_key_of_infinite_weight_against_it(rng, group, path):
+    """Its weight is zero in every head: those that fill up the group's tile must not make NaN of it."""
+    config = dataclasses.replace(SMALL, path=path)
+    x = draw(rng, DTYPES["bfloat16"], 900, heads=2 * group, head_dim=64)
+    x.q[..., 0] = np.abs(x.q[..., 0]) + 1
+    before = attend(x, config)[1]
+    assert choice_problems(before, x, config) == []
+    x.k_cmp[:, :, 20, 0] = -np.inf
+    assert choice_problems(attend(x, config)[1], x, config) == []
+
+
+@pytest.mark.parametrize("path", ["auto", "portable"])
+def test_values_of_the_largest_float16_stay_finite(rng, path):
+    config = dataclasses.replace(SMALL, path=path)
+    x = draw(rng, DTYPES["float16"], 700, head_dim=128)
+    x.v[:], x.v_cmp[:] = 65504, 65504
+    x.gates[:] = [0, 1, 0]
+    assert (attend(x, config)[0] >= 65440).all()  # rounded once or twice; infinity would be more
+    assert np.isfinite(attend(x, config)[0]).all()
+
+
+@pytest.mark.parametrize("config", [NSAConfig(top=1, first=0, local=1), NSAConfig(top=2, first=0, local=2)], ids=str)
+@pytest.mark.parametrize("path", ["auto", "portable"])
+def test_all_blocks_are_the_windows(rng, config, path):
+    assert_right(draw(rng, DTYPES["bfloat16"], 700, head_dim=64), dataclasses.replace(config, path=path))
+
+
+def test_an_infinite_value_of_no_weight_is_nan(rng):
+    """As in the reference: zero times infinity, in blocks that weigh nothing beside the first. The window's is inf."""
+    x = draw(rng, DTYPES["bfloat16"], 700, head_dim=64)
+    x.q[:], x.k[:] = 16, 0
+    x.k[:, :, :64] = 16  # a score of 2048 in the first block
+    x.v[:, :, 600] = np.inf
+    x.gates[:] = [0, 1, 1]
+    assert np.isinf(window_attention(*map(to_gpu, x[:3]), SMALL.window).get()[:, :, 600:]).all()
+    o = attend(x, SMALL)[0]
+    assert np.isnan(o[:, :, 600:]).all()
+    assert np.isfinite(o[:, :, :600]).all()
+
+
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 def test_torch_tensors_as_they_lie(rng, torch, layout):
     x = draw(rng, np.float32, 600, heads=8, head_dim=128)

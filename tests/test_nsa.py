@@ -148,6 +148,7 @@ def test_torch_tensors(x, torch, dtype):
         ({"length": 40}, ValueError, "length is 40 with stride 16; accepted: a multiple of it"),
         ({"block": 100}, ValueError, "block is 100 with stride 16; accepted: a multiple of it"),
         ({"top": 2}, ValueError, "top is 2 with first 1 and local 2; accepted: no fewer than those two together"),
+        ({"blocks": 64}, TypeError, "blocks is not a field; did you mean block"),
         ({"path": "fast"}, ValueError, "path is 'fast'; accepted: 'auto'"),
         ({"workspace_bytes": 1000}, ValueError, "workspace_bytes is 1000; accepted: an integer >= 1048576"),
     ],
@@ -199,11 +200,28 @@ def test_blocks_that_are_refused(x):
         selected_attention(*x[:3], blocks)
 
 
+def test_integers_of_numpy(x):
+    sinks, seqlen_k = np.int64(4), np.int64(x.k.shape[2])
+    window = window_attention(*x[:3], np.int32(40), sinks)
+    np.testing.assert_array_equal(window, window_attention(*x[:3], 40, 4))
+    blocks = nsa_select(x.q, x.k_cmp, seqlen_k=seqlen_k, config=SMALL)
+    np.testing.assert_array_equal(blocks, nsa_select(x.q, x.k_cmp, config=SMALL))
+
+
 def test_other_arguments_that_are_refused(x):
-    with pytest.raises(ValueError, match="sinks is -1; accepted: an integer >= 0"):
+    with pytest.raises(ValueError, match="window_attention: sinks is -1; accepted: an integer >= 0"):
         window_attention(*x[:3], 10, -1)
-    with pytest.raises(ValueError, match="window is 0; accepted: an integer >= 1"):
+    with pytest.raises(TypeError, match=r"window_attention: sinks is 1.5 \(float\); accepted: an integer >= 0"):
+        window_attention(*x[:3], 10, 1.5)
+    with pytest.raises(ValueError, match="window_attention: window is 0; accepted: an integer >= 1"):
         window_attention(*x[:3], 0)
+    blocks = nsa_select(x.q, x.k_cmp, config=SMALL)
+    with pytest.raises(ValueError, match="selected_attention: block is 0; accepted: an integer >= 1"):
+        selected_attention(*x[:3], blocks, 0)
+    with pytest.raises(ValueError, match="selected_attention: workspace_bytes is 5; accepted: an integer >= 1048576"):
+        selected_attention(*x[:3], blocks, workspace_bytes=5)
+    with pytest.raises(TypeError, match="nsa_select: seqlen_k is True"):
+        nsa_select(x.q, x.k_cmp, seqlen_k=True)
     with pytest.raises(ValueError, match=r"k_cmp has shape .* of seqlen_k 100"):
         nsa_select(x.q[:, :, :50], x.k_cmp, seqlen_k=100)
     with pytest.raises(TypeError, match="x is int64; accepted: float16, bfloat16, float32 or float64"):

@@ -102,6 +102,17 @@ def test_division_of_rows_by_the_group():
         np.testing.assert_array_equal(rows * (65536 // group + 1) >> 16, rows // group)
 
 
+@pytest.mark.parametrize("local", [1, 2])
+def test_where_the_window_computes_all_blocks_none_is_listed(local):
+    """Its kernels would divide by no slots."""
+    config = NSAConfig(top=local, first=0, local=local)
+    for shares, slots in ((True, 0), (False, local)):
+        plan = plan_of(problem(1000), config, shares=shares)
+        lists = {"nsa_count", "nsa_places", "nsa_scatter"} & {x.function for x in plan.kernels}
+        assert (plan.slots, bool(lists)) == (slots, slots > 0)
+        assert plan.kernel("nsa_merge_parts")
+
+
 @pytest.mark.parametrize(
     ("found", "config", "message"),
     [

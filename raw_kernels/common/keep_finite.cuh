@@ -16,6 +16,16 @@ __device__ __forceinline__ void limit_if_finite(float& x, float most) {
       : "f"(most));
 }
 
+// Two elements, that become no infinity by rounding.
+template <class Element>
+__device__ __forceinline__ uint32 pack_finite(float low, float high) {
+  if constexpr (!Element::kWide) {
+    limit_if_finite(low, Element::kLargest);
+    limit_if_finite(high, Element::kLargest);
+  }
+  return Element::pack(low, high);
+}
+
 // An output is a mean of values, weighted with p / l, and no larger than the largest of them. But p is rounded to 16
 // bits for its product with v, and l is summed before that: the rounded weights may add up to 1 + 2^-11 times l, or
 // more if they are tiny. Where values are 65504, the largest float16, such a mean would round to infinity; here it

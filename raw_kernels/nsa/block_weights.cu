@@ -55,9 +55,11 @@ struct BlockWeights {
     for (int turn = 0; turn < turns; ++turn) {
       const uint32 tile = shared_address(shared.q) + turn * (128 * Traits::kHeadDim * 2);
       for (int r = threadIdx.x / Traits::kChunks; r < 128; r += Traits::kThreads / Traits::kChunks) {
-        const bool present = is_there(turn, r) && chunk * 8 < head_dim;
+        // Heads that are not there have the last one's query: that of zeros would make NaN of an infinite key.
+        const int head = min(head_of(turn, r), p.group - 1);
+        const bool present = token_of(r) < p.first_token + p.tokens && chunk * 8 < head_dim;
         const uint16* q = p.q.at(batch, kv_head * p.group);
-        const uint16* row = q + head_of(turn, r) * p.q.head + token_of(r) * p.q.row + chunk * 8;
+        const uint16* row = q + head * p.q.head + token_of(r) * p.q.row + chunk * 8;
         cp_async_16_or_zeros(chunk_address<Traits>(tile, r, chunk), present ? row : q, present);
       }
       const int r = threadIdx.x, token = token_of(r);

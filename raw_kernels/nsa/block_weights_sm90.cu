@@ -60,12 +60,15 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
     }
     cp_async_commit();
   };
+#pragma unroll 1
   for (int turn = 0; turn < kTurns; ++turn) {
 #pragma unroll
     for (int i = 0; i < 128 / kAtATime; ++i) {
       const int row = slot + i * kAtATime;
-      const bool present = inside && is_there(turn, row);
-      const uint16* from = present ? q + head_of(turn, row) * p.q.head + token_of(row) * p.q.row : q;
+      // Heads that are not there have the last one's query: that of zeros would make NaN of an infinite key.
+      const int head = min(head_of(turn, row), p.group - 1);
+      const bool present = inside && token_of(row) < end_token;
+      const uint16* from = present ? q + head * p.q.head + token_of(row) * p.q.row : q;
       cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64][turn]), row % 64, chunk), from, present);
     }
     const int row = threadIdx.x;

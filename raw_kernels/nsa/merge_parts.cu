@@ -84,7 +84,7 @@ __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
   for (int step = kLanes; step < 32; step *= 2)
 #pragma unroll
     for (int e = 0; e < 8; ++e) o[e] += __shfl_xor_sync(kFullWarp, o[e], step);
-  if (p.near_out && near_weight != 0.f)
+  if (p.near_out)
     add_row<Traits>(o, near_weight * inverse,
                     *reinterpret_cast<const uint4*>(p.near_out + row * Traits::kHeadDim + chunk * 8));
   if (p.lse && lane == 0) p.lse[row] = total == 0.f ? -infinity() : (base + __log2f(total)) * 0.69314718055994531f;

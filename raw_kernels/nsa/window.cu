@@ -7,6 +7,7 @@
 //      holds
 //
 // Keys come from the latest to the first, so that what a row has seen after its near blocks is just those.
+#include "common/keep_finite.cuh"
 #include "nsa/position_rows.cuh"
 #include "nsa/tile.cuh"
 
@@ -42,8 +43,8 @@ __device__ __forceinline__ void keep_near(AttentionTile<Traits>& attention, cons
       uint32* target = reinterpret_cast<uint32*>(p.near_out + row * Traits::kHeadDim) + attention.lane % 4;
 #pragma unroll
       for (int d = 0; d < Traits::kDimTiles; ++d)
-        target[d * 4] = Traits::Element::pack(attention.acc[i][d][2 * h] * inverse,
-                                              attention.acc[i][d][2 * h + 1] * inverse);
+        target[d * 4] = pack_finite<typename Traits::Element>(attention.acc[i][d][2 * h] * inverse,
+                                                              attention.acc[i][d][2 * h + 1] * inverse);
     }
 }
 

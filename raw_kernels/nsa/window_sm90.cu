@@ -95,7 +95,7 @@ struct WindowRows {
       uint32* target = reinterpret_cast<uint32*>(p.near_out + place * kHeadDim) + lane % 4;
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
-        target[d * 4] = Element::pack(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+        target[d * 4] = pack_finite<Element>(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
     }
     __syncwarp();
   }

@@ -297,11 +297,7 @@ struct TailTile {
   }
   // What is finite stays so, though a value to first order may be larger than any of those that it stands for.
   static __device__ __forceinline__ uint32 packed_sum(float low, float high) {
-    if constexpr (!Element::kWide) {
-      limit_if_finite(low, Element::kLargest);
-      limit_if_finite(high, Element::kLargest);
-    }
-    return Element::pack(low, high);
+    return pack_finite<Element>(low, high);
   }
 };
 

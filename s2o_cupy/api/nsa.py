@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..arrays.arguments import check_out, describe
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
-from ..arrays.frameworks.base import Framework, Output
-from ..arrays.operand import ALIGNMENT, Operand, address, axes
+from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
-from ..nsa.config import NSAConfig
+from ..nsa.config import LEAST, NSAConfig
 from ..nsa.plan import compressed_count
-from ..problem import Problem, cached_validate
-from ..spec import S2OConfig
+from ..problem import Problem
+from ..spec import checked_int
+from .nsa_call import NsaCall, axis_of_tokens
 from .on_gpu import load_pipeline
-from .run import parse_backend
 
 __all__ = ["nsa_attention", "nsa_compress", "nsa_select", "selected_attention", "window_attention"]
-
-PLAIN = S2OConfig()
 
 
 @outside_graphs
@@ -101,7 +96,7 @@ def nsa_attention(
         raise TypeError(f"{where}: {missing} is missing; accepted: both of k_win and v_win, or neither")
     if k_win is not None:
         inputs |= {"k_win": k_win, "v_win": v_win}
-    call = _Call(where, inputs, layout, scale, backend, stream)
+    call = NsaCall(where, inputs, layout, scale, backend, stream)
     of, problem = call.infos, call.problem
     expected = (problem.batch, problem.kv_heads, _compressed(problem, config), problem.head_dim)
     for name in ("k_cmp", "v_cmp"):
@@ -174,7 +169,7 @@ def nsa_select(
     [0, 1, 2, -1]
     """
     where, config = "nsa_select", _config("nsa_select", config)
-    call = _Call(where, {"q": q, "k_cmp": k_cmp}, layout, scale, backend, stream, keys="k_cmp", seqlen_k=seqlen_k)
+    call = NsaCall(where, {"q": q, "k_cmp": k_cmp}, layout, scale, backend, stream, keys="k_cmp", seqlen_k=seqlen_k)
     problem = call.problem
     expected = (problem.batch, problem.kv_heads, _compressed(problem, config), problem.head_dim)
     call.expect("k_cmp", expected, f"(batch, kv_heads, compressed, head_dim) of seqlen_k {problem.seqlen_k}")
@@ -215,7 +210,8 @@ def selected_attention(
     q, k, v, scale, layout, out, stream, backend : as in `nsa_attention`
     blocks : int32 or int64 array, (batch, kv_heads, seqlen_q, any), for either layout
         Block c holds keys c * block to (c + 1) * block - 1, of which a token sees those up to its own. Entries of a row
-        are distinct, in any order; one below 0 is none. On the CPU they are checked to exist.
+        are distinct, in any order; one below 0 is none. On the CPU they are checked to exist. On the GPU a row with
+        an entry twice has an undefined result.
     block : int, default 64
         The GPU takes 64 and 128, and up to 32 blocks a token.
     return_lse : bool, default False
@@ -242,7 +238,9 @@ def selected_attention(
     (1, 2, 128, 64)
     """
     where = "selected_attention"
-    call = _Call(where, {"q": q, "k": k, "v": v, "blocks": blocks}, layout, scale, backend, stream)
+    block = checked_int("block", block, 1, owner=where)
+    workspace_bytes = checked_int("workspace_bytes", workspace_bytes, LEAST["workspace_bytes"], owner=where)
+    call = NsaCall(where, {"q": q, "k": k, "v": v, "blocks": blocks}, layout, scale, backend, stream)
     problem, found = call.problem, call.infos["blocks"]
     if found.dtype not in ("int32", "int64"):
         raise TypeError(f"{where}: blocks is {found.dtype}; accepted: int32 or int64")
@@ -252,7 +250,6 @@ def selected_attention(
             f"{where}: blocks has shape {tuple(found.shape)}; accepted: {rows} (batch, kv_heads, seqlen_q) and the "
             "blocks of a token"
         )
-    # One field at a time is wrong: those that the caller has not given are right.
     config = NSAConfig(block, found.shape[3], 0, 1, length=1, stride=1, workspace_bytes=workspace_bytes)
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
@@ -314,10 +311,9 @@ def window_attention(
     (1, 2, 128, 64)
     """
     where = "window_attention"
-    config = NSAConfig(window=window)
-    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
-        raise ValueError(f"{where}: sinks is {sinks!r}; accepted: an integer >= 0")
-    call = _Call(where, {"q": q, "k": k, "v": v}, layout, scale, backend, stream)
+    config = NSAConfig(window=checked_int("window", window, 1, owner=where))
+    sinks = checked_int("sinks", sinks, 0, owner=where)
+    call = NsaCall(where, {"q": q, "k": k, "v": v}, layout, scale, backend, stream)
     problem = call.problem
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
@@ -369,7 +365,7 @@ def nsa_compress(
     """
     from array_api_compat import array_namespace
 
-    config, axis = NSAConfig(length=length, stride=stride, block=stride), _axis("nsa_compress", layout)
+    config, axis = NSAConfig(length=length, stride=stride, block=stride), axis_of_tokens("nsa_compress", layout)
     dtype = framework_of("x", x).dtype(x)
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise TypeError(f"nsa_compress: x is {dtype}; accepted: float16, bfloat16, float32 or float64")
@@ -391,159 +387,12 @@ def nsa_compress(
     return xp.astype(total / length, x.dtype)
 
 
-class _Result(NamedTuple):
-    output: Output
-    operand: Any  # where a GPU writes it: an Operand of the output, an address of others
-
-
-class _Call:
-    """What the doors have in common: arrays of one framework on one device, and the results that are wanted."""
-
-    def __init__(
-        self, where: str, inputs: dict[str, Any], layout: Any, scale: Any, backend: Any, stream: Any, *,
-        keys: str = "k", seqlen_k: int | None = None,
-    ) -> None:  # fmt: skip
-        self.where, self.inputs, self.layout, self.stream = where, inputs, layout, stream
-        self.axis = _axis(where, layout)
-        self.framework: Framework
-        self.framework, found = describe(**inputs)
-        self.infos: dict[str, ArrayInfo] = dict(zip(inputs, found, strict=True))
-        self.backend = parse_backend(backend, found[0].device, stream)
-        for name in ("q", keys):
-            if len(self.infos[name].shape) != 4:
-                raise ValueError(
-                    f"{where}: {name} has shape {tuple(self.infos[name].shape)}; accepted: 4 axes ({layout})"
-                )
-        q, k = self.infos["q"], self.infos[keys]
-        of_k = list(k.shape)
-        if keys != "k":  # as if it were the keys
-            of_k[self.axis] = q.shape[self.axis] if seqlen_k is None else _length(where, seqlen_k)
-        v = self.infos.get("v", k)
-        shapes = (tuple(q.shape), tuple(of_k), tuple(of_k) if v is k else tuple(v.shape))
-        self.problem: Problem = cached_validate(
-            shapes, (q.dtype, k.dtype, v.dtype), PLAIN, self.backend, layout, True, scale, 0.0
-        )
-
-    def bhsd_shape(self, name: str) -> tuple[int, ...]:
-        a, b, c, d = self.infos[name].shape
-        return (a, b, c, d) if self.layout == "BHSD" else (a, c, b, d)
-
-    def bhsd(self, name: str, native: Any) -> Any:
-        return native if self.layout == "BHSD" else native.swapaxes(1, 2)
-
-    def expect(self, name: str, shape: tuple[int, ...], what: str) -> None:
-        """Raise unless an array has this shape, as BHSD, and q's dtype."""
-        found, dtype = self.infos[name], self.infos["q"].dtype
-        if len(found.shape) != 4 or self.bhsd_shape(name) != shape:
-            accepted = shape if self.layout == "BHSD" else (shape[0], shape[2], shape[1], shape[3])
-            raise ValueError(f"{self.where}: {name} has shape {tuple(found.shape)}; accepted: {accepted}, {what}")
-        if found.dtype != dtype:
-            raise TypeError(f"{self.where}: {name} is {found.dtype}; accepted: {dtype}, the dtype of q")
-
-    def run(
-        self, on_host: Callable[[dict[str, Any]], tuple[Any, ...]], on_gpu: Callable[..., None], *, out: Any = None,
-        return_lse: bool = False, results: tuple[tuple[str, tuple[int, ...]], ...] | None = None, fill: float = 0,
-    ) -> Any:  # fmt: skip
-        """``results``: dtypes and shapes; by default an output like q, and an lse. Without a query or a key they are
-        ``fill``, or -inf of an lse."""
-        p, framework, host = self.problem, self.framework, self.backend == "numpy"
-        q, of_q = self.inputs["q"], self.infos["q"]
-        arrays = (*self.inputs.values(),)
-        out_info = None
-        if out is not None:
-            out_info = check_out(out, framework, self.infos, p.dtype)
-            arrays = (*arrays, out)
-        with framework.scope(of_q.device, self.stream, arrays, host=host):
-            made: list[_Result] = []
-            if results is not None:
-                made = [_Result(x := framework.output(shape, dtype, q, host=host), x) for dtype, shape in results]
-            else:
-                if out_info is None:
-                    o = framework.output(tuple(of_q.shape), p.dtype, q, host=host)
-                else:
-                    o = framework.output_into(out, out_info, host=host)
-                made.append(_Result(o, None))
-                if return_lse:
-                    x = framework.output((p.batch, p.heads, p.seqlen_q), "float32", q, host=host)
-                    made.append(_Result(x, x))
-            natives = [x.output.native for x in made]
-            if p.empty or p.seqlen_k == 0:
-                for i, native in enumerate(natives):
-                    if 0 not in native.shape:
-                        framework.fill(native, float("-inf") if i else fill)
-            elif host:
-                found = on_host({name: framework.on_host(x) for name, x in self.inputs.items()})
-                for i, native in enumerate(natives):
-                    native[...] = self.bhsd("q", found[0]) if i == 0 and results is None else found[i]
-            else:
-                self._on_gpu(on_gpu, natives, out_info, results is None)
-            finished = [x.output.finish() for x in made]
-        return finished[0] if len(finished) == 1 else tuple(finished)
-
-    def _on_gpu(
-        self, on_gpu: Callable[..., None], natives: list[Any], out_info: ArrayInfo | None, has_output: bool
-    ) -> None:
-        pipeline = load_pipeline()
-        framework, infos = self.framework, dict(self.infos)
-        if framework.imports and self.stream is not None:  # the exchange orders the producer's stream and this one
-            infos = {name: framework.describe(x) for name, x in self.inputs.items()}
-        kept: list[Any] = []
-        for name, info in infos.items():
-            if not _is_readable(name, info):
-                native = framework.contiguous(_int32(info.native) if name == "blocks" else info.native)
-                kept.append(native)
-                infos[name] = framework_of("array", native).describe(native)
-        operands = {
-            name: Operand(x.pointer, (0, 0, 0, 0), (0, 0, 0))
-            if name in ("gates", "blocks")
-            else Operand(x.pointer, *axes(x.shape, x.strides, self.layout, x.itemsize))
-            for name, x in infos.items()
-        }
-        where: list[Any] = [address(x) for x in natives]
-        if has_output:
-            out = out_info or framework_of("array", natives[0]).describe(natives[0])
-            if not _is_readable("out", out):
-                raise ValueError(
-                    f"{self.where}: out has strides {out.strides} (bytes), or does not begin on {ALIGNMENT} bytes; "
-                    f"accepted on the GPU: rows that begin on {ALIGNMENT} bytes"
-                )
-            where[0] = Operand(out.pointer, *axes(out.shape, out.strides, self.layout, out.itemsize))
-            where += [0] * (2 - len(where))
-        memory = framework.memory(next(iter(infos.values())).native) or pipeline.allocate
-        on_gpu(operands, tuple(where), framework.stream(), memory)
-
-
 def _kernels() -> Any:
     """The module that launches them, imported when it is first needed."""
     load_pipeline()
     from ..cuda import nsa
 
     return nsa
-
-
-def _is_readable(name: str, x: ArrayInfo) -> bool:
-    """Whether kernels read an array as it lies; others are copied. Blocks are int32 in C order, gates have a contiguous
-    last axis, rows of the others begin on 16 bytes."""
-    if 0 in x.shape:
-        return True
-    if name == "blocks":
-        expected = x.itemsize
-        for n, stride in zip(x.shape[::-1], x.strides[::-1], strict=True):
-            if n > 1 and stride != expected:
-                return False
-            expected *= n
-        return x.dtype == "int32"
-    if name == "gates":
-        return x.has_contiguous_rows
-    rows = all(n == 1 or (s >= 0 and s % ALIGNMENT == 0) for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True))
-    return x.has_contiguous_rows and rows and x.pointer % ALIGNMENT == 0
-
-
-def _int32(x: Any) -> Any:
-    from array_api_compat import array_namespace
-
-    xp = array_namespace(x)
-    return xp.astype(x, xp.int32, copy=False)
 
 
 def _gates_strides(gates: ArrayInfo, problem: Problem, layout: str, dtype: str) -> tuple[int, int, int]:
@@ -572,16 +421,3 @@ def _config(where: str, config: Any) -> NSAConfig:
 
 def _compressed(problem: Problem, config: NSAConfig) -> int:
     return compressed_count(problem.seqlen_k, config.length, config.stride)
-
-
-def _axis(where: str, layout: Any) -> int:
-    """Of tokens."""
-    if layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"{where}: layout is {layout!r}; accepted: 'BHSD' or 'BSHD'")
-    return 2 if layout == "BHSD" else 1
-
-
-def _length(where: str, seqlen_k: Any) -> int:
-    if isinstance(seqlen_k, bool) or not isinstance(seqlen_k, int) or seqlen_k < 0:
-        raise ValueError(f"{where}: seqlen_k is {seqlen_k!r}; accepted: an integer >= 0, or None for seqlen_q")
-    return seqlen_k

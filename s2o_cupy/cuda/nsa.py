@@ -164,7 +164,7 @@ class _Call:
             self.observe("nsa_compressed")
 
     def window(self, q: Operand, keys: Pair, out: Operand) -> None:
-        """The window branch, to ``out``, and near_out where it is wanted."""
+        """The window branch, to ``out``, and near_out where the plan has blocks apart."""
         plan, params = self.plan, self.params
         heads = plan.problem.batch * plan.problem.heads
         self._point(q, keys, out)
@@ -186,12 +186,13 @@ class _Call:
         plan = self.plan
         self._round(first, tokens)
         self._point(q, keys, out)
-        if "entries" in self.places:  # a block that stands twice in a row leaves a gap
+        if plan.slots:
+            # A block that stands twice in a row leaves a gap.
             runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
-        self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
-        self.launch(kernels.places(), plan.kv_rows)
-        self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
-        self.launch(plan.kernel("nsa_selected"), plan.kv_rows * plan.most_items)
+            self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
+            self.launch(kernels.places(), plan.kv_rows)
+            self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
+            self.launch(plan.kernel("nsa_selected"), plan.kv_rows * plan.most_items)
         self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
 
     def _point(self, q: Operand, keys: Pair, out: Operand) -> None:

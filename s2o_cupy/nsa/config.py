@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass, fields
 
-from ..spec import PATHS
+from ..spec import PATHS, checked_int, names_unknown_fields
 
-__all__ = ["NSAConfig"]
+__all__ = ["LEAST", "NSAConfig"]
 
 LEAST = {
     "block": 1, "top": 1, "first": 0, "local": 1, "window": 1, "length": 1, "stride": 1, "workspace_bytes": 1 << 20
 }  # fmt: skip
 
 
+@names_unknown_fields
 @dataclass(frozen=True)
 class NSAConfig:
     """How NSA chooses blocks of keys, and what its other branches see.
@@ -39,8 +39,8 @@ class NSAConfig:
         Bound on the GPU memory of blocks' weights, and of parts of the selected branch: tokens are taken in rounds.
         A round of 128 tokens always fits.
     path : {"auto", "portable", "hopper"}, default "auto"
-        Kernels of the compressed branch and of the blocks' weights, as in `S2OConfig`. The others have portable ones
-        alone.
+        As in `S2OConfig`. On "hopper" too, kernels without `wgmma` take blocks of 128 in the selected branch, and weights
+        of blocks with more than 8 query heads of a KV head.
 
     Raises
     ------
@@ -64,15 +64,9 @@ class NSAConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "path":
-                continue
-            accepted = f"accepted: an integer >= {LEAST[field.name]}"
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                raise TypeError(f"NSAConfig: {field.name} is {value!r} ({type(value).__name__}); {accepted}")
-            if value < LEAST[field.name]:
-                raise ValueError(f"NSAConfig: {field.name} is {value}; {accepted}")
-            object.__setattr__(self, field.name, int(value))
+            if field.name != "path":
+                value = checked_int(field.name, getattr(self, field.name), LEAST[field.name], owner="NSAConfig")
+                object.__setattr__(self, field.name, value)
         for name in ("length", "block"):
             if getattr(self, name) % self.stride:
                 raise ValueError(

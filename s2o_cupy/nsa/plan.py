@@ -174,9 +174,11 @@ def _kernels(
     if compresses:
         weights = kernels.block_weights(plan.inputs, plan.group, capability)
         found += [weights, kernels.top_blocks()]
-    if attends:
+    if attends and plan.slots:
         found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
-        found += [kernels.selected(plan.inputs, plan.config.block, capability), kernels.merge_parts(plan.inputs)]
+        found.append(kernels.selected(plan.inputs, plan.config.block, capability))
+    if attends:
+        found.append(kernels.merge_parts(plan.inputs))
     return tuple(found)
 
 
