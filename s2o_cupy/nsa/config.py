@@ -39,8 +39,8 @@ class NSAConfig:
         Bound on the GPU memory of blocks' weights, and of parts of the selected branch: tokens are taken in rounds.
         A round of 128 tokens always fits.
     path : {"auto", "portable", "hopper"}, default "auto"
-        As in `S2OConfig`. On "hopper" too, kernels without `wgmma` take blocks of 128 in the selected branch, and weights
-        of blocks with more than 8 query heads of a KV head.
+        As in `S2OConfig`. On "hopper" too, portable kernels take the selected branch with blocks of 128, and the
+        blocks' weights with more than 8 query heads of a KV head.
 
     Raises
     ------
