@@ -171,7 +171,8 @@ def test_values_that_are_not_read_have_no_influence(rng, value):
     sees = ((blocks == 300 // 64).any(axis=-1) | (p < 300 + SMALL.window)) & (p >= 300)
     sees = sees.repeat(2, axis=1)
     assert not np.isfinite(after[sees]).any()
-    assert after[~sees].tobytes() == before[~sees].tobytes()
+    # Tiles that meet such a value add up key by key instead of on tensor cores: the last bit of others may differ.
+    np.testing.assert_allclose(after[~sees].astype(float), before[~sees].astype(float), rtol=2.0**-9, atol=1e-4)
 
 
 def test_a_compressed_key_is_not_read_before_its_time(rng):

@@ -72,7 +72,8 @@ def test_layer_on_a_gpu(small_llama, tmp_path):
         "--set", "tau=0", "--error",
     )  # fmt: skip
     for row in rows:
-        assert 0 < row["layer_ms"] < 2 * (row["attention_ms"] + row["rest_ms"])
+        parts_ms = row["attention_ms"] + row["rest_ms"]
+        assert 0.3 * parts_ms < row["layer_ms"] < 10 * parts_ms  # others may be on the GPU in between
         assert row["rel_l2"] < 0.2
         assert row["peak_gib"] > 0.1
     assert rows[-1]["rel_l2"] < 0.01

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -96,7 +96,10 @@ FAULTS = [
           XATTENTION),
     Fault("choose_blocks", "what is forced does not count", "choice", " - warp_sum(forced);",
           ";", XATTENTION),
-    Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)", LINES),
+    Fault("last_row_sums_sm90", "the last queries see their future", "last sums", "present - after)", "present)",
+          LINES),
+    Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)",
+          replace(LINES, path="portable")),
     Fault("line_sums", "diagonals run the other way", "last sums", "const int key = row - d;",
           "const int key = row + d;", LINES),
     Fault("line_sums", "queries see their future", "last sums", "key < seen ?", "key < seen + 1 ?", LINES),
