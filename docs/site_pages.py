@@ -60,7 +60,7 @@ API = {
             *(f"{PACKAGE}.tools.tune_layers.{name}" for name in ("TunedLayers", "tune_layers")),
             *(f"{INTEGRATIONS}.model_report.{name}" for name in ("ModelReport", "LayerReport")),
             *(f"{PACKAGE}.{name}" for name in ("tune", "tools.tune.TuneResult")),
-            *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate")),
+            *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate", "attention_within")),
         ],
     ),
     "api/schedules.md": (

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .tools.sampled import error_per_head
     from .tools.tune import tune
     from .tools.tune_sparge import tune_sparge
+    from .tools.within_error import attention_within
 
 __all__ = [
     "FlexPrefillConfig",
@@ -51,6 +52,7 @@ __all__ = [
     "VerticalSlashConfig",
     "XAttentionConfig",
     "__version__",
+    "attention_within",
     "clear_cache",
     "compare",
     "diff",
@@ -77,6 +79,7 @@ __version__ = "0.1.0"
 
 # Functions and modules of the tools, loaded where they are used: diff loads the reference.
 _LAZY = {
+    "attention_within": "within_error",
     "compare": "compare",
     "diff": "diffing",
     "error_per_head": "sampled",
