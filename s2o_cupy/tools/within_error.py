@@ -116,7 +116,8 @@ def _by_head(q: Any, k: Any, v: Any, config: S2OConfig, taus: np.ndarray, option
     q, k, v = (x.native for x in infos)  # of a DLPack producer what can be sliced
     layout = options["layout"]
     axis = q.ndim - len(layout) + layout.index("H")  # with or without a batch axis
-    of_heads = lambda x, part: x[(*(slice(None),) * axis, part)]  # noqa: E731
+    before = (slice(None),) * axis
+    of_heads = lambda x, part: x[before + (part,)]  # noqa: E731, RUF005 - Python 3.10 has no star here
     xp, one_by_one = array_namespace(q), is_jax_array(q)  # whose arrays are not written
     o = None if one_by_one else xp.empty_like(q)
     parts = []
