@@ -49,8 +49,8 @@ def attention_within(
     is_causal, scale, softcap, layout, segments, seed : optional
         As of `error_per_head`.
     taus : sequence of float
-        The grid, at least one number above 0. From one tau to the next an error changes by up to a half, so heads come
-        to lie between about 0.6 and 1 of ``error`` while the grid reaches.
+        The grid, at least one number above 0. Heads come to lie between about 0.4 and 1 of ``error``, and further below
+        where the largest tau errs less.
 
     Returns
     -------
