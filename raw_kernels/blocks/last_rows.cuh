@@ -4,8 +4,8 @@
 //   column_means: partial, q, k -> importance [batch * heads, seqlen_k]
 //
 // Scores are computed twice, as the weights of a key wait for all keys. Without a mask, as the last queries stand for
-// those to come; line_sums.cu reads sums with one. What is added up in a thread are rows of a product: queries in the first kernel, keys in the second. last_rows.cu
-// has both by mma.sync, last_rows_sm90.cu by wgmma.
+// those to come; line_sums.cu reads sums with one. What is added up in a thread are rows of a product: queries in the
+// first kernel, keys in the second. last_rows.cu has both by mma.sync, last_rows_sm90.cu by wgmma.
 #pragma once
 #include "common/geometry.cuh"
 

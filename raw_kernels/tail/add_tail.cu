@@ -1,4 +1,4 @@
-// Adds what the candidates weigh that a q tile has not visited, and their values to first order. After pass 2, in place.
+// Adds what candidates weigh that a q tile has not visited, and their values to first order. After pass 2, in place.
 //
 //   kTailSamples unvisited candidates, denser where they come earlier in the order, give for each query
 //     mass  their sum of exp(score), by the share that each stands for, and less of it the fewer of them carry it
@@ -69,7 +69,9 @@ struct TailTile {
       : p(p_), shared(shared_), tile(query_tile<true>(p.chunk, p.tiles, blockIdx.x)), lane(threadIdx.x % 32),
         warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     count = min(p.block_m, p.geometry.query_count(tile.segment) - tile.tile * p.block_m);
-    left = count <= 0 ? 0 : p.geometry.candidates(tile.segment) - p.visited[order_row() * p.tiles + tile.tile] * p.block_n;
+    left = count <= 0 ? 0
+                      : p.geometry.candidates(tile.segment) -
+                            p.visited[order_row() * p.tiles + tile.tile] * p.block_n;
   }
   __device__ __forceinline__ int64 order_row() const {
     return static_cast<int64>(tile.head) * p.geometry.segments() + tile.segment;
@@ -110,14 +112,15 @@ struct TailTile {
     for (int c = 0; c < kSteps; ++c)
       ldmatrix_x4(a[c], rows + ((warp * 16 + lane % 16) * Traits::kPitch + c * 16 + lane / 16 * 8) * 2);
   }
-  // Sample i stands at the square of (i + 1/2) / kTailSamples of the way from the first unvisited candidate to the last.
+  // Sample i stands at the square of (i + 1/2) / kTailSamples of the way through the unvisited candidates.
   __device__ __forceinline__ void find_samples() {
     const Geometry& g = p.geometry;
     const int* order = p.k_order + p.chunk.place(tile.head, tile.segment);
     const int batch = tile.batch(p.heads);
     for (int i = threadIdx.x; i < kTailSamples; i += Traits::kThreads) {
       const int64 square = (2 * i + 1) * (2 * i + 1);
-      const int at = g.candidates(tile.segment) - left + static_cast<int>(square * left / (4 * kTailSamples * kTailSamples));
+      const int at =
+          g.candidates(tile.segment) - left + static_cast<int>(square * left / (4 * kTailSamples * kTailSamples));
       const int key = (order[at >> g.unit_shift] << g.unit_shift) + (at & g.unit_mask());
       if constexpr (Traits::kPaged) {
         shared.offsets[i] = PagedRows{p.k, p.pages, batch, 0}.offset(key);
@@ -158,8 +161,8 @@ struct TailTile {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
-  // Calls done(share, score) of this thread's samples of row h: number 8 * j + lane % 4 * 2 + e stands for `share` of the
-  // unvisited candidates.
+  // Calls done(share, score) of this thread's samples of row h: number 8 * j + lane % 4 * 2 + e stands for `share` of
+  // the unvisited candidates.
   template <class Done>
   __device__ __forceinline__ void each(float (&s)[kSampleTiles][4], int h, const Done& done) const {
     constexpr float kOne = 1.f / (kTailSamples * kTailSamples);
@@ -175,8 +178,8 @@ struct TailTile {
     return p.softcap > 0.f ? p.softcap * tanh_approx(score / p.softcap) : score;
   }
 
-  // Of rows lane / 4 and 8 more of the warp: mass as a multiple of what the row has found, and tilt; mass 0 where one is
-  // not finite.
+  // Of rows lane / 4 and 8 more of the warp: mass as a multiple of what the row has found, and tilt; mass 0 where one
+  // is not finite.
   __device__ __forceinline__ void find_mass(const int (&position)[2], const float (&lse)[2], float (&mass)[2],
                                             float (&tilt)[2]) const {
     float s[kSampleTiles][4];
@@ -207,7 +210,8 @@ struct TailTile {
       const float scale = exp2_approx(fminf((top - lse[h]) * kLog2E, kLargestScale));
       mass[h] = sum * scale * left * carrying / (carrying + spec::kTailDoubt);
       tilt[h] = variance > 0.f ? fminf(fmaxf(weighted / (sum * variance), 0.f), 1.f) : 0.f;
-      if (position[h] < 0 || !(fabsf(lse[h]) < infinity()) || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
+      if (position[h] < 0 || !(fabsf(lse[h]) < infinity()) || !(mass[h] < infinity()) || !(tilt[h] <= 1.f))
+        mass[h] = 0.f;
     }
   }
   __device__ __forceinline__ void add() {
@@ -225,8 +229,9 @@ struct TailTile {
     }
     find_mass(position, lse, mass, tilt);
 
-    const int64 moments = static_cast<int64>(tile.head / p.heads * p.kv_heads + tile.kv_head(p.heads, p.kv_heads)) * p.groups +
-                          moment_group(p.geometry, tile.segment) - p.first_group;
+    const int64 moments =
+        static_cast<int64>(tile.head / p.heads * p.kv_heads + tile.kv_head(p.heads, p.kv_heads)) * p.groups +
+        moment_group(p.geometry, tile.segment) - p.first_group;
     const float* mean_value = p.mean_values + moments * Traits::kHeadDim;
 #pragma unroll
     for (int d = 0; d < Traits::kHeadDim; d += 64)  // kMomentSlice

@@ -119,7 +119,8 @@ struct KeyMoments {
 #pragma unroll
       for (int j = 0; j < kColumnTiles; j += 2) {
         uint32 b[4];
-        ldmatrix_x4_transposed(b, key_rows + ((c + lane % 16) * Traits::kKeyPitch + column0 + j * 8 + lane / 16 * 8) * 2);
+        const int at = (c + lane % 16) * Traits::kKeyPitch + column0 + j * 8 + lane / 16 * 8;
+        ldmatrix_x4_transposed(b, key_rows + at * 2);
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
           Element::mma(products[i][j], a[i], b[0], b[1]);
