@@ -125,16 +125,6 @@ VIEWS: dict[str, list[Column]] = {
         ("of it attention", _key("attention_ms"), "ms"),
         ("of dense attention's time", _key("x_attention"), ".3f"),
     ],
-    # the same in short, and what tuning to a model saves against the default,
-    "saved": [
-        *_MODEL,
-        ("density", _key("density"), ".3f"),
-        ("nats to dense", _key("loss_difference"), "+.4f"),
-        ("±", _key("loss_difference_sem"), ".4f"),
-        ("attention ms", _key("attention_ms"), "ms"),
-        ("dense attention ms", _ratio("attention_ms", "x_attention"), "ms"),
-        ("of its time", _key("x_attention"), ".3f"),
-    ],
     # where in the text,
     "positions": [
         *_MODEL,

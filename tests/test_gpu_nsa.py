@@ -171,8 +171,12 @@ def test_values_that_are_not_read_have_no_influence(rng, value):
     sees = ((blocks == 300 // 64).any(axis=-1) | (p < 300 + SMALL.window)) & (p >= 300)
     sees = sees.repeat(2, axis=1)
     assert not np.isfinite(after[sees]).any()
-    # Tiles that meet such a value add up key by key instead of on tensor cores: the last bit of others may differ.
-    np.testing.assert_allclose(after[~sees].astype(float), before[~sees].astype(float), rtol=2.0**-9, atol=1e-4)
+    # Tiles that meet such a value add up key by key instead of on tensor cores (docs/nsa.md, Limits). That may round a
+    # branch the other way, by a unit in its last place, and the sum of branches once more: 2 * 2^-10 of float16.
+    largest = np.abs(before[~sees].astype(float)).max()
+    np.testing.assert_allclose(
+        after[~sees].astype(float), before[~sees].astype(float), rtol=0, atol=2 * 2.0**-10 * largest
+    )
 
 
 def test_a_compressed_key_is_not_read_before_its_time(rng):

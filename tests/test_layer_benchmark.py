@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
-import _common
-import layer
 import pytest
 from benchmarks_on_cpu import pretend_a_gpu, rows_on_a_gpu
 from conftest import has_gpu
+
+# isort: split
+import _common
+import layer
 
 
 @pytest.fixture
@@ -74,6 +76,8 @@ def test_layer_on_a_gpu(small_llama, tmp_path):
     for row in rows:
         parts_ms = row["attention_ms"] + row["rest_ms"]
         assert 0.3 * parts_ms < row["layer_ms"] < 10 * parts_ms  # others may be on the GPU in between
-        assert row["rel_l2"] < 0.2
+        is_dense = row["attention"] != "s2o" or row is rows[-1]
+        # Dense outputs are rounded to bfloat16, 2^-9 each time; the default leaves out what random weights look at.
+        assert row["rel_l2"] < (0.01 if is_dense else 0.2)
         assert row["peak_gib"] > 0.1
     assert rows[-1]["rel_l2"] < 0.01

@@ -8,15 +8,17 @@ import re
 import string
 import types
 
+import pytest
+from benchmarks_on_cpu import BENCHMARKS, pretend_a_gpu
+from conftest import has_gpu
+from in_process import run_script
+
+# isort: split
 import _common
 import _pretrained
 import _tasks
 import model
-import pytest
 import tasks
-from benchmarks_on_cpu import BENCHMARKS, pretend_a_gpu
-from conftest import has_gpu
-from in_process import run_script
 
 
 def encode(text):
