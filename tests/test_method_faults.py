@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ FAULTS = [
     Fault("last_row_sums_sm90", "the last queries see their future", "last sums", "present - after)", "present)",
           LINES),
     Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)",
-          replace(LINES, path="portable")),
+          LINES, head_dim=256),
     Fault("line_sums", "diagonals run the other way", "last sums", "const int key = row - d;",
           "const int key = row + d;", LINES),
     Fault("line_sums", "queries see their future", "last sums", "key < seen ?", "key < seen + 1 ?", LINES),
