@@ -201,7 +201,8 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     monkeypatch.setattr(pipeline, "device_limits", lambda device: DeviceLimits.of_architecture(90))
     monkeypatch.setattr(pipeline.compiler, "load_all", lambda kernels, device: [load(x, device) for x in kernels])
     monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))
-    monkeypatch.setattr(pipeline, "driver", SimpleNamespace(launchKernel=lambda f, *rest: notes.append(names[f])))
+    driver = SimpleNamespace(launchKernel=lambda f, *rest: notes.append(names[f]), ctxGetCurrent=lambda: 1)
+    monkeypatch.setattr(pipeline, "driver", driver)
     monkeypatch.setattr(
         pipeline, "runtime", SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: notes.append("clear"))
     )

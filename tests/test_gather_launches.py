@@ -57,7 +57,7 @@ def driver(monkeypatch):
         compiler = types.SimpleNamespace(load=load, load_all=lambda all, device: [load(x, device) for x in all])
         for module in (lists, pipeline):
             monkeypatch.setattr(module, "runtime", runtime)
-            monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch))
+            monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch, ctxGetCurrent=lambda: 1))
             monkeypatch.setattr(module, "compiler", compiler)
             monkeypatch.setattr(module, "device_limits", lambda device: limits)
         monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))

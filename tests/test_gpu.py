@@ -6,6 +6,7 @@ needs a process of its own.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import ml_dtypes
@@ -49,6 +50,23 @@ def test_dense_at_tau_0(path_config, qkv, dtype, head_dim, length):
     device = Device("cuda", dtype, replace(path_config, tau=0.0))
     q, k, v = qkv(length, heads=4, kv_heads=2, head_dim=head_dim)
     device.assert_dense(device.attend(q, k, v), q, k, v)
+
+
+@pytest.mark.parametrize("length", [1, 129, 2000, 4300])
+def test_a_dense_call_is_a_thread_s_first(path_config, gpu, length):
+    """Which nothing has made the device's context current for; short ones clear no memory. All rows are written."""
+    import cupy
+
+    q, k, v = gpu(length, heads=8, kv_heads=2)
+    config = replace(path_config, tau=0.0)
+    expected = s2o_attention(q, k, v, config=config)
+    o = cupy.empty_like(q)
+    words(o).fill(0xFFFF)
+    cupy.cuda.get_current_stream().synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(s2o_attention, q, k, v, config=config, out=o).result()
+    cupy.cuda.runtime.deviceSynchronize()
+    assert_same_bits(o, expected)
 
 
 @pytest.mark.parametrize("head_dim", [128, 200, 256])

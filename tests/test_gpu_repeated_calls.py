@@ -95,7 +95,8 @@ def launched(monkeypatch):
         asked, count = count, 0
         return asked
 
-    monkeypatch.setattr(pipeline, "driver", SimpleNamespace(launchKernel=launch))
+    fake = SimpleNamespace(launchKernel=launch, ctxGetCurrent=driver.ctxGetCurrent)
+    monkeypatch.setattr(pipeline, "driver", fake)
     clear_cache()
     return ask
 

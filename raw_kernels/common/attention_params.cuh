@@ -14,7 +14,7 @@ struct AttentionParams {
   const int* q_order;      // [batch * heads, segments, segment]
   const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first
   int* visited;            // [batch * heads, segments, tiles]
-  int* next_q_tile;        // the launch's next q tile, 0 at its start (Hopper)
+  int* next_q_tile;        // the launch's next q tile, 0 at its start; null: blocks are dealt theirs (Hopper)
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;

@@ -1,4 +1,4 @@
-// Which q tiles a persistent block of the Hopper kernels takes: each the next one of the launch.
+// Which q tiles a persistent block of the Hopper kernels takes: each the next one of the launch, or its own by a rule.
 #pragma once
 #include "sm90/shared.cuh"
 
@@ -7,11 +7,23 @@ namespace sm90 {
 
 __device__ __forceinline__ int take_q_tile(const AttentionParams& params) { return atomicAdd(params.next_q_tile, 1); }
 
+// Of a launch without a counter the blocks are dealt q tiles, there and back again: these get shorter, and so each block
+// has about as much work as the others.
+struct DealtQTiles {
+  uint32 round = 0;
+  __device__ __forceinline__ int take(const AttentionParams& params) {
+    if (params.next_q_tile) return take_q_tile(params);
+    const uint32 place = round & 1 ? gridDim.x - 1 - block_index() : block_index();
+    return static_cast<int>(round++ * gridDim.x + place);
+  }
+};
+
 // The q tile `q_tile` if it has work, or else the next that has, or -1. Pass 1 also takes rows without keys: their
 // state is to be written. The counter's answer takes a while: who needs it later takes `q_tile` early.
-template <class Rows, class Params>
-__device__ __forceinline__ int q_tile_from(const Params& params, int q_tile) {
-  for (;; q_tile = take_q_tile(params)) {
+// `take`: gives another.
+template <class Rows, class Params, class Take>
+__device__ __forceinline__ int q_tile_from(const Params& params, int q_tile, Take take) {
+  for (;; q_tile = take()) {
     if (q_tile >= params.q_tiles) return -1;
     if (!Rows::kMayBeEmpty) return q_tile;
     const Rows rows(params, q_tile);
@@ -21,6 +33,10 @@ __device__ __forceinline__ int q_tile_from(const Params& params, int q_tile) {
       if (rows.count > 0) return q_tile;
     }
   }
+}
+template <class Rows, class Params>
+__device__ __forceinline__ int q_tile_from(const Params& params, int q_tile) {
+  return q_tile_from<Rows>(params, q_tile, [&] { return take_q_tile(params); });
 }
 template <class Rows, class Params>
 __device__ __forceinline__ int next_q_tile(const Params& params) {

@@ -12,14 +12,16 @@ template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void schedule(const Mapped<Params>& params, typename Traits::Shared& shared) {
   if (threadIdx.x % 32 != 0) return;
   const Params& p = params.attention;
-  int taken = take_q_tile(p);
+  DealtQTiles dealt;
+  const auto take = [&] { return dealt.take(p); };
+  int taken = take();
   for (uint32 nth = 0;; ++nth) {
-    const int q_tile = q_tile_from<Rows>(p, taken);
+    const int q_tile = q_tile_from<Rows>(p, taken, take);
     if (q_tile < 0) {
       publish<3>(shared, nth, q_tile);
       return;
     }
-    taken = take_q_tile(p);
+    taken = take();
     const Rows rows(p, q_tile);
     const QTile described = describe<Traits::kBlockN>(p, rows);
     publish<3>(shared, nth, q_tile, &described);

@@ -7,6 +7,7 @@ that comes again with the same addresses is a graph by then (replay.py).
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -272,7 +273,8 @@ class _Program:
         if await_keys is not None and not (self.own_keys_first and observe is None):
             await_keys()
             await_keys = None
-        address, keeper = memory(self.workspace.nbytes)
+        # A short dense call needs none: to allocate and clear it takes the host as long as a launch does.
+        address, keeper = memory(self.workspace.nbytes) if self.workspace.nbytes else (0, None)
         q, k, v, out = operands
         page_table = 0 if paging is None else paging.pointer
         addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
@@ -300,14 +302,16 @@ class _Program:
     def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
         """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
         *others, lse, visited, address = addresses
-        # First of all, as it also makes the device's context current for the driver calls below.
-        runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
+        if self.workspace.zeroed:
+            runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
+        elif not driver.ctxGetCurrent():  # a thread's first call; driver calls, unlike the runtime's, make none current
+            runtime.setDevice(runtime.getDevice())
         if visited:
             if self.plan.dense:
                 write_every_tile(visited, self.problem, self.config, stream)
             else:
-                runtime.memsetAsync(visited, 0, self.workspace.places["visited"].nbytes, stream)
-        else:
+                runtime.memsetAsync(visited, 0, 4 * math.prod(self.problem.visited_shape(self.config)), stream)
+        elif "visited" in self.workspace.places:
             visited = address + self.workspace.places["visited"].offset
         if not lse and "lse" in self.workspace.places:
             lse = address + self.workspace.places["lse"].offset

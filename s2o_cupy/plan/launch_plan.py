@@ -18,6 +18,11 @@ from .rounds import MAX_GRID, Chunk, near_heads
 __all__ = ["DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "is_dense", "make_plan", "packed_pass1", "padded_head_dim"]
 
 
+# Q tiles for each multiprocessor up to which the blocks of a dense call are dealt theirs: a counter in memory, which
+# spreads more of them better, takes the host as long to clear as to launch a kernel.
+DEALT_ROUNDS = 8
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
     """Kernels, grid sizes and rounds of one call on the GPU."""
@@ -57,6 +62,12 @@ class LaunchPlan:
     def gathers_pages(self) -> bool:
         """Whether pass 1 gathers rows of pages one by one."""
         return self.runs_on.gathers_pages and not self.map_boxes
+
+    @property
+    def counts_q_tiles(self) -> bool:
+        """Whether blocks take q tiles from counters in memory."""
+        dealt = self.dense and self.whole.rows * self.pass1_tiles <= DEALT_ROUNDS * self.limits.multiprocessors
+        return self.runs_on.persistent and not (dealt and self.map_boxes)
 
     def blocks(self, q_tiles: int) -> int:
         """Of a launch of pass 1 or 2."""

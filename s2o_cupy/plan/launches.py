@@ -28,10 +28,11 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
-    counters: list[Array] = [
-        ("next_q_tile", (1 + len(plan.chunks),), "int32"),  # a counter for each launch of pass 1 or 2
-        ("visited", problem.visited_shape(config), "int32"),  # where the caller does not ask for it
-    ]
+    counters: list[Array] = []
+    if plan.counts_q_tiles:
+        counters.append(("next_q_tile", (1 + len(plan.chunks),), "int32"))  # one for each launch of pass 1 or 2
+    if plan.chunks:
+        counters.append(("visited", problem.visited_shape(config), "int32"))  # where the caller does not ask for it
     others: list[Array] = []
     if plan.keeps_state:
         heads = problem.batch * problem.heads

@@ -95,8 +95,10 @@ class TorchFramework(Framework):
 
     def stream(self) -> int:
         torch = sys.modules["torch"]
-        # Without a device it takes three times as long.
-        return torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
+        device = torch.cuda.current_device()
+        # What PyTorch's own compiler calls: making a Stream object takes two microseconds more.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return raw(device) if raw is not None else torch.cuda.current_stream(device).cuda_stream
 
     def is_capturing(self) -> bool:
         import torch
