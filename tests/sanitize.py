@@ -10,17 +10,32 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import nsa_cases
 import numpy as np
 import ragged_pages
+import test_gpu_methods
+import test_gpu_nsa
 from conftest import Device, has_gpu, has_hopper
 from gpu_cases import DTYPES, SANITIZED, Case, run_diff
 from listed_calls import unlike_s2o, wrong_by_random_lists
+from method_stages import selected
+from method_stages import wrong_stages as wrong_of_method
 from packs import differing_on
 from pages import differing, fits_pages
 
-from s2o_cupy import S2OConfig
+from s2o_cupy import (
+    FlexPrefillConfig,
+    MeanPoolingConfig,
+    PBSConfig,
+    S2OConfig,
+    SpargeConfig,
+    VerticalSlashConfig,
+    XAttentionConfig,
+)
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan import collecting
 from s2o_cupy.plan import launch_plan as plan
@@ -35,6 +50,18 @@ LISTED = (
     (Case(seqlen_q=130, seqlen_k=290, head_dim=256, is_causal=False), 128, None),
     (Case(seqlen_q=130, seqlen_k=290, head_dim=64, is_causal=False), 1, 16),
     (Case(seqlen_q=130, seqlen_k=290, head_dim=256, is_causal=False, heads=1), 64, 1),
+)
+# Selections: head_dim 128 by Hopper's kernels where there are such, 256 by the others.
+METHODS = (
+    (MeanPoolingConfig(threshold=0.7), 80),
+    (PBSConfig(share="kv_head"), 128),
+    (PBSConfig(scores="antidiagonal", stride=8, share="kv_head", threshold=0.7), 256),
+    (SpargeConfig(tau=0.7, theta=0.32), 128),
+    (XAttentionConfig(), 128),
+    (XAttentionConfig(stride=16, path="portable"), 64),
+    (FlexPrefillConfig(gamma=0.6, tau=0.9, min_blocks=2), 128),
+    (VerticalSlashConfig(verticals=100, slashes=60), 128),
+    (VerticalSlashConfig(verticals=40, slashes=100, block_m=64), 256),
 )
 
 Check = tuple[str, str, Callable[[], list[str]]]  # path, name, what is wrong
@@ -66,6 +93,19 @@ def checks_of_lists(path: str) -> Iterator[Check]:
     yield path, f"S2O by lists of its own, {case}", partial(unlike_s2o, case, path)
 
 
+def wrong_selection(config: Any, head_dim: int) -> list[str]:
+    q, k, _ = test_gpu_methods.draw(np.random.default_rng(0), "float16", 300, 430, heads=2, kv_heads=1,
+                                    head_dim=head_dim)  # fmt: skip
+    return wrong_of_method(selected(q, k, config), q, k, config)
+
+
+def wrong_nsa(path: str, head_dim: int) -> list[str]:
+    config = replace(nsa_cases.SMALL, path=path)
+    x = nsa_cases.draw(np.random.default_rng(0), DTYPES["bfloat16"], 333, heads=4, head_dim=head_dim, config=config)
+    o, blocks = test_gpu_nsa.attend(x, config)
+    return nsa_cases.choice_problems(blocks, x, config) + nsa_cases.whole_problems(o, x, blocks, config)
+
+
 def checks() -> Iterator[Check]:
     paths = ("portable", "hopper") if has_hopper() else ("portable",)
     for case, path in itertools.product(SANITIZED, paths):
@@ -81,6 +121,10 @@ def checks() -> Iterator[Check]:
         yield path, f"ragged queries over pages {paged}", partial(ragged_differing, ragged_on(path), *paged)
     for path in paths:
         yield from checks_of_lists(path)
+    for config, head_dim in METHODS:
+        yield "", f"selection, head_dim={head_dim}, {config}", partial(wrong_selection, config, head_dim)
+    for path, head_dim in itertools.product(paths, (80, 128)):
+        yield path, f"NSA, head_dim={head_dim}", partial(wrong_nsa, path, head_dim)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
     for path in paths:
         yield path, "dense, in small pages", partial(differing, dense, path, page_size=16)
