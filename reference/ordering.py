@@ -1,13 +1,15 @@
 """Step 1 of S2O: in which order a segment's queries are tiled and its candidates visited.
 
     pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
-    pooled_queries, unit_means -> unit_weights -> order_keys         the same with rank="weight"
+    pooled_queries, unit_keys -> unit_weights -> order_keys         the same with rank="weight"
     query_order                                                      Algorithm 1 (i)
 
 Shapes are those of `reference.s2o`. U is the number of whole units of keys, W of those among a segment's candidates.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -20,10 +22,11 @@ __all__ = [
     "key_order",
     "key_scores",
     "leading_bits",
+    "outlier_distances",
     "pooled_queries",
     "query_order",
     "ranked_units",
-    "unit_means",
+    "unit_keys",
     "unit_positions",
     "unit_weights",
 ]
@@ -134,28 +137,40 @@ def unit_positions(units: Array, n: int, geometry: Geometry) -> Array:
 
 
 @quiet
-def unit_means(k: Array, geometry: Geometry) -> Array:
-    """Mean keys of whole units: [B, Hkv, U, D]."""
+def unit_keys(k: Array, geometry: Geometry) -> Array:
+    """Of whole units the mean key and the outlier, the key furthest from it, of equally far ones the first: a mean of
+    many hides one key that many queries look for, such as the first of a sequence. [B, Hkv, U, 2, D]."""
     batch, kv_heads, _, head_dim = k.shape
-    whole = k[:, :, : geometry.units * geometry.unit]
-    return whole.reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim).mean(axis=3)
+    keys = k[:, :, : geometry.units * geometry.unit].reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim)
+    mean = keys.mean(axis=3, keepdims=True)  # [B, Hkv, U, 1, D]
+    furthest = outlier_distances(keys, mean).argmax(axis=3)[..., None, None]  # [B, Hkv, U, 1, 1]
+    return np.concatenate([mean, np.take_along_axis(keys, furthest, axis=3)], axis=3)
 
 
 @quiet
-def unit_weights(pooled: Array, counts: Array, means: Array, n: int, geometry: Geometry, scale: float) -> Array:
+def outlier_distances(keys: Array, mean: Array) -> Array:
+    """Squared distances of keys [..., unit, D] from ``mean``, -1 for what is not a number: [..., unit]."""
+    distances = np.square(keys - mean).sum(axis=-1)
+    return np.where(np.isnan(distances), -1, distances)
+
+
+@quiet
+def unit_weights(pooled: Array, counts: Array, of_units: Array, n: int, geometry: Geometry, scale: float) -> Array:
     """log2 of the largest softmax weight that a pooled query of segment ``n`` gives each of its units.
 
-    Takes the arrays of :func:`pooled_queries` and :func:`unit_means`. A pooled query's weights are of the segment's
-    whole units, each its mean key; where their sum is not finite it is taken for 1. NaN wins.
+    Takes the arrays of :func:`pooled_queries` and :func:`unit_keys`. What a pooled query gives a unit is what it gives
+    the mean key, or an outlier's part of the unit if that is more; its weights are of the segment's whole units, and
+    where their sum is not finite it is taken for 1. NaN wins.
 
     Returns float32 [B, H, W], units in ascending position.
     """
     batch, heads = pooled.shape[:2]
-    kv_heads, units = means.shape[1], ranked_units(n, geometry)
+    kv_heads, units = of_units.shape[1], ranked_units(n, geometry)
     pooled = pooled[:, :, n, counts[n] > 0]  # [B, H, R', D]
     pooled = pooled.reshape(batch, kv_heads, heads // kv_heads, *pooled.shape[2:])  # [B, Hkv, G, R', D]
-    of_units = means[:, :, None, units]  # [B, Hkv, 1, W, D]
-    scores = pooled @ of_units.swapaxes(-1, -2) * (scale * LOG2E)  # [B, Hkv, G, R', W]
+    mean, outlier = (of_units[:, :, None, units, i] for i in range(2))  # [B, Hkv, 1, W, D] each
+    scores, alone = (pooled @ x.swapaxes(-1, -2) * (scale * LOG2E) for x in (mean, outlier))  # [B, Hkv, G, R', W]
+    scores = np.maximum(scores, alone - math.log2(geometry.unit))
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)  # [B, Hkv, G, R', 1]
     norm = top + np.log2(np.exp2(scores - top).sum(axis=-1, keepdims=True))
     weights = scores - np.where(np.isfinite(norm), norm, 0).astype(scores.dtype)
@@ -169,11 +184,11 @@ def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: 
     Returns N arrays int32 [B, H, C] of absolute key positions.
     """
     pooled, counts = pooled_queries(q, geometry, config)
-    means = unit_means(k, geometry) if config.rank == "weight" else k
+    of_units = unit_keys(k, geometry) if config.rank == "weight" else k
     orders = []
     for n in range(geometry.segments):
         if config.rank == "weight":
-            scores = unit_weights(pooled, counts, means, n, geometry, scale).astype(np.float16)
+            scores = unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16)
         else:
             scores = log_weights(key_scores(pooled, counts, k, n, geometry), scale)
         order = ranked_units(n, geometry)[order_keys(scores)]  # [B, H, W]

@@ -30,7 +30,7 @@ from .ordering import (
     pooled_queries,
     query_order,
     ranked_units,
-    unit_means,
+    unit_keys,
     unit_positions,
     unit_weights,
 )
@@ -50,7 +50,7 @@ __all__ = [
     "query_order",
     "ranked_units",
     "s2o",
-    "unit_means",
+    "unit_keys",
     "unit_positions",
     "unit_weights",
     "visit",

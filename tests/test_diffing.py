@@ -18,7 +18,7 @@ from s2o_cupy.reference import key_order, s2o
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "unit means", "key scores", "key order",
+    "pooled_queries", "query order", "unit means", "outliers", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
@@ -39,13 +39,13 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     geometry = problem.geometry(config)
     pooled, counts = s2o.pooled_queries(q, geometry, config)
     q_order = s2o.query_order(q, k, geometry)
-    means = s2o.unit_means(k, geometry) if config.rank == "weight" else None
+    of_units = s2o.unit_keys(k, geometry) if config.rank == "weight" else None
     scores, k_order, positions = [], [], []
     for n in range(geometry.segments):
-        if means is None:
+        if of_units is None:
             scores.append(key_order.log_weights(s2o.key_scores(pooled, counts, k, n, geometry), scale))
         else:
-            scores.append(s2o.unit_weights(pooled, counts, means, n, geometry, scale).astype(np.float16))
+            scores.append(s2o.unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16))
         units = s2o.ranked_units(n, geometry)[key_order.order_keys(scores[n])]
         positions.append(s2o.unit_positions(units, n, geometry))
         short = int(geometry.candidates(n) % geometry.unit > 0)
@@ -55,7 +55,7 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
     state2, visited = s2o.pass2(q, k, v, resumed, q_order, positions, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
-    return GpuStages(pooled, q_order, means, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+    return GpuStages(pooled, q_order, of_units, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
 
 
 def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0):
@@ -72,7 +72,9 @@ def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_cau
 def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     stages, problem = make(config, dtype, is_causal=is_causal)
     report = compare(stages, *problem)
-    assert [row.stage for row in report.rows] == [s for s in STAGES if s != "unit means" or config.rank == "weight"]
+    assert [row.stage for row in report.rows] == [
+        s for s in STAGES if s not in ("unit means", "outliers") or config.rank == "weight"
+    ]
     assert report.ok, report.table()
     assert 0 < report.density <= 1
     assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)
@@ -149,7 +151,8 @@ def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
 FAULTS = {
     "pooled_queries": lambda s: larger(s.pooled, (1, 2, 1, 0)),
     "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
-    "unit means": lambda s: larger(s.unit_means, (1, 1, 20, 2)),
+    "unit means": lambda s: larger(s.unit_keys, (1, 1, 20, 0, 2)),
+    "outliers": lambda s: swap(s.unit_keys, (1, 1, 20, 1), (1, 1, 21, 1)),
     "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),
     "key order": lambda s: swap(s.k_order[2], (0, 0, 1), (0, 0, 60)),
     "pass 1 state": lambda s: larger(s.l1, (0, 3, 11)),
@@ -162,7 +165,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_is_found_where_it_is(stage: str) -> None:
-    stages, problem = make(CONFIGS["weight" if stage == "unit means" else "paper"])
+    stages, problem = make(CONFIGS["weight" if stage in ("unit means", "outliers") else "paper"])
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)

@@ -40,7 +40,7 @@ def test_every_case_can_be_launched(name):
         assert all(step.blocks > 0 for step in steps)
         by_weight = plan.chunks and case.config().rank == "weight"
         assert ("unit_weights" in stages) == bool(by_weight)
-        assert ("unit_means" in stages) == bool(by_weight and plan.geometry.units)
+        assert ("unit_keys" in stages) == bool(by_weight and plan.geometry.units)
         assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
         assert ("add_tail" in stages) == bool(plan.chunks and case.config().adds_tail)
 

@@ -17,7 +17,7 @@ from s2o_cupy.selection.methods import make_plan
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_means", "key_scores",
+    "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_keys", "key_scores",
 )
 STAGES = (*READERS, "rank_queries", "unit_weights", "key_strata", "key_middle", "key_order_head")
 

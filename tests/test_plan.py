@@ -25,7 +25,7 @@ from s2o_cupy.selection.s2o_kernels import (
     BLOCK_PAIRS,
     HOPPER_SCORE_KEYS,
     HOPPER_SCORE_ROWS,
-    UNIT_MEANS_KEYS,
+    UNIT_KEYS_OF_BLOCK,
     score_blocks,
     unit_weight_blocks,
 )  # fmt: skip
@@ -78,8 +78,8 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     method, geometry = plan.method, problem.geometry(config)
     assert isinstance(method, S2O)
     if config.rank == "weight" and plan.chunks and geometry.units:
-        blocks = -(-geometry.units * geometry.unit // UNIT_MEANS_KEYS)
-        sizes["unit_means"] = problem.batch * problem.kv_heads * blocks
+        blocks = -(-geometry.units * geometry.unit // UNIT_KEYS_OF_BLOCK)
+        sizes["unit_keys"] = problem.batch * problem.kv_heads * blocks
     for chunk in plan.chunks:
         if config.rank == "weight":
             of_scores = "unit_weights", unit_weight_blocks(method.unit_weights, chunk)
@@ -481,7 +481,7 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (
-        "pass1", "pass2", "guides", "rank_queries", "unit_means", "unit_weights", "key_scores", "key_strata",
+        "pass1", "pass2", "guides", "rank_queries", "unit_keys", "unit_weights", "key_scores", "key_strata",
         "key_middle", "key_order_head",
     ):  # fmt: skip
         kernel = getattr(plan if name in ("pass1", "pass2") else plan.method, name)

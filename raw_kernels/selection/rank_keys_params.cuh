@@ -7,7 +7,7 @@ namespace s2o {
 struct RankKeysParams {
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   const uint16* means;     // [batch * heads, segments, pooled queries, kHeadDim]
-  const uint16* unit_means;  // [batch * kv_heads, units, kHeadDim], of unit_weights
+  const uint16* unit_keys;  // [batch * kv_heads, units, 2, kHeadDim], of unit_weights: mean, outlier
   uint16* scores;          // rows of the chunk (Chunk::place) by unit: float16, in log2 of a softmax weight
   int* k_order;            // rows of the chunk: units
   uint16* order_head_scores;  // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order

@@ -1,7 +1,9 @@
 // Scores of units of keys by the weight that pooled queries give them.
 //
 //   unit_weights: scores[row, unit] = log2 of the largest softmax weight that a pooled query of row's segment gives the
-//                 unit's mean key, of all units that are candidates of the segment; in float16
+//                 unit, of all units that are candidates of the segment; in float16
+//
+//   A unit is worth its mean key, or its outlier (unit_keys.cu) divided by the unit's keys if that is more.
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
@@ -13,7 +15,7 @@
 
 namespace s2o {
 
-constexpr int kUnitStep = 64;       // units of a step
+constexpr int kUnitStep = 64;       // rows of unit_keys of a step: of each unit two, side by side
 constexpr int kWeightThreads = 128;
 constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
 
@@ -31,10 +33,10 @@ struct WeightTraits {
   };
 };
 
-// Two neighbouring scores, without a branch around which lanes would have to meet again.
-__device__ __forceinline__ void store_if(bool wanted, uint16* target, uint32 scores) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.b32 [%0], %1; }"
-               :: "l"(__cvta_generic_to_global(target)), "r"(scores), "r"(static_cast<uint32>(wanted)) : "memory");
+// Without a branch around which lanes would have to meet again.
+__device__ __forceinline__ void store_if(bool wanted, uint16* target, uint16 score) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.b16 [%0], %1; }"
+               :: "l"(__cvta_generic_to_global(target)), "h"(score), "r"(static_cast<uint32>(wanted)) : "memory");
 }
 
 // A choice that is no branch: lanes of a warp that choose otherwise would part there, and meet again at each shuffle.
@@ -48,7 +50,7 @@ __device__ __forceinline__ float choose(bool first, float a, float b) {
 // Which half of a step's units, known to the compiler.
 template <int kHalf>
 struct Half {
-  static constexpr int kTiles = kUnitStep / 16, kFirst = kHalf * kTiles;  // of 8 units
+  static constexpr int kTiles = kUnitStep / 16, kFirst = kHalf * kTiles;  // of 4 units, 8 rows
 };
 
 // A warp's segments, and their products with units.
@@ -56,6 +58,7 @@ template <class Traits>
 struct UnitWeights {
   using Element = typename Traits::Element;
   static constexpr int kOfWarp = Traits::kOfWarp, kDims = Traits::kHeadDim / 16, kUnitTiles = kUnitStep / 16;
+  static constexpr int kUnits = kUnitStep / 2;  // of a step
 
   const RankKeysParams& p;
   typename Traits::Shared& shared;
@@ -64,7 +67,7 @@ struct UnitWeights {
   bool there[kOfWarp];            // past the chunk's last segment there is none
   int end;                        // of the units that some segment of the block ranks
   uint32 a[kOfWarp][kDims][4];    // fragments of a tile of pooled queries
-  float s[kOfWarp][kUnitTiles][4];  // products [pooled queries lane / 4 and 8 more, units of half a step]
+  float s[kOfWarp][kUnitTiles][4];  // products [pooled queries lane / 4 and 8 more, rows of half a step]
 
   __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
       : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
@@ -130,11 +133,11 @@ struct UnitWeights {
   // Multiplies all units, half a step at a time, and calls done(step, half) after each.
   template <class Done>
   __device__ __forceinline__ void walk(const Done& done) {
-    const int steps = (end + kUnitStep - 1) / kUnitStep, batch = head / p.heads;
+    const int steps = (end + kUnits - 1) / kUnits, batch = head / p.heads;
     const int kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
-    const Tensor<const uint16> units = {p.unit_means, 0, 0, Traits::kHeadDim};
-    const uint16* data = p.unit_means + static_cast<int64>(kv_head) * p.geometry.units() * Traits::kHeadDim;
-    const ContiguousKeys<Traits> source{shared, end, p.pages};
+    const Tensor<const uint16> units = {p.unit_keys, 0, 0, Traits::kHeadDim};
+    const uint16* data = p.unit_keys + static_cast<int64>(kv_head) * p.geometry.units() * 2 * Traits::kHeadDim;
+    const ContiguousKeys<Traits> source{shared, 2 * end, p.pages};
     const auto load = [&](int step) {
       if (step < steps)
         load_step<Traits>(shared_address(shared.units[step % 2]), data, units, Traits::kHeadDim, source, step);
@@ -153,11 +156,17 @@ struct UnitWeights {
     }
     cp_async_wait<0>();
   }
+  // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is.
+  __device__ __forceinline__ float weight(int i, int j, int h) const {
+    return larger_or_nan(__fmul_rn(s[i][j][2 * h], p.scale_log2),
+                         fmaf(s[i][j][2 * h + 1], p.scale_log2, -static_cast<float>(p.geometry.unit_shift)));
+  }
+
   __device__ __forceinline__ void find_norms() {
     const Geometry& g = p.geometry;
     for (int tile = 0; tile * kPooledTile < p.pooled_queries; ++tile) {
-      // The largest score so far in log2 units, rounded once, and the sum of exp2(score - m): exactly the same however
-      // many steps without a candidate there are, so that a norm does not depend on the segments beside it.
+      // The largest weight so far and the sum of exp2(weight - m): exactly the same however many steps without a
+      // candidate there are, so that a norm does not depend on the segments beside it.
       float m[kOfWarp][2], l[kOfWarp][2];
       int begin[kOfWarp], skipped_to[kOfWarp], last[kOfWarp];  // units of [begin, skipped_to) are no candidates
 #pragma unroll
@@ -172,30 +181,28 @@ struct UnitWeights {
       walk([&](int step, auto half) {
 #pragma unroll
         for (int i = 0; i < kOfWarp; ++i) {
-          const int first = step * kUnitStep + half.kFirst * 8;
-          if (first + kUnitTiles * 8 > begin[i]) {
+          const int first = step * kUnits + half.kFirst * 4;
+          if (first + kUnitTiles * 4 > begin[i]) {
 #pragma unroll
-            for (int j = 0; j < kUnitTiles; ++j)
+            for (int j = 0; j < kUnitTiles; ++j) {
+              const int at = first + j * 4 + lane % 4;
+              if (at >= begin[i] && (at < skipped_to[i] || at >= last[i]))
 #pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const int at = first + j * 8 + lane % 4 * 2 + e % 2;
-                if (at >= begin[i] && (at < skipped_to[i] || at >= last[i])) s[i][j][e] = -infinity();
-              }
+                for (int e = 0; e < 4; ++e) s[i][j][e] = -infinity();
+            }
           }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float largest = -infinity();
+            float x[kUnitTiles], top = m[i][h];
 #pragma unroll
-            for (int j = 0; j < kUnitTiles; ++j)
-#pragma unroll
-              for (int e = 2 * h; e < 2 * h + 2; ++e) largest = fmaxf(largest, s[i][j][e]);
-            const float top = fmaxf(m[i][h], __fmul_rn(largest, p.scale_log2));
+            for (int j = 0; j < kUnitTiles; ++j) {
+              x[j] = weight(i, j, h);
+              top = fmaxf(top, x[j]);
+            }
             const float base = top == -infinity() ? 0.f : top;
             float sum = 0.f;
 #pragma unroll
-            for (int j = 0; j < kUnitTiles; ++j)
-              sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2, -base)) +
-                     exp2_approx(fmaf(s[i][j][2 * h + 1], p.scale_log2, -base));
+            for (int j = 0; j < kUnitTiles; ++j) sum += exp2_approx(x[j] - base);
             l[i][h] = l[i][h] * exp2_approx(m[i][h] - base) + sum;
             m[i][h] = top;
           }
@@ -223,12 +230,12 @@ struct UnitWeights {
 
   // Of 2 * kHalf numbers the lower lanes keep the first half, the upper ones the second, the larger of both lanes'.
   template <int kHalf>
-  __device__ __forceinline__ void share_largest(float (&x)[kUnitStep / 4]) const {
-    const bool upper = lane & 2 * kHalf;
+  __device__ __forceinline__ void share_largest(float (&x)[kUnitStep / 8]) const {
+    const bool upper = lane & 4 * kHalf;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       const float mine = choose(upper, x[i + kHalf], x[i]), theirs = choose(upper, x[i], x[i + kHalf]);
-      x[i] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 2 * kHalf));
+      x[i] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 4 * kHalf));
     }
   }
 
@@ -242,17 +249,16 @@ struct UnitWeights {
       row_end[i] = units_of(segment[i]);
       row_place[i] = p.chunk.place(head, segment[i]);
     }
-    float best[kOfWarp][kUnitStep / 4];  // number 2 * j + e is unit j * 8 + lane % 4 * 2 + e of a step
+    float best[kOfWarp][kUnitStep / 8];  // number j is unit j * 4 + lane % 4 of a step
     const auto take = [&](int tile, bool is_first, auto half) {
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
         const float* norms = shared.norms[warp * kOfWarp + i] + tile * kPooledTile + lane / 4;
         const float norm[2] = {norms[0], norms[8]};
 #pragma unroll
-        for (int x = 0; x < kUnitTiles * 2; ++x) {
-          const float of_both = larger_or_nan(fmaf(s[i][x / 2][x % 2], p.scale_log2, -norm[0]),
-                                              fmaf(s[i][x / 2][2 + x % 2], p.scale_log2, -norm[1]));
-          float& so_far = best[i][half.kFirst * 2 + x];
+        for (int j = 0; j < kUnitTiles; ++j) {
+          const float of_both = larger_or_nan(weight(i, j, 0) - norm[0], weight(i, j, 1) - norm[1]);
+          float& so_far = best[i][half.kFirst + j];
           so_far = is_first ? of_both : larger_or_nan(so_far, of_both);
         }
       }
@@ -268,12 +274,12 @@ struct UnitWeights {
       if constexpr (half.kFirst == 0) return;
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
-        // The largest over lanes of equal lane % 4: lane 4 * g + t is left with units 8 * g + 2 * t and the next.
-        share_largest<8>(best[i]);
+        // The largest over lanes of equal lane % 4: a lane is left with the unit of its own number.
         share_largest<4>(best[i]);
         share_largest<2>(best[i]);
-        const int at = step * kUnitStep + lane * 2;
-        store_if(there[i] && at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], best[i][1]));
+        share_largest<1>(best[i]);
+        const int at = step * kUnits + lane;
+        store_if(there[i] && at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], 0.f));
       }
     });
   }

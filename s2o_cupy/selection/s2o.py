@@ -1,8 +1,8 @@
 """S2O's ordering: queries by a guide, keys by what pooled queries make of them.
 
 reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
-queries and pool them; rank="weight" takes the means of units of keys. In each round unit_weights, or key_scores, score
-the candidates of its rows, and key_strata, key_middle and key_order_head order them.
+queries and pool them; rank="weight" takes two keys that stand for each unit. In each round unit_weights, or key_scores,
+score the candidates of its rows, and key_strata, key_middle and key_order_head order them.
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -20,7 +20,7 @@ from ..plan.rounds import MAX_GRID, Chunk, rounds
 from ..plan.tail import Tail
 from ..spec import LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
 from . import s2o_kernels as kernels
-from .s2o_kernels import BLOCK_PAIRS, UNIT_MEANS_KEYS, score_blocks, unit_weight_blocks
+from .s2o_kernels import BLOCK_PAIRS, UNIT_KEYS_OF_BLOCK, score_blocks, unit_weight_blocks
 
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
@@ -84,8 +84,8 @@ class S2O:
         return kernels.rank_queries(self.setting.inputs, self.sort_slots)
 
     @functools.cached_property
-    def unit_means(self) -> Kernel:
-        return kernels.unit_means(self.setting.inputs)
+    def unit_keys(self) -> Kernel:
+        return kernels.unit_keys(self.setting.inputs)
 
     @functools.cached_property
     def unit_weights(self) -> Kernel:
@@ -115,7 +115,7 @@ class S2O:
         if not inputs.paged:
             yield kernels.rank_queries(inputs, sort_slots)
         if inputs.aligned:
-            yield kernels.unit_means(inputs)
+            yield kernels.unit_keys(inputs)
             yield kernels.unit_weights(replace(inputs, paged=False))
         yield from (kernels.key_scores(inputs, path, pooled_queries) for pooled_queries in (1, 2))
         yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
@@ -156,7 +156,7 @@ class S2O:
         if self.tail:
             found += self.tail.arrays()
         if self.by_weight:
-            found.append(("unit_means", (s.kv_heads, geometry.units, width), "uint16"))
+            found.append(("unit_keys", (s.kv_heads, geometry.units, 2, width), "uint16"))
         return found
 
     def before_rounds(self, build: Builder) -> list[Launch]:
@@ -182,7 +182,7 @@ class S2O:
         if self.by_weight and self._unit_blocks > 0:
             of_units = {name: values[name] for name in ("k", "geometry", "kv_heads", "pages")}
             of_units |= {"head_blocks": self._unit_blocks, "aligned": s.inputs.aligned}
-            found.append(build.launch("unit_means", self.unit_means, s.kv_heads * self._unit_blocks, of_units))
+            found.append(build.launch("unit_keys", self.unit_keys, s.kv_heads * self._unit_blocks, of_units))
         return found
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
@@ -224,9 +224,9 @@ class S2O:
 
     @property
     def _unit_blocks(self) -> int:
-        """Blocks of unit_means for a KV head."""
+        """Blocks of unit_keys for a KV head."""
         geometry = self.setting.geometry
-        return -(-geometry.units * geometry.unit // UNIT_MEANS_KEYS)
+        return -(-geometry.units * geometry.unit // UNIT_KEYS_OF_BLOCK)
 
     @property
     def _sign(self) -> float:

@@ -14,8 +14,8 @@ from ..plan.rounds import STEP, Chunk
 from ..spec import MAX_POOLED_QUERIES, ORDER_HEAD, STRATUM
 
 __all__ = [
-    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_MEANS_KEYS", "guides", "key_middle",
-    "key_order_head", "key_scores", "key_strata", "rank_queries", "score_blocks", "unit_means", "unit_weight_blocks",
+    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_KEYS_OF_BLOCK", "guides", "key_middle",
+    "key_order_head", "key_scores", "key_strata", "rank_queries", "score_blocks", "unit_keys", "unit_weight_blocks",
     "unit_weights",
 ]  # fmt: skip
 
@@ -108,19 +108,19 @@ def _score_tiles(chunk: Chunk) -> list[int]:
 
 
 # --- Units of keys by the weight that pooled queries give them ---
-UNIT_MEANS = Family(
-    "unit_means", "selection/unit_means.cu", "UnitMeansParams", THREADS, 2,
-    "UnitMeansTraits<{element}, {head_dim}, {paged}>",
+UNIT_KEYS = Family(
+    "unit_keys", "selection/unit_keys.cu", "UnitKeysParams", THREADS, 2,
+    "UnitKeysTraits<{element}, {head_dim}, {paged}>",
 )  # fmt: skip
 UNIT_WEIGHTS = Family(
     "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
 )
-UNIT_MEANS_KEYS = 128  # keys of a block of unit_means (kBlockKeys)
+UNIT_KEYS_OF_BLOCK = 128  # keys of a block of unit_keys (kBlockKeys)
 
 
-def unit_means(inputs: Inputs) -> Kernel:
-    shared = UNIT_MEANS_KEYS * (8 + inputs.head_dim * 2)  # sizeof(UnitMeansTraits::Shared)
-    return Kernel(UNIT_MEANS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
+def unit_keys(inputs: Inputs) -> Kernel:
+    shared = UNIT_KEYS_OF_BLOCK * (8 + inputs.head_dim * 2)  # sizeof(UnitKeysTraits::Shared)
+    return Kernel(UNIT_KEYS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
 
 
 def unit_weights(inputs: Inputs) -> Kernel:

@@ -17,6 +17,7 @@ from ..arrays.lazy_cupy import import_cupy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 from .diff_tail import BeforeTail, with_tail
+from .diff_units import wrong_means, wrong_outliers
 
 __all__ = ["DiffReport", "GpuStages", "Row", "capture", "compare", "diff"]
 
@@ -35,7 +36,7 @@ class GpuStages:
 
     pooled: Array  # [B, H, N, R, D]
     q_order: Array  # int32 [B, H, N, S]
-    unit_means: Array | None  # [B, Hkv, U, D], of rank="weight"
+    unit_keys: Array | None  # [B, Hkv, U, 2, D], of rank="weight"
     scores: list[Array]  # N times [B, H, W] float16, of whole units
     k_order: list[Array]  # N times int32 [B, H, W or W + 1], units: a short one is the last
     o1: Array  # [B, H, Lq, D], of the input's dtype
@@ -180,7 +181,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     stages = GpuStages(
         pooled=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
         q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
-        unit_means=None,
+        unit_keys=None,
         scores=[np.empty((batch, heads, geometry.ranked(n)), np.float16) for n in range(segments)],
         k_order=[np.empty((batch, heads, _listed(n, geometry)), np.int32) for n in range(segments)],
         o1=None,
@@ -205,9 +206,9 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
                 means = host("means").view(q.dtype).astype(np.float32)
             stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
             stages.q_order = host("q_order").reshape(stages.q_order.shape)
-        elif stage == "unit_means":
-            means = host("unit_means").view(q.dtype).astype(np.float32)
-            stages.unit_means = means.reshape(batch, kv_heads, geometry.units, -1)[..., :head_dim]
+        elif stage == "unit_keys":
+            of_units = host("unit_keys").view(q.dtype).astype(np.float32)
+            stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
         elif stage == "pass2" and config.adds_tail:
             if stages.before_tail is None:
                 stages.before_tail = BeforeTail(stages.o1.copy(), cupy.asnumpy(lse))
@@ -322,13 +323,14 @@ def compare(
         rows.integers("query order", *_query_order(stages.q_order, q, k, geometry))
     step()
 
-    # Mean keys of units: a float32 mean, rounded once to the input's dtype.
+    # The two keys that stand for each unit.
     by_weight = config.rank == "weight"
     if by_weight and ordered and geometry.units:
-        want, magnitude = s2o.unit_means(k, geometry), s2o.unit_means(np.abs(k), geometry)
-        rows.floats("unit means", stages.unit_means, want, magnitude * (unit + UNIT32 * geometry.unit) + smallest)
+        rows.floats("unit means", *wrong_means(stages.unit_keys, k, geometry, unit, smallest))
+        part = wrong_outliers(stages.unit_keys, k, geometry)
+        rows.integers("outliers", part, int((part > 1).sum()))
 
-    # Scores given the GPU's pooled queries and mean keys: products are exact, head_dim sums round, and once more to
+    # Scores given the GPU's pooled queries and units' keys: products are exact, head_dim sums round, and once more to
     # float16 in the end. Weights are relative to a norm, which is off by no more than the scores are, and by what
     # float32 and its exp2 and log2 make of a sum of W numbers.
     to_log2 = scale * LOG2E
@@ -336,8 +338,8 @@ def compare(
     for n in range(segments):
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
         if by_weight:
-            keys = np.zeros((problem.batch, problem.kv_heads, 0, head_dim))  # of a call without a whole unit
-            keys = keys if stages.unit_means is None else stages.unit_means.astype(np.float64)
+            keys = np.zeros((problem.batch, problem.kv_heads, 0, 2, head_dim))  # of a call without a whole unit
+            keys = keys if stages.unit_keys is None else stages.unit_keys.astype(np.float64)
             want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
             largest = _largest_products(mine, counts, keys, n, geometry) * to_log2  # [B, H, 1]
             if (largest > np.finfo(np.float32).max).any():  # the kernels' float32 overflows, and so must this
@@ -421,12 +423,12 @@ def compare(
 
 
 def _largest_products(pooled: Array, counts: Array, keys: Array, n: int, geometry: Geometry) -> Array:
-    """Bound [B, H, 1] on the sum of magnitudes in a dot product of a pooled query of segment ``n`` and a mean key."""
+    """Bound [B, H, 1] on the sum of magnitudes in a dot product of a pooled query of segment ``n`` and a unit's key."""
     from ..reference import s2o
 
     finite = lambda x: np.abs(np.where(np.isfinite(x), x, 0))  # noqa: E731
     queries = finite(pooled[:, :, n, counts[n] > 0]).max(axis=2)  # [B, H, D]
-    largest = finite(keys[:, :, s2o.ranked_units(n, geometry)]).max(axis=2, initial=0)  # [B, Hkv, D]
+    largest = finite(keys[:, :, s2o.ranked_units(n, geometry)]).max(axis=(2, 3), initial=0)  # [B, Hkv, D]
     largest = np.repeat(largest, pooled.shape[1] // keys.shape[1], axis=1)  # [B, H, D]
     return (queries * largest).sum(axis=-1, keepdims=True)
 
