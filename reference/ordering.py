@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from ..spec import LOG2E, MAX_SEGMENT, Geometry, S2OConfig
+from ..spec import LOG2E, MAX_SEGMENT, OUTLIER_SHIFT, Geometry, S2OConfig
 from .dense import Array, quiet
 from .key_order import log_weights, order_keys
 
@@ -159,8 +159,8 @@ def unit_weights(pooled: Array, counts: Array, of_units: Array, n: int, geometry
     """log2 of the largest softmax weight that a pooled query of segment ``n`` gives each of its units.
 
     Takes the arrays of :func:`pooled_queries` and :func:`unit_keys`. What a pooled query gives a unit is what it gives
-    the mean key, or an outlier's part of the unit if that is more; its weights are of the segment's whole units, and
-    where their sum is not finite it is taken for 1. NaN wins.
+    the mean key, or 2 ** -OUTLIER_SHIFT of an outlier's part of the unit if that is more. Weights are shares of what it
+    gives the mean keys of the segment's whole units; where this sum is not finite it is taken for 1. NaN wins.
 
     Returns float32 [B, H, W], units in ascending position.
     """
@@ -170,9 +170,9 @@ def unit_weights(pooled: Array, counts: Array, of_units: Array, n: int, geometry
     pooled = pooled.reshape(batch, kv_heads, heads // kv_heads, *pooled.shape[2:])  # [B, Hkv, G, R', D]
     mean, outlier = (of_units[:, :, None, units, i] for i in range(2))  # [B, Hkv, 1, W, D] each
     scores, alone = (pooled @ x.swapaxes(-1, -2) * (scale * LOG2E) for x in (mean, outlier))  # [B, Hkv, G, R', W]
-    scores = np.maximum(scores, alone - math.log2(geometry.unit))
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)  # [B, Hkv, G, R', 1]
     norm = top + np.log2(np.exp2(scores - top).sum(axis=-1, keepdims=True))
+    scores = np.maximum(scores, alone - math.log2(geometry.unit) - OUTLIER_SHIFT)
     weights = scores - np.where(np.isfinite(norm), norm, 0).astype(scores.dtype)
     return weights.max(axis=-2).reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 

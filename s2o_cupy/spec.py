@@ -28,6 +28,7 @@ __all__ = [
     "RANKS",
     "STOP_LAG",
     "STRATUM",
+    "OUTLIER_SHIFT",
     "UNITS",
     "Geometry",
     "S2OConfig",
@@ -66,6 +67,9 @@ MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's
 MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
 RANKS = ("weight", "max", "mean")
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
+# An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
+# neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
+OUTLIER_SHIFT = 4
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
@@ -87,6 +91,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kTailSamples": TAIL_SAMPLES,
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
+    "kOutlierShift": OUTLIER_SHIFT,
 }
 
 
@@ -167,8 +172,8 @@ class S2OConfig:
         the largest dot product with one of them; "mean" (the paper, Algorithm 1), its dot product with the mean of all
         of the segment's queries.
     unit : int, optional
-        Neighbouring keys that are scored by their mean and visited together: a power of two up to 128 with
-        ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
+        Neighbouring keys scored together, by their mean and the key furthest from it, and visited together: a
+        power of two up to 128 with ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
     pooled_queries : int, optional
         How many pooled queries a segment has, each the mean of a run of consecutive queries; default with "weight" one
         for each 8 queries, up to 256, with "max" 16 (at most a segment's queries), with "mean" 1.

@@ -3,11 +3,12 @@
 //   unit_weights: scores[row, unit] = log2 of the largest softmax weight that a pooled query of row's segment gives the
 //                 unit, of all units that are candidates of the segment; in float16
 //
-//   A unit is worth its mean key, or its outlier (unit_keys.cu) divided by the unit's keys if that is more.
-//
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
-// Products with all units are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That
+//   Norms are of mean keys alone. A unit is worth its mean key, or a small part of its outlier (unit_keys.cu) if that is
+//   more: reference/ordering.py has the rule.
+//
+// Products with all mean keys are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That
 // takes less than keeping those of each pooled query.
 #include "sm80/attention.cuh"
 #include "selection/rank_keys_params.cuh"
@@ -15,7 +16,7 @@
 
 namespace s2o {
 
-constexpr int kUnitStep = 64;       // rows of unit_keys of a step: of each unit two, side by side
+constexpr int kUnitStep = 64;       // rows of unit_keys of a step: mean keys, or both rows of half as many units
 constexpr int kWeightThreads = 128;
 constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
 
@@ -47,10 +48,10 @@ __device__ __forceinline__ float choose(bool first, float a, float b) {
   return y;
 }
 
-// Which half of a step's units, known to the compiler.
+// Which half of a step's rows, known to the compiler.
 template <int kHalf>
 struct Half {
-  static constexpr int kTiles = kUnitStep / 16, kFirst = kHalf * kTiles;  // of 4 units, 8 rows
+  static constexpr int kTiles = kUnitStep / 16, kFirst = kHalf * kTiles;  // of 8 rows
 };
 
 // A warp's segments, and their products with units.
@@ -58,7 +59,7 @@ template <class Traits>
 struct UnitWeights {
   using Element = typename Traits::Element;
   static constexpr int kOfWarp = Traits::kOfWarp, kDims = Traits::kHeadDim / 16, kUnitTiles = kUnitStep / 16;
-  static constexpr int kUnits = kUnitStep / 2;  // of a step
+  static constexpr int kPairs = kUnitStep / 2;  // units of a step that takes both rows
 
   const RankKeysParams& p;
   typename Traits::Shared& shared;
@@ -130,14 +131,15 @@ struct UnitWeights {
         }
       }
   }
-  // Multiplies all units, half a step at a time, and calls done(step, half) after each.
-  template <class Done>
+  // Multiplies the mean keys of all units, or with kRows == 2 both rows, half a step at a time, and calls
+  // done(step, half) after each.
+  template <int kRows, class Done>
   __device__ __forceinline__ void walk(const Done& done) {
-    const int steps = (end + kUnits - 1) / kUnits, batch = head / p.heads;
+    const int rows = kRows * end, steps = (rows + kUnitStep - 1) / kUnitStep, batch = head / p.heads;
     const int kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
-    const Tensor<const uint16> units = {p.unit_keys, 0, 0, Traits::kHeadDim};
+    const Tensor<const uint16> units = {p.unit_keys, 0, 0, (3 - kRows) * Traits::kHeadDim};
     const uint16* data = p.unit_keys + static_cast<int64>(kv_head) * p.geometry.units() * 2 * Traits::kHeadDim;
-    const ContiguousKeys<Traits> source{shared, 2 * end, p.pages};
+    const ContiguousKeys<Traits> source{shared, rows, p.pages};
     const auto load = [&](int step) {
       if (step < steps)
         load_step<Traits>(shared_address(shared.units[step % 2]), data, units, Traits::kHeadDim, source, step);
@@ -159,14 +161,15 @@ struct UnitWeights {
   // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is.
   __device__ __forceinline__ float weight(int i, int j, int h) const {
     return larger_or_nan(__fmul_rn(s[i][j][2 * h], p.scale_log2),
-                         fmaf(s[i][j][2 * h + 1], p.scale_log2, -static_cast<float>(p.geometry.unit_shift)));
+                         fmaf(s[i][j][2 * h + 1], p.scale_log2,
+                              -static_cast<float>(p.geometry.unit_shift + spec::kOutlierShift)));
   }
 
   __device__ __forceinline__ void find_norms() {
     const Geometry& g = p.geometry;
     for (int tile = 0; tile * kPooledTile < p.pooled_queries; ++tile) {
-      // The largest weight so far and the sum of exp2(weight - m): exactly the same however many steps without a
-      // candidate there are, so that a norm does not depend on the segments beside it.
+      // The largest score so far in log2 units, rounded once, and the sum of exp2(score - m): exactly the same however
+      // many steps without a candidate there are, so that a norm does not depend on the segments beside it.
       float m[kOfWarp][2], l[kOfWarp][2];
       int begin[kOfWarp], skipped_to[kOfWarp], last[kOfWarp];  // units of [begin, skipped_to) are no candidates
 #pragma unroll
@@ -178,31 +181,33 @@ struct UnitWeights {
         skipped_to[i] = begin[i] + (g.units() - g.ranked(segment[i]));
       }
       load_pooled(tile);
-      walk([&](int step, auto half) {
+      walk<1>([&](int step, auto half) {
 #pragma unroll
         for (int i = 0; i < kOfWarp; ++i) {
-          const int first = step * kUnits + half.kFirst * 4;
-          if (first + kUnitTiles * 4 > begin[i]) {
+          const int first = step * kUnitStep + half.kFirst * 8;
+          if (first + kUnitTiles * 8 > begin[i]) {
 #pragma unroll
-            for (int j = 0; j < kUnitTiles; ++j) {
-              const int at = first + j * 4 + lane % 4;
-              if (at >= begin[i] && (at < skipped_to[i] || at >= last[i]))
+            for (int j = 0; j < kUnitTiles; ++j)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[i][j][e] = -infinity();
-            }
+              for (int e = 0; e < 4; ++e) {
+                const int at = first + j * 8 + lane % 4 * 2 + e % 2;
+                if (at >= begin[i] && (at < skipped_to[i] || at >= last[i])) s[i][j][e] = -infinity();
+              }
           }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float x[kUnitTiles], top = m[i][h];
+            float largest = -infinity();
 #pragma unroll
-            for (int j = 0; j < kUnitTiles; ++j) {
-              x[j] = weight(i, j, h);
-              top = fmaxf(top, x[j]);
-            }
+            for (int j = 0; j < kUnitTiles; ++j)
+#pragma unroll
+              for (int e = 2 * h; e < 2 * h + 2; ++e) largest = fmaxf(largest, s[i][j][e]);
+            const float top = fmaxf(m[i][h], __fmul_rn(largest, p.scale_log2));
             const float base = top == -infinity() ? 0.f : top;
             float sum = 0.f;
 #pragma unroll
-            for (int j = 0; j < kUnitTiles; ++j) sum += exp2_approx(x[j] - base);
+            for (int j = 0; j < kUnitTiles; ++j)
+              sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2, -base)) +
+                     exp2_approx(fmaf(s[i][j][2 * h + 1], p.scale_log2, -base));
             l[i][h] = l[i][h] * exp2_approx(m[i][h] - base) + sum;
             m[i][h] = top;
           }
@@ -263,7 +268,7 @@ struct UnitWeights {
         }
       }
     };
-    walk([&](int step, auto half) {
+    walk<2>([&](int step, auto half) {
       take(loaded, true, half);
       for (int further = 1; further < tiles; ++further) {
         loaded = loaded + 1 == tiles ? 0 : loaded + 1;
@@ -278,7 +283,7 @@ struct UnitWeights {
         share_largest<4>(best[i]);
         share_largest<2>(best[i]);
         share_largest<1>(best[i]);
-        const int at = step * kUnits + lane;
+        const int at = step * kPairs + lane;
         store_if(there[i] && at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], 0.f));
       }
     });
