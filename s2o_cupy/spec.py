@@ -172,8 +172,8 @@ class S2OConfig:
         the largest dot product with one of them; "mean" (the paper, Algorithm 1), its dot product with the mean of all
         of the segment's queries.
     unit : int, optional
-        Neighbouring keys scored together, by their mean and the key furthest from it, and visited together: a
-        power of two up to 128 with ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
+        Neighbouring keys scored together, by their mean and the key furthest from it, and visited together: a power of
+        two up to 128 with ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
     pooled_queries : int, optional
         How many pooled queries a segment has, each the mean of a run of consecutive queries; default with "weight" one
         for each 8 queries, up to 256, with "max" 16 (at most a segment's queries), with "mean" 1.
