@@ -123,8 +123,6 @@ FAULTS = [
          "weight(i, j, 0) - norm[0])"),
         ("an outlier is a unit", "key scores", "-static_cast<float>(p.geometry.unit_shift + spec::kOutlierShift)",
          "0.f"),
-        ("outliers do not count", "key scores", "fmaf(s[i][j][2 * h + 1], p.scale_log2,\n",
-         "fmaf(s[i][j][2 * h], p.scale_log2,\n"),
         ("norms are of outliers too", "key scores", "(3 - kRows) * Traits::kHeadDim", "Traits::kHeadDim"),
         ("the last tile of pooled queries is skipped", "key scores", "further < tiles;", "further < tiles - 1;"),
         ("another tile's norms are taken", "key scores", "+ tile * kPooledTile + lane / 4;", "+ lane / 4;"),
@@ -151,6 +149,11 @@ FAULTS = [
     *_faults(
         "unit_weights", replace(UNITS, options={"unit": 8, "pooled_queries": 5}),
         ("the next segment's pooled queries count", "key scores", "(is_pooled ? r : 0)", "r"),
+    ),
+    *_faults(
+        "unit_weights", replace(UNITS, poison=("k", 37, 200.0)),  # which its unit's mean hides
+        ("outliers do not count", "key scores", "fmaf(s[i][j][2 * h + 1], p.scale_log2,\n",
+         "fmaf(s[i][j][2 * h], p.scale_log2,\n"),
     ),
     *_faults(
         "unit_weights", AROUND,
