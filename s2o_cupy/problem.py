@@ -114,6 +114,7 @@ def validate(
             "seqlen, heads, head_dim), pass layout='BSHD'",
             stacklevel=2,
         )
+    _check_by_head(problem, config)
     if backend == "cupy":
         _check_gpu_blocks(config)
     else:
@@ -251,6 +252,15 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
             "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
             "(the last query sees the last key)"
         )
+
+
+def _check_by_head(problem: Problem, config: S2OConfig) -> None:
+    for name, value in (("tau", config.tau), ("error", config.error)):
+        if isinstance(value, tuple) and len(value) != problem.heads:
+            raise ValueError(
+                f"s2o_attention: config.{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
+                "number for all heads, or one for each query head"
+            )
 
 
 def _fits_bshd(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:

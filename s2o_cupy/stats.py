@@ -32,7 +32,7 @@ class S2OStats:
     problem : Problem
         Sizes, dtype, mask and scale of the call.
     config : S2OConfig
-        The configuration it ran with, ``tau`` included.
+        The configuration it ran with, ``tau`` or ``error`` included.
     path : "hopper", "portable", "numpy" or None
         Which kernels ran, or the NumPy reference; None where nothing did, as there is no query or no key.
     path_reason : str or None
@@ -51,6 +51,15 @@ class S2OStats:
     path: str | None
     path_reason: str | None = None
     graphs: str | None = None
+    taus: Any = None  # of a config with an error, float32 (batch, heads)
+
+    @property
+    def tau_per_head(self) -> Any:
+        """The tau that each head ran with, float32 (batch, heads): the config's, or what its error led to."""
+        if self.taus is not None:
+            return self.taus
+        of_heads = np.array(self.config.taus(self.problem.heads)).astype(np.float32)
+        return self._like_visited(np.tile(of_heads, (self.problem.batch, 1)))
 
     @property
     def geometry(self) -> Geometry:

@@ -186,7 +186,7 @@ def test_other_wrong_shapes_are_not(q, k):
 
 # -- S2OConfig ------------------------------------------------------------------------------------
 
-INTEGERS = [f.name for f in fields(S2OConfig) if f.name not in ("tau", "rank", "path", "tail")]
+INTEGERS = [f.name for f in fields(S2OConfig) if f.name not in ("tau", "error", "rank", "path", "tail")]
 INDEX = {field.name: n for n, field in enumerate(fields(S2OConfig))}
 
 

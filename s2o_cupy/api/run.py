@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ..arrays.arguments import check_out
@@ -11,7 +10,7 @@ from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
 from ..caches import remembered
-from ..spec import S2OConfig, check_tau
+from ..spec import S2OConfig, by_head, check_tau
 from ..stats import NOTHING_RAN, S2OStats
 from . import on_gpu
 from .batch import Batch
@@ -28,12 +27,12 @@ def parse_config(config: Any, tau: Any, function: str = "s2o_attention") -> S2OC
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
         raise TypeError(f"{function}: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    return config if tau is None else _with_tau(config, check_tau(tau, function))
+    return config if tau is None else _with_tau(config, by_head("tau", tau, lambda x: check_tau(x, function)))
 
 
 @remembered  # making a config anew, with its checks, would take 20 microseconds of each call
-def _with_tau(config: S2OConfig, tau: float) -> S2OConfig:
-    return replace(config, tau=tau)
+def _with_tau(config: S2OConfig, tau: float | tuple[float, ...]) -> S2OConfig:
+    return config.with_tau(tau)
 
 
 def parse_backend(backend: Any, device: Device, stream: Any) -> str:

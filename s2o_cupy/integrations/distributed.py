@@ -362,7 +362,8 @@ class SequenceParallel:
         whole[order] = received
         q, k, v = whole.transpose(0, 1).split(shares, 2)
         o = torch.empty_like(q)
-        lse = _attend(q, k, v, o, problem, self.config, return_lse)
+        first = self.rank * shares[0]
+        lse = _attend(q, k, v, o, problem, self.config.of_heads(first, first + shares[0]), return_lse)
 
         def back(x: Tensor) -> Tensor:
             """[seqlen, batch, a share of the heads, ...] -> [length, batch, heads, ...]"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -186,7 +186,7 @@ class _Search:
             probed = sorted({n * count // min(PROBES, count) for n in range(min(PROBES, count))})
             moved = []
             for n in probed:
-                s2o = self._s2o({layer.layer: replace(self.config, tau=layer.taus[n])})
+                s2o = self._s2o({layer.layer: self.config.with_tau(layer.taus[n])})
 
                 def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
                     return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()

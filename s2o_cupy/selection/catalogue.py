@@ -12,6 +12,7 @@ from ..plan import tail
 from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
+from ..plan.head_taus import KERNEL as HEAD_TAUS
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel
 from ..plan.launch_plan import COLLECT_PAGES
 from ..plan.paths import HOPPER, PATHS, is_written_for, path_of
@@ -32,7 +33,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
 def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     """Some come several times."""
     paths = [path for path in PATHS if path.runs_on(limits.compute_capability)]
-    yield EVERY_TILE
+    yield from (EVERY_TILE, HEAD_TAUS)
     if any(path.gathers_pages for path in paths):
         yield from (COLLECT_PAGES, COLLECT_PACKED_PAGES)
     arrays = ((True, False), (False, False), (True, True))  # aligned, paged: a paged cache is always aligned

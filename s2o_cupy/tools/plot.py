@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..reference import s2o as stages
-from ..spec import Geometry, S2OConfig
+from ..spec import Geometry, S2OConfig, tau_text
 
 __all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_methods", "draw_sweep", "segment_map"]
 
@@ -133,7 +133,7 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
         )  # fmt: skip
         figure.text(
             0.055, 0.925,
-            f"tau {config.tau:g}, segment {config.segment}, tiles of {config.block_m} queries x "
+            f"tau {tau_text(config.tau)}, segment {config.segment}, tiles of {config.block_m} queries x "
             f"{config.block_n} keys in units of {config.unit}: {view.skipped_pairs:.0%} of these pairs were never "
             f"computed; they hold "
             f"{view.missed_mass:.1%} of the softmax mass",
