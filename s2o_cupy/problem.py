@@ -261,6 +261,11 @@ def _check_by_head(problem: Problem, config: S2OConfig) -> None:
                 f"s2o_attention: config.{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
                 "number for all heads, or one for each query head"
             )
+    if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:
+        raise ValueError(
+            f"s2o_attention: config.error with is_causal=False and {problem.geometry(config).segments} segments, which "
+            "depend on keys after them too; accepted: a tau, is_causal=True, or a single segment"
+        )
 
 
 def _fits_bshd(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:

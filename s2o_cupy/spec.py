@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 __all__ = [
+    "ERROR_SEGMENTS",
+    "FIRST_LADDER",
     "ORDER_HEAD",
     "KERNEL_CONSTANTS",
     "KEY_BUCKETS",
@@ -73,6 +75,9 @@ UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered t
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
 DEFAULT_TAU = 0.02
+# How an error finds its taus (reference.error_taus is the definition).
+FIRST_LADDER = (0.3, 0.06, 0.012, 0.0024)
+ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
@@ -95,6 +100,8 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
     "kOutlierShift": OUTLIER_SHIFT,
+    "kLadder": len(FIRST_LADDER),
+    "kErrorSegments": ERROR_SEGMENTS,
 }
 
 
@@ -353,6 +360,10 @@ class S2OConfig:
     def with_tau(self, tau: float | Sequence[float]) -> S2OConfig:
         """The same with this tau, whatever tau or error it had."""
         return replace(self, tau=tau, error=None)
+
+    def with_error(self, error: float | Sequence[float]) -> S2OConfig:
+        """The same with this error in the place of its tau."""
+        return replace(self, tau=None, error=error)
 
 
 def moment_group(keys: int) -> int:

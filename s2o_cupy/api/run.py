@@ -86,9 +86,14 @@ def run(
         if return_stats:
             visited = [framework.output(shape, "int32", q, host=host) for shape in batch.visited_shapes]
 
+        taus: Output | None = None
+        if batch.config.error is not None:
+            taus = framework.output((batch.whole.batch, batch.whole.heads), "float32", q, host=host)
+
         ran = [NOTHING_RAN] * len(batch.parts)
         if batch.parts:
             native_lse = None if lse is None else lse.native
+            found_taus = None if taus is None else taus.native
             to_visit = None if visited is None else [x.native for x in visited]
             if host:
                 from . import on_host
@@ -96,22 +101,26 @@ def run(
                 if await_keys is not None:
                     await_keys()
                 natives = [framework.on_host(x) for x in inputs.values()]
-                ran = on_host.run(batch, natives, o.native, native_lse, to_visit)
+                ran = on_host.run(batch, natives, o.native, native_lse, to_visit, found_taus)
             else:
                 batch, infos = _readable(batch, framework, inputs, infos, stream)
                 written = o.native if out_info is None else out_info
                 ran = on_gpu.run(
-                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys
+                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys, taus=found_taus
                 )
         if batch.idle:
             _without_keys(batch, framework, o, lse, visited)
+            if taus is not None and 0 not in taus.native.shape:
+                framework.fill(taus.native, 0)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
         if visited is not None:
             how = {part.first: x for part, x in zip(batch.parts, ran, strict=True)}
             stats = [
-                S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN))
+                S2OStats(
+                    x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), None if taus is None else taus.finish()
+                )
                 for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))
             ]
             results.append(stats if batch.packed else stats[0])

@@ -131,6 +131,11 @@ def run_pass1(
     return address + program.workspace.places["state"].offset, keeper
 
 
+def prepared(operands: Operands, problem: Problem, config: S2OConfig) -> _Program:
+    """What `run` would run on the current device, for `_Program.enqueue`."""
+    return _prepared(operands, None, problem, config, runtime.getDevice())
+
+
 class Call(NamedTuple):
     """One of several problems; as in `run`, but for the distance between lse's heads."""
 
@@ -290,6 +295,12 @@ class _Program:
             else:
                 return self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
         return LAUNCHED
+
+    def enqueue(self, operands: Operands, address: int, stream: int, taus: int = 0) -> None:
+        """The launches of a call without lse and statistics, in the workspace at ``address``."""
+        q, k, v, out = operands
+        with self.lock:
+            self._launch(operands, (q.pointer, k.pointer, v.pointer, out.pointer, 0, taus, 0, 0, address), stream)
 
     def _launch(
         self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..methods import antidiagonal, flex_prefill, last_rows, vertical_slash
 from ..methods import kernels as methods
 from ..nsa import kernels as nsa
-from ..plan import tail
+from ..plan import error_search, tail
 from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
@@ -48,6 +48,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
+        yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
         yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), HOPPER in paths)
         for of in (last_rows, flex_prefill):

@@ -17,9 +17,9 @@ from ..api.on_host import bhsd
 from ..api.run import parse_backend, parse_config
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
+from ..plan import strata
 from ..problem import validate
 from ..spec import S2OConfig, tau_text
-from . import strata
 
 __all__ = ["ErrorEstimate", "Sample", "check_segments", "error_per_head"]
 
