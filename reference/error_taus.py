@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..spec import FIRST_LADDER, Geometry, S2OConfig
-from .dense import Array, dense_attention
+from .dense import Array, dense_attention, quiet
 from .s2o import finish, key_order, pass1, pass2, query_order
 
 __all__ = ["chosen_tau", "error_taus", "second_ladder"]
@@ -52,6 +52,7 @@ def chosen_tau(points: dict[float, float], error: float) -> float:
     return float(below * (above / below) ** min(max(part, 0.0), 1.0))
 
 
+@quiet
 def error_taus(
     q: Array, k: Array, v: Array, config: S2OConfig, segments: Sequence[int], weights: Sequence[float], *,
     scale: float, softcap: float = 0.0, is_causal: bool = True,
@@ -110,6 +111,7 @@ class _Piece:
         )[0]  # fmt: skip
         self.size = np.square(self.dense).sum(axis=(0, 2, 3))  # [H]
 
+    @quiet
     def off(self, taus: tuple[float, ...]) -> Array:
         """The squares of the error of each head at its tau, summed, [H]."""
         state, _ = pass2(

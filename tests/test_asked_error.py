@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import has_gpu
-from packs import bits
+from packs import bits, on_the_cpu
 
 from s2o_cupy import S2OConfig, error_per_head, inputs, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_cupy.reference import dense_attention
@@ -176,3 +176,57 @@ def test_calls_that_come_again(path_config, gpu):
             results.append((expected == o).all() & (stats.tau_per_head == other.tau_per_head).all())
         stream.synchronize()
         assert all(map(bool, results))
+
+
+# ---------------------------------------------------------------- S2OStats.error_per_head
+
+
+@pytest.mark.parametrize("asks", ["tau", "taus", "error"])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_stats_estimate_the_error(device, qkv, asks, layout):
+    """Of few segments all are taken: the estimate is the error."""
+    host = qkv(900, batch=2, heads=4, kv_heads=2)
+    config = {
+        "tau": device.config, "taus": device.config.with_tau((0.5, 0.01, 0.0, 0.1)), "error": asked(device, 0.1)
+    }[asks]  # fmt: skip
+    q, k, v = (device.array(x.swapaxes(1, 2) if layout == "BSHD" else x) for x in host)
+    o, stats = s2o_attention(q, k, v, config=config, layout=layout, return_stats=True)
+    dense = dense_attention(*(device.round(x) for x in host))[0]
+    o = device.host(o).swapaxes(1, 2) if layout == "BSHD" else device.host(o)
+    squared = lambda x: np.square(x).sum(axis=(2, 3))  # noqa: E731
+    found = stats.error_per_head
+    assert found.dtype == np.float64 and found is stats.error_per_head
+    rounding = 0.01 if device.kind == "cuda" else 1e-4
+    np.testing.assert_allclose(found, np.sqrt(squared(o - dense) / squared(dense)), rtol=0.05, atol=rounding)
+
+
+def test_stats_of_one_sequence_and_of_dense_calls(device, qkv):
+    q, k, v = (device.array(x[0]) for x in qkv(700, heads=4))
+    _, stats = s2o_attention(q, k, v, config=asked(device, 0.1), return_stats=True)
+    assert stats.error_per_head.shape == (1, 4) and (stats.error_per_head > 0).all()
+    if device.kind == "cuda":
+        _, stats = s2o_attention(q, k, v, return_stats=True)
+        assert (stats.error_per_head == 0).all()
+    _, stats = s2o_attention(q[:, :0], k, v, return_stats=True)
+    assert (stats.error_per_head == 0).all()
+
+
+def test_stats_that_cannot_tell(device, qkv, packed):
+    q, k, v = (device.array(x) for x in qkv(700, heads=4))
+    _, stats = s2o_attention(q * 1, k, v, config=device.config, return_stats=True)
+    with pytest.raises(ValueError, match="q, k or v of the call are gone; accepted: keep them"):
+        _ = stats.error_per_head
+    q, k, v = (device.array(x) for x in packed([700], [700]))
+    _, (stats,) = s2o_attention_varlen(q, k, v, [0, 700], config=device.config, return_stats=True)
+    with pytest.raises(ValueError, match="accepted: statistics of s2o_attention; for a packed or paged call"):
+        _ = stats.error_per_head
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_stats_of_frameworks(name, qkv):
+    module = pytest.importorskip(name)
+    arrays = qkv(700, heads=4)
+    _, expected = s2o_attention(*arrays, config=SMALL, return_stats=True)
+    arrays_of = on_the_cpu(name, module, *arrays)
+    _, stats = s2o_attention(*arrays_of, config=SMALL, return_stats=True)
+    np.testing.assert_allclose(stats.error_per_head, expected.error_per_head, rtol=1e-4)

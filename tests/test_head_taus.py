@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import SMALL, has_gpu
-from packs import assert_same_bits, bits, starts
+from packs import assert_same_bits, bits, on_the_cpu, starts
 from ragged_pages import differing, in_pages
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
@@ -199,7 +199,7 @@ def test_frameworks_and_their_operators(name, qkv):
     expected = s2o_attention(q, k, v, config=SMALL.with_tau(TAUS))
     module = pytest.importorskip(name)
     attention = pytest.importorskip(f"s2o_cupy.integrations.{name}").attention
-    arrays = [(module.from_numpy if name == "torch" else module.numpy.asarray)(x) for x in (q, k, v)]
+    arrays = on_the_cpu(name, module, q, k, v)
     for options in ({"config": SMALL.with_tau(TAUS)}, {"config": SMALL, "tau": TAUS}):
         np.testing.assert_array_equal(np.asarray(s2o_attention(*arrays, **options)), expected)
         np.testing.assert_array_equal(np.asarray(attention(*arrays, **options)), expected)

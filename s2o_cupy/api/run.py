@@ -11,7 +11,7 @@ from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
 from ..caches import remembered
 from ..spec import S2OConfig, by_head, check_tau
-from ..stats import NOTHING_RAN, S2OStats
+from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
 
@@ -117,10 +117,12 @@ def run(
             results.append(lse.finish())
         if visited is not None:
             how = {part.first: x for part, x in zip(batch.parts, ran, strict=True)}
+            of_taus = None if taus is None else taus.finish()
+            given = None
+            if batch.alone and not batch.paged and batch.schedule is None:
+                given = Given.of((*inputs.values(),), batch.layout)
             stats = [
-                S2OStats(
-                    x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), None if taus is None else taus.finish()
-                )
+                S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), of_taus, given)
                 for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))
             ]
             results.append(stats if batch.packed else stats[0])
