@@ -55,11 +55,12 @@ def chosen_tau(points: dict[float, float], error: float) -> float:
 @quiet
 def error_taus(
     q: Array, k: Array, v: Array, config: S2OConfig, segments: Sequence[int], weights: Sequence[float], *,
-    scale: float, softcap: float = 0.0, is_causal: bool = True,
+    scale: float, softcap: float = 0.0, is_causal: bool = True, stop_lag: int = 0,
 ) -> Array:  # fmt: skip
     """Each head's tau, float32 [B, H], by the error of ``config``.
 
     q [B, H, Lq, D], k and v [B, Hkv, Lk, D]; ``weights``: how many segments each of ``segments`` stands for.
+    ``stop_lag``: of `pass2`.
     """
     batch, heads = q.shape[:2]
     if scale < 0:
@@ -68,7 +69,8 @@ def error_taus(
     whole = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal, config.unit)
     taus = np.zeros((batch, heads), np.float32)
     for b in range(batch):
-        pieces = [_Piece(q[b : b + 1], k[b : b + 1], v[b : b + 1], n, whole, config, scale, softcap) for n in segments]
+        of_sequence = q[b : b + 1], k[b : b + 1], v[b : b + 1]
+        pieces = [_Piece(*of_sequence, n, whole, config, scale, softcap, stop_lag) for n in segments]
         points: list[dict[float, float]] = [{} for _ in range(heads)]
         _look([FIRST_LADDER] * heads, pieces, weights, points)
         further = [second_ladder(of_head, error) for of_head, error in zip(points, errors, strict=True)]
@@ -95,13 +97,14 @@ class _Piece:
     """A segment as a call of its own."""
 
     def __init__(
-        self, q: Array, k: Array, v: Array, n: int, whole: Geometry, config: S2OConfig, scale: float, softcap: float
-    ) -> None:
+        self, q: Array, k: Array, v: Array, n: int, whole: Geometry, config: S2OConfig, scale: float, softcap: float,
+        stop_lag: int,
+    ) -> None:  # fmt: skip
         begin, end = whole.queries(n)
         seen = end + whole.offset if whole.is_causal else whole.seqlen_k
         self.q, self.k, self.v = q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen]
         self.geometry = replace(whole, seqlen_q=end - begin, seqlen_k=seen)
-        self.config, self.scores = config, (scale, softcap)
+        self.config, self.scores, self.stop_lag = config, (scale, softcap), stop_lag
         self.orders = (
             query_order(self.q, self.k, self.geometry), key_order(self.q, self.k, self.geometry, config, scale)
         )  # fmt: skip
@@ -115,6 +118,7 @@ class _Piece:
     def off(self, taus: tuple[float, ...]) -> Array:
         """The squares of the error of each head at its tau, summed, [H]."""
         state, _ = pass2(
-            self.q, self.k, self.v, self.state, *self.orders, self.geometry, self.config.with_tau(taus), *self.scores
-        )
+            self.q, self.k, self.v, self.state, *self.orders, self.geometry, self.config.with_tau(taus), *self.scores,
+            stop_lag=self.stop_lag,
+        )  # fmt: skip
         return np.square(finish(state)[0] - self.dense).sum(axis=(0, 2, 3))

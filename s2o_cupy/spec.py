@@ -353,9 +353,9 @@ class S2OConfig:
 
     def of_heads(self, begin: int, end: int) -> S2OConfig:
         """For these query heads alone, half-open."""
-        numbers = {name: getattr(self, name) for name in ("tau", "error")}
-        by_head = {name: x[begin:end] for name, x in numbers.items() if isinstance(x, tuple)}
-        return replace(self, **by_head) if by_head else self
+        if isinstance(self.tau, tuple):
+            return self.with_tau(self.tau[begin:end])
+        return self.with_error(self.error[begin:end]) if isinstance(self.error, tuple) else self
 
     def with_tau(self, tau: float | Sequence[float]) -> S2OConfig:
         """The same with this tau, whatever tau or error it had."""
@@ -363,7 +363,7 @@ class S2OConfig:
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:
         """The same with this error in the place of its tau."""
-        return replace(self, tau=None, error=error)
+        return replace(self, tau=_DefaultTau(DEFAULT_TAU), error=error)
 
 
 def moment_group(keys: int) -> int:

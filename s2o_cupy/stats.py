@@ -101,24 +101,25 @@ class S2OStats:
                 "S2OStats.error_per_head: accepted: statistics of s2o_attention; for a packed or paged call give a "
                 "sequence of it to s2o_cupy.error_per_head"
             )
-        arrays = [x() for x in self.given.arrays]
-        if any(x is None for x in arrays):
+        q, k, v = (x() for x in self.given.arrays)
+        if q is None or k is None or v is None:
             raise ValueError(
-                "S2OStats.error_per_head: q, k or v of the call are gone; accepted: keep them until it is asked for, or "
-                "give them to s2o_cupy.error_per_head"
+                "S2OStats.error_per_head: q, k or v of the call are gone; accepted: keep them until it is asked for, "
+                "or give them to s2o_cupy.error_per_head"
             )
         from . import error_per_head
 
-        p, layout = self.problem, self.given.layout
-        options: dict[str, Any] = {
-            "scale": p.scale, "softcap": p.softcap, "is_causal": p.is_causal, "layout": layout
-        }  # fmt: skip
+        p = self.problem
+        options: dict[str, Any] = {"scale": p.scale, "softcap": p.softcap, "is_causal": p.is_causal}
+        options["layout"] = self.given.layout
         if self.taus is None:
-            return error_per_head(*arrays, self.config, **options).error
-        taus = to_host(self.taus).tolist()  # sequences have taus of their own
-        alone = [arrays] if arrays[0].ndim == 3 else [[x[b : b + 1] for x in arrays] for b in range(p.batch)]
-        found = [error_per_head(*x, self.config.with_tau(of), **options) for x, of in zip(alone, taus, strict=True)]
-        return np.concatenate([x.error for x in found])
+            return error_per_head(q, k, v, self.config, **options).error
+        taus, errors = to_host(self.taus).tolist(), []  # sequences have taus of their own
+        for b, of_sequence in enumerate(taus):
+            at: Any = ... if q.ndim == 3 else slice(b, b + 1)
+            found = error_per_head(q[at], k[at], v[at], self.config.with_tau(of_sequence), **options)
+            errors.append(found.error)
+        return np.concatenate(errors)
 
     @property
     def geometry(self) -> Geometry:

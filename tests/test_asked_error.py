@@ -11,8 +11,9 @@ from conftest import has_gpu
 from packs import bits, on_the_cpu
 
 from s2o_cupy import S2OConfig, error_per_head, inputs, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy.plan.error_search import sampled
 from s2o_cupy.reference import dense_attention
-from s2o_cupy.reference.error_taus import chosen_tau, second_ladder
+from s2o_cupy.reference.error_taus import chosen_tau, error_taus, second_ladder
 from s2o_cupy.spec import FIRST_LADDER
 
 SMALL = S2OConfig(segment=64, block_m=64, block_n=64, unit=8, dense_up_to=0)
@@ -54,13 +55,10 @@ def test_the_gpu_s_taus_are_the_reference_s(device, trace):
     arrays, exact = trace
     config = asked(device, (0.1, 0.03, 0.05, 0.2))
     _, stats = s2o_attention(*arrays, config=config, return_stats=True)
-    _, expected = s2o_attention(
-        *(x.astype(np.float32) for x in exact), config=replace(config, path="auto"), return_stats=True
-    )  # fmt: skip
     lag = 1 if stats.path == "hopper" else 0
-    np.testing.assert_allclose(
-        device.host(stats.tau_per_head), expected.tau_per_head.astype(np.float64), rtol=0.1 + 2 * lag
-    )
+    sample = sampled(stats.problem, config)
+    expected = error_taus(*exact, config, *sample, scale=stats.problem.scale, stop_lag=lag)
+    np.testing.assert_allclose(device.host(stats.tau_per_head), expected.astype(np.float64), rtol=0.1)
 
 
 def test_sequences_of_a_batch_have_taus_of_their_own(device, qkv):

@@ -109,12 +109,11 @@ def attend(
     if taus is None:
         return _attend(q, k, v, out, lse, config, options)
     taus[...] = error_taus(q, k, v, config, *sampled(problem, config), **options)
-    each = [
-        _attend(*(x[b : b + 1] for x in (q, k, v, out)), None if lse is None else lse[b : b + 1],
-                config.with_tau(taus[b]), options)
-        for b in range(len(q))
-    ]  # fmt: skip
-    return np.concatenate(each)
+    visited = []
+    for b, of_sequence in enumerate(taus.tolist()):
+        at, its_lse = slice(b, b + 1), None if lse is None else lse[b : b + 1]
+        visited.append(_attend(q[at], k[at], v[at], out[at], its_lse, config.with_tau(of_sequence), options))
+    return np.concatenate(visited)
 
 
 def _attend(

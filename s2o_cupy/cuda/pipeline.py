@@ -110,6 +110,8 @@ def run(
     Nothing waits for the GPU. Returns what was launched.
     """
     program = _prepared(operands, paging, problem, config, runtime.getDevice())
+    if config.error is not None and not (taus or program.plan.dense):
+        raise ValueError(f"S2OConfig: error is {config.error}, whose taus nobody has found here; accepted: a tau")
     graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, taus)
     return Launched(program.plan, graphs)
 

@@ -143,7 +143,7 @@ class _Search:
         at = {name: address + place for name, place in self.places.items()}
         heads = self.problem.heads
         self._write(at["errors"], self.errors, stream)
-        self._write(at["ladders"], np.tile(np.float32(FIRST_LADDER), heads), stream)
+        self._write(at["ladders"], np.tile(np.array(FIRST_LADDER, np.float32), heads), stream)
         sides = _sides.take(self.device, self.streams, captured)
         for b in range(self.problem.batch):
             for done in range(1, ROUNDS + 1):

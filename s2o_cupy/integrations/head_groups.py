@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..spec import S2OConfig
@@ -51,25 +51,27 @@ def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGrou
 
 def _base(config: S2OConfig) -> S2OConfig:
     """What heads that share a call agree on."""
-    return config.with_tau(0.0) if config.error is None else replace(config, error=1.0)
+    return config.with_tau(0.0) if config.error is None else config.with_error(1.0)
 
 
 def _together(configs: list[S2OConfig]) -> S2OConfig:
     """One config for heads that agree on all but tau, or the error."""
     if all(config == configs[0] for config in configs):
         return configs[0]
-    name = _knob(configs[0])
-    return replace(configs[0], **{name: tuple(getattr(config, name) for config in configs)})
+    numbers = tuple(_number(config) for config in configs)
+    return configs[0].with_tau(numbers) if configs[0].error is None else configs[0].with_error(numbers)
 
 
 def _of_head(config: S2OConfig, head: int) -> S2OConfig:
     """What one head has of a config with a number for each."""
-    numbers = getattr(config, _knob(config))
-    return replace(config, **{_knob(config): numbers[head]}) if isinstance(numbers, tuple) else config
+    if not isinstance(_number(config), tuple):
+        return config
+    return config.with_tau(_number(config)[head]) if config.error is None else config.with_error(_number(config)[head])
 
 
-def _knob(config: S2OConfig) -> str:
-    return "tau" if config.error is None else "error"
+def _number(config: S2OConfig) -> Any:
+    """tau or error, a tuple of one for each head perhaps."""
+    return config.tau if config.error is None else config.error
 
 
 def _index(numbers: list[int]) -> Index:
@@ -139,10 +141,10 @@ class LayerConfigs:
             raise ValueError(
                 f"register: per_layer names head {max(named)} of layer {layer}; accepted: 0 to {heads - 1}"
             )
-        numbers = getattr(config, _knob(config))
+        numbers = _number(config)
         if isinstance(numbers, tuple) and len(numbers) != heads:
             raise ValueError(
-                f"register: {_knob(config)} of layer {layer} has {len(numbers)} numbers; accepted: one, or {heads}, "
-                "one for each query head"
+                f"register: {'tau' if config.error is None else 'error'} of layer {layer} has {len(numbers)} numbers; "
+                f"accepted: one, or {heads}, one for each query head"
             )
         return head_groups(tuple(_of_head(named.get(h, config), h) for h in range(heads)), kv_heads)

@@ -127,6 +127,11 @@ def attention(
     (1, 2, 128, 64)
     """
     config = parse_config(config, tau)
+    if config.error is not None:
+        raise ValueError(
+            f"s2o_attention: config.error is {config.error}, for which JAX has no memory to give; accepted: a tau, or "
+            "one for each query head, or s2o_cupy.s2o_attention outside of jax.jit"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, jax.Array):
             raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a jax.Array")

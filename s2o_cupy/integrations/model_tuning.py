@@ -78,7 +78,7 @@ def tune_model(
     density : float, optional
         At most this share of pairs computed, mean over layers and heads. One of the three must be given.
     by : {"layer", "head", "model"}, default "layer"
-        What has a tau of its own. Heads of a layer that differ take several calls, which costs time.
+        What has a tau of its own. Heads of a layer that differ share its call.
     taus : sequence of float
         The grid: at least one number above 0.
     config : S2OConfig, optional

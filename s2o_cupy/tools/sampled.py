@@ -51,7 +51,7 @@ class ErrorEstimate:
         How many there are.
     """
 
-    tau: float | Sequence[float]
+    tau: Any
     error: np.ndarray
     standard_error: np.ndarray
     density: np.ndarray
