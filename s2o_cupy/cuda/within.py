@@ -106,7 +106,7 @@ class _Search:
         address, keeper = memory(wanted)
         q, k, v, _ = operands
         addresses = (q.pointer, k.pointer, v.pointer, taus, address)
-        captured = bool(runtime.streamIsCapturing(stream))  # by the caller
+        captured = self.replay.is_capturing(stream)  # by the caller
         with self.lock, _sides.lock:
             self.replay.run(addresses, stream, lambda into: self._search(operands, taus, address, into, captured))
         del keeper
