@@ -10,7 +10,7 @@ import pytest
 from conftest import has_gpu
 from packs import bits, on_the_cpu
 
-from s2o_cupy import S2OConfig, error_per_head, inputs, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy import S2OConfig, error_per_head, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_cupy.plan.error_search import sampled
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.reference.error_taus import chosen_tau, error_taus, second_ladder
@@ -20,9 +20,9 @@ SMALL = S2OConfig(segment=64, block_m=64, block_n=64, unit=8, dense_up_to=0)
 
 
 @pytest.fixture
-def trace(device):
-    """The recorded input in the device's dtype, on the device, and as the float64 values that it then holds."""
-    host = inputs.builtin("trace", length=2000, dtype="float32")
+def arrays_of(device, qkv):
+    """q, k and v of 16 segments or so on the device, and as the float64 values that it then holds."""
+    host = qkv(2000, heads=4, kv_heads=2)
     return [device.array(x) for x in host], [device.round(x) for x in host]
 
 
@@ -38,9 +38,9 @@ def errors_of(device, o, exact):
 
 
 @pytest.mark.parametrize("error", [0.03, 0.1])
-def test_errors_come_near_what_was_asked_for(device, trace, error):
+def test_errors_come_near_what_was_asked_for(device, arrays_of, error):
     """16 segments: all of them are looked at. Heads that one key tile serves better stay below."""
-    arrays, exact = trace
+    arrays, exact = arrays_of
     o, stats = s2o_attention(*arrays, config=asked(device, error), return_stats=True)
     found, taus = errors_of(device, o, exact), device.host(stats.tau_per_head)[0]
     assert taus.shape == (4,) and (taus > 0).all()
@@ -50,9 +50,9 @@ def test_errors_come_near_what_was_asked_for(device, trace, error):
     np.testing.assert_array_equal(bits(o), bits(expected))
 
 
-def test_the_gpu_s_taus_are_the_reference_s(device, trace):
+def test_the_gpu_s_taus_are_the_reference_s(device, arrays_of):
     """Sums are rounded otherwise, and outputs of 16 bits too: the errors at the taus agree, and so nearly the taus."""
-    arrays, exact = trace
+    arrays, exact = arrays_of
     config = asked(device, (0.1, 0.03, 0.05, 0.2))
     _, stats = s2o_attention(*arrays, config=config, return_stats=True)
     lag = 1 if stats.path == "hopper" else 0
@@ -100,7 +100,7 @@ def test_the_estimate_of_error_per_head_agrees(qkv):
 def test_nothing_to_find(device, qkv):
     q, k, v = (device.array(x) for x in qkv(300, heads=4))
     if device.kind == "cuda":  # plain dense attention
-        o, stats = s2o_attention(q, k, v, config=S2OConfig(error=0.1), return_stats=True)
+        o, stats = s2o_attention(q, k, v, config=S2OConfig(error=0.1, dense_up_to=300), return_stats=True)
         assert (device.host(stats.tau_per_head) == 0).all()
         np.testing.assert_array_equal(bits(o), bits(s2o_attention(q, k, v, tau=0)))
     o, stats = s2o_attention(q[:, :, :0], k, v, config=asked(device, 0.1), return_stats=True)
@@ -203,7 +203,7 @@ def test_stats_of_one_sequence_and_of_dense_calls(device, qkv):
     _, stats = s2o_attention(q, k, v, config=asked(device, 0.1), return_stats=True)
     assert stats.error_per_head.shape == (1, 4) and (stats.error_per_head > 0).all()
     if device.kind == "cuda":
-        _, stats = s2o_attention(q, k, v, return_stats=True)
+        _, stats = s2o_attention(q, k, v, config=S2OConfig(dense_up_to=700), return_stats=True)
         assert (stats.error_per_head == 0).all()
     _, stats = s2o_attention(q[:, :0], k, v, return_stats=True)
     assert (stats.error_per_head == 0).all()
