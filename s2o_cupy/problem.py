@@ -114,6 +114,7 @@ def validate(
             "seqlen, heads, head_dim), pass layout='BSHD'",
             stacklevel=2,
         )
+    _check_by_head(problem, config)
     if backend == "cupy":
         _check_gpu_blocks(config)
     else:
@@ -250,6 +251,20 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
             f"s2o_attention: seqlen_q {problem.seqlen_q} exceeds seqlen_k {problem.seqlen_k}; accepted with "
             "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
             "(the last query sees the last key)"
+        )
+
+
+def _check_by_head(problem: Problem, config: S2OConfig) -> None:
+    for name, value in (("tau", config.tau), ("error", config.error)):
+        if isinstance(value, tuple) and len(value) != problem.heads:
+            raise ValueError(
+                f"s2o_attention: config.{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
+                "number for all heads, or one for each query head"
+            )
+    if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:
+        raise ValueError(
+            f"s2o_attention: config.error with is_causal=False and {problem.geometry(config).segments} segments, which "
+            "depend on keys after them too; accepted: a tau, is_causal=True, or a single segment"
         )
 
 

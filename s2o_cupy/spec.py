@@ -10,11 +10,13 @@ import difflib
 import functools
 import math
 import numbers
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 __all__ = [
+    "ERROR_SEGMENTS",
+    "FIRST_LADDER",
     "ORDER_HEAD",
     "KERNEL_CONSTANTS",
     "KEY_BUCKETS",
@@ -38,9 +40,11 @@ __all__ = [
     "TAIL_SAMPLES",
     "moment_group",
     "moment_keys",
+    "by_head",
     "check_tau",
     "checked_int",
     "names_unknown_fields",
+    "tau_text",
 ]
 
 # How keys are ordered (reference.key_order is the definition). Up to ORDER_HEAD candidates by KEY_BUCKETS parts of the
@@ -70,6 +74,10 @@ UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered t
 # An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
+DEFAULT_TAU = 0.02
+# How an error finds its taus (reference.error_taus is the definition).
+FIRST_LADDER = (0.3, 0.06, 0.012, 0.0024)
+ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
@@ -92,7 +100,16 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
     "kOutlierShift": OUTLIER_SHIFT,
+    "kLadder": len(FIRST_LADDER),
+    "kErrorSegments": ERROR_SEGMENTS,
 }
+
+
+def tau_text(tau: float | Sequence[float]) -> str:
+    """In words short enough for a line."""
+    if isinstance(tau, (int, float)):
+        return f"{tau:g}"
+    return f"{min(tau):g} to {max(tau):g} by head"
 
 
 class S2OError(RuntimeError):
@@ -110,6 +127,17 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     return number
 
 
+def check_error(error: Any) -> float:
+    """``error`` as a float, or an error that says what is accepted."""
+    accepted = "accepted: a finite number above 0, or one for each query head"
+    if isinstance(error, bool) or not isinstance(error, numbers.Real):
+        raise TypeError(f"S2OConfig: error is {error!r} ({type(error).__name__}); {accepted}")
+    value = float(error)
+    if not 0 < value < math.inf:
+        raise ValueError(f"S2OConfig: error is {error}; {accepted}")
+    return value
+
+
 def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
     """``tau`` as a float, or an error that says what is accepted."""
     if isinstance(tau, bool) or not isinstance(tau, numbers.Real):
@@ -125,8 +153,23 @@ def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
     return value
 
 
+def by_head(name: str, value: Any, check: Callable[[Any], float]) -> float | tuple[float, ...]:
+    """A number, or one for each query head, each checked."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
+        return check(value)
+    values = value.tolist() if hasattr(value, "tolist") else value  # of an array on the host
+    found = tuple([check(x) for x in values])
+    if not found:
+        raise ValueError(f"S2OConfig: {name} is empty; accepted: a number, or one for each query head")
+    return found
+
+
 class _Default(int):
     """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
+
+
+class _DefaultTau(float):
+    """Likewise: with an error there is none."""
 
 
 _Class = TypeVar("_Class")
@@ -160,9 +203,10 @@ class S2OConfig:
     segment : int, optional
         Queries per segment, which share one order of keys; default 128, with ``rank="mean"`` or "max" 1024. A segment's
         own keys are attended densely; every earlier key is a candidate.
-    tau : float, default 0.02
+    tau : float or sequence of float, default 0.02
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
-        softmax mass found so far to every one of its rows. 0 never stops and gives dense attention.
+        softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
+        heads, or one for each query head, all in one call.
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128
@@ -192,6 +236,10 @@ class S2OConfig:
     tail : {"none", "first_order"}, default "none"
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
         "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
+    error : float or sequence of float, optional
+        Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
+        head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
+        none is. An estimate, not a bound (docs/tuning.md).
 
     Raises
     ------
@@ -200,7 +248,7 @@ class S2OConfig:
     """
 
     segment: int = None  # type: ignore[assignment]  # an int from __post_init__ on, as unit and pooled_queries
-    tau: float = 0.02
+    tau: float | Sequence[float] = _DefaultTau(DEFAULT_TAU)  # a number, or a tuple; None with an error
     block_m: int = 128
     block_n: int = 128
     rank: str = "weight"
@@ -211,6 +259,7 @@ class S2OConfig:
     path: str = "auto"
     dense_up_to: int | None = None
     tail: str = "none"
+    error: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.rank not in RANKS:
@@ -218,7 +267,7 @@ class S2OConfig:
         by_weight = self.rank == "weight"
         self._default("segment", 128 if by_weight else 1024)
         self._set("segment", checked_int("segment", self.segment, 1, MAX_SEGMENT))
-        self._set("tau", check_tau(self.tau))
+        self._set_tau()
         self._set("block_m", checked_int("block_m", self.block_m, 1, 1024))
         self._set("block_n", checked_int("block_n", self.block_n, 1, 1024))
         self._default("unit", 16 if by_weight else 1)
@@ -248,6 +297,20 @@ class S2OConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the one way into a frozen dataclass
 
+    def _set_tau(self) -> None:
+        """One of tau and error."""
+        given = self.tau is not None and not isinstance(self.tau, _DefaultTau)
+        if self.error is not None:
+            if given:
+                raise ValueError(
+                    f"S2OConfig: tau is {self.tau} and error is {self.error}; accepted: one of them, as an error finds "
+                    "its taus"
+                )
+            self._set("tau", None)
+            self._set("error", by_head("error", self.error, check_error))
+        else:
+            self._set("tau", by_head("tau", self.tau, check_tau) if given else _DefaultTau(DEFAULT_TAU))
+
     def _default(self, name: str, value: int) -> None:
         """Of a field that was not given, or whose value is a default found before."""
         if getattr(self, name) is None or isinstance(getattr(self, name), _Default):
@@ -257,7 +320,8 @@ class S2OConfig:
     def values(self) -> tuple[Any, ...]:
         """The fields in order, a default that was not given as a plain int."""
         values = (getattr(self, field.name) for field in fields(self))
-        return tuple(int(x) if isinstance(x, _Default) else x for x in values)
+        plain = {_Default: int, _DefaultTau: float}
+        return tuple(plain[type(x)](x) if type(x) in plain else x for x in values)
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -272,9 +336,34 @@ class S2OConfig:
         return -(-self.segment // self.pooled_queries)
 
     @property
+    def never_stops(self) -> bool:
+        """Whether every head's tau is 0: dense attention."""
+        return self.error is None and not any(self.taus(1))
+
+    @property
     def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
-        return self.tail != "none" and self.tau > 0
+        return self.tail != "none" and not self.never_stops
+
+    def taus(self, heads: int) -> tuple[float, ...]:
+        """Of each query head, of a config without an error."""
+        if self.error is not None:
+            raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
+        return tuple(self.tau) if isinstance(self.tau, Sequence) else (self.tau,) * heads
+
+    def of_heads(self, begin: int, end: int) -> S2OConfig:
+        """For these query heads alone, half-open."""
+        if isinstance(self.tau, tuple):
+            return self.with_tau(self.tau[begin:end])
+        return self.with_error(self.error[begin:end]) if isinstance(self.error, tuple) else self
+
+    def with_tau(self, tau: float | Sequence[float]) -> S2OConfig:
+        """The same with this tau, whatever tau or error it had."""
+        return replace(self, tau=tau, error=None)
+
+    def with_error(self, error: float | Sequence[float]) -> S2OConfig:
+        """The same with this error in the place of its tau."""
+        return replace(self, tau=_DefaultTau(DEFAULT_TAU), error=error)
 
 
 def moment_group(keys: int) -> int:

@@ -1,20 +1,38 @@
-"""What a call computed: tiles visited, stop positions, density. Nothing is computed until asked for."""
+"""What a call computed: tiles visited, stop positions, density, error. Nothing is computed until asked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays.frameworks import to_host
+from .plan.launch_plan import is_dense
 from .problem import Problem
 from .spec import Geometry, S2OConfig
 
-__all__ = ["NOTHING_RAN", "Ran", "S2OStats"]
+__all__ = ["NOTHING_RAN", "Given", "Ran", "S2OStats"]
 
 Ran = tuple[str | None, str | None, str | None]  # path, path_reason and graphs
 NOTHING_RAN: Ran = (None, None, None)
+
+
+class Given(NamedTuple):
+    """The q, k and v of a call, which statistics do not keep alive."""
+
+    arrays: tuple[Any, ...]  # weak references
+    layout: str
+
+    @classmethod
+    def of(cls, arrays: Sequence[Any], layout: str) -> Given | None:
+        try:
+            return cls(tuple(weakref.ref(x) for x in arrays), layout)
+        except TypeError:  # arrays of a framework that has none
+            return None
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +50,7 @@ class S2OStats:
     problem : Problem
         Sizes, dtype, mask and scale of the call.
     config : S2OConfig
-        The configuration it ran with, ``tau`` included.
+        The configuration it ran with, ``tau`` or ``error`` included.
     path : "hopper", "portable", "numpy" or None
         Which kernels ran, or the NumPy reference; None where nothing did, as there is no query or no key.
     path_reason : str or None
@@ -51,6 +69,57 @@ class S2OStats:
     path: str | None
     path_reason: str | None = None
     graphs: str | None = None
+    taus: Any = None  # of a config with an error, float32 (batch, heads)
+    given: Given | None = field(default=None, compare=False)
+
+    @property
+    def tau_per_head(self) -> Any:
+        """The tau that each head ran with, float32 (batch, heads): the config's, or what its error led to."""
+        if self.taus is not None:
+            return self.taus
+        of_heads = np.array(self.config.taus(self.problem.heads)).astype(np.float32)
+        return self._like_visited(np.tile(of_heads, (self.problem.batch, 1)))
+
+    @functools.cached_property
+    def error_per_head(self) -> np.ndarray:
+        """Estimate of each head's rel_l2 against dense attention, float64 numpy.ndarray (batch, heads).
+
+        Found at the first access from the q, k and v of the call as they then are: `error_per_head` with what each head
+        ran with. It costs dense attention and S2O on up to 32 segments, and waits for the device. 0 of a call that was
+        plain dense attention.
+
+        Raises
+        ------
+        ValueError
+            q, k or v are no more (nobody else has kept them), the call was not one of `s2o_attention`, or dense
+            attention's output is not finite.
+        """
+        if self.path is None or (self.path != "numpy" and is_dense(self.problem, self.config)):
+            return np.zeros((self.problem.batch, self.problem.heads))
+        if self.given is None:
+            raise ValueError(
+                "S2OStats.error_per_head: accepted: statistics of s2o_attention; for a packed or paged call give a "
+                "sequence of it to s2o_cupy.error_per_head"
+            )
+        q, k, v = (x() for x in self.given.arrays)
+        if q is None or k is None or v is None:
+            raise ValueError(
+                "S2OStats.error_per_head: q, k or v of the call are gone; accepted: keep them until it is asked for, "
+                "or give them to s2o_cupy.error_per_head"
+            )
+        from . import error_per_head
+
+        p = self.problem
+        options: dict[str, Any] = {"scale": p.scale, "softcap": p.softcap, "is_causal": p.is_causal}
+        options["layout"] = self.given.layout
+        if self.taus is None:
+            return error_per_head(q, k, v, self.config, **options).error
+        taus, errors = to_host(self.taus).tolist(), []  # sequences have taus of their own
+        for b, of_sequence in enumerate(taus):
+            at: Any = ... if q.ndim == 3 else slice(b, b + 1)
+            found = error_per_head(q[at], k[at], v[at], self.config.with_tau(of_sequence), **options)
+            errors.append(found.error)
+        return np.concatenate(errors)
 
     @property
     def geometry(self) -> Geometry:

@@ -40,7 +40,7 @@ class Case:
     scale: float | None = None
     softcap: float = 0.0
     segment: int = 128
-    tau: float = 0.05
+    tau: float | tuple[float, ...] = 0.05
     block_m: int = 128
     block_n: int = 128
     options: dict[str, Any] = field(default_factory=dict)  # of S2OConfig
@@ -133,6 +133,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"tau": 1e-3, "head_dim": 128, "seqlen_q": 900},
     {"tau": 10.0, "seqlen_q": 900},
     {"tau": INF, "seqlen_q": 900},
+    {"tau": (0.5, 0.0, 0.01, 0.1), "heads": 4, "kv_heads": 2, "batch": 2, "head_dim": 128, "seqlen_q": 900},
+    {"tau": (0.5, 0.0, 0.01, 0.1), "heads": 4, "head_dim": 256, "seqlen_q": 900, "options": {"tail": "first_order"}},
+    {"tau": (0.5, 0.0), "block_m": 64, "block_n": 64, "seqlen_q": 900},
     # Heads.
     {"batch": 2, "heads": 8, "kv_heads": 1, "seqlen_q": 300},
     {"batch": 2, "heads": 6, "kv_heads": 2, "seqlen_q": 300},

@@ -19,6 +19,13 @@ LENGTHS = {
 }
 
 
+def on_the_cpu(name: str, module: Any, *arrays: np.ndarray) -> list[Any]:
+    """Host arrays as those of PyTorch or JAX, which by default takes a GPU where there is one."""
+    if name == "torch":
+        return [module.from_numpy(x) for x in arrays]
+    return [module.device_put(x, module.devices("cpu")[0]) for x in arrays]
+
+
 def starts(lengths: list[int]) -> list[int]:
     return [0, *itertools.accumulate(lengths)]
 

@@ -55,7 +55,7 @@ def test_help_and_version():
 
 def test_every_field_of_the_configuration_is_an_option():
     text = s2o("diff", "--help").stdout
-    for field in s2o_cupy.S2OConfig.__dataclass_fields__:
+    for field in s2o_cupy.S2OConfig.__dataclass_fields__.keys() - {"error"}:  # what tune is asked for
         assert f"--{field.replace('_', '-')} " in text
 
 

@@ -48,6 +48,7 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
 LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
+BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
 
@@ -232,7 +233,7 @@ FAULTS = [
     ),
     *_faults(
         "pass2", MEAN,
-        ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
+        ("tau is halved", "stop", "sum < tau * l", "sum < tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= row", "small = row"),
         ("rows past the segment's end keep a tile going", "stop", "row(i, h) >= rows || sum", "sum"),
         ("the mass before the tile is not rescaled", "stop", "          l[i][h] *= rescale_by;\n", ""),
@@ -245,6 +246,19 @@ FAULTS = [
          "Element::mma(acc[i][d + 1], a[i], b[3], b[2]);"),
         ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
         ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
+    ),
+    *_faults(
+        "pass2", replace(MEAN, tau=BY_HEAD),
+        ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
+    ),
+    *_faults(
+        "pass2_sm90", replace(HOPPER, tau=BY_HEAD),
+        ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
+        ("a q tile has its neighbour's tau", "stop", "shared.tau[nth % kPlaces]", "shared.tau[(nth + 1) % kPlaces]"),
+    ),
+    *_faults(
+        "head_taus", replace(MEAN, tau=BY_HEAD),
+        ("heads have their neighbour's numbers", "stop", "= p.values[i];", "= p.values[i ^ 1];"),
     ),
     *_faults(
         "pass1", replace(MEAN, softcap=3.0),
@@ -276,8 +290,8 @@ FAULTS = [
     ),
     *_faults(
         "pass2", TAIL,
-        ("the first tile never stops", "stop", "stop = stop_check(rows) && kStops;",
-         "stop = stop_check(rows) && visited > 0;"),
+        ("the first tile never stops", "stop", "stop = stop_check(rows, shared.tau);",
+         "stop = stop_check(rows, shared.tau) && visited > 0;"),
     ),
     *_faults(
         "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
@@ -310,7 +324,7 @@ FAULTS = [
         "pass2_sm90", HOPPER,
         ("rows are swizzled wrongly", "output", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
          "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
-        ("tau is halved", "stop", "sum < params.tau * l", "sum < params.tau * 0.5f * l"),
+        ("tau is halved", "stop", "sum < tau * l", "sum < tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),
         ("the mass before the tile is not rescaled", "stop", "      l[h] *= rescale_by[h];\n", ""),
         ("one stop check is not counted", "stop", "params.visited[tile.visited] = stop_checks;",

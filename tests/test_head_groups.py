@@ -10,8 +10,19 @@ from hypothesis import strategies as st
 from s2o_cupy import S2OConfig
 from s2o_cupy.integrations.head_groups import HeadGroup, LayerConfigs, head_groups
 
-CONFIGS = [S2OConfig(tau=tau) for tau in (0.0, 0.01, 0.02)]
-A, B, C = CONFIGS
+CONFIGS = [S2OConfig(tau=tau, segment=segment) for tau in (0.0, 0.01) for segment in (128, 256)]
+A, B, C = (S2OConfig(segment=segment) for segment in (128, 256, 512))
+
+
+def of_heads(groups, heads):
+    """The config of each head, whichever call it is in."""
+    found = {}
+    for group in groups:
+        members = np.arange(heads)[group.heads].tolist()
+        taus = group.config.taus(len(members))
+        assert len(taus) == len(members)
+        found |= {h: group.config.with_tau(tau) for h, tau in zip(members, taus, strict=True)}
+    return tuple(found[h] for h in range(heads))
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 5))
@@ -21,13 +32,13 @@ def test_every_head_is_in_one_regular_group(data, kv_heads, shared):
     seen = []
     for group in head_groups(configs, kv_heads):
         members, kv = np.arange(heads)[group.heads], np.arange(kv_heads)[group.kv_heads]
-        assert all(configs[h] == group.config for h in members)
         assert len(members) % len(kv) == 0
         each = len(members) // len(kv)
         # What s2o_attention will read for its i-th query head is what the model meant.
         assert [int(kv[i // each]) for i in range(len(members))] == [int(h) // shared for h in members]
         seen += members.tolist()
     assert sorted(seen) == list(range(heads))
+    assert of_heads(head_groups(configs, kv_heads), heads) == configs
 
 
 def test_even_heads_are_views():
@@ -44,13 +55,30 @@ def test_even_heads_are_views():
     )  # fmt: skip
 
 
+def test_heads_that_differ_in_tau_share_a_call():
+    taus = [S2OConfig(tau=tau) for tau in (0.1, 0.0, 0.1, 0.3)]
+    (group,) = head_groups((*taus,), 2)
+    assert group == HeadGroup(S2OConfig(tau=(0.1, 0.0, 0.1, 0.3)), slice(0, 4, 1), slice(0, 2, 1))
+    (group,) = head_groups((*(S2OConfig(error=x) for x in (0.1, 0.2)),), 1)
+    assert group.config == S2OConfig(error=(0.1, 0.2))
+    groups = head_groups((*taus[:3], S2OConfig(error=0.1)), 1)
+    assert [x.config for x in groups] == [S2OConfig(tau=(0.1, 0.0, 0.1)), S2OConfig(error=0.1)]
+
+
+def test_one_head_of_a_layer_with_a_tau_for_each():
+    configs = LayerConfigs.parse(S2OConfig(tau=(0.1, 0.2, 0.3, 0.4)), {(1, 2): S2OConfig(tau=0)})
+    (group,) = configs.groups(1, 4, 2)
+    assert group.config == S2OConfig(tau=(0.1, 0.2, 0.0, 0.4))
+    with pytest.raises(ValueError, match="tau of layer 1 has 4 numbers; accepted: one, or 8, one for each query head"):
+        configs.groups(1, 8, 2)
+
+
 def test_configs_of_layers_and_heads():
     configs = LayerConfigs.parse(A, {0: None, 1: B, (2, 1): C, (3, 0): C, 3: B})
     assert configs.groups(0, 4, 2) is None
     for layer, expected in ((1, (B,) * 4), (2, (A, C, A, A)), (3, (C, B, B, B)), (4, (A,) * 4)):
         groups = configs.groups(layer, 4, 2)
-        found = {h: group.config for group in groups for h in np.arange(4)[group.heads]}
-        assert tuple(found[h] for h in range(4)) == expected
+        assert of_heads(groups, 4) == expected
     assert configs.last_layer == 3
     assert LayerConfigs.parse(None, None).last_layer == -1
     assert LayerConfigs.parse(None, None).groups(0, 4, 2)[0].config == S2OConfig()

@@ -113,7 +113,7 @@ def pretended_gpu(monkeypatch):
         calls.append(problems)
         return [types.SimpleNamespace(path="portable", path_reason="a reason", graphs="launched")] * len(problems)
 
-    def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys):
+    def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys, taus):
         given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}
         return run_in_turn([(operands, lse, visited, problem, paging)], config, **given)[0]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_cupy.tools.strata import Stratum, draw, ratio
+from s2o_cupy.plan.strata import Stratum, draw, ratio
 
 
 @given(st.integers(1, 300), st.integers(2, 60), st.integers(0, 2**32 - 1))

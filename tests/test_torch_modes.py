@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch.autograd import forward_ad  # noqa: E402
 
-from s2o_cupy.integrations.torch import attention, attention_varlen  # noqa: E402
+from s2o_cupy.integrations.torch import attention, attention_varlen, scalars_of  # noqa: E402
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def operator(q, k, v):
 
 def bare_operator(q, k, v):
     """As it stands in a graph."""
-    return torch.ops.s2o_cupy.attention(q, k, v, None, 0.0, True, "BHSD", False, *SMALL.values)[0]
+    return torch.ops.s2o_cupy.attention(q, k, v, None, 0.0, True, "BHSD", False, *scalars_of(SMALL))[0]
 
 
 def packed_call(q, k, v):

@@ -17,7 +17,7 @@ from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
 
 torch = pytest.importorskip("torch")
 
-from s2o_cupy.integrations.torch import attention, attention_varlen  # noqa: E402
+from s2o_cupy.integrations.torch import attention, attention_varlen, scalars_of  # noqa: E402
 
 BACKENDS = [
     "eager",
@@ -81,7 +81,7 @@ configs = st.builds(
 
 
 def operator_arguments(q, k, v, config, *, layout="BHSD", return_lse=False):
-    return q, k, v, None, 0.0, True, layout, return_lse, *(getattr(config, field.name) for field in fields(config))
+    return q, k, v, None, 0.0, True, layout, return_lse, *scalars_of(config)
 
 
 def assert_equal(x, y):
@@ -234,7 +234,7 @@ def test_packed_same_results_as_the_call(packed):
 
 def test_packed_operator_obeys_pytorchs_rules(packed):
     q, k, v = packed(200, 300)
-    config = [getattr(SMALL, field.name) for field in fields(SMALL)]
+    config = scalars_of(SMALL)
     operator = torch.ops.s2o_cupy.attention_varlen.default
     torch.library.opcheck(operator, (q, k, v, *STARTS, None, 0.0, True, True, *config))
     torch.library.opcheck(operator, (q, k[:200], v[:200], [0, 50, 200], None, 0.3, 5.0, True, False, *config))

@@ -186,7 +186,7 @@ def test_other_wrong_shapes_are_not(q, k):
 
 # -- S2OConfig ------------------------------------------------------------------------------------
 
-INTEGERS = [f.name for f in fields(S2OConfig) if f.name not in ("tau", "rank", "path", "tail")]
+INTEGERS = [f.name for f in fields(S2OConfig) if f.name not in ("tau", "error", "rank", "path", "tail")]
 INDEX = {field.name: n for n, field in enumerate(fields(S2OConfig))}
 
 
@@ -243,7 +243,7 @@ def test_tau_range(device, qkv, tau):
         s2o_attention(*given, tau=tau)
 
 
-@pytest.mark.parametrize("tau", ["0.1", True, [0.1]])
+@pytest.mark.parametrize("tau", ["0.1", True, ["0.1"], {0: 0.1}])
 def test_tau_type(qkv, tau):
     with pytest.raises(TypeError, match=r"s2o_attention: tau is .*; accepted: a number >= 0"):
         s2o_attention(*qkv(10), tau=tau)

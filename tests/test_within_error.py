@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 from conftest import has_gpu
-from hypothesis import given
-from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, attention_within, inputs, s2o_attention
 from s2o_cupy.reference import dense_attention
-from s2o_cupy.tools.within_error import runs_of_heads
 
 SMALL = S2OConfig(segment=64, block_m=64, block_n=32, unit=8)
 
@@ -69,20 +66,6 @@ def test_frameworks(name, qkv):
     expected, same = attention_within(q, k, v, 0.05, config=SMALL, segments=4)
     np.testing.assert_allclose(np.asarray(o), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(taus, same)
-
-
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.2]), min_size=1, max_size=6), st.integers(1, 4))
-def test_runs_take_every_head_once(of_kv_heads, group):
-    rng = np.random.default_rng(len(of_kv_heads))
-    taus = [tau if rng.random() < 0.6 else 0.5 for tau in of_kv_heads for _ in range(group)]
-    seen = []
-    for heads, kv_heads in runs_of_heads(taus, group):
-        mine, theirs = range(heads.start, heads.stop), range(kv_heads.start, kv_heads.stop)
-        assert len({taus[h] for h in mine}) == 1
-        assert {h // group for h in mine} == set(theirs)
-        assert len(mine) % len(theirs) == 0 and (len(theirs) == 1 or len(mine) == group * len(theirs))
-        seen += mine
-    assert seen == list(range(len(taus)))
 
 
 @pytest.mark.parametrize(

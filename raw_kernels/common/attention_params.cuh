@@ -15,6 +15,7 @@ struct AttentionParams {
   const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first
   int* visited;            // [batch * heads, segments, tiles]
   int* next_q_tile;        // the launch's next q tile, 0 at its start; null: blocks are dealt theirs (Hopper)
+  const float* taus;       // [batch * heads] of each head, or null: tau is of all
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;
@@ -26,6 +27,9 @@ struct AttentionParams {
   float tau;
   float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
   Pages pages;             // of a paged cache
+
+  // The share of the mass below which q tiles of a flattened head stop.
+  __device__ __forceinline__ float tau_of(int head) const { return taus ? taus[head] : tau; }
 };
 
 // One of several sequences that lie one behind the other in q, and in k and v or in pages.

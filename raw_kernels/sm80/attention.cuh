@@ -265,7 +265,7 @@ struct AttentionTile {
   }
 
   // Adds the mass since the last stop check to l; true if it is less than tau of l in every row that counts.
-  __device__ __forceinline__ bool stop_check(int rows) {
+  __device__ __forceinline__ bool stop_check(int rows, float tau = 0.f) {
     bool small = true;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -274,7 +274,7 @@ struct AttentionTile {
         float sum = mass[i][h];
         sum += __shfl_xor_sync(kFullWarp, sum, 1);
         sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        small &= row(i, h) >= rows || sum < params.tau * l[i][h];
+        small &= row(i, h) >= rows || sum < tau * l[i][h];
         l[i][h] += sum;
         mass[i][h] = 0.f;
       }
@@ -340,7 +340,11 @@ struct AttentionTile {
 
       bool stop = false;
       if (step + 1 == steps || (kStops && (step + 1) % params.steps_per_tile == 0)) {
-        stop = stop_check(rows) && kStops;
+        if constexpr (kStops) {
+          stop = stop_check(rows, shared.tau);
+        } else {
+          stop_check(rows);
+        }
         ++visited;
       }
       cp_async_wait<2 * (kStages - 1)>();

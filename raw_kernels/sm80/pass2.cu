@@ -25,6 +25,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     attention.load_queries(rows);
     if (rows.resumes(params)) attention.resume(rows);
     attention.point_to_keys(rows, 0, rows.key_order(params));
+    if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head);  // read after walk's first barrier
     visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
                                                    rows.count);
   }

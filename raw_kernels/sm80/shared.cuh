@@ -39,6 +39,7 @@ struct AttentionTraits {
     const int* order;                      // of the block's segment (pass 2)
     int first_key, limit;                  // (pass 1; limit: kPaged)
     const int* pages;                      // of the block's sequence (kPaged)
+    float tau;                             // of the block's head (pass 2)
   };
 };
 

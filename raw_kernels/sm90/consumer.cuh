@@ -104,9 +104,9 @@ struct Consumer : Softmax<Traits> {
       for (int e = 0; e < 4; ++e) acc[d * 4 + e] *= rescale_by[e / 2];
   }
 
-  // Stop check number `n` of this q tile.
-  __device__ __forceinline__ void vote(int rows, uint32 n) {
-    const bool small = __all_sync(kFullWarp, stop_check(rows));
+  // Stop check number `n` of the q tile number `nth`.
+  __device__ __forceinline__ void vote(int rows, uint32 n, uint32 nth) {
+    const bool small = __all_sync(kFullWarp, stop_check(rows, shared.tau[nth % kPlaces]));
     if (lane == 0) {
       const int warp = threadIdx.x / 32 - 4;
       reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + n) % kVoteSlots])[warp] = small;
@@ -233,7 +233,7 @@ struct Consumer : Softmax<Traits> {
       }
       issue_output();
       pass_turn();
-      if (at_stop_check) vote(rows, tile / kTilesPerStopCheck - 1);  // here, as it runs under the products
+      if (at_stop_check) vote(rows, tile / kTilesPerStopCheck - 1, nth);  // here, as it runs under the products
       wgmma_wait<1>();
       release_k();
       bool moved = true;
@@ -355,7 +355,7 @@ struct Consumer : Softmax<Traits> {
       const int visited = walk<false>(nth, q, tiles, limit, rows);
       issue_output();
       const int stop_checks = (visited + kTilesPerStopCheck - 1) / kTilesPerStopCheck;
-      vote(rows, stop_checks - 1);
+      vote(rows, stop_checks - 1, nth);
       voted += stop_checks;
       const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
       wgmma_wait<0>();

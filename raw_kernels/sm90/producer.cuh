@@ -78,6 +78,7 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
   shared.next.begin = rows.begin;
   shared.next.keys = rows.keys(params.geometry);
   shared.next.rows = rows.count;
+  shared.next.tau = params.tau_of(rows.head);
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as
@@ -115,7 +116,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   };
   if (thread == 0) {
     take_next<Rows>(params, shared);
-    publish<2>(shared, 0, shared.next.q_tile);
+    publish<2>(shared, 0, shared.next.q_tile, nullptr, shared.next.tau);
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
@@ -194,7 +195,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     }
     voted += (tile > tiles + kPastEnd ? tiles + kTilesPerStopCheck - 1 : tile - kStages + 1) / kTilesPerStopCheck;
     // Rows of the q tile before this one are read until it is done, and there is room for two.
-    if (threadIdx.x == 0) publish<2>(shared, nth + 1, shared.next.q_tile);
+    if (threadIdx.x == 0) publish<2>(shared, nth + 1, shared.next.q_tile, nullptr, shared.next.tau);
   }
 }
 

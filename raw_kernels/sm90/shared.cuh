@@ -52,6 +52,7 @@ struct QTile {
 struct NextTile {
   const int *q_order, *k_order;
   int q_tile, begin, rows, keys;
+  float tau;
   int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
 };
 
@@ -76,6 +77,7 @@ struct Traits {
     int rows[2][kBlockM];            // pass 2: query positions of this q tile and the next, -1 past the segment
     int q_tile[kPlaces];             // this q tile and others; -1 at the end
     QTile described[kPlaces];        // pass 1: the same, worked out
+    float tau[kPlaces];              // pass 2: of their heads
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop

@@ -179,14 +179,14 @@ struct Softmax {
   }
 
   // Adds the mass since the last stop check to l; true if it is less than tau of l in each of the first `rows` rows.
-  __device__ __forceinline__ bool stop_check(int rows) {
+  __device__ __forceinline__ bool stop_check(int rows, float tau = 0.f) {
     bool small = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = mass[h];
       sum += __shfl_xor_sync(kFullWarp, sum, 1);
       sum += __shfl_xor_sync(kFullWarp, sum, 2);
-      small &= first_row + 8 * h >= rows || sum < params.tau * l[h];
+      small &= first_row + 8 * h >= rows || sum < tau * l[h];
       l[h] += sum;
       mass[h] = 0.f;
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.arguments import describe
@@ -57,7 +57,7 @@ def s2o_attention(
     k: Any,
     v: Any,
     *,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -85,9 +85,9 @@ def s2o_attention(
     k, v : array, (batch, kv_heads, seqlen_k, head_dim)
         Keys and values of q's dtype; heads is a multiple of kv_heads (grouped-query attention).
         Any strides are read in place, but for a last axis that is not contiguous, which is copied.
-    tau : float, optional
-        Stop threshold >= 0, as a share of the softmax mass found so far; overrides ``config.tau``. 0 is dense
-        attention.
+    tau : float or sequence of float, optional
+        Stop threshold >= 0, as a share of the softmax mass found so far, for all heads or one for each query head;
+        overrides ``config.tau`` and ``config.error``. 0 is dense attention.
     config : S2OConfig, optional
         How to order keys and when to stop. On the GPU block_m is 64 or 128, and block_n a multiple of
         64 up to 1024; on the CPU both are multiples of 16 up to 1024, and path is "auto".

@@ -150,6 +150,7 @@ def packed(
 ) -> Batch:  # fmt: skip
     """q, k and v, each with sequences packed one behind the other."""
     function, (q, k, _) = "s2o_attention_varlen", forms
+    _check_no_error(function, config)
     base = check_packed_shapes(
         function, [x[0] for x in forms], [x[2] for x in forms], config, backend, is_causal, scale, softcap
     )
@@ -175,6 +176,7 @@ def paged(
     """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
     ``starts_q`` is given."""
     function, (q, k_pages, _, page_table) = "s2o_attention_paged", forms
+    _check_no_error(function, config)
     check_paged_shapes([x[0] for x in forms], [x[2] for x in forms], layout, packed=starts_q is not None)
     lengths = paged_lengths(seqlen_k, k_pages[0], page_table[0], layout)
     kv_heads, head_dim = k_pages[0][2 if layout == "NHD" else 1], k_pages[0][3]
@@ -201,6 +203,14 @@ def paged(
         parts.append(Part(first, end, 0, 0, replace(problems[length], batch=end - first)))
         first = end
     return Batch(parts, problems[longest], config, forms, layout="BHSD", page_layout=PAGE_LAYOUTS[layout])
+
+
+def _check_no_error(function: str, config: S2OConfig) -> None:
+    if config.error is not None:
+        raise ValueError(
+            f"{function}: config.error is {config.error}; accepted: a tau, or one for each query head, as "
+            "s2o_attention with that error finds on one of the sequences (S2OStats.tau_per_head), or tune"
+        )
 
 
 def _one_each(

@@ -31,11 +31,12 @@ def run(
     visited: Sequence[Any] | None,
     *,
     await_keys: Callable[[], None] | None = None,
+    taus: Any = None,
 ) -> list[Ran]:
     """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
-    call, or that of all. ``await_keys``: as in `pipeline.run`, of a call with one part. Returns what ran
-    for each part."""
+    call, or that of all. ``await_keys``: as in `pipeline.run`, of a call with one part. ``taus``: of a config with an
+    error, which has one part too, float32 [batch, heads]; written. Returns what ran for each part."""
     if batch.schedule is not None:
         return _gather(batch, framework, infos, o, lse, visited)
     pipeline = load_pipeline()
@@ -48,9 +49,19 @@ def run(
         problem = batch.parts[0].problem
         if paging is not None:
             paging = paging.sequences(0, problem.batch)
+        if taus is not None:
+            if is_dense(problem, config):
+                framework.fill(taus, 0)
+            else:
+                if await_keys is not None:  # segments from all over are attended first
+                    await_keys()
+                    await_keys = None
+                from ..cuda.within import find_taus
+
+                find_taus((q, k, v, out), address(taus), problem, config, stream=stream, memory=memory)
         launched = pipeline.run(
             (q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, config,
-            stream=stream, paging=paging, memory=memory, await_keys=await_keys,
+            stream=stream, paging=paging, memory=memory, await_keys=await_keys, taus=address(taus),
         )  # fmt: skip
         return [(launched.path, launched.path_reason, launched.graphs)]
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..plan.error_search import sampled
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
 from ..reference import s2o
+from ..reference.error_taus import error_taus
 from ..reference.gather import gather
 from ..reference.lists import KeyLists
 from ..schedules.check import check_lists
@@ -24,10 +26,11 @@ RAN: Ran = ("numpy", None, None)
 
 def run(
     batch: Batch, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
-    visited: Sequence[np.ndarray] | None,
+    visited: Sequence[np.ndarray] | None, taus: np.ndarray | None = None,
 ) -> list[Ran]:  # fmt: skip
     """Attend each part. ``natives``: q, k and v, of a paged call also the page table; ``o`` and, where they are not
-    None, ``lse`` and each sequence's ``visited`` (a packed call's) or that of all are written."""
+    None, ``lse``, each sequence's ``visited`` (a packed call's) or that of all, and ``taus`` [batch, heads], of a
+    config with an error, are written."""
     if batch.schedule is not None:
         return _gather(batch, batch.schedule, natives, o, lse, visited)
     q, k, v, *table = natives
@@ -49,7 +52,7 @@ def run(
             k_part, v_part = (bhsd(rows[x.rows_k], "BSHD") for rows in (k, v))
         else:
             k_part, v_part = (bhsd(rows, batch.layout) for rows in (k, v))
-        found = attend(q_part, k_part, v_part, o_part, lse_part, x.problem, batch.config)
+        found = attend(q_part, k_part, v_part, o_part, lse_part, x.problem, batch.config, taus)
         if visited is not None:
             visited[x.first if batch.packed else 0][...] = found
     return [RAN] * len(batch.parts)
@@ -98,10 +101,26 @@ def attend(
     lse: np.ndarray | None,  # [batch, heads, seqlen_q] float32, written
     problem: Problem,
     config: S2OConfig,
+    taus: np.ndarray | None = None,  # [batch, heads] float32, written: of a config with an error
 ) -> np.ndarray:  # visited, int32 [batch, heads, segments, tiles]
     """float16 and bfloat16 are computed in float32 and rounded once, in the output."""
     q, k, v = (blas_ready(x) for x in (q, k, v))
-    result = s2o.s2o(q, k, v, config, scale=problem.scale, softcap=problem.softcap, is_causal=problem.is_causal)
+    options: dict[str, Any] = {"scale": problem.scale, "softcap": problem.softcap, "is_causal": problem.is_causal}
+    if taus is None:
+        return _attend(q, k, v, out, lse, config, options)
+    taus[...] = error_taus(q, k, v, config, *sampled(problem, config), **options)
+    visited = []
+    for b, of_sequence in enumerate(taus.tolist()):
+        at, its_lse = slice(b, b + 1), None if lse is None else lse[b : b + 1]
+        visited.append(_attend(q[at], k[at], v[at], out[at], its_lse, config.with_tau(of_sequence), options))
+    return np.concatenate(visited)
+
+
+def _attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, config: S2OConfig,
+    options: dict[str, Any],
+) -> np.ndarray:  # fmt: skip
+    result = s2o.s2o(q, k, v, config, **options)
     out[...] = result.o
     if lse is not None:
         lse[...] = result.lse

@@ -5,6 +5,7 @@ Nothing here exists while a program runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ __all__ = ["OperatorOptions", "Options", "PackedOperatorOptions", "PackedOptions
 class PackedOperatorOptions(TypedDict, total=False):
     """Of every call."""
 
-    tau: float | None
+    tau: float | Sequence[float] | None
     config: S2OConfig | None
     scale: float | None
     softcap: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.arguments import describe
@@ -60,7 +61,7 @@ def s2o_attention_paged(
     *,
     seqlen_k: Any,
     cu_seqlens_q: Any = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
     softcap: float = 0.0,

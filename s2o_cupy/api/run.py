@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ..arrays.arguments import check_out
@@ -11,8 +10,8 @@ from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
 from ..caches import remembered
-from ..spec import S2OConfig, check_tau
-from ..stats import NOTHING_RAN, S2OStats
+from ..spec import S2OConfig, by_head, check_tau
+from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
 
@@ -28,12 +27,12 @@ def parse_config(config: Any, tau: Any, function: str = "s2o_attention") -> S2OC
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
         raise TypeError(f"{function}: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    return config if tau is None else _with_tau(config, check_tau(tau, function))
+    return config if tau is None else _with_tau(config, by_head("tau", tau, lambda x: check_tau(x, function)))
 
 
 @remembered  # making a config anew, with its checks, would take 20 microseconds of each call
-def _with_tau(config: S2OConfig, tau: float) -> S2OConfig:
-    return replace(config, tau=tau)
+def _with_tau(config: S2OConfig, tau: float | tuple[float, ...]) -> S2OConfig:
+    return config.with_tau(tau)
 
 
 def parse_backend(backend: Any, device: Device, stream: Any) -> str:
@@ -87,9 +86,14 @@ def run(
         if return_stats:
             visited = [framework.output(shape, "int32", q, host=host) for shape in batch.visited_shapes]
 
+        taus: Output | None = None
+        if batch.config.error is not None:
+            taus = framework.output((batch.whole.batch, batch.whole.heads), "float32", q, host=host)
+
         ran = [NOTHING_RAN] * len(batch.parts)
         if batch.parts:
             native_lse = None if lse is None else lse.native
+            found_taus = None if taus is None else taus.native
             to_visit = None if visited is None else [x.native for x in visited]
             if host:
                 from . import on_host
@@ -97,22 +101,28 @@ def run(
                 if await_keys is not None:
                     await_keys()
                 natives = [framework.on_host(x) for x in inputs.values()]
-                ran = on_host.run(batch, natives, o.native, native_lse, to_visit)
+                ran = on_host.run(batch, natives, o.native, native_lse, to_visit, found_taus)
             else:
                 batch, infos = _readable(batch, framework, inputs, infos, stream)
                 written = o.native if out_info is None else out_info
                 ran = on_gpu.run(
-                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys
+                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys, taus=found_taus
                 )
         if batch.idle:
             _without_keys(batch, framework, o, lse, visited)
+            if taus is not None and 0 not in taus.native.shape:
+                framework.fill(taus.native, 0)
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
         if visited is not None:
             how = {part.first: x for part, x in zip(batch.parts, ran, strict=True)}
+            of_taus = None if taus is None else taus.finish()
+            given = None
+            if batch.alone and not batch.paged and batch.schedule is None:
+                given = Given.of((*inputs.values(),), batch.layout)
             stats = [
-                S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN))
+                S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), of_taus, given)
                 for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))
             ]
             results.append(stats if batch.packed else stats[0])

@@ -126,7 +126,7 @@ def _of_batch(problem: Problem, batch: int) -> Problem:
 
 @remembered
 def _never_stops(config: S2OConfig) -> S2OConfig:
-    return replace(config, tau=0.0)
+    return config.with_tau(0.0)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -53,12 +53,12 @@ class GraphCache:
         Returns REPLAYED, LAUNCHED or "off: " and why.
         """
         # While the caller captures, nothing is made or dropped: CUDA may forbid that then.
-        if self.off is None and not self._is_capturing(stream) and self._replay((self, addresses, stream), launch):
+        if self.off is None and not self.is_capturing(stream) and self._replay((self, addresses, stream), launch):
             return REPLAYED
         launch(stream)
         return LAUNCHED if self.off is None else f"off: {self.off}"
 
-    def _is_capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         try:
             return bool(self.cuda.runtime.streamIsCapturing(stream))
         except RuntimeError:  # the capture is invalid, or the default stream may not be used now: launch says which

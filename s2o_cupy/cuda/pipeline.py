@@ -97,6 +97,7 @@ def run(
     memory: Memory = allocate,
     observe: Observer | None = None,
     await_keys: Await | None = None,
+    taus: int = 0,
 ) -> Launched:
     """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
     to a cache: k and v [pages, kv_heads, page_size, head_dim].
@@ -104,11 +105,14 @@ def run(
     ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
     [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
     tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
-    queries' own, which may be after pass 1.
+    queries' own, which may be after pass 1. ``taus``: address of each head's tau, float32 [batch, heads], of a config
+    with an error.
     Nothing waits for the GPU. Returns what was launched.
     """
     program = _prepared(operands, paging, problem, config, runtime.getDevice())
-    graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys)
+    if config.error is not None and not (taus or program.plan.dense):
+        raise ValueError(f"S2OConfig: error is {config.error}, whose taus nobody has found here; accepted: a tau")
+    graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, taus)
     return Launched(program.plan, graphs)
 
 
@@ -127,6 +131,11 @@ def run_pass1(
     address, keeper = memory(program.workspace.nbytes)
     program.run(operands, paging, lse, 0, stream, lambda nbytes: (address, keeper), None)
     return address + program.workspace.places["state"].offset, keeper
+
+
+def prepared(operands: Operands, problem: Problem, config: S2OConfig) -> _Program:
+    """What `run` would run on the current device, for `_Program.enqueue`."""
+    return _prepared(operands, None, problem, config, runtime.getDevice())
 
 
 class Call(NamedTuple):
@@ -268,6 +277,7 @@ class _Program:
         memory: Memory,
         observe: Observer | None,
         await_keys: Await | None = None,
+        taus: int = 0,
     ) -> str:
         """Returns S2OStats.graphs."""
         if await_keys is not None and not (self.own_keys_first and observe is None):
@@ -277,7 +287,7 @@ class _Program:
         address, keeper = memory(self.workspace.nbytes) if self.workspace.nbytes else (0, None)
         q, k, v, out = operands
         page_table = 0 if paging is None else paging.pointer
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, lse, visited, address)
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, taus, lse, visited, address)
         with self.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)
@@ -287,6 +297,12 @@ class _Program:
             else:
                 return self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
         return LAUNCHED
+
+    def enqueue(self, operands: Operands, address: int, stream: int, taus: int = 0) -> None:
+        """The launches of a call without lse and statistics, in the workspace at ``address``."""
+        q, k, v, out = operands
+        with self.lock:
+            self._launch(operands, (q.pointer, k.pointer, v.pointer, out.pointer, 0, taus, 0, 0, address), stream)
 
     def _launch(
         self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None
@@ -301,7 +317,7 @@ class _Program:
 
     def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
         """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
-        *others, lse, visited, address = addresses
+        *others, taus, lse, visited, address = addresses
         if self.workspace.zeroed:
             runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         elif not driver.ctxGetCurrent():  # a thread's first call; driver calls, unlike the runtime's, make none current
@@ -315,7 +331,9 @@ class _Program:
             visited = address + self.workspace.places["visited"].offset
         if not lse and "lse" in self.workspace.places:
             lse = address + self.workspace.places["lse"].offset
-        bases = (*others, lse, visited, address)
+        if not taus and "taus" in self.workspace.places:
+            taus = address + self.workspace.places["taus"].offset
+        bases = (*others, taus, lse, visited, address)
         if bases != self.bases:
             self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
             self.bases = bases

@@ -99,6 +99,11 @@ class SequenceParallel:
             raise TypeError(f"SequenceParallel: config is a {type(config).__name__}; accepted: S2OConfig or None")
         if split not in SPLITS:
             raise ValueError(f"SequenceParallel: split is {split!r}; accepted: {', '.join(map(repr, SPLITS))}")
+        if config.error is not None:
+            raise ValueError(
+                f"SequenceParallel: config.error is {config.error}, whose taus a call finds on a whole sequence; "
+                "accepted: a tau, or one for each query head"
+            )
         connected = dist.is_available() and dist.is_initialized()
         self.group = group
         self.config = config
@@ -362,7 +367,8 @@ class SequenceParallel:
         whole[order] = received
         q, k, v = whole.transpose(0, 1).split(shares, 2)
         o = torch.empty_like(q)
-        lse = _attend(q, k, v, o, problem, self.config, return_lse)
+        first = self.rank * shares[0]
+        lse = _attend(q, k, v, o, problem, self.config.of_heads(first, first + shares[0]), return_lse)
 
         def back(x: Tensor) -> Tensor:
             """[seqlen, batch, a share of the heads, ...] -> [length, batch, heads, ...]"""

@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     config: S2OConfig | None = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` by S2O.
 
@@ -60,8 +60,8 @@ def scaled_dot_product_attention(
     enable_gqa : bool, default False
         Whether key and value may have fewer heads than query, a divisor of them.
     config : S2OConfig, optional
-    tau : float, optional
-        Overrides ``config.tau``.
+    tau : float or sequence of float, optional
+        Overrides ``config.tau`` and ``config.error``.
 
     Returns
     -------
@@ -120,7 +120,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     config: S2OConfig | None = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
 ) -> Any:
     """``flash_attn.flash_attn_func`` by S2O.
 
@@ -147,8 +147,8 @@ def flash_attn_func(
     return_attn_probs : bool, default False
         Return ``(out, softmax_lse, None)``: there are no probabilities in memory.
     config : S2OConfig, optional
-    tau : float, optional
-        Overrides ``config.tau``.
+    tau : float or sequence of float, optional
+        Overrides ``config.tau`` and ``config.error``.
 
     Returns
     -------
@@ -200,7 +200,7 @@ def flash_attn_varlen_func(
     block_table: Any = None,
     *,
     config: S2OConfig | None = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
 ) -> Any:
     """``flash_attn.flash_attn_varlen_func`` by S2O: sequences of any lengths, packed one behind the other.
 

@@ -18,7 +18,8 @@ Index = slice | list[int]
 class HeadGroup:
     """Query heads that one call takes, in the order that grouped-query attention needs, and their KV heads.
 
-    Indices are slices where heads are evenly spaced, so that arrays are viewed and not copied.
+    Indices are slices where heads are evenly spaced, so that arrays are viewed and not copied. ``config`` has a tau, or
+    an error, for each of these heads where they differ.
     """
 
     config: S2OConfig
@@ -28,21 +29,49 @@ class HeadGroup:
 
 @functools.lru_cache(maxsize=1024)
 def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGroup, ...]:
-    """The fewest calls that give query head ``h`` the config ``configs[h]``.
+    """The fewest calls that give query head ``h`` the config ``configs[h]``, of which tau and error are numbers.
 
-    A call needs as many query heads of one KV head as of another, so heads of one config may take several calls.
+    Heads whose configs differ in nothing but tau, or the error, share a call. A call needs as many query heads of one
+    KV head as of another, so heads of other configs may take several.
     """
     shared = len(configs) // kv_heads
+    bases = [_base(config) for config in configs]
     members: dict[tuple[S2OConfig, int], dict[int, list[int]]] = {}
-    for config in dict.fromkeys(configs):
+    for base in dict.fromkeys(bases):
         for kv in range(kv_heads):
-            heads = [h for h in range(kv * shared, (kv + 1) * shared) if configs[h] == config]
+            heads = [h for h in range(kv * shared, (kv + 1) * shared) if bases[h] == base]
             if heads:
-                members.setdefault((config, len(heads)), {})[kv] = heads
-    return tuple(
-        HeadGroup(config, _index([h for heads in group.values() for h in heads]), _index(list(group)))
-        for (config, _), group in members.items()
-    )
+                members.setdefault((base, len(heads)), {})[kv] = heads
+    groups = []
+    for group in members.values():
+        heads = [h for of_kv in group.values() for h in of_kv]
+        groups.append(HeadGroup(_together([configs[h] for h in heads]), _index(heads), _index(list(group))))
+    return tuple(groups)
+
+
+def _base(config: S2OConfig) -> S2OConfig:
+    """What heads that share a call agree on."""
+    return config.with_tau(0.0) if config.error is None else config.with_error(1.0)
+
+
+def _together(configs: list[S2OConfig]) -> S2OConfig:
+    """One config for heads that agree on all but tau, or the error."""
+    if all(config == configs[0] for config in configs):
+        return configs[0]
+    numbers = tuple(_number(config) for config in configs)
+    return configs[0].with_tau(numbers) if configs[0].error is None else configs[0].with_error(numbers)
+
+
+def _of_head(config: S2OConfig, head: int) -> S2OConfig:
+    """What one head has of a config with a number for each."""
+    if not isinstance(_number(config), tuple):
+        return config
+    return config.with_tau(_number(config)[head]) if config.error is None else config.with_error(_number(config)[head])
+
+
+def _number(config: S2OConfig) -> Any:
+    """tau or error, a tuple of one for each head perhaps."""
+    return config.tau if config.error is None else config.error
 
 
 def _index(numbers: list[int]) -> Index:
@@ -112,4 +141,10 @@ class LayerConfigs:
             raise ValueError(
                 f"register: per_layer names head {max(named)} of layer {layer}; accepted: 0 to {heads - 1}"
             )
-        return head_groups(tuple(named.get(h, config) for h in range(heads)), kv_heads)
+        numbers = _number(config)
+        if isinstance(numbers, tuple) and len(numbers) != heads:
+            raise ValueError(
+                f"register: {'tau' if config.error is None else 'error'} of layer {layer} has {len(numbers)} numbers; "
+                f"accepted: one, or {heads}, one for each query head"
+            )
+        return head_groups(tuple(_of_head(named.get(h, config), h) for h in range(heads)), kv_heads)

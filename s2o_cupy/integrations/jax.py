@@ -70,7 +70,7 @@ def attention(
     v: Any,
     *,
     config: S2OConfig | None = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     is_causal: bool = True,
@@ -89,8 +89,8 @@ def attention(
     k, v : jax.Array, (batch, kv_heads, seqlen_k, head_dim)
         In q's dtype; heads is a multiple of kv_heads.
     config : S2OConfig, optional
-    tau : float, optional
-        Overrides ``config.tau``.
+    tau : float or sequence of float, optional
+        Overrides ``config.tau`` and ``config.error``.
     scale : float, optional
         Default 1 / sqrt(head_dim).
     softcap : float, default 0
@@ -127,6 +127,11 @@ def attention(
     (1, 2, 128, 64)
     """
     config = parse_config(config, tau)
+    if config.error is not None:
+        raise ValueError(
+            f"s2o_attention: config.error is {config.error}, for which JAX has no memory to give; accepted: a tau, or "
+            "one for each query head, or s2o_cupy.s2o_attention outside of jax.jit"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, jax.Array):
             raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a jax.Array")

@@ -255,19 +255,20 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
     heads = q.shape[1]
     configs: list[S2OConfig] = [S2OConfig()] * heads
     for group in asked.groups:
-        for h in np.arange(heads)[group.heads].tolist():
-            configs[h] = group.config
+        members = np.arange(heads)[group.heads].tolist()
+        for h, of_head in zip(members, group.config.taus(len(members)), strict=True):
+            configs[h] = group.config.with_tau(of_head)
     tau, density, error, standard_error, share = np.zeros((5, heads))
     tau[:] = [config.tau for config in configs]
     size = (0, 0)
-    for base in dict.fromkeys(replace(config, tau=0) for config in configs):  # one sample for all of its taus
+    for base in dict.fromkeys(config.with_tau(0) for config in configs):  # one sample for all of its taus
         sample = Sample(q, k, v, base, scale=asked.scale, softcap=asked.softcap, segments=segments, seed=seed)
         size = (len(sample.segments), sample.geometry.segments)
-        for value in dict.fromkeys(config.tau for config in configs if replace(config, tau=0) == base):
-            here = np.array([config == replace(base, tau=value) for config in configs])
+        for value in dict.fromkeys(config.tau for config in configs if config.with_tau(0) == base):
+            here = np.array([config == base.with_tau(value) for config in configs])
             estimate = sample.estimate(value)
             share[here] = estimate.share.sum(0)[here]
-            if asked.query.is_cuda and launch_plan.is_dense(sample.problem, replace(base, tau=value)):
+            if asked.query.is_cuda and launch_plan.is_dense(sample.problem, base.with_tau(value)):
                 density[here] = 1  # which the sample, S2O at any length, is not
                 continue
             squared = (estimate.share * np.square(estimate.error)).sum(0)  # of all sequences of the batch

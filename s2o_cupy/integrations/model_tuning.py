@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def tune_model(
     density : float, optional
         At most this share of pairs computed, mean over layers and heads. One of the three must be given.
     by : {"layer", "head", "model"}, default "layer"
-        What has a tau of its own. Heads of a layer that differ take several calls, which costs time.
+        What has a tau of its own. Heads of a layer that differ share its call.
     taus : sequence of float
         The grid: at least one number above 0.
     config : S2OConfig, optional
@@ -186,7 +186,7 @@ class _Search:
             probed = sorted({n * count // min(PROBES, count) for n in range(min(PROBES, count))})
             moved = []
             for n in probed:
-                s2o = self._s2o({layer.layer: replace(self.config, tau=layer.taus[n])})
+                s2o = self._s2o({layer.layer: self.config.with_tau(layer.taus[n])})
 
                 def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
                     return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()

@@ -124,7 +124,7 @@ def _calls(lengths: tuple[tuple[int, int], ...], window: int) -> tuple[_Call, _C
 
 @functools.lru_cache(maxsize=64)
 def _dense(config: S2OConfig) -> S2OConfig:
-    return replace(config, tau=0.0, dense_up_to=None)
+    return replace(config.with_tau(0.0), dense_up_to=None)
 
 
 def _flipped(x: Tensor, rows: list[Rows]) -> Tensor:

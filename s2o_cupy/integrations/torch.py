@@ -19,7 +19,7 @@ from ..api.lengths import check_packed_shapes
 from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
 from ..problem import LAYOUTS, Problem, check_softcap, validate
-from ..spec import S2OConfig, check_tau
+from ..spec import S2OConfig, by_head, check_tau
 from .autocast import DEVICES, casting
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def attention(
     v: Tensor,
     *,
     config: S2OConfig | None = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     is_causal: bool = True,
@@ -75,8 +75,8 @@ def attention(
     k, v : Tensor, (batch, kv_heads, seqlen_k, head_dim)
         On q's device, in q's dtype; heads is a multiple of kv_heads.
     config : S2OConfig, optional
-    tau : float, optional
-        Overrides ``config.tau``.
+    tau : float or sequence of float, optional
+        Overrides ``config.tau`` and ``config.error``.
     scale : float, optional
         Default 1 / sqrt(head_dim).
     softcap : float, default 0
@@ -142,7 +142,7 @@ def attention_varlen(
     cu_seqlens_k: Sequence[int] | None = None,
     *,
     config: S2OConfig | None = None,
-    tau: float | None = None,
+    tau: float | Sequence[float] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     is_causal: bool = True,
@@ -203,9 +203,19 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
         raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
     if not isinstance(is_causal, bool):
         raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
-    scalars = list(config.values)
+    scalars = scalars_of(config)
     if tau is not None:
-        scalars[_TAU] = check_tau(tau, "s2o_attention")
+        of_heads = by_head("tau", tau, lambda x: check_tau(x, "s2o_attention"))
+        scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
+    return scalars
+
+
+def scalars_of(config: S2OConfig) -> list[Any]:
+    """The fields as the operators take them: a schema has numbers or lists of them, not both."""
+    scalars = list(config.values)
+    for at in (_TAU, _ERROR):
+        if isinstance(scalars[at], float):
+            scalars[at] = (scalars[at],)
     return scalars
 
 
@@ -228,16 +238,22 @@ def _softcap(softcap: Any) -> Any:
 
 _SCHEMA_TYPES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str"}
 _SCHEMA_TYPES |= {kind | None: f"{name}?" for kind, name in _SCHEMA_TYPES.items()}
+_SCHEMA_TYPES |= dict.fromkeys((float | Sequence[float], float | Sequence[float] | None), "float[]?")
 
 _HINTS = get_type_hints(S2OConfig)
 _NAMES = tuple(field.name for field in fields(S2OConfig))
-_TAU = _NAMES.index("tau")
+_TAU, _ERROR = _NAMES.index("tau"), _NAMES.index("error")
 _DEFAULT = S2OConfig()
 
 
-@functools.lru_cache(maxsize=256)
 def _config(*scalars: Any) -> S2OConfig:
-    return S2OConfig(**dict(zip(_NAMES, scalars, strict=True)))
+    return _known_config(*(tuple(x) if isinstance(x, list) else x for x in scalars))
+
+
+@functools.lru_cache(maxsize=256)
+def _known_config(*scalars: Any) -> S2OConfig:
+    one = lambda x: x[0] if isinstance(x, tuple) and len(x) == 1 else x  # noqa: E731
+    return S2OConfig(**{name: one(x) for name, x in zip(_NAMES, scalars, strict=True)})
 
 
 # ---------------------------------------------------------------- the operator

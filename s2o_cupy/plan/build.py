@@ -28,7 +28,7 @@ Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "v", "out", "pages", "lse", "visited", "workspace")
+BASES = ("q", "k", "v", "out", "pages", "taus", "lse", "visited", "workspace")
 
 
 class Place(NamedTuple):

@@ -102,7 +102,7 @@ DENSE_UP_TO = 8192
 def is_dense(problem: Problem, config: S2OConfig) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if config.dense_up_to is None:
-        return config.tau == 0 or problem.seqlen_k <= DENSE_UP_TO
+        return config.never_stops or problem.seqlen_k <= DENSE_UP_TO
     return problem.seqlen_k <= config.dense_up_to
 
 

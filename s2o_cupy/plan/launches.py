@@ -5,14 +5,12 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
 from ..problem import MAX_SCALE, Problem
 from ..spec import LOG2E, S2OConfig
+from . import head_taus
 from .build import ALIGNMENT, BASES, Array, Builder, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
@@ -24,7 +22,6 @@ __all__ = [
 ]  # fmt: skip
 
 NO_WORKSPACE = Workspace({}, 0, 0)
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
@@ -38,7 +35,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
         heads = problem.batch * problem.heads
         others.append(("state", (heads, problem.seqlen_q, 2), "float32"))  # (m in log2 units, l)
     if plan.chunks:
-        others += plan.method.arrays()
+        others += [*plan.method.arrays(), *head_taus.arrays(problem, config)]
     if plan.collect_pages is not None:
         collected = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
         others += [("keys", collected, "uint16"), ("values", collected, "uint16")]
@@ -58,7 +55,7 @@ def launches(
     found = [_collect_pages(build, plan.collect_pages, problem)] if plan.collect_pages else []
     found.append(_attention(build, plan, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles))
     if plan.chunks:
-        found += plan.method.before_rounds(build)
+        found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             counter = 4 * (1 + i)
@@ -112,7 +109,7 @@ def _attention(
         "q_tiles": q_tiles,
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
-        "tau": config.tau if config.tau <= MAX_FLOAT32 else math.inf,
+        "tau": head_taus.as_float32(config.tau) if isinstance(config.tau, float) else 0.0,
         "cap_scale": min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
         "pages": build.pages,
         **more,

@@ -27,8 +27,8 @@ MAX_STAGES = 2
 def attention_shared(head_dim: int, block_m: int, stages: int, step: int = STEP) -> int:
     """sizeof(AttentionTraits::Shared)."""
     tiles = (block_m + 2 * stages * step) * head_dim * 2
-    ring, p_column, nonfinite, pointers, first_key = (2 * stages + 2) * step * 4, block_m * 4, 8, 4 * 8, 8
-    return tiles + ring + p_column + nonfinite + pointers + first_key
+    ring, p_column, nonfinite, pointers, first_key, tau = (2 * stages + 2) * step * 4, block_m * 4, 8, 4 * 8, 8, 8
+    return tiles + ring + p_column + nonfinite + pointers + first_key + tau
 
 
 def blocks_that_fit(head_dim: int, block_m: int, stages: int, limits: DeviceLimits, step: int = STEP) -> int:
@@ -212,9 +212,9 @@ class _Hopper(Path):
         keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim), hopper_query_places(head_dim) * HOPPER_BLOCK
         tiles = (keys + queries) * head_dim * 2
         places, item = 4, 12 * 4
-        rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item), 2 * 4 + 4 * 8
+        rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item + 4), 2 * 4 + 4 * 8
         barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
-        next_tile = 2 * 8 + 4 * 4 + 2 * HOPPER_BLOCK * 4
+        next_tile = 2 * 8 + (5 * 4 + 2 * HOPPER_BLOCK * 4 + 4)
         shared = tiles + rows + work + next_tile + votes + barriers
         return Kernel(
             family, inputs.dtype, head_dim, stages=HOPPER_STAGES, softcap=inputs.softcap, paged=inputs.paged,

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from ..methods import antidiagonal, flex_prefill, last_rows, vertical_slash
 from ..methods import kernels as methods
 from ..nsa import kernels as nsa
-from ..plan import tail
+from ..plan import error_search, tail
 from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
+from ..plan.head_taus import KERNEL as HEAD_TAUS
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel
 from ..plan.launch_plan import COLLECT_PAGES
 from ..plan.paths import HOPPER, PATHS, is_written_for, path_of
@@ -32,7 +33,7 @@ def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
 def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     """Some come several times."""
     paths = [path for path in PATHS if path.runs_on(limits.compute_capability)]
-    yield EVERY_TILE
+    yield from (EVERY_TILE, HEAD_TAUS)
     if any(path.gathers_pages for path in paths):
         yield from (COLLECT_PAGES, COLLECT_PACKED_PAGES)
     arrays = ((True, False), (False, False), (True, True))  # aligned, paged: a paged cache is always aligned
@@ -47,6 +48,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
+        yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
         yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), HOPPER in paths)
         for of in (last_rows, flex_prefill):

@@ -343,7 +343,7 @@ def _converted(args: argparse.Namespace, qkv: inputs.QKV) -> inputs.QKV:
 
 
 def config_of(args: argparse.Namespace) -> S2OConfig:
-    return S2OConfig(**{field.name: getattr(args, field.name) for field in fields(S2OConfig)})
+    return S2OConfig(**{name: getattr(args, name) for name in args.asked})
 
 
 def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> None:
@@ -386,18 +386,21 @@ BY_RANK = {
 
 
 def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequence[str] = ()) -> None:
-    """An option for each field, but for those that the command finds."""
+    """An option for each field, but for an error, which `tune` is asked for, and those that the command finds."""
+    found = (*found, "error")
     group = parser.add_argument_group("S2O")
+    parser.set_defaults(asked=[field.name for field in fields(S2OConfig) if field.name not in found])
     for field in fields(S2OConfig):
         default = getattr(defaults, field.name)
         if field.name in found:
-            parser.set_defaults(**{field.name: default})
             continue
         said, kind = default, type(default)
         if field.name in BY_RANK:
             default, said = None, BY_RANK[field.name]
         if default is None:
             kind = int
+        if field.name == "tau":
+            kind = float
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"
         options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}

@@ -43,6 +43,8 @@ def run(
     ``wrong``: in words, which arrays hold values that are not finite. ``head`` is the one to draw, by default 1.
     """
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
+    if not isinstance(config.tau, float):
+        raise ValueError(f"demo: tau is {config.tau}, error is {config.error}; accepted: one tau for all heads")
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
     geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
@@ -236,7 +238,7 @@ def _dense_on_gpu(
         # torch and CuPy are both on the default stream, where the events are recorded.
         return dense, f"scaled_dot_product_attention of torch {torch.__version__}"
     except Exception:  # PyTorch is only to compare with: any trouble with it means the other way
-        plain = replace(config, tau=0, dense_up_to=None)
+        plain = replace(config.with_tau(0), dense_up_to=None)
         return (lambda: call(config=plain)), "this library with tau 0"
 
 

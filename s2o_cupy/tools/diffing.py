@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..api.attention import s2o_attention
 from ..arrays.lazy_cupy import import_cupy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
@@ -126,7 +127,7 @@ def diff(
     ----------
     q, k, v : arrays, (batch, heads, seqlen_q, head_dim) and (batch, kv_heads, seqlen_k, head_dim), or without batch
         float16 or bfloat16, on the host (NumPy, ml_dtypes.bfloat16) or on the GPU (CuPy).
-    config, scale, softcap, is_causal : as for `s2o_attention`
+    config, scale, softcap, is_causal : as for `s2o_attention`; of an error the taus that the GPU finds are taken
     progress : called with (done, total)
 
     Returns
@@ -162,8 +163,21 @@ def diff(
     if problem.empty or problem.seqlen_k == 0:
         raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
     hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
-    stages = capture(cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv), problem, config)
+    arrays = cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv)
+    if config.error is not None:
+        config = config.with_tau(_found_taus(arrays, problem, config))
+    stages = capture(*arrays, problem, config)
     return compare(stages, hq, hk, hv, problem, config, progress=progress)
+
+
+def _found_taus(arrays: tuple[Any, Any, Any], problem: Problem, config: S2OConfig) -> list[float]:
+    """What the GPU's search by an error gives each head; tests/test_asked_error.py compares that with the reference."""
+    if problem.batch > 1:
+        raise ValueError(f"diff: config.error with batch {problem.batch}; accepted: batch 1, or a tau")
+    options: dict[str, Any] = {"scale": problem.scale, "softcap": problem.softcap, "is_causal": problem.is_causal}
+    _, stats = s2o_attention(*arrays, config=replace(config, dense_up_to=0), return_stats=True, **options)
+    taus: list[float] = stats.tau_per_head.get()[0].tolist()
+    return taus
 
 
 def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuStages:
@@ -391,10 +405,10 @@ def compare(
         s2o.unit_positions(units[..., : geometry.ranked(n)], n, geometry) for n, units in enumerate(stages.k_order)
     ]
     arguments = (state1, stages.q_order, keys_in_order, geometry)
-    lag = STOP_LAG[stages.path]
+    lag, taus = STOP_LAG[stages.path], config.taus(problem.heads)
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
-        s2o.pass2(*no_values, replace(config, tau=config.tau * factor), scale, softcap, stop_lag=lag)[1]
+        s2o.pass2(*no_values, config.with_tau([factor * tau for tau in taus]), scale, softcap, stop_lag=lag)[1]
         for factor in (1 + slack, 1 - slack)
     )
     outside = (stages.visited < earliest) | (stages.visited > latest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,5 +88,5 @@ def measure_layer(
     problem = sample.problem
     return LayerCurves(
         layer, tuple(taus), np.stack(errors), np.stack(densities), share, len(sample.segments),
-        sample.geometry.segments, problem.seqlen_k, launch_plan.is_dense(problem, replace(config, tau=max(taus))),
+        sample.geometry.segments, problem.seqlen_k, launch_plan.is_dense(problem, config.with_tau(max(taus))),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..reference import s2o as stages
-from ..spec import Geometry, S2OConfig
+from ..spec import Geometry, S2OConfig, tau_text
 
 __all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_methods", "draw_sweep", "segment_map"]
 
@@ -133,7 +133,7 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
         )  # fmt: skip
         figure.text(
             0.055, 0.925,
-            f"tau {config.tau:g}, segment {config.segment}, tiles of {config.block_m} queries x "
+            f"tau {tau_text(config.tau)}, segment {config.segment}, tiles of {config.block_m} queries x "
             f"{config.block_n} keys in units of {config.unit}: {view.skipped_pairs:.0%} of these pairs were never "
             f"computed; they hold "
             f"{view.missed_mass:.1%} of the softmax mass",
@@ -143,7 +143,7 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
         plt.close(figure)
 
 
-def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float, title: str) -> None:
+def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[float], title: str) -> None:
     """Write a picture of error by density, a point for each tau, with a ring around ``tau``."""
     import matplotlib
 
@@ -287,7 +287,7 @@ def _mass(axis: Any, view: SegmentMap) -> None:
     axis.legend(frameon=False, fontsize=8, loc="best")
 
 
-def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float) -> None:
+def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float]) -> None:
     density, error = [p.density for p in sweep], [p.rel_l2 for p in sweep]
     axis.plot(density, error, "-o", color=_VISITED, ms=4)
     for i, point in enumerate(sweep):

@@ -6,7 +6,7 @@ the very rows that the whole call would give.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from ..api.on_host import bhsd
 from ..api.run import parse_backend, parse_config
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
+from ..plan import strata
 from ..problem import validate
-from ..spec import S2OConfig
-from . import strata
+from ..spec import S2OConfig, tau_text
 
 __all__ = ["ErrorEstimate", "Sample", "check_segments", "error_per_head"]
 
@@ -33,7 +33,7 @@ class ErrorEstimate:
 
     Attributes
     ----------
-    tau : float
+    tau : float, or a tuple of one for each query head
         Of the call.
     error, standard_error : float64 numpy.ndarray, (batch, heads)
         Each head's rel_l2 against dense attention, ||o - dense|| / ||dense||, and the standard error of the sample; 0
@@ -51,7 +51,7 @@ class ErrorEstimate:
         How many there are.
     """
 
-    tau: float
+    tau: Any
     error: np.ndarray
     standard_error: np.ndarray
     density: np.ndarray
@@ -177,7 +177,7 @@ class Sample:
     def attend_densely(self, step: Callable[[str], None] = NO_STEP) -> None:
         """Dense attention of the sampled segments; ``step`` is called after each."""
         for n in self.segments:
-            o, _ = self._attend(n, replace(self.config, tau=0, dense_up_to=None))
+            o, _ = self._attend(n, replace(self.config.with_tau(0), dense_up_to=None))
             finite = np.isfinite(o.astype(np.float64)).all(axis=(2, 3))  # [batch, heads]
             if not finite.all():
                 b, h = np.argwhere(~finite)[0].tolist()
@@ -188,11 +188,11 @@ class Sample:
             self.dense.append(o)
             step("dense")
 
-    def estimate(self, tau: float, step: Callable[[str], None] = NO_STEP) -> ErrorEstimate:
+    def estimate(self, tau: float | Sequence[float], step: Callable[[str], None] = NO_STEP) -> ErrorEstimate:
         """What S2O gives at ``tau``; ``step`` is called after each segment."""
         if not self.dense:
             self.attend_densely()
-        config = replace(self.config, tau=tau, dense_up_to=0)
+        config = replace(self.config.with_tau(tau), dense_up_to=0)
         found = []  # four sums [batch, heads] of each segment
         for n, dense in zip(self.segments, self.dense, strict=True):
             o, stats = self._attend(n, config)
@@ -207,7 +207,7 @@ class Sample:
                     np.full(computed.shape, all_pairs),
                 )
             )
-            step(f"tau {tau:g}")
+            step(f"tau {tau_text(tau)}")
         difference, size, computed, pairs = (np.stack(x) for x in zip(*found, strict=True))  # [drawn, batch, heads]
         error, standard_error = _root(*strata.ratio(difference, size, self.strata))
         density, _ = strata.ratio(computed, pairs, self.strata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,7 @@ def tune(
         progress(calls, calls)
     ordered = tuple(points[tau] for tau in sorted(points, reverse=True))
     return TuneResult(
-        replace(config, tau=chosen), target, ordered, _head_taus(target, list(of_grid.values())), sample.problem
+        config.with_tau(chosen), target, ordered, _head_taus(target, list(of_grid.values())), sample.problem
     )
 
 

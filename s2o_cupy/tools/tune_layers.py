@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +169,13 @@ def choose(
     """The result for the tau of every head of the layers."""
     per_layer: dict[int | tuple[int, int], S2OConfig | None] = {}
     if by == "model":
-        config = replace(config, tau=float(taus[0][0]))
+        config = config.with_tau(float(taus[0][0]))
     else:
         for layer, of_heads in zip(curves, taus, strict=True):
             if len({*of_heads.tolist()}) == 1:
-                per_layer[layer.layer] = replace(config, tau=float(of_heads[0]))
+                per_layer[layer.layer] = config.with_tau(float(of_heads[0]))
             else:
-                per_layer |= {(layer.layer, h): replace(config, tau=float(tau)) for h, tau in enumerate(of_heads)}
+                per_layer |= {(layer.layer, h): config.with_tau(float(tau)) for h, tau in enumerate(of_heads)}
     return TunedLayers(config, per_layer, target, by, tuple(curves), tuple(taus), **loss)
 
 

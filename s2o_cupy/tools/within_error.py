@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..api.attention import s2o_attention
 from ..api.run import parse_config
-from ..arrays.arguments import describe
 from ..spec import S2OConfig
 from .sampled import Sample
 from .tune import TAUS, parse_taus, positive
 
-__all__ = ["WITHIN_TAUS", "attention_within", "runs_of_heads"]
+__all__ = ["WITHIN_TAUS", "attention_within"]
 
 WITHIN_TAUS = (0.5, 0.2, *TAUS)
 
@@ -45,7 +43,7 @@ def attention_within(
     error : float
         rel_l2 against dense attention, ||o - dense|| / ||dense||, of each head. Above 0.
     config : S2OConfig, optional
-        All but tau, which is not looked at.
+        All but tau and error, which are not looked at.
     is_causal, scale, softcap, layout, segments, seed : optional
         As of `error_per_head`.
     taus : sequence of float
@@ -68,7 +66,7 @@ def attention_within(
     The estimate is of a sample, so the error of a head may be above ``error`` (docs/tuning.md says how far off it was
     found to be). The call waits for the device, and costs a dense call on the sampled segments and one at each tau that
     is tried beside the call itself: for many calls on inputs of one kind take the taus that one of them has found.
-    Heads that share a tau share launches.
+    `S2OConfig` takes an error itself, with which a call does not wait (docs/tuning.md).
 
     Examples
     --------
@@ -89,41 +87,4 @@ def attention_within(
             break
         found[open_heads & (sample.estimate(tau).error <= error)] = tau
     of_heads = found.min(axis=0)
-    return _by_head(q, k, v, config, of_heads, options), of_heads
-
-
-def runs_of_heads(taus: Sequence[float], group: int) -> Iterator[tuple[slice, slice]]:
-    """Query heads that one call can take, and their KV heads: neighbours of one KV head with one tau, or, where all
-    query heads of neighbouring KV heads have it, all of these."""
-    heads, begin = len(taus), 0
-    while begin < heads:
-        end = begin + 1
-        while end < heads and taus[end] == taus[begin]:
-            end += 1
-        if begin % group or end - begin < group:  # within a KV head
-            end = min(end, (begin // group + 1) * group)
-        else:
-            end -= end % group
-        yield slice(begin, end), slice(begin // group, -(-end // group))
-        begin = end
-
-
-def _by_head(q: Any, k: Any, v: Any, config: S2OConfig, taus: np.ndarray, options: dict[str, Any]) -> Any:
-    """A call for each run of heads."""
-    from array_api_compat import array_namespace, is_jax_array
-
-    _, infos = describe(q=q, k=k, v=v)
-    q, k, v = (x.native for x in infos)  # of a DLPack producer what can be sliced
-    layout = options["layout"]
-    axis = q.ndim - len(layout) + layout.index("H")  # with or without a batch axis
-    before = (slice(None),) * axis
-    of_heads = lambda x, part: x[before + (part,)]  # noqa: E731, RUF005 - Python 3.10 has no star here
-    xp, one_by_one = array_namespace(q), is_jax_array(q)  # whose arrays are not written
-    o = None if one_by_one else xp.empty_like(q)
-    parts = []
-    for heads, kv_heads in runs_of_heads(taus.tolist(), q.shape[axis] // k.shape[axis]):
-        part = of_heads(q, heads), of_heads(k, kv_heads), of_heads(v, kv_heads)
-        into = None if one_by_one else of_heads(o, heads)
-        found = s2o_attention(*part, config=replace(config, tau=float(taus[heads.start])), out=into, **options)
-        parts.append(found)
-    return xp.concat(parts, axis=axis) if one_by_one else o
+    return s2o_attention(q, k, v, config=config.with_tau(of_heads), **options), of_heads

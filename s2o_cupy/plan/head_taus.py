@@ -1,0 +1,45 @@
+"""Each head's stop threshold, in a small array that pass 2 reads: numbers that come with the call are written by a
+kernel of its own, which CUDA graphs hold; those that an error finds are there before (cuda/within.py).
+
+Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..problem import Problem
+from ..spec import S2OConfig
+from .build import Array, Builder, Launch
+from .kernels import Family, Kernel
+
+__all__ = ["arrays", "as_float32", "launches"]
+
+KERNEL = Kernel(Family("head_taus", "head_taus.cu", "HeadTausParams", 256, 4))
+HEADS = 512  # of a launch (kHeadTaus)
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def as_float32(tau: float) -> float:
+    """What float32 holds of it."""
+    return tau if tau <= MAX_FLOAT32 else math.inf
+
+
+def arrays(problem: Problem, config: S2OConfig) -> list[Array]:
+    """The place of numbers that come with the call; none: one is of all heads, or an error finds them."""
+    return [("taus", (problem.batch, problem.heads), "float32")] if isinstance(config.tau, tuple) else []
+
+
+def launches(build: Builder, problem: Problem, config: S2OConfig) -> list[Launch]:
+    """What writes them, likewise."""
+    found: list[Launch] = []
+    if isinstance(config.tau, tuple):
+        for first in range(0, problem.heads, HEADS):
+            values = [as_float32(tau) for tau in config.tau[first : first + HEADS]]
+            numbers = {"heads": problem.heads, "first": first, "count": len(values)}
+            launch = build.launch("head_taus", KERNEL, problem.batch, numbers)
+            launch.params["values"][: len(values)] = values
+            found.append(launch)
+    return found

@@ -1,0 +1,230 @@
+"""S2OConfig(error=...): each head with the largest tau whose error on sampled segments is what was asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import has_gpu
+from packs import bits, on_the_cpu
+
+from s2o_cupy import S2OConfig, error_per_head, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy.plan.error_search import sampled
+from s2o_cupy.reference import dense_attention
+from s2o_cupy.reference.error_taus import chosen_tau, error_taus, second_ladder
+from s2o_cupy.spec import FIRST_LADDER
+
+SMALL = S2OConfig(segment=64, block_m=64, block_n=64, unit=8, dense_up_to=0)
+
+
+@pytest.fixture
+def arrays_of(device, qkv):
+    """q, k and v of 16 segments or so on the device, and as the float64 values that it then holds."""
+    host = qkv(2000, heads=4, kv_heads=2)
+    return [device.array(x) for x in host], [device.round(x) for x in host]
+
+
+def asked(device, error, **options):
+    return replace(device.config.with_error(error), **options)
+
+
+def errors_of(device, o, exact):
+    """rel_l2 of each head, [heads]."""
+    dense = dense_attention(*exact)[0]
+    squared = lambda x: np.square(x).sum(axis=(0, 2, 3))  # noqa: E731
+    return np.sqrt(squared(device.host(o) - dense) / squared(dense))
+
+
+@pytest.mark.parametrize("error", [0.03, 0.1])
+def test_errors_come_near_what_was_asked_for(device, arrays_of, error):
+    """16 segments: all of them are looked at. Heads that one key tile serves better stay below."""
+    arrays, exact = arrays_of
+    o, stats = s2o_attention(*arrays, config=asked(device, error), return_stats=True)
+    found, taus = errors_of(device, o, exact), device.host(stats.tau_per_head)[0]
+    assert taus.shape == (4,) and (taus > 0).all()
+    assert (found < 1.3 * error).all()
+    assert (found[np.isfinite(taus)] > 0.4 * error).any()
+    expected = s2o_attention(*arrays, config=device.config.with_tau(taus.tolist()))
+    np.testing.assert_array_equal(bits(o), bits(expected))
+
+
+def test_the_gpu_s_taus_are_the_reference_s(device, arrays_of):
+    """Sums are rounded otherwise, and outputs of 16 bits too: the errors at the taus agree, and so nearly the taus."""
+    arrays, exact = arrays_of
+    config = asked(device, (0.1, 0.03, 0.05, 0.2))
+    _, stats = s2o_attention(*arrays, config=config, return_stats=True)
+    lag = 1 if stats.path == "hopper" else 0
+    sample = sampled(stats.problem, config)
+    expected = error_taus(*exact, config, *sample, scale=stats.problem.scale, stop_lag=lag)
+    np.testing.assert_allclose(device.host(stats.tau_per_head), expected.astype(np.float64), rtol=0.1)
+
+
+def test_sequences_of_a_batch_have_taus_of_their_own(device, qkv):
+    arrays = [device.array(x) for x in qkv(700, batch=2, heads=4, kv_heads=2)]
+    config = asked(device, (0.2, 0.1, 0.05, 0.02))
+    o, stats = s2o_attention(*arrays, config=config, return_stats=True)
+    assert stats.tau_per_head.shape == (2, 4) and stats.config is config
+    for b in range(2):
+        alone, of_one = s2o_attention(*(x[b] for x in arrays), config=config, return_stats=True)
+        np.testing.assert_array_equal(bits(o[b]), bits(alone))
+        np.testing.assert_array_equal(bits(stats.tau_per_head[b]), bits(of_one.tau_per_head[0]))
+
+
+@pytest.mark.parametrize("options", [{"scale": -0.2}, {"softcap": 2.0}, {"layout": "BSHD"}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 33])
+def test_options(device, qkv, options, head_dim):
+    arrays = [device.array(x) for x in qkv(500, heads=4, kv_heads=2, head_dim=head_dim)]
+    if "layout" in options:
+        arrays = [x.swapaxes(1, 2) for x in arrays]
+    path = "auto" if device.kind == "cuda" else device.config.path
+    config = asked(device, 0.1, path=path, tail="first_order")
+    o, lse, stats = s2o_attention(*arrays, config=config, return_lse=True, return_stats=True, **options)
+    taus = device.host(stats.tau_per_head)[0].tolist()
+    again = s2o_attention(*arrays, config=config.with_tau(taus), return_lse=True, **options)
+    for x, y in zip((o, lse), again, strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def test_the_estimate_of_error_per_head_agrees(qkv):
+    """More segments than are sampled: the same sample, and the same rule."""
+    q, k, v = qkv(4800, heads=4, kv_heads=2, head_dim=16)
+    _, stats = s2o_attention(q, k, v, config=replace(SMALL, error=0.1), return_stats=True)
+    estimate = error_per_head(q, k, v, stats.config.with_tau(stats.tau_per_head[0]))
+    assert len(estimate.segments) == 32 < estimate.segments_total
+    between = np.isfinite(stats.tau_per_head) & (stats.tau_per_head > 0)
+    assert (estimate.error < 0.11)[between].all() and (estimate.error > 0.07)[between].all()
+
+
+def test_nothing_to_find(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(300, heads=4))
+    if device.kind == "cuda":  # plain dense attention
+        o, stats = s2o_attention(q, k, v, config=S2OConfig(error=0.1, dense_up_to=300), return_stats=True)
+        assert (device.host(stats.tau_per_head) == 0).all()
+        np.testing.assert_array_equal(bits(o), bits(s2o_attention(q, k, v, tau=0)))
+    o, stats = s2o_attention(q[:, :, :0], k, v, config=asked(device, 0.1), return_stats=True)
+    assert o.shape == (1, 4, 0, 64) and stats.tau_per_head.shape == (1, 4)
+    _, stats = s2o_attention(q[:, :, :60], k[:, :, :60], v[:, :, :60], config=asked(device, 0.1), return_stats=True)
+    assert (device.host(stats.tau_per_head) == math.inf).all()  # one segment, all of it dense: no tau errs
+
+
+def test_what_is_not_finite_is_attended_densely(device, qkv):
+    q, k, v = qkv(500, heads=4, kv_heads=2)
+    v[:, 1, 3] = np.inf
+    arrays = [device.array(x) for x in (q, k, v)]
+    _, stats = s2o_attention(*arrays, config=asked(device, 0.1), return_stats=True)
+    taus = device.host(stats.tau_per_head)[0]
+    assert (taus[:2] > 0).all() and (taus[2:] == 0).all()
+
+
+def test_ladders_and_choice():
+    errors = dict(zip(FIRST_LADDER, (0.4, 0.2, 0.1, 0.05), strict=True))
+    ladder = second_ladder(errors, 0.15)
+    assert list(ladder) == sorted(ladder, reverse=True) and 0.012 < ladder[-1] < ladder[0] < 0.06
+    assert max(second_ladder(errors, 0.01)) < FIRST_LADDER[-1] and second_ladder(errors, 0.5)[0] == math.inf
+    assert chosen_tau(errors, 0.1) == pytest.approx(0.012) and chosen_tau(errors, 0.01) == 0
+    assert chosen_tau(errors, 0.5) == FIRST_LADDER[0]
+    assert chosen_tau(errors, 0.1 * math.sqrt(2)) == pytest.approx(0.012 * math.sqrt(5))  # half way, in logarithms
+    assert chosen_tau({0.1: 0.0, 0.2: math.inf}, 0.1) == 0.1 == chosen_tau({0.1: 0.05, math.inf: 0.2}, 0.1)
+    assert 0.1 < chosen_tau({0.1: 0.0, 0.2: 0.2}, 0.1) < 0.2
+    assert chosen_tau({0.1: math.nan, 0.2: 0.05}, 0.1) == 0.2
+
+
+def test_where_it_is_refused(qkv, packed):
+    config = S2OConfig(error=0.1)
+    q, k, v = packed([100], [100])
+    accepted = "accepted: a tau, or one for each query head, as s2o_attention with that error finds"
+    with pytest.raises(ValueError, match=f"s2o_attention_varlen: config.error is 0.1; {accepted}"):
+        s2o_attention_varlen(q, k, v, [0, 100], config=config)
+    pages, table = np.zeros((4, 16, 2, 64), np.float32), np.zeros((1, 4), np.int32)
+    with pytest.raises(ValueError, match=f"s2o_attention_paged: config.error is 0.1; {accepted}"):
+        s2o_attention_paged(np.zeros((1, 4, 8, 64), np.float32), pages, pages, table, seqlen_k=30, config=config)
+    with pytest.raises(ValueError, match=r"error has 3 numbers, q has 4 heads"):
+        s2o_attention(*qkv(100, heads=4), config=S2OConfig(error=(0.1, 0.1, 0.1)))
+    with pytest.raises(ValueError, match="config.error with is_causal=False and 2 segments"):
+        s2o_attention(*qkv(200), config=config, is_causal=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")
+def test_calls_that_come_again(path_config, gpu):
+    """Replayed, and captured by the caller: each time what the arrays then hold leads to."""
+    import cupy
+
+    config = path_config.with_error(0.1)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        q, k, v = gpu(3000, heads=4, head_dim=128)
+        fresh = lambda: s2o_attention(q.copy(), k.copy(), v.copy(), config=config, return_stats=True)  # noqa: E731
+        out = cupy.empty_like(q)
+        results = []
+        for i in range(4):
+            q *= 1 + i / 4
+            _, stats = s2o_attention(q, k, v, config=config, out=out, return_stats=True)
+            o, other = fresh()
+            results.append((out == o).all() & (stats.tau_per_head == other.tau_per_head).all())
+        stream.begin_capture()
+        o, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+        graph = stream.end_capture()
+        for _ in range(3):
+            q /= 2
+            graph.launch(stream=stream)
+            expected, other = fresh()
+            results.append((expected == o).all() & (stats.tau_per_head == other.tau_per_head).all())
+        stream.synchronize()
+        assert all(map(bool, results))
+
+
+# ---------------------------------------------------------------- S2OStats.error_per_head
+
+
+@pytest.mark.parametrize("asks", ["tau", "taus", "error"])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_stats_estimate_the_error(device, qkv, asks, layout):
+    """Of few segments all are taken: the estimate is the error."""
+    host = qkv(900, batch=2, heads=4, kv_heads=2)
+    config = {
+        "tau": device.config, "taus": device.config.with_tau((0.5, 0.01, 0.0, 0.1)), "error": asked(device, 0.1)
+    }[asks]  # fmt: skip
+    q, k, v = (device.array(x.swapaxes(1, 2) if layout == "BSHD" else x) for x in host)
+    o, stats = s2o_attention(q, k, v, config=config, layout=layout, return_stats=True)
+    dense = dense_attention(*(device.round(x) for x in host))[0]
+    o = device.host(o).swapaxes(1, 2) if layout == "BSHD" else device.host(o)
+    squared = lambda x: np.square(x).sum(axis=(2, 3))  # noqa: E731
+    found = stats.error_per_head
+    assert found.dtype == np.float64 and found is stats.error_per_head
+    rounding = 0.01 if device.kind == "cuda" else 1e-4
+    np.testing.assert_allclose(found, np.sqrt(squared(o - dense) / squared(dense)), rtol=0.05, atol=rounding)
+
+
+def test_stats_of_one_sequence_and_of_dense_calls(device, qkv):
+    q, k, v = (device.array(x[0]) for x in qkv(700, heads=4))
+    _, stats = s2o_attention(q, k, v, config=asked(device, 0.1), return_stats=True)
+    assert stats.error_per_head.shape == (1, 4) and (stats.error_per_head > 0).all()
+    if device.kind == "cuda":
+        _, stats = s2o_attention(q, k, v, config=S2OConfig(dense_up_to=700), return_stats=True)
+        assert (stats.error_per_head == 0).all()
+    _, stats = s2o_attention(q[:, :0], k, v, return_stats=True)
+    assert (stats.error_per_head == 0).all()
+
+
+def test_stats_that_cannot_tell(device, qkv, packed):
+    q, k, v = (device.array(x) for x in qkv(700, heads=4))
+    _, stats = s2o_attention(q * 1, k, v, config=device.config, return_stats=True)
+    with pytest.raises(ValueError, match="q, k or v of the call are gone; accepted: keep them"):
+        _ = stats.error_per_head
+    q, k, v = (device.array(x) for x in packed([700], [700]))
+    _, (stats,) = s2o_attention_varlen(q, k, v, [0, 700], config=device.config, return_stats=True)
+    with pytest.raises(ValueError, match="accepted: statistics of s2o_attention; for a packed or paged call"):
+        _ = stats.error_per_head
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_stats_of_frameworks(name, qkv):
+    module = pytest.importorskip(name)
+    arrays = qkv(700, heads=4)
+    _, expected = s2o_attention(*arrays, config=SMALL, return_stats=True)
+    arrays_of = on_the_cpu(name, module, *arrays)
+    _, stats = s2o_attention(*arrays_of, config=SMALL, return_stats=True)
+    np.testing.assert_allclose(stats.error_per_head, expected.error_per_head, rtol=1e-4)

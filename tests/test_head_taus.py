@@ -1,0 +1,205 @@
+"""A tau for each head in one call: every head has the bits of a call with its tau alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SMALL, has_gpu
+from packs import assert_same_bits, bits, on_the_cpu, starts
+from ragged_pages import differing, in_pages
+
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy.plan.head_taus import HEADS, launches
+from s2o_cupy.plan.launch_plan import is_dense
+from s2o_cupy.problem import validate
+
+TAUS = (0.5, 0.01, 0.0, 0.1)
+
+
+def of_each(run, config):
+    """``run(config)`` -> arrays whose head axis comes first, from a call for each tau."""
+    alone = [run(config.with_tau(tau)) for tau in TAUS]
+    return [[x[h] for h, x in enumerate(each)] for each in zip(*alone, strict=True)]
+
+
+def assert_as_alone(run, config):
+    together, alone = run(config.with_tau(TAUS)), of_each(run, config)
+    for got, want in zip(together, alone, strict=True):
+        for h in range(len(TAUS)):
+            np.testing.assert_array_equal(bits(got[h]), bits(want[h]), err_msg=f"head {h}")
+    return together
+
+
+@pytest.mark.parametrize("tail", ["none", "first_order"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_each_head_has_the_bits_of_its_own_tau(device, qkv, head_dim, tail):
+    q, k, v = (device.array(x) for x in qkv(900, batch=2, heads=4, kv_heads=2, head_dim=head_dim))
+
+    def run(config):
+        o, lse, stats = s2o_attention(q, k, v, config=config, return_lse=True, return_stats=True)
+        return [x.swapaxes(0, 1) for x in (o, lse, stats.visited)]
+
+    _, _, visited = assert_as_alone(run, replace(device.config, tail=tail))
+    of_heads = [int(visited[h].sum()) for h in range(4)]
+    assert of_heads[0] < of_heads[3] < of_heads[1] < of_heads[2]
+
+
+def test_packed_and_paged(device, packed, rng):
+    lengths_q, lengths_k = [300, 65, 0, 401], [300, 70, 9, 530]
+    host = packed(lengths_q, lengths_k)
+    q, k, v = (device.array(x) for x in host)
+    table, put = in_pages(rng, host[1], lengths_k, 16, "NHD")
+    caches = [device.array(put(x)) for x in host[1:]]
+
+    def of_arrays(config):
+        o, lse, _ = s2o_attention_varlen(
+            q, k, v, starts(lengths_q), starts(lengths_k), config=config, return_lse=True, return_stats=True
+        )
+        return o.swapaxes(0, 1), lse
+
+    def of_pages(config):
+        o, lse = s2o_attention_paged(
+            q, *caches, device.xp.asarray(table), seqlen_k=lengths_k, cu_seqlens_q=starts(lengths_q), config=config,
+            return_lse=True,
+        )  # fmt: skip
+        return o.swapaxes(0, 1), lse
+
+    first, second = assert_as_alone(of_arrays, device.config), assert_as_alone(of_pages, device.config)
+    np.testing.assert_array_equal(bits(first[0]), bits(second[0]))
+    options = {"config": device.config.with_tau(TAUS)}
+    assert not differing(device, rng, host, lengths_q, lengths_k, 16, "HND", **options)
+
+
+def test_sequences_of_a_cache_in_turn(device, qkv, rng):
+    """Some attended densely, some not, of one batch."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(100, 700, batch=3, heads=4, kv_heads=2))
+    lengths = [700, 300, 700]
+    rows = [np.concatenate([x[i, :, :n].swapaxes(0, 1) for i, n in enumerate(lengths)]) for x in (k, v)]
+    table, put = in_pages(rng, rows[0], lengths, 16, "NHD")
+    queries, *caches, entries = (device.xp.asarray(x) for x in (q, put(rows[0]), put(rows[1]), table))
+
+    def run(config):
+        found = s2o_attention_paged(queries, *caches, entries, seqlen_k=lengths, config=config, return_lse=True)
+        return [x.swapaxes(0, 1) for x in found]
+
+    assert_as_alone(run, replace(device.config, dense_up_to=400))
+
+
+def test_by_keyword_and_in_what_form(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(400, heads=4))
+    expected = s2o_attention(q, k, v, config=device.config.with_tau(TAUS))
+    for tau in (TAUS, list(TAUS), np.array(TAUS)):
+        found, stats = s2o_attention(q, k, v, tau=tau, config=device.config, return_stats=True)
+        np.testing.assert_array_equal(bits(found), bits(expected))
+        assert stats.config.tau == TAUS
+        np.testing.assert_array_equal(device.host(stats.tau_per_head), np.float32([TAUS]).astype(np.float64))
+    _, stats = s2o_attention(q, k, v, config=device.config, return_stats=True)
+    np.testing.assert_array_equal(device.host(stats.tau_per_head), np.full((1, 4), np.float32(0.05), np.float64))
+
+
+def test_a_tuple_of_one_number_is_that_number(device, qkv):
+    q, k, v = (device.array(x) for x in qkv(400, heads=4))
+    one, each = (s2o_attention(q, k, v, tau=tau, config=device.config) for tau in (0.05, [0.05] * 4))
+    np.testing.assert_array_equal(bits(one), bits(each))
+
+
+@pytest.mark.parametrize("bad", [(0.1, 0.2, 0.3), [0.1], (0.1,) * 8])
+def test_a_wrong_number_of_them(device, qkv, packed, bad):
+    message = rf"config\.tau has {len(bad)} numbers, q has 4 heads; accepted: one number for all heads, or one for each"
+    q, k, v = (device.array(x) for x in qkv(100, heads=4))
+    with pytest.raises(ValueError, match=message):
+        s2o_attention(q, k, v, tau=bad)
+    q, k, v = (device.array(x) for x in packed([100], [100]))
+    with pytest.raises(ValueError, match=message):
+        s2o_attention_varlen(q, k, v, [0, 100], config=S2OConfig(tau=bad))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tau": []}, ValueError, "S2OConfig: tau is empty; accepted: a number, or one for each query head"),
+        ({"tau": [0.1, -1]}, ValueError, "S2OConfig: tau is -1; accepted: a number >= 0"),
+        ({"tau": [0.1, "x"]}, TypeError, "S2OConfig: tau is 'x'"),
+        ({"tau": "0.1"}, TypeError, "S2OConfig: tau is '0.1'"),
+        ({"tau": [[0.1]]}, TypeError, r"S2OConfig: tau is \[0.1\]"),
+        ({"tau": 0.1, "error": 0.1}, ValueError, "S2OConfig: tau is 0.1 and error is 0.1; accepted: one of them"),
+        ({"error": 0}, ValueError, "S2OConfig: error is 0; accepted: a finite number above 0"),
+        ({"error": [0.1, float("nan")]}, ValueError, "S2OConfig: error is nan; accepted"),
+        ({"error": "x"}, TypeError, "S2OConfig: error is 'x'"),
+    ],
+)
+def test_what_a_config_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        S2OConfig(**options)
+
+
+def test_configs_with_numbers_by_head():
+    config = S2OConfig(tau=[0.1, 1])
+    assert config.tau == (0.1, 1.0) and hash(config) == hash(S2OConfig(tau=(0.1, 1.0)))
+    assert config.of_heads(1, 2) == S2OConfig(tau=(1.0,)) and S2OConfig(tau=0.3).of_heads(1, 2) == S2OConfig(tau=0.3)
+    assert config.with_tau(0.5) == S2OConfig(tau=0.5) and config != S2OConfig(tau=(0.1, 0.1))
+    asked = S2OConfig(error=[0.1, 0.2])
+    assert asked.tau is None and asked.error == (0.1, 0.2) and asked.of_heads(0, 1).error == (0.1,)
+    assert asked.with_tau(0.3) == S2OConfig(tau=0.3) and replace(asked, error=None) == S2OConfig()
+    assert replace(S2OConfig(), error=0.1) == S2OConfig(error=0.1)
+    assert S2OConfig.tau == S2OConfig().tau == 0.02 and type(S2OConfig().values[1]) is float
+
+
+def test_all_heads_at_0_are_dense():
+    shape = (1, 4, 20_000, 64)
+    for tau, dense in (((0.0,) * 4, True), ((0.0, 0.0, 0.0, 0.1), False)):
+        config = S2OConfig(tau=tau)
+        problem = validate([shape] * 3, ["bfloat16"] * 3, config=config, backend="cupy")
+        assert is_dense(problem, config) is dense
+        assert config.never_stops is dense
+        assert replace(config, tail="first_order").adds_tail is not dense
+
+
+def test_more_heads_than_a_launch_takes():
+    from s2o_cupy.plan.build import Builder, Workspace
+
+    heads = 2 * HEADS + 3
+    config = S2OConfig(tau=[h / 1000 for h in range(heads - 1)] + [1e300])
+    problem = validate([(2, heads, 300, 8)] * 3, ["bfloat16"] * 3, config=config, backend="cupy")
+    found = launches(Builder(problem, problem.geometry(config), {}, Workspace({}, 0, 0)), problem, config)
+    values = np.concatenate([x.params["values"][: x.params["count"]] for x in found])
+    assert [int(x.params["first"]) for x in found] == [0, HEADS, 2 * HEADS] and all(x.blocks == 2 for x in found)
+    np.testing.assert_array_equal(values[:-1], np.arange(heads - 1).astype(np.float32) / np.float32(1000))
+    assert np.isinf(values[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")
+def test_graphs_hold_them(path_config, gpu):
+    """Replayed calls, and a call that its caller captures though nobody has prepared it."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    config = path_config.with_tau(TAUS)
+    with stream:
+        q, k, v = gpu(900, heads=4, head_dim=128)
+        out = cupy.empty_like(q)
+        expected = s2o_attention(q, k, v, config=config)
+        for _ in range(3):
+            _, stats = s2o_attention(q, k, v, config=config, out=out, return_stats=True)
+            assert_same_bits(out, expected)
+        stream.begin_capture()
+        other = s2o_attention(q[:, :, 100:], k, v, config=config)
+        graph = stream.end_capture()
+        graph.launch(stream=stream)
+        stream.synchronize()
+        assert_same_bits(other, s2o_attention(q[:, :, 100:], k, v, config=config))
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_frameworks_and_their_operators(name, qkv):
+    q, k, v = qkv(300, heads=4, kv_heads=2, head_dim=16)
+    expected = s2o_attention(q, k, v, config=SMALL.with_tau(TAUS))
+    module = pytest.importorskip(name)
+    attention = pytest.importorskip(f"s2o_cupy.integrations.{name}").attention
+    arrays = on_the_cpu(name, module, q, k, v)
+    for options in ({"config": SMALL.with_tau(TAUS)}, {"config": SMALL, "tau": TAUS}):
+        np.testing.assert_array_equal(np.asarray(s2o_attention(*arrays, **options)), expected)
+        np.testing.assert_array_equal(np.asarray(attention(*arrays, **options)), expected)
