@@ -9,8 +9,9 @@ whole call by itself, of which the fastest counts, and that is also what its row
 A time is the median of several warmed-up calls into a poisoned output, from a barrier to the slowest rank's end.
 
 gather is sending all keys and values by themselves, attend the calls on a rank's chunks with all keys there: what is
-left of the time is what gathering did not hide. Parts and attend are those of the slowest rank, balance the fastest
-rank's attend over the slowest's. Without a GPU the NumPy reference runs over gloo, and times say nothing.
+left of the time is what gathering did not hide. Split by heads gather is not told, and attend is a call on the whole
+sequence with a rank's heads. Parts and attend are those of the slowest rank, balance the fastest rank's attend over the
+slowest's; host is until a call returns. Without a GPU the NumPy reference runs over gloo, and times say nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ COLUMNS: list[_common.Column] = [
     ("density", "density", ".4f"),
     ("1 GPU ms", "one_ms", ".2f"),
     ("ms", "many_ms", ".2f"),
+    ("host ms", "host_ms", ".2f"),
     ("x", "speedup", ".3f"),
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("gather ms", "gather_ms", ".2f"),
@@ -91,6 +93,18 @@ def slowest_ms(function: Callable[[], Any], args: argparse.Namespace, before: Ca
     return [float(x) for x in (*np.median(each, 1), np.median(each.max(0)))]
 
 
+def host_ms(function: Callable[[], Any], args: argparse.Namespace) -> float:
+    """Milliseconds until a call returns, of the slowest rank; on a GPU it is not done then."""
+    times: list[float] = []
+    for _ in range(args.repeats):
+        synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - began) * 1e3)
+    return max(float(np.median(of)) for of in of_all_ranks(times))
+
+
 # ---------------------------------------------------------------- one length
 
 
@@ -122,12 +136,20 @@ class Input:
         poison = partial(out.fill_, float("nan"))
         call = partial(parallel.attention, *mine, out=out)
         row: Row = self.row | {"split": split, "many_ms": slowest_ms(call, args, poison)[-1]}
+        row["host_ms"] = host_ms(call, args)
         row["speedup"] = row["one_ms"] / row["many_ms"]
         row["tokens_per_s"] = self.length / row["many_ms"] * 1e3
         row |= same(out, expected)
         if args.device == "cuda":
             row["extra_gib"] = max(of_all_ranks(extra_gib(call)))
-        return row | (Parts(parallel, mine, out, args).row() if split == "sequence" else {})
+        return row | (Parts(parallel, mine, out, args).row() if split == "sequence" else self.of_heads(parallel))
+
+    def of_heads(self, parallel: SequenceParallel) -> Row:
+        """A rank's heads of the whole sequence, one call."""
+        ranks, rank = parallel.world_size, parallel.rank
+        mine = [x.unflatten(1, (ranks, -1))[:, rank] for x in (self.q, self.k, self.v)]
+        *each, attend_ms = slowest_ms(partial(s2o_attention, *mine, config=self.config), self.args)
+        return {"attend_ms": attend_ms, "balance": min(each) / max(each)}
 
 
 def same(o: torch.Tensor, expected: torch.Tensor) -> Row:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,13 +21,14 @@ from ..plan.launch_plan import is_dense
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig
 from .agreement import agreement_of
+from .exchange import Exchange, as_bytes, exchange, side_stream, wait_for, wide
+from .head_exchange import attend_by_heads
 from .zigzag import Zigzag, rounds_for
 
 __all__ = ["SequenceParallel"]
 
 Tensor = Any  # torch.Tensor
 Span = tuple[tuple[int, int], slice]  # positions [begin, end) in the sequence, and where a rank has these rows
-Transfer = tuple[Callable[..., Any], int, int, int]  # isend or irecv, positions [begin, end), the other rank
 SPLITS = ("sequence", "heads")
 
 
@@ -152,8 +152,8 @@ class SequenceParallel:
             for rank, rows in enumerate(sent):
                 at = _positions(self.zigzag, rank, x.device)
                 rows[: len(at)] = x.movedim(axis, 0)[at]
-            sent = [_bytes(rows) for rows in sent]
-        dist.scatter(_bytes(received), sent, group=self.group, group_src=src)
+            sent = [as_bytes(rows) for rows in sent]
+        dist.scatter(as_bytes(received), sent, group=self.group, group_src=src)
         return received[: self.length].movedim(0, axis).contiguous()
 
     def gather(self, x: Tensor, axis: int) -> Tensor:
@@ -164,7 +164,7 @@ class SequenceParallel:
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
         for (begin, end), here in self._spans:
             whole[begin:end] = rows[here]
-        _wait([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
+        wait_for([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
         return whole.movedim(0, axis).contiguous()
 
     def _agree(self, call: str, x: Tensor | None, **terms: Any) -> None:
@@ -324,65 +324,25 @@ class SequenceParallel:
         ends = list(itertools.accumulate(end - begin for begin, end in positions))
         return list(zip(positions, map(slice, [0, *ends], ends), strict=True))
 
+    def _exchange(self, whole: Tensor, index: int) -> Exchange:
+        """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``."""
+        chunks = [whole[slice(*self.zigzag.bounds(chunk))] for chunk in self._chunks[index]]
+        sent = [chunks[self.rank]] * self.world_size
+        return exchange(sent, chunks, rank=self.rank, group=self.group, tag=index)
+
     @functools.cached_property
-    def _transfers(self) -> list[list[Transfer]]:
-        """Those of each round. Every rank takes part in the same order."""
-        found: list[list[Transfer]] = []
-        for index in range(self.zigzag.rounds):
-            found.append(of_round := [])
-            for distance in range(1, self.world_size):
-                to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-                for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
-                    begin, end = self.zigzag.bounds(self.zigzag.chunk(owner, index))
-                    if begin < end:
-                        of_round.append((transfer, begin, end, peer))
-        return found
-
-    def _exchange(self, whole: Tensor, index: int) -> _Exchange:
-        """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``.
-
-        All at once, so that links are busy in both directions.
-        """
-        operations = [
-            dist.P2POp(transfer, _bytes(whole[begin:end]), group=self.group, tag=index, group_peer=peer)
-            for transfer, begin, end, peer in self._transfers[index]
+    def _chunks(self) -> list[list[int]]:
+        """Each rank's of each round."""
+        return [
+            [self.zigzag.chunk(rank, index) for rank in range(self.world_size)] for index in range(self.zigzag.rounds)
         ]
-        with torch.cuda.device_of(whole):  # a batch is of the current device
-            return _Exchange(dist.batch_isend_irecv(operations) if operations else [])
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
-        """Rows for heads; the whole sequence of a share of the heads; heads for rows. lse or None."""
-        ranks = self.world_size
-        shares = [x.shape[2] // ranks for x in (q, k, v)]
-        order = torch.cat([_positions(self.zigzag, rank, q.device) for rank in range(ranks)])
-        # [rank, length, batch, its heads of q, k and v, head_dim]
-        sent = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], 3).permute(2, 1, 0, 3, 4)
-        received = self._all_to_all(sent.flatten(0, 1), to_rows=False)
-        whole = torch.empty_like(received)
-        whole[order] = received
-        q, k, v = whole.transpose(0, 1).split(shares, 2)
-        o = torch.empty_like(q)
-        lse = _attend(q, k, v, o, problem, self.config, return_lse)
-
-        def back(x: Tensor) -> Tensor:
-            """[seqlen, batch, a share of the heads, ...] -> [length, batch, heads, ...]"""
-            x = self._all_to_all(x[order], to_rows=True).unflatten(0, (ranks, self.length))
-            return x.movedim(0, 2).flatten(2, 3)
-
-        out.copy_(back(o.transpose(0, 1)).transpose(0, 1))
-        return None if lse is None else back(lse.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
-
-    def _all_to_all(self, sent: Tensor, *, to_rows: bool) -> Tensor:
-        """Rows of all ranks for this rank's heads, or the other way round (``to_rows``); ranks in turn on axis 0."""
-        here = [self.length] * self.world_size
-        all_rows = [self.zigzag.length(rank) for rank in range(self.world_size)]
-        given, taken = (all_rows, here) if to_rows else (here, all_rows)
-        received = sent.new_empty((sum(taken), *sent.shape[1:]))
-        row = math.prod(sent.shape[1:]) * sent.element_size()
-        dist.all_to_all_single(
-            _bytes(received), _bytes(sent.contiguous()), [n * row for n in taken], [n * row for n in given], self.group
-        )
-        return received
+        """The whole sequence with a share of the heads; lse or None."""
+        return attend_by_heads(
+            q, k, v, out, lambda q, k, v, o: _attend(q, k, v, o, problem, self.config, return_lse),
+            zigzag=self.zigzag, rank=self.rank, group=self.group,
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model share it
@@ -403,22 +363,6 @@ def _attend(
     return found[1] if return_lse else None
 
 
-class _Exchange:
-    """Chunks on their way. After `wait` the current stream, or on the CPU the host, has waited for them."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        while self.works:  # each once: gloo would wait for another message
-            self.works.pop().wait()
-
-
-def _wait(exchanges: Sequence[_Exchange]) -> None:
-    for exchange in exchanges:
-        exchange.wait()
-
-
 class _Gathering:
     """All ranks' keys and values in the order of the sequence, ``kv`` [seqlen, 2, batch, kv_heads, head_dim].
 
@@ -431,11 +375,11 @@ class _Gathering:
         self.parallel = parallel
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
         self.kv = k.new_empty((parallel.zigzag.seqlen, 2, batch, kv_heads, head_dim))
-        self.exchanges: list[_Exchange] = []
+        self.exchanges: list[Exchange] = []
         # Rounds are sent on a stream beside the current one, or they would wait for what was launched before them.
-        self.beside = torch.cuda.Stream(k.device, priority=-1) if k.device.type == "cuda" else None
+        self.beside = side_stream(k.device)
         self.copied = []  # CUDA events: this rank's chunk of each round is in kv
-        keys, values = _wide(k), _wide(v)
+        keys, values = wide(k), wide(v)
         for (begin, end), rows in parallel._spans:
             for i, x in enumerate((keys, values)):
                 self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
@@ -456,22 +400,9 @@ class _Gathering:
 
     def wait(self, rounds: int) -> None:
         """The current stream, or on the CPU the host, waits for the first so many rounds."""
-        _wait(self.exchanges[:rounds])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """The same bytes in elements of 16 if they can be: PyTorch copies rows with gaps between them by elements."""
-    each = 16 // x.element_size()
-    places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    if x.stride(-1) != 1 or any(n % each for n in places) or x.data_ptr() % 16:
-        return x
-    return x.view(torch.complex128)
+        wait_for(self.exchanges[:rounds])
 
 
 def _positions(zigzag: Zigzag, rank: int, device: Any) -> Tensor:
     return torch.cat([torch.arange(begin, end, device=device) for begin, end in zigzag.rows(rank)])
 
-
-def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: what every backend can move, whatever the dtype."""
-    return x.view(-1).view(torch.uint8)
