@@ -229,6 +229,38 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
     assert ", ".join(log) == expected[rank]
 
 
+def _heads_go_in_stages(rank, world_size, folder, stages, expected):
+    """Rows of all stages leave before the first attends, and each stage's outputs before the next attends."""
+    import torch
+    import torch.distributed as dist
+
+    import s2o_cupy.integrations.distributed as module
+    import s2o_cupy.integrations.head_exchange as head_exchange
+
+    rng = np.random.default_rng(3)
+    q, k, v = (torch.from_numpy(rng.standard_normal((2, n, 300, 32), dtype=np.float32)) for n in (12, 6, 6))
+    both = parallel(300, config=MEAN, split="heads")
+    log = []
+    exchange, attend = dist.batch_isend_irecv, module.attend
+
+    def start(transfers):
+        log.append("send")
+        return exchange(transfers)
+
+    def compute(q, k, v, **options):
+        log.append(f"attend {q.shape[2]}:{k.shape[2]}")
+        return attend(q, k, v, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_exchange, "STAGES", stages)
+        patch.setattr(module.dist, "batch_isend_irecv", start)
+        patch.setattr(module, "attend", compute)
+        found = both.attention(*(both.shard(x, 2) for x in (q, k, v)), return_lse=True)
+    assert log == expected
+    for x, y in zip(found, s2o_attention(q, k, v, config=MEAN, return_lse=True), strict=True):
+        assert torch.equal(both.gather(x, 2), y)
+
+
 def test_two_processes(torch, tmp_path):
     """Lengths that divide evenly, that do not, and that leave chunks empty."""
     seqlens = [4 * SEGMENT, 600, 3 * SEGMENT, 50]
@@ -284,6 +316,15 @@ def test_a_rank_that_never_calls(torch, tmp_path):
 )
 def test_computing_overlaps_sending(torch, tmp_path, rounds, expected):
     run_ranks(_in_rounds, 2, tmp_path, rounds, _later_rows_are_waited_for, expected)
+
+
+@pytest.mark.parametrize(
+    ("stages", "heads"), [(1, ["6:3"]), (2, ["2:1", "4:2"]), (9, ["2:1", "2:1", "2:1"])], ids=["one", "two", "most"]
+)
+def test_heads_go_in_stages(torch, tmp_path, stages, heads):
+    """Two exchanges for each stage's rows, as a rank has two chunks, and two for its outputs, two for their lse."""
+    expected = ["send"] * 2 * len(heads) + [x for of in heads for x in (f"attend {of}", *["send"] * 4)]
+    run_ranks(_heads_go_in_stages, 2, tmp_path, stages, expected)
 
 
 # ---------------------------------------------------------------- several GPUs
