@@ -20,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import pretended_sglang  # noqa: E402
-from served import HEAD_DIM, HEADS, ON_GPU, SCALE, SETTINGS, Served, installed  # noqa: E402
+from served import HEAD_DIM, HEADS, SCALE, SETTINGS, Served, installed, on_gpu  # noqa: E402
 
 from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
 from s2o_cupy.integrations.plugins import register_with_sglang  # noqa: E402
@@ -184,7 +184,7 @@ def test_on_a_gpu(engine, page_size, dtype, rest):
     tau 0, which is dense: no element further off than rounding, S2O's and SGLang's alike."""
     if rest == "triton" and not engine.real:
         pytest.skip("the stand-in has one attention")
-    served = Served.make(ON_GPU, heads=8, head_dim=128).to("cuda", getattr(torch, dtype))
+    served = on_gpu(dtype)
     engine.settings(min_seqlen=128)
     runner = engine.runner(page_size, served, rest)
     backend = engine.plugin.make_backend(runner)

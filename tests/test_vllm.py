@@ -24,12 +24,12 @@ from served import (  # noqa: E402
     KINDS,
     KV_HEADS,
     LENGTHS,
-    ON_GPU,
     SCALE,
     SETTINGS,
     Served,
     dense_from_pages,
     installed,
+    on_gpu,
 )
 
 from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
@@ -196,7 +196,7 @@ def test_a_batch_is_cut(engine, by_head):
 def test_on_a_gpu(engine, by_head, dtype):
     """From the cache where it lies, on PyTorch's stream; with vLLM the rest by its FlashAttention. At tau 0, which is
     dense: no element further off than rounding."""
-    served = Served.make(ON_GPU, heads=8, head_dim=128).to("cuda", getattr(torch, dtype))
+    served = on_gpu(dtype)
     engine.on_a_gpu(served)
     cache, table = in_cache(served, by_head)
     builder, impl = engine.builder(min_seqlen=128), engine.impl({"min_seqlen": 128})

@@ -41,7 +41,7 @@ class SequenceParallel:
     - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other their keys and
       values round by round, while they attend to those that they have; each rank ends up with all of them in memory.
     - ``split="heads"``: rows are exchanged for heads, each rank attends the whole sequence with its share of the heads,
-      and rows come back. It needs kv_heads to be a multiple of the ranks.
+      and rows come back, a few heads at a time. It needs kv_heads to be a multiple of the ranks.
 
     Without an initialised process group there is one rank, and nothing is sent.
 
