@@ -58,11 +58,12 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
 
 
-def _in_rounds(rank, world_size, folder, rounds, function, *arguments):
+def _in_rounds(rank, world_size, folder, rounds, function, *arguments, stages=1):
     import s2o_cupy.integrations.distributed as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "rounds_for", lambda seqlen: rounds)
+        patch.setattr(module, "stages_for", lambda seqlen, kv_heads: stages)
         function(rank, world_size, folder, *arguments)
 
 
