@@ -62,7 +62,7 @@ def _in_rounds(rank, world_size, folder, rounds, stages, function, *arguments):
     import s2o_cupy.integrations.distributed as module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "rounds_for", lambda seqlen, ranks: rounds)
+        patch.setattr(module, "rounds_for", lambda seqlen: rounds)
         patch.setattr(module, "stages_for", lambda seqlen, kv_heads: stages)
         function(rank, world_size, folder, *arguments)
 

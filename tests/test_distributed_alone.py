@@ -11,7 +11,7 @@ from ranks import MEAN, parallel
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.caches import clear_cache
-from s2o_cupy.integrations.zigzag import Zigzag, rounds_for, stages_for
+from s2o_cupy.integrations.zigzag import Zigzag, stages_for
 
 SEGMENT = SMALL.segment
 
@@ -130,7 +130,7 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
 
 def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
     as_first_of_two(monkeypatch)
-    monkeypatch.setattr("s2o_cupy.integrations.distributed.rounds_for", lambda seqlen, ranks: 4)
+    monkeypatch.setattr("s2o_cupy.integrations.distributed.rounds_for", lambda seqlen: 4)
     for segments, keys in ((0, []), (1, [1]), (3, [3]), (8, [1, 5, 8]), (12, [1, 6, 12])):
         attended.clear()
         both = parallel(segments * SEGMENT, config=MEAN)
@@ -142,7 +142,6 @@ def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
 def test_config_and_length_decide_the_chunks(torch):
     assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512, 2)
     assert [parallel(seqlen).zigzag.rounds for seqlen in (0, 524_288, 524_289)] == [2, 2, 4]
-    assert [rounds_for(seqlen, 4) for seqlen in (131_072, 131_073)] == [2, 4]
     assert [stages_for(*x) for x in ((262_144, 8), (262_144, 3), (262_145, 8))] == [2, 1, 1]
 
 

@@ -107,7 +107,7 @@ class SequenceParallel:
         self.world_size: int = dist.get_world_size(group) if connected else 1
         if self.rank < 0:
             raise ValueError("SequenceParallel: group does not hold this process; accepted: a group that does")
-        self.zigzag = Zigzag(seqlen, self.world_size, config.segment, rounds_for(seqlen, self.world_size))
+        self.zigzag = Zigzag(seqlen, self.world_size, config.segment, rounds_for(seqlen))
         self.length = self.zigzag.length(self.rank)
         self._terms: dict[str, Any] = {"seqlen": seqlen, "split": split, "rounds": self.zigzag.rounds}
         self._terms |= zip((field.name for field in fields(config)), config.values, strict=True)

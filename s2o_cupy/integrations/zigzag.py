@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 __all__ = ["Zigzag", "rounds_for", "stages_for"]
 
-# Tokens: on two ranks as measured, on more where counted work is less even in two rounds (docs/notebook/many_gpus.md).
-TWO_ROUNDS_UP_TO = 524_288
-TWO_ROUNDS_OF_MANY_RANKS_UP_TO = 131_072
+TWO_ROUNDS_UP_TO = 524_288  # tokens; measured on two GPUs
 TWO_STAGES_UP_TO = 262_144
 
 
-def rounds_for(seqlen: int, ranks: int) -> int:
+def rounds_for(seqlen: int) -> int:
     """In how many rounds to deal a sequence out: more where unevenness costs more than calls on more chunks do
     (docs/integrations.md)."""
-    return 2 if seqlen <= (TWO_ROUNDS_UP_TO if ranks <= 2 else TWO_ROUNDS_OF_MANY_RANKS_UP_TO) else 4
+    return 2 if seqlen <= TWO_ROUNDS_UP_TO else 4
 
 
 def stages_for(seqlen: int, kv_heads: int) -> int:
