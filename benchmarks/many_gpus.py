@@ -9,8 +9,9 @@ whole call by itself, of which the fastest counts, and that is also what its row
 A time is the median of several warmed-up calls into a poisoned output, from a barrier to the slowest rank's end.
 
 gather is sending all keys and values by themselves, attend the calls on a rank's chunks with all keys there: what is
-left of the time is what gathering did not hide. Parts and attend are those of the slowest rank, balance the fastest
-rank's attend over the slowest's. Without a GPU the NumPy reference runs over gloo, and times say nothing.
+left of the time is what gathering did not hide. Split by heads gather is not told, and attend is a call on the whole
+sequence with a rank's heads. Parts and attend are those of the slowest rank, balance the fastest rank's attend over the
+slowest's; host is until a call returns. Without a GPU the NumPy reference runs over gloo, and times say nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch.multiprocessing
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.integrations.distributed import SPLITS, SequenceParallel, _Gathering
+from s2o_cupy.integrations.zigzag import stages_for
 
 Row = dict[str, Any]
 COLUMNS: list[_common.Column] = [
@@ -46,6 +48,7 @@ COLUMNS: list[_common.Column] = [
     ("density", "density", ".4f"),
     ("1 GPU ms", "one_ms", ".2f"),
     ("ms", "many_ms", ".2f"),
+    ("host ms", "host_ms", ".2f"),
     ("x", "speedup", ".3f"),
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("gather ms", "gather_ms", ".2f"),
@@ -91,6 +94,18 @@ def slowest_ms(function: Callable[[], Any], args: argparse.Namespace, before: Ca
     return [float(x) for x in (*np.median(each, 1), np.median(each.max(0)))]
 
 
+def host_ms(function: Callable[[], Any], args: argparse.Namespace) -> float:
+    """Milliseconds until a call returns, of the slowest rank; on a GPU it is not done then."""
+    times: list[float] = []
+    for _ in range(args.repeats):
+        synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - began) * 1e3)
+    return max(float(np.median(of)) for of in of_all_ranks(times))
+
+
 # ---------------------------------------------------------------- one length
 
 
@@ -122,12 +137,20 @@ class Input:
         poison = partial(out.fill_, float("nan"))
         call = partial(parallel.attention, *mine, out=out)
         row: Row = self.row | {"split": split, "many_ms": slowest_ms(call, args, poison)[-1]}
+        row["host_ms"] = host_ms(call, args)
         row["speedup"] = row["one_ms"] / row["many_ms"]
         row["tokens_per_s"] = self.length / row["many_ms"] * 1e3
         row |= same(out, expected)
         if args.device == "cuda":
             row["extra_gib"] = max(of_all_ranks(extra_gib(call)))
-        return row | (Parts(parallel, mine, out, args).row() if split == "sequence" else {})
+        return row | (Parts(parallel, mine, out, args).row() if split == "sequence" else self.of_heads(parallel))
+
+    def of_heads(self, parallel: SequenceParallel) -> Row:
+        """A rank's heads of the whole sequence, one call."""
+        ranks, rank = parallel.world_size, parallel.rank
+        mine = [x.unflatten(1, (ranks, -1))[:, rank] for x in (self.q, self.k, self.v)]
+        *each, attend_ms = slowest_ms(partial(s2o_attention, *mine, config=self.config), self.args)
+        return {"attend_ms": attend_ms, "balance": min(each) / max(each)}
 
 
 def same(o: torch.Tensor, expected: torch.Tensor) -> Row:
@@ -158,18 +181,20 @@ class Parts:
         self.kv = self.gather()
 
     def gather(self) -> torch.Tensor:
-        gathering, rounds = _Gathering(self.parallel, self.k, self.v), self.parallel.zigzag.rounds
-        gathering.send(rounds)
-        gathering.wait(rounds)
+        gathering = _Gathering(self.parallel, self.k, self.v, stages_for(self.parallel.zigzag.seqlen, self.k.shape[2]))
+        gathering.send()
+        gathering.wait()
         return gathering.kv
 
     def chunks(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """q, k, v and out of each of this rank's calls."""
-        done = 0
-        for _, begin, end in self.parallel.zigzag.runs(self.parallel.rank):
-            rows = slice(done, done := done + end - begin)
-            k, v = self.kv[:end].permute(1, 2, 0, 3, 4)
-            yield self.q[:, rows], k, v, self.out[:, rows]
+        share = self.q.shape[2] // len(self.kv)
+        for stage, kv in enumerate(self.kv):
+            heads, done = slice(stage * share, (stage + 1) * share), 0
+            for _, begin, end in self.parallel.zigzag.runs(self.parallel.rank):
+                rows = slice(done, done := done + end - begin)
+                k, v = kv[:end].permute(1, 2, 0, 3, 4)
+                yield self.q[:, rows, heads], k, v, self.out[:, rows, heads]
 
     def attend(self) -> None:
         for q, k, v, out in self.chunks():
@@ -178,7 +203,7 @@ class Parts:
     def row(self) -> Row:
         gather_ms = slowest_ms(self.gather, self.args)[-1]
         *each, attend_ms = slowest_ms(self.attend, self.args)
-        received = self.kv.nbytes * (1 - self.parallel.length / max(1, len(self.kv)))
+        received = self.kv.nbytes * (1 - self.parallel.length / max(1, self.kv.shape[1]))
         row = {
             "gather_ms": gather_ms, "gather_gb_s": received / gather_ms / 1e6, "attend_ms": attend_ms,
             "balance": min(each) / max(each),

@@ -8,7 +8,7 @@ import numpy as np
 
 from s2o_cupy.tools.diffing import UNIT, _lse_allowed, _score_error
 
-__all__ = ["assert_within_rounding", "beyond_rounding"]
+__all__ = ["allowed_error", "assert_within_rounding", "beyond_rounding"]
 
 
 def beyond_rounding(
@@ -22,11 +22,8 @@ def beyond_rounding(
 
     A score is off by head_dim roundings of its products' sum, and by tanh; a weight and the output are rounded once.
     """
-    unit, head_dim, group = UNIT[str(q.dtype)], q.shape[-1], q.shape[1] // k.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
-    reach = _score_error(q.astype(np.float64), k.astype(np.float64), group, head_dim, scale, softcap)
-    allowed = weight * ((1 + launches) * unit + np.expm1(2 * reach[..., None]) + 2.0**-18)
-    allowed += 2.0**-24 if unit == UNIT["float16"] else 1e-30
+    reach = _reach(q, k, scale, softcap)
+    allowed = _allowed(str(q.dtype), weight, reach, launches)
     exact_o, exact_lse = exact
     none = np.isneginf(exact_lse)
     within = {
@@ -35,6 +32,24 @@ def beyond_rounding(
         "lse": (np.abs(lse[~none] - exact_lse[~none]) <= _lse_allowed(exact_lse, reach)[~none]).all(),
     }
     return [name for name, right in within.items() if not right]
+
+
+def allowed_error(dtype: str, weight: Any, q: Any, k: Any, *, scale: float | None = None) -> Any:
+    """How far an output in ``dtype`` may be from the exact one, by element; of q and k only the values count."""
+    return _allowed(dtype, weight, _reach(q, k, scale, 0.0), 1)
+
+
+def _reach(q: Any, k: Any, scale: float | None, softcap: float) -> Any:
+    """Of a row's scores, [batch, heads, seqlen_q]."""
+    head_dim, group = q.shape[-1], q.shape[1] // k.shape[1]
+    scale = head_dim**-0.5 if scale is None else scale
+    return _score_error(q.astype(np.float64), k.astype(np.float64), group, head_dim, scale, softcap)
+
+
+def _allowed(dtype: str, weight: Any, reach: Any, launches: int) -> Any:
+    unit = UNIT[dtype]
+    allowed = weight * ((1 + launches) * unit + np.expm1(2 * reach[..., None]) + 2.0**-18)
+    return allowed + (2.0**-24 if unit == UNIT["float16"] else 1e-30)
 
 
 def assert_within_rounding(*arguments: Any, **options: Any) -> None:

@@ -58,11 +58,12 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
 
 
-def _in_rounds(rank, world_size, folder, rounds, function, *arguments):
+def _in_rounds(rank, world_size, folder, rounds, stages, function, *arguments):
     import s2o_cupy.integrations.distributed as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "rounds_for", lambda seqlen: rounds)
+        patch.setattr(module, "stages_for", lambda seqlen, kv_heads: stages)
         function(rank, world_size, folder, *arguments)
 
 
@@ -229,6 +230,38 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
     assert ", ".join(log) == expected[rank]
 
 
+def _heads_go_in_stages(rank, world_size, folder, stages, expected):
+    """Rows of all stages leave before the first attends, and each stage's outputs before the next attends."""
+    import torch
+    import torch.distributed as dist
+
+    import s2o_cupy.integrations.distributed as module
+    import s2o_cupy.integrations.head_exchange as head_exchange
+
+    rng = np.random.default_rng(3)
+    q, k, v = (torch.from_numpy(rng.standard_normal((2, n, 300, 32), dtype=np.float32)) for n in (12, 6, 6))
+    both = parallel(300, config=MEAN, split="heads")
+    log = []
+    exchange, attend = dist.batch_isend_irecv, module.attend
+
+    def start(transfers):
+        log.append("send")
+        return exchange(transfers)
+
+    def compute(q, k, v, **options):
+        log.append(f"attend {q.shape[2]}:{k.shape[2]}")
+        return attend(q, k, v, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_exchange, "STAGES", stages)
+        patch.setattr(module.dist, "batch_isend_irecv", start)
+        patch.setattr(module, "attend", compute)
+        found = both.attention(*(both.shard(x, 2) for x in (q, k, v)), return_lse=True)
+    assert log == expected
+    for x, y in zip(found, s2o_attention(q, k, v, config=MEAN, return_lse=True), strict=True):
+        assert torch.equal(both.gather(x, 2), y)
+
+
 def test_two_processes(torch, tmp_path):
     """Lengths that divide evenly, that do not, and that leave chunks empty."""
     seqlens = [4 * SEGMENT, 600, 3 * SEGMENT, 50]
@@ -241,7 +274,7 @@ def test_capped_scores_in_two_processes(torch, tmp_path):
 
 @pytest.mark.parametrize("rounds", [4, 6])
 def test_other_numbers_of_rounds(torch, tmp_path, rounds):
-    run_ranks(_in_rounds, 2, tmp_path, rounds, _equal_to_one_process, [1000], ["sequence"], "float32", "cpu")
+    run_ranks(_in_rounds, 2, tmp_path, rounds, 1, _equal_to_one_process, [1000], ["sequence"], "float32", "cpu")
 
 
 @pytest.mark.slow
@@ -270,11 +303,18 @@ def test_a_rank_that_never_calls(torch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "expected"),
+    ("rounds", "stages", "expected"),
     [
-        (2, ("start, attend 2, start, attend 8, wait 0, wait 1", "start, attend 6, wait 0, start, wait 1")),
+        (2, 1, ("start, attend 2, start, attend 8, wait 0, wait 1", "start, attend 6, wait 0, start, wait 1")),
         (
-            4,
+            2, 2,
+            (
+                "start, attend 2, start, start, start, attend 8, wait 0, wait 1, attend 2, attend 8, wait 2, wait 3",
+                "start, attend 6, wait 0, start, start, start, attend 6, wait 2, wait 1, wait 3",
+            ),
+        ),
+        (
+            4, 1,
             (
                 "start, attend 1, start, start, start, attend 5, wait 0, wait 1, attend 8, wait 2, wait 3",
                 "start, attend 3, wait 0, start, start, start, attend 7, wait 1, wait 2, wait 3",
@@ -282,8 +322,17 @@ def test_a_rank_that_never_calls(torch, tmp_path):
         ),
     ],
 )
-def test_computing_overlaps_sending(torch, tmp_path, rounds, expected):
-    run_ranks(_in_rounds, 2, tmp_path, rounds, _later_rows_are_waited_for, expected)
+def test_computing_overlaps_sending(torch, tmp_path, rounds, stages, expected):
+    run_ranks(_in_rounds, 2, tmp_path, rounds, stages, _later_rows_are_waited_for, expected)
+
+
+@pytest.mark.parametrize(
+    ("stages", "heads"), [(1, ["6:3"]), (2, ["2:1", "4:2"]), (9, ["2:1", "2:1", "2:1"])], ids=["one", "two", "most"]
+)
+def test_heads_go_in_stages(torch, tmp_path, stages, heads):
+    """Two exchanges for each stage's rows, as a rank has two chunks, and two for its outputs, two for their lse."""
+    expected = ["send"] * 2 * len(heads) + [x for of in heads for x in (f"attend {of}", *["send"] * 4)]
+    run_ranks(_heads_go_in_stages, 2, tmp_path, stages, expected)
 
 
 # ---------------------------------------------------------------- several GPUs
@@ -308,7 +357,7 @@ def test_two_gpus(two_gpus, tmp_path, split):
 @pytest.mark.gpu
 def test_two_gpus_in_four_rounds(two_gpus, tmp_path):
     arguments = [2000, 16 * SEGMENT], ["sequence"], "bfloat16", "cuda"
-    run_ranks(_in_rounds, 2, tmp_path, 4, _equal_to_one_process, *arguments)
+    run_ranks(_in_rounds, 2, tmp_path, 4, 1, _equal_to_one_process, *arguments)
 
 
 @pytest.mark.gpu
@@ -327,7 +376,7 @@ def test_helpers_on_two_gpus(two_gpus, tmp_path):
     run_ranks(_helpers, 2, tmp_path, "cuda")
 
 
-def _late_keys(rank, world_size, folder, window, path):
+def _late_keys(rank, world_size, folder, window, path, split):
     """Each rank in turn is late with its keys; those of the call before, which memory may still hold, are others."""
     import torch
     from conftest import SMALL_HOPPER, has_hopper, spin
@@ -335,7 +384,7 @@ def _late_keys(rank, world_size, folder, window, path):
     small = SMALL_HOPPER if has_hopper() else SMALL
     config = replace(small, rank="mean", window=window, path=path)
     q, k, v = _cases(16 * SEGMENT, "bfloat16", "cuda")
-    both = parallel(16 * SEGMENT, config=config)
+    both = parallel(16 * SEGMENT, config=config, split=split)
     for turn in range(6):
         k, v = -k, v.flip(2)
         expected = both.shard(s2o_attention(q, k, v, config=config), 2)
@@ -351,11 +400,19 @@ def _late_keys(rank, world_size, folder, window, path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rounds", "window", "path"), [(2, 0, "auto"), (4, 0, "auto"), (4, 0, "portable"), (4, 64, "auto")]
+    ("rounds", "stages", "window", "path", "split"),
+    [
+        (2, 1, 0, "auto", "sequence"),
+        (2, 2, 0, "auto", "sequence"),
+        (4, 1, 0, "auto", "sequence"),
+        (4, 2, 0, "portable", "sequence"),
+        (4, 1, 64, "auto", "sequence"),
+        (2, 1, 0, "auto", "heads"),
+    ],
 )
-def test_keys_that_come_late(two_gpus, tmp_path, rounds, window, path):
+def test_keys_that_come_late(two_gpus, tmp_path, rounds, stages, window, path, split):
     """The host is far ahead of what arrives, and pass 1 before it."""
-    run_ranks(_in_rounds, 2, tmp_path, rounds, _late_keys, window, path)
+    run_ranks(_in_rounds, 2, tmp_path, rounds, stages, _late_keys, window, path, split)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from ranks import MEAN, parallel
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.caches import clear_cache
-from s2o_cupy.integrations.zigzag import Zigzag
+from s2o_cupy.integrations.zigzag import Zigzag, stages_for
 
 SEGMENT = SMALL.segment
 
@@ -101,6 +101,7 @@ def as_first_of_two(monkeypatch):
 
     monkeypatch.setattr(module, "agreement_of", lambda group: SimpleNamespace(knows=lambda call: True))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "P2POp", lambda *arguments, **options: None)
@@ -141,6 +142,7 @@ def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
 def test_config_and_length_decide_the_chunks(torch):
     assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512, 2)
     assert [parallel(seqlen).zigzag.rounds for seqlen in (0, 524_288, 524_289)] == [2, 2, 4]
+    assert [stages_for(*x) for x in ((262_144, 8), (262_144, 3), (262_145, 8))] == [2, 1, 1]
 
 
 # ---------------------------------------------------------------- what the ranks agree on
@@ -238,14 +240,14 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
 )
 def test_rows_are_copied_in_wide_elements_where_they_can_be(torch, dtype, length, wide):
     """Bit for bit: also NaNs of any kind."""
-    from s2o_cupy.integrations.distributed import _wide
+    from s2o_cupy.integrations.exchange import wide as widened
 
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[getattr(torch, dtype).itemsize]
     info = torch.iinfo(bits)
     x = torch.randint(info.min, info.max, (1, 10, 3, length), dtype=bits).view(getattr(torch, dtype))
-    assert (_wide(x).dtype == torch.complex128) == wide
+    assert (widened(x).dtype == torch.complex128) == wide
     to = torch.empty(10, 2, 3, length, dtype=x.dtype)
-    to[:, 1].view(_wide(x).dtype).copy_(_wide(x)[0])
+    to[:, 1].view(widened(x).dtype).copy_(widened(x)[0])
     assert torch.equal(to[:, 1].view(bits), x[0].view(bits))
     for narrow in (x[..., 1:], x.transpose(2, 3), x.flatten()[1 : 1 + 30 * length - length].view(1, -1, length)):
-        assert _wide(narrow) is narrow
+        assert widened(narrow) is narrow

@@ -31,6 +31,19 @@ def sources(archive_layout: bool) -> set[str]:
     }
 
 
+def test_one_version_of_one_day():
+    """In the package, the changelog's newest release and the citation."""
+    import s2o_cupy
+
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    version, day = re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", headings[1]).groups()
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    cited = dict(re.findall(r"^(version|date-released): (\S+)$", citation, re.MULTILINE))
+    assert (s2o_cupy.__version__, cited) == (version, {"version": version, "date-released": day})
+
+
 def run(*command: object, cwd: Path | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(

@@ -20,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import pretended_sglang  # noqa: E402
-from served import HEAD_DIM, HEADS, KV_HEADS, SCALE, SETTINGS, Served, installed  # noqa: E402
+from served import HEAD_DIM, HEADS, SCALE, SETTINGS, Served, installed, on_gpu  # noqa: E402
 
 from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
 from s2o_cupy.integrations.plugins import register_with_sglang  # noqa: E402
@@ -51,37 +51,41 @@ class Engine:
     def settings(self, **settings: Any) -> None:
         self.monkeypatch.setenv("S2O_CONFIG", json.dumps(SETTINGS | settings))
 
-    def runner(self, page_size: int, requests: int = 7, like: Any = torch.zeros) -> Any:
+    def runner(self, page_size: int, served: Served | None = None, backend: str = "torch_native") -> Any:
+        """For batches like ``served``, with its heads, dtype and device."""
+        served = served or Served.make()
+        heads, kv_heads, head_dim = served.heads
+        requests = len(served.lengths)
+        context = CONTEXT + -(-max(seqlen_k for _, seqlen_k in served.lengths) // 64) * 64  # whole pages
         if self.real:
             case = self.kit.DenseAttentionCase(
-                name="served", backend="torch_native", forward_mode=self.info.ForwardMode.EXTEND, num_heads=HEADS,
-                num_kv_heads=KV_HEADS, page_size=page_size, prefix_lens=(0,) * requests, extend_lens=(1,) * requests,
+                name="served", backend=backend, forward_mode=self.info.ForwardMode.EXTEND, num_heads=heads,
+                num_kv_heads=kv_heads, page_size=page_size, prefix_lens=(0,) * requests, extend_lens=(1,) * requests,
             )  # fmt: skip
             model = self.kit.TinyModelConfig(
-                num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_size=64, context_len=CONTEXT,
+                num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, hidden_size=64, context_len=context,
                 sliding_window_size=None,
             )  # fmt: skip
             return self.kit.MockModelRunner(
-                case=case, model_config=model, dtype=torch.float32, device="cpu", max_context_len=CONTEXT,
-                head_dim=HEAD_DIM,
+                case=case, model_config=model, dtype=served.q.dtype, device=served.q.device.type,
+                max_context_len=context, head_dim=head_dim,
             )  # fmt: skip
         return types.SimpleNamespace(
-            decode_attention_backend_str="torch_native", is_draft_worker=False, use_mla_backend=False,
-            page_size=page_size, token_to_kv_pool=pretended_sglang.Pool(like(requests * CONTEXT, KV_HEADS, HEAD_DIM)),
-            req_to_token_pool=types.SimpleNamespace(
-                req_to_token=like(requests + 1, CONTEXT).int()
-            ),
+            decode_attention_backend_str=backend, is_draft_worker=False, use_mla_backend=False, page_size=page_size,
+            token_to_kv_pool=pretended_sglang.Pool(served.like(requests * context, kv_heads, head_dim)),
+            req_to_token_pool=types.SimpleNamespace(req_to_token=served.like(requests + 1, context).int()),
             kv_index_translator=types.SimpleNamespace(is_translating=False, bind_own_plan=lambda batch: None),
         )  # fmt: skip
 
-    def layer(self, **changes: Any) -> Any:
+    def layer(self, served: Served | None = None, **changes: Any) -> Any:
+        heads, kv_heads, head_dim = (served or Served.make([(1, 1)])).heads
         if self.real:
             from sglang.srt.layers.radix_attention import RadixAttention
 
-            layer = RadixAttention(HEADS, HEAD_DIM, SCALE, KV_HEADS, layer_id=0)
+            layer = RadixAttention(heads, head_dim, SCALE, kv_heads, layer_id=0)
         else:
             layer = types.SimpleNamespace(
-                tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=HEAD_DIM, v_head_dim=HEAD_DIM, scaling=SCALE,
+                tp_q_head_num=heads, tp_k_head_num=kv_heads, qk_head_dim=head_dim, v_head_dim=head_dim, scaling=SCALE,
                 layer_id=0, logit_cap=0.0, sliding_window_size=-1, is_cross_attention=False, use_irope=False,
                 k_scale=None, v_scale=None, attn_type=pretended_sglang.AttentionType.DECODER,
                 pos_encoding_mode="NONE", logit_capping_method="tanh", xai_temperature_len=-1,
@@ -90,9 +94,10 @@ class Engine:
             setattr(layer, name, value)
         return layer
 
-    def batch(self, runner: Any, served: Served, page_size: int) -> Any:
-        """Its cached keys are in the pool, the new ones are not; a request's row of req_to_token is any."""
-        table = served.table(page_size)
+    def batch(self, runner: Any, served: Served, page_size: int, table: Any = None) -> Any:
+        """Its cached keys are put into the pool, the new ones are not; a request's row of req_to_token is any. With the
+        ``table`` of a batch before, whose keys are there, nothing is put into the pool."""
+        cached_before, table = table is not None, served.table(page_size) if table is None else table
         count, device = len(served.lengths), served.q.device
         rows = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int().to(device)
         places, positions = [], []
@@ -103,8 +108,9 @@ class Engine:
             runner.req_to_token_pool.req_to_token[rows[i], :seqlen_k] = tokens.int()
             cached = tokens[: seqlen_k - seqlen_q]
             for buffer, x in zip(buffers, (served.k[i], served.v[i]), strict=True):
-                buffer[tokens] = torch.nan
-                buffer[cached] = x[: len(cached)]
+                if not cached_before:
+                    buffer[tokens] = torch.nan
+                    buffer[cached] = x[: len(cached)]
             places.append(tokens[len(cached) :])
             positions.append(at[len(cached) :])
         lengths_q, lengths_k = ([pair[j] for pair in served.lengths] for j in (0, 1))
@@ -124,13 +130,13 @@ class Engine:
         return batch
 
     def run(self, backend: Any, served: Served, batch: Any, layer: Any = None, **options: Any) -> Any:
-        """[tokens, HEADS, HEAD_DIM]"""
+        """[tokens, heads, head_dim]"""
         new = [
             torch.cat([x[n - m :] for x, (m, n) in zip(of, served.lengths, strict=True)]) for of in (served.k, served.v)
         ]
         with torch.no_grad():
-            o = backend.forward_extend(served.q.flatten(1), *new, layer or self.layer(), batch, **options)
-        return o.view(-1, HEADS, HEAD_DIM)
+            o = backend.forward_extend(served.q.flatten(1), *new, layer or self.layer(served), batch, **options)
+        return o.view(served.q.shape)
 
 
 @pytest.fixture(params=["pretended", "sglang"])
@@ -172,19 +178,45 @@ def test_a_batch_is_cut(engine, page_size, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_on_a_gpu(engine, page_size, dtype):
-    """From the pool where it lies, on PyTorch's stream."""
-    if engine.real:
-        pytest.skip("its kernels on a GPU are another test's")
-    served = Served.make().to("cuda", getattr(torch, dtype))
-    runner = engine.runner(page_size, like=served.like)
+@pytest.mark.parametrize("rest", ["torch_native", "triton"])
+def test_on_a_gpu(engine, page_size, dtype, rest):
+    """From the pool where it lies, on PyTorch's stream; prompts, chunks, cached prefixes and decoding in one batch. At
+    tau 0, which is dense: no element further off than rounding, S2O's and SGLang's alike."""
+    if rest == "triton" and not engine.real:
+        pytest.skip("the stand-in has one attention")
+    served = on_gpu(dtype)
+    engine.settings(min_seqlen=128)
+    runner = engine.runner(page_size, served, rest)
     backend = engine.plugin.make_backend(runner)
     batch = engine.batch(runner, served, page_size)
     with torch.cuda.stream(torch.cuda.Stream()):
         backend.init_forward_metadata(batch)
-        found = engine.run(backend, served, batch).cpu().float()
-    torch.testing.assert_close(found, served.expected(), rtol=0, atol=0.02)
-    assert engine.plugin.counts.calls["s2o"] == 3
+        o = engine.run(backend, served, batch)
+    torch.cuda.synchronize()
+    served.assert_dense(o)
+    assert engine.plugin.counts.calls == {"s2o": 4, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_a_prompt_in_chunks_on_a_gpu(engine, page_size):
+    """Each chunk attends to what the chunks before it have put into the pool. With a tau: the bits of one call."""
+    engine.settings(tau=0.2, segment=128, block_m=128, block_n=128, min_seqlen=512)
+    whole = Served.make([(2600, 2600)], heads=8, head_dim=128).to("cuda", torch.bfloat16)
+    runner, table = engine.runner(page_size, whole), whole.table(page_size)
+    backend = engine.plugin.make_backend(runner)
+    chunks = []
+    for begin, end in ((0, 1024), (1024, 2048), (2048, 2600)):
+        k, v = ([x[:end] for x in of] for of in (whole.k, whole.v))
+        chunk = Served([(end - begin, end)], whole.q[begin:end], k, v, [0, end - begin])
+        batch = engine.batch(runner, chunk, page_size, table)
+        backend.init_forward_metadata(batch)
+        chunks.append(engine.run(backend, chunk, batch))
+    assert engine.plugin.counts.calls == {"s2o": 3}
+    config = S2OConfig(tau=0.2, segment=128, block_m=128, block_n=128)
+    expected, stats = s2o_attention(*whole.request(0), config=config, scale=SCALE, return_stats=True)
+    assert stats.density < 0.9
+    assert torch.equal(torch.cat(chunks), expected[0].transpose(0, 1))
 
 
 def test_s2o_leaves_out_what_it_would_alone(engine):
@@ -400,6 +432,30 @@ def test_sglangs_own_cases(sglang, layout, backend):
             o, expected = kit.run_dense_fixture_eager(fixture), kit.expected_dense_fixture_output(fixture)
         torch.testing.assert_close(o, expected, rtol=0, atol=2e-6, msg=case.name)
     assert sglang.plugin.counts.calls["s2o"] > 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "shuffled_pages"), ("float16", "interleaved_pages")])
+@pytest.mark.parametrize("rest", ["torch_native", "triton"])
+def test_sglangs_own_cases_on_a_gpu(sglang, rest, dtype, layout):
+    """As they are, which is the rest's attention under S2O's class, and with all lengths times 65, which keeps places
+    in a page and is S2O's from 64 queries on. Against SGLang's reference, by its tolerance."""
+    sglang.settings(min_seqlen=1, backend=rest)
+    kit, testcase = sglang.kit, types.SimpleNamespace(skipTest=pytest.fail)
+    for times in (1, 65) if layout == "shuffled_pages" or rest == "triton" else (1,):
+        for case in kit.make_dense_cases("s2o"):
+            case = replace(
+                case, prefix_lens=tuple(n * times for n in case.prefix_lens),
+                extend_lens=tuple(n * times for n in case.extend_lens),
+            )  # fmt: skip
+            with torch.no_grad():
+                fixture = kit.build_dense_attention_fixture(
+                    testcase, case, max_context_len=64 * (times + 1), device="cuda", dtype=getattr(torch, dtype),
+                    loc_layout=layout,
+                )  # fmt: skip
+                o, expected = kit.run_dense_fixture_eager(fixture), kit.expected_dense_fixture_output(fixture)
+            torch.testing.assert_close(o, expected, rtol=kit.DENSE_RTOL, atol=kit.DENSE_ATOL, msg=case.name)
+    assert sglang.plugin.counts.calls["s2o"] >= 10
 
 
 def test_without_sglang(monkeypatch):

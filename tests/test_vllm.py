@@ -18,7 +18,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import pretended_vllm  # noqa: E402
-from served import HEAD_DIM, HEADS, KINDS, KV_HEADS, LENGTHS, SCALE, SETTINGS, Served, dense_from_pages, installed  # noqa: E402
+from served import (  # noqa: E402
+    HEAD_DIM,
+    HEADS,
+    KINDS,
+    KV_HEADS,
+    LENGTHS,
+    SCALE,
+    SETTINGS,
+    Served,
+    dense_from_pages,
+    installed,
+    on_gpu,
+)
 
 from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
 from s2o_cupy.integrations import serving  # noqa: E402
@@ -52,7 +64,20 @@ class Engine:
             dense_from_pages(**arguments)
 
         self.flash_attn = importlib.import_module("vllm.v1.attention.backends.flash_attn")
+        self.flash_attn_kernel = self.flash_attn._FA4_DENSE_ATTENTION_KERNEL
         monkeypatch.setattr(self.flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", kernel)
+        self.like = Served.make()  # whose heads, dtype and device are the model's
+
+    def on_a_gpu(self, served: Served) -> None:
+        """With the heads and dtype of ``served``, and with FlashAttention's own kernel, if vLLM is there."""
+        self.like = served
+        if self.real:
+
+            def kernel(**arguments: Any) -> None:
+                self.calls.append(arguments)
+                self.flash_attn_kernel(**arguments)
+
+            self.monkeypatch.setattr(self.flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", kernel)
 
     def config(self, **settings: Any) -> Any:
         additional = {"s2o": SETTINGS | settings}
@@ -60,9 +85,9 @@ class Engine:
             return types.SimpleNamespace(additional_config=additional)
         from vllm.config import DeviceConfig, VllmConfig
 
-        config = VllmConfig(additional_config=additional, device_config=DeviceConfig(device="cpu"))
+        config = VllmConfig(additional_config=additional, device_config=DeviceConfig(device=self.like.q.device.type))
         config.model_config = types.SimpleNamespace(
-            get_num_attention_heads=lambda _: HEADS, rswa_window=None, is_mm_prefix_lm=False,
+            get_num_attention_heads=lambda _: self.like.heads[0], rswa_window=None, is_mm_prefix_lm=False,
             hf_config=types.SimpleNamespace(model_type="llama"),
         )  # fmt: skip
         return config
@@ -72,22 +97,25 @@ class Engine:
         if self.real:
             from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+            _, kv_heads, head_dim = self.like.heads
             spec = FullAttentionSpec(
-                block_size=PAGE, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32
+                block_size=PAGE, num_kv_heads=kv_heads, head_size=head_dim, dtype=self.like.q.dtype
             )
         config = self.config(**settings)
-        return self.plugin.S2OMetadataBuilder(spec, ["model.layers.3.attn"], config, torch.device("cpu"))
+        return self.plugin.S2OMetadataBuilder(spec, ["model.layers.3.attn"], config, self.like.q.device)
 
     def impl(self, settings: dict[str, Any] | None = None, **options: Any) -> Any:
         config = self.config(**(settings or {}))
         self.monkeypatch.setattr(self.plugin, "get_current_vllm_config_or_none", lambda: config)
         arguments: dict[str, Any] = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | options
-        impl = self.plugin.S2OImpl(HEADS, HEAD_DIM, SCALE, KV_HEADS, **arguments)
-        impl.vllm_flash_attn_version = 2
+        heads, kv_heads, head_dim = self.like.heads
+        impl = self.plugin.S2OImpl(heads, head_dim, SCALE, kv_heads, **arguments)
+        if not self.like.q.is_cuda:
+            impl.vllm_flash_attn_version = 2
         return impl
 
     def layer(self) -> Any:
-        one = torch.ones(())
+        one = torch.ones((), device=self.like.q.device)
         return types.SimpleNamespace(layer_name="model.layers.3.attn", _q_scale=one, _k_scale=one, _v_scale=one)
 
     def common(self, served: Served, table: Any, padding: int = 0, **changes: Any) -> Any:
@@ -111,10 +139,11 @@ class Engine:
     def run(self, served: Served, cache: Any, metadata: Any, impl: Any = None, padding: int = 0) -> Any:
         """Outputs of the batch, and of ``padding`` rows behind it, which are NaN before."""
         rows = served.starts[-1] + padding
-        query = served.like(rows, HEADS, HEAD_DIM)
+        heads, kv_heads, head_dim = served.heads
+        query = served.like(rows, heads, head_dim)
         query[: len(served.q)] = served.q
-        key = served.like(rows, KV_HEADS, HEAD_DIM)  # is in the cache already
-        output = served.like(rows, HEADS, HEAD_DIM, fill=torch.nan)
+        key = served.like(rows, kv_heads, head_dim)  # is in the cache already
+        output = served.like(rows, heads, head_dim, fill=torch.nan)
         impl = impl or self.impl()
         return impl.forward(self.layer(), query, key, key, cache, metadata, output)
 
@@ -125,14 +154,15 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
 
 
 def in_cache(served: Served, by_head: bool = False) -> tuple[Any, Any]:
-    """(cache [pages, KV_HEADS, PAGE, 2 * HEAD_DIM], page table): tokens, or heads, outermost in a page."""
+    """(cache [pages, kv_heads, PAGE, 2 * head_dim], page table): tokens, or heads, outermost in a page."""
+    _, kv_heads, head_dim = served.heads
     table = served.table(PAGE)
     pages = int(table.max()) + 2
     if by_head:
-        cache = served.like(pages, KV_HEADS, PAGE, 2 * HEAD_DIM, fill=torch.nan)
+        cache = served.like(pages, kv_heads, PAGE, 2 * head_dim, fill=torch.nan)
     else:
-        cache = served.like(pages, PAGE, KV_HEADS, 2 * HEAD_DIM, fill=torch.nan).transpose(1, 2)
-    k_pages, v_pages = cache.transpose(1, 2).split(HEAD_DIM, dim=-1)
+        cache = served.like(pages, PAGE, kv_heads, 2 * head_dim, fill=torch.nan).transpose(1, 2)
+    k_pages, v_pages = cache.transpose(1, 2).split(head_dim, dim=-1)
     served.put(k_pages, v_pages, table)
     return cache, table
 
@@ -164,17 +194,42 @@ def test_a_batch_is_cut(engine, by_head):
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_on_a_gpu(engine, by_head, dtype):
-    """From the cache where it lies, on PyTorch's stream."""
-    if engine.real:
-        pytest.skip("its kernels on a GPU are another test's")
-    served = Served.make().to("cuda", getattr(torch, dtype))
+    """From the cache where it lies, on PyTorch's stream; with vLLM the rest by its FlashAttention. At tau 0, which is
+    dense: no element further off than rounding."""
+    served = on_gpu(dtype)
+    engine.on_a_gpu(served)
     cache, table = in_cache(served, by_head)
-    metadata = engine.builder().build(0, engine.common(served, table))
+    builder, impl = engine.builder(min_seqlen=128), engine.impl({"min_seqlen": 128})
     with torch.cuda.stream(torch.cuda.Stream()):
-        o = engine.run(served, cache, metadata, padding=8)
-        found = o.cpu().float()
-    torch.testing.assert_close(found[:472], served.expected(), rtol=0, atol=0.02)
-    assert found[472:].isnan().all() and engine.plugin.counts.calls["s2o"] == 3
+        metadata = builder.build(0, engine.common(served, table))
+        o = engine.run(served, cache, metadata, impl, padding=8)
+    torch.cuda.synchronize()
+    served.assert_dense(o[:-8])
+    assert o[-8:].isnan().all()
+    assert engine.plugin.counts.calls == {"s2o": 4, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.gpu
+def test_whole_batches_on_a_gpu(engine):
+    """That are the server's own attention's, with the schedule that it makes ahead; and S2O's, bit for bit what it
+    gives to each request's keys alone."""
+    engine.on_a_gpu(Served.make(heads=8, head_dim=128).to("cuda", torch.bfloat16))
+    settings = {"tau": 0.2, "segment": 128, "block_m": 128, "block_n": 128, "min_seqlen": 512}
+    for lengths in ([(1, 900), (1, 50), (40, 300)], [(1300, 1300), (257, 2049)]):
+        served = Served.make(lengths, heads=8, head_dim=128).to("cuda", torch.bfloat16)
+        cache, table = in_cache(served)
+        metadata = engine.builder(**settings).build(0, engine.common(served, table))
+        o = engine.run(served, cache, metadata, engine.impl(settings))
+        if not metadata.parts:
+            served.assert_dense(o)
+            continue
+        config = S2OConfig(tau=0.2, segment=128, block_m=128, block_n=128)
+        for i in range(len(lengths)):
+            rows = slice(served.starts[i], served.starts[i + 1])
+            alone, stats = s2o_attention(*served.request(i), config=config, scale=SCALE, return_stats=True)
+            assert stats.density < 0.9
+            assert torch.equal(o[rows], alone[0].transpose(0, 1))
+    assert engine.plugin.counts.calls == {"few queries": 3, "s2o": 2}
 
 
 def test_s2o_leaves_out_what_it_would_alone(engine):

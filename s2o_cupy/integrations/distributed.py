@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,13 +21,14 @@ from ..plan.launch_plan import is_dense
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig
 from .agreement import agreement_of
-from .zigzag import Zigzag, rounds_for
+from .exchange import Exchange, as_bytes, exchange, side_stream, wait_for, wide
+from .head_exchange import attend_by_heads
+from .zigzag import Zigzag, rounds_for, stages_for
 
 __all__ = ["SequenceParallel"]
 
 Tensor = Any  # torch.Tensor
 Span = tuple[tuple[int, int], slice]  # positions [begin, end) in the sequence, and where a rank has these rows
-Transfer = tuple[Callable[..., Any], int, int, int]  # isend or irecv, positions [begin, end), the other rank
 SPLITS = ("sequence", "heads")
 
 
@@ -41,7 +41,7 @@ class SequenceParallel:
     - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other their keys and
       values round by round, while they attend to those that they have; each rank ends up with all of them in memory.
     - ``split="heads"``: rows are exchanged for heads, each rank attends the whole sequence with its share of the heads,
-      and rows come back. It needs kv_heads to be a multiple of the ranks.
+      and rows come back, a few heads at a time. It needs kv_heads to be a multiple of the ranks.
 
     Without an initialised process group there is one rank, and nothing is sent.
 
@@ -157,8 +157,8 @@ class SequenceParallel:
             for rank, rows in enumerate(sent):
                 at = _positions(self.zigzag, rank, x.device)
                 rows[: len(at)] = x.movedim(axis, 0)[at]
-            sent = [_bytes(rows) for rows in sent]
-        dist.scatter(_bytes(received), sent, group=self.group, group_src=src)
+            sent = [as_bytes(rows) for rows in sent]
+        dist.scatter(as_bytes(received), sent, group=self.group, group_src=src)
         return received[: self.length].movedim(0, axis).contiguous()
 
     def gather(self, x: Tensor, axis: int) -> Tensor:
@@ -169,7 +169,7 @@ class SequenceParallel:
         whole = rows.new_empty((self.zigzag.seqlen, *rows.shape[1:]))
         for (begin, end), here in self._spans:
             whole[begin:end] = rows[here]
-        _wait([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
+        wait_for([self._exchange(whole, index) for index in range(self.zigzag.rounds)])
         return whole.movedim(0, axis).contiguous()
 
     def _agree(self, call: str, x: Tensor | None, **terms: Any) -> None:
@@ -295,27 +295,32 @@ class SequenceParallel:
         return problem
 
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
-        """This rank's queries, a call for each run of its chunks, to everyone's keys and values; lse or None."""
+        """This rank's queries, for each stage of heads a call for each run of its chunks, to everyone's keys and
+        values; lse or None."""
         config = self._chunk_config(problem)
-        keys_of_all = _Gathering(self, k, v)
+        stages = stages_for(self.zigzag.seqlen, problem.kv_heads)
+        keys_of_all = _Gathering(self, k, v, stages)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
-        done = 0
-        for chunk, begin, end in self._runs:
-            needed = self.zigzag.rounds_before(chunk)
-            # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The rest
-            # leave when launches are under way, as sending takes the host longer than launching.
-            keys_of_all.send(max(1, needed))
-            rows = slice(done, done := done + end - begin)
-            keys, values = keys_of_all.kv[:end].permute(1, 2, 0, 3, 4)
-            found = _attend(
-                q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
-                await_keys=functools.partial(keys_of_all.wait, needed) if keys_of_all.awaits(needed) else None,
-            )  # fmt: skip
-            keys_of_all.send(self.zigzag.rounds)
-            if lse is not None:
-                lse[:, :, rows] = found
-        keys_of_all.send(self.zigzag.rounds)  # also a rank without rows
-        keys_of_all.wait(self.zigzag.rounds)  # also for what nothing here needs: the memory goes after this
+        share = problem.heads // stages
+        for stage in range(stages):
+            heads = slice(stage * share, (stage + 1) * share)
+            done = 0
+            for chunk, begin, end in self._runs:
+                needed = self.zigzag.rounds_before(chunk)
+                # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The
+                # rest leave when launches are under way, as sending takes the host longer than launching.
+                keys_of_all.send(stage, max(1, needed))
+                rows = slice(done, done := done + end - begin)
+                keys, values = keys_of_all.kv[stage, :end].permute(1, 2, 0, 3, 4)
+                found = _attend(
+                    q[:, rows, heads], keys, values, out[:, rows, heads], problem, config, return_lse,
+                    await_keys=keys_of_all.awaiting(stage, needed),
+                )  # fmt: skip
+                keys_of_all.send()
+                if lse is not None:
+                    lse[:, heads, rows] = found
+        keys_of_all.send()  # also a rank without rows
+        keys_of_all.wait()  # also for what nothing here needs: the memory goes after this
         return lse
 
     @functools.cached_property
@@ -329,66 +334,26 @@ class SequenceParallel:
         ends = list(itertools.accumulate(end - begin for begin, end in positions))
         return list(zip(positions, map(slice, [0, *ends], ends), strict=True))
 
+    def _exchange(self, whole: Tensor, index: int) -> Exchange:
+        """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``."""
+        chunks = [whole[slice(*self.zigzag.bounds(chunk))] for chunk in self._chunks[index]]
+        sent = [chunks[self.rank]] * self.world_size
+        return exchange(sent, chunks, rank=self.rank, group=self.group, tag=index)
+
     @functools.cached_property
-    def _transfers(self) -> list[list[Transfer]]:
-        """Those of each round. Every rank takes part in the same order."""
-        found: list[list[Transfer]] = []
-        for index in range(self.zigzag.rounds):
-            found.append(of_round := [])
-            for distance in range(1, self.world_size):
-                to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-                for transfer, owner, peer in ((dist.isend, self.rank, to), (dist.irecv, source, source)):
-                    begin, end = self.zigzag.bounds(self.zigzag.chunk(owner, index))
-                    if begin < end:
-                        of_round.append((transfer, begin, end, peer))
-        return found
-
-    def _exchange(self, whole: Tensor, index: int) -> _Exchange:
-        """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``.
-
-        All at once, so that links are busy in both directions.
-        """
-        operations = [
-            dist.P2POp(transfer, _bytes(whole[begin:end]), group=self.group, tag=index, group_peer=peer)
-            for transfer, begin, end, peer in self._transfers[index]
+    def _chunks(self) -> list[list[int]]:
+        """Each rank's of each round."""
+        return [
+            [self.zigzag.chunk(rank, index) for rank in range(self.world_size)] for index in range(self.zigzag.rounds)
         ]
-        with torch.cuda.device_of(whole):  # a batch is of the current device
-            return _Exchange(dist.batch_isend_irecv(operations) if operations else [])
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
-        """Rows for heads; the whole sequence of a share of the heads; heads for rows. lse or None."""
-        ranks = self.world_size
-        shares = [x.shape[2] // ranks for x in (q, k, v)]
-        order = torch.cat([_positions(self.zigzag, rank, q.device) for rank in range(ranks)])
-        # [rank, length, batch, its heads of q, k and v, head_dim]
-        sent = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], 3).permute(2, 1, 0, 3, 4)
-        received = self._all_to_all(sent.flatten(0, 1), to_rows=False)
-        whole = torch.empty_like(received)
-        whole[order] = received
-        q, k, v = whole.transpose(0, 1).split(shares, 2)
-        o = torch.empty_like(q)
-        first = self.rank * shares[0]
-        lse = _attend(q, k, v, o, problem, self.config.of_heads(first, first + shares[0]), return_lse)
+        """The whole sequence with a share of the heads; lse or None."""
 
-        def back(x: Tensor) -> Tensor:
-            """[seqlen, batch, a share of the heads, ...] -> [length, batch, heads, ...]"""
-            x = self._all_to_all(x[order], to_rows=True).unflatten(0, (ranks, self.length))
-            return x.movedim(0, 2).flatten(2, 3)
+        def attend(heads: slice, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Any:
+            return _attend(q, k, v, o, problem, self.config.of_heads(heads.start, heads.stop), return_lse)
 
-        out.copy_(back(o.transpose(0, 1)).transpose(0, 1))
-        return None if lse is None else back(lse.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
-
-    def _all_to_all(self, sent: Tensor, *, to_rows: bool) -> Tensor:
-        """Rows of all ranks for this rank's heads, or the other way round (``to_rows``); ranks in turn on axis 0."""
-        here = [self.length] * self.world_size
-        all_rows = [self.zigzag.length(rank) for rank in range(self.world_size)]
-        given, taken = (all_rows, here) if to_rows else (here, all_rows)
-        received = sent.new_empty((sum(taken), *sent.shape[1:]))
-        row = math.prod(sent.shape[1:]) * sent.element_size()
-        dist.all_to_all_single(
-            _bytes(received), _bytes(sent.contiguous()), [n * row for n in taken], [n * row for n in given], self.group
-        )
-        return received
+        return attend_by_heads(q, k, v, out, attend, zigzag=self.zigzag, rank=self.rank, group=self.group)
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model share it
@@ -409,75 +374,51 @@ def _attend(
     return found[1] if return_lse else None
 
 
-class _Exchange:
-    """Chunks on their way. After `wait` the current stream, or on the CPU the host, has waited for them."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        while self.works:  # each once: gloo would wait for another message
-            self.works.pop().wait()
-
-
-def _wait(exchanges: Sequence[_Exchange]) -> None:
-    for exchange in exchanges:
-        exchange.wait()
-
-
 class _Gathering:
-    """All ranks' keys and values in the order of the sequence, ``kv`` [seqlen, 2, batch, kv_heads, head_dim].
+    """All ranks' keys and values in the order of the sequence, ``kv`` [stages, seqlen, 2, batch, kv_heads of a stage,
+    head_dim].
 
-    This rank's are there, those of others come round by round.
+    This rank's are there, those of others come stage by stage, each round by round.
     """
 
-    def __init__(self, parallel: SequenceParallel, k: Tensor, v: Tensor) -> None:
+    def __init__(self, parallel: SequenceParallel, k: Tensor, v: Tensor, stages: int) -> None:
         """k, v: this rank's, (batch, length, kv_heads, head_dim)."""
         batch, _, kv_heads, head_dim = k.shape
-        self.parallel = parallel
+        self.parallel, self.rounds = parallel, parallel.zigzag.rounds
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
-        self.kv = k.new_empty((parallel.zigzag.seqlen, 2, batch, kv_heads, head_dim))
-        self.exchanges: list[_Exchange] = []
-        # Rounds are sent on a stream beside the current one, or they would wait for what was launched before them.
-        self.beside = torch.cuda.Stream(k.device, priority=-1) if k.device.type == "cuda" else None
+        self.kv = k.new_empty((stages, parallel.zigzag.seqlen, 2, batch, kv_heads // stages, head_dim))
+        self.exchanges: list[Exchange] = []
+        self.beside = side_stream(k.device)
         self.copied = []  # CUDA events: this rank's chunk of each round is in kv
-        keys, values = _wide(k), _wide(v)
+        keys, values = (wide(x).unflatten(2, (stages, -1)) for x in (k, v))
         for (begin, end), rows in parallel._spans:
-            for i, x in enumerate((keys, values)):
-                self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
+            for i, x in enumerate((keys, values)):  # [batch, length, stages, kv_heads of a stage, head_dim]
+                self.kv[:, begin:end, i].view(x.dtype).copy_(x[:, rows].permute(2, 1, 0, 3, 4))
             if self.beside is not None:
                 self.copied.append(torch.cuda.current_stream(k.device).record_event())
 
-    def send(self, rounds: int) -> None:
-        """Begin to send and to receive the first so many rounds, those that have not begun."""
-        for index in range(len(self.exchanges), rounds):
+    def send(self, stage: int = -1, rounds: int = 0) -> None:
+        """Begin to send and to receive a stage's first so many rounds and all that comes before, or all there is: those
+        that have not begun."""
+        count = stage * self.rounds + rounds if stage >= 0 else len(self.kv) * self.rounds
+        for index in range(len(self.exchanges), count):
+            of_stage, of_round = divmod(index, self.rounds)
             with torch.cuda.stream(self.beside):  # None: as it is
                 if self.beside is not None:
-                    self.beside.wait_event(self.copied[index])
-                self.exchanges.append(self.parallel._exchange(self.kv, index))
+                    self.beside.wait_event(self.copied[of_round])
+                self.exchanges.append(self.parallel._exchange(self.kv[of_stage], of_round))
 
-    def awaits(self, rounds: int) -> bool:
-        """Whether others' keys of the first so many rounds may still be on their way."""
-        return any(exchange.works for exchange in self.exchanges[:rounds])
+    def awaiting(self, stage: int, rounds: int) -> Callable[[], None] | None:
+        """What makes the current stream, or on the CPU the host, wait for a stage's first so many rounds; None where
+        it need not."""
+        needed = self.exchanges[stage * self.rounds : stage * self.rounds + rounds]
+        return functools.partial(wait_for, needed) if any(one.works for one in needed) else None
 
-    def wait(self, rounds: int) -> None:
-        """The current stream, or on the CPU the host, waits for the first so many rounds."""
-        _wait(self.exchanges[:rounds])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """The same bytes in elements of 16 if they can be: PyTorch copies rows with gaps between them by elements."""
-    each = 16 // x.element_size()
-    places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    if x.stride(-1) != 1 or any(n % each for n in places) or x.data_ptr() % 16:
-        return x
-    return x.view(torch.complex128)
+    def wait(self) -> None:
+        """The same for all."""
+        wait_for(self.exchanges)
 
 
 def _positions(zigzag: Zigzag, rank: int, device: Any) -> Tensor:
     return torch.cat([torch.arange(begin, end, device=device) for begin, end in zigzag.rows(rank)])
 
-
-def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: what every backend can move, whatever the dtype."""
-    return x.view(-1).view(torch.uint8)
