@@ -8,6 +8,7 @@
 namespace s2o {
 
 constexpr int kTopThreads = 128;
+constexpr int kHeldGroups = 8;  // of 128 weights, four of each lane, that a warp holds in registers
 
 // Of a warp: blocks that may be among those of most weight, ascending.
 struct TopShared {
@@ -50,15 +51,30 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   if (wanted == 0) return;
   const float* row = p.weights + warp * p.weight_stride;
 
+  // All of a row, or what registers hold of it, is under way at once. use(at, w): of the weights from `at` on, four of
+  // this lane, ascending; lanes come together.
+  const auto load = [&](int at) {
+    return at < end ? *reinterpret_cast<const float4*>(row + at) : make_float4(0.f, 0.f, 0.f, 0.f);
+  };
+  float4 held[kHeldGroups];
+#pragma unroll
+  for (int i = 0; i < kHeldGroups; ++i) held[i] = load(i * 128 + lane * 4);
+  const auto each = [&](const auto& use) {
+#pragma unroll
+    for (int i = 0; i < kHeldGroups; ++i)
+      if (i * 128 < end) use(i * 128 + lane * 4, held[i]);
+#pragma unroll 1
+    for (int group = kHeldGroups * 128; group < end; group += 128) use(group + lane * 4, load(group + lane * 4));
+  };
+
   // The weight that just as many as are wanted reach: at least the wanted-th largest of the lanes' own largest.
   uint32 largest = 0;
-  for (int at = (begin / 4 + lane) * 4; at < end; at += 128) {
-    const float4 w = *reinterpret_cast<const float4*>(row + at);
+  const auto counts = [&](int block) { return static_cast<uint32>(block - begin) < static_cast<uint32>(end - begin); };
+  each([&](int at, const float4& w) {
     const float x[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (at + e >= begin && at + e < end) largest = max(largest, weight_bits(x[e]));
-  }
+    for (int e = 0; e < 4; ++e) largest = max(largest, counts(at + e) ? weight_bits(x[e]) : 0u);
+  });
   int rank = 0;
   for (int other = 0; other < 32; ++other) {
     const uint32 theirs = __shfl_sync(kFullWarp, largest, other);
@@ -71,17 +87,14 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   uint32* candidates = shared.weight[threadIdx.x / 32];
   int* blocks = shared.block[threadIdx.x / 32];
   int found = 0;
-  for (int group = begin / 4 * 4; group < end && found <= 32; group += 128) {
-    const int at = group + lane * 4;
-    uint32 x[4], reaches = 0;  // a bit for each of the lane's four
-    if (at < end) {
-      const float4 w = *reinterpret_cast<const float4*>(row + at);
-      x[0] = weight_bits(w.x), x[1] = weight_bits(w.y), x[2] = weight_bits(w.z), x[3] = weight_bits(w.w);
+  each([&](int at, const float4& w) {
+    if (found > 32) return;
+    const uint32 x[4] = {weight_bits(w.x), weight_bits(w.y), weight_bits(w.z), weight_bits(w.w)};
+    uint32 reaches = 0;  // a bit for each of the lane's four
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        reaches |= static_cast<uint32>(at + e >= begin && at + e < end && x[e] >= low) << e;
-    }
-    if (!__any_sync(kFullWarp, reaches)) continue;
+    for (int e = 0; e < 4; ++e)
+      reaches |= static_cast<uint32>(counts(at + e) & (x[e] >= low)) << e;
+    if (!__any_sync(kFullWarp, reaches)) return;
     int place = found;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -90,15 +103,15 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
       found += __popc(lanes);
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (reaches >> e & 1) {
-        if (place < 32) {
-          candidates[place] = x[e];
-          blocks[place] = at + e;
-        }
-        ++place;
+    for (int e = 0; e < 4; ++e) {
+      const int taken = reaches >> e & 1;
+      if (taken && place < 32) {
+        candidates[place] = x[e];
+        blocks[place] = at + e;
       }
-  }
+      place += taken;
+    }
+  });
   if (found <= 32) {
     __syncwarp();
     const uint32 mine = lane < found ? candidates[lane] : 0;

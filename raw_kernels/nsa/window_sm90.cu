@@ -9,14 +9,16 @@ template <class Element_, int kHeadDim_>
 struct WindowSm90Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kGroups = 3, kThreads = kGroups * 128, kChunks = kHeadDim / 8;
+  static constexpr int kStages = 3;  // steps of keys in shared memory: one barrier a step
   using Rows = PositionRows<kGroups * 64>;
   struct Shared {
     uint16 q[kGroups][64 * kHeadDim];  // [warpgroups, rows]; at the end, outputs
-    uint16 k[2][kWindowStep * kHeadDim];
-    uint16 v[2][kWindowStep * kHeadDim];
+    uint16 k[kStages][kWindowStep * kHeadDim];
+    uint16 v[kStages][kWindowStep * kHeadDim];
     // What only copies need is read back for each step: the registers belong to the accumulators.
     const uint16 *k_rows, *v_rows;
     int steps[4];  // WindowSteps
+    uint32 nonfinite[kStages][kWindowStep / 32];  // bits of the step's keys with values that are not finite
   };
 };
 
@@ -39,26 +41,36 @@ struct WindowRows {
       l[h] = 0.f;
     }
   }
-  // A step of keys. `edge`: some row of the warpgroup does not see some key.
+  // A step of keys. `edge`: some row of the warpgroup does not see some key. `nonfinite`: bits of keys whose values that
+  // are not finite were taken out of the product; null: none were.
   __device__ __forceinline__ void attend(uint32 q_tile, uint32 k_tile, uint32 v_tile, int first_position, int first_key,
-                                         bool edge, bool careful) {
+                                         bool edge, const uint32* nonfinite, const uint16* v_rows) {
     const int lane = threadIdx.x % 32;
     float s[kWindowStep / 2];
     multiply_scores<Element, kHeadDim>(s, q_tile, k_tile);
     const auto sees = [&](int h, int key) { return window_sees(p, first_position + 8 * h, first_key + key); };
     uint32 w[kWindowStep / 8][2];  // weights, packed in pairs of keys
 #pragma unroll
+    for (int i = 0; i < kWindowStep / 2; ++i) s[i] *= p.scale_log2;
+    if (edge) {  // in one piece, without a branch for each key
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int last = first_position + 8 * h - first_key - lane % 4 * 2, first = last - p.window + 1;
+        const int sinks = p.sinks - first_key - lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kWindowStep / 4; ++i) {
+          const int key = i / 2 * 8 + i % 2;  // from the thread's first on
+          const bool seen = (key <= last) & ((key >= first) | (key < sinks));
+          float& x = s[i / 2 * 4 + 2 * h + i % 2];
+          x = seen ? x : -infinity();
+        }
+      }
+    }
+#pragma unroll
     for (int h = 0; h < 2; ++h) {
       float top = m[h];
 #pragma unroll
-      for (int j = 0; j < kWindowStep / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[j * 4 + 2 * h + e];
-          x *= p.scale_log2;
-          if (edge && !sees(h, j * 8 + lane % 4 * 2 + e)) x = -infinity();
-          top = fmaxf(top, x);
-        }
+      for (int i = 0; i < kWindowStep / 4; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * h + i % 2]);
       top = row_max(top);
       const float base = top == -infinity() ? 0.f : top, rescale_by = exp2_approx(m[h] - base);
       float sum = l[h] * rescale_by;
@@ -76,11 +88,10 @@ struct WindowRows {
       }
     }
     __syncwarp();
-    if (edge && careful) {
-      add_visible_values<Element, kHeadDim>(acc, w, v_tile, sees);
-    } else {
-      multiply_values<Element, kHeadDim>(acc, w, v_tile, true);
-    }
+    if (nonfinite)
+      add_taken_values<Element, kHeadDim>(acc, w, nonfinite, v_rows + first_key * p.v.row, p.v.row,
+                                          p.geometry.head_dim, sees);
+    multiply_values<Element, kHeadDim>(acc, w, v_tile, true);
   }
   // Leaves what the rows have seen so far. `row`: of this thread among the block's, and 8 more.
   __device__ __forceinline__ void keep_near(const Rows& rows, int row) const {
@@ -133,6 +144,7 @@ template <class Traits>
 __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Traits::Shared& shared) {
   const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
   constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
+  constexpr int kStages = Traits::kStages;
   using Rows = typename Traits::Rows;
   if (threadIdx.x == 0) {
     const Rows rows(p, block_index());
@@ -141,6 +153,7 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
     shared.v_rows = p.v.at(batch, kv_head);
     reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
   }
+  if (threadIdx.x < kStages * kWindowStep / 32) shared.nonfinite[0][threadIdx.x] = 0;
   __syncthreads();
   const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
   const bool inside = chunk * 8 < p.geometry.head_dim;
@@ -152,9 +165,9 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
       for (int row = slot; row < kWindowStep; row += kAtATime) {
         const bool present = inside && first_key + row < p.geometry.seqlen_k;
         const int64 key = present ? first_key + row : 0;
-        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.k[step % 2]), row, chunk),
+        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.k[step % kStages]), row, chunk),
                              present ? k + key * p.k.row + chunk * 8 : k, present);
-        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.v[step % 2]), row, chunk),
+        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.v[step % kStages]), row, chunk),
                              present ? v + key * p.v.row + chunk * 8 : v, present);
       }
     }
@@ -175,26 +188,35 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
   const uint32 q_tile = shared_address(shared.q[group]);
   // Positions of the warpgroup's rows; all are of one block of keys.
   const int tile_first = Rows(p, block_index()).first, first = tile_first + group * 64, last = first + 63;
-  // A second time, with care for values that are not finite, only where one has come in, seen or not.
+  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     load(0);
+    load(1);
     WindowRows<Traits> state(p);
 #pragma unroll 1
     for (int step = 0; step < steps.count; ++step) {
-      load(step + 1);
       cp_async_wait<1>();
+      uint32* nonfinite = shared.nonfinite[step % kStages];
+      if (careful) {
+#pragma unroll 1
+        for (int r = slot; r < kWindowStep; r += kAtATime)  // its copies
+          take_nonfinite<typename Traits::Element>(
+              atom_chunk<64>(shared_address(shared.v[step % kStages]), r, chunk), r, nonfinite);
+      }
       fence_for_wgmma();
-      __syncthreads();
+      __syncthreads();  // and everybody is done with the step before, whose place is filled
+      load(step + 2);
+      if (careful && threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
       const int first_key = steps.first_key(step);
       if (window_reaches(p, first, last, first_key))
-        state.attend(q_tile, shared_address(shared.k[step % 2]), shared_address(shared.v[step % 2]), tile_first + row,
-                     first_key, window_cuts(p, first, last, first_key), careful);
+        state.attend(q_tile, shared_address(shared.k[step % kStages]), shared_address(shared.v[step % kStages]),
+                     tile_first + row, first_key, window_cuts(p, first, last, first_key), careful ? nonfinite : nullptr,
+                     shared.v_rows);
       if (p.near_out && first_key == near_begin(p, first)) state.keep_near(Rows(p, block_index()), row);
-      __syncthreads();  // everybody is done with this step's keys
     }
     cp_async_wait<0>();
-    if (careful || !__syncthreads_or(any_nonfinite(state.acc))) {
+    if (!__syncthreads_or(!careful && any_nonfinite(state.acc))) {
       state.store(Rows(p, block_index()), q_tile, row);
       return;
     }

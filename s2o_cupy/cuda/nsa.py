@@ -6,9 +6,12 @@ sequences of a batch (nsa/plan.py: Remainders). Everything else is in raw_kernel
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
 
@@ -21,10 +24,12 @@ from ..plan.kernels import Kernel
 from ..problem import Problem
 from ..spec import LOG2E, S2OConfig
 from . import compiler, pipeline
+from .graphs import GraphCache
 from .pipeline import Memory, device_limits
 
 __all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "select"]
 
+Strides = tuple[int, int, int]
 # Called after each launch with its stage's name; a tool's way to look inside.
 Observer = Callable[[str], None]
 NO_REMAINDER = 1 << 30
@@ -51,19 +56,80 @@ def attend(
     config: NSAConfig, *, stream: int, memory: Memory, observe: Observer | None = None,
 ) -> None:  # fmt: skip
     """All three branches into ``out``. ``observe`` is called with each stage's name after its launch."""
-    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_attention", compresses=True,
+    device = runtime.getDevice()
+    plan = make_plan(problem, config, device_limits(device), where="nsa_attention", compresses=True,
                      attends=True, gates=True, shares=window == keys)  # fmt: skip
-    address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream, observe)
-    call.compressed(q, compressed, memory)
-    call.window(q, window, out)
-    call.params["k_cmp"] = _tensor(compressed.k)
-    call.params["gates"] = (gates.pointer, *gates.strides)
-    call.params["gates_wide"] = gates.wide
-    for first, tokens in plan.rounds:
-        call.choose(q, first, tokens)
-        call.attend_blocks(q, keys, out, first, tokens)
-    del keeper
+    operands = (q, *keys, *compressed, *window, out)
+    prepared = _prepared(plan, device, q.strides, compressed.k.strides, compressed.v.strides)
+    address, keeper = memory(prepared.nbytes)
+    of_pass1 = address + plan.workspace.nbytes
+    gate_of = (gates.pointer, *gates.strides, int(gates.wide))
+
+    def launch(into: int) -> None:
+        call = _Call(plan, address, into, observe)
+        call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
+        if into == stream:
+            call.window(q, window, out)
+        else:  # into a graph, beside what comes until branches are added up
+            prepared.beside.fork(into, lambda side: call.window(q, window, out, side))
+            call.before_merge = partial(prepared.beside.join, into)
+        call.compressed(q, compressed, lambda nbytes: (of_pass1, keeper))
+        call.params["k_cmp"] = _tensor(compressed.k)
+        for first, tokens in plan.rounds:
+            call.choose(q, first, tokens)
+            call.attend_blocks(q, keys, out, first, tokens)
+
+    with prepared.lock:
+        if observe is not None:
+            launch(stream)
+        else:
+            key = (address, *gate_of, *(n for x in operands for n in (x.pointer, *x.strides)))
+            prepared.replay.run(key, stream, launch)
+
+
+class _Beside:
+    """A stream beside the one that is captured."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.events: tuple[Any, ...] = ()
+
+    def fork(self, into: int, launch: Callable[[int], None]) -> None:
+        """``launch`` what waits for what ``into`` has so far."""
+        if self.stream is None:
+            self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into))
+            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        begun, ended = self.events
+        runtime.eventRecord(begun.ptr, into)
+        runtime.streamWaitEvent(self.stream.ptr, begun.ptr)
+        launch(self.stream.ptr)
+        runtime.eventRecord(ended.ptr, self.stream.ptr)
+
+    def join(self, into: int) -> None:
+        """Let ``into`` wait for that."""
+        runtime.streamWaitEvent(into, self.events[1].ptr)
+
+
+class _Prepared:
+    """What calls of one kind have in common."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes  # of the plan's workspace and that of pass 1
+        self.replay = GraphCache(cupy.cuda)
+        self.beside = _Beside()
+        self.lock = threading.RLock()  # the graphs and the stream are one for all threads
+
+
+@remembered
+def _prepared(
+    plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: Strides
+) -> _Prepared:  # of compressed keys and values
+    p = plan.problem
+    of_cmp = (p.batch, p.kv_heads, plan.compressed, p.head_dim)
+    q = Operand(0, (p.batch, p.heads, p.seqlen_q, p.head_dim), of_q)
+    runs = _compressed_runs(plan, q, Pair(Operand(0, of_cmp, of_k), Operand(0, of_cmp, of_v)), 0, 0)
+    bytes_each = [pipeline.workspace_bytes(x.operands, x.problem, _dense(plan.config.path)) for x in runs]
+    return _Prepared(plan.workspace.nbytes + max(bytes_each, default=0))
 
 
 def select(
@@ -124,52 +190,33 @@ class _Call:
         self.places = {name: address + place.offset for name, place in plan.workspace.places.items()}
         for name, place in self.places.items():
             self.params[name] = place
+        self.before_merge: Callable[[], None] | None = None  # once
 
-    def launch(self, kernel: Kernel, blocks: int) -> None:
+    def launch(self, kernel: Kernel, blocks: int, stream: int | None = None) -> None:
+        """``stream``: if not the call's."""
         if blocks:
             driver.launchKernel(
-                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream,
-                self.at.ctypes.data, 0,
+                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes,
+                self.stream if stream is None else stream, self.at.ctypes.data, 0,
             )  # fmt: skip
         if self.observe:
             self.observe(kernel.function)
 
     def compressed(self, q: Operand, compressed: Pair, memory: Memory) -> None:
         """cmp_out and cmp_lse."""
-        plan, p = self.plan, self.plan.problem
-        config = _dense(plan.config.path)
-        stride, row = plan.config.stride, q.strides[2]
-        ends = plan.lse_rows
-        for b in range(p.batch):
-            q_b, k, v = q.sequences(b, b + 1), compressed.k.sequences(b, b + 1), compressed.v.sequences(b, b + 1)
-            out = self.places["cmp_out"] + 2 * b * p.heads * p.seqlen_q * p.head_dim
-            lse = self.places["cmp_lse"] + 4 * b * ends[-1]
-            for of, begin in zip(plan.remainders, ends, strict=False):
-                if of.rows == 0:
-                    continue
-                first = of.first + of.skipped * stride
-                rows = (of.size, p.heads, of.rows, p.head_dim)
-                operands = (
-                    _view(q_b.pointer + 2 * first * row, rows, (row, q.strides[1], stride * row)),
-                    _view(k.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
-                    _view(v.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
-                    _view(out + 2 * first * p.head_dim, rows,
-                          (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
-                )  # fmt: skip
-                pipeline.run(
-                    operands, lse + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys), config, stream=self.stream,
-                    memory=memory,
-                )  # fmt: skip
+        config = _dense(self.plan.config.path)
+        for x in _compressed_runs(self.plan, q, compressed, self.places["cmp_out"], self.places["cmp_lse"]):
+            pipeline.run(x.operands, x.lse, 0, x.problem, config, stream=self.stream, memory=memory)
         if self.observe:
             self.observe("nsa_compressed")
 
-    def window(self, q: Operand, keys: Pair, out: Operand) -> None:
+    def window(self, q: Operand, keys: Pair, out: Operand, stream: int | None = None) -> None:
         """The window branch, to ``out``, and near_out where the plan has blocks apart."""
         plan, params = self.plan, self.params
         heads = plan.problem.batch * plan.problem.heads
         self._point(q, keys, out)
         params["q_tiles"], params["tiles"] = heads, plan.window_tiles
-        self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles)
+        self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles, stream)
 
     def choose(self, q: Operand, first: int, tokens: int) -> None:
         """The blocks of a round's tokens."""
@@ -187,12 +234,15 @@ class _Call:
         self._round(first, tokens)
         self._point(q, keys, out)
         if plan.slots:
-            # A block that stands twice in a row leaves a gap.
-            runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
+            if "chosen" not in self.places:  # of the caller's a block may stand twice in a row, which leaves a gap
+                runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
             self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
             self.launch(kernels.places(), plan.kv_rows)
             self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
             self.launch(plan.kernel("nsa_selected"), plan.kv_rows * plan.most_items)
+        if self.before_merge:
+            self.before_merge()
+            self.before_merge = None
         self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
 
     def _point(self, q: Operand, keys: Pair, out: Operand) -> None:
@@ -202,6 +252,37 @@ class _Call:
     def _round(self, first: int, tokens: int) -> None:
         self.params["first_token"], self.params["tokens"] = first, tokens
         self.params["q_tiles"] = self.plan.kv_rows
+
+
+class _Run(NamedTuple):
+    """Of pass 1, as plain causal attention."""
+
+    operands: pipeline.Operands
+    lse: int
+    problem: Problem
+
+
+def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[_Run]:
+    """Compressed attention, to cmp_out and cmp_lse at these addresses."""
+    p, stride, row, ends = plan.problem, plan.config.stride, q.strides[2], plan.lse_rows
+    runs = []
+    for b in range(p.batch):
+        q_b, k, v = q.sequences(b, b + 1), compressed.k.sequences(b, b + 1), compressed.v.sequences(b, b + 1)
+        out_b, lse_b = out + 2 * b * p.heads * p.seqlen_q * p.head_dim, lse + 4 * b * ends[-1]
+        for of, begin in zip(plan.remainders, ends, strict=False):
+            if of.rows == 0:
+                continue
+            first = of.first + of.skipped * stride
+            rows = (of.size, p.heads, of.rows, p.head_dim)
+            operands = (
+                _view(q_b.pointer + 2 * first * row, rows, (row, q.strides[1], stride * row)),
+                _view(k.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
+                _view(v.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
+                _view(out_b + 2 * first * p.head_dim, rows,
+                      (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
+            )  # fmt: skip
+            runs.append(_Run(operands, lse_b + 4 * begin, _of_rows(p, of.size, of.rows, of.keys)))
+    return runs
 
 
 @remembered

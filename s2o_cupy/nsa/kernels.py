@@ -8,8 +8,8 @@ from ..plan.kernels import Family, Inputs, Kernel
 from ..plan.paths import HOPPER
 
 __all__ = [
-    "BLOCKS", "CHUNK_TOKENS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weight_tokens", "block_weights",
-    "catalogue", "count", "merge_parts", "places", "scatter", "selected", "top_blocks", "window",
+    "BLOCKS", "CHUNK_TOKENS", "ITEM_ROWS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weight_tokens",
+    "block_weights", "catalogue", "count", "merge_parts", "places", "scatter", "selected", "top_blocks", "window",
     "window_rows",
 ]  # fmt: skip
 
@@ -22,6 +22,7 @@ MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes tha
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
 STEP = 64  # keys of a step, of a tile
+ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kChunkTokens)
 OPEN = 32 * 4  # bytes of an open array that a Shared has
 
@@ -56,9 +57,9 @@ COUNT, PLACES, SCATTER = (
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
-        shared = (HOPPER_WINDOW_ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4
+        shared = (HOPPER_WINDOW_ROWS + 6 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 6 * 4
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
-    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4
+    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
@@ -92,7 +93,9 @@ def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
     """Of Hopper with blocks of 64; with twice as many keys registers are too few for two blocks of threads."""
     family = SELECTED_SM90 if HOPPER.runs_on(compute_capability) and block == STEP else SELECTED
     buffers = 2 if block == STEP else 1
-    shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4
+    shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
+    if family is SELECTED_SM90:
+        shared += ITEM_ROWS * 4  # tokens of an item, at most
     return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 

@@ -19,7 +19,6 @@ from .config import NSAConfig
 
 __all__ = ["NsaPlan", "Remainders", "compressed_count", "make_plan", "remainders"]
 
-ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 ROUND_UNIT = 512  # tokens that a round has a multiple of, if it has as many
 
 
@@ -100,7 +99,7 @@ class NsaPlan:
     @property
     def item_tokens(self) -> int:
         """Tokens of a block of nsa_selected."""
-        return max(1, ITEM_ROWS // self.group)
+        return max(1, kernels.ITEM_ROWS // self.group)
 
     @property
     def most_items(self) -> int:
