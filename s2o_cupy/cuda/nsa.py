@@ -21,13 +21,14 @@ from ..nsa import kernels
 from ..nsa.config import NSAConfig
 from ..nsa.plan import NsaPlan, make_plan
 from ..plan.kernels import Kernel
+from ..plan.params import Struct
 from ..problem import Problem
 from ..spec import LOG2E, S2OConfig
 from . import compiler, pipeline
 from .graphs import GraphCache
 from .pipeline import Memory, device_limits
 
-__all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "select"]
+__all__ = ["Call", "Gates", "Pair", "attend", "attend_blocks", "attend_window", "select", "tensor"]
 
 Strides = tuple[int, int, int]
 # Called after each launch with its stage's name; a tool's way to look inside.
@@ -66,7 +67,7 @@ def attend(
     gate_of = (gates.pointer, *gates.strides, int(gates.wide))
 
     def launch(into: int) -> None:
-        call = _Call(plan, address, into, observe)
+        call = Call(plan, address, into, observe)
         call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
         if into == stream:
             call.window(q, window, out)
@@ -74,7 +75,7 @@ def attend(
             prepared.beside.fork(into, lambda side: call.window(q, window, out, side))
             call.before_merge = partial(prepared.beside.join, into)
         call.compressed(q, compressed, lambda nbytes: (of_pass1, keeper))
-        call.params["k_cmp"] = _tensor(compressed.k)
+        call.params["k_cmp"] = tensor(compressed.k)
         for first, tokens in plan.rounds:
             call.choose(q, first, tokens)
             call.attend_blocks(q, keys, out, first, tokens)
@@ -139,9 +140,9 @@ def select(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_select", compresses=True,
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream)
+    call = Call(plan, address, stream)
     call.compressed(q, Pair(k_cmp, k_cmp), memory)
-    call.params["k_cmp"] = _tensor(k_cmp)
+    call.params["k_cmp"] = tensor(k_cmp)
     call.params["chosen"] = chosen
     for first, tokens in plan.rounds:
         call.choose(q, first, tokens)
@@ -156,7 +157,7 @@ def attend_blocks(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention", compresses=False,
                      attends=True, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream)
+    call = Call(plan, address, stream)
     call.params["chosen"], call.params["lse"] = chosen, lse
     for first, tokens in plan.rounds:
         call.attend_blocks(q, keys, out, first, tokens)
@@ -171,21 +172,24 @@ def attend_window(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(SOME_BYTES)
-    call = _Call(plan, address, stream)
+    call = Call(plan, address, stream)
     call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
     call.window(q, keys, out)
     del keeper
 
 
-class _Call:
+class Call:
     """One call: parameters that its launches share, each of which changes some."""
 
-    def __init__(self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None) -> None:
+    def __init__(
+        self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None, params: Struct | None = None
+    ) -> None:  # fmt: skip
+        """``params``: of its launches, if not NsaParams, which they begin with."""
         self.plan, self.stream, self.observe = plan, stream, observe
         self.functions = dict(zip(plan.kernels, compiler.load_all(plan.kernels, runtime.getDevice()), strict=True))
         # It also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, SOME_BYTES, stream)
-        self.params = _template(plan).copy()
+        self.params = _template(plan, params or kernels.WINDOW.params).copy()
         self.at = np.array([self.params.ctypes.data], np.uint64)
         self.places = {name: address + place.offset for name, place in plan.workspace.places.items()}
         for name, place in self.places.items():
@@ -214,7 +218,7 @@ class _Call:
         """The window branch, to ``out``, and near_out where the plan has blocks apart."""
         plan, params = self.plan, self.params
         heads = plan.problem.batch * plan.problem.heads
-        self._point(q, keys, out)
+        self.point(q, keys, out)
         params["q_tiles"], params["tiles"] = heads, plan.window_tiles
         self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles, stream)
 
@@ -222,8 +226,8 @@ class _Call:
         """The blocks of a round's tokens."""
         plan, params = self.plan, self.params
         kernel = plan.kernel("nsa_block_weights")
-        self._round(first, tokens)
-        params["q"] = _tensor(q)
+        self.round(first, tokens)
+        params["q"] = tensor(q)
         params["tiles"] = tiles = -(-tokens // kernels.block_weight_tokens(kernel))
         self.launch(kernel, plan.kv_rows * tiles)
         self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
@@ -231,25 +235,32 @@ class _Call:
     def attend_blocks(self, q: Operand, keys: Pair, out: Operand, first: int, tokens: int) -> None:
         """A round's tokens to their blocks, and the sum of the branches where there are gates."""
         plan = self.plan
-        self._round(first, tokens)
-        self._point(q, keys, out)
+        self.round(first, tokens)
+        self.point(q, keys, out)
         if plan.slots:
-            if "chosen" not in self.places:  # of the caller's a block may stand twice in a row, which leaves a gap
-                runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
-            self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
-            self.launch(kernels.places(), plan.kv_rows)
-            self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
+            self.invert()
             self.launch(plan.kernel("nsa_selected"), plan.kv_rows * plan.most_items)
         if self.before_merge:
             self.before_merge()
             self.before_merge = None
         self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
 
-    def _point(self, q: Operand, keys: Pair, out: Operand) -> None:
-        for name, x in (("q", q), ("k", keys.k), ("v", keys.v), ("out", out)):
-            self.params[name] = _tensor(x)
+    def invert(self) -> None:
+        """The tokens of each block, of the round."""
+        plan = self.plan
+        if "chosen" not in self.places:  # of the caller's a block may stand twice in a row, which leaves a gap
+            runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
+        self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
+        self.launch(kernels.places(), plan.kv_rows)
+        self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
 
-    def _round(self, first: int, tokens: int) -> None:
+    def point(self, q: Operand, keys: Pair, out: Operand) -> None:
+        """What launches read and write."""
+        for name, x in (("q", q), ("k", keys.k), ("v", keys.v), ("out", out)):
+            self.params[name] = tensor(x)
+
+    def round(self, first: int, tokens: int) -> None:
+        """Which tokens."""
         self.params["first_token"], self.params["tokens"] = first, tokens
         self.params["q_tiles"] = self.plan.kv_rows
 
@@ -286,9 +297,9 @@ def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse:
 
 
 @remembered
-def _template(plan: NsaPlan) -> Any:
-    """NsaParams without addresses."""
-    params = np.zeros((), kernels.WINDOW.params.dtype)
+def _template(plan: NsaPlan, of: Struct) -> Any:
+    """Parameters without addresses."""
+    params = np.zeros((), of.dtype)
     p, config = plan.problem, plan.config
     for field in ("seqlen_q", "seqlen_k", "head_dim"):
         params["geometry"][field] = getattr(p, field)
@@ -324,7 +335,7 @@ def _of_rows(problem: Problem, size: int, rows: int, keys: int) -> Problem:
     )
 
 
-def _tensor(x: Operand) -> tuple[int, int, int, int]:
+def tensor(x: Operand) -> tuple[int, int, int, int]:
     return x.pointer, *x.strides
 
 

@@ -8,9 +8,9 @@ from ..plan.kernels import Family, Inputs, Kernel
 from ..plan.paths import HOPPER
 
 __all__ = [
-    "BLOCKS", "CHUNK_TOKENS", "ITEM_ROWS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weight_tokens",
-    "block_weights", "catalogue", "count", "merge_parts", "places", "scatter", "selected", "top_blocks", "window",
-    "window_rows",
+    "BLOCKS", "CHUNK_TOKENS", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS",
+    "backward_sums", "block_weight_tokens", "block_weights", "catalogue", "count", "merge_parts", "places", "scatter",
+    "selected", "selected_backward", "top_blocks", "window", "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
@@ -25,6 +25,8 @@ STEP = 64  # keys of a step, of a tile
 ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kChunkTokens)
 OPEN = 32 * 4  # bytes of an open array that a Shared has
+
+GRADIENT_KEYS = 64  # of a block of threads of nsa_selected_backward (kGradientKeys)
 
 WINDOW = Family("nsa_window", "nsa/window.cu", "NsaParams", 128, 2, "WindowTraits<{element}, {head_dim}>")
 WINDOW_SM90 = Family(
@@ -52,6 +54,14 @@ TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 8, 
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, 1, shared=f"s2o::{name.title()}Shared")
     for name, threads in (("count", 512), ("places", 1024), ("scatter", 512))
+)
+SELECTED_BACKWARD = Family(
+    "nsa_selected_backward", "nsa/selected_backward.cu", "NsaBackwardParams", 128, 2,
+    "BackwardTraits<{element}, {head_dim}>",
+)  # fmt: skip
+DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
+    Family(name, "nsa/backward_sums.cu", "NsaBackwardParams", 128, 8, "SumTraits<{element}, {head_dim}>")
+    for name in ("nsa_deltas", "nsa_query_gradients", "nsa_key_gradients")
 )
 
 
@@ -119,6 +129,19 @@ def scatter(blocks: int) -> Kernel:
     return Kernel(SCATTER, shared_bytes=8 * _room(blocks), open_bytes=8 * _room(blocks) - OPEN)
 
 
+def selected_backward(inputs: Inputs) -> Kernel:
+    shared = 4 * GRADIENT_KEYS * inputs.head_dim * 2 + GRADIENT_KEYS**2 * 2 + 5 * GRADIENT_KEYS * 4 + 4 * 4
+    return Kernel(SELECTED_BACKWARD, inputs.dtype, inputs.head_dim, shared_bytes=shared)
+
+
+def backward_sums(inputs: Inputs) -> tuple[Kernel, Kernel, Kernel]:
+    """Before `selected_backward`, and behind it of queries, and of keys and values."""
+    deltas, of_queries, of_keys = (
+        Kernel(family, inputs.dtype, inputs.head_dim) for family in (DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS)
+    )
+    return deltas, of_queries, of_keys
+
+
 def _room(blocks: int) -> int:
     """A power of two, so that few sizes are loaded."""
     return 1 << max(5, (blocks - 1).bit_length())
@@ -129,6 +152,7 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     if inputs.head_dim > MAX_HEAD_DIM:
         return
     yield from (window(inputs, 0), merge_parts(inputs), top_blocks(), count(0), places(), scatter(0))
+    yield from (selected_backward(inputs), *backward_sums(inputs))
     yield from (selected(inputs, block, 0) for block in BLOCKS)
     yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))
     if HOPPER.runs_on(compute_capability):

@@ -16,8 +16,11 @@ from ..plan.paths import PORTABLE
 from ..problem import Problem
 from . import kernels
 from .config import NSAConfig
+from .kernels import ITEM_ROWS
 
-__all__ = ["NsaPlan", "Remainders", "compressed_count", "make_plan", "remainders"]
+__all__ = [
+    "NsaPlan", "Remainders", "check", "compressed_count", "inverted", "make_plan", "remainders", "round_tokens",
+]  # fmt: skip
 
 ROUND_UNIT = 512  # tokens that a round has a multiple of, if it has as many
 
@@ -72,6 +75,7 @@ class NsaPlan:
     remainders: tuple[Remainders, ...]
     workspace: Workspace
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
+    item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
     def kernel(self, function: str) -> Kernel:
         """The one that it is called for, of whichever path."""
@@ -98,12 +102,12 @@ class NsaPlan:
 
     @property
     def item_tokens(self) -> int:
-        """Tokens of a block of nsa_selected."""
-        return max(1, kernels.ITEM_ROWS // self.group)
+        """Tokens of a block of nsa_selected, or of its backward."""
+        return max(1, self.item_rows // self.group)
 
     @property
     def most_items(self) -> int:
-        """Blocks of nsa_selected of a KV row: every block of keys may have a last one that is not full."""
+        """Such blocks of a KV row: every block of keys may have a last one that is not full."""
         return self.tokens * self.slots // self.item_tokens + min(self.blocks, self.tokens * self.slots)
 
     @property
@@ -144,7 +148,7 @@ def make_plan(
     Raises ValueError for what no kernel takes.
     """
     group = problem.heads // max(1, problem.kv_heads)
-    _check(problem, config, group, where, compresses)
+    check(problem, config, group, where, compresses)
     inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim))
     apart = gates and shares and config.window >= config.local * config.block
     plan = NsaPlan(
@@ -159,7 +163,7 @@ def make_plan(
             f"{where}: {group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
             f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks"
         )
-    plan = replace(plan, kernels=launched, tokens=_round_tokens(plan, compresses, attends))
+    plan = replace(plan, kernels=launched, tokens=round_tokens(plan, sum(_bytes_each(plan, compresses, attends))))
     return replace(plan, workspace=_workspace(plan, compresses, attends))
 
 
@@ -181,9 +185,9 @@ def _kernels(
     return tuple(found)
 
 
-def _round_tokens(plan: NsaPlan, compresses: bool, attends: bool) -> int:
-    bytes_each = max(1, sum(_bytes_each(plan, compresses, attends)))
-    fits = max(kernels.ROWS, plan.config.workspace_bytes // bytes_each)
+def round_tokens(plan: NsaPlan, bytes_each: int) -> int:
+    """Tokens of a round, of ``bytes_each`` in the workspace."""
+    fits = max(kernels.ROWS, plan.config.workspace_bytes // max(1, bytes_each))
     if fits >= plan.problem.seqlen_q:
         return max(1, plan.problem.seqlen_q)
     if fits > ROUND_UNIT:
@@ -212,15 +216,7 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
         ]
     if attends:
         slots = (kv_rows, tokens, plan.slots, plan.group)
-        arrays += [
-            ("counts", (kv_rows, plan.chunks, plan.blocks), "int32"),
-            ("begins", (kv_rows, plan.blocks), "int32"),
-            ("entries", (kv_rows, tokens * plan.slots), "int32"),
-            ("items", (kv_rows, plan.most_items, 4), "int32"),
-            ("item_counts", (kv_rows,), "int32"),
-            ("parts", (*slots, width), "uint16"),
-            ("part_lse", slots, "float32"),
-        ]
+        arrays += [*inverted(plan), ("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
         if compresses:
             arrays.append(("chosen", (kv_rows, p.seqlen_q, plan.config.top), "int32"))
     if plan.apart:
@@ -228,7 +224,18 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
     return lay_out((), arrays)
 
 
-def _check(problem: Problem, config: NSAConfig, group: int, where: str, compresses: bool) -> None:
+def inverted(plan: NsaPlan) -> list[Array]:
+    """What says which tokens have chosen each block."""
+    return [
+        ("counts", (plan.kv_rows, plan.chunks, plan.blocks), "int32"),
+        ("begins", (plan.kv_rows, plan.blocks), "int32"),
+        ("entries", (plan.kv_rows, plan.tokens * plan.slots), "int32"),
+        ("items", (plan.kv_rows, plan.most_items, 4), "int32"),
+        ("item_counts", (plan.kv_rows,), "int32"),
+    ]
+
+
+def check(problem: Problem, config: NSAConfig, group: int, where: str, compresses: bool) -> None:
     """Raise what the kernels do not take."""
     if problem.head_dim % 8 or problem.head_dim > kernels.MAX_HEAD_DIM:
         raise ValueError(
