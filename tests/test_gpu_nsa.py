@@ -145,6 +145,22 @@ def test_repeats_have_the_same_bits(rng):
     assert all(attend(x, SMALL)[0].tobytes() == first for _ in range(10))
 
 
+def test_a_call_that_comes_again_reads_what_is_there_then(rng):
+    """From the second time on it is a CUDA graph, whose branches run side by side."""
+    import cupy
+
+    one, other = (draw(rng, DTYPES["bfloat16"], 1029, batch=2, head_dim=128) for _ in range(2))
+    expected = [attend(x, SMALL)[0] for x in (one, other)]
+    given = [to_gpu(a) for a in one]
+    out = cupy.empty_like(given[0])
+    for turn in range(6):
+        for array, values in zip(given, (one, other)[turn % 2], strict=True):
+            array.set(values)
+        out.fill(0)
+        nsa_attention(*given, config=SMALL, out=out)
+        assert cupy.asnumpy(out).tobytes() == expected[turn % 2].tobytes(), turn
+
+
 @pytest.mark.parametrize("config", [SMALL, LARGE], ids=["64", "128"])
 def test_keys_that_are_not_read_have_no_influence(rng, config):
     """NaN in one block of keys and values changes no row that does not see it, and each that does."""

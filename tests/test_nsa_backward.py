@@ -52,7 +52,8 @@ def test_selected(rng, x, scale):
     *arrays, do = x
     blocks = blocks_of(rng, 70, 7)
     rule = {"blocks": blocks, "block": BLOCK, "scale": scale}
-    found = nsa_backward.selected_backward(*arrays, blocks, *nsa.selected(*arrays, **rule), do, block=BLOCK, scale=scale)
+    attended = nsa.selected(*arrays, **rule)
+    found = nsa_backward.selected_backward(*arrays, blocks, *attended, do, block=BLOCK, scale=scale)
     assert_gradients(rng, lambda *a: nsa.selected(*a, **rule)[0], arrays, found, do)
 
 

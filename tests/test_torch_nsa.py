@@ -38,9 +38,7 @@ def tensors(torch, rng, dtype, lengths, *, per_head=True, own_window=False, devi
     x, other = (draw(rng, np.float64, *lengths, config=config, **shape) for _ in range(2))
     gates = x.gates if per_head else x.gates[:, 0]
     arrays = [*x[:5], gates, *(other[1:3] if own_window else (None, None))]
-    return [
-        None if a is None else torch.from_numpy(a).to(device=device, dtype=dtype).requires_grad_() for a in arrays
-    ]
+    return [None if a is None else torch.from_numpy(a).to(device=device, dtype=dtype).requires_grad_() for a in arrays]
 
 
 def assert_gradients(torch, rng, given, config, rtol):

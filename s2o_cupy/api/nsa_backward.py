@@ -89,7 +89,8 @@ def selected_attention_backward(
     def on_host(x: dict[str, Any]) -> tuple[Any, ...]:
         from . import nsa_on_host
 
-        return nsa_on_host.attend_blocks_backward(*(x[name] for name in inputs), block, problem)
+        arrays = {name: x[name] for name in inputs}
+        return nsa_on_host.attend_blocks_backward(**arrays, block=block, problem=problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         load_pipeline()

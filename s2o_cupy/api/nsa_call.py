@@ -157,8 +157,8 @@ class NsaCall:
 
 
 def _is_readable(name: str, x: ArrayInfo) -> bool:
-    """Whether kernels read an array as it lies; others are copied. Blocks are int32 and an lse float32 in C order, gates have a
-    contiguous last axis, rows of the others begin on 16 bytes."""
+    """Whether kernels read an array as it lies; others are copied. Blocks are int32 and an lse is float32, both in C
+    order, gates have a contiguous last axis, rows of the others begin on 16 bytes."""
     if 0 in x.shape:
         return True
     if name in CONTIGUOUS:

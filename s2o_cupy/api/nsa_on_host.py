@@ -48,10 +48,8 @@ def attend_blocks_backward(
     block: int, problem: Problem,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Gradients of q, k and v."""
-    arrays = (_wide(x) for x in (q, k, v))
-    return nsa_backward.selected_backward(
-        *arrays, blocks, _wide(o), lse, _wide(do), block=block, scale=problem.scale
-    )
+    q, k, v, o, do = (_wide(x) for x in (q, k, v, o, do))
+    return nsa_backward.selected_backward(q, k, v, blocks, o, lse, do, block=block, scale=problem.scale)
 
 
 def attend_window(

@@ -297,9 +297,9 @@ def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse:
 
 
 @remembered
-def _template(plan: NsaPlan, of: Struct) -> Any:
+def _template(plan: NsaPlan, struct: Struct) -> Any:
     """Parameters without addresses."""
-    params = np.zeros((), of.dtype)
+    params = np.zeros((), struct.dtype)
     p, config = plan.problem, plan.config
     for field in ("seqlen_q", "seqlen_k", "head_dim"):
         params["geometry"][field] = getattr(p, field)

@@ -31,9 +31,7 @@ def attend_blocks_backward(
     config: NSAConfig, *, stream: int, memory: Memory,
 ) -> None:  # fmt: skip
     """``out`` and ``lse``: of the selected branch alone."""
-    plan = make_backward_plan(
-        problem, config, device_limits(runtime.getDevice()), where="selected_attention_backward"
-    )
+    plan = make_backward_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention_backward")
     address, keeper = memory(plan.workspace.nbytes)
     call = Call(plan, address, stream, params=kernels.SELECTED_BACKWARD.params)
     call.point(q, keys, out)

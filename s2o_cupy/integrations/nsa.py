@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import api
+from ..api.nsa import nsa_attention as attend
 from ..api.nsa import nsa_select, selected_attention
 from ..api.nsa_backward import selected_attention_backward
 from ..nsa.config import NSAConfig
@@ -54,8 +54,8 @@ def nsa_attention(
 
     Notes
     -----
-    Backward takes, beside the gradients, the memory of their sums in float32 and ``config.workspace_bytes``. Each branch
-    is computed anew; nothing but the arguments is kept from the forward.
+    Backward takes, beside the gradients, the memory of their sums in float32 and ``config.workspace_bytes``. Each
+    branch is computed anew; nothing but the arguments is kept from the forward.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def nsa_attention(
     return _Attention.apply(q, k, v, k_cmp, v_cmp, gates, k_win, v_win, config or NSAConfig(), scale)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, k_win: Tensor | None,
@@ -80,9 +80,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.config, ctx.scale = config, scale
         ctx.save_for_backward(q, k, v, k_cmp, v_cmp, gates, k_win, v_win)
-        return api.nsa.nsa_attention(
-            q, k, v, k_cmp, v_cmp, gates, config=config, k_win=k_win, v_win=v_win, scale=scale
-        )
+        return attend(q, k, v, k_cmp, v_cmp, gates, config=config, k_win=k_win, v_win=v_win, scale=scale)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
