@@ -93,6 +93,9 @@ struct WindowRows {
                                           p.geometry.head_dim, sees);
     multiply_values<Element, kHeadDim>(acc, w, v_tile, true);
   }
+  __device__ __forceinline__ uint32 near_pair(int d, int h, float inverse) const {
+    return pack_finite<Element>(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+  }
   // Leaves what the rows have seen so far. `row`: of this thread among the block's, and 8 more.
   __device__ __forceinline__ void keep_near(const Rows& rows, int row) const {
     const int lane = threadIdx.x % 32;
@@ -100,13 +103,18 @@ struct WindowRows {
     for (int h = 0; h < 2; ++h) {
       const int token = rows(row + 8 * h);
       const float total = row_sum(l[h]), inverse = total == 0.f ? 0.f : 1.f / total;
-      if (token < 0) continue;
       const int64 place = static_cast<int64>(rows.head) * rows.seqlen_q + token;
-      if (lane % 4 == 0) p.near_lse[place] = total == 0.f ? -infinity() : m[h] + __log2f(total);
-      uint32* target = reinterpret_cast<uint32*>(p.near_out + place * kHeadDim) + lane % 4;
+      if (token >= 0 && lane % 4 == 0) p.near_lse[place] = total == 0.f ? -infinity() : m[h] + __log2f(total);
+      // Neighbouring lanes exchange halves of two dim tiles, so that four write 32 bytes of a row.
+      const bool odd = lane % 2;
+      uint16* target = p.near_out + place * kHeadDim + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
-        target[d * 4] = pack_finite<Element>(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+      for (int d = 0; d < kHeadDim / 8; d += 2) {
+        const uint32 even_tile = near_pair(d, h, inverse), odd_tile = near_pair(d + 1, h, inverse);
+        const uint32 other = __shfl_xor_sync(kFullWarp, odd ? even_tile : odd_tile, 1);
+        if (token >= 0)
+          *reinterpret_cast<uint2*>(target + d * 8) = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+      }
     }
     __syncwarp();
   }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cupy
@@ -20,6 +21,7 @@ from ..caches import remembered
 from ..nsa import kernels
 from ..nsa.config import NSAConfig
 from ..nsa.plan import NsaPlan, make_plan
+from ..plan.build import ALIGNMENT
 from ..plan.kernels import Kernel
 from ..plan.params import Struct
 from ..problem import Problem
@@ -63,18 +65,27 @@ def attend(
     operands = (q, *keys, *compressed, *window, out)
     prepared = _prepared(plan, device, q.strides, compressed.k.strides, compressed.v.strides)
     address, keeper = memory(prepared.nbytes)
-    of_pass1 = address + plan.workspace.nbytes
     gate_of = (gates.pointer, *gates.strides, int(gates.wide))
 
+    def there(place: int) -> Memory:
+        return lambda nbytes: (place, keeper)
+
     def launch(into: int) -> None:
-        call = Call(plan, address, into, observe)
+        call, beside = Call(plan, address, into, observe), prepared.beside
+        side = beside.begin(into, captured=into != stream)
         call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
-        if into == stream:
-            call.window(q, window, out)
-        else:  # into a graph, beside what comes until branches are added up
-            prepared.beside.fork(into, lambda side: call.window(q, window, out, side))
-            call.before_merge = partial(prepared.beside.join, into)
-        call.compressed(q, compressed, lambda nbytes: (of_pass1, keeper))
+        runs = _compressed_runs(plan, q, compressed, call.places["cmp_out"], call.places["cmp_lse"])
+        ends = accumulate(prepared.run_bytes, initial=address + plan.workspace.nbytes)
+        of_runs = list(zip(runs, ends, strict=False))
+        for run, memory_of_run in of_runs[1:]:
+            call.compressed(run, there(memory_of_run), side)
+        beside.mark(_Beside.COMPRESSED)
+        call.window(q, window, out, side)
+        beside.mark(_Beside.WINDOW)
+        for run, memory_of_run in of_runs[:1]:
+            call.compressed(run, there(memory_of_run), into)
+        beside.join(into, _Beside.COMPRESSED)
+        call.before_merge = partial(beside.join, into, _Beside.WINDOW)
         call.params["k_cmp"] = tensor(compressed.k)
         for first, tokens in plan.rounds:
             call.choose(q, first, tokens)
@@ -89,48 +100,63 @@ def attend(
 
 
 class _Beside:
-    """A stream beside the one that is captured."""
+    """A stream beside the one that is captured. In a plain call there is none: everything takes its turn."""
+
+    COMPRESSED, WINDOW = 0, 1
 
     def __init__(self) -> None:
         self.stream: Any = None
         self.events: tuple[Any, ...] = ()
+        self.captured = False
 
-    def fork(self, into: int, launch: Callable[[int], None]) -> None:
-        """``launch`` what waits for what ``into`` has so far."""
+    def begin(self, into: int, captured: bool) -> int:
+        """A stream that waits for what ``into`` has so far."""
+        self.captured = captured
+        if not captured:
+            return into
         if self.stream is None:
             self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into))
-            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(2))
-        begun, ended = self.events
-        runtime.eventRecord(begun.ptr, into)
-        runtime.streamWaitEvent(self.stream.ptr, begun.ptr)
-        launch(self.stream.ptr)
-        runtime.eventRecord(ended.ptr, self.stream.ptr)
+            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(3))
+        runtime.eventRecord(self.events[-1].ptr, into)
+        runtime.streamWaitEvent(self.stream.ptr, self.events[-1].ptr)
+        handle: int = self.stream.ptr
+        return handle
 
-    def join(self, into: int) -> None:
+    def mark(self, what: int) -> None:
+        """What is launched so far beside the others."""
+        if self.captured:
+            runtime.eventRecord(self.events[what].ptr, self.stream.ptr)
+
+    def join(self, into: int, what: int) -> None:
         """Let ``into`` wait for that."""
-        runtime.streamWaitEvent(into, self.events[1].ptr)
+        if self.captured:
+            runtime.streamWaitEvent(into, self.events[what].ptr)
 
 
 class _Prepared:
     """What calls of one kind have in common."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes  # of the plan's workspace and that of pass 1
+    def __init__(self, plan: NsaPlan, run_bytes: list[int]) -> None:
+        self.run_bytes = run_bytes  # of the workspaces of pass 1, behind the plan's
+        self.nbytes = plan.workspace.nbytes + sum(run_bytes)
         self.replay = GraphCache(cupy.cuda)
         self.beside = _Beside()
         self.lock = threading.RLock()  # the graphs and the stream are one for all threads
 
 
 @remembered
-def _prepared(
-    plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: Strides
-) -> _Prepared:  # of compressed keys and values
+def _prepared(plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: Strides) -> _Prepared:
+    """``of_k``, ``of_v``: of compressed keys and values."""
     p = plan.problem
     of_cmp = (p.batch, p.kv_heads, plan.compressed, p.head_dim)
     q = Operand(0, (p.batch, p.heads, p.seqlen_q, p.head_dim), of_q)
     runs = _compressed_runs(plan, q, Pair(Operand(0, of_cmp, of_k), Operand(0, of_cmp, of_v)), 0, 0)
-    bytes_each = [pipeline.workspace_bytes(x.operands, x.problem, _dense(plan.config.path)) for x in runs]
-    return _Prepared(plan.workspace.nbytes + max(bytes_each, default=0))
+    config = _dense(plan.config.path)
+    return _Prepared(plan, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, config)) for x in runs])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def select(
@@ -141,7 +167,8 @@ def select(
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
     call = Call(plan, address, stream)
-    call.compressed(q, Pair(k_cmp, k_cmp), memory)
+    for run in _compressed_runs(plan, q, Pair(k_cmp, k_cmp), call.places["cmp_out"], call.places["cmp_lse"]):
+        call.compressed(run, memory)
     call.params["k_cmp"] = tensor(k_cmp)
     call.params["chosen"] = chosen
     for first, tokens in plan.rounds:
@@ -206,11 +233,12 @@ class Call:
         if self.observe:
             self.observe(kernel.function)
 
-    def compressed(self, q: Operand, compressed: Pair, memory: Memory) -> None:
-        """cmp_out and cmp_lse."""
-        config = _dense(self.plan.config.path)
-        for x in _compressed_runs(self.plan, q, compressed, self.places["cmp_out"], self.places["cmp_lse"]):
-            pipeline.run(x.operands, x.lse, 0, x.problem, config, stream=self.stream, memory=memory)
+    def compressed(self, run: _Run, memory: Memory, stream: int | None = None) -> None:
+        """Some of cmp_out and cmp_lse."""
+        pipeline.run(
+            run.operands, run.lse, 0, run.problem, _dense(self.plan.config.path),
+            stream=self.stream if stream is None else stream, memory=memory,
+        )  # fmt: skip
         if self.observe:
             self.observe("nsa_compressed")
 
@@ -274,7 +302,7 @@ class _Run(NamedTuple):
 
 
 def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[_Run]:
-    """Compressed attention, to cmp_out and cmp_lse at these addresses."""
+    """Compressed attention, to cmp_out and cmp_lse at these addresses; what takes longest first."""
     p, stride, row, ends = plan.problem, plan.config.stride, q.strides[2], plan.lse_rows
     runs = []
     for b in range(p.batch):
@@ -293,7 +321,7 @@ def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse:
                       (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
             )  # fmt: skip
             runs.append(_Run(operands, lse_b + 4 * begin, _of_rows(p, of.size, of.rows, of.keys)))
-    return runs
+    return sorted(runs, key=lambda run: -run.problem.batch * run.problem.seqlen_q)
 
 
 @remembered
