@@ -174,6 +174,7 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
                            present ? v + row * p.v.row + chunk * 8 : v, present);
     }
   }
+  cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
   const SelectedSm90<Traits> selected{p, shared, static_cast<int>(threadIdx.x % 32),
