@@ -2,6 +2,7 @@
 //
 // A warpgroup takes 64 rows, (token, head) pairs, a turn, and 128 compressed keys a step.
 #include "nsa/block_sums.cuh"
+#include "nsa/compressed_keys.cuh"
 #include "nsa/tile_sm90.cuh"
 
 namespace s2o {
@@ -21,10 +22,6 @@ struct BlockWeightsTraits {
     float lse[2][kTurns][64];                                  // in log2 units
   };
 };
-
-// Compressed key number x of a step, 32 * t + y with y < 32, stands in row 8 * (y / 2) + 2 * t + y % 2: the columns that
-// thread t of four has of the product are then 32 neighbours.
-__device__ __forceinline__ int key_of_row(int row) { return row % 8 / 2 * 32 + row / 8 * 2 + row % 2; }
 
 // Block: kTokens tokens of a KV row, p.tiles times p.q_tiles KV rows; those that see the most keys first.
 template <class Traits>

@@ -112,8 +112,9 @@ struct SelectedSm90 {
       const int batch = shared.item.kv_row / p.kv_heads, kv_head = shared.item.kv_row - batch * p.kv_heads;
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) acc[i] = 0.f;
-      add_taken_values<Element, kHeadDim>(acc, w, shared.nonfinite, p.v.at(batch, kv_head) + first_key * p.v.row,
-                                          p.v.row, p.geometry.head_dim, sees);
+      const uint16* v = p.v.at(batch, kv_head) + first_key * p.v.row;
+      add_taken_values<Element, kHeadDim>(acc, w, shared.nonfinite, p.geometry.head_dim,
+                                          [&](int key) { return v + key * p.v.row; }, sees);
     }
     multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), taken);
     arrive();  // before the outputs leave, for which the fence would wait

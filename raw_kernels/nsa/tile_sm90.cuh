@@ -53,16 +53,17 @@ __device__ __forceinline__ bool any_nonfinite(const float (&acc)[kCount]) {
   return check[0] + check[1] != 0.f;
 }
 
-// Adds to acc the values of 64 keys that were taken out of the product w v.
+// Adds to acc the values that were taken out of the product w v, of 8 * kKeyTiles keys.
 //
-//   rows: bits of the keys that have such values; v: the first key's row in global memory, rows `row` elements apart
-//   sees(h, key): whether the thread's row h sees key number `key` of the 64
-template <class Element, int kHeadDim, class Sees>
-__device__ __forceinline__ void add_taken_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[8][2], const uint32* rows,
-                                                 const uint16* v, int64 row, int head_dim, const Sees& sees) {
+//   rows: bits of the keys that have such values; row_of(key): its row in global memory
+//   sees(h, key): whether the thread's row h sees key number `key` of them
+template <class Element, int kHeadDim, int kKeyTiles, class RowOf, class Sees>
+__device__ __forceinline__ void add_taken_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[kKeyTiles][2],
+                                                 const uint32* rows, int head_dim, const RowOf& row_of,
+                                                 const Sees& sees) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
+  for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll 1
     for (int key = j * 8; key < j * 8 + 8; ++key) {
       if (!(rows[key / 32] >> key % 32 & 1)) continue;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void add_taken_values(float (&acc)[kHeadDim / 2], con
         weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
         seen[h] = sees(h, key);
       }
-      add_nonfinite<Element, 2, kHeadDim / 8>(v + key * row, head_dim, weight, seen, [&](int h, int d, int e) -> float& {
+      add_nonfinite<Element, 2, kHeadDim / 8>(row_of(key), head_dim, weight, seen, [&](int h, int d, int e) -> float& {
         return acc[d * 4 + 2 * h + e];
       });
     }

@@ -1,6 +1,6 @@
 // The blocks of each token: those that are always chosen, and of the others the ones of most weight.
 //
-//   weights [KV rows, tokens, weight_stride] -> chosen [KV rows, seqlen_q, top], ascending, -1 behind the last
+//   weights [KV rows, tokens, weight_stride], or of each head, to be added up -> chosen [KV rows, seqlen_q, top], ascending, -1 behind the last
 //
 // Weights are not negative, so their bits ascend as they do; NaN is the most of all, and of equals the lower block wins.
 #include "nsa/params.cuh"
@@ -16,13 +16,37 @@ struct TopShared {
   int block[kTopThreads / 32][32];
 };
 
-// How many of a row's `count` numbers are at least `least`; the same for all lanes. `x`: on 16 bytes.
+// A token's weights, four neighbours at a time.
+struct BlockWeights {
+  const NsaParams& p;
+  int64 row;  // of KV rows and tokens of the round
+  int end;    // of the blocks that count
+  __device__ __forceinline__ float4 operator()(int at) const {
+    if (at >= end) return make_float4(0.f, 0.f, 0.f, 0.f);
+    if (!p.fused) return *reinterpret_cast<const float4*>(p.weights + row * p.weight_stride + at);
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int head = 0; head < p.group; ++head) add(sum, at, row * p.group + head);
+    return sum;
+  }
+  // Those of one head, which are relative to the maximum of their step of 128 compressed keys.
+  __device__ __forceinline__ void add(float4& sum, int at, int64 place) const {
+    const float4 w = *reinterpret_cast<const float4*>(p.weights + place * p.weight_stride + at);
+    const int step = at * ((1 << p.block_shift) / p.stride) / 128;
+    const float share = exp2_approx(p.step_tops[place * p.step_stride + step] - p.head_lse[place]);
+    sum.x = fmaf(w.x, share, sum.x);
+    sum.y = fmaf(w.y, share, sum.y);
+    sum.z = fmaf(w.z, share, sum.z);
+    sum.w = fmaf(w.w, share, sum.w);
+  }
+};
+
+// How many of a row's numbers from `begin` on count; the same for all lanes.
 template <class Of>
-__device__ __forceinline__ int count_from(const float* row, int begin, int end, const Of& counts) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ int count_from(const BlockWeights& row, int begin, const Of& counts) {
+  const int lane = threadIdx.x % 32, end = row.end;
   int found = 0;
   for (int at = (begin / 4 + lane) * 4; at < end; at += 128) {
-    const float4 w = *reinterpret_cast<const float4*>(row + at);
+    const float4 w = row(at);
     const float x[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) found += at + e >= begin && at + e < end && counts(x[e]);
@@ -49,22 +73,29 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   for (int i = lane; i < p.first; i += 32) chosen[i] = i;
   for (int i = lane; i < p.local; i += 32) chosen[p.first + wanted + i] = end + i;
   if (wanted == 0) return;
-  const float* row = p.weights + warp * p.weight_stride;
+  const BlockWeights row{p, warp, end};
 
   // All of a row, or what registers hold of it, is under way at once. use(at, w): of the weights from `at` on, four of
   // this lane, ascending; lanes come together.
-  const auto load = [&](int at) {
-    return at < end ? *reinterpret_cast<const float4*>(row + at) : make_float4(0.f, 0.f, 0.f, 0.f);
-  };
   float4 held[kHeldGroups];
 #pragma unroll
-  for (int i = 0; i < kHeldGroups; ++i) held[i] = load(i * 128 + lane * 4);
+  for (int i = 0; i < kHeldGroups; ++i) held[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (p.fused) {
+    for (int head = 0; head < p.group; ++head) {
+#pragma unroll
+      for (int i = 0; i < kHeldGroups; ++i)
+        if (i * 128 + lane * 4 < end) row.add(held[i], i * 128 + lane * 4, warp * p.group + head);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kHeldGroups; ++i) held[i] = row(i * 128 + lane * 4);
+  }
   const auto each = [&](const auto& use) {
 #pragma unroll
     for (int i = 0; i < kHeldGroups; ++i)
       if (i * 128 < end) use(i * 128 + lane * 4, held[i]);
 #pragma unroll 1
-    for (int group = kHeldGroups * 128; group < end; group += 128) use(group + lane * 4, load(group + lane * 4));
+    for (int group = kHeldGroups * 128; group < end; group += 128) use(group + lane * 4, row(group + lane * 4));
   };
 
   // The weight that just as many as are wanted reach: at least the wanted-th largest of the lanes' own largest.
@@ -131,7 +162,7 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   int reach = -1;  // how many reach `low`, once it is known
   while (low < high) {
     const uint32 middle = low + (high - low + 1) / 2;
-    const int reached = count_from(row, begin, end, [&](float w) { return weight_bits(w) >= middle; });
+    const int reached = count_from(row, begin, [&](float w) { return weight_bits(w) >= middle; });
     if (reached < wanted) {
       high = middle - 1;
       continue;
@@ -143,13 +174,13 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   // Of those that weigh just as much only as many as are missing, the first.
   int equals = 1 << 30;
   if (reach != wanted)
-    equals = wanted - count_from(row, begin, end, [&](float w) { return weight_bits(w) > low; });
+    equals = wanted - count_from(row, begin, [&](float w) { return weight_bits(w) > low; });
   int written = 0;
   for (int group = begin / 4 * 4; group < end && written < wanted; group += 128) {
     const int at = group + lane * 4;
     uint32 above = 0, same = 0;  // a bit for each of the lane's four
     if (at < end) {
-      const float4 w = *reinterpret_cast<const float4*>(row + at);
+      const float4 w = row(at);
       const float x[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

@@ -89,8 +89,8 @@ struct WindowRows {
     }
     __syncwarp();
     if (nonfinite)
-      add_taken_values<Element, kHeadDim>(acc, w, nonfinite, v_rows + first_key * p.v.row, p.v.row,
-                                          p.geometry.head_dim, sees);
+      add_taken_values<Element, kHeadDim>(acc, w, nonfinite, p.geometry.head_dim,
+                                          [&](int key) { return v_rows + (first_key + key) * p.v.row; }, sees);
     multiply_values<Element, kHeadDim>(acc, w, v_tile, true);
   }
   __device__ __forceinline__ uint32 near_pair(int d, int h, float inverse) const {

@@ -86,7 +86,7 @@ def attend(
             call.compressed(run, there(memory_of_run), into)
         beside.join(into, _Beside.COMPRESSED)
         call.before_merge = partial(beside.join, into, _Beside.WINDOW)
-        call.params["k_cmp"] = tensor(compressed.k)
+        call.params["k_cmp"], call.params["v_cmp"] = tensor(compressed.k), tensor(compressed.v)
         for first, tokens in plan.rounds:
             call.choose(q, first, tokens)
             call.attend_blocks(q, keys, out, first, tokens)
@@ -169,7 +169,7 @@ def select(
     call = Call(plan, address, stream)
     for run in _compressed_runs(plan, q, Pair(k_cmp, k_cmp), call.places["cmp_out"], call.places["cmp_lse"]):
         call.compressed(run, memory)
-    call.params["k_cmp"] = tensor(k_cmp)
+    call.params["k_cmp"] = call.params["v_cmp"] = tensor(k_cmp)
     call.params["chosen"] = chosen
     for first, tokens in plan.rounds:
         call.choose(q, first, tokens)
@@ -251,13 +251,13 @@ class Call:
         self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles, stream)
 
     def choose(self, q: Operand, first: int, tokens: int) -> None:
-        """The blocks of a round's tokens."""
+        """The blocks of a round's tokens; where the plan is ``fused``, their compressed attention too."""
         plan, params = self.plan, self.params
-        kernel = plan.kernel("nsa_block_weights")
+        kernel = plan.kernel("nsa_compressed" if plan.fused else "nsa_block_weights")
         self.round(first, tokens)
         params["q"] = tensor(q)
-        params["tiles"] = tiles = -(-tokens // kernels.block_weight_tokens(kernel))
-        self.launch(kernel, plan.kv_rows * tiles)
+        params["tiles"] = tiles = -(-tokens // (kernels.ROWS if plan.fused else kernels.block_weight_tokens(kernel)))
+        self.launch(kernel, plan.kv_rows * plan.weight_rows * tiles)
         self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
 
     def attend_blocks(self, q: Operand, keys: Pair, out: Operand, first: int, tokens: int) -> None:
@@ -343,7 +343,8 @@ def _template(plan: NsaPlan, struct: Struct) -> Any:
         "stride": config.stride, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
         "top": config.top, "first": config.first, "local": config.local, "apart": plan.apart, "slots": plan.slots,
         "window": min(config.window, p.seqlen_k), "weight_stride": plan.weight_stride, "chunks": plan.chunks,
-        "most_items": plan.most_items, "item_tokens": plan.item_tokens,
+        "most_items": plan.most_items, "item_tokens": plan.item_tokens, "fused": plan.fused,
+        "step_stride": plan.step_stride,
         "batch_lse": plan.lse_rows[-1], "steps_per_tile": 1,
     }  # fmt: skip
     for name, value in values.items():

@@ -8,9 +8,10 @@ from ..plan.kernels import Family, Inputs, Kernel
 from ..plan.paths import HOPPER
 
 __all__ = [
-    "BLOCKS", "CHUNK_TOKENS", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS",
-    "backward_sums", "block_weight_tokens", "block_weights", "catalogue", "count", "merge_parts", "places", "scatter",
-    "selected", "selected_backward", "top_blocks", "window", "window_rows",
+    "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
+    "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights", "catalogue",
+    "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks", "window",
+    "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
@@ -18,6 +19,10 @@ MAX_GROUP = 16
 MAX_HOPPER_GROUP = 8
 HOPPER_WINDOW_ROWS = 192
 HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
+COMPRESSED_KEYS = 128  # of such a tile
+# Query heads of a KV head up to which blocks' weights come from compressed attention itself, a row for each: fewer
+# products and exponentials for more memory traffic.
+FUSED_GROUP = 1
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
@@ -40,6 +45,10 @@ BLOCK_WEIGHTS_SM90 = Family(
     "nsa_block_weights_sm90", "nsa/block_weights_sm90.cu", "NsaParams", 256, 1,
     "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
 )  # fmt: skip
+COMPRESSED_SM90 = Family(
+    "nsa_compressed_sm90", "nsa/compressed_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
 SELECTED = Family(
     "nsa_selected", "nsa/selected.cu", "NsaParams", 128, 2, "SelectedTraits<{element}, {head_dim}, {step}>"
 )
@@ -50,7 +59,7 @@ SELECTED_SM90 = Family(
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
-TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 8, shared="s2o::TopShared")
+TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 5, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, 1, shared=f"s2o::{name.title()}Shared")
     for name, threads in (("count", 512), ("places", 1024), ("scatter", 512))
@@ -92,6 +101,12 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
     return Kernel(
         BLOCK_WEIGHTS, inputs.dtype, inputs.head_dim, group=heads, shared_bytes=shared + more, open_bytes=more
     )
+
+
+def compressed(inputs: Inputs) -> Kernel:
+    """Of Hopper: compressed attention and the blocks' weights of each query head in one pass."""
+    shared = (ROWS + 2 * HOPPER_STAGES * COMPRESSED_KEYS) * inputs.head_dim * 2 + HOPPER_STAGES * COMPRESSED_KEYS // 8
+    return Kernel(COMPRESSED_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
 def block_weight_tokens(kernel: Kernel) -> int:
@@ -158,4 +173,4 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     if HOPPER.runs_on(compute_capability):
         yield selected(inputs, STEP, compute_capability)
         yield from (block_weights(inputs, group, compute_capability) for group in (1, 2, 4, 8))
-        yield window(inputs, compute_capability)
+        yield from (window(inputs, compute_capability), compressed(inputs))

@@ -12,11 +12,11 @@ from ..caches import remembered
 from ..plan.build import Array, Workspace, lay_out
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs, Kernel, padded_head_dim
-from ..plan.paths import PORTABLE
+from ..plan.paths import HOPPER, PORTABLE
 from ..problem import Problem
 from . import kernels
 from .config import NSAConfig
-from .kernels import ITEM_ROWS
+from .kernels import COMPRESSED_KEYS, ITEM_ROWS
 
 __all__ = [
     "NsaPlan", "Remainders", "check", "compressed_count", "inverted", "make_plan", "remainders", "round_tokens",
@@ -75,6 +75,7 @@ class NsaPlan:
     remainders: tuple[Remainders, ...]
     workspace: Workspace
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
+    fused: bool = False  # compressed attention leaves weights of blocks, of each head and relative to step_tops
     item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
     def kernel(self, function: str) -> Kernel:
@@ -121,6 +122,16 @@ class NsaPlan:
         return -(-self.blocks // 64) * 64 + 64
 
     @property
+    def weight_rows(self) -> int:
+        """Of a token of a KV row."""
+        return self.group if self.fused else 1
+
+    @property
+    def step_stride(self) -> int:
+        """Steps of compressed keys."""
+        return self.compressed // COMPRESSED_KEYS + 2
+
+    @property
     def window_tiles(self) -> int:
         """Of a head: they begin at multiples of their rows."""
         rows = kernels.window_rows(self.kernel("nsa_window"))
@@ -150,13 +161,15 @@ def make_plan(
     group = problem.heads // max(1, problem.kv_heads)
     check(problem, config, group, where, compresses)
     inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim))
+    capability = 0 if config.path == PORTABLE.name else limits.compute_capability
+    fused = compresses and HOPPER.runs_on(capability) and group <= kernels.FUSED_GROUP
+    runs = remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride)
     apart = gates and shares and config.window >= config.local * config.block
     plan = NsaPlan(
         problem, config, inputs, group, config.top - config.local * apart, apart, 0,
-        remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride) if compresses else (),
-        Workspace({}, 0, 0),
+        () if fused or not compresses else runs, Workspace({}, 0, 0), fused=fused,
     )  # fmt: skip
-    launched = _kernels(plan, limits, compresses, attends, gates)
+    launched = _kernels(plan, capability, compresses, attends, gates)
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
         raise ValueError(
@@ -167,16 +180,13 @@ def make_plan(
     return replace(plan, workspace=_workspace(plan, compresses, attends))
 
 
-def _kernels(
-    plan: NsaPlan, limits: DeviceLimits, compresses: bool, attends: bool, gates: bool
-) -> tuple[Kernel, ...]:
+def _kernels(plan: NsaPlan, capability: int, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
     found: list[Kernel] = []
-    capability = 0 if plan.config.path == PORTABLE.name else limits.compute_capability
     if gates or not (compresses or attends):
         found.append(kernels.window(plan.inputs, capability))
     if compresses:
         weights = kernels.block_weights(plan.inputs, plan.group, capability)
-        found += [weights, kernels.top_blocks()]
+        found += [kernels.compressed(plan.inputs) if plan.fused else weights, kernels.top_blocks()]
     if attends and plan.slots:
         found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
         found.append(kernels.selected(plan.inputs, plan.config.block, capability))
@@ -200,7 +210,8 @@ def round_tokens(plan: NsaPlan, bytes_each: int) -> int:
 def _bytes_each(plan: NsaPlan, compresses: bool, attends: bool) -> tuple[int, int]:
     """Of a token: weights of blocks, and parts."""
     rows = plan.problem.batch * plan.problem.heads * plan.slots
-    weights = 4 * plan.kv_rows * plan.weight_stride if compresses else 0
+    of_row = plan.weight_stride + (plan.step_stride + 1) * plan.fused
+    weights = 4 * plan.kv_rows * plan.weight_rows * of_row if compresses else 0
     return weights, rows * (2 * plan.inputs.head_dim + 4) if attends else 0
 
 
@@ -212,8 +223,11 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
         arrays += [
             ("cmp_out", (rows, p.seqlen_q, p.head_dim), "uint16"),
             ("cmp_lse", (p.batch, plan.lse_rows[-1]), "float32"),
-            ("weights", (kv_rows, tokens, plan.weight_stride), "float32"),
+            ("weights", (kv_rows, tokens, plan.weight_rows, plan.weight_stride), "float32"),
         ]
+    if plan.fused:
+        of_heads = (kv_rows, tokens, plan.group)
+        arrays += [("step_tops", (*of_heads, plan.step_stride), "float32"), ("head_lse", of_heads, "float32")]
     if attends:
         slots = (kv_rows, tokens, plan.slots, plan.group)
         arrays += [*inverted(plan), ("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
