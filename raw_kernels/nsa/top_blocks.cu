@@ -25,6 +25,7 @@ struct BlockWeights {
     if (at >= end) return make_float4(0.f, 0.f, 0.f, 0.f);
     if (!p.fused) return *reinterpret_cast<const float4*>(p.weights + row * p.weight_stride + at);
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
     for (int head = 0; head < p.group; ++head) add(sum, at, row * p.group + head);
     return sum;
   }
@@ -45,6 +46,7 @@ template <class Of>
 __device__ __forceinline__ int count_from(const BlockWeights& row, int begin, const Of& counts) {
   const int lane = threadIdx.x % 32, end = row.end;
   int found = 0;
+#pragma unroll 1
   for (int at = (begin / 4 + lane) * 4; at < end; at += 128) {
     const float4 w = row(at);
     const float x[4] = {w.x, w.y, w.z, w.w};
@@ -59,9 +61,9 @@ __device__ __forceinline__ uint32 weight_bits(float w) { return w != w ? 0x7ffff
 // A warp for each token of a KV row: p.tiles warps.
 __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& shared) {
   const int lane = threadIdx.x % 32;
-  const int64 warp = static_cast<int64>(blockIdx.x) * (kTopThreads / 32) + threadIdx.x / 32;
-  if (warp >= static_cast<int64>(p.q_tiles) * p.tokens) return;  // KV rows
-  const int kv_row = static_cast<int>(warp / p.tokens), of_round = static_cast<int>(warp % p.tokens);
+  const uint32 warp = blockIdx.x * (kTopThreads / 32) + threadIdx.x / 32;
+  if (warp >= static_cast<uint32>(p.q_tiles) * p.tokens) return;  // KV rows
+  const int kv_row = warp / p.tokens, of_round = warp - kv_row * p.tokens;
   const int token = p.first_token + of_round, own = p.own_block(token);
   int* chosen = p.chosen + (static_cast<int64>(kv_row) * p.geometry.seqlen_q + token) * p.top;
   if (own + 1 <= p.top) {
@@ -75,56 +77,68 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   if (wanted == 0) return;
   const BlockWeights row{p, warp, end};
 
-  // All of a row, or what registers hold of it, is under way at once. use(at, w): of the weights from `at` on, four of
-  // this lane, ascending; lanes come together.
-  float4 held[kHeldGroups];
+  // Numbers that ascend with weights, from 1 on; 0 of what does not count.
+  const auto numbers = [&](int group, const float4& w) {
+    uint32 x[4] = {weight_bits(w.x) + 1, weight_bits(w.y) + 1, weight_bits(w.z) + 1, weight_bits(w.w) + 1};
+    if (group < begin || group + 128 > end) {
 #pragma unroll
-  for (int i = 0; i < kHeldGroups; ++i) held[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (p.fused) {
-    for (int head = 0; head < p.group; ++head) {
-#pragma unroll
-      for (int i = 0; i < kHeldGroups; ++i)
-        if (i * 128 + lane * 4 < end) row.add(held[i], i * 128 + lane * 4, warp * p.group + head);
+      for (int e = 0; e < 4; ++e) {
+        const int block = group + lane * 4 + e;
+        x[e] = (block >= begin) & (block < end) ? x[e] : 0;
+      }
     }
-  } else {
+    return make_uint4(x[0], x[1], x[2], x[3]);
+  };
+  // All of a row, or what registers hold of it, is under way at once. use(group, x): of 128 weights from `group` on the
+  // lane's four; lanes come together.
+  uint4 held[kHeldGroups];
+  {
+    float4 w[kHeldGroups];
 #pragma unroll
-    for (int i = 0; i < kHeldGroups; ++i) held[i] = row(i * 128 + lane * 4);
+    for (int i = 0; i < kHeldGroups; ++i) w[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (p.fused) {
+#pragma unroll 1
+      for (int head = 0; head < p.group; ++head) {
+#pragma unroll
+        for (int i = 0; i < kHeldGroups; ++i)
+          if (i * 128 + lane * 4 < end) row.add(w[i], i * 128 + lane * 4, row.row * p.group + head);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHeldGroups; ++i) w[i] = row(i * 128 + lane * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeldGroups; ++i) held[i] = numbers(i * 128, w[i]);
   }
   const auto each = [&](const auto& use) {
 #pragma unroll
     for (int i = 0; i < kHeldGroups; ++i)
-      if (i * 128 < end) use(i * 128 + lane * 4, held[i]);
+      if (i * 128 < end) use(i * 128, held[i]);
 #pragma unroll 1
-    for (int group = kHeldGroups * 128; group < end; group += 128) use(group + lane * 4, row(group + lane * 4));
+    for (int group = kHeldGroups * 128; group < end; group += 128) use(group, numbers(group, row(group + lane * 4)));
   };
 
-  // The weight that just as many as are wanted reach: at least the wanted-th largest of the lanes' own largest.
+  // The number that just as many as are wanted reach: at least the wanted-th largest of the lanes' own largest.
   uint32 largest = 0;
-  const auto counts = [&](int block) { return static_cast<uint32>(block - begin) < static_cast<uint32>(end - begin); };
-  each([&](int at, const float4& w) {
-    const float x[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) largest = max(largest, counts(at + e) ? weight_bits(x[e]) : 0u);
-  });
+  each([&](int, const uint4& x) { largest = max(max(max(largest, x.x), max(x.y, x.z)), x.w); });
   int rank = 0;
   for (int other = 0; other < 32; ++other) {
     const uint32 theirs = __shfl_sync(kFullWarp, largest, other);
     rank += theirs > largest || (theirs == largest && other < lane);
   }
-  uint32 low = __shfl_sync(kFullWarp, largest, __ffs(__ballot_sync(kFullWarp, rank == wanted - 1)) - 1);
+  uint32 low = max(1u, __shfl_sync(kFullWarp, largest, __ffs(__ballot_sync(kFullWarp, rank == wanted - 1)) - 1));
   const uint32 before = (1u << lane) - 1;
 
   // Seldom are there more than 32 of those: then each knows its rank, and with it whether it is one of the wanted.
   uint32* candidates = shared.weight[threadIdx.x / 32];
   int* blocks = shared.block[threadIdx.x / 32];
   int found = 0;
-  each([&](int at, const float4& w) {
+  each([&](int group, const uint4& of_lane) {
     if (found > 32) return;
-    const uint32 x[4] = {weight_bits(w.x), weight_bits(w.y), weight_bits(w.z), weight_bits(w.w)};
+    const uint32 x[4] = {of_lane.x, of_lane.y, of_lane.z, of_lane.w};
     uint32 reaches = 0;  // a bit for each of the lane's four
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      reaches |= static_cast<uint32>(counts(at + e) & (x[e] >= low)) << e;
+    for (int e = 0; e < 4; ++e) reaches |= static_cast<uint32>(x[e] >= low) << e;
     if (!__any_sync(kFullWarp, reaches)) return;
     int place = found;
 #pragma unroll
@@ -138,7 +152,7 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
       const int taken = reaches >> e & 1;
       if (taken && place < 32) {
         candidates[place] = x[e];
-        blocks[place] = at + e;
+        blocks[place] = group + lane * 4 + e;
       }
       place += taken;
     }
@@ -157,8 +171,9 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
     return;
   }
 
-  // Else by halving what is left of the weights between the least and the most.
-  uint32 high = __reduce_max_sync(kFullWarp, largest);
+  // Else by halving what is left of the weights' bits between the least and the most.
+  uint32 high = __reduce_max_sync(kFullWarp, largest) - 1;
+  low -= 1;
   int reach = -1;  // how many reach `low`, once it is known
   while (low < high) {
     const uint32 middle = low + (high - low + 1) / 2;
