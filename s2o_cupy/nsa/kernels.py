@@ -76,7 +76,7 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
-        shared = (HOPPER_WINDOW_ROWS + 6 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 6 * 4
+        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 8 * 4
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
