@@ -83,7 +83,8 @@ API = {
         [
             f"{PACKAGE}.{name}"
             for name in (
-                "nsa_attention", "NSAConfig", "nsa_compress", "nsa_select", "selected_attention", "window_attention"
+                "nsa_attention", "NSAConfig", "nsa_compress", "nsa_select", "selected_attention",
+                "selected_attention_backward", "window_attention", "integrations.nsa",
             )
         ],
     ),
@@ -97,7 +98,7 @@ API = {
     ),
     "api/reference.md": (
         "NumPy reference",
-        [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa")],
+        [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa", "nsa_backward")],
     ),
 }
 

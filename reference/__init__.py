@@ -8,13 +8,13 @@ s2o
 lists
     Attention to keys that are given as data, whatever chose them.
 nsa
-    NSA, one function a stage: compressed, selected and window branch.
+    NSA, one function a stage: compressed, selected and window branch; nsa_backward has their gradients.
 
 Nothing here imports CuPy, and nothing on the GPU path imports this package.
 """
 
-from . import dense, lists, nsa, s2o
+from . import dense, lists, nsa, nsa_backward, s2o
 from .dense import compute_dtype, dense_attention
 from .s2o import Result, State
 
-__all__ = ["Result", "State", "compute_dtype", "dense", "dense_attention", "lists", "nsa", "s2o"]
+__all__ = ["Result", "State", "compute_dtype", "dense", "dense_attention", "lists", "nsa", "nsa_backward", "s2o"]

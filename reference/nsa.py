@@ -24,8 +24,8 @@ import numpy as np
 from .dense import ROWS, Array, check_shapes, quiet, weighted_sum
 
 __all__ = [
-    "compress", "compressed", "compressed_count", "gate", "importance", "invert", "merge", "partials", "selected",
-    "top_blocks", "visible_compressed", "window",
+    "compress", "compressed", "compressed_count", "gate", "importance", "invert", "merge", "partials", "row_chunks",
+    "scale_of", "selected", "top_blocks", "visible_compressed", "window",
 ]  # fmt: skip
 
 
@@ -55,9 +55,9 @@ def compressed(
     """Attention to the compressed keys that are visible; o [B, H, Lq, D] and lse [B, H, Lq], 0 and -inf without one."""
     check_shapes(q, k_cmp, v_cmp)
     o, lse = _nothing(q)
-    for at, kv, p in _rows(q, k_cmp, seqlen_k):
+    for at, kv, p in row_chunks(q, k_cmp, seqlen_k):
         sees = np.arange(k_cmp.shape[2]) < visible_compressed(p, length, stride)[:, None]  # [rows, N]
-        o[at], lse[at] = _attend(q[at], k_cmp[kv], v_cmp[kv], sees, _scale(q, scale))
+        o[at], lse[at] = _attend(q[at], k_cmp[kv], v_cmp[kv], sees, scale_of(q, scale))
     return o, lse
 
 
@@ -75,9 +75,9 @@ def importance(
     (batch, heads, seqlen_q, _), (kv_heads, count) = q.shape, k_cmp.shape[1:3]
     group, blocks = heads // kv_heads, -(-seqlen_k // block)
     weights = np.zeros((batch, kv_heads, seqlen_q, count), q.dtype)
-    for (b, h, rows), kv, p in _rows(q, k_cmp, seqlen_k):
+    for (b, h, rows), kv, p in row_chunks(q, k_cmp, seqlen_k):
         sees = np.arange(count) < visible_compressed(p, length, stride)[:, None]  # [rows, N]
-        s = q[b, h, rows] @ k_cmp[kv].T * _scale(q, scale)
+        s = q[b, h, rows] @ k_cmp[kv].T * scale_of(q, scale)
         weights[b, h // group, rows] += np.where(sees, np.exp(s - lse[b, h, rows, None]), 0)
     found = np.zeros((batch, kv_heads, seqlen_q, blocks), q.dtype)
     for m in range(block // stride):
@@ -115,11 +115,11 @@ def selected(
     check_shapes(q, k, v)
     o, lse = _nothing(q)
     of_key = np.arange(k.shape[2]) // block
-    for at, kv, p in _rows(q, k):
+    for at, kv, p in row_chunks(q, k):
         chosen = np.zeros((len(p), of_key.max(initial=0) + 2), bool)
         np.put_along_axis(chosen, np.maximum(blocks[kv[0], kv[1], at[2]], -1), True, axis=1)  # -1 is the last column
         sees = chosen[:, of_key] & (np.arange(k.shape[2]) <= p[:, None])  # [rows, Lk]
-        o[at], lse[at] = _attend(q[at], k[kv], v[kv], sees, _scale(q, scale))
+        o[at], lse[at] = _attend(q[at], k[kv], v[kv], sees, scale_of(q, scale))
     return o, lse
 
 
@@ -131,9 +131,9 @@ def window(
     check_shapes(q, k, v)
     o, lse = _nothing(q)
     j = np.arange(k.shape[2])
-    for at, kv, p in _rows(q, k):
+    for at, kv, p in row_chunks(q, k):
         sees = (j <= p[:, None]) & ((j > p[:, None] - size) | (j < sinks))  # [rows, Lk]
-        o[at], lse[at] = _attend(q[at], k[kv], v[kv], sees, _scale(q, scale))
+        o[at], lse[at] = _attend(q[at], k[kv], v[kv], sees, scale_of(q, scale))
     return o, lse
 
 
@@ -175,7 +175,7 @@ def partials(
         sees = np.arange(keys.start, keys.stop) <= token[:, None] + seqlen_k - seqlen_q  # [tokens, block]
         for h in range(kv * group, (kv + 1) * group):
             o[b, h, token, slot], lse[b, h, token, slot] = _attend(
-                q[b, h, token], k[b, kv, keys], v[b, kv, keys], sees, _scale(q, scale)
+                q[b, h, token], k[b, kv, keys], v[b, kv, keys], sees, scale_of(q, scale)
             )
     return o, lse
 
@@ -191,7 +191,7 @@ def merge(o: Array, lse: Array) -> tuple[Array, Array]:
 
 
 # --- Helpers ---
-def _scale(q: Array, scale: float | None) -> float:
+def scale_of(q: Array, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[3]) if scale is None else scale
 
 
@@ -200,7 +200,7 @@ def _nothing(q: Array) -> tuple[Array, Array]:
     return np.zeros_like(q), np.full(q.shape[:3], -np.inf, q.dtype)
 
 
-def _rows(
+def row_chunks(
     q: Array, k: Array, seqlen_k: int | None = None
 ) -> Iterator[tuple[tuple[int, int, slice], tuple[int, int], Array]]:
     """Some rows of a head at a time: where they are in q, their KV head, and their positions."""

@@ -12,6 +12,7 @@ from . import _source_tree as _source_tree
 from .api.attention import s2o_attention
 from .api.gather import gather_attention, gather_attention_paged
 from .api.nsa import nsa_attention, nsa_compress, nsa_select, selected_attention, window_attention
+from .api.nsa_backward import selected_attention_backward
 from .api.paged import s2o_attention_paged
 from .api.select import select, sparse_attention
 from .api.varlen import s2o_attention_varlen
@@ -70,6 +71,7 @@ __all__ = [
     "s2o_attention_varlen",
     "select",
     "selected_attention",
+    "selected_attention_backward",
     "sparse_attention",
     "tune",
     "tune_sparge",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from s2o_cupy import NSAConfig
 from s2o_cupy.nsa import kernels
+from s2o_cupy.nsa.backward_plan import halves, make_backward_plan
 from s2o_cupy.nsa.plan import compressed_count, make_plan, remainders
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.problem import Problem
@@ -78,6 +81,21 @@ def test_every_token_finds_room_for_its_blocks():
             items = -(-np.bincount(chosen, minlength=plan.blocks) // plan.item_tokens)
             assert items.sum() <= plan.most_items
         assert plan.item_tokens * group <= 1024
+
+
+@pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block=128, top=8)], ids=["64", "128"])
+@pytest.mark.parametrize("workspace", [1 << 20, 64 << 20, 1 << 30])
+def test_gradients_take_rounds_within_the_bound(config, workspace):
+    config = dataclasses.replace(config, workspace_bytes=workspace)
+    for seqlen, heads in ((1, 4), (5000, 4), (65537, 32)):
+        plan = make_backward_plan(problem(seqlen, heads=heads, kv_heads=4), config, HOPPER, where="f")
+        assert sum(tokens for _, tokens in plan.rounds) == seqlen
+        assert plan.workspace.places["query_parts"].nbytes <= workspace or plan.tokens <= kernels.ROWS
+        parts = plan.workspace.places["key_parts"].shape
+        assert parts[:3] == (4, plan.most_items, halves(config)) == (4, plan.most_items, config.block // 64)
+        for spread in (1, plan.blocks):
+            chosen = np.random.default_rng(1).integers(0, spread, plan.tokens * plan.slots)
+            assert (-(-np.bincount(chosen) // plan.item_tokens)).sum() <= plan.most_items
 
 
 def test_what_is_computed_with_the_window():

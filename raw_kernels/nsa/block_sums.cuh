@@ -10,22 +10,19 @@ namespace s2o {
 //
 // Block j has the sum of P over its stride of compressed keys, and where their runs are twice a stride the same one key
 // earlier: that is 2 * sum - P[last of j] + P[last of j - 1].
-template <int kKeys>
-__device__ __forceinline__ void write_block_weights(const NsaParams& p, float (&sum)[kKeys], float& carried,
-                                                    int first_key, int visible, float* weights) {
+//
+//   sum(x): of neighbour x, 0 where its token does not see it
+template <int kKeys, class Sum>
+__device__ __forceinline__ void write_visible_weights(const NsaParams& p, const Sum& sum, float& carried, int first_key,
+                                                      float* weights) {
   const int lane = threadIdx.x % 32, t = lane % 4, ratio = (1 << p.block_shift) / p.stride;
   const bool twice = p.length > p.stride;
-  if (first_key + kKeys > visible) {  // not a number, or one of a later token's: of no weight
-#pragma unroll
-    for (int x = 0; x < kKeys; ++x)
-      if (first_key + x >= visible) sum[x] = 0.f;
-  }
-  const float last_before = __shfl_sync(kFullWarp, sum[kKeys - 1], lane / 4 * 4 + (t + 3) % 4);
+  const float last_before = __shfl_sync(kFullWarp, sum(kKeys - 1), lane / 4 * 4 + (t + 3) % 4);
   float before = t == 0 ? carried : last_before;
   carried = last_before;
   float four[kKeys / 4];  // of four neighbours
 #pragma unroll
-  for (int x = 0; x < kKeys / 4; ++x) four[x] = (sum[4 * x] + sum[4 * x + 1]) + (sum[4 * x + 2] + sum[4 * x + 3]);
+  for (int x = 0; x < kKeys / 4; ++x) four[x] = (sum(4 * x) + sum(4 * x + 1)) + (sum(4 * x + 2) + sum(4 * x + 3));
   const auto weight = [&](float all, float last) {
     const float w = twice ? 2.f * all - last + before : all;
     before = last;
@@ -35,23 +32,35 @@ __device__ __forceinline__ void write_block_weights(const NsaParams& p, float (&
   float* target = weights + first_key / ratio;
 #pragma unroll
   for (int x = 0; x < kKeys / 16; ++x) {  // 16 keys at a time
-    const float* last = sum + 16 * x;
+    const auto last = [&](int key) { return sum(16 * x + key); };
     if (ratio == 4) {
       float4 w;
-      w.x = weight(four[4 * x], last[3]);
-      w.y = weight(four[4 * x + 1], last[7]);
-      w.z = weight(four[4 * x + 2], last[11]);
-      w.w = weight(four[4 * x + 3], last[15]);
+      w.x = weight(four[4 * x], last(3));
+      w.y = weight(four[4 * x + 1], last(7));
+      w.z = weight(four[4 * x + 2], last(11));
+      w.w = weight(four[4 * x + 3], last(15));
       reinterpret_cast<float4*>(target)[x] = w;
     } else if (ratio == 8) {
       float2 w;
-      w.x = weight(four[4 * x] + four[4 * x + 1], last[7]);
-      w.y = weight(four[4 * x + 2] + four[4 * x + 3], last[15]);
+      w.x = weight(four[4 * x] + four[4 * x + 1], last(7));
+      w.y = weight(four[4 * x + 2] + four[4 * x + 3], last(15));
       reinterpret_cast<float2*>(target)[x] = w;
     } else {
-      target[x] = weight((four[4 * x] + four[4 * x + 1]) + (four[4 * x + 2] + four[4 * x + 3]), last[15]);
+      target[x] = weight((four[4 * x] + four[4 * x + 1]) + (four[4 * x + 2] + four[4 * x + 3]), last(15));
     }
   }
+}
+
+// The same of sums of which some are not a number, or a later token's: those are of no weight.
+template <int kKeys>
+__device__ __forceinline__ void write_block_weights(const NsaParams& p, float (&sum)[kKeys], float& carried,
+                                                    int first_key, int visible, float* weights) {
+  if (first_key + kKeys > visible) {
+#pragma unroll
+    for (int x = 0; x < kKeys; ++x)
+      if (first_key + x >= visible) sum[x] = 0.f;
+  }
+  write_visible_weights<kKeys>(p, [&](int x) { return sum[x]; }, carried, first_key, weights);
 }
 
 }  // namespace s2o

@@ -2,6 +2,7 @@
 //
 // A warpgroup takes 64 rows, (token, head) pairs, a turn, and 128 compressed keys a step.
 #include "nsa/block_sums.cuh"
+#include "nsa/compressed_keys.cuh"
 #include "nsa/tile_sm90.cuh"
 
 namespace s2o {
@@ -21,10 +22,6 @@ struct BlockWeightsTraits {
     float lse[2][kTurns][64];                                  // in log2 units
   };
 };
-
-// Compressed key number x of a step, 32 * t + y with y < 32, stands in row 8 * (y / 2) + 2 * t + y % 2: the columns that
-// thread t of four has of the product are then 32 neighbours.
-__device__ __forceinline__ int key_of_row(int row) { return row % 8 / 2 * 32 + row / 8 * 2 + row % 2; }
 
 // Block: kTokens tokens of a KV row, p.tiles times p.q_tiles KV rows; those that see the most keys first.
 template <class Traits>
@@ -95,10 +92,13 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
                      : nullptr;
     carried[n] = 0.f;
   }
-  // Everybody's copies of `step` are there, and everybody is done with the step before, whose place is filled.
-  const auto arrive = [&](int step) {
+  // This thread's copies of the next step but one have come. Before weights are written, for which the fence would wait.
+  const auto landed = [&] {
     cp_async_wait<1>();
     fence_for_wgmma();
+  };
+  // Everybody's copies of `step` are there, and everybody is done with the step before, whose place is filled.
+  const auto arrive = [&](int step) {
     __syncthreads();
     load(step + 2);
   };
@@ -113,10 +113,12 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
       Wgmma<Element>::ss(product, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
     wgmma_commit();
   };
+  landed();
   arrive(0);
   issue(d[0], 0, 0);
   wgmma_wait<0>();
   finished(d[0]);
+  landed();
   constexpr int kSteps = kTurns == 1 ? 2 : 1;  // at a time, so that products alternate
 #pragma unroll 1
   for (int first = 0; first < steps; first += kSteps) {
@@ -137,6 +139,7 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
         }
       }
       if (turn + 1 == kTurns) {
+        landed();
 #pragma unroll
         for (int n = 0; n < kOwn; ++n)
           write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4), visible[n], weights[n]);

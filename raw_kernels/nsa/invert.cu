@@ -115,16 +115,21 @@ __device__ __forceinline__ void nsa_scatter(const NsaParams& p, ScatterShared& s
     next[c] = begins[c] + counts[c];
   }
   int* entries = p.entries + static_cast<int64>(tokens.kv_row) * p.tokens * p.slots;
+  // Slots are no more than 32: of 32 tokens two of a thread.
+  const auto load = [&](int first, int x) {
+    const int i = threadIdx.x + x * kInvertThreads, token = i / p.slots;
+    if (token >= 32 || first + token >= tokens.count) return -1;
+    return p.block_of(tokens.kv_row, p.first_token + tokens.first + first + token, i - token * p.slots);
+  };
+  int later[2] = {load(0, 0), load(0, 1)};
   for (int first = 0; first < tokens.count; first += 32) {
-    int block[2], rank[2], all[2];  // slots are no more than 32: two of a thread
+    int block[2], rank[2], all[2];
     __syncthreads();
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const int i = threadIdx.x + x * kInvertThreads, token = i / p.slots;
-      block[x] = -1;
-      if (token < 32 && first + token < tokens.count)
-        block[x] = p.block_of(tokens.kv_row, p.first_token + tokens.first + first + token, i - token * p.slots);
-      if (block[x] >= 0) atomicOr(&chosen_by[block[x]], 1u << token);
+      block[x] = later[x];
+      later[x] = load(first + 32, x);  // under way while these are placed
+      if (block[x] >= 0) atomicOr(&chosen_by[block[x]], 1u << (threadIdx.x + x * kInvertThreads) / p.slots);
     }
     __syncthreads();
 #pragma unroll

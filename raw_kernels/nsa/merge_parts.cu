@@ -34,27 +34,42 @@ template <class Traits>
 __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
   constexpr int kLanes = Traits::kLanes, kRows = Traits::kRows, kAhead = Traits::kAhead;
   const int lane = threadIdx.x % 32, chunk = lane % kLanes, head_dim = p.geometry.head_dim;
-  const int64 warp = static_cast<int64>(blockIdx.x) * (kMergeThreads / 32) + threadIdx.x / 32;
-  const int64 pair = warp / p.group;
-  if (pair >= static_cast<int64>(p.q_tiles) * p.tokens) return;  // KV rows
-  const int of_group = static_cast<int>(warp - pair * p.group);
-  const int kv_row = static_cast<int>(pair / p.tokens), of_round = static_cast<int>(pair - int64(kv_row) * p.tokens);
+  // Parts of 2^32 tokens and heads would fit no memory.
+  const uint32 warp = blockIdx.x * (kMergeThreads / 32) + threadIdx.x / 32, pair = warp / p.group;
+  if (pair >= static_cast<uint32>(p.q_tiles) * p.tokens) return;  // KV rows
+  const int of_group = warp - pair * p.group, kv_row = pair / p.tokens, of_round = pair - kv_row * p.tokens;
   const int batch = kv_row / p.kv_heads, head = (kv_row - batch * p.kv_heads) * p.group + of_group;
   const int token = p.first_token + of_round;
   const int64 row = (static_cast<int64>(batch) * p.heads + head) * p.geometry.seqlen_q + token;
   const int64 parts = p.part_row(kv_row, of_round, 0) + of_group;  // slots are `group` rows apart
 
+  // All that is read is under way at once. Of slots without a block it is whatever was there before, and is not used.
+  uint16* const out = p.out.at(batch, head) + token * p.out.row + chunk * 8;
+  const bool inside = chunk * 8 < head_dim, sums = p.gates.data != nullptr;
+  const int of_slot_row = p.group * Traits::kHeadDim;  // elements from a slot's part to the next one's
+  const uint16* part = p.parts + parts * Traits::kHeadDim + lane / kLanes * of_slot_row + chunk * 8;
+  uint4 x[kAhead];  // parts of the first slots
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i)
+    x[i] = load_16_or_zeros(part + i * kRows * of_slot_row, i * kRows + lane / kLanes < p.slots);
+  const uint4 of_near =
+      load_16_or_zeros(p.near_out + row * Traits::kHeadDim + chunk * 8, p.near_out && lane < kLanes);
+  const bool sees_compressed = sums && p.visible_compressed(token) > 0;
+  const uint4 of_cmp = load_16_or_zeros(p.cmp_out + row * head_dim + chunk * 8, sees_compressed && inside);
+  const uint4 of_window = load_16_or_zeros(out, sums && inside);
+  float gate[3] = {};
+  if (sums) {
+    const int64 place = batch * p.gates.batch + head * p.gates.head + token * p.gates.row;
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      gate[i] = p.gates_wide ? reinterpret_cast<const float*>(p.gates.data)[place + i]
+                             : Traits::Element::to_float(p.gates.data[place + i]);
+  }
   // Lane s has the lse of slot s.
+  const float found = lane < p.slots ? p.part_lse[parts + lane * p.group] : 0.f;
   const bool there = lane < p.slots && p.block_of(kv_row, token, lane) >= 0;
   const uint32 present = __ballot_sync(kFullWarp, there);
-  const auto part = [&](int slot) {
-    const uint16* row = p.parts + (parts + slot * p.group) * Traits::kHeadDim + chunk * 8;
-    return load_16_or_zeros(row, slot < 32 && (present >> slot & 1));
-  };
-  uint4 x[kAhead];  // parts of the first slots are under way while these are weighed
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) x[i] = part(i * kRows + lane / kLanes);
-  const float of_slot = there ? p.part_lse[parts + lane * p.group] : -infinity();
+  const float of_slot = there ? found : -infinity();
   const float near = p.near_out ? p.near_lse[row] : -infinity();
   float top = fmaxf(of_slot, near);
 #pragma unroll
@@ -68,41 +83,29 @@ __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
   const float inverse = total == 0.f ? 0.f : 1.f / total;
 
   float o[8] = {};
-  const auto share = [&](int slot) { return __shfl_sync(kFullWarp, weight, slot % 32) * inverse; };
+  const auto add_part = [&](int slot, const uint4& found) {
+    const float share = __shfl_sync(kFullWarp, weight, slot % 32) * inverse;
+    const uint32 kept = slot < 32 && (present >> slot & 1) ? 0xffffffffu : 0;
+    add_row<Traits>(o, share, make_uint4(found.x & kept, found.y & kept, found.z & kept, found.w & kept));
+  };
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    const int slot = i * kRows + lane / kLanes;
-    const float of_part = share(slot);
-    if (slot < 32 && (present >> slot & 1)) add_row<Traits>(o, of_part, x[i]);
-  }
+  for (int i = 0; i < kAhead; ++i) add_part(i * kRows + lane / kLanes, x[i]);
   for (int first = kAhead * kRows; first < p.slots; first += kRows) {
     const int slot = first + lane / kLanes;
-    const float of_part = share(slot);
-    if (slot < 32 && (present >> slot & 1)) add_row<Traits>(o, of_part, part(slot));
+    add_part(slot, load_16_or_zeros(part + first * of_slot_row, slot < p.slots));
   }
 #pragma unroll
   for (int step = kLanes; step < 32; step *= 2)
 #pragma unroll
     for (int e = 0; e < 8; ++e) o[e] += __shfl_xor_sync(kFullWarp, o[e], step);
-  if (p.near_out)
-    add_row<Traits>(o, near_weight * inverse,
-                    *reinterpret_cast<const uint4*>(p.near_out + row * Traits::kHeadDim + chunk * 8));
+  if (p.near_out) add_row<Traits>(o, near_weight * inverse, of_near);
   if (p.lse && lane == 0) p.lse[row] = total == 0.f ? -infinity() : (base + __log2f(total)) * 0.69314718055994531f;
-  if (lane >= kLanes || chunk * 8 >= head_dim) return;
-
-  uint16* out = p.out.at(batch, head) + token * p.out.row + chunk * 8;
-  if (p.gates.data) {
-    const int64 place = batch * p.gates.batch + head * p.gates.head + token * p.gates.row;
-    float gate[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i)
-      gate[i] = p.gates_wide ? reinterpret_cast<const float*>(p.gates.data)[place + i]
-                             : Traits::Element::to_float(p.gates.data[place + i]);
+  if (lane >= kLanes || !inside) return;
+  if (sums) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) o[e] *= gate[1];
-    if (p.visible_compressed(token) > 0)
-      add_row<Traits>(o, gate[0], *reinterpret_cast<const uint4*>(p.cmp_out + row * head_dim + chunk * 8));
-    add_row<Traits>(o, gate[2], *reinterpret_cast<const uint4*>(out));
+    if (sees_compressed) add_row<Traits>(o, gate[0], of_cmp);
+    add_row<Traits>(o, gate[2], of_window);
   }
   store_global_16(out, Traits::Element::pack(o[0], o[1]), Traits::Element::pack(o[2], o[3]),
                   Traits::Element::pack(o[4], o[5]), Traits::Element::pack(o[6], o[7]));

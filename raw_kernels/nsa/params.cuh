@@ -29,9 +29,13 @@ constexpr int kSlotBits = 5;  // of an entry: token of the round << kSlotBits | 
 struct NsaParams : AttentionParams {
   Tensor<const uint16> gates;    // [batch, heads, seqlen_q, 3], in 16 bits or float32; null: there are none
   Tensor<const uint16> k_cmp;    // [batch, kv_heads, compressed, head_dim]
-  const uint16* cmp_out;         // [batch * heads, seqlen_q, head_dim], of rows that see a compressed key
+  Tensor<const uint16> v_cmp;    // likewise
+  uint16* cmp_out;         // [batch * heads, seqlen_q, head_dim], of rows that see a compressed key
   const float* cmp_lse;          // by Remainders, of sequence b `batch_lse` elements further
-  float* weights;                // [KV rows, tokens, weight_stride]
+  float* weights;                // [KV rows, tokens, weight_stride]; with `fused` [KV rows, tokens, group, weight_stride]
+  float* step_tops;              // with `fused`, [KV rows, tokens, group, step_stride]: what 128 compressed keys' weights
+                                 // are relative to, in log2 units
+  float* head_lse;               // with `fused`, [KV rows, tokens, group], in log2 units
   int* chosen;                   // [KV rows, seqlen_q, top]: blocks, ascending, -1 behind the last
   int* counts;                   // [KV rows, chunks, blocks]: tokens of each block; then those in chunks before
   int* begins;                   // [KV rows, blocks]: the first entry of each block
@@ -53,6 +57,7 @@ struct NsaParams : AttentionParams {
   int slots;                     // top, less those
   int window, sinks;
   int weight_stride, chunks, most_items, item_tokens;
+  int fused, step_stride;        // weights are those of heads, by nsa_compressed
   int first_token, tokens;       // of the round
 
   __device__ __forceinline__ int position(int token) const { return token + geometry.offset(); }

@@ -44,7 +44,7 @@ struct WindowSteps {
 // Whether the query at a position sees a key.
 __device__ __forceinline__ bool window_sees(const NsaParams& p, int position, int key) {
   const int back = position - key;
-  return static_cast<uint32>(back) < static_cast<uint32>(p.window) || (back >= 0 && key < p.sinks);
+  return (static_cast<uint32>(back) < static_cast<uint32>(p.window)) | ((back >= 0) & (key < p.sinks));
 }
 
 // Of the rows from `first` to `last`: whether one sees a key of a step, and whether one does not see all of them.

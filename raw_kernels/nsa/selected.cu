@@ -22,6 +22,7 @@ struct SelectedTraits : NsaTile<Element_, kHeadDim_, kBlock_> {
     // Of each row of q: its row of parts (-1: there is no such row), and its position.
     int target[kBuffers * 128], position[kBuffers * 128];
     BlockItem item;
+    uint32 nonfinite[kBlock / 32];  // bits of the keys with values that are not finite
   };
 };
 
@@ -69,37 +70,34 @@ struct Selected {
     const int first_key = shared.item.block << p.block_shift, first_row = buffer * 128 + warp * 32;
     // Only tokens of the block itself do not see all of it.
     const bool masked = __any_sync(kFullWarp, shared.position[first_row + lane] < first_key + Traits::kBlock - 1);
-    // A second time, with care for values that are not finite, only where one has come in, seen or not.
-#pragma unroll 1
-    for (bool careful = false;; careful = true) {
-      Tile attention(shared, p);
-      attention.warp_row = first_row;
-      const auto sees = [&](int i, int h, int key) { return first_key + key <= shared.position[attention.row(i, h)]; };
-      uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // weights, packed in pairs of keys
-      {
-        float s[Traits::kRowTiles][Traits::kKeyTiles][4];
-        attention.scores(s, shared_address(shared.k));
-        if (masked) {
+    Tile attention(shared, p);
+    attention.warp_row = first_row;
+    const auto sees = [&](int i, int h, int key) { return first_key + key <= shared.position[attention.row(i, h)]; };
+    uint32 w[Traits::kRowTiles][Traits::kKeyTiles][2];  // weights, packed in pairs of keys
+    {
+      float s[Traits::kRowTiles][Traits::kKeyTiles][4];
+      attention.scores(s, shared_address(shared.k));
+      if (masked) {
 #pragma unroll
-          for (int i = 0; i < Traits::kRowTiles; ++i)
+        for (int i = 0; i < Traits::kRowTiles; ++i)
 #pragma unroll
-            for (int j = 0; j < Traits::kKeyTiles; ++j)
+          for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-              for (int e = 0; e < 4; ++e)
-                if (!sees(i, e / 2, j * 8 + lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
-        }
-        softmax(attention, s, w);
+            for (int e = 0; e < 4; ++e)
+              if (!sees(i, e / 2, j * 8 + lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
       }
-      if (careful) {
-        accumulate_visible<Traits>(attention, w, shared_address(shared.v), sees);
-      } else {
-        attention.accumulate(w, shared_address(shared.v));
-      }
-      if (careful || !masked || !__any_sync(kFullWarp, any_nonfinite<Traits>(attention))) {
-        store(attention);
-        return;
-      }
+      softmax(attention, s, w);
     }
+    uint32 taken = 0;
+#pragma unroll
+    for (int i = 0; i < Traits::kBlock / 32; ++i) taken |= shared.nonfinite[i];
+    if (taken) {
+      const int kv_row = shared.item.kv_row, batch = kv_row / p.kv_heads;
+      const uint16* v = p.v.at(batch, kv_row - batch * p.kv_heads) + first_key * p.v.row;
+      add_taken_values<Traits>(attention, w, shared.nonfinite, v, sees);
+    }
+    attention.accumulate(w, shared_address(shared.v));
+    store(attention);
   }
   // Of rows that have seen nothing before: nothing is rescaled, and the accumulators take no registers yet.
   __device__ __forceinline__ void softmax(Tile& attention, const float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
@@ -167,6 +165,7 @@ __device__ __forceinline__ void nsa_selected(const NsaParams& p, typename Traits
   {
     const BlockItem item = p.items[static_cast<int64>(kv_row) * p.most_items + index];
     if (threadIdx.x == 0) shared.item = item;
+    if (threadIdx.x < Traits::kBlock / 32) shared.nonfinite[threadIdx.x] = 0;
     const int batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads, first_key = item.block << p.block_shift;
     const int end = p.geometry.seqlen_k, head_dim = p.geometry.head_dim;
     const uint16 *k = p.k.at(batch, kv_head), *v = p.v.at(batch, kv_head);
@@ -179,6 +178,9 @@ __device__ __forceinline__ void nsa_selected(const NsaParams& p, typename Traits
   int tile = warp, buffer = 0;
   selected.load_queries(tile, 0);
   cp_async_wait<0>();
+  for (int r = threadIdx.x / Traits::kChunks; r < Traits::kBlock; r += Traits::kThreads / Traits::kChunks)  // its copies
+    take_nonfinite<typename Traits::Element>(
+        chunk_address<Traits>(shared_address(shared.v), r, threadIdx.x % Traits::kChunks), r, shared.nonfinite);
   __syncthreads();
   for (; tile < tiles; tile += 4) {
     if (Traits::kBuffers == 2) selected.load_queries(tile + 4, buffer ^ 1);

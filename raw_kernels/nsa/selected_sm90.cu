@@ -10,13 +10,16 @@ struct SelectedSm90Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlock = 64, kThreads = 256;  // kBlock: keys
   static constexpr int kChunks = kHeadDim / 8, kKeyTiles = kBlock / 8, kDimTiles = kHeadDim / 8;
+  static constexpr int kItemTokens = 1024;  // that an item may have
   struct Shared {
     uint16 q[2][2][64 * kHeadDim];  // [warpgroups, buffers, rows]; then outputs
     uint16 k[kBlock * kHeadDim];
     uint16 v[kBlock * kHeadDim];
     // Of each row of q: its row of parts (-1: there is no such row), and its position.
     int target[2][2][64], position[2][2][64];
+    int entries[kItemTokens];
     BlockItem item;
+    uint32 nonfinite[kBlock / 32];  // bits of the keys with values that are not finite
   };
 };
 
@@ -34,10 +37,7 @@ struct SelectedSm90 {
   __device__ __forceinline__ void load_queries(int tile, int buffer) const {
     const int row = warp * 16 + lane % 16, of_item = tile * 64 + row;
     const int index = of_item * p.group_magic >> 16, head = of_item - index * p.group;
-    const BlockItem& item = shared.item;
-    const int kv_row = item.kv_row;
-    const int64 place = static_cast<int64>(kv_row) * p.tokens * p.slots + item.begin + index;
-    const int entry = index < item.count ? p.entries[place] : -1;
+    const int kv_row = shared.item.kv_row, entry = index < shared.item.count ? shared.entries[index] : -1;
     uint32 lanes_source = kNoRow;  // of its query: 16-byte units from that of token 0 and the group's first head
     int target = -1, position = 0x7fffffff;
     if (entry >= 0) {
@@ -65,7 +65,13 @@ struct SelectedSm90 {
     cp_async_commit();
   }
 
-  // A tile, whose queries are there.
+  // This thread's copies have come; after meeting, all of the warpgroup's, and its products have read what they were of.
+  __device__ __forceinline__ void arrive() const {
+    cp_async_wait<0>();
+    fence_for_wgmma();
+  }
+
+  // A tile, whose queries are there. The next one's are when it ends.
   __device__ __forceinline__ void attend(int buffer) const {
     const int first_key = shared.item.block << p.block_shift;
     const int* positions = shared.position[group][buffer] + warp * 16;
@@ -101,12 +107,18 @@ struct SelectedSm90 {
     }
     __syncwarp();
     float acc[kHeadDim / 2];  // [rows, columns] of this thread
-    multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), false);
-    if (masked && __any_sync(kFullWarp, any_nonfinite(acc))) {
+    const bool taken = (shared.nonfinite[0] | shared.nonfinite[1]) != 0;
+    if (taken) {
+      const int batch = shared.item.kv_row / p.kv_heads, kv_head = shared.item.kv_row - batch * p.kv_heads;
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) acc[i] = 0.f;
-      add_visible_values<Element, kHeadDim>(acc, w, shared_address(shared.v), sees);
+      const uint16* v = p.v.at(batch, kv_head) + first_key * p.v.row;
+      add_taken_values<Element, kHeadDim>(acc, w, shared.nonfinite, p.geometry.head_dim,
+                                          [&](int key) { return v + key * p.v.row; }, sees);
     }
+    multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), taken);
+    arrive();  // before the outputs leave, for which the fence would wait
+    meet();
     store(acc, m, l, buffer);
   }
 
@@ -114,7 +126,6 @@ struct SelectedSm90 {
                                         int buffer) const {
     const uint32 tile = shared_address(shared.q[group][buffer]);  // a warp reads and writes only its own rows of it
     const int* targets = shared.target[group][buffer];
-    meet();  // the product has read them all
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = warp * 16 + h * 8 + lane / 4, target = targets[r];
@@ -147,8 +158,12 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
   {
     const BlockItem item = p.items[static_cast<int64>(kv_row) * p.most_items + index];
     if (threadIdx.x == 0) shared.item = item;
+    if (threadIdx.x < Traits::kBlock / 32) shared.nonfinite[threadIdx.x] = 0;
     const int batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads, first_key = item.block << p.block_shift;
     const uint16 *k = p.k.at(batch, kv_head), *v = p.v.at(batch, kv_head);
+    const int* entries = p.entries + static_cast<int64>(kv_row) * p.tokens * p.slots + item.begin;
+    for (int i = threadIdx.x; i < item.count; i += Traits::kThreads)
+      cp_async_4(shared_address(&shared.entries[i]), entries + i);
     const int chunk = threadIdx.x % Traits::kChunks;
 #pragma unroll
     for (int r = threadIdx.x / Traits::kChunks; r < Traits::kBlock; r += Traits::kThreads / Traits::kChunks) {
@@ -160,23 +175,24 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
                            present ? v + row * p.v.row + chunk * 8 : v, present);
     }
   }
+  cp_async_commit();
+  cp_async_wait<0>();
   __syncthreads();
   const SelectedSm90<Traits> selected{p, shared, static_cast<int>(threadIdx.x % 32),
                                       static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x / 128)};
   const int tiles = (shared.item.count * p.group + 63) / 64;
   int buffer = 0;
   selected.load_queries(selected.group, 0);
-  cp_async_wait<0>();
-  fence_for_wgmma();
+  for (int r = threadIdx.x / Traits::kChunks; r < Traits::kBlock; r += Traits::kThreads / Traits::kChunks)  // its copies
+    take_nonfinite<typename Traits::Element>(
+        atom_chunk<Traits::kBlock>(shared_address(shared.v), r, threadIdx.x % Traits::kChunks), r, shared.nonfinite);
+  selected.arrive();
   __syncthreads();
 #pragma unroll 1
   for (int tile = selected.group; tile < tiles; tile += 2) {
     selected.load_queries(tile + 2, buffer ^ 1);
     selected.attend(buffer);
     buffer ^= 1;
-    cp_async_wait<0>();
-    fence_for_wgmma();
-    selected.meet();
   }
 }
 

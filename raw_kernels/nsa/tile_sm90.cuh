@@ -1,6 +1,7 @@
 // Products of 64 rows a warpgroup by wgmma. A thread's rows are lane / 4 and 8 more of its warp's 16; element
 // 4 * j + 2 * h + e of a product [64, N] is column 8 * j + 2 * (lane % 4) + e of its row h.
 #pragma once
+#include "nsa/nonfinite_values.cuh"
 #include "nsa/params.cuh"
 #include "sm90/wgmma_tile.cuh"
 
@@ -52,33 +53,31 @@ __device__ __forceinline__ bool any_nonfinite(const float (&acc)[kCount]) {
   return check[0] + check[1] != 0.f;
 }
 
-// acc += w v of 64 keys, key by key, each to just the rows that see it: slow, and only where values are not finite.
+// Adds to acc the values that were taken out of the product w v, of 8 * kKeyTiles keys.
 //
-//   sees(h, key): whether the thread's row h sees key number `key` of the 64
-template <class Element, int kHeadDim, class Sees>
-__device__ __forceinline__ void add_visible_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[8][2], uint32 v_tile,
-                                                   const Sees& sees) {
+//   rows: bits of the keys that have such values; row_of(key): its row in global memory
+//   sees(h, key): whether the thread's row h sees key number `key` of them
+template <class Element, int kHeadDim, int kKeyTiles, class RowOf, class Sees>
+__device__ __forceinline__ void add_taken_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[kKeyTiles][2],
+                                                 const uint32* rows, int head_dim, const RowOf& row_of,
+                                                 const Sees& sees) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
+  for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll 1
     for (int key = j * 8; key < j * 8 + 8; ++key) {
+      if (!(rows[key / 32] >> key % 32 & 1)) continue;
       float weight[2];
+      bool seen[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32 pair = __shfl_sync(kFullWarp, w[j][h], lane / 4 * 4 + key % 8 / 2);
         weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
+        seen[h] = sees(h, key);
       }
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d) {
-        const uint32 x = load_shared_4(atom_chunk<64>(v_tile, key, d) + lane % 4 * 4);
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (sees(h, key)) {
-            acc[d * 4 + 2 * h] += weight[h] * Element::low(x);
-            acc[d * 4 + 2 * h + 1] += weight[h] * Element::high(x);
-          }
-      }
+      add_nonfinite<Element, 2, kHeadDim / 8>(row_of(key), head_dim, weight, seen, [&](int h, int d, int e) -> float& {
+        return acc[d * 4 + 2 * h + e];
+      });
     }
 }
 

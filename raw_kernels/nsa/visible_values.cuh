@@ -1,6 +1,7 @@
 // Values of a step of which rows see different keys: a masked key has weight 0, but 0 * NaN and 0 * Inf are NaN. Who finds
-// a NaN afterwards begins anew with accumulate_visible.
+// a NaN afterwards begins anew, with values that are not finite taken out of the product (nsa/nonfinite_values.cuh).
 #pragma once
+#include "nsa/nonfinite_values.cuh"
 #include "sm80/attention.cuh"
 
 namespace s2o {
@@ -18,38 +19,31 @@ __device__ __forceinline__ bool any_nonfinite(const AttentionTile<Traits>& atten
   return (sum[0] + sum[1]) + (sum[2] + sum[3]) != 0.f;
 }
 
-// acc += p v of one step, key by key, each to just the rows that see it: slow, and only where values are not finite.
+// Adds the values of a step that were taken out of the product.
 //
+//   rows: bits of the keys that have such values; v: the step's first row in global memory
 //   sees(i, h, key): whether row (i, h) of the thread sees key number `key` of the step
 template <class Traits, class Sees>
-__device__ __forceinline__ void accumulate_visible(AttentionTile<Traits>& attention,
-                                                   const uint32 (&p)[Traits::kRowTiles][Traits::kKeyTiles][2],
-                                                   uint32 v_tile, const Sees& sees) {
+__device__ __forceinline__ void add_taken_values(AttentionTile<Traits>& attention,
+                                                 const uint32 (&p)[Traits::kRowTiles][Traits::kKeyTiles][2],
+                                                 const uint32* rows, const uint16* v, const Sees& sees) {
   const int lane = attention.lane;
 #pragma unroll
   for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll 1
     for (int key = j * 8; key < j * 8 + 8; ++key) {
-      float weight[Traits::kRowTiles][2];
+      if (!(rows[key / 32] >> key % 32 & 1)) continue;
+      float weight[2 * Traits::kRowTiles];
+      bool seen[2 * Traits::kRowTiles];
 #pragma unroll
-      for (int i = 0; i < Traits::kRowTiles; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32 pair = __shfl_sync(kFullWarp, p[i][j][h], lane / 4 * 4 + key % 8 / 2);
-          weight[i][h] = key % 2 ? Traits::Element::high(pair) : Traits::Element::low(pair);
-        }
-#pragma unroll
-      for (int d = 0; d < Traits::kDimTiles; ++d) {
-        const uint32 x = load_shared_4(chunk_address<Traits>(v_tile, key, d) + lane % 4 * 4);
-#pragma unroll
-        for (int i = 0; i < Traits::kRowTiles; ++i)
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            if (sees(i, h, key)) {
-              attention.acc[i][d][2 * h] += weight[i][h] * Traits::Element::low(x);
-              attention.acc[i][d][2 * h + 1] += weight[i][h] * Traits::Element::high(x);
-            }
+      for (int i = 0; i < 2 * Traits::kRowTiles; ++i) {
+        const uint32 pair = __shfl_sync(kFullWarp, p[i / 2][j][i % 2], lane / 4 * 4 + key % 8 / 2);
+        weight[i] = key % 2 ? Traits::Element::high(pair) : Traits::Element::low(pair);
+        seen[i] = sees(i / 2, i % 2, key);
       }
+      add_nonfinite<typename Traits::Element, 2 * Traits::kRowTiles, Traits::kDimTiles>(
+          v + key * attention.params.v.row, attention.params.geometry.head_dim, weight, seen,
+          [&](int i, int d, int e) -> float& { return attention.acc[i / 2][d][i % 2 * 2 + e]; });
     }
 }
 

@@ -23,6 +23,7 @@ struct WindowTraits : NsaTile<Element_, kHeadDim_> {
     const uint16 *k_rows, *v_rows;
     int steps[4];      // WindowSteps
     int first, careful;
+    uint32 nonfinite[2][2];  // bits of the step's keys with values that are not finite
   };
 };
 
@@ -60,6 +61,7 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
     reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
     shared.first = rows.first;
     shared.careful = 0;
+    shared.nonfinite[0][0] = shared.nonfinite[0][1] = 0;
   }
   __syncthreads();
   const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
@@ -72,7 +74,7 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
     cp_async_commit();
   };
 
-  // A second time, with care for values that are not finite, only where one has come in, seen or not.
+  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
 #pragma unroll 1
   for (;;) {
     load(0);
@@ -82,7 +84,15 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
     for (int step = 0; step < steps.count; ++step) {
       load(step + 1);
       cp_async_wait<1>();
+      if (shared.careful) {
+#pragma unroll 1
+        for (int r = threadIdx.x / Traits::kChunks; r < kStep; r += Traits::kThreads / Traits::kChunks)  // its copies
+          take_nonfinite<typename Traits::Element>(
+              chunk_address<Traits>(shared_address(shared.v[step % 2]), r, threadIdx.x % Traits::kChunks), r,
+              shared.nonfinite[step % 2]);
+      }
       __syncthreads();
+      if (threadIdx.x < kStep / 32) shared.nonfinite[(step + 1) % 2][threadIdx.x] = 0;
       const int first_key = steps.first_key(step);
       const uint32 k_tile = shared_address(shared.k[step % 2]), v_tile = shared_address(shared.v[step % 2]);
       // Positions of the warp's rows; all are of one block of keys.
@@ -105,11 +115,9 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
                 if (!sees(i, e / 2, j * 8 + attention.lane % 4 * 2 + e % 2)) s[i][j][e] = -infinity();
         }
         attention.softmax(s, w);
-        if (edge && shared.careful) {
-          accumulate_visible<Traits>(attention, w, v_tile, sees);
-        } else {
-          attention.accumulate(w, v_tile);
-        }
+        if (shared.careful)
+          add_taken_values<Traits>(attention, w, shared.nonfinite[step % 2], shared.v_rows + first_key * p.v.row, sees);
+        attention.accumulate(w, v_tile);
       }
       if (p.near_out && first_key == near_begin(p, warp_first))
         keep_near(attention, p, PositionRows<128>(p, block_index()));
@@ -121,7 +129,7 @@ __device__ __forceinline__ void nsa_window(const NsaParams& p, typename Traits::
       attention.template store<false>(PositionRows<128>(p, block_index()));
       return;
     }
-    shared.careful = 1;  // by all; seen after the next barrier
+    shared.careful = 1;  // by all; each sees its own
   }
 }
 

@@ -9,14 +9,18 @@ template <class Element_, int kHeadDim_>
 struct WindowSm90Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kGroups = 3, kThreads = kGroups * 128, kChunks = kHeadDim / 8;
+  // Steps of keys in shared memory: one that comes, two that copies are under way for, and one whose values still wait.
+  static constexpr int kStages = 4;
   using Rows = PositionRows<kGroups * 64>;
   struct Shared {
     uint16 q[kGroups][64 * kHeadDim];  // [warpgroups, rows]; at the end, outputs
-    uint16 k[2][kWindowStep * kHeadDim];
-    uint16 v[2][kWindowStep * kHeadDim];
+    uint16 k[kStages][kWindowStep * kHeadDim];
+    uint16 v[kStages][kWindowStep * kHeadDim];
+    uint16 zeros[kWindowStep * kHeadDim];  // values of weights that have met theirs
     // What only copies need is read back for each step: the registers belong to the accumulators.
     const uint16 *k_rows, *v_rows;
     int steps[4];  // WindowSteps
+    uint32 nonfinite[kStages][kWindowStep / 32];  // bits of the step's keys with values that are not finite
   };
 };
 
@@ -27,8 +31,9 @@ struct WindowRows {
   using Rows = typename Traits::Rows;
   static constexpr int kHeadDim = Traits::kHeadDim;
   const NsaParams& p;
-  float acc[kHeadDim / 2];  // [rows, columns] of this thread
-  float m[2], l[2];         // running maximum of scale_log2 * score; this thread's part of the sum
+  float acc[kHeadDim / 2];         // [rows, columns] of this thread
+  float m[2], l[2];                // running maximum of scale_log2 * score; this thread's part of the sum
+  uint32 w[kWindowStep / 8][2];    // weights that wait for their product with values, packed in pairs of keys
 
   __device__ __forceinline__ explicit WindowRows(const NsaParams& p_) : p(p_) {
 #pragma unroll
@@ -38,49 +43,91 @@ struct WindowRows {
       m[h] = -infinity();
       l[h] = 0.f;
     }
+#pragma unroll
+    for (int j = 0; j < kWindowStep / 8; ++j) w[j][0] = w[j][1] = 0;
   }
-  // A step of keys. `edge`: some row of the warpgroup does not see some key.
+  // acc += w v, in flight.
+  __device__ __forceinline__ void issue_output(uint32 v_tile) {
+    const uint32 v = tile_descriptor(v_tile, 64 * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kWindowStep / 8; j += 2) {
+      const uint32 a[4] = {w[j][0], w[j][1], w[j + 1][0], w[j + 1][1]};
+      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), true);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void flush(uint32 v_tile) {
+    issue_output(v_tile);
+    wgmma_wait<0>();
+    finished(acc);
+  }
+  // A step of keys, whose weights wait then; those that wait meet their values, `v_tile`, under the softmax.
+  // `edge`: some row of the warpgroup does not see some key. `nonfinite`: bits of keys of this step whose values that are
+  // not finite were taken out of the product; null: none were.
   __device__ __forceinline__ void attend(uint32 q_tile, uint32 k_tile, uint32 v_tile, int first_position, int first_key,
-                                         bool edge, bool careful) {
+                                         bool edge, const uint32* nonfinite, const uint16* v_rows) {
     const int lane = threadIdx.x % 32;
-    float s[kWindowStep / 2];
-    multiply_scores<Element, kHeadDim>(s, q_tile, k_tile);
-    const auto sees = [&](int h, int key) { return window_sees(p, first_position + 8 * h, first_key + key); };
-    uint32 w[kWindowStep / 8][2];  // weights, packed in pairs of keys
+    float s[kWindowStep / 2], rescale_by[2];
+    {
+      const uint32 a = tile_descriptor(q_tile, 0), b = tile_descriptor(k_tile, 0);
+      wgmma_fence();
+#pragma unroll
+      for (int c = 0; c < kHeadDim / 16; ++c)
+        Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<64>(c)), c > 0);
+      wgmma_commit();
+    }
+    issue_output(v_tile);
+    wgmma_wait<1>();
+#pragma unroll
+    for (int i = 0; i < kWindowStep / 2; ++i) s[i] *= p.scale_log2;
+    if (edge) {  // in one piece, without a branch for each key
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int last = first_position + 8 * h - first_key - lane % 4 * 2, first = last - p.window + 1;
+        const int sinks = p.sinks - first_key - lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kWindowStep / 4; ++i) {
+          const int key = i / 2 * 8 + i % 2;  // from the thread's first on
+          const bool seen = (key <= last) & ((key >= first) | (key < sinks));
+          float& x = s[i / 2 * 4 + 2 * h + i % 2];
+          x = seen ? x : -infinity();
+        }
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = m[h];
+      float top[2] = {m[h], m[h]}, sum[2] = {};
 #pragma unroll
-      for (int j = 0; j < kWindowStep / 8; ++j)
+      for (int i = 0; i < kWindowStep / 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[i / 2 * 4 + 2 * h + i % 2]);
+      const float highest = row_max(fmaxf(top[0], top[1])), base = highest == -infinity() ? 0.f : highest;
+      rescale_by[h] = exp2_approx(m[h] - base);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[j * 4 + 2 * h + e];
-          x *= p.scale_log2;
-          if (edge && !sees(h, j * 8 + lane % 4 * 2 + e)) x = -infinity();
-          top = fmaxf(top, x);
-        }
-      top = row_max(top);
-      const float base = top == -infinity() ? 0.f : top, rescale_by = exp2_approx(m[h] - base);
-      float sum = l[h] * rescale_by;
-#pragma unroll
-      for (int j = 0; j < kWindowStep / 8; ++j) {
-        const float x = exp2_approx(s[j * 4 + 2 * h] - base), y = exp2_approx(s[j * 4 + 2 * h + 1] - base);
-        sum += x + y;
-        w[j][h] = Element::pack(x, y);
+      for (int i = 0; i < kWindowStep / 4; ++i) {
+        float& x = s[i / 2 * 4 + 2 * h + i % 2];
+        x = exp2_approx(x - base);
+        sum[i % 2] += x;
       }
-      m[h] = top;
-      l[h] = sum;
-      if (__any_sync(kFullWarp, rescale_by != 1.f)) {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 4; ++i) acc[i / 2 * 4 + 2 * h + i % 2] *= rescale_by;
-      }
+      m[h] = highest;
+      l[h] = l[h] * rescale_by[h] + (sum[0] + sum[1]);
     }
+    wgmma_wait<0>();
+    if (__any_sync(kFullWarp, rescale_by[0] != 1.f || rescale_by[1] != 1.f)) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) acc[i] *= rescale_by[i / 2 % 2];
+    }
+#pragma unroll
+    for (int j = 0; j < kWindowStep / 8; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) w[j][h] = Element::pack(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
     __syncwarp();
-    if (edge && careful) {
-      add_visible_values<Element, kHeadDim>(acc, w, v_tile, sees);
-    } else {
-      multiply_values<Element, kHeadDim>(acc, w, v_tile, true);
-    }
+    if (nonfinite)
+      add_taken_values<Element, kHeadDim>(
+          acc, w, nonfinite, p.geometry.head_dim, [&](int key) { return v_rows + (first_key + key) * p.v.row; },
+          [&](int h, int key) { return window_sees(p, first_position + 8 * h, first_key + key); });
+  }
+  __device__ __forceinline__ uint32 near_pair(int d, int h, float inverse) const {
+    return pack_finite<Element>(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
   }
   // Leaves what the rows have seen so far. `row`: of this thread among the block's, and 8 more.
   __device__ __forceinline__ void keep_near(const Rows& rows, int row) const {
@@ -89,13 +136,18 @@ struct WindowRows {
     for (int h = 0; h < 2; ++h) {
       const int token = rows(row + 8 * h);
       const float total = row_sum(l[h]), inverse = total == 0.f ? 0.f : 1.f / total;
-      if (token < 0) continue;
       const int64 place = static_cast<int64>(rows.head) * rows.seqlen_q + token;
-      if (lane % 4 == 0) p.near_lse[place] = total == 0.f ? -infinity() : m[h] + __log2f(total);
-      uint32* target = reinterpret_cast<uint32*>(p.near_out + place * kHeadDim) + lane % 4;
+      if (token >= 0 && lane % 4 == 0) p.near_lse[place] = total == 0.f ? -infinity() : m[h] + __log2f(total);
+      // Neighbouring lanes exchange halves of two dim tiles, so that four write 32 bytes of a row.
+      const bool odd = lane % 2;
+      uint16* target = p.near_out + place * kHeadDim + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
-        target[d * 4] = pack_finite<Element>(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
+      for (int d = 0; d < kHeadDim / 8; d += 2) {
+        const uint32 even_tile = near_pair(d, h, inverse), odd_tile = near_pair(d + 1, h, inverse);
+        const uint32 other = __shfl_xor_sync(kFullWarp, odd ? even_tile : odd_tile, 1);
+        if (token >= 0)
+          *reinterpret_cast<uint2*>(target + d * 8) = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+      }
     }
     __syncwarp();
   }
@@ -133,6 +185,7 @@ template <class Traits>
 __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Traits::Shared& shared) {
   const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
   constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
+  constexpr int kStages = Traits::kStages;
   using Rows = typename Traits::Rows;
   if (threadIdx.x == 0) {
     const Rows rows(p, block_index());
@@ -141,6 +194,9 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
     shared.v_rows = p.v.at(batch, kv_head);
     reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
   }
+  for (int i = threadIdx.x; i < kWindowStep * Traits::kChunks; i += Traits::kThreads)
+    store_shared_16(shared_address(shared.zeros) + i * 16, make_uint4(0, 0, 0, 0));
+  if (threadIdx.x < kStages * kWindowStep / 32) shared.nonfinite[0][threadIdx.x] = 0;
   __syncthreads();
   const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
   const bool inside = chunk * 8 < p.geometry.head_dim;
@@ -152,9 +208,9 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
       for (int row = slot; row < kWindowStep; row += kAtATime) {
         const bool present = inside && first_key + row < p.geometry.seqlen_k;
         const int64 key = present ? first_key + row : 0;
-        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.k[step % 2]), row, chunk),
+        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.k[step % kStages]), row, chunk),
                              present ? k + key * p.k.row + chunk * 8 : k, present);
-        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.v[step % 2]), row, chunk),
+        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.v[step % kStages]), row, chunk),
                              present ? v + key * p.v.row + chunk * 8 : v, present);
       }
     }
@@ -175,26 +231,49 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
   const uint32 q_tile = shared_address(shared.q[group]);
   // Positions of the warpgroup's rows; all are of one block of keys.
   const int tile_first = Rows(p, block_index()).first, first = tile_first + group * 64, last = first + 63;
-  // A second time, with care for values that are not finite, only where one has come in, seen or not.
+  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     load(0);
+    load(1);
     WindowRows<Traits> state(p);
+    int waiting = -1;  // the step whose weights wait for their values
+    const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
 #pragma unroll 1
     for (int step = 0; step < steps.count; ++step) {
-      load(step + 1);
       cp_async_wait<1>();
+      uint32* nonfinite = shared.nonfinite[step % kStages];
+      if (careful) {
+#pragma unroll 1
+        for (int r = slot; r < kWindowStep; r += kAtATime)  // its copies
+          take_nonfinite<typename Traits::Element>(
+              atom_chunk<64>(shared_address(shared.v[step % kStages]), r, chunk), r, nonfinite);
+      }
       fence_for_wgmma();
-      __syncthreads();
+      __syncthreads();  // and everybody is done with the step before, whose place is filled
+      load(step + 2);
+      if (careful && threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
       const int first_key = steps.first_key(step);
-      if (window_reaches(p, first, last, first_key))
-        state.attend(q_tile, shared_address(shared.k[step % 2]), shared_address(shared.v[step % 2]), tile_first + row,
-                     first_key, window_cuts(p, first, last, first_key), careful);
-      if (p.near_out && first_key == near_begin(p, first)) state.keep_near(Rows(p, block_index()), row);
-      __syncthreads();  // everybody is done with this step's keys
+      const auto flush = [&] {
+        if (waiting >= 0) state.flush(v_tile(waiting));
+        waiting = -1;
+      };
+      if (window_reaches(p, first, last, first_key)) {
+        state.attend(q_tile, shared_address(shared.k[step % kStages]), waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros),
+                     tile_first + row, first_key, window_cuts(p, first, last, first_key), careful ? nonfinite : nullptr,
+                     shared.v_rows);
+        waiting = step;
+      } else {
+        flush();
+      }
+      if (p.near_out && first_key == near_begin(p, first)) {
+        flush();
+        state.keep_near(Rows(p, block_index()), row);
+      }
     }
+    if (waiting >= 0) state.flush(v_tile(waiting));
     cp_async_wait<0>();
-    if (careful || !__syncthreads_or(any_nonfinite(state.acc))) {
+    if (!__syncthreads_or(!careful && any_nonfinite(state.acc))) {
       state.store(Rows(p, block_index()), q_tile, row);
       return;
     }

@@ -242,14 +242,7 @@ def selected_attention(
     workspace_bytes = checked_int("workspace_bytes", workspace_bytes, LEAST["workspace_bytes"], owner=where)
     call = NsaCall(where, {"q": q, "k": k, "v": v, "blocks": blocks}, layout, scale, backend, stream)
     problem, found = call.problem, call.infos["blocks"]
-    if found.dtype not in ("int32", "int64"):
-        raise TypeError(f"{where}: blocks is {found.dtype}; accepted: int32 or int64")
-    rows = (problem.batch, problem.kv_heads, problem.seqlen_q)
-    if len(found.shape) != 4 or found.shape[:3] != rows or found.shape[3] == 0:
-        raise ValueError(
-            f"{where}: blocks has shape {tuple(found.shape)}; accepted: {rows} (batch, kv_heads, seqlen_q) and the "
-            "blocks of a token"
-        )
+    call.check_blocks()
     config = NSAConfig(block, found.shape[3], 0, 1, length=1, stride=1, workspace_bytes=workspace_bytes)
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from .run import parse_backend
 __all__ = ["NsaCall", "axis_of_tokens"]
 
 PLAIN = S2OConfig()
+CONTIGUOUS = ("blocks", "lse")  # in C order
 
 
 class _Result(NamedTuple):
@@ -70,6 +71,18 @@ class NsaCall:
         if found.dtype != dtype:
             raise TypeError(f"{self.where}: {name} is {found.dtype}; accepted: {dtype}, the dtype of q")
 
+    def check_blocks(self) -> None:
+        """Raise unless ``blocks`` are what a token attends to."""
+        found, p = self.infos["blocks"], self.problem
+        if found.dtype not in ("int32", "int64"):
+            raise TypeError(f"{self.where}: blocks is {found.dtype}; accepted: int32 or int64")
+        rows = (p.batch, p.kv_heads, p.seqlen_q)
+        if len(found.shape) != 4 or found.shape[:3] != rows or found.shape[3] == 0:
+            raise ValueError(
+                f"{self.where}: blocks has shape {tuple(found.shape)}; accepted: {rows} (batch, kv_heads, seqlen_q) "
+                "and the blocks of a token"
+            )
+
     def run(
         self, on_host: Callable[[dict[str, Any]], tuple[Any, ...]], on_gpu: Callable[..., None], *, out: Any = None,
         return_lse: bool = False, results: tuple[tuple[str, tuple[int, ...]], ...] | None = None, fill: float = 0,
@@ -100,7 +113,7 @@ class NsaCall:
             if p.empty or p.seqlen_k == 0:
                 for i, native in enumerate(natives):
                     if 0 not in native.shape:
-                        framework.fill(native, float("-inf") if i else fill)
+                        framework.fill(native, float("-inf") if i and results is None else fill)
             elif host:
                 found = on_host({name: framework.on_host(x) for name, x in self.inputs.items()})
                 for i, native in enumerate(natives):
@@ -125,7 +138,7 @@ class NsaCall:
                 infos[name] = framework_of("array", native).describe(native)
         operands = {
             name: Operand(x.pointer, (0, 0, 0, 0), (0, 0, 0))
-            if name in ("gates", "blocks")
+            if name in ("gates", *CONTIGUOUS)
             else Operand(x.pointer, *axes(x.shape, x.strides, self.layout, x.itemsize))
             for name, x in infos.items()
         }
@@ -144,17 +157,17 @@ class NsaCall:
 
 
 def _is_readable(name: str, x: ArrayInfo) -> bool:
-    """Whether kernels read an array as it lies; others are copied. Blocks are int32 in C order, gates have a contiguous
-    last axis, rows of the others begin on 16 bytes."""
+    """Whether kernels read an array as it lies; others are copied. Blocks are int32 and an lse is float32, both in C
+    order, gates have a contiguous last axis, rows of the others begin on 16 bytes."""
     if 0 in x.shape:
         return True
-    if name == "blocks":
+    if name in CONTIGUOUS:
         expected = x.itemsize
         for n, stride in zip(x.shape[::-1], x.strides[::-1], strict=True):
             if n > 1 and stride != expected:
                 return False
             expected *= n
-        return x.dtype == "int32"
+        return x.dtype == ("int32" if name == "blocks" else "float32")
     if name == "gates":
         return x.has_contiguous_rows
     rows = all(n == 1 or (s >= 0 and s % ALIGNMENT == 0) for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True))

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..nsa.config import NSAConfig
 from ..problem import Problem
-from ..reference import nsa
+from ..reference import nsa, nsa_backward
 
-__all__ = ["attend", "attend_blocks", "attend_window", "select"]
+__all__ = ["attend", "attend_blocks", "attend_blocks_backward", "attend_window", "select"]
 
 
 def attend(
@@ -41,6 +41,15 @@ def attend_blocks(
     if blocks.size and blocks.max() > last:
         raise ValueError(f"selected_attention: blocks has {blocks.max()}; accepted: up to {last}, the last block")
     return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
+
+
+def attend_blocks_backward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, blocks: np.ndarray, o: np.ndarray, lse: np.ndarray, do: np.ndarray,
+    block: int, problem: Problem,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """Gradients of q, k and v."""
+    q, k, v, o, do = (_wide(x) for x in (q, k, v, o, do))
+    return nsa_backward.selected_backward(q, k, v, blocks, o, lse, do, block=block, scale=problem.scale)
 
 
 def attend_window(

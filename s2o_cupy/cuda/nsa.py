@@ -6,9 +6,13 @@ sequences of a batch (nsa/plan.py: Remainders). Everything else is in raw_kernel
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
 
@@ -17,14 +21,18 @@ from ..caches import remembered
 from ..nsa import kernels
 from ..nsa.config import NSAConfig
 from ..nsa.plan import NsaPlan, make_plan
+from ..plan.build import ALIGNMENT
 from ..plan.kernels import Kernel
+from ..plan.params import Struct
 from ..problem import Problem
 from ..spec import LOG2E, S2OConfig
 from . import compiler, pipeline
+from .graphs import GraphCache
 from .pipeline import Memory, device_limits
 
-__all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "select"]
+__all__ = ["Call", "Gates", "Pair", "attend", "attend_blocks", "attend_window", "select", "tensor"]
 
+Strides = tuple[int, int, int]
 # Called after each launch with its stage's name; a tool's way to look inside.
 Observer = Callable[[str], None]
 NO_REMAINDER = 1 << 30
@@ -51,19 +59,104 @@ def attend(
     config: NSAConfig, *, stream: int, memory: Memory, observe: Observer | None = None,
 ) -> None:  # fmt: skip
     """All three branches into ``out``. ``observe`` is called with each stage's name after its launch."""
-    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_attention", compresses=True,
+    device = runtime.getDevice()
+    plan = make_plan(problem, config, device_limits(device), where="nsa_attention", compresses=True,
                      attends=True, gates=True, shares=window == keys)  # fmt: skip
-    address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream, observe)
-    call.compressed(q, compressed, memory)
-    call.window(q, window, out)
-    call.params["k_cmp"] = _tensor(compressed.k)
-    call.params["gates"] = (gates.pointer, *gates.strides)
-    call.params["gates_wide"] = gates.wide
-    for first, tokens in plan.rounds:
-        call.choose(q, first, tokens)
-        call.attend_blocks(q, keys, out, first, tokens)
-    del keeper
+    operands = (q, *keys, *compressed, *window, out)
+    prepared = _prepared(plan, device, q.strides, compressed.k.strides, compressed.v.strides)
+    address, keeper = memory(prepared.nbytes)
+    gate_of = (gates.pointer, *gates.strides, int(gates.wide))
+
+    def there(place: int) -> Memory:
+        return lambda nbytes: (place, keeper)
+
+    def launch(into: int) -> None:
+        call, beside = Call(plan, address, into, observe), prepared.beside
+        side = beside.begin(into, captured=into != stream)
+        call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
+        runs = _compressed_runs(plan, q, compressed, call.places["cmp_out"], call.places["cmp_lse"])
+        ends = accumulate(prepared.run_bytes, initial=address + plan.workspace.nbytes)
+        of_runs = list(zip(runs, ends, strict=False))
+        for run, memory_of_run in of_runs[1:]:
+            call.compressed(run, there(memory_of_run), side)
+        beside.mark(_Beside.COMPRESSED)
+        call.window(q, window, out, side)
+        beside.mark(_Beside.WINDOW)
+        for run, memory_of_run in of_runs[:1]:
+            call.compressed(run, there(memory_of_run), into)
+        beside.join(into, _Beside.COMPRESSED)
+        call.before_merge = partial(beside.join, into, _Beside.WINDOW)
+        call.params["k_cmp"], call.params["v_cmp"] = tensor(compressed.k), tensor(compressed.v)
+        for first, tokens in plan.rounds:
+            call.choose(q, first, tokens)
+            call.attend_blocks(q, keys, out, first, tokens)
+
+    with prepared.lock:
+        if observe is not None:
+            launch(stream)
+        else:
+            key = (address, *gate_of, *(n for x in operands for n in (x.pointer, *x.strides)))
+            prepared.replay.run(key, stream, launch)
+
+
+class _Beside:
+    """A stream beside the one that is captured. In a plain call there is none: everything takes its turn."""
+
+    COMPRESSED, WINDOW = 0, 1
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.events: tuple[Any, ...] = ()
+        self.captured = False
+
+    def begin(self, into: int, captured: bool) -> int:
+        """A stream that waits for what ``into`` has so far."""
+        self.captured = captured
+        if not captured:
+            return into
+        if self.stream is None:
+            self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into))
+            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(3))
+        runtime.eventRecord(self.events[-1].ptr, into)
+        runtime.streamWaitEvent(self.stream.ptr, self.events[-1].ptr)
+        handle: int = self.stream.ptr
+        return handle
+
+    def mark(self, what: int) -> None:
+        """What is launched so far beside the others."""
+        if self.captured:
+            runtime.eventRecord(self.events[what].ptr, self.stream.ptr)
+
+    def join(self, into: int, what: int) -> None:
+        """Let ``into`` wait for that."""
+        if self.captured:
+            runtime.streamWaitEvent(into, self.events[what].ptr)
+
+
+class _Prepared:
+    """What calls of one kind have in common."""
+
+    def __init__(self, plan: NsaPlan, run_bytes: list[int]) -> None:
+        self.run_bytes = run_bytes  # of the workspaces of pass 1, behind the plan's
+        self.nbytes = plan.workspace.nbytes + sum(run_bytes)
+        self.replay = GraphCache(cupy.cuda)
+        self.beside = _Beside()
+        self.lock = threading.RLock()  # the graphs and the stream are one for all threads
+
+
+@remembered
+def _prepared(plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: Strides) -> _Prepared:
+    """``of_k``, ``of_v``: of compressed keys and values."""
+    p = plan.problem
+    of_cmp = (p.batch, p.kv_heads, plan.compressed, p.head_dim)
+    q = Operand(0, (p.batch, p.heads, p.seqlen_q, p.head_dim), of_q)
+    runs = _compressed_runs(plan, q, Pair(Operand(0, of_cmp, of_k), Operand(0, of_cmp, of_v)), 0, 0)
+    config = _dense(plan.config.path)
+    return _Prepared(plan, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, config)) for x in runs])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def select(
@@ -73,9 +166,10 @@ def select(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_select", compresses=True,
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream)
-    call.compressed(q, Pair(k_cmp, k_cmp), memory)
-    call.params["k_cmp"] = _tensor(k_cmp)
+    call = Call(plan, address, stream)
+    for run in _compressed_runs(plan, q, Pair(k_cmp, k_cmp), call.places["cmp_out"], call.places["cmp_lse"]):
+        call.compressed(run, memory)
+    call.params["k_cmp"] = call.params["v_cmp"] = tensor(k_cmp)
     call.params["chosen"] = chosen
     for first, tokens in plan.rounds:
         call.choose(q, first, tokens)
@@ -90,7 +184,7 @@ def attend_blocks(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention", compresses=False,
                      attends=True, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = _Call(plan, address, stream)
+    call = Call(plan, address, stream)
     call.params["chosen"], call.params["lse"] = chosen, lse
     for first, tokens in plan.rounds:
         call.attend_blocks(q, keys, out, first, tokens)
@@ -105,109 +199,135 @@ def attend_window(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(SOME_BYTES)
-    call = _Call(plan, address, stream)
+    call = Call(plan, address, stream)
     call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
     call.window(q, keys, out)
     del keeper
 
 
-class _Call:
+class Call:
     """One call: parameters that its launches share, each of which changes some."""
 
-    def __init__(self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None) -> None:
+    def __init__(
+        self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None, params: Struct | None = None
+    ) -> None:  # fmt: skip
+        """``params``: of its launches, if not NsaParams, which they begin with."""
         self.plan, self.stream, self.observe = plan, stream, observe
         self.functions = dict(zip(plan.kernels, compiler.load_all(plan.kernels, runtime.getDevice()), strict=True))
         # It also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, SOME_BYTES, stream)
-        self.params = _template(plan).copy()
+        self.params = _template(plan, params or kernels.WINDOW.params).copy()
         self.at = np.array([self.params.ctypes.data], np.uint64)
         self.places = {name: address + place.offset for name, place in plan.workspace.places.items()}
         for name, place in self.places.items():
             self.params[name] = place
+        self.before_merge: Callable[[], None] | None = None  # once
 
-    def launch(self, kernel: Kernel, blocks: int) -> None:
+    def launch(self, kernel: Kernel, blocks: int, stream: int | None = None) -> None:
+        """``stream``: if not the call's."""
         if blocks:
             driver.launchKernel(
-                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self.stream,
-                self.at.ctypes.data, 0,
+                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes,
+                self.stream if stream is None else stream, self.at.ctypes.data, 0,
             )  # fmt: skip
         if self.observe:
             self.observe(kernel.function)
 
-    def compressed(self, q: Operand, compressed: Pair, memory: Memory) -> None:
-        """cmp_out and cmp_lse."""
-        plan, p = self.plan, self.plan.problem
-        config = _dense(plan.config.path)
-        stride, row = plan.config.stride, q.strides[2]
-        ends = plan.lse_rows
-        for b in range(p.batch):
-            q_b, k, v = q.sequences(b, b + 1), compressed.k.sequences(b, b + 1), compressed.v.sequences(b, b + 1)
-            out = self.places["cmp_out"] + 2 * b * p.heads * p.seqlen_q * p.head_dim
-            lse = self.places["cmp_lse"] + 4 * b * ends[-1]
-            for of, begin in zip(plan.remainders, ends, strict=False):
-                if of.rows == 0:
-                    continue
-                first = of.first + of.skipped * stride
-                rows = (of.size, p.heads, of.rows, p.head_dim)
-                operands = (
-                    _view(q_b.pointer + 2 * first * row, rows, (row, q.strides[1], stride * row)),
-                    _view(k.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
-                    _view(v.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
-                    _view(out + 2 * first * p.head_dim, rows,
-                          (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
-                )  # fmt: skip
-                pipeline.run(
-                    operands, lse + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys), config, stream=self.stream,
-                    memory=memory,
-                )  # fmt: skip
+    def compressed(self, run: _Run, memory: Memory, stream: int | None = None) -> None:
+        """Some of cmp_out and cmp_lse."""
+        pipeline.run(
+            run.operands, run.lse, 0, run.problem, _dense(self.plan.config.path),
+            stream=self.stream if stream is None else stream, memory=memory,
+        )  # fmt: skip
         if self.observe:
             self.observe("nsa_compressed")
 
-    def window(self, q: Operand, keys: Pair, out: Operand) -> None:
+    def window(self, q: Operand, keys: Pair, out: Operand, stream: int | None = None) -> None:
         """The window branch, to ``out``, and near_out where the plan has blocks apart."""
         plan, params = self.plan, self.params
         heads = plan.problem.batch * plan.problem.heads
-        self._point(q, keys, out)
+        self.point(q, keys, out)
         params["q_tiles"], params["tiles"] = heads, plan.window_tiles
-        self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles)
+        self.launch(plan.kernel("nsa_window"), heads * plan.window_tiles, stream)
 
     def choose(self, q: Operand, first: int, tokens: int) -> None:
-        """The blocks of a round's tokens."""
+        """The blocks of a round's tokens; where the plan is ``fused``, their compressed attention too."""
         plan, params = self.plan, self.params
-        kernel = plan.kernel("nsa_block_weights")
-        self._round(first, tokens)
-        params["q"] = _tensor(q)
-        params["tiles"] = tiles = -(-tokens // kernels.block_weight_tokens(kernel))
-        self.launch(kernel, plan.kv_rows * tiles)
+        kernel = plan.kernel("nsa_compressed" if plan.fused else "nsa_block_weights")
+        self.round(first, tokens)
+        params["q"] = tensor(q)
+        params["tiles"] = tiles = -(-tokens // (kernels.ROWS if plan.fused else kernels.block_weight_tokens(kernel)))
+        self.launch(kernel, plan.kv_rows * plan.weight_rows * tiles)
         self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
 
     def attend_blocks(self, q: Operand, keys: Pair, out: Operand, first: int, tokens: int) -> None:
         """A round's tokens to their blocks, and the sum of the branches where there are gates."""
         plan = self.plan
-        self._round(first, tokens)
-        self._point(q, keys, out)
+        self.round(first, tokens)
+        self.point(q, keys, out)
         if plan.slots:
-            # A block that stands twice in a row leaves a gap.
-            runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
-            self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
-            self.launch(kernels.places(), plan.kv_rows)
-            self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
+            self.invert()
             self.launch(plan.kernel("nsa_selected"), plan.kv_rows * plan.most_items)
+        if self.before_merge:
+            self.before_merge()
+            self.before_merge = None
         self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
 
-    def _point(self, q: Operand, keys: Pair, out: Operand) -> None:
-        for name, x in (("q", q), ("k", keys.k), ("v", keys.v), ("out", out)):
-            self.params[name] = _tensor(x)
+    def invert(self) -> None:
+        """The tokens of each block, of the round."""
+        plan = self.plan
+        if "chosen" not in self.places:  # of the caller's a block may stand twice in a row, which leaves a gap
+            runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
+        self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
+        self.launch(kernels.places(), plan.kv_rows)
+        self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
 
-    def _round(self, first: int, tokens: int) -> None:
+    def point(self, q: Operand, keys: Pair, out: Operand) -> None:
+        """What launches read and write."""
+        for name, x in (("q", q), ("k", keys.k), ("v", keys.v), ("out", out)):
+            self.params[name] = tensor(x)
+
+    def round(self, first: int, tokens: int) -> None:
+        """Which tokens."""
         self.params["first_token"], self.params["tokens"] = first, tokens
         self.params["q_tiles"] = self.plan.kv_rows
 
 
+class _Run(NamedTuple):
+    """Of pass 1, as plain causal attention."""
+
+    operands: pipeline.Operands
+    lse: int
+    problem: Problem
+
+
+def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[_Run]:
+    """Compressed attention, to cmp_out and cmp_lse at these addresses; what takes longest first."""
+    p, stride, row, ends = plan.problem, plan.config.stride, q.strides[2], plan.lse_rows
+    runs = []
+    for b in range(p.batch):
+        q_b, k, v = q.sequences(b, b + 1), compressed.k.sequences(b, b + 1), compressed.v.sequences(b, b + 1)
+        out_b, lse_b = out + 2 * b * p.heads * p.seqlen_q * p.head_dim, lse + 4 * b * ends[-1]
+        for of, begin in zip(plan.remainders, ends, strict=False):
+            if of.rows == 0:
+                continue
+            first = of.first + of.skipped * stride
+            rows = (of.size, p.heads, of.rows, p.head_dim)
+            operands = (
+                _view(q_b.pointer + 2 * first * row, rows, (row, q.strides[1], stride * row)),
+                _view(k.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *k.strides[1:])),
+                _view(v.pointer, (of.size, p.kv_heads, of.keys, p.head_dim), (0, *v.strides[1:])),
+                _view(out_b + 2 * first * p.head_dim, rows,
+                      (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
+            )  # fmt: skip
+            runs.append(_Run(operands, lse_b + 4 * begin, _of_rows(p, of.size, of.rows, of.keys)))
+    return sorted(runs, key=lambda run: -run.problem.batch * run.problem.seqlen_q)
+
+
 @remembered
-def _template(plan: NsaPlan) -> Any:
-    """NsaParams without addresses."""
-    params = np.zeros((), kernels.WINDOW.params.dtype)
+def _template(plan: NsaPlan, struct: Struct) -> Any:
+    """Parameters without addresses."""
+    params = np.zeros((), struct.dtype)
     p, config = plan.problem, plan.config
     for field in ("seqlen_q", "seqlen_k", "head_dim"):
         params["geometry"][field] = getattr(p, field)
@@ -223,7 +343,8 @@ def _template(plan: NsaPlan) -> Any:
         "stride": config.stride, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
         "top": config.top, "first": config.first, "local": config.local, "apart": plan.apart, "slots": plan.slots,
         "window": min(config.window, p.seqlen_k), "weight_stride": plan.weight_stride, "chunks": plan.chunks,
-        "most_items": plan.most_items, "item_tokens": plan.item_tokens,
+        "most_items": plan.most_items, "item_tokens": plan.item_tokens, "fused": plan.fused,
+        "step_stride": plan.step_stride,
         "batch_lse": plan.lse_rows[-1], "steps_per_tile": 1,
     }  # fmt: skip
     for name, value in values.items():
@@ -243,7 +364,7 @@ def _of_rows(problem: Problem, size: int, rows: int, keys: int) -> Problem:
     )
 
 
-def _tensor(x: Operand) -> tuple[int, int, int, int]:
+def tensor(x: Operand) -> tuple[int, int, int, int]:
     return x.pointer, *x.strides
 
 

@@ -8,8 +8,9 @@ from ..plan.kernels import Family, Inputs, Kernel
 from ..plan.paths import HOPPER
 
 __all__ = [
-    "BLOCKS", "CHUNK_TOKENS", "MAX_GROUP", "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "block_weight_tokens", "block_weights",
-    "catalogue", "count", "merge_parts", "places", "scatter", "selected", "top_blocks", "window",
+    "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
+    "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights", "catalogue",
+    "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks", "window",
     "window_rows",
 ]  # fmt: skip
 
@@ -18,12 +19,19 @@ MAX_GROUP = 16
 MAX_HOPPER_GROUP = 8
 HOPPER_WINDOW_ROWS = 192
 HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
+COMPRESSED_KEYS = 128  # of such a tile
+# Query heads of a KV head up to which blocks' weights come from compressed attention itself, a row for each: fewer
+# products and exponentials for more memory traffic.
+FUSED_GROUP = 1
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
 STEP = 64  # keys of a step, of a tile
+ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kChunkTokens)
 OPEN = 32 * 4  # bytes of an open array that a Shared has
+
+GRADIENT_KEYS = 64  # of a block of threads of nsa_selected_backward (kGradientKeys)
 
 WINDOW = Family("nsa_window", "nsa/window.cu", "NsaParams", 128, 2, "WindowTraits<{element}, {head_dim}>")
 WINDOW_SM90 = Family(
@@ -37,6 +45,10 @@ BLOCK_WEIGHTS_SM90 = Family(
     "nsa_block_weights_sm90", "nsa/block_weights_sm90.cu", "NsaParams", 256, 1,
     "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
 )  # fmt: skip
+COMPRESSED_SM90 = Family(
+    "nsa_compressed_sm90", "nsa/compressed_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
 SELECTED = Family(
     "nsa_selected", "nsa/selected.cu", "NsaParams", 128, 2, "SelectedTraits<{element}, {head_dim}, {step}>"
 )
@@ -47,18 +59,26 @@ SELECTED_SM90 = Family(
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
-TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 8, shared="s2o::TopShared")
+TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 6, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, 1, shared=f"s2o::{name.title()}Shared")
     for name, threads in (("count", 512), ("places", 1024), ("scatter", 512))
+)
+SELECTED_BACKWARD = Family(
+    "nsa_selected_backward", "nsa/selected_backward.cu", "NsaBackwardParams", 128, 2,
+    "BackwardTraits<{element}, {head_dim}>",
+)  # fmt: skip
+DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
+    Family(name, "nsa/backward_sums.cu", "NsaBackwardParams", 128, 8, "SumTraits<{element}, {head_dim}>")
+    for name in ("nsa_deltas", "nsa_query_gradients", "nsa_key_gradients")
 )
 
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
-        shared = (HOPPER_WINDOW_ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4
+        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 8 * 4
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
-    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4
+    shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
@@ -83,6 +103,12 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
     )
 
 
+def compressed(inputs: Inputs) -> Kernel:
+    """Of Hopper: compressed attention and the blocks' weights of each query head in one pass."""
+    shared = (ROWS + 2 * HOPPER_STAGES * COMPRESSED_KEYS) * inputs.head_dim * 2 + HOPPER_STAGES * COMPRESSED_KEYS // 8
+    return Kernel(COMPRESSED_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
+
+
 def block_weight_tokens(kernel: Kernel) -> int:
     """Of a block (kTokens)."""
     return ROWS // (min(2, kernel.group) if kernel.family is BLOCK_WEIGHTS_SM90 else kernel.group)
@@ -92,7 +118,9 @@ def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
     """Of Hopper with blocks of 64; with twice as many keys registers are too few for two blocks of threads."""
     family = SELECTED_SM90 if HOPPER.runs_on(compute_capability) and block == STEP else SELECTED
     buffers = 2 if block == STEP else 1
-    shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4
+    shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
+    if family is SELECTED_SM90:
+        shared += ITEM_ROWS * 4  # tokens of an item, at most
     return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 
@@ -116,6 +144,19 @@ def scatter(blocks: int) -> Kernel:
     return Kernel(SCATTER, shared_bytes=8 * _room(blocks), open_bytes=8 * _room(blocks) - OPEN)
 
 
+def selected_backward(inputs: Inputs) -> Kernel:
+    shared = 4 * GRADIENT_KEYS * inputs.head_dim * 2 + GRADIENT_KEYS**2 * 2 + 5 * GRADIENT_KEYS * 4 + 4 * 4
+    return Kernel(SELECTED_BACKWARD, inputs.dtype, inputs.head_dim, shared_bytes=shared)
+
+
+def backward_sums(inputs: Inputs) -> tuple[Kernel, Kernel, Kernel]:
+    """Before `selected_backward`, and behind it of queries, and of keys and values."""
+    deltas, of_queries, of_keys = (
+        Kernel(family, inputs.dtype, inputs.head_dim) for family in (DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS)
+    )
+    return deltas, of_queries, of_keys
+
+
 def _room(blocks: int) -> int:
     """A power of two, so that few sizes are loaded."""
     return 1 << max(5, (blocks - 1).bit_length())
@@ -126,9 +167,10 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     if inputs.head_dim > MAX_HEAD_DIM:
         return
     yield from (window(inputs, 0), merge_parts(inputs), top_blocks(), count(0), places(), scatter(0))
+    yield from (selected_backward(inputs), *backward_sums(inputs))
     yield from (selected(inputs, block, 0) for block in BLOCKS)
     yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))
     if HOPPER.runs_on(compute_capability):
         yield selected(inputs, STEP, compute_capability)
         yield from (block_weights(inputs, group, compute_capability) for group in (1, 2, 4, 8))
-        yield window(inputs, compute_capability)
+        yield from (window(inputs, compute_capability), compressed(inputs))

@@ -12,14 +12,16 @@ from ..caches import remembered
 from ..plan.build import Array, Workspace, lay_out
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs, Kernel, padded_head_dim
-from ..plan.paths import PORTABLE
+from ..plan.paths import HOPPER, PORTABLE
 from ..problem import Problem
 from . import kernels
 from .config import NSAConfig
+from .kernels import COMPRESSED_KEYS, ITEM_ROWS
 
-__all__ = ["NsaPlan", "Remainders", "compressed_count", "make_plan", "remainders"]
+__all__ = [
+    "NsaPlan", "Remainders", "check", "compressed_count", "inverted", "make_plan", "remainders", "round_tokens",
+]  # fmt: skip
 
-ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 ROUND_UNIT = 512  # tokens that a round has a multiple of, if it has as many
 
 
@@ -73,6 +75,8 @@ class NsaPlan:
     remainders: tuple[Remainders, ...]
     workspace: Workspace
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
+    fused: bool = False  # compressed attention leaves weights of blocks, of each head and relative to step_tops
+    item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
     def kernel(self, function: str) -> Kernel:
         """The one that it is called for, of whichever path."""
@@ -99,12 +103,12 @@ class NsaPlan:
 
     @property
     def item_tokens(self) -> int:
-        """Tokens of a block of nsa_selected."""
-        return max(1, ITEM_ROWS // self.group)
+        """Tokens of a block of nsa_selected, or of its backward."""
+        return max(1, self.item_rows // self.group)
 
     @property
     def most_items(self) -> int:
-        """Blocks of nsa_selected of a KV row: every block of keys may have a last one that is not full."""
+        """Such blocks of a KV row: every block of keys may have a last one that is not full."""
         return self.tokens * self.slots // self.item_tokens + min(self.blocks, self.tokens * self.slots)
 
     @property
@@ -116,6 +120,16 @@ class NsaPlan:
     def weight_stride(self) -> int:
         """Weights of a token: what two steps of compressed keys count for is written whole."""
         return -(-self.blocks // 64) * 64 + 64
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a token of a KV row."""
+        return self.group if self.fused else 1
+
+    @property
+    def step_stride(self) -> int:
+        """Steps of compressed keys."""
+        return self.compressed // COMPRESSED_KEYS + 2
 
     @property
     def window_tiles(self) -> int:
@@ -145,35 +159,34 @@ def make_plan(
     Raises ValueError for what no kernel takes.
     """
     group = problem.heads // max(1, problem.kv_heads)
-    _check(problem, config, group, where, compresses)
+    check(problem, config, group, where, compresses)
     inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim))
+    capability = 0 if config.path == PORTABLE.name else limits.compute_capability
+    fused = compresses and HOPPER.runs_on(capability) and group <= kernels.FUSED_GROUP
+    runs = remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride)
     apart = gates and shares and config.window >= config.local * config.block
     plan = NsaPlan(
         problem, config, inputs, group, config.top - config.local * apart, apart, 0,
-        remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride) if compresses else (),
-        Workspace({}, 0, 0),
+        () if fused or not compresses else runs, Workspace({}, 0, 0), fused=fused,
     )  # fmt: skip
-    launched = _kernels(plan, limits, compresses, attends, gates)
+    launched = _kernels(plan, capability, compresses, attends, gates)
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
         raise ValueError(
             f"{where}: {group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
             f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks"
         )
-    plan = replace(plan, kernels=launched, tokens=_round_tokens(plan, compresses, attends))
+    plan = replace(plan, kernels=launched, tokens=round_tokens(plan, sum(_bytes_each(plan, compresses, attends))))
     return replace(plan, workspace=_workspace(plan, compresses, attends))
 
 
-def _kernels(
-    plan: NsaPlan, limits: DeviceLimits, compresses: bool, attends: bool, gates: bool
-) -> tuple[Kernel, ...]:
+def _kernels(plan: NsaPlan, capability: int, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
     found: list[Kernel] = []
-    capability = 0 if plan.config.path == PORTABLE.name else limits.compute_capability
     if gates or not (compresses or attends):
         found.append(kernels.window(plan.inputs, capability))
     if compresses:
         weights = kernels.block_weights(plan.inputs, plan.group, capability)
-        found += [weights, kernels.top_blocks()]
+        found += [kernels.compressed(plan.inputs) if plan.fused else weights, kernels.top_blocks()]
     if attends and plan.slots:
         found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
         found.append(kernels.selected(plan.inputs, plan.config.block, capability))
@@ -182,9 +195,9 @@ def _kernels(
     return tuple(found)
 
 
-def _round_tokens(plan: NsaPlan, compresses: bool, attends: bool) -> int:
-    bytes_each = max(1, sum(_bytes_each(plan, compresses, attends)))
-    fits = max(kernels.ROWS, plan.config.workspace_bytes // bytes_each)
+def round_tokens(plan: NsaPlan, bytes_each: int) -> int:
+    """Tokens of a round, of ``bytes_each`` in the workspace."""
+    fits = max(kernels.ROWS, plan.config.workspace_bytes // max(1, bytes_each))
     if fits >= plan.problem.seqlen_q:
         return max(1, plan.problem.seqlen_q)
     if fits > ROUND_UNIT:
@@ -197,7 +210,8 @@ def _round_tokens(plan: NsaPlan, compresses: bool, attends: bool) -> int:
 def _bytes_each(plan: NsaPlan, compresses: bool, attends: bool) -> tuple[int, int]:
     """Of a token: weights of blocks, and parts."""
     rows = plan.problem.batch * plan.problem.heads * plan.slots
-    weights = 4 * plan.kv_rows * plan.weight_stride if compresses else 0
+    of_row = plan.weight_stride + (plan.step_stride + 1) * plan.fused
+    weights = 4 * plan.kv_rows * plan.weight_rows * of_row if compresses else 0
     return weights, rows * (2 * plan.inputs.head_dim + 4) if attends else 0
 
 
@@ -209,19 +223,14 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
         arrays += [
             ("cmp_out", (rows, p.seqlen_q, p.head_dim), "uint16"),
             ("cmp_lse", (p.batch, plan.lse_rows[-1]), "float32"),
-            ("weights", (kv_rows, tokens, plan.weight_stride), "float32"),
+            ("weights", (kv_rows, tokens, plan.weight_rows, plan.weight_stride), "float32"),
         ]
+    if plan.fused:
+        of_heads = (kv_rows, tokens, plan.group)
+        arrays += [("step_tops", (*of_heads, plan.step_stride), "float32"), ("head_lse", of_heads, "float32")]
     if attends:
         slots = (kv_rows, tokens, plan.slots, plan.group)
-        arrays += [
-            ("counts", (kv_rows, plan.chunks, plan.blocks), "int32"),
-            ("begins", (kv_rows, plan.blocks), "int32"),
-            ("entries", (kv_rows, tokens * plan.slots), "int32"),
-            ("items", (kv_rows, plan.most_items, 4), "int32"),
-            ("item_counts", (kv_rows,), "int32"),
-            ("parts", (*slots, width), "uint16"),
-            ("part_lse", slots, "float32"),
-        ]
+        arrays += [*inverted(plan), ("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
         if compresses:
             arrays.append(("chosen", (kv_rows, p.seqlen_q, plan.config.top), "int32"))
     if plan.apart:
@@ -229,7 +238,18 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
     return lay_out((), arrays)
 
 
-def _check(problem: Problem, config: NSAConfig, group: int, where: str, compresses: bool) -> None:
+def inverted(plan: NsaPlan) -> list[Array]:
+    """What says which tokens have chosen each block."""
+    return [
+        ("counts", (plan.kv_rows, plan.chunks, plan.blocks), "int32"),
+        ("begins", (plan.kv_rows, plan.blocks), "int32"),
+        ("entries", (plan.kv_rows, plan.tokens * plan.slots), "int32"),
+        ("items", (plan.kv_rows, plan.most_items, 4), "int32"),
+        ("item_counts", (plan.kv_rows,), "int32"),
+    ]
+
+
+def check(problem: Problem, config: NSAConfig, group: int, where: str, compresses: bool) -> None:
     """Raise what the kernels do not take."""
     if problem.head_dim % 8 or problem.head_dim > kernels.MAX_HEAD_DIM:
         raise ValueError(

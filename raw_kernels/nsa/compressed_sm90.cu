@@ -1,0 +1,273 @@
+// Compressed attention on Hopper together with what blocks of keys weigh in it: one product of queries and compressed
+// keys, one exponential for both. Weights are left for each query head, relative to the largest score that its row had
+// met by then; nsa_top_blocks, which knows the row's log-sum-exp, adds heads up.
+//
+//   q, k_cmp, v_cmp -> cmp_out; weights [KV rows, tokens, group, weight_stride], step_tops, head_lse
+#include "common/keep_finite.cuh"
+#include "nsa/block_sums.cuh"
+#include "nsa/compressed_keys.cuh"
+#include "nsa/tile_sm90.cuh"
+
+namespace s2o {
+
+template <class Element_, int kHeadDim_>
+struct CompressedTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kThreads = 256;
+  static constexpr int kTokens = 128, kTile = 128, kStages = 3;  // of a block; compressed keys of a step
+  static constexpr int kKeyTiles = kTile / 8, kDimTiles = kHeadDim / 8;
+  struct Shared {
+    uint16 q[2][64 * kHeadDim];  // [warpgroups, rows]; at the end, outputs
+    uint16 k[kStages][kTile * kHeadDim];
+    uint16 v[kStages][kTile * kHeadDim];
+    uint32 nonfinite[kStages][kTile / 32];  // bits of a step's rows of v with values that are not finite
+  };
+};
+
+// A warpgroup's rows and their online softmax.
+template <class Traits>
+struct CompressedRows {
+  using Element = typename Traits::Element;
+  static constexpr int kHeadDim = Traits::kHeadDim, kTile = Traits::kTile, kKeyTiles = Traits::kKeyTiles;
+  const NsaParams& p;
+  float acc[kHeadDim / 2];   // [rows, columns] of this thread
+  float s[kTile / 2];        // [rows, keys]: scores, then weights
+  uint32 w[kKeyTiles][2];    // those of the step before, packed in pairs of keys
+  float m[2], l[2];          // running maximum of scale_log2 * score; this thread's part of the sum
+  float rescale_by[2], carried[2];
+
+  __device__ __forceinline__ explicit CompressedRows(const NsaParams& p_) : p(p_) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) acc[i] = 0.f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      m[h] = -infinity();
+      l[h] = carried[h] = 0.f;
+    }
+  }
+  __device__ __forceinline__ void issue_scores(uint32 q_tile, uint32 k_tile) {
+    const uint32 a = tile_descriptor(q_tile, 0), b = tile_descriptor(k_tile, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_output(uint32 v_tile) {
+    const uint32 v = tile_descriptor(v_tile, kTile * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; j += 2) {
+      const uint32 a[4] = {w[j][0], w[j][1], w[j + 1][0], w[j + 1][1]};
+      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), true);
+    }
+    wgmma_commit();
+  }
+  // Scores of a thread's 32 keys, from first_key on, become weights. `masked`: not every row sees all of the step.
+  __device__ __forceinline__ void softmax(int first_key, const int (&visible)[2], bool masked) {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) s[i] *= p.scale_log2;
+    if (masked) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) {
+          float& x = s[i / 2 * 4 + 2 * h + i % 2];
+          x = first_key + i < visible[h] ? x : -infinity();
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top[4] = {m[h], m[h], m[h], m[h]}, sum[4] = {};
+#pragma unroll
+      for (int i = 0; i < kTile / 4; ++i) top[i % 4] = fmaxf(top[i % 4], s[i / 2 * 4 + 2 * h + i % 2]);
+      const float highest = row_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])));
+      const float base = highest == -infinity() ? 0.f : highest;
+      rescale_by[h] = exp2_approx(m[h] - base);
+      m[h] = highest;
+#pragma unroll
+      for (int i = 0; i < kTile / 4; ++i) {
+        float& x = s[i / 2 * 4 + 2 * h + i % 2];
+        x = exp2_approx(x - base);
+        sum[i % 4] += x;
+      }
+      l[h] = l[h] * rescale_by[h] + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+      carried[h] *= rescale_by[h];
+    }
+  }
+  // After the product with the weights before.
+  __device__ __forceinline__ void rescale_and_pack() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (__any_sync(kFullWarp, rescale_by[h] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 4; ++i) acc[i / 2 * 4 + 2 * h + i % 2] *= rescale_by[h];
+      }
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) w[j][h] = Element::pack(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
+    }
+    __syncwarp();
+  }
+};
+
+// Block: 128 tokens of a query head, p.tiles of each of p.q_tiles KV rows; those that see the most keys first.
+template <class Traits>
+__device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename Traits::Shared& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kHeadDim = Traits::kHeadDim, kTile = Traits::kTile, kStages = Traits::kStages;
+  constexpr int kChunks = Traits::kChunks, kAtATime = Traits::kThreads / kChunks;
+  const int heads = p.q_tiles * p.group, of_all = blockIdx.x % heads, kv_row = of_all / p.group;
+  const int of_group = of_all - kv_row * p.group, batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads;
+  const int head = kv_head * p.group + of_group, head_dim = p.geometry.head_dim;
+  const int first_token = p.first_token + (p.tiles - 1 - static_cast<int>(blockIdx.x / heads)) * Traits::kTokens;
+  const int end_token = min(first_token + Traits::kTokens, p.first_token + p.tokens);
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+  const int chunk = threadIdx.x % kChunks, slot = threadIdx.x / kChunks;
+  const bool inside = chunk * 8 < head_dim;
+  const uint16* k = p.k_cmp.at(batch, kv_head);
+  const uint16* v = p.v_cmp.at(batch, kv_head);
+  const int ratio = (1 << p.block_shift) / p.stride;
+  const int keys = max(p.visible_compressed(end_token - 1), max(0, p.own_block(end_token - 1) - p.local + 1) * ratio);
+  const int steps = (keys + kTile - 1) / kTile;
+  if (steps == 0) return;
+  const auto load = [&](uint16 (&tiles)[kStages][kTile * kHeadDim], const Tensor<const uint16>& x, const uint16* rows,
+                        int step) {
+    const uint32 to = shared_address(tiles[step % kStages]);
+    const uint16* from = rows + (inside ? chunk * 8 : 0);
+#pragma unroll
+    for (int i = 0; i < kTile / kAtATime; ++i) {
+      const int row = slot + i * kAtATime, key = step * kTile + key_of_row(row);
+      const bool present = inside && key < p.compressed;
+      cp_async_16_or_zeros(atom_chunk<kTile>(to, row, chunk), present ? from + key * x.row : from, present);
+    }
+  };
+  {
+    const uint16* q = p.q.at(batch, head);
+#pragma unroll
+    for (int i = 0; i < Traits::kTokens / kAtATime; ++i) {
+      const int row = slot + i * kAtATime, token = first_token + row;
+      const bool present = inside && token < end_token;
+      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64]), row % 64, chunk),
+                           present ? q + token * p.q.row + chunk * 8 : q, present);
+    }
+  }
+  const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
+  const uint32 q_tile = shared_address(shared.q[warpgroup]);
+  const int least = p.visible_compressed(first_token + warpgroup * 64);
+  int visible[2];
+  int64 places[2];  // of a row among those of the round
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int token = first_token + own_row + 8 * h;
+    visible[h] = p.visible_compressed(token);
+    places[h] = (static_cast<int64>(kv_row) * p.tokens + (token - p.first_token)) * p.group + of_group;
+  }
+  const auto is_there = [&](int h) { return first_token + own_row + 8 * h < end_token; };
+  const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
+  const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
+#pragma unroll 1
+  for (bool careful = false;; careful = true) {
+    CompressedRows<Traits> rows(p);
+    if (careful)
+      for (int i = threadIdx.x; i < kStages * kTile / 32; i += Traits::kThreads) shared.nonfinite[0][i] = 0;
+    load(shared.k, p.k_cmp, k, 0);
+    cp_async_commit();
+    load(shared.k, p.k_cmp, k, 1);
+    load(shared.v, p.v_cmp, v, 0);
+    cp_async_commit();
+    __syncthreads();
+    // This thread's copies for `step` are there: its keys, and the values of the step before.
+    const auto landed = [&](int step) {
+      cp_async_wait<1>();
+      if (careful && step > 0) {
+#pragma unroll 1
+        for (int r = slot; r < kTile; r += kAtATime)
+          take_nonfinite<Element>(atom_chunk<kTile>(v_tile(step - 1), r, chunk), r,
+                                  shared.nonfinite[(step - 1) % kStages]);
+      }
+      fence_for_wgmma();
+    };
+    // Everybody's copies for `step` are there, and everybody is done with those of the step before.
+    const auto begin = [&](int step) {
+      __syncthreads();
+      load(shared.k, p.k_cmp, k, step + 2);
+      load(shared.v, p.v_cmp, v, step + 1);
+      cp_async_commit();
+      if (careful && threadIdx.x < kTile / 32) shared.nonfinite[(step + 1) % kStages][threadIdx.x] = 0;
+    };
+    const auto add_taken = [&](int step) {
+      if (careful)
+        add_taken_values<Element, kHeadDim>(
+            rows.acc, rows.w, shared.nonfinite[step % kStages], head_dim,
+            [&](int row) { return v + (step * kTile + key_of_row(row)) * p.v_cmp.row; },
+            [&](int h, int row) { return step * kTile + key_of_row(row) < visible[h]; });
+    };
+    // Scores become weights, of which blocks have theirs.
+    const auto weigh = [&](int step) {
+      const int first_key = step * kTile + lane % 4 * (kTile / 4);
+      rows.softmax(first_key, visible, (step + 1) * kTile > least);
+      landed(step + 1);  // before weights are written, for which the fence would wait
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        write_visible_weights<kTile / 4>(
+            p, [&](int i) { return rows.s[i / 2 * 4 + 2 * h + i % 2]; }, rows.carried[h], first_key,
+            is_there(h) ? p.weights + places[h] * p.weight_stride : nullptr);
+        if (is_there(h) && lane % 4 == 0) p.step_tops[places[h] * p.step_stride + step] = rows.m[h];
+      }
+      __syncwarp();
+    };
+    landed(0);
+    begin(0);
+    rows.issue_scores(q_tile, k_tile(0));
+    wgmma_wait<0>();
+    weigh(0);
+    rows.rescale_and_pack();
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      begin(step);
+      add_taken(step - 1);
+      rows.issue_scores(q_tile, k_tile(step));
+      rows.issue_output(v_tile(step - 1));
+      wgmma_wait<1>();
+      weigh(step);
+      wgmma_wait<0>();
+      rows.rescale_and_pack();
+    }
+    __syncthreads();  // the last step's values
+    add_taken(steps - 1);
+    rows.issue_output(v_tile(steps - 1));
+    wgmma_wait<0>();
+    finished(rows.acc);
+    cp_async_wait<0>();
+    if (__syncthreads_or(!careful && any_nonfinite(rows.acc))) continue;
+
+    float total[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      total[h] = row_sum(rows.l[h]);
+      const float inverse = total[h] == 0.f ? 0.f : 1.f / total[h];
+      keep_finite<Element, kHeadDim / 4>([&](int e) -> float& { return rows.acc[e / 2 * 4 + 2 * h + e % 2]; },
+                                         total[h]);
+      if (is_there(h) && lane % 4 == 0)
+        p.head_lse[places[h]] = total[h] == 0.f ? -infinity() : rows.m[h] + __log2f(total[h]);
+#pragma unroll
+      for (int d = 0; d < Traits::kDimTiles; ++d)
+        store_shared_4(atom_chunk<64>(q_tile, (own_row + 8 * h) % 64, d) + lane % 4 * 4,
+                       Element::pack(rows.acc[d * 4 + 2 * h] * inverse, rows.acc[d * 4 + 2 * h + 1] * inverse));
+    }
+    __syncwarp();
+    uint16* out = p.cmp_out + (static_cast<int64>(batch) * p.heads + head) * p.geometry.seqlen_q * head_dim;
+    const int warp_row = own_row - lane / 4, of_row = lane % kChunks;
+#pragma unroll
+    for (int x = 0; x < kChunks / 2; ++x) {
+      const int r = warp_row + x * (32 / kChunks) + lane / kChunks, token = first_token + r;
+      const uint4 o = load_shared_16(atom_chunk<64>(q_tile, r % 64, of_row));
+      if (token < end_token && of_row * 8 < head_dim)
+        store_global_16(out + static_cast<int64>(token) * head_dim + of_row * 8, o.x, o.y, o.z, o.w);
+    }
+    return;
+  }
+}
+
+}  // namespace s2o

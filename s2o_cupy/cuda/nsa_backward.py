@@ -1,0 +1,55 @@
+"""The selected branch's gradients on the current device: by blocks of keys, on the portable kernels of every
+architecture. Nothing waits for the GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cupy.cuda import runtime
+
+from ..arrays.operand import Operand
+from ..nsa import kernels
+from ..nsa.backward_plan import halves, make_backward_plan
+from ..nsa.config import NSAConfig
+from ..problem import Problem
+from .nsa import Call, Pair, tensor
+from .pipeline import Memory, device_limits
+
+__all__ = ["Gradients", "attend_blocks_backward"]
+
+
+class Gradients(NamedTuple):
+    """Addresses of float32 arrays like q, k and v, contiguous."""
+
+    q: int
+    k: int
+    v: int
+
+
+def attend_blocks_backward(
+    q: Operand, keys: Pair, chosen: int, out: Operand, lse: int, dout: Operand, gradients: Gradients, problem: Problem,
+    config: NSAConfig, *, stream: int, memory: Memory,
+) -> None:  # fmt: skip
+    """``out`` and ``lse``: of the selected branch alone."""
+    plan = make_backward_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention_backward")
+    address, keeper = memory(plan.workspace.nbytes)
+    call = Call(plan, address, stream, params=kernels.SELECTED_BACKWARD.params)
+    call.point(q, keys, out)
+    call.params["dout"], call.params["chosen"], call.params["lse"] = tensor(dout), chosen, lse
+    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+        call.params[name] = x
+    call.params["halves"] = halves(config)
+    nbytes = 4 * problem.batch * problem.kv_heads * problem.seqlen_k * problem.head_dim
+    for x in (gradients.k, gradients.v):
+        runtime.memsetAsync(x, 0, nbytes, stream)
+    deltas, of_queries, of_keys = kernels.backward_sums(plan.inputs)
+    items = plan.kv_rows * plan.most_items
+    for first, tokens in plan.rounds:
+        call.round(first, tokens)
+        if first == 0:
+            call.launch(deltas, -(-problem.batch * problem.heads * problem.seqlen_q // 4))
+        call.invert()
+        call.launch(kernels.selected_backward(plan.inputs), items * halves(config))
+        call.launch(of_queries, -(-plan.kv_rows * tokens * plan.group // 4))
+        call.launch(of_keys, items)
+    del keeper
