@@ -86,6 +86,19 @@ def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
         assert torch.equal(out, found[0])
 
 
+def _taus_of_heads(rank, world_size, folder, split):
+    """A rank that has some of the heads stops by their taus."""
+    import torch
+
+    q, k, v = _cases(8 * SEGMENT, "float32", "cpu")
+    config = replace(MEAN, tau=(0.0, 0.3, 0.02, 1.0))
+    expected, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+    assert len(set(stats.density_per_head[0].tolist())) == 4
+    both = parallel(8 * SEGMENT, config=config, split=split)
+    o = both.attention(*(both.shard(x, 2) for x in (q, k, v)))
+    assert torch.equal(both.gather(o, 2), expected)
+
+
 def _helpers(rank, world_size, folder, device="cpu"):
     import torch
 
@@ -266,6 +279,11 @@ def test_two_processes(torch, tmp_path):
     """Lengths that divide evenly, that do not, and that leave chunks empty."""
     seqlens = [4 * SEGMENT, 600, 3 * SEGMENT, 50]
     run_ranks(_equal_to_one_process, 2, tmp_path, seqlens, ["sequence", "heads"], "float32", "cpu")
+
+
+@pytest.mark.parametrize("split", ["sequence", "heads"])
+def test_a_tau_for_each_head(torch, tmp_path, split):
+    run_ranks(_taus_of_heads, 2, tmp_path, split)
 
 
 def test_capped_scores_in_two_processes(torch, tmp_path):

@@ -304,6 +304,7 @@ class SequenceParallel:
         share = problem.heads // stages
         for stage in range(stages):
             heads = slice(stage * share, (stage + 1) * share)
+            of_stage = config.of_heads(heads.start, heads.stop)
             done = 0
             for chunk, begin, end in self._runs:
                 needed = self.zigzag.rounds_before(chunk)
@@ -313,7 +314,7 @@ class SequenceParallel:
                 rows = slice(done, done := done + end - begin)
                 keys, values = keys_of_all.kv[stage, :end].permute(1, 2, 0, 3, 4)
                 found = _attend(
-                    q[:, rows, heads], keys, values, out[:, rows, heads], problem, config, return_lse,
+                    q[:, rows, heads], keys, values, out[:, rows, heads], problem, of_stage, return_lse,
                     await_keys=keys_of_all.awaiting(stage, needed),
                 )  # fmt: skip
                 keys_of_all.send()

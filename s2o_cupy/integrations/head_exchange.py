@@ -18,8 +18,8 @@ from .zigzag import Zigzag
 __all__ = ["STAGES", "attend_by_heads"]
 
 Tensor = Any  # torch.Tensor
-# Attends some query heads of all, q [batch, seqlen, heads, head_dim], to k and v into out; lse [batch, heads, seqlen] or
-# None.
+# Attends some of all query heads, q [batch, seqlen, heads, head_dim], to k and v into out; lse [batch, heads, seqlen]
+# or None.
 Attend = Callable[[slice, Tensor, Tensor, Tensor, Tensor], Any]
 
 STAGES = 4  # at most: each is a call of its own
