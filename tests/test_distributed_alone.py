@@ -251,3 +251,12 @@ def test_rows_are_copied_in_wide_elements_where_they_can_be(torch, dtype, length
     assert torch.equal(to[:, 1].view(bits), x[0].view(bits))
     for narrow in (x[..., 1:], x.transpose(2, 3), x.flatten()[1 : 1 + 30 * length - length].view(1, -1, length)):
         assert widened(narrow) is narrow
+
+
+def test_an_error_is_refused_and_a_tau_for_each_head_is_not(torch, qkv):
+    with pytest.raises(ValueError, match="SequenceParallel: config.error is 0.1.*; accepted: a tau, or one for each"):
+        parallel(100, config=S2OConfig(error=0.1))
+    arrays = [torch.from_numpy(x) for x in qkv(300, heads=4, kv_heads=2)]
+    config = SMALL.with_tau((0.5, 0.0, 0.01, 0.1))
+    found = parallel(300, config=config).attention(*arrays)
+    assert torch.equal(found, s2o_attention(*arrays, config=config))

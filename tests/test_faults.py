@@ -254,7 +254,7 @@ FAULTS = [
     *_faults(
         "pass2_sm90", replace(HOPPER, tau=BY_HEAD),
         ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
-        ("a q tile has its neighbour's tau", "stop", "shared.tau[nth % kPlaces]", "shared.tau[(nth + 1) % kPlaces]"),
+        ("a q tile's tau is not announced", "stop", "shared.tau[place] = tau;", "shared.tau[place] = 0.f;"),
     ),
     *_faults(
         "head_taus", replace(MEAN, tau=BY_HEAD),
