@@ -28,23 +28,28 @@ __device__ __forceinline__ void add_taken_values(AttentionTile<Traits>& attentio
                                                  const uint32 (&p)[Traits::kRowTiles][Traits::kKeyTiles][2],
                                                  const uint32* rows, const uint16* v, const Sees& sees) {
   const int lane = attention.lane;
-#pragma unroll
-  for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll 1
-    for (int key = j * 8; key < j * 8 + 8; ++key) {
-      if (!(rows[key / 32] >> key % 32 & 1)) continue;
-      float weight[2 * Traits::kRowTiles];
-      bool seen[2 * Traits::kRowTiles];
+  for (int key = 0; key < Traits::kStep; ++key) {
+    if (!(rows[key / 32] >> key % 32 & 1)) continue;
+    float weight[2 * Traits::kRowTiles];
+    bool seen[2 * Traits::kRowTiles];
 #pragma unroll
-      for (int i = 0; i < 2 * Traits::kRowTiles; ++i) {
-        const uint32 pair = __shfl_sync(kFullWarp, p[i / 2][j][i % 2], lane / 4 * 4 + key % 8 / 2);
-        weight[i] = key % 2 ? Traits::Element::high(pair) : Traits::Element::low(pair);
-        seen[i] = sees(i / 2, i % 2, key);
+    for (int i = 0; i < 2 * Traits::kRowTiles; ++i) {
+      uint32 pair = 0;
+#pragma unroll
+      for (int j = 0; j < Traits::kKeyTiles; ++j) {
+        uint32 x = p[i / 2][j][i % 2];
+        asm volatile("" : "+r"(x));  // or the compiler indexes p by key, which puts it into local memory
+        if (j == key / 8) pair = x;
       }
-      add_nonfinite<typename Traits::Element, 2 * Traits::kRowTiles, Traits::kDimTiles>(
-          v + key * attention.params.v.row, attention.params.geometry.head_dim, weight, seen,
-          [&](int i, int d, int e) -> float& { return attention.acc[i / 2][d][i % 2 * 2 + e]; });
+      pair = __shfl_sync(kFullWarp, pair, lane / 4 * 4 + key % 8 / 2);
+      weight[i] = key % 2 ? Traits::Element::high(pair) : Traits::Element::low(pair);
+      seen[i] = sees(i / 2, i % 2, key);
     }
+    add_nonfinite<typename Traits::Element, 2 * Traits::kRowTiles, Traits::kDimTiles>(
+        v + key * attention.params.v.row, attention.params.geometry.head_dim, weight, seen,
+        [&](int i, int d, int e) -> float& { return attention.acc[i / 2][d][i % 2 * 2 + e]; });
+  }
 }
 
 }  // namespace s2o
