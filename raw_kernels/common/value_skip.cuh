@@ -41,7 +41,7 @@ struct ValueGroup<true> {
     limit = values.limits[head_in_batch];
   }
   // Whether a row's largest score in a block is too small, in units of log2. Not so before any other, nor NaN.
-  __device__ __forceinline__ bool is_small(float largest, float m) const { return largest - m <= limit; }
+  __device__ __forceinline__ bool is_slight(float largest, float m) const { return largest - m <= limit; }
 
   // Group number `group`, of kRows rows and of `groups` in a q tile of `tile_rows` rows, leaves out block number
   // `block` of the list, of which `keys` keys are there, or not. By one thread.

@@ -152,7 +152,7 @@ struct AttentionTile {
   // kSkipsValues, true if the warp leaves that product out; `rows`: of the tile.
   __device__ __forceinline__ bool softmax(float (&s)[kRowTiles][Traits::kKeyTiles][4],
                                           uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], int rows = 0) {
-    bool small = kSkipsValues<Traits>;
+    bool slight = kSkipsValues<Traits>;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
@@ -164,7 +164,7 @@ struct AttentionTile {
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
         if constexpr (kSkipsValues<Traits>) {
-          small &= row(i, h) >= rows || values.is_small(top, m[i][h]);
+          slight &= row(i, h) >= rows || values.is_slight(top, m[i][h]);
           top = fmaxf(top, m[i][h]);
         }
         const float base = top == -infinity() ? 0.f : top;
@@ -188,7 +188,7 @@ struct AttentionTile {
           }
         }
       }
-    return kSkipsValues<Traits> && __all_sync(kFullWarp, small);
+    return kSkipsValues<Traits> && __all_sync(kFullWarp, slight);
   }
 
   // acc += p v of one step

@@ -93,7 +93,7 @@ struct Softmax {
     bool votes = false;
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
-      bool small = true;
+      bool slight = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float top[2] = {-infinity(), -infinity()};
@@ -103,11 +103,11 @@ struct Softmax {
           top[j % 2] = fmaxf(top[j % 2], fmaxf(s[i], s[i + 1]));
         }
         const float largest = fmaxf(top[0], top[1]) * params.scale_log2;
-        small &= first_row + 8 * h >= rows || values.is_small(largest, m[h]);
+        slight &= first_row + 8 * h >= rows || values.is_slight(largest, m[h]);
       }
       // One thread of a warp votes for the first block, five for the second: how many of the four warps agree are the
       // digits of the sum.
-      const bool all = __all_sync(kFullWarp, small);
+      const bool all = __all_sync(kFullWarp, slight);
       if (c == 0 ? lane == 0 : lane >= 1 && lane <= 5) votes = all;
     }
     const uint32 sum = named_count(kSkip + group, kWarpgroup, votes);

@@ -180,7 +180,8 @@ def _attend(
     if not return_stats:
         return results
     *others, stats = results
-    return (*others, GatherStats(stats.visited, schedule, stats.problem, stats.path, stats.path_reason))
+    visited, skipped = (stats.visited, None) if form.value_skip is None else (stats.visited[0], stats.visited[1])
+    return (*others, GatherStats(visited, schedule, stats.problem, stats.path, stats.path_reason, skipped))
 
 
 @remembered
@@ -216,6 +217,11 @@ def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm, fu
                 f"{function}: the schedule's {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or "
                 f"{heads} (heads)"
             )
+    if isinstance(form.value_skip, tuple) and len(form.value_skip) != heads:
+        raise ValueError(
+            f"{function}: the schedule's value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
+            "for each query head"
+        )
     batch_of_call = plain.of_forms(forms)
     batch_of_call.copied, batch_of_call.schedule = plain.copied, form
     return batch_of_call

@@ -87,7 +87,8 @@ def select(
     )  # fmt: skip
     config.check(problem)
     grid = config.grid(problem)
-    form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries)
+    form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries,
+                     config.value_skip)  # fmt: skip
     host = backend == "numpy"
     with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
         with _graphs_own(framework, of_q, host):
