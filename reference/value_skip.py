@@ -1,9 +1,9 @@
 """SpargeAttn's second filter: products with values that are left out as their weights are next to nothing.
 
 Rows of a q tile come in groups, keys of its list in blocks. For a block a row has its largest score there, top,
-and its maximum m' of all scores up to the end of the block. A group leaves out the values of a block if top - m' <= limit in
-each of its rows, where top of a row that sees nothing is -inf; the row's weights still count in its sum. As limit is
-below 0, what is left out never has a row's maximum.
+and its maximum m' of all scores up to the end of the block. A group leaves out the values of a block if top - m' <=
+limit in each of its rows, where top of a row that sees nothing is -inf; the row's weights still count in its sum. As
+limit is below 0, what is left out never has a row's maximum.
 """
 
 from __future__ import annotations

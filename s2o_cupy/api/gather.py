@@ -12,6 +12,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.stats import GatherStats
 from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
+from .own_name import errors_name
 from .paged import check_rows
 from .run import parse_backend, run
 
@@ -19,6 +20,7 @@ __all__ = ["gather_attention", "gather_attention_paged"]
 
 
 @outside_graphs
+@errors_name("s2o_attention")
 def gather_attention(
     q: Any,
     k: Any,
@@ -88,6 +90,7 @@ def gather_attention(
 
 
 @outside_graphs
+@errors_name("s2o_attention", "s2o_attention_paged")
 def gather_attention_paged(
     q: Any,
     k_pages: Any,

@@ -24,12 +24,14 @@ from ..spec import S2OConfig
 from .attention import s2o_attention
 from .gather import gather_attention
 from .on_gpu import load_pipeline
+from .own_name import errors_name
 from .run import parse_backend
 
 __all__ = ["select", "sparse_attention"]
 
 
 @outside_graphs
+@errors_name("s2o_attention")
 def select(
     q: Any,
     k: Any,
@@ -109,6 +111,7 @@ def select(
 
 
 @outside_graphs
+@errors_name("s2o_attention", "select", "gather_attention")
 def sparse_attention(
     q: Any,
     k: Any,

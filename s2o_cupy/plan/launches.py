@@ -77,7 +77,7 @@ def packed_launch(
 
 def listed_launch(
     plan: LaunchPlan, kernel: Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
-    paging: Paging | None, more: dict[str, dict[str, int]],
+    paging: Paging | None, more: dict[str, Any],
 ) -> Launch:  # fmt: skip
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
