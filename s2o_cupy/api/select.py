@@ -27,7 +27,7 @@ from .on_gpu import load_pipeline
 from .own_name import errors_name
 from .run import parse_backend
 
-__all__ = ["select", "sparse_attention"]
+__all__ = ["method_names", "select", "sparse_attention"]
 
 
 @outside_graphs
@@ -79,7 +79,7 @@ def select(
     (1, 2, 8)
     """
     if not isinstance(config, METHODS):
-        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {_names()}")
+        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {method_names()}")
     framework, infos = describe(q=q, k=k)
     of_q, of_k = infos
     backend = parse_backend(backend, of_q.device, stream)
@@ -161,12 +161,13 @@ def sparse_attention(
     if isinstance(config, S2OConfig):
         return s2o_attention(q, k, v, config=config, is_causal=is_causal, **options)
     if not isinstance(config, METHODS):
-        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {_names()}")
+        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
     schedule = select(q, k, config, is_causal=is_causal, scale=scale, layout=layout, stream=stream, backend=backend)
     return gather_attention(q, k, v, schedule, path=config.path, **options)
 
 
-def _names() -> str:
+def method_names() -> str:
+    """Of the configs that select takes."""
     return ", ".join(method.__name__ for method in METHODS)
 
 
