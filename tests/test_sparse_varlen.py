@@ -147,9 +147,9 @@ def test_what_is_refused(rng):
     q, k, v = packed_arrays(rng, lambda x: x.astype(np.float32))
     schedule = random_schedule(rng, 300, 500, segment=128)
     for call, error, message in (
-        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, schedule, STARTS_K), TypeError, "schedules is a Schedule"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, schedule, STARTS_K), TypeError, "schedules is a Sche"),
         (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [1] * 5, STARTS_K), TypeError, r"schedules\[0\] is a int"),
-        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None], STARTS_K), ValueError, "has 1 elements; accepted: 5"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None], STARTS_K), ValueError, "1 elements; accepted: 5"),
         (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None] * 4 + [schedule], STARTS_K), ValueError,
          "the schedule is for seqlen_q 300; accepted: 680"),
         (lambda: gather_attention_varlen(q, k, v, [0, 5], [None], STARTS_K), ValueError, "cu_seqlens_q ends with 5"),

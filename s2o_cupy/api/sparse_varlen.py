@@ -94,7 +94,8 @@ def gather_attention_varlen(
         schedule = schedules[first]
         if schedule is None:
             return call.dense(first, end, arrays, True if is_causal is None else is_causal, options)
-        return gather_attention(*arrays, schedule, layout="BSHD", is_causal=is_causal, path=path, **options)
+        q, k, v = arrays
+        return gather_attention(q, k, v, schedule, layout="BSHD", is_causal=is_causal, path=path, **options)
 
     return call.run(attend, [x is None for x in schedules], return_lse, return_stats, out)
 

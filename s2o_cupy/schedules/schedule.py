@@ -185,6 +185,33 @@ class Schedule:
         return cls._make(form, indices, lambda: csr_lists(indptr, indices, form), k_order, is_sorted)
 
     @classmethod
+    def from_lists(
+        cls, entries: Any, begins: Any, keys: Any, *, seqlen_q: int, seqlen_k: int, unit: int = 1,
+        is_sorted: bool = False, **rules: Any,
+    ) -> Schedule:  # fmt: skip
+        """From lists that lie anywhere in one array, which is what the others come to: nothing is computed.
+
+        Parameters
+        ----------
+        entries : int32 array, (any,); int64 is copied
+        begins : int64 array, (batch or 1, list heads, lists)
+            Where each list begins in ``entries``.
+        keys : int32 array, likewise
+            How many keys, not units, each list has.
+        seqlen_q, seqlen_k, unit, is_sorted, rules : as in `from_csr`
+        """
+        where = "Schedule.from_lists"
+        _check_names(where, rules)
+        _shape(where, "entries", entries, INTEGERS, 1, "(any,)")
+        shape = _shape(where, "begins", begins, ("int64",), 3, "(batch or 1, list heads, lists)")
+        of_keys = _shape(where, "keys", keys, ("int32",), 3, "(batch or 1, list heads, lists)")
+        if of_keys != shape:
+            raise ValueError(f"{where}: keys has shape {of_keys}; accepted: {shape}, as begins")
+        form = _form(where, shape, unit, seqlen_q, seqlen_k, **rules)
+        lists = lambda: Lists(in_c_order(_int32(entries)), in_c_order(begins, shape), in_c_order(keys, shape))  # noqa: E731
+        return cls._make(form, entries, lists, rules.get("k_order"), is_sorted)
+
+    @classmethod
     def from_padded(
         cls, rows: Any, counts: Any, *, seqlen_q: int, seqlen_k: int, unit: int = 1, is_sorted: bool = False,
         **rules: Any,
