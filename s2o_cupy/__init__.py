@@ -20,6 +20,7 @@ from .api.sparse_varlen import gather_attention_varlen, sparse_attention_varlen
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .methods.a_shape import AShapeConfig
 from .methods.flex_prefill import FlexPrefillConfig
 from .methods.mean_pooling import MeanPoolingConfig
 from .methods.pbs import PBSConfig
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .tools.within_error import attention_within
 
 __all__ = [
+    "AShapeConfig",
     "FlexPrefillConfig",
     "GatherStats",
     "MeanPoolingConfig",

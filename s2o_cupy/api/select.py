@@ -88,6 +88,9 @@ def select(
         layout, is_causal, scale, 0.0,
     )  # fmt: skip
     config.check(problem)
+    rules = config.fixed_rules(problem)
+    if rules is not None:
+        return _fixed(framework, of_q, stream, backend, problem, rules)
     grid = config.grid(problem)
     form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries,
                      config.value_skip)  # fmt: skip
@@ -164,6 +167,24 @@ def sparse_attention(
         raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
     schedule = select(q, k, config, is_causal=is_causal, scale=scale, layout=layout, stream=stream, backend=backend)
     return gather_attention(q, k, v, schedule, path=config.path, **options)
+
+
+def _fixed(
+    framework: Framework, of_q: ArrayInfo, stream: Any, backend: str, problem: Problem, rules: dict[str, Any]
+) -> Schedule:
+    """Of a dense part alone: lists are empty."""
+    from array_api_compat import array_namespace, device
+
+    host = backend == "numpy"
+    with framework.scope(of_q.device, stream, (of_q.native,), host=host), framework.wide_integers():
+        xp, where = array_namespace(of_q.native), device(of_q.native)
+        shape = (1, 1, -(-problem.seqlen_q // rules["segment"]))
+        entries = xp.zeros((1,), dtype=xp.int32, device=where)
+        begins, keys = (xp.zeros(shape, dtype=dtype, device=where) for dtype in (xp.int64, xp.int32))
+        return Schedule.from_lists(
+            entries, begins, keys, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
+            is_sorted=True, **rules,
+        )  # fmt: skip
 
 
 def method_names() -> str:

@@ -101,6 +101,10 @@ class MethodConfig:
     def grid(self, problem: Problem) -> BlockGrid:
         raise NotImplementedError
 
+    def fixed_rules(self, problem: Problem) -> dict[str, Any] | None:
+        """The rules of its schedules where these depend on no array and have no lists; None: they do."""
+        return None
+
     def order_heads(self, problem: Problem) -> int:
         """Heads of the permutation of keys; 0: there is none."""
         return 0
