@@ -100,7 +100,10 @@ API = {
     ),
     "api/integrations.md": (
         "Integrations",
-        [f"{INTEGRATIONS}.{name}" for name in ("torch", "torch_gather", "drop_in", "transformers", "diffusers", "distributed", "jax")],
+        [
+            f"{INTEGRATIONS}.{name}"
+            for name in ("torch", "torch_gather", "drop_in", "transformers", "diffusers", "distributed", "jax")
+        ],
     ),
     "api/reference.md": (
         "NumPy reference",

@@ -23,6 +23,7 @@ from ..schedules.schedule import Schedule
 from ..spec import S2OConfig
 from .attention import s2o_attention
 from .gather import gather_attention
+from .head_turns import in_turns
 from .on_gpu import load_pipeline
 from .own_name import errors_name
 from .run import parse_backend
@@ -165,8 +166,17 @@ def sparse_attention(
         return s2o_attention(q, k, v, config=config, is_causal=is_causal, **options)
     if not isinstance(config, METHODS):
         raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
-    schedule = select(q, k, config, is_causal=is_causal, scale=scale, layout=layout, stream=stream, backend=backend)
-    return gather_attention(q, k, v, schedule, path=config.path, **options)
+
+    def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        of_selection = {name: options[name] for name in ("scale", "layout", "stream", "backend")}
+        schedule = select(q, k, config, is_causal=is_causal, **of_selection)
+        return gather_attention(q, k, v, schedule, path=config.path, **options)
+
+    if config.long_lists and not return_stats:
+        found = in_turns(attend, (q, k, v), config, is_causal, options)
+        if found is not None:
+            return found
+    return attend(q, k, v, **options)
 
 
 def _fixed(
