@@ -167,13 +167,18 @@ def wrong_skips(
     return list(dict.fromkeys(wrong))
 
 
-def wrong_by_random_lists(case: Case, path: str, unit: int, page_size: int | None = None) -> list[str]:
+def wrong_by_random_lists(
+    case: Case, path: str, unit: int, page_size: int | None = None, value_skip: float | None = None
+) -> list[str]:
     """Of a case's arrays, with a list for each q tile of each KV head; what of its segments and stops is not read."""
     q, k, v = case.arrays()
     lists = random_lists(
         np.random.default_rng(0), q.shape, k.shape[2], list_heads=case.kv_heads, unit=unit, per_tile=True
     )
-    return undefined(attend(path, q, k, v, lists, per_tile=True, page_size=page_size), q, k, v, lists)
+    found = attend(path, q, k, v, lists, per_tile=True, page_size=page_size, value_skip=value_skip)
+    if value_skip is not None:
+        return wrong_skips(path, found, q, k, v, lists, value_skip)
+    return undefined(found, q, k, v, lists)
 
 
 # ---------------------------------------------------------------- S2O as a producer of lists

@@ -5,7 +5,9 @@ Skipped without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from listed_calls import attend, wrong_skips
 from s2o_cupy import SpargeConfig, gather_attention, select, sparse_attention
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
+from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.selection.catalogue import kernels_for
 
 needs_gpu = pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")
@@ -29,6 +32,19 @@ def draw(rng, dtype, seqlen_q, seqlen_k, *, batch=1, heads=4, kv_heads=2, head_d
     q = 1.5 * rng.standard_normal((batch, heads, -(-seqlen_q // 80), head_dim)).repeat(80, axis=2)[:, :, :seqlen_q]
     q, k = q + 0.2 * rng.standard_normal(q.shape), slow + 0.2 * rng.standard_normal(slow.shape)
     return [x.astype(DTYPES[dtype]) for x in (q, k, rng.standard_normal(k.shape))]
+
+
+def drawn(rng):
+    q, k, v = draw(rng, "float16", 300, 1777)
+    return q, k, v, random_lists(rng, q.shape, 1777, list_heads=4, unit=64, per_tile=True)
+
+
+def peaked(rng):
+    """The first 64 keys outweigh the others for every query, of which the last tile has few."""
+    q, k, v = (rng.standard_normal((1, 2, n, 128)) for n in (300, 1777, 1777))
+    q, k[:, :, :64] = q + 1, k[:, :, :64] + 1
+    lists = KeyLists(np.arange(28), np.zeros((1, 1, 1, 3), int), np.full((1, 1, 1, 3), 1777), 64)
+    return *(x.astype(np.float16) for x in (q, k, v)), lists
 
 
 def assert_skips(path, q, k, v, lists, limits=LIMIT, **options):
@@ -80,6 +96,18 @@ def test_tiles_of_64_and_rows_without_alignment(rng):
 
 @pytest.mark.gpu
 @needs_gpu
+def test_all_but_a_peak_is_left_out(path):
+    q, k, v, lists = peaked(np.random.default_rng(0))
+    found = assert_skips(path, q, k, v, lists)
+    rows, first = (64, 2) if path == "hopper" else (32, 1)  # on Hopper the first 128 keys know of no maximum yet
+    for tile, n in enumerate(-(-np.array([128, 128, 44]) // rows)):
+        of_tile = found.found_skips[0, :, 0, tile, :n, :28]
+        assert of_tile[..., first:].all() and not of_tile[..., :first].any()
+    assert (found.skipped[0, :, 0] == np.array([128, 128, 44]) * (1777 - 64 * first)).all()
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_limits_of_each_head(path, rng):
     q, k, v = draw(rng, "bfloat16", 700, 1500, heads=16, kv_heads=4, batch=2)
     lists = random_lists(rng, q.shape, 1500, list_heads=16, unit=64, per_tile=True)
@@ -112,7 +140,7 @@ def test_sparge_attention(path, rng, is_causal):
     plain = SpargeConfig(tau=0.95, theta=-1, path=path)
     config = SpargeConfig(tau=0.95, theta=-1, value_skip=(-2.0, -3.0, -4.0, -1e30), path=path)
     o, stats = sparse_attention(q, k, v, config=config, is_causal=is_causal, return_stats=True)
-    assert stats.path == path and stats.value_density < 0.98 * stats.density
+    assert stats.path == path and stats.value_density < 0.998 * stats.density
     exact, other = sparse_attention(q, k, v, config=plain, is_causal=is_causal, return_stats=True)
     assert other.density == stats.density == other.value_density
     assert (o[:, 3] == exact[:, 3]).all()
@@ -132,6 +160,7 @@ class Fault:
     finding: str  # that must be the first
     old: str
     new: str
+    draw: Callable[[np.random.Generator], Any] = lambda rng: drawn(rng)  # q, k, v and lists
 
     @property
     def function(self):
@@ -151,8 +180,9 @@ FAULTS = [
     Fault("portable", "values are not left out", "o", "if (!skips) accumulate", "accumulate"),
     Fault("hopper", "the limit is four times lower", "too few", "largest - m <= limit", "largest - m <= 4.f * limit"),
     Fault("hopper", "the limit is half", "too many", "largest - m <= limit", "largest - m <= 0.5f * limit"),
-    Fault("hopper", "one row decides", "too many", "slight &= first_row", "slight = first_row"),
-    Fault("hopper", "rows that are not there have a say", "too few", "first_row + 8 * h >= rows || values", "values"),
+    Fault("hopper", "half of a block is looked at", "too many", "j < kValueKeys / 8; ++j", "j < kValueKeys / 16; ++j"),
+    Fault("hopper", "rows that are not there have a say", "too few", "first_row + 8 * h >= rows || values", "values",
+          draw=lambda rng: peaked(rng)),
     Fault("hopper", "one warp decides", "too many", "sum % 5 == 4", "sum % 5 >= 1"),
     Fault("hopper", "blocks are exchanged", "o", "kSkips >> (j * 8 / kValueKeys)",
           "kSkips >> (1 - j * 8 / kValueKeys)"),
@@ -179,9 +209,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(compiler, "_loaded", {})
     clear_cache()
-    rng = np.random.default_rng(0)
-    q, k, v = draw(rng, "float16", 300, 1777)
-    lists = random_lists(rng, q.shape, 1777, list_heads=4, unit=64, per_tile=True)
+    q, k, v, lists = fault.draw(np.random.default_rng(0))
     try:
         found = attend(fault.path, q, k, v, lists, per_tile=True, value_skip=LIMIT)
         assert wrong_skips(fault.path, found, q, k, v, lists, LIMIT)[:1] == [fault.finding]
