@@ -67,7 +67,8 @@ MIDDLE = 1 << 16
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
 STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
 # Rows that leave out a block of values together (Schedule.value_skip): those that are multiplied at a time. On the
-# portable path half as many with head_dim above 128 or block_m 64. And keys of such a block.
+# portable path half as many with head_dim above 128 or block_m 64. And keys of such a
+# block; half as many there where rows of a head_dim from 65 to 128 do not start on 16 bytes.
 VALUE_ROWS: Mapping[str, int] = {"portable": 32, "hopper": 64}
 VALUE_KEYS = 64
 PATHS = ("auto", "portable", "hopper")

@@ -23,7 +23,7 @@ from s2o_cupy.reference import s2o
 from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.reference.lists import attend_lists as definition
 from s2o_cupy.reference.value_skip import ValueSkips
-from s2o_cupy.spec import VALUE_ROWS, Geometry
+from s2o_cupy.spec import VALUE_KEYS, VALUE_ROWS, Geometry
 from s2o_cupy.tools.diffing import _score_error
 
 
@@ -145,7 +145,10 @@ def wrong_skips(
     options |= {
         "scale": scale or q.shape[-1] ** -0.5, "softcap": softcap, "visited": found.visited, "block_m": block_m,
     }  # fmt: skip
-    given = ValueSkips(limits, value_rows(path, q.shape[-1], block_m), given=found.found_skips)
+    head_dim = q.shape[-1]
+    halved = 64 < head_dim <= 128 and head_dim % 8 and block_m == 128
+    keys = VALUE_KEYS // 2 if halved else VALUE_KEYS
+    given = ValueSkips(limits, value_rows(path, head_dim, block_m), keys, given=found.found_skips)
     exact = s2o.finish(definition(q64, k64, v64, lists, start, values=given, **options)[0])
     weight = s2o.finish(definition(q64, k64, np.abs(v64), lists, start, values=given, **options)[0])[0]
     reach = _score_error(q64, k64, q.shape[1] // k.shape[1], q.shape[-1], options["scale"], softcap).max()

@@ -88,10 +88,12 @@ def test_options(path, rng, options, head_dim):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_tiles_of_64_and_rows_without_alignment(rng):
-    q, k, v = draw(rng, "bfloat16", 300, 900, head_dim=33)
-    lists = random_lists(rng, q.shape, 900, list_heads=2, unit=64, per_tile=True, block_m=64)
-    assert_skips("portable", q, k, v, lists, block_m=64)
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("head_dim", [33, 99, 201])
+def test_rows_without_alignment(rng, block_m, head_dim):
+    q, k, v = draw(rng, "bfloat16", 300, 900, head_dim=head_dim)
+    lists = random_lists(rng, q.shape, 900, list_heads=2, unit=64, per_tile=True, block_m=block_m)
+    assert_skips("portable", q, k, v, lists, block_m=block_m)
 
 
 @pytest.mark.gpu

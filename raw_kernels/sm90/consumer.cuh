@@ -378,7 +378,7 @@ struct Consumer : Softmax<Traits> {
         values.start(all.values, tile.head_in_batch, tile.visited);
       wgmma_wait<0>();
       release_k();
-      softmax<false>(limit, rows);
+      this->template softmax<false>(limit, rows);
       rescale();
       pack();
       const int visited = walk<false>(nth, q, tiles, limit, rows);

@@ -82,7 +82,13 @@ class _Portable(Path):
         return replace(pass1, family=PASS1_PACKED)
 
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
-        return replace(pass2, family=PASS2_SKIPPING if skips_values else PASS2_LISTED)
+        if not skips_values:
+            return replace(pass2, family=PASS2_LISTED)
+        if pass2.aligned or (pass2.head_dim, pass2.block_m) != (128, 128):
+            return replace(pass2, family=PASS2_SKIPPING)
+        # Copies without alignment, scores of 64 keys and their largest one are more than the registers of sm_120 hold.
+        shared = attention_shared(pass2.head_dim, pass2.block_m, pass2.stages, STEP // 2)
+        return replace(pass2, family=PASS2_SKIPPING, step=STEP // 2, shared_bytes=shared)
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
         pass1 = self.pass1(inputs, limits, maps=False)
