@@ -108,7 +108,10 @@ struct Consumer : Softmax<Traits> {
 
   // Stop check number `n` of the q tile number `nth`.
   __device__ __forceinline__ void vote(int rows, uint32 n, uint32 nth) {
-    const bool small = __all_sync(kFullWarp, stop_check(rows, shared.tau[nth % kPlaces]));
+    // A schedule has one tau; where registers are few the parameter is read.
+    constexpr bool kOneTau = kSkipsValues<Traits> && kHeadDim <= 128;
+    const float tau = kOneTau ? params.tau : shared.tau[nth % kPlaces];
+    const bool small = __all_sync(kFullWarp, stop_check(rows, tau));
     if (lane == 0) {
       const int warp = threadIdx.x / 32 - 4;
       reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + n) % kVoteSlots])[warp] = small;
