@@ -29,7 +29,7 @@ METHODS = (
     "sparge:tau=0.9,theta=-0.1", "sparge:tau=0.97,theta=-0.1",
     "xattention", "xattention:threshold=0.97", "xattention:stride=16",
     "flexprefill", "flexprefill:gamma=0.97",
-    "verticalslash", "verticalslash:slashes=1000",
+    "verticalslash", "verticalslash:slashes=1000", "ashape",
 )  # fmt: skip
 LEAST = 1e-5  # nats: less cannot be told from nothing
 

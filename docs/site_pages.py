@@ -65,16 +65,22 @@ API = {
     ),
     "api/schedules.md": (
         "Schedules",
-        [f"{PACKAGE}.{name}" for name in ("gather_attention", "gather_attention_paged", "Schedule", "GatherStats")],
+        [
+            f"{PACKAGE}.{name}"
+            for name in (
+                "gather_attention", "gather_attention_paged", "gather_attention_varlen", "Schedule", "GatherStats"
+            )
+        ],
     ),
     "api/methods.md": (
         "Methods",
         [
             f"{PACKAGE}.{name}"
             for name in (
-                "sparse_attention", "select", "MeanPoolingConfig", "PBSConfig", "SpargeConfig", "tune_sparge",
+                "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "select", "MeanPoolingConfig",
+                "PBSConfig", "SpargeConfig", "tune_sparge",
                 "tools.tune_sparge.SpargeTuning", "XAttentionConfig", "FlexPrefillConfig", "VerticalSlashConfig",
-                "compare", "tools.compare.Comparison", "tools.compare.Compared",
+                "AShapeConfig", "compare", "tools.compare.Comparison", "tools.compare.Compared",
             )
         ],
     ),
@@ -94,7 +100,10 @@ API = {
     ),
     "api/integrations.md": (
         "Integrations",
-        [f"{INTEGRATIONS}.{name}" for name in ("torch", "drop_in", "transformers", "diffusers", "distributed", "jax")],
+        [
+            f"{INTEGRATIONS}.{name}"
+            for name in ("torch", "torch_gather", "drop_in", "transformers", "diffusers", "distributed", "jax")
+        ],
     ),
     "api/reference.md": (
         "NumPy reference",

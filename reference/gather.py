@@ -13,6 +13,7 @@ from ..spec import Geometry
 from .dense import Array, check_shapes
 from .lists import KeyLists, attend_lists
 from .s2o import State, finish, pass1
+from .value_skip import ValueSkips
 
 __all__ = ["gather", "sink_lists"]
 
@@ -32,6 +33,7 @@ def gather(
     softcap: float = 0.0,
     tau: float = 0.0,
     visited: Array | None = None,
+    values: ValueSkips | None = None,
 ) -> tuple[Array, Array, Array]:
     """Dense part, sinks and lists, one after the other, each of which takes up the state that the one before left.
 
@@ -41,7 +43,7 @@ def gather(
     lists : KeyLists, of one segment with a list for each q tile, or a list for each segment of ``dense``
     dense : Geometry, optional; its segments' own keys and window. Without it rows start from their lists.
     sinks : first keys that every query attends to, where its segment's dense keys do not hold them already
-    k_order, q_order, block_m, scale, softcap, tau, visited : `attend_lists`
+    k_order, q_order, block_m, scale, softcap, tau, visited, values : `attend_lists`
 
     Returns
     -------
@@ -60,7 +62,7 @@ def gather(
     per_tile = lists.begins.ndim == 4
     state, visited = attend_lists(
         q, k, v, lists, state, segment=None if per_tile or dense is None else dense.segment, k_order=k_order,
-        q_order=q_order, block_m=block_m, scale=scale, softcap=softcap, tau=tau, visited=visited,
+        q_order=q_order, block_m=block_m, scale=scale, softcap=softcap, tau=tau, visited=visited, values=values,
     )  # fmt: skip
     return *finish(state), visited
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .dense import Array, check_shapes, quiet
-from .s2o import State, visit
+from .s2o import State, update, visit
+from .value_skip import ValueSkips
 
 __all__ = ["KeyLists", "attend_lists"]
 
@@ -55,6 +56,7 @@ def attend_lists(
     tau: float = 0.0,
     stop_lag: int = 0,
     visited: Array | None = None,
+    values: ValueSkips | None = None,
 ) -> tuple[State, Array]:
     """Each q tile attends to the keys of its list, all of which all of its rows see.
 
@@ -71,6 +73,7 @@ def attend_lists(
     scale : float, default 1 / sqrt(D)
     tau, stop_lag : when a q tile stops (`reference.s2o.pass2`); tau 0 never does
     visited : int [B, H, N, T], optional; key tiles to visit, instead of deciding
+    values : ValueSkips, optional; which products with values are left out
 
     Returns
     -------
@@ -97,9 +100,13 @@ def attend_lists(
         keys = lists.positions(b, h // shared, n, tile)  # [C]
         if k_order is not None:
             keys = k_order[b, h * k_order.shape[1] // heads][keys]
+        of_tile = update
+        if values is not None:
+            of_tile = values.updating(update, (b, h, n, tile), end - begin, len(keys))
         m, mass, acc, j = visit(
             q[at], (state.m[at], state.l[at], state.acc[at]), keys, kh, vh, scale, softcap, block_n=block_n, tau=tau,
             stop_lag=stop_lag, visited=None if visited is None else int(visited[b, h, n, tile]),
+            step=of_tile,
         )  # fmt: skip
         state.m[at], state.l[at], state.acc[at] = m, mass, acc
         taken[b, h, n, tile] = j

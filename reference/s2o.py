@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,7 @@ __all__ = [
     "unit_keys",
     "unit_positions",
     "unit_weights",
+    "update",
     "visit",
 ]
 
@@ -78,7 +79,7 @@ class Result(NamedTuple):
     state1: State  # after pass 1
 
 
-def _update(
+def update(
     m: Array, mass: Array, acc: Array, s: Array, v: Array, visible: Array | None = None
 ) -> tuple[Array, Array, Array, Array, Array]:
     """One online-softmax step: rows in state (m [M], mass [M], acc [M, D]) see scores s [M, K] and v [K, D].
@@ -116,19 +117,19 @@ def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float, softca
                 if visible is not None:
                     s = np.where(visible, s, s.dtype.type(-np.inf))
                 m, mass, acc = state.m[at], state.l[at], state.acc[at]
-                m, mass, acc, _, _ = _update(m, mass, acc, s, v[b, h // group, to], visible)
+                m, mass, acc, _, _ = update(m, mass, acc, s, v[b, h // group, to], visible)
                 state.m[at], state.l[at], state.acc[at] = m, mass, acc
     return state
 
 
 def visit(
     rows: Array, start: tuple[Array, Array, Array], keys: Array, k: Array, v: Array, scale: float, softcap: float,
-    *, block_n: int, tau: float, stop_lag: int, visited: int | None,
+    *, block_n: int, tau: float, stop_lag: int, visited: int | None, step: Callable[..., Any] = update,
 ) -> tuple[Array, Array, Array, int]:  # fmt: skip
     """A q tile's ``rows`` [M, D] in the state ``start`` (m [M], mass [M], acc [M, D]) see ``keys`` [C], positions in k
     and v [Lk, D], block_n at a time, until a key tile adds too little (:func:`pass2`) or ``visited`` are done.
 
-    Returns the state and the number of key tiles visited.
+    ``step`` is what a key tile does. Returns the state and the number of key tiles visited.
     """
     m, mass, acc = start
     tiles = -(-len(keys) // block_n)
@@ -137,7 +138,7 @@ def visit(
     while j < end:
         at = keys[j * block_n : (j + 1) * block_n]  # [K]
         s = capped(rows @ k[at].T * scale, softcap)  # [M, K]
-        m, mass, acc, t, l0 = _update(m, mass, acc, s, v[at])
+        m, mass, acc, t, l0 = step(m, mass, acc, s, v[at])
         j += 1
         if deciding and (t < tau * l0).all():
             deciding, end = False, min(j + stop_lag, tiles)

@@ -15,9 +15,12 @@ from .api.nsa import nsa_attention, nsa_compress, nsa_select, selected_attention
 from .api.nsa_backward import selected_attention_backward
 from .api.paged import s2o_attention_paged
 from .api.select import select, sparse_attention
+from .api.sparse_paged import sparse_attention_paged
+from .api.sparse_varlen import gather_attention_varlen, sparse_attention_varlen
 from .api.varlen import s2o_attention_varlen
 from .caches import clear_cache
 from .merge import merge_states
+from .methods.a_shape import AShapeConfig
 from .methods.flex_prefill import FlexPrefillConfig
 from .methods.mean_pooling import MeanPoolingConfig
 from .methods.pbs import PBSConfig
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from .tools.within_error import attention_within
 
 __all__ = [
+    "AShapeConfig",
     "FlexPrefillConfig",
     "GatherStats",
     "MeanPoolingConfig",
@@ -60,6 +64,7 @@ __all__ = [
     "error_per_head",
     "gather_attention",
     "gather_attention_paged",
+    "gather_attention_varlen",
     "inputs",
     "merge_states",
     "metrics",
@@ -73,6 +78,8 @@ __all__ = [
     "selected_attention",
     "selected_attention_backward",
     "sparse_attention",
+    "sparse_attention_paged",
+    "sparse_attention_varlen",
     "tune",
     "tune_sparge",
     "window_attention",

@@ -32,6 +32,8 @@ __all__ = [
     "STRATUM",
     "OUTLIER_SHIFT",
     "UNITS",
+    "VALUE_KEYS",
+    "VALUE_ROWS",
     "Geometry",
     "S2OConfig",
     "S2OError",
@@ -42,6 +44,7 @@ __all__ = [
     "moment_keys",
     "by_head",
     "check_tau",
+    "check_value_skip",
     "checked_int",
     "names_unknown_fields",
     "tau_text",
@@ -63,6 +66,11 @@ MIDDLE = 1 << 16
 # Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
 # the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
 STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
+# Rows that leave out a block of values together (Schedule.value_skip): those that are multiplied at a time. On the
+# portable path half as many with head_dim above 128 or block_m 64. And keys of such a
+# block; half as many there where rows of a head_dim from 65 to 128 do not start on 16 bytes.
+VALUE_ROWS: Mapping[str, int] = {"portable": 32, "hopper": 64}
+VALUE_KEYS = 64
 PATHS = ("auto", "portable", "hopper")
 TAILS = ("none", "first_order")
 
@@ -162,6 +170,28 @@ def by_head(name: str, value: Any, check: Callable[[Any], float]) -> float | tup
     if not found:
         raise ValueError(f"S2OConfig: {name} is empty; accepted: a number, or one for each query head")
     return found
+
+
+def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None:
+    """A number below 0, or one for each query head, or an error that says what is accepted. None where nothing is left
+    out."""
+    accepted = "None, or a number below 0, or one for each query head"
+    if value is None:
+        return None
+    single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
+    for x in (value,) if single else value:
+        if isinstance(x, bool) or not isinstance(x, numbers.Real):
+            raise TypeError(f"{owner}: value_skip is {value!r} ({type(value).__name__}); accepted: {accepted}")
+        if not float(x) < 0:  # NaN fails too
+            raise ValueError(
+                f"{owner}: value_skip is {value!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)"
+            )
+    if single:
+        return None if float(value) == -math.inf else float(value)
+    found = tuple(float(x) for x in value)
+    if not found:
+        raise ValueError(f"{owner}: value_skip is empty; accepted: {accepted}")
+    return None if set(found) == {-math.inf} else found
 
 
 class _Default(int):

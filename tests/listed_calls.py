@@ -17,12 +17,14 @@ from pages import paged, random_table
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.arrays.operand import Operand, Paging, operand
-from s2o_cupy.plan.schedule import ScheduleShape, order_lists
+from s2o_cupy.plan.schedule import SHORTEST_STEP, ScheduleShape, order_lists
 from s2o_cupy.problem import Problem, validate
 from s2o_cupy.reference import s2o
 from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.reference.lists import attend_lists as definition
-from s2o_cupy.spec import Geometry
+from s2o_cupy.reference.value_skip import ValueSkips
+from s2o_cupy.spec import VALUE_KEYS, VALUE_ROWS, Geometry
+from s2o_cupy.tools.diffing import _score_error
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Attended:
     o: Any  # [B, H, Lq, D]
     lse: Any  # float32 [B, H, Lq]
     visited: Any  # int32 [B, H, N, T]
+    skipped: Any = None  # with a value_skip: int32 [B, H, N, T]
+    found_skips: Any = None  # likewise, bool [B, H, N, T, groups, blocks]
 
     def differing(self, other: Attended) -> list[str]:
         """What is not, bit for bit, the other's."""
@@ -55,7 +59,8 @@ def problem_of(q, k, config, **options) -> Problem:
 def attend(
     path: str, q: Any, k: Any, v: Any, lists: KeyLists, *, per_tile: bool = False, segment: int | None = None,
     q_order: Any = None, start: tuple[Any, Any, Any] | None = None, page_size: int | None = None,
-    problem: Problem | None = None, scale: float | None = None, softcap: float = 0.0, **config: Any,
+    problem: Problem | None = None, scale: float | None = None, softcap: float = 0.0, value_skip: Any = None,
+    **config: Any,
 ) -> Attended:  # fmt: skip
     """`cuda.lists.attend_lists` of host or CuPy arrays, into poisoned outputs. ``start``: output, lse and state
     [B, H, Lq, 2] of a pass before. ``page_size``: k and v are put into a cache."""
@@ -65,7 +70,9 @@ def attend(
 
     settings = S2OConfig(**({"tau": 0.0} | config), path=path)
     problem = problem or problem_of(q, k, settings, scale=scale, softcap=softcap)
-    shape = ScheduleShape(lists.begins.shape[1], lists.unit, per_tile, segment, start is not None)
+    shape = ScheduleShape(
+        lists.begins.shape[1], lists.unit, per_tile, segment, start is not None, value_skip=value_skip
+    )
     assert lists.begins.shape == shape.lists_shape(problem, settings.block_m)
     paging, table = None, None
     if page_size is not None:
@@ -83,6 +90,12 @@ def attend(
         start_state = cupy.ascontiguousarray(cupy.asarray(start[2], dtype=np.float32))
         state = start_state.data.ptr
     visited = cupy.full(shape.visited_shape(problem, settings.block_m), -1, np.int32)
+    skips: dict[str, Any] = {}
+    if value_skip is not None:
+        groups = settings.block_m // value_rows(path, q.shape[-1], settings.block_m)
+        blocks = -(-problem.seqlen_k // SHORTEST_STEP)
+        skips["skipped"] = cupy.full(visited.shape, -1, np.int32)
+        skips["found_skips"] = cupy.zeros((*visited.shape, groups, blocks), np.int32)
     entries, keys = (cupy.asarray(x, dtype=np.int32) for x in (lists.entries, lists.keys))
     begins = cupy.asarray(lists.begins, dtype=np.int64)
     order = None if q_order is None else cupy.asarray(q_order, dtype=np.int32)
@@ -92,10 +105,13 @@ def attend(
     plan = attend_lists(
         operands(q, k, v, o), pointers, shape, problem, settings,
         stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
-        paging=paging,
+        paging=paging, **{name: x.data.ptr for name, x in skips.items()},
     )  # fmt: skip
     assert plan.path == path
-    return Attended(*(cupy.asnumpy(x) for x in (o, lse, visited)))
+    found = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited, *skips.values())))
+    if value_skip is not None:
+        found.found_skips = found.found_skips.astype(bool)
+    return found
 
 
 def undefined(
@@ -114,13 +130,58 @@ def assert_defined(*arguments: Any, **options: Any) -> None:
     assert undefined(*arguments, **options) == []
 
 
-def wrong_by_random_lists(case: Case, path: str, unit: int, page_size: int | None = None) -> list[str]:
+def value_rows(path: str, head_dim: int, block_m: int) -> int:
+    """Rows of a group that leaves out values together."""
+    wide = path == "hopper" or (head_dim <= 128 and block_m == 128)
+    return VALUE_ROWS[path] // (1 if wide else 2)
+
+
+def wrong_skips(
+    path: str, found: Attended, q: Any, k: Any, v: Any, lists: KeyLists, limits: Any, *, scale: float | None = None,
+    softcap: float = 0.0, block_m: int = 128, start: s2o.State | None = None, **options: Any,
+) -> list[str]:  # fmt: skip
+    """What is not the definition's of a call that left out values: which, how many, and what follows from these."""
+    q64, k64, v64 = (x.astype(np.float64) for x in (q, k, v))
+    options |= {
+        "scale": scale or q.shape[-1] ** -0.5, "softcap": softcap, "visited": found.visited, "block_m": block_m,
+    }  # fmt: skip
+    head_dim = q.shape[-1]
+    halved = 64 < head_dim <= 128 and head_dim % 8 and block_m == 128
+    keys = VALUE_KEYS // 2 if halved else VALUE_KEYS
+    given = ValueSkips(limits, value_rows(path, head_dim, block_m), keys, given=found.found_skips)
+    exact = s2o.finish(definition(q64, k64, v64, lists, start, values=given, **options)[0])
+    weight = s2o.finish(definition(q64, k64, np.abs(v64), lists, start, values=given, **options)[0])[0]
+    reach = _score_error(q64, k64, q.shape[1] // k.shape[1], q.shape[-1], options["scale"], softcap).max()
+    off = 2 * reach + 2.0**-10
+    limits = np.broadcast_to(limits, (q.shape[1],))
+    wrong = []
+    # What is left out the rule leaves out. What it leaves out is left out on the portable path; on Hopper the maximum
+    # may lag behind, but not behind that after the first block.
+    least = given.margins if path == "portable" else given.from_first
+    for at, skips in given.found.items():
+        if (given.margins[at][skips] > limits[at[1]] + off).any():
+            wrong.append("too many")
+        if (least[at][~skips] < limits[at[1]] - off).any():
+            wrong.append("too few")
+    if not np.array_equal(found.skipped, given.skipped(found.visited.shape)):
+        wrong.append("pairs")
+    wrong += beyond_rounding(found.o, found.lse, exact, weight, q, k, scale=scale, softcap=softcap,
+                             launches=1 + (start is not None))  # fmt: skip
+    return list(dict.fromkeys(wrong))
+
+
+def wrong_by_random_lists(
+    case: Case, path: str, unit: int, page_size: int | None = None, value_skip: float | None = None
+) -> list[str]:
     """Of a case's arrays, with a list for each q tile of each KV head; what of its segments and stops is not read."""
     q, k, v = case.arrays()
     lists = random_lists(
         np.random.default_rng(0), q.shape, k.shape[2], list_heads=case.kv_heads, unit=unit, per_tile=True
     )
-    return undefined(attend(path, q, k, v, lists, per_tile=True, page_size=page_size), q, k, v, lists)
+    found = attend(path, q, k, v, lists, per_tile=True, page_size=page_size, value_skip=value_skip)
+    if value_skip is not None:
+        return wrong_skips(path, found, q, k, v, lists, value_skip)
+    return undefined(found, q, k, v, lists)
 
 
 # ---------------------------------------------------------------- S2O as a producer of lists

@@ -14,8 +14,10 @@ from test_pretended_gpu import array_at
 
 from s2o_cupy import Schedule, gather_attention, gather_attention_paged
 from s2o_cupy.reference import s2o
+from s2o_cupy.reference.gather import gather
 from s2o_cupy.reference.lists import KeyLists
 from s2o_cupy.reference.lists import attend_lists as definition
+from s2o_cupy.reference.value_skip import ValueSkips
 
 LOG2E = np.log2(np.e)
 
@@ -52,7 +54,8 @@ class Kernels:
         return address, keeper
 
     def attend_lists(
-        self, operands, lists, shape, problem, config, *, stream, state=0, lse=0, visited=0, paging=None, memory=None
+        self, operands, lists, shape, problem, config, *, stream, state=0, lse=0, visited=0, skipped=0, paging=None,
+        memory=None,
     ):
         self.launched.append(("sinks" if lists.kept else "lists", problem.batch))
         shape.check(problem)
@@ -66,21 +69,28 @@ class Kernels:
             m, mass = np.moveaxis(array_at(state, np.float32, (*rows, 2)), -1, 0)
             start = s2o.State(m / LOG2E, mass, bhsd(out).astype(np.float32) * mass[..., None])
         taken = np.zeros(shape.visited_shape(problem, config.block_m), np.int32)
+        left_out = np.zeros_like(taken)
         ends = s2o.State(np.empty(rows), np.empty(rows), np.empty(q.shape))
         for b, h in np.ndindex(rows[:2]):
             k, v = (self.keys_of(x, paging, b, h, problem, params).astype(np.float32) for x in operands[1:3])
             at, list_head = (slice(b, b + 1), slice(h, h + 1)), h * shape.list_heads // problem.heads
             of_head = KeyLists(entries, *(x[b : b + 1, list_head : list_head + 1] for x in (begins, keys)), shape.unit)
+            limits = None if shape.value_skip is None else np.broadcast_to(shape.value_skip, (problem.heads,))[h]
+            values = None if limits is None else ValueSkips(limits)
             found, taken[at] = definition(
                 q[at], k, v, of_head, start and s2o.State(*(x[at] for x in start)), segment=shape.segment,
                 block_m=config.block_m, block_n=config.block_n, scale=problem.scale, softcap=problem.softcap,
-                tau=config.tau,
+                tau=config.tau, values=values,
             )  # fmt: skip
+            if values is not None:
+                left_out[at] = values.skipped(taken[at].shape)
             for whole, part in zip(ends, found, strict=True):
                 whole[at] = part
         self.store(ends, out, lse, lists.kept)
         if visited:
             array_at(visited, np.int32, taken.shape)[...] = taken
+        if skipped:
+            array_at(skipped, np.int32, taken.shape)[...] = left_out
         return types.SimpleNamespace(path="portable", path_reason=None)
 
     @staticmethod
@@ -141,6 +151,23 @@ def test_addresses(kernels, qkv, rng, rules, batches):
     turn = [("sinks", 1 if apart else 2)] if "sinks" in rules else []
     expected += [*turn, ("lists", 1 if apart else 2)] * (2 if apart else 1)
     assert kernels.launched == expected
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_pairs_left_out_go_to_each_sequences_place(kernels, qkv, rng, batch):
+    q, k, v = (x.astype(np.float16) for x in qkv(300, 1420, batch=2, heads=4, kv_heads=2, head_dim=16))
+    rules = {"batch": batch, "list_heads": 2, "unit": 64, "segment": 128, "value_skip": (-0.1, -0.2, -0.5, -99.0)}
+    k *= np.linspace(1, 0, 1420)[:, None]
+    schedule = random_schedule(rng, 300, 1420, share=1.0, **rules)
+    o, stats = gather_attention(q, k, v, schedule, return_stats=True)
+    values, shape = ValueSkips(schedule.form.value_skip), (2, 2, 1, 3)
+    begins, keys = (np.broadcast_to(x.reshape(batch, 2, 1, 3), shape) for x in (schedule.begins, schedule.keys))
+    lists = KeyLists(schedule.entries, begins, keys, 64)
+    exact, _, taken = gather(*(x.astype(np.float32) for x in (q, k, v)), lists, schedule.form.dense, values=values)
+    np.testing.assert_allclose(o.astype(np.float32), exact, atol=0.02)
+    assert np.array_equal(stats.visited, taken) and np.array_equal(stats.skipped, values.skipped(taken.shape))
+    assert (stats.skipped.sum(axis=(2, 3))[:, 0] > 0).all() and not stats.skipped[:, 3].any()
+    assert stats.value_density < stats.density
 
 
 def test_arrays_lie_as_they_lie(kernels, qkv, rng):

@@ -18,7 +18,8 @@ def test_tuned_thresholds_keep_to_the_bound(rng, is_causal):
     for _, k, _ in examples:
         k[:, 1] = rng.standard_normal(k[:, 1].shape)
     grid = {"taus": (0.5, 0.8), "thetas": (-1, 0.5)}
-    found = tune_sparge(examples, rel_l1=0.15, is_causal=is_causal, **grid)
+    found = tune_sparge(examples, rel_l1=0.15, value_skips=(), is_causal=is_causal, **grid)
+    assert found.config.value_skip is None and np.array_equal(found.value_density, found.density)
     assert found.density[0] < 0.95 and found.density[1] == 1.0 and (found.rel_l1 < 0.15).all()
     assert found.rel_l1[0] > 0 and isinstance(found.config.tau, tuple)
     density, error = [], []
@@ -34,11 +35,31 @@ def test_tuned_thresholds_keep_to_the_bound(rng, is_causal):
     assert isinstance(together.config.tau, float) and together.rel_l1.mean() < 0.15
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_then_values_are_left_out(rng, is_causal, per_head):
+    """With the thresholds that are found without; as much as the second bound allows, none of which is above 0."""
+    examples = [draw(rng, 700, heads=2, kv_heads=2) for _ in range(2)]
+    grid = {"taus": (0.5, 0.8), "thetas": (-1, 0.5), "is_causal": is_causal, "per_head": per_head}
+    plain = tune_sparge(examples, rel_l1=0.15, value_skips=(), **grid)
+    found = tune_sparge(examples, rel_l1=0.15, value_rel_l1=0.25, value_skips=(-0.2, -1.0, -4.0), **grid)
+    assert (found.config.tau, found.config.theta) == (plain.config.tau, plain.config.theta)
+    assert np.array_equal(found.density, plain.density) and found.value_density.mean() < found.density.mean()
+    assert (found.rel_l1 < 0.25).all() if per_head else found.rel_l1.mean() < 0.25
+    of_call = []
+    for q, k, v in examples:
+        _, stats = sparse_attention(q, k, v, config=found.config, is_causal=is_causal, return_stats=True)
+        of_call.append(stats.value_density)
+    assert found.value_density.mean() == pytest.approx(np.mean(of_call))
+    none = tune_sparge(examples, rel_l1=1e-9, value_rel_l1=1e-9, value_skips=(-0.2,), **grid)
+    assert none.config.value_skip is None and (none.value_density == 1).all()
+
+
 def test_errors_are_of_dense_attention_whatever_the_method_gives(rng, monkeypatch):
     """The output to compare with is not the method's own, at thresholds that should choose all."""
     monkeypatch.setattr(module, "select", lambda q, k, _, **options: select(q, k, FEW, **options))
     q, k, v = draw(rng, 700)
-    found = tune_sparge([(q, k, v)], taus=(1,), thetas=(-1,), per_head=False)
+    found = tune_sparge([(q, k, v)], taus=(1,), thetas=(-1,), value_skips=(), per_head=False)
     expected = metrics.rel_l1(sparse_attention(q, k, v, config=FEW), dense_attention(q, k, v)[0])
     assert expected > 0.05 and found.rel_l1.mean() == pytest.approx(expected, rel=0.1)
 
@@ -55,6 +76,8 @@ TRIPLES = r"accepted: a list or tuple of \(q, k, v\)"
     ("inputs", "options", "error", "message"),
     [
         ([ONE], {"rel_l1": 0}, ValueError, "rel_l1 is 0; accepted: a number above 0"),
+        ([ONE], {"value_rel_l1": 0.07}, ValueError, r"value_rel_l1 is 0.07; accepted: None, or a number from rel_l1"),
+        ([ONE], {"value_skips": (0,)}, ValueError, r"value_skips\[0\] is 0; accepted: numbers below 0"),
         ([], {}, ValueError, f"inputs is empty; {TRIPLES}, one or more"),
         (ONE, {}, TypeError, r"inputs\[0\] is a ndarray; accepted: \(q, k, v\), as inputs is a list"),
         ((x for x in [ONE]), {}, TypeError, f"inputs is a generator; {TRIPLES}"),

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/attention_params.cuh"
 #include "common/keep_finite.cuh"
+#include "common/value_skip.cuh"
 #include "sm80/keys.cuh"
 
 namespace s2o {
@@ -23,6 +24,7 @@ struct AttentionTile {
   Shared& shared;
   const AttentionParams& params;
   int lane, warp_row;        // the warp's first row of the tile
+  ValueGroup<kSkipsValues<Traits>> values;  // the warp's rows
 
   __device__ __forceinline__ AttentionTile(Shared& shared_, const AttentionParams& params_)
       : shared(shared_), params(params_), lane(threadIdx.x % 32), warp_row(threadIdx.x / 32 * (16 * kRowTiles)) {
@@ -146,19 +148,25 @@ struct AttentionTile {
         }
   }
 
-  // Turns scores into weights, moves the state to the new maximum and packs the weights for the next product.
-  __device__ __forceinline__ void softmax(float (&s)[kRowTiles][Traits::kKeyTiles][4],
-                                          uint32 (&p)[kRowTiles][Traits::kKeyTiles][2]) {
+  // Turns scores into weights, moves the state to the new maximum and packs the weights for the next product. With
+  // kSkipsValues, true if the warp leaves that product out; `rows`: of the tile.
+  __device__ __forceinline__ bool softmax(float (&s)[kRowTiles][Traits::kKeyTiles][4],
+                                          uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], int rows = 0) {
+    bool slight = kSkipsValues<Traits>;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float top = m[i][h];
+        float top = kSkipsValues<Traits> ? -infinity() : m[i][h];
 #pragma unroll
         for (int j = 0; j < Traits::kKeyTiles; ++j)
           top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+        if constexpr (kSkipsValues<Traits>) {
+          slight &= row(i, h) >= rows || values.is_slight(top, m[i][h]);
+          top = fmaxf(top, m[i][h]);
+        }
         const float base = top == -infinity() ? 0.f : top;
         const float rescale_by = exp2_approx(m[i][h] - base);
         m[i][h] = top;
@@ -180,6 +188,7 @@ struct AttentionTile {
           }
         }
       }
+    return kSkipsValues<Traits> && __all_sync(kFullWarp, slight);
   }
 
   // acc += p v of one step
@@ -336,7 +345,12 @@ struct AttentionTile {
               if (key >= limit + (causal ? row(i, e / 2) : 0)) s[i][j][e] = -infinity();
             }
       }
-      softmax(s, p);
+      const bool skips = softmax(s, p, rows);
+      if constexpr (kSkipsValues<Traits>) {
+        if (lane == 0)
+          values.template count<16 * kRowTiles>(threadIdx.x / 32, kThreads / 32, rows, step,
+                                                min(kStep, limit - step * kStep), skips);
+      }
 
       bool stop = false;
       if (step + 1 == steps || (kStops && (step + 1) % params.steps_per_tile == 0)) {
@@ -356,7 +370,7 @@ struct AttentionTile {
       if (!stop) load_k(step + kStages);
       if (causal && masked && find_nonfinite(v_tile(step)))
         add_nonfinite(p, v_tile(step), limit - step * kStep);
-      accumulate(p, v_tile(step));
+      if (!skips) accumulate(p, v_tile(step));
       if (stop) break;
     }
     cp_async_wait<0>();

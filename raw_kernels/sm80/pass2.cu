@@ -7,9 +7,10 @@
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
-// pass2_listed is the same with queries and keys as KeyLists says, and perhaps no state to resume.
+// pass2_listed is the same with queries and keys as KeyLists says, and perhaps no state to resume; pass2_skipping
+// leaves out values besides.
 #include "sm80/attention.cuh"
-#include "common/listed_rows.cuh"
+#include "common/value_skip.cuh"
 
 namespace s2o {
 
@@ -24,6 +25,8 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if (rows.count <= 0 || !rows.has_work(params)) return;
     attention.load_queries(rows);
     if (rows.resumes(params)) attention.resume(rows);
+    if constexpr (kSkipsValues<Traits>)
+      attention.values.start(params.values, rows.head_in_batch(params.heads), rows.visited_index(params));
     attention.point_to_keys(rows, 0, rows.key_order(params));
     if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head);  // read after walk's first barrier
     visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
@@ -44,6 +47,11 @@ __device__ __forceinline__ void pass2(const AttentionParams& params, typename Tr
 
 template <class Traits>
 __device__ __forceinline__ void pass2_listed(const ListedAttentionParams& params, typename Traits::Shared& shared) {
+  attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared, params.lists.unit_shift);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_skipping(const SkippingAttentionParams& params, typename Traits::Shared& shared) {
   attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared, params.lists.unit_shift);
 }
 

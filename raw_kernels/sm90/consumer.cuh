@@ -18,7 +18,7 @@ struct Consumer : Softmax<Traits> {
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
   using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
   using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax;
-  using Softmax<Traits>::stop_check, Softmax<Traits>::start_empty;
+  using Softmax<Traits>::stop_check, Softmax<Traits>::start_empty, Softmax<Traits>::values, Softmax<Traits>::skips;
 
   float acc[kDimTiles * 4];  // [rows, dims] of this thread
   uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
@@ -65,13 +65,15 @@ struct Consumer : Softmax<Traits> {
     wgmma_commit();
   }
 
-  // acc += p v of the next value tile, in flight.
+  // acc += p v of the next value tile, in flight. kSkips: a bit for each block of it that is left out.
+  template <uint32 kSkips = 0>
   __device__ __forceinline__ void issue_output() {
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
     const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kKeyAtom);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
+      if (kSkips >> (j * 8 / kValueKeys) & 1) continue;
       const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
       Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), j > 0 || holds_output);
     }
@@ -106,7 +108,10 @@ struct Consumer : Softmax<Traits> {
 
   // Stop check number `n` of the q tile number `nth`.
   __device__ __forceinline__ void vote(int rows, uint32 n, uint32 nth) {
-    const bool small = __all_sync(kFullWarp, stop_check(rows, shared.tau[nth % kPlaces]));
+    // A schedule has one tau; where registers are few the parameter is read.
+    constexpr bool kOneTau = kSkipsValues<Traits> && kHeadDim <= 128;
+    const float tau = kOneTau ? params.tau : shared.tau[nth % kPlaces];
+    const bool small = __all_sync(kFullWarp, stop_check(rows, tau));
     if (lane == 0) {
       const int warp = threadIdx.x / 32 - 4;
       reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + n) % kVoteSlots])[warp] = small;
@@ -212,6 +217,29 @@ struct Consumer : Softmax<Traits> {
     named_sync(kTake, kConsumers * kWarpgroup);
   }
 
+  template <uint32 kSkips>
+  struct Skips {
+    static constexpr uint32 value = kSkips;
+  };
+  // Runs `stage`, from the issue of products to their end, for the blocks that `skips` says the output leaves out:
+  // where one of two products of a stage depended on a number, ptxas would have each wait for the one before.
+  template <class Stage>
+  __device__ __forceinline__ void by_skips(const Stage& stage) {
+    if constexpr (!kSkipsValues<Traits>) {
+      stage(Skips<0>());
+    } else if (skips == 0) {
+      stage(Skips<0>());
+    } else if constexpr (kBlockN == kValueKeys) {
+      stage(Skips<1>());
+    } else if (skips == 1) {
+      stage(Skips<1>());
+    } else if (skips == 2) {
+      stage(Skips<2>());
+    } else {
+      stage(Skips<3>());
+    }
+  }
+
   // Walks the key tiles of q tile number `nth` from the second on; the first one's weights are in p. Row r sees the
   // first `limit` keys, or in pass 1 (kFirst) `limit + r`. Pass 2 ends one stop check after the first that adds too
   // little to each of the first `rows` rows. Returns the number of tiles visited; the last one's output is not issued
@@ -225,24 +253,26 @@ struct Consumer : Softmax<Traits> {
           all_voted_to_stop(shared, voted + tile / kTilesPerStopCheck - 2))
         break;
       if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
-      issue_scores(q);
-      if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
-        pass_turn();
-        store_last(nth - 1);
-        await_turn();
-      }
-      issue_output();
-      pass_turn();
-      if (at_stop_check) vote(rows, tile / kTilesPerStopCheck - 1, nth);  // here, as it runs under the products
-      wgmma_wait<1>();
-      release_k();
       bool moved = true;
-      if constexpr (kFirst) {
-        softmax<true>(limit - tile * kBlockN);
-      } else {
-        moved = settled_softmax(limit - tile * kBlockN);
-      }
-      wgmma_wait<0>();
+      by_skips([&](auto skips_of_last) {
+        issue_scores(q);
+        if (kFirst && unstored) {  // under these scores, and while the other warpgroup issues its own
+          pass_turn();
+          store_last(nth - 1);
+          await_turn();
+        }
+        issue_output<skips_of_last.value>();
+        pass_turn();
+        if (at_stop_check) vote(rows, tile / kTilesPerStopCheck - 1, nth);  // here, as it runs under the products
+        wgmma_wait<1>();
+        release_k();
+        if constexpr (kFirst) {
+          softmax<true>(limit - tile * kBlockN);
+        } else {
+          moved = settled_softmax(limit - tile * kBlockN, rows, tile);
+        }
+        wgmma_wait<0>();
+      });
       release_v();
       if (moved) rescale();
       pack();
@@ -347,18 +377,25 @@ struct Consumer : Softmax<Traits> {
         start_empty();
         clear_output();
       }
+      if constexpr (kSkipsValues<Traits>)
+        values.start(all.values, tile.head_in_batch, tile.visited);
       wgmma_wait<0>();
       release_k();
-      softmax<false>(limit);
+      this->template softmax<false>(limit, rows);
       rescale();
       pack();
       const int visited = walk<false>(nth, q, tiles, limit, rows);
-      issue_output();
       const int stop_checks = (visited + kTilesPerStopCheck - 1) / kTilesPerStopCheck;
-      vote(rows, stop_checks - 1, nth);
-      voted += stop_checks;
-      const int stored[2] = {shared.rows[slot][first_row], shared.rows[slot][first_row + 8]};
-      wgmma_wait<0>();
+      int stored[2];
+      if constexpr (kSkipsValues<Traits>) vote(rows, stop_checks - 1, nth);  // after the products it would be a copy for each
+      by_skips([&](auto skips_of_last) {
+        issue_output<skips_of_last.value>();
+        if constexpr (!kSkipsValues<Traits>) vote(rows, stop_checks - 1, nth);
+        voted += stop_checks;
+        stored[0] = shared.rows[slot][first_row];
+        stored[1] = shared.rows[slot][first_row + 8];
+        wgmma_wait<0>();
+      });
       release_v();
       // Copies that the producer had started before it saw the stop.
       for (int i = min(tiles, visited + kStages - 1) - visited; i > 0; --i) {

@@ -80,6 +80,15 @@ __device__ __forceinline__ void named_arrive(int barrier, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// Like named_sync; how many of the threads came with `mine`.
+__device__ __forceinline__ uint32 named_count(int barrier, int count, bool mine) {
+  uint32 found;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nbar.red.popc.u32 %0, %1, %2, p;\n}"
+               : "=r"(found)
+               : "r"(barrier), "r"(count), "r"(static_cast<uint32>(mine)));
+  return found;
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -7,9 +7,9 @@
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
-// pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume.
+// pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume;
+// pass2_skipping_sm90 leaves out values besides.
 #include "sm90/attention.cuh"
-#include "common/listed_rows.cuh"
 
 namespace s2o {
 
@@ -21,6 +21,12 @@ __device__ __forceinline__ void pass2_sm90(const AttentionParams& params, typena
 template <class Traits>
 __device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_skipping_sm90(const SkippingAttentionParams& params,
+                                                    typename Traits::Shared& shared) {
   sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
 }
 

@@ -114,6 +114,15 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
       return q_units(position);
     }
   };
+  const auto value_units = [&](int slot) {
+    if constexpr (kPaged && kSkipsValues<Traits>) {  // likewise
+      auto v = params.v;
+      asm volatile("" : "+l"(v.row));
+      return RowUnits<kPaged>(pages, v)(slot);
+    } else {
+      return v_units(slot);
+    }
+  };
   if (thread == 0) {
     take_next<Rows>(params, shared);
     publish<2>(shared, 0, shared.next.q_tile, nullptr, shared.next.tau);
@@ -162,7 +171,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
       if (tile < tiles) {
         const int now = kPaged ? pages.slot_in(page, ahead) : ahead;
         k_row = k_units(now);
-        v_row = v_units(now);
+        v_row = value_units(now);
         asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
         if (!kPaged && tile + 1 < tiles) ahead = key(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);

@@ -1,8 +1,7 @@
 // What producer and consumers of the Hopper tile share: sizes, shared memory, barriers and votes.
 #pragma once
-#include "common/attention_params.cuh"
+#include "common/value_skip.cuh"
 #include "sm90/hopper.cuh"
-#include "common/rows.cuh"
 
 namespace s2o {
 
@@ -19,6 +18,7 @@ namespace sm90 {
 
 constexpr int kBlockM = 128;
 constexpr int kStopCheckKeys = 128;  // block_n
+constexpr int kValueKeys = 64;       // whose values are left out together
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kConsumerWarps = kConsumers * 4;
@@ -28,14 +28,14 @@ constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, 
 // Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way;
 // outputs of head_dim 256 leave no more.
 template <class Traits>
-constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 88 : 72;
+constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 && !kSkipsValues<Traits> ? 88 : 72;
 template <class Traits>
-constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 ? 208 : 216;
+constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 && !kSkipsValues<Traits> ? 208 : 216;
 template <int kProducer, int kConsumer>
 constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 stop checks ahead of a reader of its votes
-// kTurn has one for either warpgroup.
-enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4 };
+// kTurn and kSkip have one for either warpgroup.
+enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4, kSkip = 5 };
 
 // What a consumer has to know of its q tile. In pass 1, of short tiles, one thread works it out for all.
 struct QTile {

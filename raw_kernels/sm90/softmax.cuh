@@ -17,6 +17,8 @@ struct Softmax {
   float rescale_by[2];       // what the new maximum makes of the output so far
   float ceiling[2];          // pass 2: m need not move for unscaled scores up to this
   bool settled;              // pass 2: every row of the warp has such a ceiling
+  ValueGroup<kSkipsValues<Traits>> values;  // the warpgroup's rows
+  uint32 skips = 0;          // a bit for each block of the key tile whose values it leaves out
 
   static constexpr float kLarge = 4194304.f;  // 2^22, see weigh
   // Pass 2: weights may be up to 2^kHeadroom, and where m is negative up to 2^kDepth: finite in Element, and in float32
@@ -42,9 +44,10 @@ struct Softmax {
   // Turns scores into weights and moves m and mass to the new maximum. Row r sees `limit` keys of this tile, or
   // `limit + r` with kCausal.
   template <bool kCausal>
-  __device__ __forceinline__ void softmax(int limit) {
+  __device__ __forceinline__ void softmax(int limit, int rows = 0) {
     cap();
     mask<kCausal>(limit);
+    if constexpr (kSkipsValues<Traits>) find_skips(limit, rows, 0);
     weigh<!kCausal>();
   }
 
@@ -52,9 +55,10 @@ struct Softmax {
   // stays where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a
   // time and without asking the row's other threads, while the first weights are under way. True if m has moved in a
   // row of the warp; then `rescale_by` says by how much, and is 1 in the others.
-  __device__ __forceinline__ bool settled_softmax(int limit) {
+  __device__ __forceinline__ bool settled_softmax(int limit, int rows, int tile) {
     cap();
     mask<false>(limit);
+    if constexpr (kSkipsValues<Traits>) find_skips(limit, rows, tile);
     const float scale[2] = {params.scale_log2, params.scale_log2}, base[2] = {m[0], m[1]};
     float early[kEarly * 4], sum[2][4] = {};
 #pragma unroll
@@ -79,6 +83,42 @@ struct Softmax {
 #pragma unroll
     for (int h = 0; h < 2; ++h) mass[h] += (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
     return false;
+  }
+
+  // What `skips` is for key tile number `tile`, of which `limit` keys are there. m is never above the true maximum, so
+  // what is left out here the rule leaves out, too.
+  __device__ __forceinline__ void find_skips(int limit, int rows, int tile) {
+    constexpr int kBlocks = kBlockN / kValueKeys;
+    static_assert(kBlocks <= 2, "a vote counts to 4 in two digits");
+    bool votes = false;
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      bool slight = true;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top[2] = {-infinity(), -infinity()};
+#pragma unroll
+        for (int j = 0; j < kValueKeys / 8; ++j) {
+          const int i = (c * (kValueKeys / 8) + j) * 4 + 2 * h;
+          top[j % 2] = fmaxf(top[j % 2], fmaxf(s[i], s[i + 1]));
+        }
+        const float largest = fmaxf(top[0], top[1]) * params.scale_log2;
+        slight &= first_row + 8 * h >= rows || values.is_slight(largest, m[h]);
+      }
+      // One thread of a warp votes for the first block, five for the second: how many of the four warps agree are the
+      // digits of the sum.
+      const bool all = __all_sync(kFullWarp, slight);
+      if (c == 0 ? lane == 0 : lane >= 1 && lane <= 5) votes = all;
+    }
+    const uint32 sum = named_count(kSkip + group, kWarpgroup, votes);
+    // By votes, all of which are the same: the compiler then knows that a warp takes one way.
+    skips = __any_sync(kFullWarp, sum % 5 == 4) | __any_sync(kFullWarp, sum / 5 == 4) << 1;
+    if (threadIdx.x % kWarpgroup == 0) {
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c)
+        values.template count<64>(group, kConsumers, rows, tile * kBlocks + c, min(kValueKeys, limit - c * kValueKeys),
+                                  skips >> c & 1);
+    }
   }
 
   __device__ __forceinline__ void cap() {

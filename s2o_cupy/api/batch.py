@@ -93,7 +93,8 @@ class Batch:
     def visited_shapes(self) -> list[Shape]:
         """Of the key tiles visited: each sequence's of a packed call, or those of all."""
         if self.schedule is not None:
-            return [self.schedule.shape(self.whole).visited_shape(self.whole, self.schedule.block_m)]
+            shape = self.schedule.shape(self.whole).visited_shape(self.whole, self.schedule.block_m)
+            return [shape if self.schedule.value_skip is None else (2, *shape)]  # the second is pairs left out
         return [x.visited_shape(self.config) for x in self.problems]
 
     @property

@@ -12,6 +12,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.stats import GatherStats
 from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
+from .own_name import errors_name
 from .paged import check_rows
 from .run import parse_backend, run
 
@@ -19,6 +20,7 @@ __all__ = ["gather_attention", "gather_attention_paged"]
 
 
 @outside_graphs
+@errors_name("s2o_attention")
 def gather_attention(
     q: Any,
     k: Any,
@@ -88,6 +90,7 @@ def gather_attention(
 
 
 @outside_graphs
+@errors_name("s2o_attention", "s2o_attention_paged")
 def gather_attention_paged(
     q: Any,
     k_pages: Any,
@@ -180,7 +183,8 @@ def _attend(
     if not return_stats:
         return results
     *others, stats = results
-    return (*others, GatherStats(stats.visited, schedule, stats.problem, stats.path, stats.path_reason))
+    visited, skipped = (stats.visited, None) if form.value_skip is None else (stats.visited[0], stats.visited[1])
+    return (*others, GatherStats(visited, schedule, stats.problem, stats.path, stats.path_reason, skipped))
 
 
 @remembered
@@ -216,6 +220,11 @@ def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm, fu
                 f"{function}: the schedule's {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or "
                 f"{heads} (heads)"
             )
+    if isinstance(form.value_skip, tuple) and len(form.value_skip) != heads:
+        raise ValueError(
+            f"{function}: the schedule's value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
+            "for each query head"
+        )
     batch_of_call = plain.of_forms(forms)
     batch_of_call.copied, batch_of_call.schedule = plain.copied, form
     return batch_of_call

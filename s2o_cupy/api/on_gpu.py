@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from .batch import Batch, Part
 __all__ = ["load_pipeline", "run"]
 
 LSE_BYTES = 4
+ITEM_BYTES = 4  # of visited
 
 
 def run(
@@ -117,9 +119,13 @@ def _gather(
     arrays = {name: x.pointer for name, x in zip(form.array_names, infos[others:], strict=True)}
     operands, problem = _operands(batch, infos, o), batch.parts[0].problem
     paging = _paging(operands[1], infos[3]).sequences(0, problem.batch) if batch.paged else None
+    of_visited = address(visited[0]) if visited else 0
+    skipped = 0
+    if visited and form.value_skip is not None:
+        skipped = of_visited + ITEM_BYTES * math.prod(visited[0].shape[1:])
     launched = gather.gather(
         operands, arrays, form, problem, batch.config, stream=framework.stream(), lse=address(lse),
-        visited=address(visited[0]) if visited else 0, paging=paging,
+        visited=of_visited, skipped=skipped, paging=paging,
         memory=framework.memory(infos[0].native) or pipeline.allocate,
     )  # fmt: skip
     return [(launched.path, launched.path_reason, "launched")]

@@ -14,6 +14,7 @@ from ..reference import s2o
 from ..reference.error_taus import error_taus
 from ..reference.gather import gather
 from ..reference.lists import KeyLists
+from ..reference.value_skip import ValueSkips
 from ..schedules.check import check_lists
 from ..spec import S2OConfig
 from ..stats import Ran
@@ -75,16 +76,18 @@ def _gather(
     shape = (problem.batch, form.list_heads, *((form.rows,) if form.per_segment else (1, form.rows)))
     begins, keys = (_of_all(arrays[name], problem.batch).reshape(shape) for name in ("begins", "keys"))
     order, q_order = arrays.get("k_order"), arrays.get("q_order")
+    values = None if form.value_skip is None else ValueSkips(form.value_skip)
     found, of_rows, taken = gather(
         q, k, v, KeyLists(arrays["entries"], begins, keys, form.unit), form.dense, sinks=form.sinks,
         k_order=None if order is None else _of_all(order, problem.batch), block_m=form.block_m, scale=problem.scale,
         softcap=problem.softcap, tau=form.tau, q_order=q_order,
+        values=values,
     )  # fmt: skip
     bhsd(o, batch.layout)[...] = found
     if lse is not None:
         lse.reshape(of_rows.shape)[...] = of_rows
     if visited is not None:
-        visited[0][...] = taken
+        visited[0][...] = taken if values is None else np.stack([taken, values.skipped(taken.shape)])
     return [RAN]
 
 

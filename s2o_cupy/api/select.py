@@ -23,13 +23,16 @@ from ..schedules.schedule import Schedule
 from ..spec import S2OConfig
 from .attention import s2o_attention
 from .gather import gather_attention
+from .head_turns import in_turns
 from .on_gpu import load_pipeline
+from .own_name import errors_name
 from .run import parse_backend
 
-__all__ = ["select", "sparse_attention"]
+__all__ = ["method_names", "select", "sparse_attention"]
 
 
 @outside_graphs
+@errors_name("s2o_attention")
 def select(
     q: Any,
     k: Any,
@@ -77,7 +80,7 @@ def select(
     (1, 2, 8)
     """
     if not isinstance(config, METHODS):
-        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {_names()}")
+        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {method_names()}")
     framework, infos = describe(q=q, k=k)
     of_q, of_k = infos
     backend = parse_backend(backend, of_q.device, stream)
@@ -86,8 +89,12 @@ def select(
         layout, is_causal, scale, 0.0,
     )  # fmt: skip
     config.check(problem)
+    rules = config.fixed_rules(problem)
+    if rules is not None:
+        return _fixed(framework, of_q, stream, backend, problem, rules)
     grid = config.grid(problem)
-    form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries)
+    form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries,
+                     config.value_skip)  # fmt: skip
     host = backend == "numpy"
     with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
         with _graphs_own(framework, of_q, host):
@@ -108,6 +115,7 @@ def select(
 
 
 @outside_graphs
+@errors_name("s2o_attention", "select", "gather_attention")
 def sparse_attention(
     q: Any,
     k: Any,
@@ -157,12 +165,40 @@ def sparse_attention(
     if isinstance(config, S2OConfig):
         return s2o_attention(q, k, v, config=config, is_causal=is_causal, **options)
     if not isinstance(config, METHODS):
-        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {_names()}")
-    schedule = select(q, k, config, is_causal=is_causal, scale=scale, layout=layout, stream=stream, backend=backend)
-    return gather_attention(q, k, v, schedule, path=config.path, **options)
+        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
+
+    def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        of_selection = {name: options[name] for name in ("scale", "layout", "stream", "backend")}
+        schedule = select(q, k, config, is_causal=is_causal, **of_selection)
+        return gather_attention(q, k, v, schedule, path=config.path, **options)
+
+    if config.long_lists and not return_stats:
+        found = in_turns(attend, (q, k, v), config, is_causal, options)
+        if found is not None:
+            return found
+    return attend(q, k, v, **options)
 
 
-def _names() -> str:
+def _fixed(
+    framework: Framework, of_q: ArrayInfo, stream: Any, backend: str, problem: Problem, rules: dict[str, Any]
+) -> Schedule:
+    """Of a dense part alone: lists are empty."""
+    from array_api_compat import array_namespace, device
+
+    host = backend == "numpy"
+    with framework.scope(of_q.device, stream, (of_q.native,), host=host), framework.wide_integers():
+        xp, where = array_namespace(of_q.native), device(of_q.native)
+        shape = (1, 1, -(-problem.seqlen_q // rules["segment"]))
+        entries = xp.zeros((1,), dtype=xp.int32, device=where)
+        begins, keys = (xp.zeros(shape, dtype=dtype, device=where) for dtype in (xp.int64, xp.int32))
+        return Schedule.from_lists(
+            entries, begins, keys, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
+            is_sorted=True, **rules,
+        )  # fmt: skip
+
+
+def method_names() -> str:
+    """Of the configs that select takes."""
     return ", ".join(method.__name__ for method in METHODS)
 
 

@@ -31,12 +31,13 @@ def gather(
     stream: int,
     lse: int = 0,
     visited: int = 0,
+    skipped: int = 0,
     paging: Paging | None = None,
     memory: Memory = allocate,
 ) -> LaunchPlan:
     """``operands`` and ``paging``: as `pipeline.run` takes them; no paging with a k_order. ``arrays``: addresses by
-    form.array_names, which nobody checks. ``lse`` and ``visited``: as in `attend_lists`. Nothing waits for the GPU.
-    Returns the lists' plan.
+    form.array_names, which nobody checks. ``lse``, ``visited`` and ``skipped``: as in `attend_lists`.
+    Nothing waits for the GPU. Returns the lists' plan.
 
     Raises
     ------
@@ -61,7 +62,8 @@ def gather(
         of = _Turn(b, b + 1) if apart else _Turn(0, problem.batch)
         plan = of.attend(
             operands, arrays, form, problem, config, stream, state and state + b * rows * STATE_BYTES,
-            lse and lse + b * rows * INT32_BYTES, visited and visited + b * tiles * INT32_BYTES, paging, memory,
+            lse and lse + b * rows * INT32_BYTES, visited and visited + b * tiles * INT32_BYTES,
+            skipped and skipped + b * tiles * INT32_BYTES, paging, memory,
         )  # fmt: skip
     del keeper
     assert plan is not None
@@ -76,7 +78,7 @@ class _Turn:
 
     def attend(
         self, operands: Operands, arrays: Mapping[str, int], form: ScheduleForm, whole: Problem, config: S2OConfig,
-        stream: int, state: int, lse: int, visited: int, paging: Paging | None, memory: Memory,
+        stream: int, state: int, lse: int, visited: int, skipped: int, paging: Paging | None, memory: Memory,
     ) -> LaunchPlan:  # fmt: skip
         q, k, v, out = operands
         q, out = (x.sequences(self.first, self.end) for x in (q, out))
@@ -101,7 +103,7 @@ class _Turn:
             paging, k, v = self._permuted(arrays["k_order"], form, k, v)
         return attend_lists(
             (q, k, v, out), lists, form.shape(problem), problem, config, stream=stream, state=state, lse=lse,
-            visited=visited, paging=paging, memory=memory,
+            visited=visited, skipped=skipped, paging=paging, memory=memory,
         )  # fmt: skip
 
     def _permuted(self, order: int, form: ScheduleForm, k: Operand, v: Operand) -> tuple[Paging, Operand, Operand]:

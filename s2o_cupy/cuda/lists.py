@@ -21,6 +21,7 @@ from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
 from .pipeline import Memory, Operands, allocate, device_limits
+from .tables import on_device
 
 __all__ = ["ListPointers", "attend_lists"]
 
@@ -49,6 +50,8 @@ def attend_lists(
     state: int = 0,
     lse: int = 0,
     visited: int = 0,
+    skipped: int = 0,
+    found_skips: int = 0,
     paging: Paging | None = None,
     memory: Memory = allocate,
 ) -> LaunchPlan:
@@ -68,6 +71,9 @@ def attend_lists(
     lse, visited : int
         Where to write the lse, float32 [batch, heads, seqlen_q], and the key tiles of block_n that each q tile visited,
         int32 of shape.visited_shape; 0: nowhere. Where rows resume and a list is empty the lse is left as it is.
+    skipped, found_skips : int
+        With a value_skip. Where to write the (query, key) pairs left out, int32 of shape.visited_shape, and which
+        blocks each group of rows left out, int32 [.., groups, blocks] as ValueSkip::found has them; 0: nowhere.
     paging : Paging, optional; where k and v are a paged cache
 
     Nothing waits for the GPU. Returns what was launched.
@@ -86,7 +92,7 @@ def attend_lists(
     anywhere = None if paging is None else paging._replace(pointer=0)
     program = _prepared(problem, config, shape, runtime.getDevice(), aligned, strides, anywhere)
     if not problem.empty:
-        program.run(operands, lists, stream, state, lse, visited, paging, memory)
+        program.run(operands, lists, stream, state, lse, visited, skipped, found_skips, paging, memory)
     return program.plan
 
 
@@ -118,23 +124,27 @@ class _ListedPass:
         plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
         self.plan, self.kernel = listed_plan(plan, shape, problem, config.block_m)
         launch = listed_launch(
-            self.plan, self.kernel, problem, config, operands, paging, shape.params(problem)
+            self.plan, self.kernel, problem, config, operands, paging, shape.more_params(problem)
         )
         self.blocks, self.params = launch.blocks, launch.params
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, config.block_m)))
         self.function = compiler.load(self.kernel, device).ptr
         self.address = np.array([self.params.ctypes.data], np.uint64)
+        self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
         self.lock = threading.Lock()  # the parameters are one for all threads
 
     def run(
-        self, operands: Operands, lists: ListPointers, stream: int, state: int, lse: int, visited: int,
-        paging: Paging | None, memory: Memory,
+        self, operands: Operands, lists: ListPointers, stream: int, state: int, lse: int, visited: int, skipped: int,
+        found_skips: int, paging: Paging | None, memory: Memory,
     ) -> None:  # fmt: skip
-        wanted = COUNTER_BYTES + (0 if visited else self.visited_bytes)
+        own = (0 if visited else 1) + (0 if skipped or self.limits is None else 1)
+        wanted = COUNTER_BYTES + own * self.visited_bytes
         counter, keeper = memory(wanted)
         runtime.memsetAsync(counter, 0, wanted, stream)
         if visited:
             runtime.memsetAsync(visited, 0, self.visited_bytes, stream)  # of q tiles without keys
+        if skipped:
+            runtime.memsetAsync(skipped, 0, self.visited_bytes, stream)
         p = self.params
         with self.lock:
             for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
@@ -144,6 +154,9 @@ class _ListedPass:
             p["pages"]["table"] = 0 if paging is None else paging.pointer
             p["state"], p["lse"] = state, lse
             p["visited"], p["next_q_tile"] = visited or counter + COUNTER_BYTES, counter
+            if self.limits is not None:
+                p["values"]["limits"], p["values"]["found"] = self.limits.data.ptr, found_skips
+                p["values"]["skipped"] = skipped or counter + wanted - self.visited_bytes
             driver.launchKernel(
                 self.function, self.blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.shared_bytes, stream,
                 self.address.ctypes.data, 0,

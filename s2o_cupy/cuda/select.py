@@ -5,7 +5,6 @@ What does not depend on addresses is made once and remembered; a call fills addr
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from ..plan.kernels import Inputs, padded_head_dim
 from ..problem import Problem
 from . import compiler
 from .pipeline import Memory, allocate, device_limits
+from .tables import on_device
 
 __all__ = ["run"]
 
@@ -53,21 +53,13 @@ def _program(
     return _Program(config.stages(site), device)
 
 
-@functools.cache  # never forgotten: a CUDA graph that reads a table may outlive all that is
-def _on_device(data: bytes, dtype: str, device: int) -> Any:
-    """A table that never changes, there when this returns."""
-    table = cupy.asarray(np.frombuffer(data, dtype))
-    cupy.cuda.get_current_stream().synchronize()
-    return table
-
-
 class _Program:
     """Prepared launches, in whose parameters a call fills in its addresses."""
 
     def __init__(self, stages: list[Stage], device: int) -> None:
         self.workspace = lay_out((), [array for stage in stages for array in stage.arrays])
         tables = [item for stage in stages for item in getattr(stage, "tables", {}).items()]
-        self.tables = {name: _on_device(x.tobytes(), x.dtype.name, device).data.ptr for name, x in tables}
+        self.tables = {name: on_device(x, device).data.ptr for name, x in tables}
         self.launches = [x for stage in stages for x in stage.launches(self.workspace) if x.blocks > 0]
         functions = compiler.load_all([x.kernel for x in self.launches], device)
         self.functions = [function.ptr for function in functions]

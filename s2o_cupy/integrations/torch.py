@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..api.options import OperatorOptions, PackedOperatorOptions
 
-__all__ = ["attention", "attention_varlen", "problem_of"]
+__all__ = ["attention", "attention_varlen", "check_arguments", "check_forward_mode", "problem_of"]
 
 Tensor = Any  # torch.Tensor
 Array = TypeVar("Array")
@@ -193,10 +193,7 @@ def attention_varlen(
 
 def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> list[Any]:
     """Check what the operators' schemas cannot; the config's fields, ``tau`` put in."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
-        check_derivatives(name, x)
+    _check_tensors(q, k, v)
     if config is None:
         config = _DEFAULT
     elif not isinstance(config, S2OConfig):
@@ -217,6 +214,19 @@ def scalars_of(config: S2OConfig) -> list[Any]:
         if isinstance(scalars[at], float):
             scalars[at] = (scalars[at],)
     return scalars
+
+
+def check_arguments(q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[Any, Any]:
+    """Check what an operator's schema cannot; scale and softcap as it takes them."""
+    _check_tensors(q, k, v)
+    return _scale(scale), _softcap(softcap)
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
+        check_derivatives(name, x)
 
 
 def _scale(scale: Any) -> Any:
@@ -259,7 +269,7 @@ def _known_config(*scalars: Any) -> S2OConfig:
 # ---------------------------------------------------------------- the operator
 
 
-def _check_forward_mode() -> None:
+def check_forward_mode() -> None:
     """PyTorch takes tangents off before it calls what runs below, so whether there are any cannot be asked there."""
     if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         raise ValueError(
@@ -279,7 +289,7 @@ def _run(
     return_lse: bool,
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
-    _check_forward_mode()
+    check_forward_mode()
     result = s2o_attention(
         q,
         k,
@@ -306,7 +316,7 @@ def _fake(
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     """Shapes, dtypes and devices of the results without data; the same errors as a call."""
-    _check_forward_mode()
+    check_forward_mode()
     problem = problem_of(q, k, v, _config(*scalars), scale, softcap, is_causal, layout)
     rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -325,7 +335,7 @@ def _run_varlen(
     return_lse: bool,
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
-    _check_forward_mode()
+    check_forward_mode()
     result = s2o_attention_varlen(
         q,
         k,
@@ -354,7 +364,7 @@ def _fake_varlen(
     *scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `_fake`, but blind to cu_seqlens: a graph that asked for their order would be one for these lengths alone."""
-    _check_forward_mode()
+    check_forward_mode()
     _check_devices(q, k, v)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     problem = check_packed_shapes(

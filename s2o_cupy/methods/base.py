@@ -72,6 +72,8 @@ class MethodConfig:
     reference: ClassVar[str]  # the module in reference/methods
     causal_only: ClassVar[bool] = False
     rule: ClassVar[str] = "reach"  # that ends a choice: "reach" or "within"
+    long_lists: ClassVar[bool] = False  # of single keys: heads take turns in `sparse_attention`
+    value_skip: ClassVar[Any] = None  # of its schedules; a field where a method has it
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -99,6 +101,10 @@ class MethodConfig:
 
     def grid(self, problem: Problem) -> BlockGrid:
         raise NotImplementedError
+
+    def fixed_rules(self, problem: Problem) -> dict[str, Any] | None:
+        """The rules of its schedules where these depend on no array and have no lists; None: they do."""
+        return None
 
     def order_heads(self, problem: Problem) -> int:
         """Heads of the permutation of keys; 0: there is none."""

@@ -89,12 +89,15 @@ class BlockGrid:
             "own": int(self.own),
         }
 
-    def form(self, batch: int, heads: int, order_heads: int = 0, orders_queries: bool = False) -> ScheduleForm:
+    def form(
+        self, batch: int, heads: int, order_heads: int = 0, orders_queries: bool = False,
+        value_skip: float | tuple[float, ...] | None = None,
+    ) -> ScheduleForm:  # fmt: skip
         """Of the schedule of lists of ``batch * heads`` heads. ``order_heads``: of a permutation of the keys;
         ``orders_queries``: there is one of the queries as well, and that of the keys is for all sequences."""
         order_batch = 0 if order_heads == 0 else 1 if orders_queries else batch
         return ScheduleForm(
             batch, heads, order_batch, order_heads, self.seqlen_q, self.seqlen_k, self.block_k,
             self.block_q, False, self.segment if self.is_causal else None, self.window, 0, self.is_causal, 0.0,
-            orders_queries,
+            orders_queries, value_skip,
         )  # fmt: skip

@@ -3,6 +3,7 @@ its kernels, and a line here."""
 
 from __future__ import annotations
 
+from .a_shape import AShapeConfig
 from .base import MethodConfig
 from .flex_prefill import FlexPrefillConfig
 from .mean_pooling import MeanPoolingConfig
@@ -15,4 +16,5 @@ __all__ = ["METHODS"]
 
 METHODS: tuple[type[MethodConfig], ...] = (
     MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig,
+    AShapeConfig,
 )  # fmt: skip

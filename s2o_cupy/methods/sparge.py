@@ -1,4 +1,5 @@
-"""SpargeAttn: blocks by their means where their rows are alike (ICML 2025). Its first filter; causal or not."""
+"""SpargeAttn: blocks by their means where their rows are alike (ICML 2025), and values that weigh next to nothing left
+out; causal or not."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..plan.build import Array, Launch, Workspace
 from ..problem import Problem
-from ..spec import checked_int, names_unknown_fields
+from ..spec import check_value_skip, checked_int, names_unknown_fields
 from .base import MethodConfig, Site, Stage, checked_bool, checked_numbers
 from .grid import BlockGrid
 from .hilbert import token_order
@@ -37,6 +38,9 @@ class SpargeConfig(MethodConfig):
         A block of keys, or of queries, whose rows have a smaller mean cosine is not judged by its mean: the keys are
         attended to by all, or the queries attend to all. A finite number; mean cosines are 0 to 1, so that a negative
         one switches the judge off.
+    value_skip : float, or one for each query head, optional
+        The paper's lambda, a natural logarithm below 0: `Schedule.from_csr` says what it leaves out, and
+        ``stats.value_density`` how much. None, the default, and -inf: nothing.
     permutation : (T, H, W), optional
         Without causality: the last T * H * W tokens are those of a grid of this shape, and blocks are of neighbours
         along a Hilbert curve through it. Tokens before them stay. Nothing is moved, and outputs are in place.
@@ -55,6 +59,7 @@ class SpargeConfig(MethodConfig):
 
     tau: float | tuple[float, ...]
     theta: float | tuple[float, ...]
+    value_skip: float | tuple[float, ...] | None = None  # type: ignore[misc]  # no class variable here
     permutation: tuple[int, int, int] | None = None
     keep_first: bool = False
 
@@ -66,6 +71,7 @@ class SpargeConfig(MethodConfig):
         owner = type(self).__name__
         self._set("tau", checked_numbers("tau", self.tau, 0, 1, "a number above 0, up to 1", owner))
         self._set("theta", checked_numbers("theta", self.theta, -LARGEST, LARGEST, "a finite number", owner))
+        self._set("value_skip", check_value_skip(self.value_skip, owner))
         if self.permutation is not None:
             axes = self.permutation
             if isinstance(axes, (str, bytes)) or not hasattr(axes, "__len__") or len(axes) != 3:
@@ -83,7 +89,7 @@ class SpargeConfig(MethodConfig):
         return BLOCK_Q
 
     def check(self, problem: Problem) -> None:
-        for name, x in (("tau", self.tau), ("theta", self.theta)):
+        for name, x in (("tau", self.tau), ("theta", self.theta), ("value_skip", self.value_skip)):
             if isinstance(x, tuple) and len(x) != problem.heads:
                 raise ValueError(
                     f"SpargeConfig: {name} has {len(x)} numbers; accepted: one, or {problem.heads}, one for each head"

@@ -64,7 +64,8 @@ class VerticalSlashConfig(MethodConfig):
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
-        Bound on the GPU memory of scores; those of one head always fit.
+        Bound on the GPU memory of scores; those of one head always fit. `sparse_attention` takes KV heads in turns
+        for the lists to be within it, too, where it returns no statistics; those of one KV head always fit.
 
     Raises
     ------
@@ -82,6 +83,7 @@ class VerticalSlashConfig(MethodConfig):
     block_m: int = 128
 
     reference: ClassVar[str] = "vertical_slash"
+    long_lists: ClassVar[bool] = True
     causal_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -161,8 +161,9 @@ class Path:
         """What is to many packed sequences what pass 1 of a dense plan is to one."""
         raise NotImplementedError
 
-    def listed(self, pass2: Kernel) -> Kernel:
-        """What attends to lists of keys that are given as data."""
+    def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
+        """What attends to lists of keys that are given as data. ``skips_values``: and leaves out products with values
+        that weigh next to nothing."""
         raise NotImplementedError
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:

@@ -77,11 +77,12 @@ def packed_launch(
 
 def listed_launch(
     plan: LaunchPlan, kernel: Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
-    paging: Paging | None, lists: dict[str, int],
+    paging: Paging | None, more: dict[str, Any],
 ) -> Launch:  # fmt: skip
-    """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``lists``: KeyLists."""
+    """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
+    kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return _attention(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, lists=lists)
+    return _attention(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
 def packed_collect_launch(

@@ -81,8 +81,14 @@ class _Portable(Path):
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=PASS1_PACKED)
 
-    def listed(self, pass2: Kernel) -> Kernel:
-        return replace(pass2, family=PASS2_LISTED)
+    def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
+        if not skips_values:
+            return replace(pass2, family=PASS2_LISTED)
+        if pass2.aligned or (pass2.head_dim, pass2.block_m) != (128, 128):
+            return replace(pass2, family=PASS2_SKIPPING)
+        # Copies without alignment, scores of 64 keys and their largest one are more than the registers of sm_120 hold.
+        shared = attention_shared(pass2.head_dim, pass2.block_m, pass2.stages, STEP // 2)
+        return replace(pass2, family=PASS2_SKIPPING, step=STEP // 2, shared_bytes=shared)
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
         pass1 = self.pass1(inputs, limits, maps=False)
@@ -94,6 +100,7 @@ class _Portable(Path):
             yield pass2
             if listed:
                 yield self.listed(pass2)
+                yield self.listed(pass2, skips_values=True)
 
     @staticmethod
     def _kernel(family: Family, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
@@ -117,6 +124,10 @@ PASS1, PASS1_PACKED, PASS2, PASS2_LISTED = (
         ("pass2_listed", "pass2", "ListedAttentionParams"),
     )
 )
+PASS2_SKIPPING = replace(
+    PASS2_LISTED, function="pass2_skipping", params_type="SkippingAttentionParams",
+    traits=f"SkippingTraits<s2o::{_TRAITS}>",
+)  # fmt: skip
 
 # --- wgmma and the copy engine, compute capability 9.0 ---
 _HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
@@ -189,8 +200,8 @@ class _Hopper(Path):
         gathered = pass1.family is PASS1_GATHERED_SM90
         return replace(pass1, family=PASS1_PACKED_GATHERED_SM90 if gathered else PASS1_PACKED_SM90)
 
-    def listed(self, pass2: Kernel) -> Kernel:
-        return replace(pass2, family=PASS2_LISTED_SM90)
+    def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
+        return replace(pass2, family=PASS2_SKIPPING_SM90 if skips_values else PASS2_LISTED_SM90)
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
         if not inputs.aligned:
@@ -204,6 +215,7 @@ class _Hopper(Path):
         yield pass2
         if listed:
             yield self.listed(pass2)
+            yield self.listed(pass2, skips_values=True)
 
     @staticmethod
     def _kernel(family: Family, inputs: Inputs) -> Kernel:
@@ -236,6 +248,10 @@ PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, 
         ("pass2_listed", "pass2", "ListedAttentionParams"),
     )
 )
+PASS2_SKIPPING_SM90 = replace(
+    PASS2_LISTED_SM90, function="pass2_skipping_sm90", params_type="SkippingAttentionParams",
+    traits=f"SkippingTraits<s2o::{_HOPPER_TRAITS}>",
+)  # fmt: skip
 
 PATHS: tuple[Path, ...] = (HOPPER, PORTABLE)  # the fastest first
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..problem import Problem
-from ..spec import UNITS, Geometry
+from ..spec import LOG2E, UNITS, Geometry
 from .build import Array, Builder, Launch
 from .kernels import Kernel
 from .launch_plan import LaunchPlan
@@ -22,6 +22,8 @@ from .method import Setting
 from .rounds import Chunk, near_heads
 
 __all__ = ["NothingChosen", "ScheduleShape", "listed_plan", "order_lists"]
+
+SHORTEST_STEP = 32  # keys of a block whose values are left out, on GPUs of little shared memory
 
 @dataclass(frozen=True)
 class ScheduleShape:
@@ -43,6 +45,8 @@ class ScheduleShape:
     resumed : bool, default False
         Rows start from the output and state of a pass before, which are theirs to keep where a list is empty. Otherwise
         they start empty, and a row whose list is empty has an output of 0 and an lse of minus infinity.
+    value_skip : float below 0, or one for each query head, optional
+        Leaves out products with values (reference/value_skip.py).
     """
 
     list_heads: int
@@ -51,6 +55,7 @@ class ScheduleShape:
     segment: int | None = None
     resumed: bool = False
     table_heads: int = 0
+    value_skip: float | tuple[float, ...] | None = None
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError where no kernel takes it."""
@@ -91,6 +96,19 @@ class ScheduleShape:
             "table_heads": self.table_heads or problem.heads,
         }
 
+    def more_params(self, problem: Problem) -> dict[str, dict[str, int]]:
+        """What the kernels are given besides AttentionParams, without addresses."""
+        more = {"lists": self.params(problem)}
+        if self.value_skip is not None:
+            more["values"] = {"blocks": -(-problem.seqlen_k // SHORTEST_STEP)}
+        return more
+
+    def value_limits(self, problem: Problem) -> npt.NDArray[np.float32]:
+        """The kernels' ValueSkip::limits, float32 [heads]."""
+        least = np.finfo(np.float32).min
+        limits = np.maximum(np.asarray(self.value_skip, np.float64) * LOG2E, least)
+        return np.broadcast_to(limits, (problem.heads,)).astype(np.float32)
+
     def _segment(self, problem: Problem) -> int:
         return max(1, problem.seqlen_q) if self.segment is None else self.segment
 
@@ -127,7 +145,7 @@ def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem, block_
     tiles = geometry.block_count(block_m)
     return (
         replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)),
-        plan.runs_on.listed(plan.pass2),
+        plan.runs_on.listed(plan.pass2, shape.value_skip is not None),
     )
 
 

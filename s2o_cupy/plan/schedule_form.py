@@ -32,6 +32,7 @@ class ScheduleForm:
     is_causal: bool
     tau: float
     q_ordered: bool = False  # q tiles take queries in an order; only without a dense part and causality
+    value_skip: float | tuple[float, ...] | None = None  # of each query head, or all; None: no values are left out
 
     @property
     def dense(self) -> Geometry | None:
@@ -71,7 +72,7 @@ class ScheduleForm:
         """What the kernels need to know of the lists."""
         return ScheduleShape(
             self.list_heads, self.unit, not self.per_segment, self.segment if self.per_segment else None,
-            self.segment is not None, problem.heads // self.order_heads if self.order_batch else 0,
+            self.segment is not None, problem.heads // self.order_heads if self.order_batch else 0, self.value_skip,
         )  # fmt: skip
 
     def sinks_shape(self) -> ScheduleShape:

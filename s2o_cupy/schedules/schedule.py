@@ -10,7 +10,7 @@ from typing import Any
 from ..arrays.frameworks import framework_of, to_host
 from ..plan.schedule_form import ScheduleForm
 from ..problem import GPU_BLOCK_M, MAX_SEQLEN
-from ..spec import MAX_SEGMENT, check_tau
+from ..spec import MAX_SEGMENT, check_tau, check_value_skip
 from .check import check_lists
 from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks_of
 
@@ -18,7 +18,8 @@ __all__ = ["Schedule"]
 
 INTEGERS = ("int32", "int64")
 UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
-RULES = ("block_m", "per_segment", "segment", "window", "sinks", "is_causal", "k_order", "tau")  # of all constructors
+# Of all constructors.
+RULES = ("block_m", "per_segment", "segment", "window", "sinks", "is_causal", "k_order", "tau", "value_skip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +119,7 @@ class Schedule:
         is_causal: bool = True,
         k_order: Any = None,
         tau: float = 0.0,
+        value_skip: Any = None,
         is_sorted: bool = False,
     ) -> Schedule:
         """From compressed rows, which are used as they lie.
@@ -154,6 +156,10 @@ class Schedule:
         tau : float, default 0
             A q tile stops after the 128 keys of its list that add less than this share of the softmax mass found so
             far to every row, as S2O's do. What it has left counts for nothing. 0: it never stops.
+        value_skip : float below 0, or one for each query head, optional
+            Values of 64 neighbours of a list are left out by a group of queries (64 on Hopper, 32 else) where no score
+            comes closer than this, a natural logarithm, to its row's maximum so far. Their weights count in the softmax
+            all the same, so that outputs become a little smaller: SpargeAttn's second filter. None: nothing is.
         is_sorted : bool, default False
             A promise that lists ascend.
 
@@ -169,7 +175,7 @@ class Schedule:
         lists = shape[:2] if ndim == 3 else (batch, list_heads)
         form = _form(
             where, (*lists, None), unit, seqlen_q, seqlen_k, block_m=block_m, per_segment=per_segment, segment=segment,
-            window=window, sinks=sinks, is_causal=is_causal, k_order=k_order, tau=tau,
+            window=window, sinks=sinks, is_causal=is_causal, k_order=k_order, tau=tau, value_skip=value_skip,
         )  # fmt: skip
         expected = (*lists, form.rows + 1) if ndim == 3 else (batch * list_heads * form.rows + 1,)
         if shape != expected:
@@ -177,6 +183,33 @@ class Schedule:
                 f"{where}: indptr has shape {shape}; accepted: {expected}, {form.rows} lists of a list head"
             )
         return cls._make(form, indices, lambda: csr_lists(indptr, indices, form), k_order, is_sorted)
+
+    @classmethod
+    def from_lists(
+        cls, entries: Any, begins: Any, keys: Any, *, seqlen_q: int, seqlen_k: int, unit: int = 1,
+        is_sorted: bool = False, **rules: Any,
+    ) -> Schedule:  # fmt: skip
+        """From lists that lie anywhere in one array, which is what the others come to: nothing is computed.
+
+        Parameters
+        ----------
+        entries : int32 array, (any,); int64 is copied
+        begins : int64 array, (batch or 1, list heads, lists)
+            Where each list begins in ``entries``.
+        keys : int32 array, likewise
+            How many keys, not units, each list has.
+        seqlen_q, seqlen_k, unit, is_sorted, rules : as in `from_csr`
+        """
+        where = "Schedule.from_lists"
+        _check_names(where, rules)
+        _shape(where, "entries", entries, INTEGERS, 1, "(any,)")
+        shape = _shape(where, "begins", begins, ("int64",), 3, "(batch or 1, list heads, lists)")
+        of_keys = _shape(where, "keys", keys, ("int32",), 3, "(batch or 1, list heads, lists)")
+        if of_keys != shape:
+            raise ValueError(f"{where}: keys has shape {of_keys}; accepted: {shape}, as begins")
+        form = _form(where, shape, unit, seqlen_q, seqlen_k, **rules)
+        lists = lambda: Lists(in_c_order(_int32(entries)), in_c_order(begins, shape), in_c_order(keys, shape))  # noqa: E731
+        return cls._make(form, entries, lists, rules.get("k_order"), is_sorted)
 
     @classmethod
     def from_padded(
@@ -280,7 +313,7 @@ def _shape(where: str, name: str, x: Any, dtypes: tuple[str, ...], ndim: int, ax
 def _form(
     where: str, shape: tuple[Any, ...], unit: Any, seqlen_q: Any, seqlen_k: Any, *, k_order: Any = None,
     block_m: Any = 128, per_segment: Any = False, segment: Any = None, window: Any = 0, sinks: Any = 0,
-    is_causal: Any = True, tau: Any = 0.0,
+    is_causal: Any = True, tau: Any = 0.0, value_skip: Any = None,
 ) -> ScheduleForm:  # fmt: skip
     """``shape``: the lists' (batch, list heads, lists); None: as many lists as there must be."""
     for name, value, least, most in (
@@ -324,6 +357,7 @@ def _form(
     form = ScheduleForm(
         int(batch), int(heads), order[0], order[1], int(seqlen_q), int(seqlen_k), unit, block_m, per_segment,
         None if segment is None else int(segment), int(window), int(sinks), is_causal, check_tau(tau, where),
+        value_skip=check_value_skip(value_skip, where),
     )  # fmt: skip
     if lists not in (None, form.rows):
         what = f"segments of {segment}" if per_segment else f"q tiles of {block_m}"

@@ -28,6 +28,8 @@ class GatherStats:
     problem : Problem
         Sizes, dtype, mask and scale of the call.
     path, path_reason : as in S2OStats
+    skipped : array, int32, like visited, or None
+        With a ``value_skip``: how many (query, key) pairs' products with values were left out.
     """
 
     visited: Any
@@ -35,14 +37,14 @@ class GatherStats:
     problem: Problem
     path: str | None
     path_reason: str | None = None
+    skipped: Any = None
 
     @property
     def density(self) -> float:
         """(query, key) pairs computed / pairs of dense attention, over all heads. Waits for the GPU. 0.0 if there is
         nothing to compute."""
         form, problem = self.schedule.form, self.problem
-        heads = problem.batch * problem.heads
-        all_pairs = heads * Geometry(form.seqlen_q, form.seqlen_k, 1, 0, form.is_causal).causal_pairs()
+        heads, all_pairs = problem.batch * problem.heads, self._all_pairs()
         if all_pairs == 0:
             return 0.0
         visited = to_host(self.visited).astype(np.int64)  # [B, H, N, T]
@@ -51,6 +53,15 @@ class GatherStats:
         keys = keys[:, :, :, None] if form.per_segment else keys[:, :, None]
         listed = (np.minimum(visited * BLOCK_N, keys) * self._tile_rows()).sum()
         return (float(listed) + heads * self._dense_pairs()) / all_pairs
+
+    @property
+    def value_density(self) -> float:
+        """Pairs whose product with values was computed / pairs of dense attention: `density` but for what a schedule's
+        ``value_skip`` left out. Waits for the GPU."""
+        if self.skipped is None:
+            return self.density
+        skipped = float(to_host(self.skipped).astype(np.int64).sum())
+        return self.density - skipped / max(1, self._all_pairs())
 
     @property
     def density_per_head(self) -> Any:
@@ -67,6 +78,12 @@ class GatherStats:
         listed = xp.astype(xp.minimum(visited * BLOCK_N, keys), xp.float32) * share
         of_head = xp.reshape(xp.sum(listed, axis=(-2, -1)), (problem.batch, problem.heads))
         return of_head + self._dense_pairs() / pairs
+
+    def _all_pairs(self) -> int:
+        """Of dense attention, over all heads."""
+        form, problem = self.schedule.form, self.problem
+        pairs = Geometry(form.seqlen_q, form.seqlen_k, 1, 0, form.is_causal).causal_pairs()
+        return problem.batch * problem.heads * pairs
 
     def _dense_pairs(self) -> int:
         """Of a head's dense part and sinks."""

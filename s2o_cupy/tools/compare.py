@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ..api.run import parse_backend
 from ..api.select import sparse_attention
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
 from ..methods.base import MethodConfig
 from ..methods.registry import METHODS
 from ..methods.sparge import SpargeConfig
-from ..problem import Problem, validate
+from ..problem import Problem
 from ..spec import S2OConfig
+from .problems import problem_of
 from .progress import Report
 
 __all__ = [
@@ -234,19 +234,17 @@ def compare(
     >>> [row.name for row in found.rows]
     ['s2o', 'xattention', 'meanpooling']
     """
-    _, infos = describe(q=q, k=k, v=v)
-    backend = parse_backend("auto", infos[0].device, None)
-    shapes, dtypes = [x.shape for x in infos], [x.dtype for x in infos]
-    problem = validate(
-        shapes, dtypes, config=DENSE, backend=backend, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
+    problem, backend, arrays = problem_of(
+        q, k, v, DENSE, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
     )
     if problem.empty or not problem.seqlen_k:
-        raise ValueError(f"compare: q is {shapes[0]}, k is {shapes[1]}; accepted: at least one head, query and key")
+        came = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+        raise ValueError(f"compare: {came}; accepted: at least one head, query and key")
     chosen = _checked(default_configs(is_causal) if configs is None else configs, problem)
     if isinstance(repeats, bool) or not isinstance(repeats, (int, np.integer)) or repeats < 1:
         raise ValueError(f"compare: repeats is {repeats!r}; accepted: an integer >= 1")
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
-    calls = _Calls(tuple(x.native for x in infos), options, backend == "cupy")
+    calls = _Calls(arrays, options, backend == "cupy")
     warmup = WARMUP if calls.on_gpu else 0  # a reference needs none
     every = (DENSE, *chosen)
     total, done = len(every) * (1 + warmup + repeats), 0

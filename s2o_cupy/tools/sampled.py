@@ -14,12 +14,11 @@ import numpy as np
 
 from ..api.attention import s2o_attention
 from ..api.on_host import bhsd
-from ..api.run import parse_backend, parse_config
-from ..arrays.arguments import describe
+from ..api.run import parse_config
 from ..arrays.frameworks import to_host
 from ..plan import strata
-from ..problem import validate
 from ..spec import S2OConfig, tau_text
+from .problems import problem_of
 
 __all__ = ["ErrorEstimate", "Sample", "check_segments", "error_per_head"]
 
@@ -147,23 +146,19 @@ class Sample:
         seed: int = 0,
     ) -> None:
         """The arguments of `error_per_head`, checked; nothing is computed yet."""
-        _, infos = describe(q=q, k=k, v=v)
-        backend = parse_backend("auto", infos[0].device, None)
-        shapes, dtypes = [x.shape for x in infos], [x.dtype for x in infos]
-        self.problem = validate(
-            shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale,
-            softcap=softcap,
-        )  # fmt: skip
+        self.problem, backend, self.arrays = problem_of(
+            q, k, v, config, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
+        )
         self.geometry = self.problem.geometry(config)
         if self.problem.empty or not self.problem.seqlen_k:
-            raise ValueError(f"tune: q is {shapes[0]}, k is {shapes[1]}; accepted: at least one head, query and key")
+            came = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+            raise ValueError(f"tune: {came}; accepted: at least one head, query and key")
         if not self.problem.is_causal and self.geometry.segments > 1:
             raise ValueError(
                 f"tune: is_causal is False, with {self.geometry.segments} segments, which depend on keys after them "
                 "too; accepted: True, or a single segment (seqlen_q up to config.segment)"
             )
         check_segments("tune", segments)
-        self.arrays = tuple(x.native for x in infos)  # of a DLPack producer what can be sliced
         self.config, self.layout = config, layout
         self.options: dict[str, Any] = {"scale": scale, "softcap": softcap, "is_causal": is_causal, "layout": layout}
         self.strata = strata.draw(self.geometry.segments, int(segments), seed)

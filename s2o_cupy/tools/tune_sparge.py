@@ -12,19 +12,21 @@ import numpy as np
 
 from ..api.attention import s2o_attention
 from ..api.gather import gather_attention
-from ..api.run import parse_backend
 from ..api.select import select
-from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
 from ..methods.base import checked_bool, checked_number
 from ..methods.sparge import LARGEST, SpargeConfig
-from ..problem import Problem, validate
+from ..plan.schedule_form import ScheduleForm
 from ..schedules.schedule import Schedule
+from ..schedules.stats import GatherStats
+from .problems import problem_of
 
-__all__ = ["TAUS", "THETAS", "SpargeTuning", "tune_sparge"]
+__all__ = ["TAUS", "THETAS", "VALUE_SKIPS", "SpargeTuning", "tune_sparge"]
 
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 THETAS = (-1.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+VALUE_SKIPS = (-0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0, -8.0)
+MORE_ERROR = 0.01  # by leaving out values, as in the paper for Llama 3.1
 DENSE = (1.0, -1.0)  # tau and theta of a head that no pair of the grid serves
 
 
@@ -35,14 +37,15 @@ class SpargeTuning:
     Attributes
     ----------
     config : SpargeConfig
-        With a tau and a theta for each head, or one for all.
-    density, rel_l1 : float64 numpy.ndarray, (heads,)
-        What ``config`` gives: pairs computed / pairs of dense attention, and sum |o - dense| / sum |dense|, the means
-        over the inputs.
+        With a tau, a theta and a value_skip for each head, or one for all.
+    density, value_density, rel_l1 : float64 numpy.ndarray, (heads,)
+        What ``config`` gives: pairs computed / pairs of dense attention, the same of products with values, and
+        sum |o - dense| / sum |dense|, the means over the inputs.
     """
 
     config: SpargeConfig
     density: np.ndarray
+    value_density: np.ndarray
     rel_l1: np.ndarray
 
 
@@ -51,8 +54,10 @@ def tune_sparge(
     config: SpargeConfig | None = None,
     *,
     rel_l1: float = 0.08,
+    value_rel_l1: float | None = None,
     taus: Sequence[float] = TAUS,
     thetas: Sequence[float] = THETAS,
+    value_skips: Sequence[float] = VALUE_SKIPS,
     per_head: bool = True,
     is_causal: bool = True,
     scale: float | None = None,
@@ -61,8 +66,9 @@ def tune_sparge(
 ) -> SpargeTuning:
     """The sparsest of a grid of thresholds whose error is small enough: the procedure of SpargeAttn's paper.
 
-    It takes a call of dense attention for each input (`s2o_attention` at tau 0) and one of sparse attention for each of
-    the inputs and pairs.
+    First tau and theta are found, then the value_skip that leaves out most with these. It takes two calls of dense
+    attention for each input (`s2o_attention` at tau 0), and one of sparse attention for each of the inputs and pairs
+    and for each of the inputs and value_skips.
 
     Parameters
     ----------
@@ -73,8 +79,10 @@ def tune_sparge(
     rel_l1 : float, default 0.08
         Bound on sum |o - dense| / sum |dense|, the mean over the inputs. The paper has 0.08 for Llama 3.1, 0.05 to 0.07
         for models of pictures and videos.
-    taus, thetas : sequences of numbers
-        The grid.
+    value_rel_l1 : float, default rel_l1 + 0.01
+        The same with values left out; no smaller. The paper has 0.09 for Llama 3.1.
+    taus, thetas, value_skips : sequences of numbers
+        The grid; without value_skips none is looked for, and ``config``'s is kept.
     per_head : bool, default True
         Thresholds for each head, each of which keeps to the bound, as in the public code; else for all heads together,
         as in the paper.
@@ -90,16 +98,19 @@ def tune_sparge(
     TypeError, ValueError
         An argument is not accepted; the message names it, what came and what is accepted.
     """
-    if isinstance(rel_l1, bool) or not isinstance(rel_l1, numbers.Real) or not rel_l1 > 0:
-        raise ValueError(f"tune_sparge: rel_l1 is {rel_l1!r}; accepted: a number above 0")
+    _check_bound("rel_l1", rel_l1, 0, "a number above 0")
+    value_rel_l1 = rel_l1 + MORE_ERROR if value_rel_l1 is None else value_rel_l1
+    _check_bound("value_rel_l1", value_rel_l1, rel_l1 * (1 - 1e-9), f"None, or a number from rel_l1 ({rel_l1}) on")
     if config is not None and not isinstance(config, SpargeConfig):
         raise TypeError(f"tune_sparge: config is a {type(config).__name__}; accepted: None, or a SpargeConfig")
     config = SpargeConfig(tau=1, theta=-1) if config is None else config
     checked_bool("per_head", per_head, "tune_sparge")
     taus = _numbers("taus", taus, 0, 1, "numbers above 0, up to 1")
     thetas = _numbers("thetas", thetas, -LARGEST, LARGEST, "finite numbers")
+    skips = _numbers("value_skips", value_skips, -LARGEST, -1 / LARGEST, "numbers below 0", may_be_empty=True)
     pairs = [DENSE, *itertools.product(taus, thetas)]
-    candidates = [replace(config, tau=tau, theta=theta) for tau, theta in pairs]
+    plain = replace(config, value_skip=None) if skips else config
+    candidates = [replace(plain, tau=tau, theta=theta) for tau, theta in pairs]
     options: dict[str, Any] = {"scale": scale, "layout": layout}
     heads = _heads(inputs, candidates[0], {"is_causal": is_causal, "softcap": softcap, **options})
     density, error = (np.zeros((len(inputs), len(pairs), heads)) for _ in range(2))
@@ -110,22 +121,56 @@ def tune_sparge(
             o = gather_attention(q, k, v, schedule, softcap=softcap, path=candidate.path, **options)
             density[i, p], error[i, p] = _densities(schedule), _errors(o, dense, layout)
     density, error = density.mean(axis=0), error.mean(axis=0)  # [pairs, heads]
-    if per_head:
-        best = np.where(error < rel_l1, density, np.inf).argmin(axis=0)  # [heads]
-        best = np.where((error < rel_l1).any(axis=0), best, 0)
-        thresholds = [tuple(pairs[p][j] for p in best) for j in range(2)]
-        found = replace(config, tau=thresholds[0], theta=thresholds[1])
-        return SpargeTuning(found, density[best, np.arange(heads)], error[best, np.arange(heads)])
-    one = int(np.where(error.mean(axis=1) < rel_l1, density.mean(axis=1), np.inf).argmin())
-    return SpargeTuning(candidates[one], density[one], error[one])
+    best = _sparsest(density, error < rel_l1 if per_head else error.mean(axis=1) < rel_l1)  # [heads]
+    each = np.arange(heads)
+    thresholds = [_of_heads([pairs[p][j] for p in best], per_head) for j in range(2)]
+    found = replace(plain, tau=thresholds[0], theta=thresholds[1])
+    if not skips:
+        return SpargeTuning(found, density[best, each], density[best, each], error[best, each])
+
+    limits = (-np.inf, *skips)  # the first leaves out nothing
+    values, error = (np.zeros((len(inputs), len(limits), heads)) for _ in range(2))
+    for i, (q, k, v) in enumerate(inputs):
+        dense = s2o_attention(q, k, v, tau=0, is_causal=is_causal, softcap=softcap, **options)
+        schedule = select(q, k, found, is_causal=is_causal, **options)
+        for p, limit in enumerate(limits):
+            form = replace(schedule.form, value_skip=None if p == 0 else limit)
+            o, stats = gather_attention(
+                q, k, v, replace(schedule, form=form), softcap=softcap, path=found.path, return_stats=True, **options
+            )
+            values[i, p], error[i, p] = _densities(schedule) - _skipped(stats), _errors(o, dense, layout)
+    values, error = values.mean(axis=0), error.mean(axis=0)  # [limits, heads]
+    chosen = _sparsest(values, error < value_rel_l1 if per_head else error.mean(axis=1) < value_rel_l1)
+    found = replace(found, value_skip=_of_heads([limits[p] for p in chosen], per_head))
+    return SpargeTuning(found, density[best, each], values[chosen, each], error[chosen, each])
 
 
-def _numbers(name: str, values: Any, low: float, high: float, accepted: str) -> tuple[float, ...]:
+def _check_bound(name: str, value: Any, low: float, accepted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > low:
+        raise ValueError(f"tune_sparge: {name} is {value!r}; accepted: {accepted}")
+
+
+def _sparsest(density: np.ndarray, good: np.ndarray) -> np.ndarray:
+    """Of candidates [P, heads] the one of the least density that is good, [heads]: of each head, or, where ``good`` is
+    [P], of all together. The first where none is."""
+    if good.ndim == 1:
+        density, good = density.mean(axis=1, keepdims=True).repeat(density.shape[1], axis=1), good[:, None]
+    best = np.where(good, density, np.inf).argmin(axis=0)
+    return np.where(np.broadcast_to(good, density.shape).any(axis=0), best, 0)
+
+
+def _of_heads(values: list[float], per_head: bool) -> Any:
+    return tuple(values) if per_head else values[0]
+
+
+def _numbers(
+    name: str, values: Any, low: float, high: float, accepted: str, may_be_empty: bool = False
+) -> tuple[float, ...]:
     """Of the grid, each above ``low`` and up to ``high``."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
         came = f"{values!r} ({type(values).__name__})"
         raise TypeError(f"tune_sparge: {name} is {came}; accepted: a sequence of {accepted}")
-    if not len(values):
+    if not len(values) and not may_be_empty:
         raise ValueError(f"tune_sparge: {name} is empty; accepted: one or more {accepted}")
     return tuple(checked_number(f"{name}[{i}]", x, low, high, accepted, "tune_sparge") for i, x in enumerate(values))
 
@@ -144,7 +189,7 @@ def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
             raise TypeError(f"tune_sparge: inputs[{i}] is {came}; accepted: (q, k, v), as inputs is {accepted}")
         try:
             q, k, v = x
-            problem = _problem(q, k, v, config, options)
+            problem, *_ = problem_of(q, k, v, config.kernels_config(), **options)
             config.check(problem)
         except (TypeError, ValueError) as error:
             raise type(error)(f"tune_sparge: inputs[{i}] is not accepted: {error}") from error
@@ -160,13 +205,6 @@ def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
                 "of one layer, of as many heads"
             )
     return heads
-
-
-def _problem(q: Any, k: Any, v: Any, config: SpargeConfig, options: dict[str, Any]) -> Problem:
-    _, infos = describe(q=q, k=k, v=v)
-    backend = parse_backend("auto", infos[0].device, None)
-    shapes, dtypes = [x.shape for x in infos], [x.dtype for x in infos]
-    return validate(shapes, dtypes, config=config.kernels_config(), backend=backend, **options)
 
 
 def _heads_axis(layout: str) -> int:
@@ -190,6 +228,18 @@ def _densities(schedule: Schedule) -> np.ndarray:
     form = schedule.form
     rows = np.minimum(form.block_m, form.seqlen_q - np.arange(form.rows) * form.block_m)
     pairs = (to_host(schedule.keys).astype(np.int64) * rows).sum(axis=-1).mean(axis=0)  # [heads]
-    if form.dense is None:
-        return pairs / (form.seqlen_q * form.seqlen_k)
-    return (pairs + form.dense.dense_pairs()) / form.dense.causal_pairs()
+    if form.dense is not None:
+        pairs = pairs + form.dense.dense_pairs()
+    return pairs / _all_pairs(form)
+
+
+def _all_pairs(form: ScheduleForm) -> int:
+    """Of dense attention, of a head."""
+    return form.seqlen_q * form.seqlen_k if form.dense is None else form.dense.causal_pairs()
+
+
+def _skipped(stats: GatherStats) -> Any:
+    """Pairs whose values were left out / pairs of dense attention of each head, [heads]."""
+    if stats.skipped is None:
+        return 0.0
+    return to_host(stats.skipped).astype(np.int64).sum(axis=(2, 3)).mean(axis=0) / _all_pairs(stats.schedule.form)

@@ -1,0 +1,130 @@
+"""Published methods on keys and values in the pages of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.arguments import describe
+from ..arrays.torch_compile import outside_graphs
+from ..methods.registry import METHODS
+from ..problem import MAX_SEQLEN
+from ..spec import S2OConfig, checked_int
+from .gather import gather_attention, gather_attention_paged
+from .lengths import PAGE_LAYOUTS
+from .own_name import errors_name
+from .paged import s2o_attention_paged
+from .run import parse_backend
+from .select import method_names, select
+
+__all__ = ["sparse_attention_paged"]
+
+
+@outside_graphs
+@errors_name("s2o_attention", "s2o_attention_paged", "select", "gather_attention", "gather_attention_paged")
+def sparse_attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    *,
+    seqlen_k: int,
+    config: Any,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "NHD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """`sparse_attention` to keys and values in a paged cache.
+
+    The result is, bit for bit, that of `sparse_attention` to the same keys and values in one array, on the same
+    ``path``. Attention reads them where they lie. A selection reads neighbouring keys, of which a copy is made for it;
+    where a method permutes keys (PBS-Attn, and SpargeAttn with a ``permutation``) attention reads copies too, of the
+    keys and of the values.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, seqlen_q, head_dim)
+    k_pages, v_pages, page_table, layout : as in `s2o_attention_paged`
+    seqlen_k : int
+        Keys of each sequence.
+    config, is_causal, scale, softcap, return_lse, return_stats, out, stream, backend : as in `sparse_attention`
+
+    Returns
+    -------
+    As `sparse_attention`.
+
+    Raises
+    ------
+    As `sparse_attention` and `gather_attention_paged`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import MeanPoolingConfig, sparse_attention_paged
+    >>> rng = np.random.default_rng(0)
+    >>> k_pages, v_pages = rng.standard_normal((2, 100, 16, 2, 64), dtype=np.float32)
+    >>> page_table = rng.permutation(100).astype(np.int32).reshape(2, 50)
+    >>> q = rng.standard_normal((2, 4, 300, 64), dtype=np.float32)
+    >>> config = MeanPoolingConfig(threshold=0.5)
+    >>> sparse_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=800, config=config).shape
+    (2, 4, 300, 64)
+    """
+    where = "sparse_attention_paged"
+    options = {
+        "is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse,
+        "return_stats": return_stats, "out": out, "stream": stream, "backend": backend,
+    }  # fmt: skip
+    seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN, owner=where)
+    if isinstance(config, S2OConfig):
+        return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=config, **options)
+    if not isinstance(config, METHODS):
+        raise TypeError(f"{where}: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
+    if layout not in PAGE_LAYOUTS:
+        raise ValueError(f"{where}: layout is {layout!r}; accepted: {' or '.join(map(repr, PAGE_LAYOUTS))}")
+    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    framework, infos = describe(**inputs)
+    host = parse_backend(backend, infos[0].device, stream) == "numpy"
+    if len(infos[1].shape) != 4 or len(infos[3].shape) != 2:
+        raise ValueError(
+            f"{where}: k_pages has shape {tuple(infos[1].shape)} and page_table {tuple(infos[3].shape)}; accepted: "
+            "(pages, page_size, kv_heads, head_dim), in the order of layout, and (batch, pages_per_sequence)"
+        )
+
+    def in_one_array(pages: Any) -> Any:
+        with framework.scope(infos[0].device, stream, (*inputs.values(),), host=host):
+            native, table = (framework.describe(x).native for x in (pages, page_table))
+            return _collected(native, table, seqlen_k, layout)
+
+    k = in_one_array(k_pages)
+    of_selection = {"is_causal": is_causal, "scale": scale, "stream": stream, "backend": backend}
+    schedule = select(q, k, config, **of_selection)
+    if not schedule.form.order_batch:
+        return gather_attention_paged(q, k_pages, v_pages, page_table, schedule, path=config.path, **options)
+    return gather_attention(
+        q, k, in_one_array(v_pages), schedule, path=config.path, **{**options, "layout": "BHSD"}
+    )
+
+
+def _collected(pages: Any, table: Any, seqlen_k: int, layout: str) -> Any:
+    """[batch, kv_heads, seqlen_k, head_dim] of pages, by the framework's own indexing: nothing waits."""
+    from array_api_compat import array_namespace
+
+    xp = array_namespace(pages)
+    page_size = pages.shape[1 if layout == "NHD" else 2]
+    entries = -(-seqlen_k // page_size)
+    if table.shape[1] < entries:
+        raise ValueError(
+            f"sparse_attention_paged: page_table has {table.shape[1]} pages of {page_size} for each sequence; "
+            f"accepted: at least {entries}, for seqlen_k ({seqlen_k}) keys"
+        )
+    found = xp.take(pages, xp.reshape(table[:, :entries], (-1,)), axis=0)  # [batch * entries, ...]
+    if layout == "HND":
+        found = xp.permute_dims(found, (0, 2, 1, 3))
+    kv_heads, head_dim = found.shape[2:]
+    rows = xp.reshape(found, (table.shape[0], entries * page_size, kv_heads, head_dim))[:, :seqlen_k]
+    return xp.permute_dims(rows, (0, 2, 1, 3))

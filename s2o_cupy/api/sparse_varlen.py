@@ -1,0 +1,239 @@
+"""Packed sequences by schedules or by a published method: each sequence where it lies, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..arrays.arguments import describe
+from ..arrays.lengths import parse_starts
+from ..arrays.torch_compile import outside_graphs
+from ..problem import MAX_SEQLEN
+from ..schedules.schedule import Schedule
+from ..spec import S2OConfig, checked_int
+from .gather import gather_attention
+from .lengths import check_lengths, check_packed_keys, check_packed_queries, check_packed_shapes
+from .own_name import errors_name
+from .run import parse_backend
+from .select import sparse_attention
+from .varlen import s2o_attention_varlen
+
+__all__ = ["gather_attention_varlen", "sparse_attention_varlen"]
+
+PLAIN = S2OConfig(tau=0)
+
+
+@outside_graphs
+@errors_name("s2o_attention", "s2o_attention_varlen", "gather_attention")
+def gather_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    schedules: Sequence[Schedule | None],
+    cu_seqlens_k: Any = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    is_causal: bool | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+    path: str = "auto",
+) -> Any:
+    """`gather_attention` of several sequences of any lengths, packed one behind the other: a schedule for each.
+
+    The same, bit for bit, as `gather_attention` on each sequence. Sequences take turns; neighbours without a schedule
+    are dense and share a launch.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k : as in `s2o_attention_varlen`
+    schedules : list or tuple, (batch,)
+        Of each sequence a Schedule with a batch of 1 for its lengths, or None: dense attention.
+    is_causal : bool, optional
+        What the schedules say, and what dense sequences are; by default of these True.
+    scale, softcap, return_lse, return_stats, out, stream, backend, path : as in `gather_attention`
+
+    Returns
+    -------
+    o : array, like q
+    lse : float32 array (heads, total_q), if ``return_lse``
+    stats : list of GatherStats, and of S2OStats for dense sequences, if ``return_stats``
+        Several results come as a tuple in this order.
+
+    Raises
+    ------
+    As `gather_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import Schedule, gather_attention_varlen
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 300, 2, 64))
+    >>> schedule = Schedule.from_block_mask(np.tri(2, 2, -1, dtype=bool)[None, None], segment=128)
+    >>> gather_attention_varlen(q, k, v, [0, 256, 300], [schedule, None]).shape
+    (300, 2, 64)
+    """
+    where = "gather_attention_varlen"
+    if not isinstance(schedules, (list, tuple)):
+        raise TypeError(f"{where}: schedules is a {type(schedules).__name__}; accepted: a list or tuple")
+    for i, x in enumerate(schedules):
+        if not (x is None or isinstance(x, Schedule)):
+            raise TypeError(f"{where}: schedules[{i}] is a {type(x).__name__}; accepted: a Schedule, or None")
+    call = _Packed(where, (q, k, v), cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, backend, stream)
+    if len(schedules) != call.sequences:
+        raise ValueError(
+            f"{where}: schedules has {len(schedules)} elements; accepted: {call.sequences}, one for each sequence"
+        )
+
+    def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        schedule = schedules[first]
+        if schedule is None:
+            return call.dense(first, end, arrays, True if is_causal is None else is_causal, options)
+        q, k, v = arrays
+        return gather_attention(q, k, v, schedule, layout="BSHD", is_causal=is_causal, path=path, **options)
+
+    return call.run(attend, [x is None for x in schedules], return_lse, return_stats, out)
+
+
+@outside_graphs
+@errors_name("s2o_attention", "s2o_attention_varlen", "sparse_attention", "select", "gather_attention")
+def sparse_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    config: Any,
+    dense_up_to: int = 0,
+    is_causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """`sparse_attention` of several sequences of any lengths, packed one behind the other.
+
+    The same, bit for bit, as `sparse_attention` on each sequence. Sequences take turns.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k : as in `s2o_attention_varlen`
+    config : as in `sparse_attention`
+    dense_up_to : int, default 0
+        Sequences of up to so many keys are dense; neighbours of them share a launch.
+    is_causal, scale, softcap, return_lse, return_stats, out, stream, backend : as in `sparse_attention`
+
+    Returns
+    -------
+    As `gather_attention_varlen`; with an S2OConfig all stats are S2OStats.
+
+    Raises
+    ------
+    As `sparse_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from s2o_cupy import MeanPoolingConfig, sparse_attention_varlen
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 900, 2, 64))
+    >>> sparse_attention_varlen(q, k, v, [0, 800, 900], config=MeanPoolingConfig(threshold=0.5)).shape
+    (900, 2, 64)
+    """
+    where = "sparse_attention_varlen"
+    dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN, owner=where)
+    call = _Packed(where, (q, k, v), cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, backend, stream)
+    short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
+
+    def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if short[first]:
+            return call.dense(first, end, arrays, is_causal, options)
+        return sparse_attention(*arrays, config=config, is_causal=is_causal, layout="BSHD", **options)
+
+    return call.run(attend, short, return_lse, return_stats, out)
+
+
+class _Packed:
+    """What both have in common: the arrays, where sequences begin, and results put together."""
+
+    def __init__(
+        self, where: str, arrays: tuple[Any, Any, Any], cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any,
+        scale: Any, softcap: Any, backend: Any, stream: Any,
+    ) -> None:  # fmt: skip
+        self.framework, infos = describe(**dict(zip("qkv", arrays, strict=True)))
+        self.given, self.stream = arrays, stream
+        self.backend = parse_backend(backend, infos[0].device, stream)
+        self.device = infos[0].device
+        shapes = tuple(tuple(x.shape) for x in infos)
+        causal = True if is_causal is None else is_causal
+        check_packed_shapes(where, shapes, tuple(x.dtype for x in infos), PLAIN, self.backend, causal, scale, softcap)
+        self.starts_q = parse_starts(where, "cu_seqlens_q", cu_seqlens_q)
+        self.starts_k = self.starts_q
+        if cu_seqlens_k is not None:
+            self.starts_k = parse_starts(where, "cu_seqlens_k", cu_seqlens_k)
+        check_packed_queries(where, self.starts_q, shapes[0][0])
+        check_packed_keys(where, self.starts_q, self.starts_k, shapes[1][0])
+        each = zip(itertools.pairwise(self.starts_q), itertools.pairwise(self.starts_k), strict=True)
+        for i, ((begin_q, end_q), (begin_k, end_k)) in enumerate(each):
+            check_lengths(where, i, end_q - begin_q, end_k - begin_k, causal)
+        self.sequences = len(self.starts_q) - 1
+        self.options = {"scale": scale, "softcap": softcap, "backend": backend}
+
+    def dense(self, first: int, end: int, arrays: tuple[Any, ...], is_causal: bool, options: dict[str, Any]) -> Any:
+        """Sequences ``first`` to ``end`` together."""
+        starts = ([x - part[first] for x in part[first : end + 1]] for part in (self.starts_q, self.starts_k))
+        return s2o_attention_varlen(*arrays, *starts, tau=0, is_causal=is_causal, **options)
+
+    def run(
+        self, attend: Callable[..., Any], together: Sequence[bool], return_lse: bool, return_stats: bool, out: Any
+    ) -> Any:
+        """``attend`` for each turn: a sequence, or neighbours that go ``together``."""
+        from array_api_compat import array_namespace, device
+
+        arrays = self.given if out is None else (*self.given, out)
+        options = {**self.options, "return_lse": return_lse, "return_stats": return_stats}
+        with self.framework.scope(self.device, self.stream, arrays, host=self.backend == "numpy"):
+            q, k, v = (self.framework.describe(x).native for x in self.given)
+            xp = array_namespace(q)
+            into = out
+            if out is None and self.framework.mutable:
+                into = xp.empty(q.shape, dtype=q.dtype, device=device(q))
+            outputs, sums, stats = [], [], []
+            for first, end in self._turns(together):
+                rows = slice(self.starts_q[first], self.starts_q[end])
+                keys = slice(self.starts_k[first], self.starts_k[end])
+                of_turn = {**options, "out": None if into is None else into[rows]}
+                found = attend(first, end, (q[rows], k[keys], v[keys]), of_turn)
+                o, *others = found if isinstance(found, tuple) else (found,)
+                outputs.append(o)
+                if return_lse:
+                    sums.append(others[0])
+                if return_stats:
+                    stats += others[-1] if isinstance(others[-1], list) else [others[-1]]
+            if into is None:
+                into = xp.concat(outputs, axis=0) if outputs else q[:0]
+            results = [into]
+            if return_lse:
+                none = xp.zeros((q.shape[1], 0), dtype=xp.float32, device=device(q))
+                results.append(xp.concat([none, *sums], axis=-1))
+        if return_stats:
+            results.append(stats)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @staticmethod
+    def _turns(together: Sequence[bool]) -> list[tuple[int, int]]:
+        turns: list[tuple[int, int]] = []
+        for i, joins in enumerate(together):
+            if joins and turns and together[i - 1]:
+                turns[-1] = (turns[-1][0], i + 1)
+            else:
+                turns.append((i, i + 1))
+        return turns

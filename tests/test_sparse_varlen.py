@@ -1,0 +1,169 @@
+"""Packed and paged sequences by schedules and by methods: the bits of each sequence's own call in one array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import has_gpu
+from pages import paged, random_table
+from schedules import FRAMEWORKS, random_schedule
+
+from s2o_cupy import (
+    MeanPoolingConfig,
+    PBSConfig,
+    S2OConfig,
+    SpargeConfig,
+    gather_attention,
+    gather_attention_varlen,
+    s2o_attention,
+    sparse_attention,
+    sparse_attention_paged,
+    sparse_attention_varlen,
+)
+
+CONFIGS = [MeanPoolingConfig(threshold=0.5), PBSConfig(threshold=0.5), SpargeConfig(tau=0.7, theta=-1, value_skip=-1.0)]
+STARTS_Q, STARTS_K = [0, 300, 300, 350, 420, 1100], [0, 500, 510, 700, 800, 1600]
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def array(request):
+    """From NumPy's float32 to arrays of the device."""
+    if request.param == "cpu":
+        return lambda x: x.astype(np.float32)
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    import cupy
+
+    return lambda x: cupy.asarray(x.astype(np.float16) if x.dtype.kind == "f" else x)
+
+
+def host(x):
+    return x.get() if hasattr(x, "get") else np.asarray(x)
+
+
+def packed_arrays(rng, array):
+    return [array(rng.standard_normal((n, heads, 64))) for n, heads in ((1100, 4), (1600, 2), (1600, 2))]
+
+
+def of_sequence(q, k, v, i):
+    rows, keys = slice(*STARTS_Q[i : i + 2]), slice(*STARTS_K[i : i + 2])
+    return q[rows], k[keys], v[keys]
+
+
+def assert_same(x, y):
+    assert host(x).tobytes() == host(y).tobytes()
+
+
+def test_a_schedule_for_each_sequence(rng, array):
+    q, k, v = packed_arrays(rng, array)
+    to = (lambda x: x) if isinstance(q, np.ndarray) else type(q)
+    if not isinstance(q, np.ndarray):
+        import cupy
+
+        to = cupy.asarray
+    schedules = [
+        random_schedule(rng, 300, 500, list_heads=4, unit=64, segment=128, array=to),
+        None,
+        None,
+        random_schedule(rng, 70, 100, list_heads=2, segment=128, array=to),
+        random_schedule(rng, 680, 800, list_heads=1, unit=128, segment=256, sinks=3, order=(1, 2), array=to),
+    ]
+    o, lse, stats = gather_attention_varlen(
+        q, k, v, STARTS_Q, schedules, STARTS_K, return_lse=True, return_stats=True, scale=0.2
+    )
+    assert o.shape == q.shape and lse.shape == (4, 1100) and len(stats) == 5
+    for i, schedule in enumerate(schedules):
+        arrays = of_sequence(q, k, v, i)
+        if schedule is None:
+            expected = s2o_attention(*arrays, tau=0, layout="BSHD", return_lse=True, scale=0.2)
+        else:
+            expected = gather_attention(*arrays, schedule, layout="BSHD", return_lse=True, scale=0.2)
+            assert stats[i].density == pytest.approx(expected_density(arrays, schedule))
+        rows = slice(*STARTS_Q[i : i + 2])
+        assert_same(o[rows], expected[0])
+        assert_same(lse[:, rows], expected[1])
+    out = type(q)(q.shape, q.dtype)
+    assert gather_attention_varlen(q, k, v, STARTS_Q, schedules, STARTS_K, scale=0.2, out=out) is out
+    assert_same(out, o)
+
+
+def expected_density(arrays, schedule):
+    return gather_attention(*arrays, schedule, layout="BSHD", return_stats=True)[1].density
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_a_method_on_packed_sequences(rng, array, config):
+    q, k, v = packed_arrays(rng, array)
+    o, stats = sparse_attention_varlen(q, k, v, STARTS_Q, STARTS_K, config=config, dense_up_to=100, return_stats=True)
+    assert len(stats) == 5
+    for i in (0, 2, 3, 4):
+        arrays = of_sequence(q, k, v, i)
+        if len(arrays[1]) <= 100:
+            expected = s2o_attention(*arrays, tau=0, layout="BSHD")
+        else:
+            expected, of_call = sparse_attention(*arrays, config=config, layout="BSHD", return_stats=True)
+            assert stats[i].density == of_call.density and stats[i].value_density == of_call.value_density
+        assert_same(o[slice(*STARTS_Q[i : i + 2])], expected)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_frameworks(name, rng):
+    framework = FRAMEWORKS[name]()
+    q, k, v = packed_arrays(rng, lambda x: framework.array(x.astype(np.float32)))
+    o, lse = sparse_attention_varlen(q, k, v, STARTS_Q, STARTS_K, config=CONFIGS[0], return_lse=True)
+    assert isinstance(o, framework.kind) and isinstance(lse, framework.kind)
+    exact = sparse_attention_varlen(*(np.asarray(x) for x in (q, k, v)), STARTS_Q, STARTS_K, config=CONFIGS[0])
+    np.testing.assert_array_equal(np.asarray(o), exact)
+
+
+def test_no_sequences_and_an_s2o_config(rng, array):
+    q, k, v = packed_arrays(rng, array)
+    o, lse = sparse_attention_varlen(q[:0], k[:0], v[:0], [0], config=CONFIGS[0], return_lse=True)
+    assert o.shape == (0, 4, 64) and lse.shape == (4, 0)
+    config = S2OConfig(tau=0.1)
+    o = sparse_attention_varlen(q, k, v, STARTS_Q, STARTS_K, config=config)
+    assert_same(o[420:], s2o_attention(*of_sequence(q, k, v, 4), config=config, layout="BSHD"))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("config", [*CONFIGS, S2OConfig(tau=0.05, dense_up_to=0)], ids=lambda c: type(c).__name__)
+def test_a_method_on_pages(rng, array, config, layout):
+    """NaN stands wherever no key is, and tables lead nowhere past the last page."""
+    q, k, v = (rng.standard_normal((2, heads, n, 64)).astype(np.float32) for heads, n in ((4, 300), (2, 700), (2, 700)))
+    table, pages = random_table(rng, [700] * 2, 16)
+    caches = [array(paged(x, table, pages, 16, layout, [700] * 2)) for x in (k, v)]
+    q, k, v = (array(x) for x in (q, k, v))
+    to_table = np.asarray if isinstance(q, np.ndarray) else array
+    o, lse, stats = sparse_attention_paged(
+        q, *caches, to_table(table), seqlen_k=700, config=config, layout=layout, return_lse=True, return_stats=True
+    )
+    expected = sparse_attention(q, k, v, config=config, return_lse=True, return_stats=True)
+    assert_same(o, expected[0])
+    assert_same(lse, expected[1])
+    assert stats.density == expected[2].density
+
+
+def test_what_is_refused(rng):
+    q, k, v = packed_arrays(rng, lambda x: x.astype(np.float32))
+    schedule = random_schedule(rng, 300, 500, segment=128)
+    for call, error, message in (
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, schedule, STARTS_K), TypeError, "schedules is a Sche"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [1] * 5, STARTS_K), TypeError, r"schedules\[0\] is a int"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None], STARTS_K), ValueError, "1 elements; accepted: 5"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None] * 4 + [schedule], STARTS_K), ValueError,
+         "the schedule is for seqlen_q 300; accepted: 680"),
+        (lambda: gather_attention_varlen(q, k, v, [0, 5], [None], STARTS_K), ValueError, "cu_seqlens_q ends with 5"),
+        (lambda: gather_attention_varlen(q[None], k, v, [0], []), ValueError, "q has 4 axes"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^gather_attention_varlen: .*{message}"):
+            call()
+    with pytest.raises(ValueError, match="^sparse_attention_varlen: dense_up_to is -1; accepted: an integer from 0"):
+        sparse_attention_varlen(q, k, v, STARTS_Q, STARTS_K, config=CONFIGS[0], dense_up_to=-1)
+    with pytest.raises(TypeError, match="^sparse_attention_varlen: config is a str; accepted: S2OConfig, Mean"):
+        sparse_attention_varlen(q, k, v, STARTS_Q, STARTS_K, config="pbs")
+    pages, table = np.zeros((3, 16, 2, 64), np.float32), np.zeros((1, 2), np.int32)
+    of_pages = {"config": CONFIGS[0], "seqlen_k": 40}
+    with pytest.raises(ValueError, match="^sparse_attention_paged: page_table has 2 pages of 16 .* at least 3"):
+        sparse_attention_paged(np.zeros((1, 4, 1, 64), np.float32), pages, pages, table, **of_pages)
+    with pytest.raises(TypeError, match="^sparse_attention_paged: config is a int"):
+        sparse_attention_paged(q, pages, pages, table, seqlen_k=4, config=3)
