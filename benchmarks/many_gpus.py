@@ -37,7 +37,6 @@ import torch.multiprocessing
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.integrations.distributed import SPLITS, SequenceParallel, _Gathering
-from s2o_cupy.integrations.zigzag import stages_for
 
 Row = dict[str, Any]
 COLUMNS: list[_common.Column] = [
@@ -181,20 +180,18 @@ class Parts:
         self.kv = self.gather()
 
     def gather(self) -> torch.Tensor:
-        gathering = _Gathering(self.parallel, self.k, self.v, stages_for(self.parallel.zigzag.seqlen, self.k.shape[2]))
-        gathering.send()
-        gathering.wait()
+        gathering, rounds = _Gathering(self.parallel, self.k, self.v), self.parallel.zigzag.rounds
+        gathering.send(rounds)
+        gathering.wait(rounds)
         return gathering.kv
 
     def chunks(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """q, k, v and out of each of this rank's calls."""
-        share = self.q.shape[2] // len(self.kv)
-        for stage, kv in enumerate(self.kv):
-            heads, done = slice(stage * share, (stage + 1) * share), 0
-            for _, begin, end in self.parallel.zigzag.runs(self.parallel.rank):
-                rows = slice(done, done := done + end - begin)
-                k, v = kv[:end].permute(1, 2, 0, 3, 4)
-                yield self.q[:, rows, heads], k, v, self.out[:, rows, heads]
+        done = 0
+        for _, begin, end in self.parallel.zigzag.runs(self.parallel.rank):
+            rows = slice(done, done := done + end - begin)
+            k, v = self.kv[:end].permute(1, 2, 0, 3, 4)
+            yield self.q[:, rows], k, v, self.out[:, rows]
 
     def attend(self) -> None:
         for q, k, v, out in self.chunks():
@@ -203,7 +200,7 @@ class Parts:
     def row(self) -> Row:
         gather_ms = slowest_ms(self.gather, self.args)[-1]
         *each, attend_ms = slowest_ms(self.attend, self.args)
-        received = self.kv.nbytes * (1 - self.parallel.length / max(1, self.kv.shape[1]))
+        received = self.kv.nbytes * (1 - self.parallel.length / max(1, len(self.kv)))
         row = {
             "gather_ms": gather_ms, "gather_gb_s": received / gather_ms / 1e6, "attend_ms": attend_ms,
             "balance": min(each) / max(each),

@@ -58,12 +58,11 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
                 assert torch.equal(both.attention(*(x[0] for x in mine)), o[0])
 
 
-def _in_rounds(rank, world_size, folder, rounds, stages, function, *arguments):
+def _in_rounds(rank, world_size, folder, rounds, function, *arguments):
     import s2o_cupy.integrations.distributed as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "rounds_for", lambda seqlen: rounds)
-        patch.setattr(module, "stages_for", lambda seqlen, kv_heads: stages)
         function(rank, world_size, folder, *arguments)
 
 
@@ -292,7 +291,7 @@ def test_capped_scores_in_two_processes(torch, tmp_path):
 
 @pytest.mark.parametrize("rounds", [4, 6])
 def test_other_numbers_of_rounds(torch, tmp_path, rounds):
-    run_ranks(_in_rounds, 2, tmp_path, rounds, 1, _equal_to_one_process, [1000], ["sequence"], "float32", "cpu")
+    run_ranks(_in_rounds, 2, tmp_path, rounds, _equal_to_one_process, [1000], ["sequence"], "float32", "cpu")
 
 
 @pytest.mark.slow
@@ -321,18 +320,11 @@ def test_a_rank_that_never_calls(torch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "stages", "expected"),
+    ("rounds", "expected"),
     [
-        (2, 1, ("start, attend 2, start, attend 8, wait 0, wait 1", "start, attend 6, wait 0, start, wait 1")),
+        (2, ("start, attend 2, start, attend 8, wait 0, wait 1", "start, attend 6, wait 0, start, wait 1")),
         (
-            2, 2,
-            (
-                "start, attend 2, start, start, start, attend 8, wait 0, wait 1, attend 2, attend 8, wait 2, wait 3",
-                "start, attend 6, wait 0, start, start, start, attend 6, wait 2, wait 1, wait 3",
-            ),
-        ),
-        (
-            4, 1,
+            4,
             (
                 "start, attend 1, start, start, start, attend 5, wait 0, wait 1, attend 8, wait 2, wait 3",
                 "start, attend 3, wait 0, start, start, start, attend 7, wait 1, wait 2, wait 3",
@@ -340,8 +332,8 @@ def test_a_rank_that_never_calls(torch, tmp_path):
         ),
     ],
 )
-def test_computing_overlaps_sending(torch, tmp_path, rounds, stages, expected):
-    run_ranks(_in_rounds, 2, tmp_path, rounds, stages, _later_rows_are_waited_for, expected)
+def test_computing_overlaps_sending(torch, tmp_path, rounds, expected):
+    run_ranks(_in_rounds, 2, tmp_path, rounds, _later_rows_are_waited_for, expected)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +367,7 @@ def test_two_gpus(two_gpus, tmp_path, split):
 @pytest.mark.gpu
 def test_two_gpus_in_four_rounds(two_gpus, tmp_path):
     arguments = [2000, 16 * SEGMENT], ["sequence"], "bfloat16", "cuda"
-    run_ranks(_in_rounds, 2, tmp_path, 4, 1, _equal_to_one_process, *arguments)
+    run_ranks(_in_rounds, 2, tmp_path, 4, _equal_to_one_process, *arguments)
 
 
 @pytest.mark.gpu
@@ -418,19 +410,18 @@ def _late_keys(rank, world_size, folder, window, path, split):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rounds", "stages", "window", "path", "split"),
+    ("rounds", "window", "path", "split"),
     [
-        (2, 1, 0, "auto", "sequence"),
-        (2, 2, 0, "auto", "sequence"),
-        (4, 1, 0, "auto", "sequence"),
-        (4, 2, 0, "portable", "sequence"),
-        (4, 1, 64, "auto", "sequence"),
-        (2, 1, 0, "auto", "heads"),
+        (2, 0, "auto", "sequence"),
+        (4, 0, "auto", "sequence"),
+        (4, 0, "portable", "sequence"),
+        (4, 64, "auto", "sequence"),
+        (2, 0, "auto", "heads"),
     ],
 )
-def test_keys_that_come_late(two_gpus, tmp_path, rounds, stages, window, path, split):
+def test_keys_that_come_late(two_gpus, tmp_path, rounds, window, path, split):
     """The host is far ahead of what arrives, and pass 1 before it."""
-    run_ranks(_in_rounds, 2, tmp_path, rounds, stages, _late_keys, window, path, split)
+    run_ranks(_in_rounds, 2, tmp_path, rounds, _late_keys, window, path, split)
 
 
 @pytest.mark.gpu

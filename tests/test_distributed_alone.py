@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from ranks import MEAN, parallel
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.caches import clear_cache
-from s2o_cupy.integrations.zigzag import Zigzag, stages_for
+from s2o_cupy.integrations.zigzag import Zigzag
 
 SEGMENT = SMALL.segment
 
@@ -101,7 +103,6 @@ def as_first_of_two(monkeypatch):
 
     monkeypatch.setattr(module, "agreement_of", lambda group: SimpleNamespace(knows=lambda call: True))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "P2POp", lambda *arguments, **options: None)
@@ -142,7 +143,6 @@ def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):
 def test_config_and_length_decide_the_chunks(torch):
     assert parallel(4096, config=replace(S2OConfig(), segment=512)).zigzag == Zigzag(4096, 1, 512, 2)
     assert [parallel(seqlen).zigzag.rounds for seqlen in (0, 524_288, 524_289)] == [2, 2, 4]
-    assert [stages_for(*x) for x in ((262_144, 8), (262_144, 3), (262_145, 8))] == [2, 1, 1]
 
 
 # ---------------------------------------------------------------- what the ranks agree on
@@ -232,6 +232,21 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
         assert replays == [1]  # the call that has nothing to wait for
     else:
         assert "pass1" not in launched[:at]
+
+
+def test_what_is_on_its_way_is_kept_until_it_was_waited_for(torch):
+    """Its memory would else be the next tensor's, on another stream than what still reads it."""
+    from s2o_cupy.integrations.exchange import Exchange
+    from s2o_cupy.integrations.head_exchange import Sent
+
+    source, seen = torch.zeros(3), []
+    alive = weakref.ref(source)
+    work = SimpleNamespace(wait=lambda: seen.append(alive() is not None))
+    sent = Sent(torch.ones(3), source, [Exchange([work])])
+    del source
+    gc.collect()
+    assert torch.equal(sent.wait(), torch.ones(3))
+    assert seen == [True] and alive() is None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ..spec import S2OConfig
 from .agreement import agreement_of
 from .exchange import Exchange, as_bytes, exchange, side_stream, wait_for, wide
 from .head_exchange import attend_by_heads
-from .zigzag import Zigzag, rounds_for, stages_for
+from .zigzag import Zigzag, rounds_for
 
 __all__ = ["SequenceParallel"]
 
@@ -295,33 +295,27 @@ class SequenceParallel:
         return problem
 
     def _by_sequence(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
-        """This rank's queries, for each stage of heads a call for each run of its chunks, to everyone's keys and
-        values; lse or None."""
+        """This rank's queries, a call for each run of its chunks, to everyone's keys and values; lse or None."""
         config = self._chunk_config(problem)
-        stages = stages_for(self.zigzag.seqlen, problem.kv_heads)
-        keys_of_all = _Gathering(self, k, v, stages)
+        keys_of_all = _Gathering(self, k, v)
         lse = q.new_empty((problem.batch, problem.heads, self.length), dtype=torch.float32) if return_lse else None
-        share = problem.heads // stages
-        for stage in range(stages):
-            heads = slice(stage * share, (stage + 1) * share)
-            of_stage = config.of_heads(heads.start, heads.stop)
-            done = 0
-            for chunk, begin, end in self._runs:
-                needed = self.zigzag.rounds_before(chunk)
-                # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The
-                # rest leave when launches are under way, as sending takes the host longer than launching.
-                keys_of_all.send(stage, max(1, needed))
-                rows = slice(done, done := done + end - begin)
-                keys, values = keys_of_all.kv[stage, :end].permute(1, 2, 0, 3, 4)
-                found = _attend(
-                    q[:, rows, heads], keys, values, out[:, rows, heads], problem, of_stage, return_lse,
-                    await_keys=keys_of_all.awaiting(stage, needed),
-                )  # fmt: skip
-                keys_of_all.send()
-                if lse is not None:
-                    lse[:, heads, rows] = found
-        keys_of_all.send()  # also a rank without rows
-        keys_of_all.wait()  # also for what nothing here needs: the memory goes after this
+        done = 0
+        for chunk, begin, end in self._runs:
+            needed = self.zigzag.rounds_before(chunk)
+            # The first round leaves before pass 1, which fills the GPU: others need it when theirs is done. The rest
+            # leave when launches are under way, as sending takes the host longer than launching.
+            keys_of_all.send(max(1, needed))
+            rows = slice(done, done := done + end - begin)
+            keys, values = keys_of_all.kv[:end].permute(1, 2, 0, 3, 4)
+            found = _attend(
+                q[:, rows], keys, values, out[:, rows], problem, config, return_lse,
+                await_keys=functools.partial(keys_of_all.wait, needed) if keys_of_all.awaits(needed) else None,
+            )  # fmt: skip
+            keys_of_all.send(self.zigzag.rounds)
+            if lse is not None:
+                lse[:, :, rows] = found
+        keys_of_all.send(self.zigzag.rounds)  # also a rank without rows
+        keys_of_all.wait(self.zigzag.rounds)  # also for what nothing here needs: the memory goes after this
         return lse
 
     @functools.cached_property
@@ -376,48 +370,43 @@ def _attend(
 
 
 class _Gathering:
-    """All ranks' keys and values in the order of the sequence, ``kv`` [stages, seqlen, 2, batch, kv_heads of a stage,
-    head_dim].
+    """All ranks' keys and values in the order of the sequence, ``kv`` [seqlen, 2, batch, kv_heads, head_dim].
 
-    This rank's are there, those of others come stage by stage, each round by round.
+    This rank's are there, those of others come round by round.
     """
 
-    def __init__(self, parallel: SequenceParallel, k: Tensor, v: Tensor, stages: int) -> None:
+    def __init__(self, parallel: SequenceParallel, k: Tensor, v: Tensor) -> None:
         """k, v: this rank's, (batch, length, kv_heads, head_dim)."""
         batch, _, kv_heads, head_dim = k.shape
-        self.parallel, self.rounds = parallel, parallel.zigzag.rounds
+        self.parallel = parallel
         # Rows outermost: a chunk is one piece of memory, and all of them together need no rearranging.
-        self.kv = k.new_empty((stages, parallel.zigzag.seqlen, 2, batch, kv_heads // stages, head_dim))
+        self.kv = k.new_empty((parallel.zigzag.seqlen, 2, batch, kv_heads, head_dim))
         self.exchanges: list[Exchange] = []
+        # Rounds are sent on a stream beside the current one, or they would wait for what was launched before them.
         self.beside = side_stream(k.device)
         self.copied = []  # CUDA events: this rank's chunk of each round is in kv
-        keys, values = (wide(x).unflatten(2, (stages, -1)) for x in (k, v))
+        keys, values = wide(k), wide(v)
         for (begin, end), rows in parallel._spans:
-            for i, x in enumerate((keys, values)):  # [batch, length, stages, kv_heads of a stage, head_dim]
-                self.kv[:, begin:end, i].view(x.dtype).copy_(x[:, rows].permute(2, 1, 0, 3, 4))
+            for i, x in enumerate((keys, values)):
+                self.kv[begin:end, i].view(x.dtype).copy_(x[:, rows].transpose(0, 1))
             if self.beside is not None:
                 self.copied.append(torch.cuda.current_stream(k.device).record_event())
 
-    def send(self, stage: int = -1, rounds: int = 0) -> None:
-        """Begin to send and to receive a stage's first so many rounds and all that comes before, or all there is: those
-        that have not begun."""
-        count = stage * self.rounds + rounds if stage >= 0 else len(self.kv) * self.rounds
-        for index in range(len(self.exchanges), count):
-            of_stage, of_round = divmod(index, self.rounds)
+    def send(self, rounds: int) -> None:
+        """Begin to send and to receive the first so many rounds, those that have not begun."""
+        for index in range(len(self.exchanges), rounds):
             with torch.cuda.stream(self.beside):  # None: as it is
                 if self.beside is not None:
-                    self.beside.wait_event(self.copied[of_round])
-                self.exchanges.append(self.parallel._exchange(self.kv[of_stage], of_round))
+                    self.beside.wait_event(self.copied[index])
+                self.exchanges.append(self.parallel._exchange(self.kv, index))
 
-    def awaiting(self, stage: int, rounds: int) -> Callable[[], None] | None:
-        """What makes the current stream, or on the CPU the host, wait for a stage's first so many rounds; None where
-        it need not."""
-        needed = self.exchanges[stage * self.rounds : stage * self.rounds + rounds]
-        return functools.partial(wait_for, needed) if any(one.works for one in needed) else None
+    def awaits(self, rounds: int) -> bool:
+        """Whether others' keys of the first so many rounds may still be on their way."""
+        return any(exchange.works for exchange in self.exchanges[:rounds])
 
-    def wait(self) -> None:
-        """The same for all."""
-        wait_for(self.exchanges)
+    def wait(self, rounds: int) -> None:
+        """The current stream, or on the CPU the host, waits for the first so many rounds."""
+        wait_for(self.exchanges[:rounds])
 
 
 def _positions(zigzag: Zigzag, rank: int, device: Any) -> Tensor:

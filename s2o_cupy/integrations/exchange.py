@@ -33,18 +33,11 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], *, rank: int, g
     """Start to send ``sent[r]`` to each rank r of ``group`` and to receive what it sends into ``received[r]``, both
     contiguous. What has no element is not sent, nor is this rank's own.
 
-    All at once, so that links are busy in both directions. ``tag``: exchanges that may be under way together differ.
+    All at once, so that links are busy in both directions. Behind what the current stream has. All tensors have to be
+    kept until they were waited for. ``tag``: exchanges that may be under way together differ.
     """
-    ranks = len(sent)
-    if ranks == 1:
-        return Exchange([])
-    with torch.cuda.device_of(sent[0]):  # an operation is of the current device
-        if dist.get_backend(group) == "nccl":
-            # One operation, which takes the host less than one for each direction and rank.
-            nothing = as_bytes(sent[0])[:0]
-            lists = [[nothing if r == rank else as_bytes(x) for r, x in enumerate(of)] for of in (received, sent)]
-            return Exchange([dist.all_to_all(*lists, group=group, async_op=True)])
-        operations = []
+    ranks, operations = len(sent), []
+    with torch.cuda.device_of(sent[0]):  # a batch is of the current device
         for distance in range(1, ranks):
             to, source = (rank + distance) % ranks, (rank - distance) % ranks
             for transfer, x, peer in ((dist.isend, sent[to], to), (dist.irecv, received[source], source)):

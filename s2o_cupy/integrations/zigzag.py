@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Zigzag", "rounds_for", "stages_for"]
+__all__ = ["Zigzag", "rounds_for"]
 
 TWO_ROUNDS_UP_TO = 524_288  # tokens; measured on two GPUs
-TWO_STAGES_UP_TO = 262_144
 
 
 def rounds_for(seqlen: int) -> int:
     """In how many rounds to deal a sequence out: more where unevenness costs more than calls on more chunks do
     (docs/integrations.md)."""
     return 2 if seqlen <= TWO_ROUNDS_UP_TO else 4
-
-
-def stages_for(seqlen: int, kv_heads: int) -> int:
-    """In how many parts KV heads are sent, each attended while the next is on its way: two where sending shows."""
-    return 2 if seqlen <= TWO_STAGES_UP_TO and kv_heads % 2 == 0 else 1
 
 
 @dataclass(frozen=True)
