@@ -132,7 +132,8 @@ def checks() -> Iterator[Check]:
         if path == "portable":
             continue
 
-        plan.COLLECT_ROWS = collecting.COLLECT_ROWS = 100  # few, but more than the one query that packed launches plan for
+        # Few, but more than the one query that packed launches plan for.
+        plan.COLLECT_ROWS = collecting.COLLECT_ROWS = 100
         collecting.COLLECT_PAIRS = 0
         clear_cache()
         yield path, "dense, in pages that are collected", partial(differing, dense, path, page_size=16)
