@@ -218,9 +218,7 @@ struct Consumer : Softmax<Traits> {
   }
 
   template <uint32 kSkips>
-  struct Skips {
-    static constexpr uint32 value = kSkips;
-  };
+  struct Skips { static constexpr uint32 value = kSkips; };
   // Runs `stage`, from the issue of products to their end, for the blocks that `skips` says the output leaves out:
   // where one of two products of a stage depended on a number, ptxas would have each wait for the one before.
   template <class Stage>

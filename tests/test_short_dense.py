@@ -1,0 +1,23 @@
+"""What a short dense call asks for beside its one launch: nothing. No GPU is needed to decide it."""
+
+from __future__ import annotations
+
+import pytest
+from test_plan import a_problem, plan_of
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.plan.launches import launches, workspace
+
+
+@pytest.mark.parametrize(("seqlen", "counts"), [(100, False), (2048, False), (4224, False), (4352, True), (8192, True)])
+def test_a_short_dense_call_needs_no_memory(seqlen, counts):
+    """32 heads in q tiles of 128 rows: up to 8 for each of 132 multiprocessors."""
+    config, problem = S2OConfig(dense_up_to=1 << 20), a_problem(heads=32, kv_heads=8, seqlen_q=seqlen)
+    plan = plan_of(problem, config)
+    assert plan.dense and plan.counts_q_tiles == counts
+    memory = workspace(plan, problem, config)
+    assert set(memory.places) == ({"next_q_tile"} if counts else set()) and (memory.nbytes > 0) == counts
+    operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1,) * 4, (0, 0, 0)))
+    (step,) = launches(plan, problem, config, operands, memory)
+    assert ("workspace" in {base for _, base, _ in step.pointers}) == counts
