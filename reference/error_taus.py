@@ -65,7 +65,7 @@ def error_taus(
     batch, heads = q.shape[:2]
     if scale < 0:
         q, scale = -q, -scale
-    errors = config.error if isinstance(config.error, tuple) else (config.error,) * heads
+    errors = config.errors(heads)
     whole = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal, config.unit)
     taus = np.zeros((batch, heads), np.float32)
     for b in range(batch):

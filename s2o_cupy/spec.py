@@ -10,9 +10,11 @@ import difflib
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
+
+from .by_head import check_error, check_tau
 
 __all__ = [
     "ERROR_SEGMENTS",
@@ -42,9 +44,6 @@ __all__ = [
     "TAIL_SAMPLES",
     "moment_group",
     "moment_keys",
-    "by_head",
-    "check_tau",
-    "check_value_skip",
     "checked_int",
     "names_unknown_fields",
     "tau_text",
@@ -135,65 +134,6 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     return number
 
 
-def check_error(error: Any) -> float:
-    """``error`` as a float, or an error that says what is accepted."""
-    accepted = "accepted: a finite number above 0, or one for each query head"
-    if isinstance(error, bool) or not isinstance(error, numbers.Real):
-        raise TypeError(f"S2OConfig: error is {error!r} ({type(error).__name__}); {accepted}")
-    value = float(error)
-    if not 0 < value < math.inf:
-        raise ValueError(f"S2OConfig: error is {error}; {accepted}")
-    return value
-
-
-def check_tau(tau: Any, owner: str = "S2OConfig") -> float:
-    """``tau`` as a float, or an error that says what is accepted."""
-    if isinstance(tau, bool) or not isinstance(tau, numbers.Real):
-        raise TypeError(f"{owner}: tau is {tau!r} ({type(tau).__name__}); accepted: a number >= 0")
-    try:
-        value = float(tau)
-    except OverflowError as error:
-        raise ValueError(
-            f"{owner}: tau is beyond what a float holds; accepted: a number >= 0 (math.inf stops after one key tile)"
-        ) from error
-    if not value >= 0:  # NaN fails too
-        raise ValueError(f"{owner}: tau is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
-    return value
-
-
-def by_head(name: str, value: Any, check: Callable[[Any], float]) -> float | tuple[float, ...]:
-    """A number, or one for each query head, each checked."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
-        return check(value)
-    values = value.tolist() if hasattr(value, "tolist") else value  # of an array on the host
-    found = tuple([check(x) for x in values])
-    if not found:
-        raise ValueError(f"S2OConfig: {name} is empty; accepted: a number, or one for each query head")
-    return found
-
-
-def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None:
-    """A number below 0, or one for each query head, or an error that says what is accepted. None where nothing is left
-    out."""
-    accepted = "None, or a number below 0, or one for each query head"
-    if value is None:
-        return None
-    single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
-    for x in (value,) if single else value:
-        if isinstance(x, bool) or not isinstance(x, numbers.Real):
-            raise TypeError(f"{owner}: value_skip is {value!r} ({type(value).__name__}); accepted: {accepted}")
-        if not float(x) < 0:  # NaN fails too
-            raise ValueError(
-                f"{owner}: value_skip is {value!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)"
-            )
-    if single:
-        return None if float(value) == -math.inf else float(value)
-    found = tuple(float(x) for x in value)
-    if not found:
-        raise ValueError(f"{owner}: value_skip is empty; accepted: {accepted}")
-    return None if set(found) == {-math.inf} else found
-
-
 class _Default(int):
     """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
 
@@ -269,7 +209,8 @@ class S2OConfig:
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
         head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
-        none is. An estimate, not a bound (docs/tuning.md).
+        none is. An estimate, not a bound (docs/tuning.md). Sampled segments are of the whole sequence, and so each row
+        depends on all of it. On the GPU their outputs come on top of ``workspace_bytes``.
 
     Raises
     ------
@@ -337,9 +278,9 @@ class S2OConfig:
                     "its taus"
                 )
             self._set("tau", None)
-            self._set("error", by_head("error", self.error, check_error))
+            self._set("error", check_error(self.error))
         else:
-            self._set("tau", by_head("tau", self.tau, check_tau) if given else _DefaultTau(DEFAULT_TAU))
+            self._set("tau", check_tau(self.tau) if given else _DefaultTau(DEFAULT_TAU))
 
     def _default(self, name: str, value: int) -> None:
         """Of a field that was not given, or whose value is a default found before."""
@@ -380,6 +321,12 @@ class S2OConfig:
         if self.error is not None:
             raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
         return tuple(self.tau) if isinstance(self.tau, Sequence) else (self.tau,) * heads
+
+    def errors(self, heads: int) -> tuple[float, ...]:
+        """Of each query head, of a config with an error."""
+        if self.error is None:
+            raise ValueError("S2OConfig: error is None; accepted here: an error, whose taus a call finds")
+        return tuple(self.error) if isinstance(self.error, Sequence) else (self.error,) * heads
 
     def of_heads(self, begin: int, end: int) -> S2OConfig:
         """For these query heads alone, half-open."""

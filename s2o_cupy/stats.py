@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays.frameworks import to_host
+from .plan.head_taus import as_float32
 from .plan.launch_plan import is_dense
 from .problem import Problem
 from .spec import Geometry, S2OConfig
@@ -72,12 +73,16 @@ class S2OStats:
     taus: Any = None  # of a config with an error, float32 (batch, heads)
     given: Given | None = field(default=None, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy in another process, which has no q, k and v to look at."""
+        return {**self.__dict__, "given": None}
+
     @property
     def tau_per_head(self) -> Any:
         """The tau that each head ran with, float32 (batch, heads): the config's, or what its error led to."""
         if self.taus is not None:
             return self.taus
-        of_heads = np.array(self.config.taus(self.problem.heads)).astype(np.float32)
+        of_heads = np.array([as_float32(x) for x in self.config.taus(self.problem.heads)], np.float32)
         return self._like_visited(np.tile(of_heads, (self.problem.batch, 1)))
 
     @functools.cached_property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -39,20 +41,26 @@ def errors_of(device, o, exact):
 
 @pytest.mark.parametrize("error", [0.03, 0.1])
 def test_errors_come_near_what_was_asked_for(device, arrays_of, error):
-    """16 segments: all of them are looked at. Heads that one key tile serves better stay below."""
+    """Between 0.4 and 1.3 of it, as is promised of layers; 16 segments: all of them are looked at. Heads that one key
+    tile serves better stay below."""
     arrays, exact = arrays_of
     o, stats = s2o_attention(*arrays, config=asked(device, error), return_stats=True)
     found, taus = errors_of(device, o, exact), device.host(stats.tau_per_head)[0]
     assert taus.shape == (4,) and (taus > 0).all()
     assert (found < 1.3 * error).all()
     stopped = np.isfinite(taus)
-    assert (found[stopped] > 0.4 * error).any() or not stopped.any()
+    assert stopped.any() or error == 0.1  # which all heads keep to after Hopper's two key tiles
+    assert not stopped.any() or (found[stopped] > 0.4 * error).any()
     expected = s2o_attention(*arrays, config=device.config.with_tau(taus.tolist()))
     np.testing.assert_array_equal(bits(o), bits(expected))
 
 
 def test_the_gpu_s_taus_are_the_reference_s(device, arrays_of):
-    """Sums are rounded otherwise, and outputs of 16 bits too: the errors at the taus agree, and so nearly the taus."""
+    """Two outputs that are rounded by up to 2^-9 change an error of 0.03 by (2^-8 / 0.03)^2 / 2, a hundredth; a q tile
+    that stops elsewhere, as its gain is next to tau, by its share of a segment. On the CPU it is the reference that
+    runs."""
+    if device.kind != "cuda":
+        pytest.skip("nothing to compare the reference with")
     arrays, exact = arrays_of
     config = asked(device, (0.1, 0.03, 0.05, 0.2))
     _, stats = s2o_attention(*arrays, config=config, return_stats=True)
@@ -95,6 +103,7 @@ def test_the_estimate_of_error_per_head_agrees(qkv):
     estimate = error_per_head(q, k, v, stats.config.with_tau(stats.tau_per_head[0]))
     assert len(estimate.segments) == 32 < estimate.segments_total
     between = np.isfinite(stats.tau_per_head) & (stats.tau_per_head > 0)
+    assert between.any()
     assert (estimate.error < 0.11)[between].all() and (estimate.error > 0.07)[between].all()
 
 
@@ -195,7 +204,7 @@ def test_stats_estimate_the_error(device, qkv, asks, layout):
     squared = lambda x: np.square(x).sum(axis=(2, 3))  # noqa: E731
     found = stats.error_per_head
     assert found.dtype == np.float64 and found is stats.error_per_head
-    rounding = 0.01 if device.kind == "cuda" else 1e-4
+    rounding = 2.0**-7 if device.kind == "cuda" else 1e-4  # two outputs, each rounded by up to 2^-8; float32
     np.testing.assert_allclose(found, np.sqrt(squared(o - dense) / squared(dense)), rtol=0.05, atol=rounding)
 
 
@@ -229,3 +238,34 @@ def test_stats_of_frameworks(name, qkv):
     arrays_of = on_the_cpu(name, module, *arrays)
     _, stats = s2o_attention(*arrays_of, config=SMALL, return_stats=True)
     np.testing.assert_allclose(stats.error_per_head, expected.error_per_head, rtol=1e-4)
+
+
+def test_stats_go_to_other_processes(qkv):
+    """Without q, k and v, which are not there."""
+    q, k, v = qkv(700, heads=4)
+    _, stats = s2o_attention(q, k, v, config=SMALL, return_stats=True)
+    found = pickle.loads(pickle.dumps(stats))
+    assert found.density == stats.density and found == dataclasses.replace(stats, visited=found.visited)
+    with pytest.raises(ValueError, match="S2OStats.error_per_head: accepted"):
+        _ = found.error_per_head
+
+
+def test_the_whole_sequence_decides(qkv):
+    """Unlike with a tau: rows far before a change stop elsewhere, as docs/tuning.md says."""
+    q, k, v = qkv(1500, heads=4, kv_heads=2)
+    config = replace(SMALL, dense_up_to=None).with_error(0.02)
+    before, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+    v[:, :, 1400:] *= 100
+    after, other = s2o_attention(q, k, v, config=config, return_stats=True)
+    assert (stats.tau_per_head != other.tau_per_head).any() and (before[:, :, 64:1344] != after[:, :, 64:1344]).any()
+
+
+def test_a_large_or_small_number_is_what_float32_holds(qkv):
+    q, k, v = qkv(300, heads=4)
+    _, stats = s2o_attention(q, k, v, config=replace(SMALL, tau=1e300), return_stats=True)
+    assert (stats.tau_per_head == math.inf).all()
+
+
+def test_an_estimate_needs_taus(qkv):
+    with pytest.raises(ValueError, match="^error_per_head: config.error is 0.1; accepted: a tau, or one for each"):
+        error_per_head(*qkv(300, heads=4), S2OConfig(error=0.1))

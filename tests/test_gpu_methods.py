@@ -12,6 +12,7 @@ from method_stages import selected, wrong_stages
 from test_methods import WHOLE, underflowing
 
 from s2o_cupy import (
+    AShapeConfig,
     FlexPrefillConfig,
     MeanPoolingConfig,
     PBSConfig,
@@ -215,7 +216,12 @@ def test_a_key_that_is_not_a_number_is_chosen(rng, config):
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIGS["PBS"], CONFIGS["Sparge"], SpargeConfig(tau=0.5, theta=0.1, permutation=(1, 30, 40))], ids=str
+    "config",
+    [
+        CONFIGS["PBS"], CONFIGS["Sparge"], SpargeConfig(tau=0.5, theta=0.1, permutation=(1, 30, 40)),
+        AShapeConfig(initial=100, window=200),
+    ],
+    ids=str,
 )
 def test_graphs_choose_anew(path, rng, config):
     """A captured call chooses by what q and k hold at each replay, and its schedule is no one else's memory."""

@@ -120,13 +120,14 @@ def test_a_wrong_number_of_them(device, qkv, packed, bad):
     ("options", "error", "message"),
     [
         ({"tau": []}, ValueError, "S2OConfig: tau is empty; accepted: a number, or one for each query head"),
-        ({"tau": [0.1, -1]}, ValueError, "S2OConfig: tau is -1; accepted: a number >= 0"),
-        ({"tau": [0.1, "x"]}, TypeError, "S2OConfig: tau is 'x'"),
+        ({"tau": [0.1, -1]}, ValueError, r"S2OConfig: tau\[1\] is -1; accepted: a number >= 0"),
+        ({"tau": {0.1, 0.2}}, TypeError, r"S2OConfig: tau is \{0.1, 0.2\} \(set\)"),
+        ({"tau": [0.1, "x"]}, TypeError, r"S2OConfig: tau\[1\] is 'x'"),
         ({"tau": "0.1"}, TypeError, "S2OConfig: tau is '0.1'"),
-        ({"tau": [[0.1]]}, TypeError, r"S2OConfig: tau is \[0.1\]"),
+        ({"tau": [[0.1]]}, TypeError, r"S2OConfig: tau\[0\] is \[0.1\]"),
         ({"tau": 0.1, "error": 0.1}, ValueError, "S2OConfig: tau is 0.1 and error is 0.1; accepted: one of them"),
         ({"error": 0}, ValueError, "S2OConfig: error is 0; accepted: a finite number above 0"),
-        ({"error": [0.1, float("nan")]}, ValueError, "S2OConfig: error is nan; accepted"),
+        ({"error": [0.1, float("nan")]}, ValueError, r"S2OConfig: error\[1\] is nan; accepted"),
         ({"error": "x"}, TypeError, "S2OConfig: error is 'x'"),
     ],
 )

@@ -53,3 +53,14 @@ def test_the_bits_of_one_call(monkeypatch, turns, qkv, name, layout):
     turns.clear()
     sparse_attention(*given, config=config, layout=layout, return_stats=True)
     assert len(turns) == 1  # statistics keep the schedule
+
+
+def test_an_output_is_checked_as_a_whole(turns, qkv):
+    """Before the first turn, which has right heads of it."""
+    q, k, v = (x.astype(np.float32) for x in qkv(1500, heads=12, kv_heads=3, head_dim=8))
+    config = VerticalSlashConfig(verticals=40, slashes=40, workspace_bytes=1 << 20)
+    object.__setattr__(config, "workspace_bytes", LISTS)
+    out = np.full((1, 20, 1500, 8), 7, np.float32)
+    with pytest.raises(ValueError, match=r"^sparse_attention: out has shape \(1, 20, 1500, 8\); accepted: \(1, 12"):
+        sparse_attention(q, k, v, config=config, out=out)
+    assert turns == [] and (out == 7).all()

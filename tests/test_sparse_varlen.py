@@ -143,6 +143,21 @@ def test_a_method_on_pages(rng, array, config, layout):
     assert stats.density == expected[2].density
 
 
+def test_an_output_is_checked_as_a_whole(rng):
+    """One that is longer, and one whose first rows lie on keys that a later turn reads."""
+    memory = rng.standard_normal((800, 2, 64))
+    q, k, v = rng.standard_normal((3, 300, 2, 64))
+    for out, message in (
+        (np.zeros((400, 2, 64)), r"out has shape \(400, 2, 64\); accepted: \(300, 2, 64\)"),
+        (memory[200:500], "out and k overlap in memory"),
+    ):
+        before = out.copy()
+        keys = memory[:300] if out.base is memory else k
+        with pytest.raises(ValueError, match=f"^sparse_attention_varlen: {message}"):
+            sparse_attention_varlen(q, keys, v, [0, 100, 300], config=CONFIGS[0], out=out)
+        np.testing.assert_array_equal(out, before)
+
+
 def test_what_is_refused(rng):
     q, k, v = packed_arrays(rng, lambda x: x.astype(np.float32))
     schedule = random_schedule(rng, 300, 500, segment=128)
@@ -163,7 +178,18 @@ def test_what_is_refused(rng):
         sparse_attention_varlen(q, k, v, STARTS_Q, STARTS_K, config="pbs")
     pages, table = np.zeros((3, 16, 2, 64), np.float32), np.zeros((1, 2), np.int32)
     of_pages = {"config": CONFIGS[0], "seqlen_k": 40}
-    with pytest.raises(ValueError, match="^sparse_attention_paged: page_table has 2 pages of 16 .* at least 3"):
-        sparse_attention_paged(np.zeros((1, 4, 1, 64), np.float32), pages, pages, table, **of_pages)
+    q1 = np.zeros((1, 4, 1, 64), np.float32)
+    with pytest.raises(ValueError, match="^sparse_attention_paged: seqlen_k is 40, but page_table has 2 pages of 16"):
+        sparse_attention_paged(q1, pages, pages, table, **of_pages)
+    for changed, message in (
+        ({"k_pages": pages[:, :0], "v_pages": pages[:, :0]}, "page"),
+        ({"v_pages": pages[:2]}, "v_pages"),
+        ({"v_pages": pages[0]}, "v_pages"),
+        ({"page_table": table.astype(np.float32)}, "page_table"),
+        ({"page_table": table + 3}, r"page_table\[0, 0\] is 3"),
+    ):  # fmt: skip
+        given = {"q": q1, "k_pages": pages, "v_pages": pages, "page_table": table, "seqlen_k": 30} | changed
+        with pytest.raises((TypeError, ValueError), match=f"^sparse_attention_paged: .*{message}"):
+            sparse_attention_paged(**given, config=PBSConfig())
     with pytest.raises(TypeError, match="^sparse_attention_paged: config is a int"):
         sparse_attention_paged(q, pages, pages, table, seqlen_k=4, config=3)

@@ -7,6 +7,7 @@ import operator
 import numpy as np
 import pytest
 from conftest import SMALL, has_gpu
+from torch_fixtures import fresh_graphs as fresh_graphs
 
 from s2o_cupy import s2o_attention, s2o_attention_paged, s2o_attention_varlen
 
@@ -40,13 +41,6 @@ def tensors(request, qkv):
     if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
         pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
     return lambda n: [torch.from_numpy(x).to(request.param, torch.bfloat16) for x in qkv(n)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import has_gpu
 from schedules import random_schedule
+from torch_fixtures import fresh_graphs as fresh_graphs
+from torch_fixtures import tensors as tensors
 
 from s2o_cupy import Schedule, SpargeConfig, select
 from s2o_cupy import gather_attention as call
@@ -21,21 +22,6 @@ RULES = [
     {"segment": 200, "per_segment": True, "value_skip": (-1.0, -2.0, -3.0, -4.0)},
     {"is_causal": False},
 ]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def tensors(request, qkv):
-    if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
-        pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
-    dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
-    return lambda *lengths, **shape: [torch.from_numpy(x).to(request.param, dtype) for x in qkv(*lengths, **shape)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def schedule_for(rng, q, **rules):

@@ -71,6 +71,19 @@ def test_against_a_dense_mask(torch, rng, per_head, own_window):
     assert_gradients(torch, rng, given, SMALL, rtol=2e-6)  # lse is float32
 
 
+def test_backward_inside_autocast(torch, rng):
+    """As outside of it: sums stay float32."""
+    from s2o_cupy.integrations.nsa import nsa_attention
+
+    leaves = tensors(torch, rng, torch.float32, (90, 300), head_dim=16)[:6]
+    o = nsa_attention(*leaves, config=SMALL)
+    do = torch.randn_like(o)
+    expected = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(o, leaves, do)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_more_rows_than_at_once(torch, rng):
     given = tensors(torch, rng, torch.float64, (1100, 1100), heads=2, kv_heads=1, head_dim=8)
     assert_gradients(torch, rng, given, SMALL, rtol=2e-6)
@@ -133,6 +146,8 @@ def test_on_a_gpu(torch, rng, dtype, group, config, gpu):
         torch, rng, getattr(torch, dtype), (500, 700), batch=2, heads=2 * group, head_dim=80 if group == 3 else 128,
         device="cuda", config=config,
     )  # fmt: skip
+    # Eight units in the last place of the largest: o, do, P, dS and a branch's part are rounded to 16 bits on the way,
+    # and each gradient sums products of two of these.
     assert_gradients(torch, rng, given, config, rtol=2.0**-6 if dtype == "bfloat16" else 2.0**-8)
 
 

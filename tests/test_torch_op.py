@@ -12,6 +12,8 @@ import pytest
 from conftest import SMALL, has_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_fixtures import fresh_graphs as fresh_graphs
+from torch_fixtures import tensors as tensors
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
 
@@ -35,22 +37,6 @@ def test_a_graph_is_given_plain_numbers(rank):
     values = S2OConfig(rank=rank).values
     assert {type(x) for x in values} <= {int, float, str, type(None)}
     assert values == tuple(getattr(S2OConfig(rank=rank), field.name) for field in fields(S2OConfig))
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def tensors(request, qkv):
-    """tensors(seqlen_q, seqlen_k=None, ...) -> q, k, v; float32 on the CPU, bfloat16 on a GPU."""
-    if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
-        pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
-    dtype = torch.float32 if request.param == "cpu" else torch.bfloat16
-    return lambda *lengths, **shape: [torch.from_numpy(x).to(request.param, dtype) for x in qkv(*lengths, **shape)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(torch.nn.Module):  # type: ignore[name-defined, misc]

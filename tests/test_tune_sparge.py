@@ -108,5 +108,17 @@ def test_calls_that_are_refused(monkeypatch, inputs, options, error, message):
 
 
 def test_arrays_of_numbers_are_a_grid(rng):
-    found = tune_sparge([draw(rng, 200)], taus=np.array([0.5, 0.9]), thetas=np.array([-1.0]), per_head=False)
-    assert found.config.tau in (0.5, 0.9, 1.0)
+    inputs = [draw(rng, 600)]
+    found = tune_sparge(inputs, taus=np.array([0.5, 0.9]), thetas=np.array([-1.0]), rel_l1=0.9, per_head=False)
+    assert found.config == tune_sparge(inputs, taus=[0.5, 0.9], thetas=[-1.0], rel_l1=0.9, per_head=False).config
+    assert found.config.tau == 0.5
+
+
+def test_a_value_skip_that_is_kept_counts(rng):
+    """Where none is looked for: what the config's own leaves out, also of a head that no pair serves."""
+    inputs = [draw(rng, 600)]
+    config = SpargeConfig(tau=1, theta=-1, value_skip=-0.1)
+    found = tune_sparge(inputs, config=config, taus=[0.5], thetas=[-1.0], value_skips=(), rel_l1=1e-6)
+    _, stats = sparse_attention(*inputs[0], config=found.config, return_stats=True)
+    assert found.config.value_skip == -0.1 and stats.value_density < 1
+    assert found.value_density.mean() == pytest.approx(stats.value_density)

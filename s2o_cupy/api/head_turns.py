@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays.arguments import describe
 from ..methods.base import MethodConfig
 from ..problem import cached_validate
+from .in_parts import Part, in_parts
 from .run import parse_backend
 
 __all__ = ["in_turns"]
@@ -24,8 +25,6 @@ def in_turns(
 
     ``options``: those of `sparse_attention`, without return_stats, as lists of a turn are gone after it.
     """
-    from array_api_compat import array_namespace, device
-
     framework, infos = describe(**dict(zip("qkv", arrays, strict=True)))
     stream, out, layout = options["stream"], options["out"], options["layout"]
     backend = parse_backend(options["backend"], infos[0].device, stream)
@@ -42,23 +41,21 @@ def in_turns(
     if at_a_time >= problem.kv_heads:
         return None
     after: tuple[slice, ...] = (slice(None),) * (2 if layout == "BHSD" else 1)  # axes behind that of heads
-    with framework.scope(
-        infos[0].device, stream, arrays if out is None else (*arrays, out), host=backend == "numpy"
-    ):
-        q, k, v = (framework.describe(x).native for x in arrays)
-        xp, into = array_namespace(q), out
-        if out is None and framework.mutable:
-            into = xp.empty(q.shape, dtype=q.dtype, device=device(q))
-        outputs, sums = [], []
-        for first in range(0, problem.kv_heads, at_a_time):
-            end = min(first + at_a_time, problem.kv_heads)
-            of_q, of_k = (..., slice(first * group, end * group), *after), (..., slice(first, end), *after)
-            found = attend(
-                q[of_q], k[of_k], v[of_k], **{**options, "stream": None, "out": None if into is None else into[of_q]}
-            )
-            o, *lse = found if isinstance(found, tuple) else (found,)
-            outputs.append(o)
-            sums += lse
-        if into is None:
-            into = xp.concat(outputs, axis=-1 - len(after))
-        return (into, xp.concat(sums, axis=-2)) if sums else into
+
+    def part(first: int) -> Part:
+        end = min(first + at_a_time, problem.kv_heads)
+        of_q, of_k = (..., slice(first * group, end * group), *after), (..., slice(first, end), *after)
+
+        def attend_heads(natives: Sequence[Any], out: Any) -> Any:
+            q, k, v = natives
+            return attend(q[of_q], k[of_k], v[of_k], **{**options, "stream": None, "out": out})
+
+        return Part(of_q, (..., of_q[1], slice(None)), attend_heads)
+
+    lse_shape = (problem.batch, problem.heads, problem.seqlen_q)[4 - len(infos[0].shape) :]
+    o, lse, _ = in_parts(
+        framework, dict(zip("qkv", arrays, strict=True)), infos, list(map(part, range(0, problem.kv_heads, at_a_time))),
+        host=backend == "numpy", out=out, stream=stream, lse_shape=lse_shape if options["return_lse"] else None,
+        axis=(-1 - len(after), -2),
+    )  # fmt: skip
+    return o if lse is None else (o, lse)

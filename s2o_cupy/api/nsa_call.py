@@ -133,7 +133,8 @@ class NsaCall:
         kept: list[Any] = []
         for name, info in infos.items():
             if not _is_readable(name, info):
-                native = framework.contiguous(_int32(info.native) if name == "blocks" else info.native)
+                with framework.graphs_own(info.native):
+                    native = framework.contiguous(_int32(info.native) if name == "blocks" else info.native)
                 kept.append(native)
                 infos[name] = framework_of("array", native).describe(native)
         operands = {

@@ -20,7 +20,7 @@ from ..spec import S2OConfig
 from ..stats import Ran
 from .batch import Batch
 
-__all__ = ["attend", "bhsd", "blas_ready", "run"]
+__all__ = ["attend", "bhsd", "blas_ready", "check_entries", "run"]
 
 RAN: Ran = ("numpy", None, None)
 
@@ -36,7 +36,7 @@ def run(
         return _gather(batch, batch.schedule, natives, o, lse, visited)
     q, k, v, *table = natives
     if table:
-        _check_entries(k, table[0], batch)
+        check_entries(k, table[0], batch)
     for x in batch.parts:
         if batch.packed:
             q_part, o_part = (bhsd(rows[x.rows_q], "BSHD") for rows in (q, o))
@@ -68,7 +68,7 @@ def _gather(
     check_lists(form, arrays)
     problem, (q, k, v) = batch.whole, natives[:3]
     if batch.paged:
-        _check_entries(k, natives[3], batch)
+        check_entries(k, natives[3], batch)
         k, v = (gathered(x, natives[3], problem.seqlen_k, batch.page_layout) for x in (k, v))
     else:
         k, v = (bhsd(x, batch.layout) for x in (k, v))
@@ -145,7 +145,7 @@ def gathered(pages: np.ndarray, entries: np.ndarray, seqlen_k: int, layout: str)
     return found.reshape(len(entries), -1, kv_heads, head_dim)[:, :seqlen_k].swapaxes(1, 2)
 
 
-def _check_entries(k_pages: np.ndarray, table: np.ndarray, batch: Batch) -> None:
+def check_entries(k_pages: np.ndarray, table: np.ndarray, batch: Batch) -> None:
     """On the host, where nobody waits for them."""
     pages, page_size = k_pages.shape[0], k_pages.shape[1 if batch.page_layout == "BSHD" else 2]
     for part in batch.parts:

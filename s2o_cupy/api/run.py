@@ -9,8 +9,9 @@ from ..arrays.arguments import check_out
 from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
+from ..by_head import check_tau
 from ..caches import remembered
-from ..spec import S2OConfig, by_head, check_tau
+from ..spec import S2OConfig
 from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
@@ -27,7 +28,7 @@ def parse_config(config: Any, tau: Any, function: str = "s2o_attention") -> S2OC
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
         raise TypeError(f"{function}: config is a {type(config).__name__}; accepted: S2OConfig or None")
-    return config if tau is None else _with_tau(config, by_head("tau", tau, lambda x: check_tau(x, function)))
+    return config if tau is None else _with_tau(config, check_tau(tau, function))
 
 
 @remembered  # making a config anew, with its checks, would take 20 microseconds of each call
@@ -140,7 +141,8 @@ def _readable(
     readable = list(infos)
     for i, copied in enumerate(batch.copied):
         if copied:
-            native = framework.contiguous(infos[i].native)
+            with framework.graphs_own(infos[i].native):
+                native = framework.contiguous(infos[i].native)
             readable[i] = framework_of("array", native).describe(native)
     return batch.of_forms(tuple(x.form for x in readable)), tuple(readable)
 

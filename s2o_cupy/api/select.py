@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from ..arrays.arguments import describe
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
-from ..arrays.lazy_cupy import import_cupy
 from ..arrays.operand import address, operand
 from ..arrays.torch_compile import outside_graphs
 from ..methods.base import MethodConfig
@@ -49,7 +47,8 @@ def select(
     Parameters
     ----------
     q, k : arrays as `s2o_attention` takes them
-    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig or VerticalSlashConfig
+    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig or \
+            AShapeConfig
         Its class says the method.
     is_causal, scale, layout, stream, backend : as in `s2o_attention`
 
@@ -97,7 +96,7 @@ def select(
                      config.value_skip)  # fmt: skip
     host = backend == "numpy"
     with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
-        with _graphs_own(framework, of_q, host):
+        with framework.graphs_own(of_q.native, host=host):
             made = _outputs(framework, form, problem, grid.entries, q, host)
         natives = {name: x.native for name, x in made.items()}
         if not problem.empty:
@@ -189,8 +188,9 @@ def _fixed(
     with framework.scope(of_q.device, stream, (of_q.native,), host=host), framework.wide_integers():
         xp, where = array_namespace(of_q.native), device(of_q.native)
         shape = (1, 1, -(-problem.seqlen_q // rules["segment"]))
-        entries = xp.zeros((1,), dtype=xp.int32, device=where)
-        begins, keys = (xp.zeros(shape, dtype=dtype, device=where) for dtype in (xp.int64, xp.int32))
+        with framework.graphs_own(of_q.native, host=host):
+            entries = xp.zeros((1,), dtype=xp.int32, device=where)
+            begins, keys = (xp.zeros(shape, dtype=dtype, device=where) for dtype in (xp.int64, xp.int32))
         return Schedule.from_lists(
             entries, begins, keys, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
             is_sorted=True, **rules,
@@ -200,15 +200,6 @@ def _fixed(
 def method_names() -> str:
     """Of the configs that select takes."""
     return ", ".join(method.__name__ for method in METHODS)
-
-
-def _graphs_own(framework: Framework, of_q: ArrayInfo, host: bool) -> AbstractContextManager[Any]:
-    """Inside it CuPy's arrays are the graph's own memory while a graph is captured: from the pool they would go to
-    others once a call's schedule is forgotten, and the graph's launches would overwrite them."""
-    if host or framework.memory(of_q.native) is not None or not framework.is_capturing():
-        return nullcontext()
-    cupy = import_cupy()
-    return cupy.cuda.using_allocator(cupy.cuda.malloc_async)
 
 
 def _outputs(
@@ -256,7 +247,8 @@ def _on_gpu(
     readable = []
     for info in infos:
         if not info.has_contiguous_rows:
-            native = framework.contiguous(info.native)
+            with framework.graphs_own(info.native):
+                native = framework.contiguous(info.native)
             info = framework_of("array", native).describe(native)
         readable.append(operand(info, layout))
     launched.run(

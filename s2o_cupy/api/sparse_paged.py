@@ -9,10 +9,10 @@ from ..arrays.torch_compile import outside_graphs
 from ..methods.registry import METHODS
 from ..problem import MAX_SEQLEN
 from ..spec import S2OConfig, checked_int
+from .batch import paged
 from .gather import gather_attention, gather_attention_paged
-from .lengths import PAGE_LAYOUTS
 from .own_name import errors_name
-from .paged import s2o_attention_paged
+from .paged import check_rows, s2o_attention_paged
 from .run import parse_backend
 from .select import method_names, select
 
@@ -84,21 +84,23 @@ def sparse_attention_paged(
         return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=config, **options)
     if not isinstance(config, METHODS):
         raise TypeError(f"{where}: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
-    if layout not in PAGE_LAYOUTS:
-        raise ValueError(f"{where}: layout is {layout!r}; accepted: {' or '.join(map(repr, PAGE_LAYOUTS))}")
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     framework, infos = describe(**inputs)
-    host = parse_backend(backend, infos[0].device, stream) == "numpy"
-    if len(infos[1].shape) != 4 or len(infos[3].shape) != 2:
-        raise ValueError(
-            f"{where}: k_pages has shape {tuple(infos[1].shape)} and page_table {tuple(infos[3].shape)}; accepted: "
-            "(pages, page_size, kv_heads, head_dim), in the order of layout, and (batch, pages_per_sequence)"
-        )
+    backend = parse_backend(backend, infos[0].device, stream)
+    host, forms = backend == "numpy", tuple([x.form for x in infos])
+    batch = paged(forms, None, seqlen_k, config.kernels_config(), backend, layout, is_causal, scale, softcap)
+    if host:
+        from .on_host import check_entries
+
+        check_entries(framework.on_host(k_pages), framework.on_host(page_table), batch)
+    else:
+        check_rows(infos[1], infos[2])
 
     def in_one_array(pages: Any) -> Any:
         with framework.scope(infos[0].device, stream, (*inputs.values(),), host=host):
             native, table = (framework.describe(x).native for x in (pages, page_table))
-            return _collected(native, table, seqlen_k, layout)
+            with framework.graphs_own(native, host=host):
+                return _collected(native, table, seqlen_k, layout, unchecked=not host)
 
     k = in_one_array(k_pages)
     of_selection = {"is_causal": is_causal, "scale": scale, "stream": stream, "backend": backend}
@@ -110,19 +112,17 @@ def sparse_attention_paged(
     )
 
 
-def _collected(pages: Any, table: Any, seqlen_k: int, layout: str) -> Any:
+def _collected(pages: Any, table: Any, seqlen_k: int, layout: str, unchecked: bool) -> Any:
     """[batch, kv_heads, seqlen_k, head_dim] of pages, by the framework's own indexing: nothing waits."""
     from array_api_compat import array_namespace
 
     xp = array_namespace(pages)
     page_size = pages.shape[1 if layout == "NHD" else 2]
     entries = -(-seqlen_k // page_size)
-    if table.shape[1] < entries:
-        raise ValueError(
-            f"sparse_attention_paged: page_table has {table.shape[1]} pages of {page_size} for each sequence; "
-            f"accepted: at least {entries}, for seqlen_k ({seqlen_k}) keys"
-        )
-    found = xp.take(pages, xp.reshape(table[:, :entries], (-1,)), axis=0)  # [batch * entries, ...]
+    named = xp.reshape(table[:, :entries], (-1,))
+    if unchecked:  # a number that is no page's would end PyTorch's use of the GPU
+        named = xp.clip(named, 0, pages.shape[0] - 1)
+    found = xp.take(pages, named, axis=0)  # [batch * entries, ...]
     if layout == "HND":
         found = xp.permute_dims(found, (0, 2, 1, 3))
     kv_heads, head_dim = found.shape[2:]

@@ -13,6 +13,7 @@ from ..problem import MAX_SEQLEN
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig, checked_int
 from .gather import gather_attention
+from .in_parts import Part, in_parts
 from .lengths import check_lengths, check_packed_keys, check_packed_queries, check_packed_shapes
 from .own_name import errors_name
 from .run import parse_backend
@@ -168,10 +169,10 @@ class _Packed:
         self, where: str, arrays: tuple[Any, Any, Any], cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any,
         scale: Any, softcap: Any, backend: Any, stream: Any,
     ) -> None:  # fmt: skip
-        self.framework, infos = describe(**dict(zip("qkv", arrays, strict=True)))
-        self.given, self.stream = arrays, stream
+        self.inputs = dict(zip("qkv", arrays, strict=True))
+        self.framework, self.infos = describe(**self.inputs)
+        infos, self.stream = self.infos, stream
         self.backend = parse_backend(backend, infos[0].device, stream)
-        self.device = infos[0].device
         shapes = tuple(tuple(x.shape) for x in infos)
         causal = True if is_causal is None else is_causal
         check_packed_shapes(where, shapes, tuple(x.dtype for x in infos), PLAIN, self.backend, causal, scale, softcap)
@@ -196,36 +197,29 @@ class _Packed:
         self, attend: Callable[..., Any], together: Sequence[bool], return_lse: bool, return_stats: bool, out: Any
     ) -> Any:
         """``attend`` for each turn: a sequence, or neighbours that go ``together``."""
-        from array_api_compat import array_namespace, device
-
-        arrays = self.given if out is None else (*self.given, out)
         options = {**self.options, "return_lse": return_lse, "return_stats": return_stats}
-        with self.framework.scope(self.device, self.stream, arrays, host=self.backend == "numpy"):
-            q, k, v = (self.framework.describe(x).native for x in self.given)
-            xp = array_namespace(q)
-            into = out
-            if out is None and self.framework.mutable:
-                into = xp.empty(q.shape, dtype=q.dtype, device=device(q))
-            outputs, sums, stats = [], [], []
-            for first, end in self._turns(together):
-                rows = slice(self.starts_q[first], self.starts_q[end])
-                keys = slice(self.starts_k[first], self.starts_k[end])
-                of_turn = {**options, "out": None if into is None else into[rows]}
-                found = attend(first, end, (q[rows], k[keys], v[keys]), of_turn)
-                o, *others = found if isinstance(found, tuple) else (found,)
-                outputs.append(o)
-                if return_lse:
-                    sums.append(others[0])
-                if return_stats:
-                    stats += others[-1] if isinstance(others[-1], list) else [others[-1]]
-            if into is None:
-                into = xp.concat(outputs, axis=0) if outputs else q[:0]
-            results = [into]
-            if return_lse:
-                none = xp.zeros((q.shape[1], 0), dtype=xp.float32, device=device(q))
-                results.append(xp.concat([none, *sums], axis=-1))
+
+        def part(first: int, end: int) -> Part:
+            rows = slice(self.starts_q[first], self.starts_q[end])
+            keys = slice(self.starts_k[first], self.starts_k[end])
+
+            def attend_turn(natives: Sequence[Any], out: Any) -> Any:
+                q, k, v = natives
+                return attend(first, end, (q[rows], k[keys], v[keys]), {**options, "out": out})
+
+            return Part(rows, (slice(None), rows), attend_turn)
+
+        total_q, heads, _ = self.infos[0].shape
+        o, lse, last = in_parts(
+            self.framework, self.inputs, self.infos, [part(*turn) for turn in self._turns(together)],
+            host=self.backend == "numpy", out=out, stream=self.stream,
+            lse_shape=(heads, total_q) if return_lse else None, axis=(0, -1),
+        )  # fmt: skip
+        results = [o]
+        if return_lse:
+            results.append(lse)
         if return_stats:
-            results.append(stats)
+            results.append([x for found in last for x in (found if isinstance(found, list) else [found])])
         return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod

@@ -138,6 +138,12 @@ def prepared(operands: Operands, problem: Problem, config: S2OConfig) -> _Progra
     return _prepared(operands, None, problem, config, runtime.getDevice())
 
 
+def make_context_current() -> None:
+    """Before a launch that nothing of the runtime goes before: driver calls do not do it, in a thread's first call."""
+    if not driver.ctxGetCurrent():
+        runtime.setDevice(runtime.getDevice())
+
+
 class Call(NamedTuple):
     """One of several problems; as in `run`, but for the distance between lse's heads."""
 
@@ -320,8 +326,8 @@ class _Program:
         *others, taus, lse, visited, address = addresses
         if self.workspace.zeroed:
             runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
-        elif not driver.ctxGetCurrent():  # a thread's first call; driver calls, unlike the runtime's, make none current
-            runtime.setDevice(runtime.getDevice())
+        else:
+            make_context_current()
         if visited:
             if self.plan.dense:
                 write_every_tile(visited, self.problem, self.config, stream)

@@ -7,6 +7,7 @@ several streams at a time, as one alone would fill few multiprocessors.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,8 +32,9 @@ __all__ = ["find_taus"]
 STREAMS = 16  # segments at a time
 ROUNDS = 2  # ladders
 FLOAT = 4  # bytes
+ALIGNED = 16  # bytes, of rows that the fast copies take
 LADDER = len(FIRST_LADDER)
-WITHOUT_TIMES = 2  # cudaEventDisableTiming
+TINY = float(np.finfo(np.float32).tiny)
 
 
 def find_taus(
@@ -40,17 +42,18 @@ def find_taus(
 ) -> None:
     """Write each head's tau, float32 [batch, heads], to the address ``taus``. ``config`` has an error, and the call is
     not dense. ``operands``: as of `pipeline.run`; the output is not touched."""
-    aligned = all(x.pointer % 16 == 0 for x in operands)
+    places = tuple([x.pointer % ALIGNED for x in operands])
     strides = tuple(x.strides for x in operands)
-    search = _search(problem, config, runtime.getDevice(), aligned, strides)
+    search = _search(problem, config, runtime.getDevice(), places, strides)
     search.run(operands, taus, stream, memory)
 
 
 @remembered
 def _search(
-    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...]
-) -> _Search:
-    """``aligned`` and ``strides``: what the prepared calls of segments depend on."""
+    problem: Problem, config: S2OConfig, device: int, places: tuple[int, ...],
+    strides: tuple[tuple[int, int, int], ...],
+) -> _Search:  # fmt: skip
+    """``places``, bytes past a multiple of ALIGNED, and ``strides``: what the prepared calls of segments depend on."""
     return _Search(problem, config, device)
 
 
@@ -66,14 +69,14 @@ class _Segment(NamedTuple):
 
 class _Search:
     def __init__(self, problem: Problem, config: S2OConfig, device: int) -> None:
-        self.problem, self.device = problem, device
+        self.problem, self.config, self.device = problem, config, device
         self.exact = replace(config.with_tau(0.0), dense_up_to=None, tail="none")
         self.tried = replace(config, error=1.0, dense_up_to=0)  # whose taus are there
         found, geometry = error_search.sampled(problem, config), problem.geometry(config)
         self.segments = [self._segment(n, geometry) for n in found.segments][::-1]  # the longest first
         self.weights = found.weights[::-1]
-        of_heads = config.error if isinstance(config.error, tuple) else (config.error,) * problem.heads
-        self.errors = np.array(of_heads, np.float32)
+        of_heads = config.errors(problem.heads)
+        self.errors = np.array([max(head_taus.as_float32(x), TINY) for x in of_heads], np.float32)
         heads, self.rows = problem.heads, max(x.end - x.begin for x in self.segments)
         counts = {
             "errors": heads,
@@ -107,15 +110,19 @@ class _Search:
         q, k, v, _ = operands
         addresses = (q.pointer, k.pointer, v.pointer, taus, address)
         captured = self.replay.is_capturing(stream)  # by the caller
+        pipeline.make_context_current()
         with self.lock, _sides.lock:
             self.replay.run(addresses, stream, lambda into: self._search(operands, taus, address, into, captured))
         del keeper
 
     def _prepare(self, operands: Operands) -> None:
         with self.lock:
+            # The kernels of the call itself, which may differ where rows of a sequence alone begin on 16 bytes.
+            path = pipeline.prepared(operands, self.problem, self.config).plan.path
+            self.exact, self.tried = (replace(x, path=path) for x in (self.exact, self.tried))
             largest = 0
-            for segment in self.segments:
-                of_segment = self._operands(operands, 0, segment, 0, 0)
+            for b, segment in itertools.product(range(self.problem.batch), self.segments):
+                of_segment = self._operands(operands, b, segment, 0, 0)
                 programs = (
                     pipeline.prepared(of_segment[0], segment.dense, self.exact),
                     pipeline.prepared(of_segment[1], segment.tried, self.tried),
@@ -223,6 +230,14 @@ class _Fan:
         self._events = [cupy.cuda.Event(block=False, disable_timing=True) for _ in range(count + 1)]
         self.streams = [x.ptr for x in self._streams]
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the capture that they have joined goes on."""
+        try:
+            return bool(runtime.streamIsCapturing(self.streams[0]))
+        except RuntimeError:  # it is invalid, and ends with an error
+            return True
+
     def fork(self, stream: int) -> None:
         """They wait for what is on ``stream``."""
         runtime.eventRecord(self._events[-1].ptr, stream)
@@ -243,11 +258,11 @@ class _Sides:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._kept: dict[tuple[int, int], _Fan] = {}
-        self._captured: list[_Fan] = []  # a capture may not lose its streams
+        self._captured: list[_Fan] = []  # a capture may not lose its streams, however many calls it has
 
     def take(self, device: int, count: int, captured: bool) -> _Fan:
         if captured:
-            self._captured = [*self._captured[-63:], _Fan(count)]
+            self._captured = [*(x for x in self._captured if x.is_capturing), _Fan(count)]
             return self._captured[-1]
         key = device, count
         if key not in self._kept:

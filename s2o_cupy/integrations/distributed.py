@@ -6,7 +6,6 @@ Importing this imports PyTorch. torch.distributed moves the data; what is here i
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -325,9 +324,7 @@ class SequenceParallel:
     @functools.cached_property
     def _spans(self) -> list[Span]:
         """This rank's chunks."""
-        positions = self.zigzag.rows(self.rank)
-        ends = list(itertools.accumulate(end - begin for begin, end in positions))
-        return list(zip(positions, map(slice, [0, *ends], ends), strict=True))
+        return list(zip(self.zigzag.rows(self.rank), self.zigzag.spans(self.rank), strict=True))
 
     def _exchange(self, whole: Tensor, index: int) -> Exchange:
         """Start to send this rank's chunk of a round to all ranks, and to receive theirs, in ``whole``."""

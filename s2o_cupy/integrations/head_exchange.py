@@ -80,8 +80,7 @@ class HeadExchange:
         self.zigzag, self.rank, self.group, self.kv_heads = zigzag, rank, group, kv_heads
         self.ranks = zigzag.world_size
         self.tag = 0
-        ends = list(itertools.accumulate(end - begin for begin, end in zigzag.rows(rank)))
-        self.here = [slice(*pair) for pair in itertools.pairwise([0, *ends])]  # this rank's chunks among its rows
+        self.here = zigzag.spans(rank)
 
     def to_heads(self, tensors: Sequence[Tensor], stage: slice) -> Sent:
         """Of tensors (batch, length, heads, head_dim) the stage's heads to their ranks: [seqlen, batch, heads of this

@@ -144,7 +144,7 @@ class _Others:
             keys = slice(int(low.min()), int(high.max()))
             j = torch.arange(keys.start, keys.stop)
             mask = ((j >= low[:, None]) & (j < high[:, None])).to(q.device)  # [rows, keys]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 leaves = [x.detach().requires_grad_() for x in (q[:, :, at], k[:, :, keys], v[:, :, keys])]
                 of_heads = [x.repeat_interleave(group, dim=1) for x in leaves[1:]]
                 o = torch.nn.functional.scaled_dot_product_attention(

@@ -18,8 +18,9 @@ from ..api.attention import s2o_attention
 from ..api.lengths import check_packed_shapes
 from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
+from ..by_head import check_tau
 from ..problem import LAYOUTS, Problem, check_softcap, validate
-from ..spec import S2OConfig, by_head, check_tau
+from ..spec import S2OConfig
 from .autocast import DEVICES, casting
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
         raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
     scalars = scalars_of(config)
     if tau is not None:
-        of_heads = by_head("tau", tau, lambda x: check_tau(x, "s2o_attention"))
+        of_heads = check_tau(tau, "s2o_attention")
         scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
     return scalars
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 __all__ = ["Zigzag", "rounds_for"]
@@ -59,6 +60,11 @@ class Zigzag:
     def chunks(self, rank: int) -> tuple[int, ...]:
         """A rank's chunk of each round."""
         return tuple(self.chunk(rank, index) for index in range(self.rounds))
+
+    def spans(self, rank: int) -> list[slice]:
+        """Where the chunks of `rows` lie among a rank's own rows."""
+        ends = list(itertools.accumulate(end - begin for begin, end in self.rows(rank)))
+        return [slice(*pair) for pair in itertools.pairwise([0, *ends])]
 
     def rounds_before(self, chunk: int) -> int:
         """How many rounds, from the first, have all chunks before this one: all keys that it sees beside its own."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ..arrays.operand import Operand
+from ..by_head import by_head
 from ..plan.build import Array, Launch, Workspace
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs
@@ -148,10 +149,4 @@ def checked_numbers(
     name: str, value: Any, low: float, high: float, accepted: str, owner: str
 ) -> float | tuple[float, ...]:
     """A number, or one for each query head."""
-    single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
-    if single:  # arrays of no axis have __iter__, which raises
-        return checked_number(name, value, low, high, accepted, owner)
-    found = tuple(checked_number(f"{name}[{i}]", x, low, high, accepted, owner) for i, x in enumerate(value))
-    if not found:
-        raise ValueError(f"{owner}: {name} is empty; accepted: a number, or one for each query head")
-    return found
+    return by_head(name, value, lambda of, x: checked_number(of, x, low, high, accepted, owner), owner)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..by_head import check_value_skip
 from ..plan.build import Array, Launch, Workspace
 from ..problem import Problem
-from ..spec import check_value_skip, checked_int, names_unknown_fields
+from ..spec import checked_int, names_unknown_fields
 from .base import MethodConfig, Site, Stage, checked_bool, checked_numbers
 from .grid import BlockGrid
 from .hilbert import token_order

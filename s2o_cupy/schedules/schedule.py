@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.frameworks import framework_of, to_host
+from ..by_head import check_one_tau, check_value_skip
 from ..plan.schedule_form import ScheduleForm
 from ..problem import GPU_BLOCK_M, MAX_SEQLEN
-from ..spec import MAX_SEGMENT, check_tau, check_value_skip
+from ..spec import MAX_SEGMENT
 from .check import check_lists
 from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks_of
 
@@ -356,7 +357,7 @@ def _form(
             raise ValueError(f"{where}: k_order has shape {order}; accepted: {seqlen_k}, seqlen_k, on its last axis")
     form = ScheduleForm(
         int(batch), int(heads), order[0], order[1], int(seqlen_q), int(seqlen_k), unit, block_m, per_segment,
-        None if segment is None else int(segment), int(window), int(sinks), is_causal, check_tau(tau, where),
+        None if segment is None else int(segment), int(window), int(sinks), is_causal, check_one_tau("tau", tau, where),
         value_skip=check_value_skip(value_skip, where),
     )  # fmt: skip
     if lists not in (None, form.rows):

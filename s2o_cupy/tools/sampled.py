@@ -116,10 +116,17 @@ def error_per_head(
     >>> found.error.shape, len(found.segments), found.segments_total
     ((1, 4), 4, 8)
     """
-    config = parse_config(config, None)
+    function = "error_per_head"
+    config = parse_config(config, None, function)
+    if config.error is not None:
+        raise ValueError(
+            f"{function}: config.error is {config.error}; accepted: a tau, or one for each query head, as "
+            "S2OStats.tau_per_head of a call with that error has them"
+        )
     sample = Sample(
-        q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed
-    )
+        q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed,
+        function=function,
+    )  # fmt: skip
     return sample.estimate(config.tau)
 
 
@@ -144,21 +151,23 @@ class Sample:
         layout: str = "BHSD",
         segments: int = 32,
         seed: int = 0,
+        function: str = "tune",
     ) -> None:
-        """The arguments of `error_per_head`, checked; nothing is computed yet."""
+        """The arguments of `error_per_head`, checked; nothing is computed yet. Errors begin with ``function``."""
+        self.function = function
         self.problem, backend, self.arrays = problem_of(
             q, k, v, config, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
         )
         self.geometry = self.problem.geometry(config)
         if self.problem.empty or not self.problem.seqlen_k:
             came = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
-            raise ValueError(f"tune: {came}; accepted: at least one head, query and key")
+            raise ValueError(f"{function}: {came}; accepted: at least one head, query and key")
         if not self.problem.is_causal and self.geometry.segments > 1:
             raise ValueError(
-                f"tune: is_causal is False, with {self.geometry.segments} segments, which depend on keys after them "
-                "too; accepted: True, or a single segment (seqlen_q up to config.segment)"
+                f"{function}: is_causal is False, with {self.geometry.segments} segments, which depend on keys after "
+                "them too; accepted: True, or a single segment (seqlen_q up to config.segment)"
             )
-        check_segments("tune", segments)
+        check_segments(function, segments)
         self.config, self.layout = config, layout
         self.options: dict[str, Any] = {"scale": scale, "softcap": softcap, "is_causal": is_causal, "layout": layout}
         self.strata = strata.draw(self.geometry.segments, int(segments), seed)
@@ -177,7 +186,7 @@ class Sample:
             if not finite.all():
                 b, h = np.argwhere(~finite)[0].tolist()
                 raise ValueError(
-                    f"tune: dense attention's output is not finite in segment {n}, batch {b}, head {h}; "
+                    f"{self.function}: dense attention's output is not finite in segment {n}, batch {b}, head {h}; "
                     "accepted: finite q, k and v"
                 )
             self.dense.append(o)

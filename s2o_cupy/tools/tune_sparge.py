@@ -91,7 +91,7 @@ def tune_sparge(
     Returns
     -------
     SpargeTuning
-        A head that no pair serves is dense.
+        A head that no pair serves attends to all blocks.
 
     Raises
     ------
@@ -113,20 +113,23 @@ def tune_sparge(
     candidates = [replace(plain, tau=tau, theta=theta) for tau, theta in pairs]
     options: dict[str, Any] = {"scale": scale, "layout": layout}
     heads = _heads(inputs, candidates[0], {"is_causal": is_causal, "softcap": softcap, **options})
-    density, error = (np.zeros((len(inputs), len(pairs), heads)) for _ in range(2))
+    density, values, error = (np.zeros((len(inputs), len(pairs), heads)) for _ in range(3))
     for i, (q, k, v) in enumerate(inputs):
         dense = s2o_attention(q, k, v, tau=0, is_causal=is_causal, softcap=softcap, **options)
         for p, candidate in enumerate(candidates):
             schedule = select(q, k, candidate, is_causal=is_causal, **options)
-            o = gather_attention(q, k, v, schedule, softcap=softcap, path=candidate.path, **options)
+            o, stats = gather_attention(
+                q, k, v, schedule, softcap=softcap, path=candidate.path, return_stats=True, **options
+            )
             density[i, p], error[i, p] = _densities(schedule), _errors(o, dense, layout)
-    density, error = density.mean(axis=0), error.mean(axis=0)  # [pairs, heads]
+            values[i, p] = density[i, p] - _skipped(stats)
+    density, values, error = (x.mean(axis=0) for x in (density, values, error))  # [pairs, heads]
     best = _sparsest(density, error < rel_l1 if per_head else error.mean(axis=1) < rel_l1)  # [heads]
     each = np.arange(heads)
     thresholds = [_of_heads([pairs[p][j] for p in best], per_head) for j in range(2)]
     found = replace(plain, tau=thresholds[0], theta=thresholds[1])
     if not skips:
-        return SpargeTuning(found, density[best, each], density[best, each], error[best, each])
+        return SpargeTuning(found, density[best, each], values[best, each], error[best, each])
 
     limits = (-np.inf, *skips)  # the first leaves out nothing
     values, error = (np.zeros((len(inputs), len(limits), heads)) for _ in range(2))

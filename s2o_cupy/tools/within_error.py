@@ -77,9 +77,10 @@ def attention_within(
     ((1, 4, 1024, 32), (4,))
     """
     error = positive("attention_within: error is", error, "a finite number above 0")
-    grid, config = parse_taus("attention_within", taus), parse_config(config, None)
+    function = "attention_within"
+    grid, config = parse_taus(function, taus), parse_config(config, None, function).with_tau(0.0)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
-    sample = Sample(q, k, v, config, segments=segments, seed=seed, **options)
+    sample = Sample(q, k, v, config, segments=segments, seed=seed, function=function, **options)
     found = np.zeros((sample.problem.batch, sample.problem.heads))
     for tau in grid:  # the largest first
         open_heads = found == 0

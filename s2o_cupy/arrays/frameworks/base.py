@@ -79,6 +79,15 @@ class Framework:
         """Where a call's workspace comes from, as pipeline.Memory; None: CuPy's pool."""
         return None
 
+    def graphs_own(self, like: Any, *, host: bool = False) -> AbstractContextManager[Any]:
+        """Inside it CuPy's arrays are the graph's own memory while a graph is captured: for what is forgotten after the
+        call. From the pool it would go to others then, and the graph's launches would overwrite them. ``like``: one of
+        the call's arrays."""
+        if host or self.memory(like) is not None or not self.is_capturing():
+            return nullcontext()
+        cupy = import_cupy()
+        return cupy.cuda.using_allocator(cupy.cuda.malloc_async)
+
     def put(self, target: Any, places: Any, values: Any) -> Any:
         """``target`` with ``values`` at ``places``, all in one row; it may be written."""
         target[places] = values

@@ -1,0 +1,81 @@
+"""Arguments that are a number for all query heads, or one for each, checked.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+__all__ = ["by_head", "check_error", "check_one_tau", "check_tau", "check_value_skip"]
+
+
+def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str) -> float | tuple[float, ...]:
+    """``check(name, number)`` of a number, or of one for each query head: a sequence or an array on the host."""
+    # Text, what has no order, and arrays without an axis are for the check to refuse.
+    is_one = isinstance(value, (str, bytes, Mapping, Set)) or getattr(value, "ndim", 1) == 0
+    if is_one or not hasattr(value, "__iter__"):
+        return check(name, value)
+    value = value.tolist() if hasattr(value, "tolist") else value
+    found = tuple([check(f"{name}[{i}]", x) for i, x in enumerate(value)])
+    if not found:
+        raise ValueError(f"{owner}: {name} is empty; accepted: a number, or one for each query head")
+    return found
+
+
+def _real(name: str, value: Any, accepted: str, owner: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+
+
+def check_tau(tau: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
+    """A number of at least 0, or one for each query head, or an error that says what is accepted."""
+    return by_head("tau", tau, lambda name, value: check_one_tau(name, value, owner), owner)
+
+
+def check_one_tau(name: str, tau: Any, owner: str) -> float:
+    _real(name, tau, "a number >= 0", owner)
+    try:
+        value = float(tau)
+    except OverflowError as error:
+        raise ValueError(
+            f"{owner}: {name} is beyond what a float holds; accepted: a number >= 0 (math.inf stops after one key "
+            "tile)"
+        ) from error
+    if not value >= 0:  # NaN fails too
+        raise ValueError(f"{owner}: {name} is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
+    return value
+
+
+def check_error(error: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
+    """A finite number above 0, or one for each query head, likewise."""
+    accepted = "a finite number above 0, or one for each query head"
+
+    def check(name: str, value: Any) -> float:
+        _real(name, value, accepted, owner)
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"{owner}: {name} is {value}; accepted: {accepted}")
+        return float(value)
+
+    return by_head("error", error, check, owner)
+
+
+def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None:
+    """A number below 0, or one for each query head, likewise. None where nothing is left out."""
+    accepted = "None, or a number below 0, or one for each query head"
+    if value is None:
+        return None
+
+    def check(name: str, number: Any) -> float:
+        _real(name, number, accepted, owner)
+        if not float(number) < 0:  # NaN fails too
+            raise ValueError(
+                f"{owner}: {name} is {number!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)"
+            )
+        return float(number)
+
+    found = by_head("value_skip", value, check, owner)
+    return None if set(found if isinstance(found, tuple) else (found,)) == {-math.inf} else found
