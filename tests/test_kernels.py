@@ -200,6 +200,7 @@ def test_compile_all_of_a_sample(monkeypatch):
         for function in passes:
             assert {(function, head_dim) for head_dim in (64, 128, 256)} <= sizes
             assert {(function, False, False), (function, True, False), (function, False, True)} <= variants
+            assert (arch == "sm_80") or (function, 256, True) in {(x.function, x.head_dim, x.paged) for x in few}
         for function in ("guides", "key_scores", "rank_queries") if arch == "sm_90a" else ():
             assert {(function, head_dim) for head_dim in (64, 128, 256)} <= sizes
             assert f"{function}-bfloat16-d128-unaligned" in {x.name for x in few}

@@ -30,6 +30,8 @@ struct Consumer : Softmax<Traits> {
   Ring<kStages> k_ring, v_ring;
   Ring<2> check_ring;
   uint32 voted = 0;
+  float kept_tau;  // pass 2, of this q tile: a vote that waits for it is late for the other warpgroup's turn
+  static constexpr bool kKeepsTau = kHeadDim <= 128;  // with 256 registers are too few
 
   __device__ __forceinline__ Consumer(Shared& shared_, const AttentionParams& params_)
       : Softmax<Traits>(params_), shared(shared_) {
@@ -108,9 +110,7 @@ struct Consumer : Softmax<Traits> {
 
   // Stop check number `n` of the q tile number `nth`.
   __device__ __forceinline__ void vote(int rows, uint32 n, uint32 nth) {
-    // A schedule has one tau; where registers are few the parameter is read.
-    constexpr bool kOneTau = kSkipsValues<Traits> && kHeadDim <= 128;
-    const float tau = kOneTau ? params.tau : shared.tau[nth % kPlaces];
+    const float tau = kKeepsTau ? kept_tau : shared.tau[nth % kPlaces];
     const bool small = __all_sync(kFullWarp, stop_check(rows, tau));
     if (lane == 0) {
       const int warp = threadIdx.x / 32 - 4;
@@ -369,6 +369,7 @@ struct Consumer : Softmax<Traits> {
       const uint32 q = queries(nth);
       issue_scores(q);
       pass_turn();
+      if (kKeepsTau) kept_tau = shared.tau[place];
       if (Rows::resumes(all)) {
         resume(tile, position);
       } else {

@@ -115,7 +115,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     }
   };
   const auto value_units = [&](int slot) {
-    if constexpr (kPaged && kSkipsValues<Traits>) {  // likewise
+    if constexpr (kPaged && (kSkipsValues<Traits> || Traits::kHeadDim > 128)) {  // likewise
       auto v = params.v;
       asm volatile("" : "+l"(v.row));
       return RowUnits<kPaged>(pages, v)(slot);

@@ -63,7 +63,8 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Some of `kernels_for`, which stand for the others.
 
     Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and more
-    as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone. Of that
+    as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone; with 256
+    a paged cache. Of that
     of the fastest path so too what all share; of anything else one kernel of each function. Of another architecture one
     kernel of each pass: what differs there is how many registers and how much shared memory they take.
     """
@@ -106,4 +107,5 @@ def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
             return ()
         return (kernel.head_dim, *variants) if variants else (kernel.head_dim, kernel.block_m)
     dtype = "float16" if kernel.head_dim == 64 else "bfloat16"
-    return (kernel.head_dim,) if kernel.dtype == dtype and not variants else ()
+    shown = not variants or (kernel.head_dim == max(HEAD_DIMS) and variants == {"paged"})  # where registers are fewest
+    return (kernel.head_dim, *variants) if kernel.dtype == dtype and shown else ()
