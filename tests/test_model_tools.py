@@ -130,12 +130,28 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert found.loss.standard_error == pytest.approx(off.std() / (LENGTH - 1) ** 0.5, rel=1e-3)
     assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
     # The next sparser choice was tried, and is too much; or there is none.
-    sparser = [x for x in found.trials if x.density < found.loss.density]
+    fine = [x for x in found.trials if not x.coarse]
+    chosen = min((x for x in fine if x.loss_difference <= target), key=lambda x: x.density)
+    sparser = [x for x in fine if x.density < chosen.density]
     assert sparser and max(sparser, key=lambda x: x.density).loss_difference > target
+    # As many layers have larger units as can, and their curves are of these.
+    assert found.coarse and found.coarse == found.loss.coarse and "units of 32" in found.table()
+    assert all(x.loss_difference > target for x in found.trials if len(x.coarse) > len(found.coarse))
+    for key, config in found.per_layer.items():
+        assert config.unit == (32 if (key if isinstance(key, int) else key[0]) in found.coarse else 8)
+    larger = tune_model(model, ids, error=1.0, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
+    for layer in found.coarse:
+        np.testing.assert_allclose(found.curves[layer].error, larger.curves[layer].error, rtol=1e-5)
     assert found.density == pytest.approx(found.loss.density)
     done, totals = [x[0] for x in seen], {x[1] for x in seen}
     assert len(totals) == 1 and done == sorted(done) and done[-1] <= totals.pop()
-    assert "loss at density" in seen[-1][2] and f"{found.loss.loss_difference:+.4f}" in found.table()
+    assert any("loss at density" in x[2] for x in seen) and f"{found.loss.loss_difference:+.4f}" in found.table()
+
+
+def test_units_that_cannot_be_larger_stay(model, ids):
+    for config in (replace(CONFIG, unit=64), replace(CONFIG, rank="mean", unit=1, pooled_queries=1)):
+        found = tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
+        assert not found.coarse and not found.per_layer
 
 
 def test_layers_that_matter_little_get_larger_taus(ids):

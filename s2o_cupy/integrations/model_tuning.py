@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from ..tools.tune_layers import (
     TunedLayers,
     by_density,
     by_error,
+    can_be_coarser,
     check_by,
     choose,
+    coarser,
     mean_density,
     steps_of,
 )  # fmt: skip
@@ -35,6 +37,7 @@ from .transformers import Asked, S2OAttention
 __all__ = ["tune_model"]
 
 Tensor = Any  # torch.Tensor
+Choice = TypeVar("Choice")
 
 PROBES = 3  # taus at which a layer is tried alone
 TINY = 1e-30
@@ -63,7 +66,8 @@ def tune_model(
     tried alone, at three taus of the grid, to see how far the model's predictions move: that is what its error costs.
     One price of it for all layers and heads decides every tau: where a smaller tau saves much of it for few pairs it is
     taken, elsewhere not. For a loss the price is bisected, the model's loss measured with S2O in all layers each time;
-    so is one tau for all layers, which is what is found where it is as sparse.
+    so is one tau for all layers, which is what is found where it is as sparse. Then as many layers as the loss bears,
+    those first whose predictions move least, are ordered by units `COARSER` times as large.
 
     Parameters
     ----------
@@ -111,11 +115,13 @@ def tune_model(
     check_segments(here, segments)
     layers = model.config.get_text_config().num_hidden_layers
     probes = layers * min(PROBES, len(grid))
-    steps = {"error": 0, "density": probes, "loss": probes + 16}[target.name]
+    coarse = layers * (2 + len(grid)) + 8
+    steps = {"error": 0, "density": probes, "loss": probes + 16 + coarse}[target.name]
     count = _Count(progress, layers * (1 + len(grid)) + steps)
     search = _Search(model, ids, inputs, config, min_seqlen, count)
 
-    curves, hidden = search.curves(grid, segments, seed)
+    measure = CurvesOf(grid, segments, seed)
+    curves, hidden = search.curves(config, measure)
     if target.name != "error" and curves[0].plain_dense and hidden.is_cuda:
         raise ValueError(
             f"tune_model: on a GPU a call of {curves[0].seqlen_k:,} keys is plain dense attention, of which nothing is "
@@ -126,7 +132,15 @@ def tune_model(
     costs = search.costs(curves, hidden)
     if target.name == "density":
         return choose(config, target, by, curves, by_density(here, curves, costs, target.value, by))
-    return search.by_loss(target, by, curves, costs, hidden)
+    return search.by_loss(target, by, curves, costs, hidden, measure)
+
+
+class CurvesOf(NamedTuple):
+    """What `measure_layer` is to look at."""
+
+    grid: Sequence[float]
+    segments: int
+    seed: int
 
 
 @dataclass
@@ -152,8 +166,10 @@ class _Search:
     min_seqlen: int
     step: Callable[[str], None]
 
-    def curves(self, grid: Sequence[float], segments: int, seed: int) -> tuple[list[LayerCurves], Tensor]:
-        """Of the layers that S2O takes, and the last hidden states with dense attention."""
+    def curves(
+        self, config: S2OConfig, of: CurvesOf, only: Collection[int] | None = None
+    ) -> tuple[list[LayerCurves], Tensor]:
+        """Of the layers that S2O takes, or ``only`` of these, and the last hidden states with dense attention."""
         found: dict[int, LayerCurves] = {}
         left: Counter[str] = Counter()
 
@@ -161,10 +177,10 @@ class _Search:
             layer = getattr(asked.module, "layer_idx", None)
             if asked.runs != "s2o" or layer is None:
                 left[asked.runs] += 1
-            else:
+            elif only is None or layer in only:
                 found[layer] = measure_layer(
-                    layer, *longest_sequence(asked), self.config, grid, scale=asked.scale, softcap=asked.softcap,
-                    segments=segments, seed=seed, step=lambda what: self.step(f"layer {layer}, {what}"),
+                    layer, *longest_sequence(asked), config, of.grid, scale=asked.scale, softcap=asked.softcap,
+                    segments=of.segments, seed=of.seed, step=lambda what: self.step(f"layer {layer}, {what}"),
                 )  # fmt: skip
             return asked.ordinary()
 
@@ -186,31 +202,40 @@ class _Search:
             probed = sorted({n * count // min(PROBES, count) for n in range(min(PROBES, count))})
             moved = []
             for n in probed:
-                s2o = self._s2o({layer.layer: self.config.with_tau(layer.taus[n])})
-
-                def attend(asked: Asked, alone: int = layer.layer) -> Tensor:
-                    return asked.s2o() if asked.module.layer_idx == alone else asked.ordinary()
-
-                moved.append(divergence(self.model, dense, self._run(s2o, attend), self.ids, self.mask))
-                self.step(f"layer {layer.layer} alone, tau {layer.taus[n]:g}")
+                tau = layer.taus[n]
+                moved.append(self._moved_alone(layer.layer, self._s2o({layer.layer: self.config.with_tau(tau)}), dense))
+                self.step(f"layer {layer.layer} alone, tau {tau:g}")
             found.append(shared_out(layer, probed, moved))
         return found
 
+    def _moved_alone(self, layer: int, s2o: S2OAttention, dense: Tensor) -> float:
+        """How far the predictions move with S2O in one layer."""
+
+        def attend(asked: Asked) -> Tensor:
+            return asked.s2o() if asked.module.layer_idx == layer else asked.ordinary()
+
+        return divergence(self.model, dense, self._run(s2o, attend), self.ids, self.mask)
+
     def by_loss(
-        self, target: Any, by: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], hidden: Tensor
-    ) -> TunedLayers:
-        """The sparsest choice that the loss allows, of those by ``by`` and of those with one tau for all."""
+        self, target: Any, by: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], hidden: Tensor,
+        of: CurvesOf,
+    ) -> TunedLayers:  # fmt: skip
+        """The sparsest choice that the loss allows, of those by ``by`` and of those with one tau for all; then with
+        larger units in as many layers as it allows."""
         dense = self._losses(hidden)
         trials: list[Trial] = []
 
-        def measure(taus: list[np.ndarray]) -> Trial:
-            chosen = choose(self.config, target, by, curves, taus)
-            s2o = S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
+        def s2o_of(taus: list[np.ndarray], coarse: tuple[int, ...]) -> S2OAttention:
+            chosen = choose(self.config, target, by, curves, taus, coarse)
+            return S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
+
+        def measure(taus: list[np.ndarray], coarse: tuple[int, ...] = ()) -> Trial:
+            s2o = s2o_of(taus, coarse)
             # As it will run: also layers that S2O takes and that have no curve.
             more = self._losses(self._run(s2o, lambda asked: asked.s2o() if asked.reason is None else asked.ordinary()))
             off = more - dense
             density = mean_density(curves, taus)
-            trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size))))
+            trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size)), coarse))
             self.step(f"loss at density {density:.3f}: {trials[-1].loss_difference:+.4f}")
             return trials[-1]
 
@@ -223,9 +248,28 @@ class _Search:
                 f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].loss_difference:.4g}; "
                 "accepted: at least that, or smaller taus"
             )
+        if can_be_coarser(self.config):
+            everything = tuple(layer.layer for layer in curves)
+            moved = {}
+            for layer in everything:
+                moved[layer] = self._moved_alone(layer, s2o_of(taus, everything), hidden)
+                self.step(f"layer {layer} alone, larger units")
+            least_first = sorted(everything, key=moved.__getitem__)
+            choices = [tuple(sorted(least_first[:n])) for n in range(len(everything), 0, -1)]
+            choices.append(())
+            found_coarse = _first_within(choices, target.value, lambda coarse: measure(taus, coarse), loss)
+            if found_coarse is not None and found_coarse[0]:
+                coarse, loss = found_coarse
+                anew, _ = self.curves(coarser(self.config), of, coarse)
+                by_layer = {layer.layer: layer for layer in (*curves, *anew)}  # the last of each
+                curves = [by_layer[layer.layer] for layer in curves]
+                trials.remove(loss)
+                loss = replace(loss, density=mean_density(curves, taus))
+                trials.append(loss)
         return choose(
-            self.config, target, by, curves, taus, dense_loss=float(dense.mean()), trials=tuple(trials), loss=loss
-        )
+            self.config, target, by, curves, taus, loss.coarse, dense_loss=float(dense.mean()), trials=tuple(trials),
+            loss=loss,
+        )  # fmt: skip
 
     def _s2o(self, per_layer: dict[Any, S2OConfig | None]) -> S2OAttention:
         return S2OAttention(LayerConfigs.parse(self.config, per_layer), self.min_seqlen)
@@ -243,12 +287,12 @@ class _Search:
 
 
 def _first_within(
-    choices: list[list[np.ndarray]], most: float, measure: Callable[[list[np.ndarray]], Trial]
-) -> tuple[list[np.ndarray], Trial] | None:
+    choices: list[Choice], most: float, measure: Callable[[Choice], Trial], last: Trial | None = None
+) -> tuple[Choice, Trial] | None:
     """Of choices from the sparsest to the most exact one the first with at most that loss, by bisection; None if the
-    last has more."""
+    last, whose trial may be known, has more."""
     low, high = 0, len(choices) - 1
-    best = measure(choices[high])
+    best = last or measure(choices[high])
     if best.loss_difference > most:
         return None
     while low < high:

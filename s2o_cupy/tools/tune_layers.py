@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..api.run import parse_config
-from ..spec import S2OConfig
+from ..spec import UNITS, S2OConfig
 from . import inputs
 from .layer_curves import LayerCurves, measure_layer
 from .layer_files import load_layers
@@ -24,6 +24,7 @@ from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
 LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002)
+COARSER = 4  # times as large are the units of a layer that bears it: as many fewer scores, and less to put in order
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Trial:
     density: float  # mean of the tuned layers
     loss_difference: float  # mean over the predictions, nats
     standard_error: float  # predictions taken for independent
+    coarse: tuple[int, ...] = ()  # layers whose units are COARSER times as large
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,10 @@ class TunedLayers:
     trials : tuple of Trial
         In the order that they were made.
     loss : Trial or None
-        Of ``taus``.
+        Of ``taus`` and ``coarse``.
+    coarse : tuple of int
+        Layers ordered by units `COARSER` times as large as config's, so that ordering takes less. Their curves are of
+        these units.
     """
 
     config: S2OConfig
@@ -70,6 +75,7 @@ class TunedLayers:
     dense_loss: float | None = None
     trials: tuple[Trial, ...] = ()
     loss: Trial | None = None
+    coarse: tuple[int, ...] = ()
 
     @property
     def density(self) -> float:
@@ -112,6 +118,8 @@ class TunedLayers:
         for curves, taus, density, error in zip(self.curves, self.taus, densities, self.errors(), strict=True):
             one = len({*taus.tolist()}) == 1
             told = f"{taus[0]:g}" if one else " ".join(f"{tau:g}" for tau in taus)
+            if curves.layer in self.coarse:
+                told += f", units of {coarser(self.config).unit}"
             lines.append(f"{curves.layer:>6} {density.mean():>9.3f} {error:>9.3g}   {told}")
         if any((taus == 0).any() for taus in self.taus):
             lines.append("tau 0 is dense attention: no tau of the grid has so small an error there")
@@ -119,6 +127,7 @@ class TunedLayers:
             lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8}   (what was tried)"]
             lines += [
                 f"{x.density:>9.3f} {x.loss_difference:>+14.4f} {x.standard_error:>8.4f}"
+                + (f"   {len(x.coarse)} layers with larger units" if x.coarse else "")
                 + ("   chosen" if x is self.loss else "")
                 for x in self.trials
             ]
@@ -164,19 +173,30 @@ class TunedLayers:
 
 
 def choose(
-    config: S2OConfig, target: Target, by: str, curves: Sequence[LayerCurves], taus: Sequence[np.ndarray], **loss: Any
-) -> TunedLayers:
+    config: S2OConfig, target: Target, by: str, curves: Sequence[LayerCurves], taus: Sequence[np.ndarray],
+    coarse: tuple[int, ...] = (), **loss: Any,
+) -> TunedLayers:  # fmt: skip
     """The result for the tau of every head of the layers."""
     per_layer: dict[int | tuple[int, int], S2OConfig | None] = {}
     if by == "model":
         config = config.with_tau(float(taus[0][0]))
+        per_layer = {layer: coarser(config) for layer in coarse}
     else:
         for layer, of_heads in zip(curves, taus, strict=True):
+            own = coarser(config) if layer.layer in coarse else config
             if len({*of_heads.tolist()}) == 1:
-                per_layer[layer.layer] = config.with_tau(float(of_heads[0]))
+                per_layer[layer.layer] = own.with_tau(float(of_heads[0]))
             else:
-                per_layer |= {(layer.layer, h): config.with_tau(float(tau)) for h, tau in enumerate(of_heads)}
-    return TunedLayers(config, per_layer, target, by, tuple(curves), tuple(taus), **loss)
+                per_layer |= {(layer.layer, h): own.with_tau(float(tau)) for h, tau in enumerate(of_heads)}
+    return TunedLayers(config, per_layer, target, by, tuple(curves), tuple(taus), coarse=coarse, **loss)
+
+
+def can_be_coarser(config: S2OConfig) -> bool:
+    return config.rank == "weight" and config.unit * COARSER in UNITS
+
+
+def coarser(config: S2OConfig) -> S2OConfig:
+    return replace(config, unit=config.unit * COARSER)
 
 
 def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.ndarray]:
