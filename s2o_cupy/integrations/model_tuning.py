@@ -243,7 +243,7 @@ class _Search:
             _first_within(steps_of(curves, costs, kind), target.value, measure) for kind in dict.fromkeys((by, "model"))
         ]
         taus, loss = min((x for x in found if x is not None), key=lambda x: x[1].density, default=(None, None))
-        if taus is None:
+        if taus is None or loss is None:
             raise ValueError(
                 f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].loss_difference:.4g}; "
                 "accepted: at least that, or smaller taus"
