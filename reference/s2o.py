@@ -167,9 +167,10 @@ def pass2(
     A q tile is ``block_m`` consecutive entries of q_order. It visits ``block_n`` entries of k_order at a
     time. The first key tile that adds t < tau * l0 to *every* row ends the visit, together with
     ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). A row whose l0
-    is 0 or NaN keeps its tile going; tau = 0 never stops. Heads may have a tau each. Every row of a segment sees
-    all its candidates, so nothing is masked and no row touches another except through the common stop. What it leaves
-    unvisited counts for what ``config.tail`` says (:func:`reference.tail.add_tail`).
+    is 0 or NaN keeps its tile going; tau = 0 never stops, and neither do segments of ``config.dense_last``. Heads may
+    have a tau each. Every row of a segment sees all its candidates, so nothing is masked and no row touches another
+    except through the common stop. What it leaves unvisited counts for what ``config.tail`` says
+    (:func:`reference.tail.add_tail`).
 
     Parameters
     ----------
@@ -182,7 +183,7 @@ def pass2(
     State, the input left unchanged, and visited, int32 [B, H, N, T]; 0 for a q tile without rows.
     """
     batch, heads = q.shape[:2]
-    group, taus = heads // k.shape[1], config.taus(heads)
+    group, taus, dense_from = heads // k.shape[1], config.taus(heads), config.dense_from(geometry)
     block_m, block_n = config.block_m, config.block_n
     state = State(*(x.copy() for x in state))
     taken = np.zeros((batch, heads, geometry.segments, geometry.block_count(block_m)), np.int32)
@@ -200,7 +201,7 @@ def pass2(
             rows = q[at]  # [M, D]
             m, mass, acc, j = visit(
                 rows, (state.m[at], state.l[at], state.acc[at]), k_order[n][b, h], kh, vh, scale, softcap,
-                block_n=block_n, tau=taus[h], stop_lag=stop_lag,
+                block_n=block_n, tau=taus[h] if n < dense_from else 0.0, stop_lag=stop_lag,
                 visited=None if visited is None else int(visited[b, h, n, tile]),
             )  # fmt: skip
             rest = k_order[n][b, h][j * block_n :]

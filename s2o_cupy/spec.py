@@ -78,6 +78,8 @@ MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's
 MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
 RANKS = ("weight", "max", "mean")
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
+DENSE_LAST = 256  # queries at the end of a call that attend to all their keys
+DENSE_LAST_PART = 32  # where they are at most one in so many
 # An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
@@ -206,6 +208,10 @@ class S2OConfig:
     tail : {"none", "first_order"}, default "none"
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
         "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
+    dense_last : int, optional
+        Queries at the end that attend to all their keys, rounded up to whole segments: a prompt ends with what is
+        asked of it, and single rows there decide what is generated. Default, with rank "weight": 256 where a call is
+        causal and a whole prompt (seqlen_q is seqlen_k) of 8,192 tokens or more; else 0.
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
         head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
@@ -231,6 +237,7 @@ class S2OConfig:
     dense_up_to: int | None = None
     tail: str = "none"
     error: float | Sequence[float] | None = None
+    dense_last: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank not in RANKS:
@@ -259,6 +266,8 @@ class S2OConfig:
         self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
         if self.dense_up_to is not None:
             self._set("dense_up_to", checked_int("dense_up_to", self.dense_up_to, 0))
+        if self.dense_last is not None:
+            self._set("dense_last", checked_int("dense_last", self.dense_last, 0))
         if self.tail not in TAILS:
             raise ValueError(f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
         if self.path not in PATHS:
@@ -321,6 +330,16 @@ class S2OConfig:
         if self.error is not None:
             raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
         return tuple(self.tau) if isinstance(self.tau, Sequence) else (self.tau,) * heads
+
+    def dense_from(self, geometry: Geometry) -> int:
+        """The first of the segments at the end that never stop, by `dense_last`; if none does, how many there are."""
+        last = self.dense_last
+        if last is None:
+            last = max(DENSE_LAST, geometry.segment)
+            is_prompt = geometry.is_causal and geometry.offset == 0
+            if self.rank != "weight" or not is_prompt or geometry.seqlen_q < DENSE_LAST_PART * last:
+                last = 0
+        return max(0, geometry.seqlen_q - last) // geometry.segment if last else geometry.segments
 
     def errors(self, heads: int) -> tuple[float, ...]:
         """Of each query head, of a config with an error."""

@@ -98,6 +98,19 @@ def _taus_of_heads(rank, world_size, folder, split):
     assert torch.equal(both.gather(o, 2), expected)
 
 
+def _dense_last(rank, world_size, folder, split, last):
+    """The last queries of the sequence, wherever they are."""
+    import torch
+
+    q, k, v = _cases(8 * SEGMENT, "float32", "cpu")
+    config = replace(MEAN, tau=0.3, dense_last=last)
+    expected = s2o_attention(q, k, v, config=config)
+    both = parallel(8 * SEGMENT, config=config, split=split)
+    o = both.attention(*(both.shard(x, 2) for x in (q, k, v)))
+    assert torch.equal(both.gather(o, 2), expected)
+    assert not torch.equal(expected, s2o_attention(q, k, v, config=replace(config, dense_last=0)))
+
+
 def _helpers(rank, world_size, folder, device="cpu"):
     import torch
 
@@ -283,6 +296,11 @@ def test_two_processes(torch, tmp_path):
 @pytest.mark.parametrize("split", ["sequence", "heads"])
 def test_a_tau_for_each_head(torch, tmp_path, split):
     run_ranks(_taus_of_heads, 2, tmp_path, split)
+
+
+@pytest.mark.parametrize(("split", "last"), [("sequence", 1), ("sequence", 3 * SEGMENT), ("heads", 2 * SEGMENT)])
+def test_dense_last_queries(torch, tmp_path, split, last):
+    run_ranks(_dense_last, 2, tmp_path, split, last)
 
 
 def test_capped_scores_in_two_processes(torch, tmp_path):

@@ -82,6 +82,7 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
+    more = {**more, "dense_from": plan.geometry.segments}  # a schedule says itself what is dense
     return _attention(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
@@ -111,6 +112,7 @@ def _attention(
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
         "tau": head_taus.as_float32(config.tau) if isinstance(config.tau, float) else 0.0,
+        "dense_from": config.dense_from(plan.geometry),
         "cap_scale": min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
         "pages": build.pages,
         **more,

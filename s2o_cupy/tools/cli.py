@@ -14,7 +14,7 @@ from typing import Any
 from .. import __version__
 from ..cuda.compiler import ARCHITECTURES
 from ..plan.launch_plan import DENSE_UP_TO, padded_head_dim
-from ..spec import MAX_HEAD_DIM, PATHS, RANKS, TAILS, S2OConfig, S2OError
+from ..spec import DENSE_LAST, DENSE_LAST_PART, MAX_HEAD_DIM, PATHS, RANKS, TAILS, S2OConfig, S2OError
 from . import inputs
 from .layer_settings import BY
 
@@ -374,6 +374,7 @@ CONFIG_HELP = {
     "path": "GPU kernels",
     "tail": "what unvisited keys count for: nothing, or what a sample of them says, to first order",
     "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
+    "dense_last": "queries at the end that attend to all their keys",
 }
 
 
@@ -403,6 +404,8 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             kind = float
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"
+        if field.name == "dense_last" and default is None:
+            said = f"{DENSE_LAST} of {DENSE_LAST * DENSE_LAST_PART} or more, with --rank weight"
         options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
         if field.name in CHOICES:
             options["choices"] = CHOICES[field.name]

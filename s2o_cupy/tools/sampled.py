@@ -196,10 +196,11 @@ class Sample:
         """What S2O gives at ``tau``; ``step`` is called after each segment."""
         if not self.dense:
             self.attend_densely()
-        config = replace(self.config.with_tau(tau), dense_up_to=0)
+        config = replace(self.config.with_tau(tau), dense_up_to=0, dense_last=0)
+        dense_from = self.config.dense_from(self.geometry)
         found = []  # four sums [batch, heads] of each segment
         for n, dense in zip(self.segments, self.dense, strict=True):
-            o, stats = self._attend(n, config)
+            o, stats = self._attend(n, config if n < dense_from else config.with_tau(0.0))
             exact = dense.astype(np.float64)
             all_pairs = float(stats.geometry.causal_pairs())
             computed = to_host(stats.density_per_head).astype(np.float64) * all_pairs

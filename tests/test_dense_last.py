@@ -1,0 +1,92 @@
+"""The last queries of a call attend to all their keys: they have the bits of tau 0, and the others are as without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from packs import bits, starts
+from ragged_pages import differing
+
+from s2o_cupy import S2OConfig, error_per_head, metrics, s2o_attention, s2o_attention_varlen
+from s2o_cupy.spec import Geometry
+
+STOPS = 0.3
+
+
+def dense_from(config, seqlen_q, seqlen_k=None, is_causal=True):
+    return config.dense_from(Geometry(seqlen_q, seqlen_k or seqlen_q, config.segment, 0, is_causal, config.unit))
+
+
+def test_the_default():
+    for seqlen_q, expected in ((8191, 64), (8192, 62), (8193, 62), (131072, 1022)):
+        assert dense_from(S2OConfig(), seqlen_q) == expected
+    assert dense_from(S2OConfig(), 8192, 100_000) == 64  # a chunk need not be the last
+    assert dense_from(S2OConfig(), 8192, is_causal=False) == 64
+    assert dense_from(S2OConfig(rank="mean"), 131072) == 128
+    # Longer segments are taken whole, where they are few queries.
+    assert dense_from(S2OConfig(segment=1024), 32767) == 32 and dense_from(S2OConfig(segment=1024), 32768) == 31
+
+
+@pytest.mark.parametrize(("last", "expected"), [(0, 10), (1, 9), (27, 9), (28, 8), (300, 6), (1000, 0), (9999, 0)])
+def test_whole_segments(last, expected):
+    """900 queries: segments of 97, the last of 27."""
+    config = S2OConfig(segment=97, dense_last=last)
+    assert dense_from(config, 900) == expected
+
+
+@pytest.mark.parametrize("rank", ["weight", "mean"])
+@pytest.mark.parametrize("tail", ["none", "first_order"])
+def test_rows_and_visits(device, qkv, tail, rank):
+    q, k, v = (device.array(x) for x in qkv(900, 1100, batch=2, heads=4, kv_heads=2))
+    few = {"unit": 1, "pooled_queries": 1} if rank == "mean" else {}
+    config = replace(device.config, tau=STOPS, tail=tail, rank=rank, **few)
+
+    def run(config):
+        o, lse, stats = s2o_attention(q, k, v, config=config, return_lse=True, return_stats=True)
+        return (*map(bits, (o, lse)), stats.visited, float(stats.density))
+
+    last = replace(config, dense_last=200)
+    first = last.dense_from(Geometry(900, 1100, config.segment))
+    rows = first * config.segment
+    assert 0 < rows < 900
+    found, without, dense = map(run, (last, config, config.with_tau(0.0)))
+    for x, at in ((0, rows), (1, rows), (2, first)):
+        np.testing.assert_array_equal(found[x][:, :, :at], without[x][:, :, :at])
+        np.testing.assert_array_equal(found[x][:, :, at:], dense[x][:, :, at:])
+    assert (bits(without[2])[:, :, first:] < bits(dense[2])[:, :, first:]).any()
+    assert without[3] < found[3] < dense[3]
+
+
+def test_taus_of_heads_and_packed_sequences(device, packed):
+    """Each sequence has last queries of its own."""
+    lengths = [300, 65, 0, 401]
+    q, k, v = (device.array(x) for x in packed(lengths, lengths))
+    config = replace(device.config, tau=(STOPS, 0.1, STOPS, 0.5), dense_last=70)
+    o = s2o_attention_varlen(q, k, v, starts(lengths), config=config)
+    for begin, end in zip(starts(lengths)[:-1], starts(lengths)[1:], strict=True):
+        alone = s2o_attention(*(x[begin:end].swapaxes(0, 1) for x in (q, k, v)), config=config)
+        np.testing.assert_array_equal(bits(o[begin:end]), bits(alone.swapaxes(0, 1)))
+
+
+def test_ragged_pages(device, packed, rng):
+    lengths_q, lengths_k = [300, 65, 0, 401], [300, 70, 9, 530]
+    host, config = packed(lengths_q, lengths_k), replace(device.config, tau=STOPS, dense_last=70)
+    assert not differing(device, rng, host, lengths_q, lengths_k, 16, "HND", config=config)
+
+
+def test_a_sample_counts_them(qkv):
+    q, k, v = qkv(900, heads=4, kv_heads=2)
+    config = S2OConfig(segment=64, block_m=16, block_n=16, tau=STOPS, dense_last=200)
+    found = error_per_head(q, k, v, config, segments=100)
+    o, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+    dense = s2o_attention(q, k, v, tau=0.0)
+    np.testing.assert_allclose(found.error[0], [metrics.rel_l2(o[:, h], dense[:, h]) for h in range(4)], rtol=1e-4)
+    np.testing.assert_allclose(found.density, stats.density_per_head, rtol=1e-6)
+
+
+@pytest.mark.parametrize("last", [-1, 1.5, True, "all"])
+def test_what_is_refused(last):
+    with pytest.raises((TypeError, ValueError), match=r"S2OConfig: dense_last is .*; accepted: an int"):
+        S2OConfig(dense_last=last)
