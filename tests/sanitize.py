@@ -1,8 +1,8 @@
 """Small cases for compute-sanitizer, which slows a GPU a hundredfold: `make sanitize` runs this under it.
 
 CuPy's memory pool is switched off, so that each array is an allocation of its own and an access past its end shows.
-Results are compared as well. Exit status 1 if one differs. `sanitize.py 0/3` runs the first of every three cases, so that
-processes can share them.
+Results are compared as well. Exit status 1 if one differs. `sanitize.py 0/3` runs the first of every three cases, so
+that processes can share them.
 """
 
 from __future__ import annotations
