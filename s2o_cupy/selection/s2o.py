@@ -89,7 +89,7 @@ class S2O:
 
     @functools.cached_property
     def unit_weights(self) -> Kernel:
-        return kernels.unit_weights(self.setting.inputs)
+        return kernels.unit_weights(self.setting.inputs, self.setting.path, self.setting.config.pooled_queries)
 
     @functools.cached_property
     def key_scores(self) -> Kernel:
@@ -116,7 +116,8 @@ class S2O:
             yield kernels.rank_queries(inputs, sort_slots)
         if inputs.aligned:
             yield kernels.unit_keys(inputs)
-            yield kernels.unit_weights(replace(inputs, paged=False))
+            for pooled_queries in (1, kernels.HOPPER_MOST_POOLED + 1):
+                yield kernels.unit_weights(replace(inputs, paged=False), path, pooled_queries)
         yield from (kernels.key_scores(inputs, path, pooled_queries) for pooled_queries in (1, 2))
         yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
 

@@ -115,7 +115,14 @@ UNIT_KEYS = Family(
 UNIT_WEIGHTS = Family(
     "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
 )
+UNIT_WEIGHTS_SM90 = Family(
+    "unit_weights_sm90", "selection/unit_weights_sm90.cu", "RankKeysParams", 256, 1,
+    "WeightSm90Traits<{element}, {head_dim}>", path=HOPPER,
+)  # fmt: skip
 UNIT_KEYS_OF_BLOCK = 128  # keys of a block of unit_keys (kBlockKeys)
+HOPPER_WEIGHT_ROWS = 128  # rows of unit_keys of a tile of unit_weights_sm90 (kTile)
+HOPPER_WEIGHT_STAGES = 4  # tiles of these in its shared memory
+HOPPER_MOST_POOLED = 16  # pooled queries of a segment: rows of a warp's product
 
 
 def unit_keys(inputs: Inputs) -> Kernel:
@@ -123,21 +130,26 @@ def unit_keys(inputs: Inputs) -> Kernel:
     return Kernel(UNIT_KEYS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
 
 
-def unit_weights(inputs: Inputs) -> Kernel:
+def unit_weights(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
     """Mean keys are whole rows in one array, wherever keys are."""
     head_dim = inputs.head_dim
-    norms = _weight_segments(head_dim) * MAX_POOLED_QUERIES["weight"] * 4
+    if pooled_queries <= HOPPER_MOST_POOLED and head_dim <= path.wgmma_head_dim:  # sizeof(WeightSm90Traits::Shared)
+        shared = HOPPER_WEIGHT_STAGES * HOPPER_WEIGHT_ROWS * head_dim * 2
+        return Kernel(UNIT_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared)
+    norms = (4 if head_dim > 128 else 8) * MAX_POOLED_QUERIES["weight"] * 4
     shared = 2 * STEP * head_dim * 2 + norms + 4  # sizeof(WeightTraits::Shared)
     return Kernel(UNIT_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared)
 
 
 def unit_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
-    return chunk.heads * -(-chunk.segments // _weight_segments(kernel.head_dim))
+    return chunk.heads * -(-chunk.segments // _weight_segments(kernel))
 
 
-def _weight_segments(head_dim: int) -> int:
-    """Segments of a block (WeightTraits::kSegments)."""
-    return 4 if head_dim > 128 else 8
+def _weight_segments(kernel: Kernel) -> int:
+    """Segments of a block (kSegments of its traits)."""
+    if kernel.family is UNIT_WEIGHTS_SM90:
+        return 16
+    return 4 if kernel.head_dim > 128 else 8
 
 
 # --- Orders ---
