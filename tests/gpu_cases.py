@@ -202,6 +202,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 256, "tau": 0.01, "heads": 1},
     {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "head_dim": 256},
+    # More units than a tile of unit_weights_sm90 has, and more segments than a block; 16 pooled queries and 17.
+    {"options": {"unit": 8}, "heads": 4, "kv_heads": 2, "seqlen_q": 2600, "head_dim": 128},
+    {"options": {"unit": 8}, "dtype": "float16", "seqlen_q": 2600, "seqlen_k": 2777, "batch": 2, "head_dim": 72},
+    {"options": {"unit": 4, "window": 100}, "seqlen_q": 1300, "seqlen_k": 2003, "is_causal": False, "head_dim": 64},
+    {"options": {"unit": 2}, "segment": 32, "seqlen_q": 700, "seqlen_k": 1500, "head_dim": 128, "scale": -0.1},
+    *({"options": {"unit": 8, "pooled_queries": n}, "segment": 300, "seqlen_q": 1600, "head_dim": 128} for n in (16, 17)),
     {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
     # Windows.
     {"options": {"window": 1}},

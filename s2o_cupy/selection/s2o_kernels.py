@@ -15,7 +15,7 @@ from ..spec import MAX_POOLED_QUERIES, ORDER_HEAD, STRATUM
 
 __all__ = [
     "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_KEYS_OF_BLOCK", "guides", "key_middle",
-    "key_order_head", "key_scores", "key_strata", "rank_queries", "score_blocks", "unit_keys", "unit_weight_blocks",
+    "key_order_head", "key_scores", "key_strata", "pool_queries", "rank_queries", "score_blocks", "unit_keys", "unit_weight_blocks",
     "unit_weights",
 ]  # fmt: skip
 
@@ -38,6 +38,10 @@ RANK_QUERIES = Family(
     "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : 5) : 7)",
     _RANK_TRAITS,
 )  # fmt: skip
+POOL_QUERIES = Family(
+    "pool_queries", "selection/pool_queries.cu", "PoolQueriesParams", THREADS, 4,
+    "PoolTraits<{element}, {head_dim}, {aligned}>",
+)  # fmt: skip
 
 
 def guides(inputs: Inputs, sort_slots: int) -> Kernel:
@@ -52,6 +56,10 @@ def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
     return Kernel(
         RANK_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, **_rank_shared(inputs.head_dim, sort_slots)
     )
+
+
+def pool_queries(inputs: Inputs) -> Kernel:
+    return Kernel(POOL_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned)
 
 
 def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, Any]:
