@@ -71,8 +71,9 @@ def query_order(q: Array, k: Array, geometry: Geometry, block_m: int) -> Array:
 
     The guide is the mean of the KV head's first segment of keys, or of as many of them as stand before
     the segment: when 0 < seqlen_k - seqlen_q < segment, queries of the first segment would otherwise be
-    ordered, and so stopped together, by keys of their future. With no such key the order is the identity, and where a
-    segment is one q tile, of ``block_m`` queries, which stops as one in whichever order. Scores are compared by :func:`leading_bits`; equal ones stay in ascending position.
+    ordered, and so stopped together, by keys of their future. With no such key the order is the identity,
+    and where a segment is one q tile, of ``block_m`` queries, which stops as one in whichever order.
+    Scores are compared by :func:`leading_bits`; equal ones stay in ascending position.
 
     Returns int32 [B, H, N, S]: offsets inside the segment, -1 past the end of a short last segment.
     """

@@ -207,7 +207,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"unit": 8}, "dtype": "float16", "seqlen_q": 2600, "seqlen_k": 2777, "batch": 2, "head_dim": 72},
     {"options": {"unit": 4, "window": 100}, "seqlen_q": 1300, "seqlen_k": 2003, "is_causal": False, "head_dim": 64},
     {"options": {"unit": 2}, "segment": 32, "seqlen_q": 700, "seqlen_k": 1500, "head_dim": 128, "scale": -0.1},
-    *({"options": {"unit": 8, "pooled_queries": n}, "segment": 300, "seqlen_q": 1600, "head_dim": 128} for n in (16, 17)),
+    {"options": {"unit": 8, "pooled_queries": 16}, "segment": 300, "seqlen_q": 1600, "head_dim": 128},
+    {"options": {"unit": 8, "pooled_queries": 17}, "segment": 300, "seqlen_q": 1600, "head_dim": 128},
     {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
     # Windows.
     {"options": {"window": 1}},

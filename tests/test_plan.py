@@ -471,8 +471,8 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (
-        "pass1", "pass2", "guides", "rank_queries", "pool_queries", "unit_keys", "unit_weights", "key_scores", "key_strata",
-        "key_middle", "key_order_head",
+        "pass1", "pass2", "guides", "rank_queries", "pool_queries", "unit_keys", "unit_weights", "key_scores",
+        "key_strata", "key_middle", "key_order_head",
     ):  # fmt: skip
         kernel = getattr(plan if name in ("pass1", "pass2") else plan.method, name)
         left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128

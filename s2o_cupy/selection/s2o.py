@@ -1,8 +1,9 @@
 """S2O's ordering: queries by a guide, keys by what pooled queries make of them.
 
 reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
-queries and pool them, or pool_queries only pools them; rank="weight" takes two keys that stand for each unit. In each round unit_weights, or key_scores,
-score the candidates of its rows, and key_strata, key_middle and key_order_head order them.
+queries and pool them, or pool_queries only pools them; rank="weight" takes two keys that stand for each unit. In each
+round unit_weights, or key_scores, score the candidates of its rows, and key_strata, key_middle and key_order_head order
+them.
 Pure: no array, no GPU, no CuPy.
 """
 

@@ -15,8 +15,8 @@ from ..spec import MAX_POOLED_QUERIES, ORDER_HEAD, STRATUM
 
 __all__ = [
     "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_KEYS_OF_BLOCK", "guides", "key_middle",
-    "key_order_head", "key_scores", "key_strata", "pool_queries", "rank_queries", "score_blocks", "unit_keys", "unit_weight_blocks",
-    "unit_weights",
+    "key_order_head", "key_scores", "key_strata", "pool_queries", "rank_queries", "score_blocks", "unit_keys",
+    "unit_weight_blocks", "unit_weights",
 ]  # fmt: skip
 
 THREADS = 256
