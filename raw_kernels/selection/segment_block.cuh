@@ -32,24 +32,12 @@ struct SegmentBlock {
     const int batch = head / p.heads, kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
     return p.unit_keys + static_cast<int64>(kv_head) * p.geometry.units() * 2 * kHeadDim;
   }
-  // This lane's part of pooled queries r and r + 8 of segment n as fragments of products, for the lane's r = lane / 4
-  // of a tile that begins at `tile`.
-  template <int kDims>
-  __device__ __forceinline__ void load_pooled(uint32 (&a)[kDims][4], int n, int tile) const {
-    const int lane = threadIdx.x % 32;
-    const uint32* from[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = tile + h * 8 + lane / 4;
-      // What is not there, or an empty run, is stood in for by the first, which changes no maximum.
-      const bool is_pooled = r < p.pooled_queries && r * p.run < p.geometry.query_count(n);
-      const int64 row = (static_cast<int64>(head) * p.geometry.segments() + n) * p.pooled_queries + (is_pooled ? r : 0);
-      from[h] = reinterpret_cast<const uint32*>(p.means + row * kHeadDim) + lane % 4;
-    }
-#pragma unroll
-    for (int c = 0; c < kDims; ++c)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) a[c][e] = from[e % 2][c * 8 + e / 2 * 4];
+  // Pooled query r of segment n, [kHeadDim]. What is not there, or an empty run, is stood in for by the first, which
+  // changes no maximum.
+  __device__ __forceinline__ const uint16* pooled(int n, int r) const {
+    const bool is_pooled = r < p.pooled_queries && r * p.run < p.geometry.query_count(n);
+    const int64 row = (static_cast<int64>(head) * p.geometry.segments() + n) * p.pooled_queries + (is_pooled ? r : 0);
+    return p.means + row * kHeadDim;
   }
 };
 

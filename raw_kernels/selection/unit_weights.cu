@@ -76,7 +76,16 @@ struct UnitWeights {
   }
   __device__ __forceinline__ void load_pooled(int tile) {
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) block.load_pooled(a[i], segment[i], tile * kPooledTile);
+    for (int i = 0; i < kOfWarp; ++i) {
+      const uint32* from[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        from[h] = reinterpret_cast<const uint32*>(block.pooled(segment[i], tile * kPooledTile + h * 8 + lane / 4)) + lane % 4;
+#pragma unroll
+      for (int c = 0; c < kDims; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][c][e] = from[e % 2][c * 8 + e / 2 * 4];
+    }
   }
   template <int kHalf>
   __device__ __forceinline__ void multiply(int step, Half<kHalf>) {

@@ -124,13 +124,14 @@ UNIT_WEIGHTS = Family(
     "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
 )
 UNIT_WEIGHTS_SM90 = Family(
-    "unit_weights_sm90", "selection/unit_weights_sm90.cu", "RankKeysParams", 256, 1,
+    "unit_weights_sm90", "selection/unit_weights_sm90.cu", "RankKeysParams", 512, 1,
     "WeightSm90Traits<{element}, {head_dim}>", path=HOPPER,
 )  # fmt: skip
 UNIT_KEYS_OF_BLOCK = 128  # keys of a block of unit_keys (kBlockKeys)
 HOPPER_WEIGHT_ROWS = 128  # rows of unit_keys of a tile of unit_weights_sm90 (kTile)
 HOPPER_WEIGHT_STAGES = 4  # tiles of these in its shared memory
 HOPPER_MOST_POOLED = 16  # pooled queries of a segment: rows of a warp's product
+_HOPPER_SEGMENTS = UNIT_WEIGHTS_SM90.threads // WARP
 
 
 def unit_keys(inputs: Inputs) -> Kernel:
@@ -142,7 +143,8 @@ def unit_weights(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
     """Mean keys are whole rows in one array, wherever keys are."""
     head_dim = inputs.head_dim
     if pooled_queries <= HOPPER_MOST_POOLED and head_dim <= path.wgmma_head_dim:  # sizeof(WeightSm90Traits::Shared)
-        shared = HOPPER_WEIGHT_STAGES * HOPPER_WEIGHT_ROWS * head_dim * 2
+        pooled = _HOPPER_SEGMENTS * HOPPER_MOST_POOLED * head_dim * 2
+        shared = HOPPER_WEIGHT_STAGES * (HOPPER_WEIGHT_ROWS * head_dim * 2 + 2 * 8) + pooled
         return Kernel(UNIT_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared)
     norms = (4 if head_dim > 128 else 8) * MAX_POOLED_QUERIES["weight"] * 4
     shared = 2 * STEP * head_dim * 2 + norms + 4  # sizeof(WeightTraits::Shared)
@@ -156,7 +158,7 @@ def unit_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
 def _weight_segments(kernel: Kernel) -> int:
     """Segments of a block (kSegments of its traits)."""
     if kernel.family is UNIT_WEIGHTS_SM90:
-        return 16
+        return _HOPPER_SEGMENTS
     return 4 if kernel.head_dim > 128 else 8
 
 
