@@ -92,13 +92,18 @@ FAULTS = [
     *_faults(
         "pool_queries", ONE_TILE,
         ("a mean divides by a full run's length", "pooled_queries", "p.sign / (end - begin)", "p.sign / p.run"),
-        ("a mean leaves out its last query", "pooled_queries", "r < end; r += kAtATime", "r < end - 1; r += kAtATime"),
+        ("a mean leaves out its last query", "pooled_queries", "r < end; r += stride", "r < end - 1; r += stride"),
         ("rows that are read together are not added up", "pooled_queries", "int step = kLanes; step < 32;",
          "int step = kLanes; step < 16;"),
-        ("two elements are exchanged", "pooled_queries", "if (slot == 0) store_global_16(mean, packed[0], packed[1],",
-         "if (slot == 0) store_global_16(mean, packed[1], packed[0],"),
-        ("the next run's place", "pooled_queries", "p.pooled_queries + run)", "p.pooled_queries + (run ^ 1))"),
+        ("two elements are exchanged", "pooled_queries", "store_global_16(mean + lane * 8, packed[0], packed[1],",
+         "store_global_16(mean + lane * 8, packed[1], packed[0],"),
+        ("the next run's place", "pooled_queries", "means + run * Traits", "means + (run ^ 1) * Traits"),
         ("neighbours are exchanged", "query order", "order[i] = i;", "order[i] = i ^ 1;"),
+    ),
+    *_faults(
+        "pool_queries", replace(ONE_TILE, options={"pooled_queries": 3}),
+        ("warps that share a run read the same queries", "pooled_queries", "begin + threadIdx.x / kLanes",
+         "begin + slot"),
     ),
     *_faults(
         "key_scores", MAX,

@@ -39,7 +39,7 @@ RANK_QUERIES = Family(
     _RANK_TRAITS,
 )  # fmt: skip
 POOL_QUERIES = Family(
-    "pool_queries", "selection/pool_queries.cu", "PoolQueriesParams", THREADS, 4,
+    "pool_queries", "selection/pool_queries.cu", "PoolQueriesParams", THREADS, "({aligned} ? 4 : 2)",
     "PoolTraits<{element}, {head_dim}, {aligned}>",
 )  # fmt: skip
 
@@ -59,7 +59,8 @@ def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
 
 
 def pool_queries(inputs: Inputs) -> Kernel:
-    return Kernel(POOL_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned)
+    sums = THREADS * 8 * 4  # sizeof(PoolTraits::Shared)
+    return Kernel(POOL_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, shared_bytes=sums)
 
 
 def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, Any]:
