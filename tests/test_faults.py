@@ -130,8 +130,8 @@ FAULTS = [
         ("the nearest key is the outlier", "outliers", "if (distance > furthest) {",
          "if (furthest < 0.f || distance < furthest) {"),
         ("a lane has its own outlier", "outliers", "distance += __shfl_xor_sync(kFullWarp, distance, step);", ";"),
-        ("the last key is no outlier", "outliers", "under way\n    for (int r = begin_row; r < end_row;",
-         "under way\n    for (int r = begin_row; r < end_row - 1;"),
+        ("the last key is no outlier", "outliers", "int outlier = begin_row;\n    for (int r = begin_row; r < end_row;",
+         "int outlier = begin_row;\n    for (int r = begin_row; r < end_row - 1;"),
     ),
     *_faults(
         "unit_keys", replace(UNITS, head_dim=33),

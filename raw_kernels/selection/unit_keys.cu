@@ -65,7 +65,6 @@ __device__ __forceinline__ void unit_keys(const UnitKeysParams& p, typename Trai
     const bool is_unit = first + slot < units;  // lanes without one go along, as lanes of a row add up together
     const int u = is_unit ? first + slot : units - 1, begin_row = u << g.unit_shift, end_row = u + 1 << g.unit_shift;
     float mean[8] = {}, x[8];
-#pragma unroll 4
     for (int r = begin_row; r < end_row; ++r) {
       read_row<Traits>(x, shared.rows + r * Traits::kHeadDim, lane, Traits::kHeadDim, true);
 #pragma unroll
@@ -73,7 +72,6 @@ __device__ __forceinline__ void unit_keys(const UnitKeysParams& p, typename Trai
     }
     float furthest = -1.f;  // squared; no distance that is not a number is larger
     int outlier = begin_row;
-#pragma unroll 4  // sums of lanes of several keys under way
     for (int r = begin_row; r < end_row; ++r) {
       read_row<Traits>(x, shared.rows + r * Traits::kHeadDim, lane, Traits::kHeadDim, true);
       float distance = 0.f;

@@ -1,8 +1,8 @@
 // unit_weights on Hopper, of up to 16 pooled queries a segment (unit_weights.cu has the portable one): by wgmma.
 //
 // A warp has a segment, and a warpgroup a product of 64 rows, (segment, pooled query) pairs. All warpgroups read the same
-// units, kTile rows of unit_keys at a time: first mean keys, for norms, then both rows, for scores. While some multiply
-// others find exponentials or maxima.
+// units, kTile rows of unit_keys at a time: first mean keys, for norms, then both rows, for scores. Two multiply while the
+// other two find exponentials or maxima.
 #include "selection/segment_block.cuh"
 #include "selection/sortable.cuh"
 #include "sm90/wgmma_tile.cuh"
@@ -13,7 +13,7 @@ template <class Element_, int kHeadDim_>
 struct WeightSm90Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kThreads = 512;
-  static constexpr int kGroups = kThreads / 128, kSegments = kThreads / 32;
+  static constexpr int kGroups = 4, kSegments = kThreads / 32;
   static constexpr int kTile = 128, kStages = 4;  // rows of unit_keys, tiles of them
   struct Shared {
     uint16 units[kStages][kTile * kHeadDim];
@@ -21,6 +21,8 @@ struct WeightSm90Traits {
     uint64 full[kStages], empty[kStages];  // barriers: a tile's copies have landed, all warps are done with it
   };
 };
+
+constexpr int kTurn = 1;  // the first of the named barriers at which a warpgroup waits for the one two before or after it
 
 // Where row i of a tile stands: wgmma gives a thread columns 2 t, 2 t + 1 of each 8, which are then rows 4 t .. 4 t + 3
 // of each 16, two units.
@@ -91,10 +93,9 @@ __device__ __forceinline__ void unit_weights_sm90(const RankKeysParams& p, typen
   const int group_end = block.units_of(block.segment(group * 4 + 3));  // of the warpgroup's longest
   float s[kTile / 2];  // products [pooled queries lane / 4 and 8 more, rows of a tile]
   const uint32 a = tile_descriptor(shared_address(shared.pooled[group]), 0);
-  constexpr bool kInTurn = true;
   // The products with a tile, of whose units `count` come before it; and a new tile in the place of the one before.
   const auto multiply = [&](int tile, int count) {
-    if (kInTurn) named_sync(1 + group, 256);
+    named_sync(kTurn + group, 256);
     if (count < group_end) {
       barrier_wait(shared.full[tile % kStages], tile / kStages & 1);
       const uint32 b = tile_descriptor(shared_address(shared.units[tile % kStages]), 0);
@@ -106,12 +107,12 @@ __device__ __forceinline__ void unit_weights_sm90(const RankKeysParams& p, typen
       wgmma_wait<0>();
       finished(s);
     }
-    if (kInTurn && (group < 2 || tile + 1 < tiles)) named_arrive(1 + (group ^ 2), 256);
+    if (group < 2 || tile + 1 < tiles) named_arrive(kTurn + (group ^ 2), 256);
     if (lane == 0) barrier_arrive(shared.empty[tile % kStages]);
     __syncwarp();
     load(tile + kStages - 1);
   };
-  if (kInTurn && group >= 2) named_arrive(1 + (group ^ 2), 256);
+  if (group >= 2) named_arrive(kTurn + (group ^ 2), 256);  // the others begin
 
   const int begin = g.dense_begin(segment) >> g.unit_shift;
   const int skipped_to = begin + (g.units() - g.ranked(segment));  // units of [begin, skipped_to) are no candidates
