@@ -25,8 +25,8 @@ struct PoolTraits : RowTraits<Element, kHeadDim> {
   };
 };
 
-// Block: a head and a segment. A warp takes a run at a time, and reads 32 / kLanes of its queries at once; of few runs all
-// warps share each.
+// Block: a head and a segment. A warp takes a run at a time, and reads 32 / kLanes of its queries at once; of few runs
+// all warps share each.
 template <class Traits>
 __device__ __forceinline__ void pool_queries(const PoolQueriesParams& p, typename Traits::Shared& shared) {
   using Element = typename Traits::Element;

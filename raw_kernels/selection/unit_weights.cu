@@ -80,7 +80,8 @@ struct UnitWeights {
       const uint32* from[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        from[h] = reinterpret_cast<const uint32*>(block.pooled(segment[i], tile * kPooledTile + h * 8 + lane / 4)) + lane % 4;
+        from[h] = reinterpret_cast<const uint32*>(block.pooled(segment[i], tile * kPooledTile + h * 8 + lane / 4)) +
+                  lane % 4;
 #pragma unroll
       for (int c = 0; c < kDims; ++c)
 #pragma unroll

@@ -1,8 +1,8 @@
 // unit_weights on Hopper, of up to 16 pooled queries a segment (unit_weights.cu has the portable one): by wgmma.
 //
-// A warp has a segment, and a warpgroup a product of 64 rows, (segment, pooled query) pairs. All warpgroups read the same
-// units, kTile rows of unit_keys at a time: first mean keys, for norms, then both rows, for scores. Two multiply while the
-// other two find exponentials or maxima.
+// A warp has a segment, and a warpgroup a product of 64 rows, (segment, pooled query) pairs. All warpgroups read the
+// same units, kTile rows of unit_keys at a time: first mean keys, for norms, then both rows, for scores. Two multiply
+// while the other two find exponentials or maxima.
 #include "selection/segment_block.cuh"
 #include "selection/sortable.cuh"
 #include "sm90/wgmma_tile.cuh"
@@ -22,7 +22,7 @@ struct WeightSm90Traits {
   };
 };
 
-constexpr int kTurn = 1;  // the first of the named barriers at which a warpgroup waits for the one two before or after it
+constexpr int kTurn = 1;  // the first of the named barriers at which a warpgroup waits for the one two before it
 
 // Where row i of a tile stands: wgmma gives a thread columns 2 t, 2 t + 1 of each 8, which are then rows 4 t .. 4 t + 3
 // of each 16, two units.
