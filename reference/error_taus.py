@@ -106,7 +106,8 @@ class _Piece:
         self.geometry = replace(whole, seqlen_q=end - begin, seqlen_k=seen)
         self.config, self.scores, self.stop_lag = config, (scale, softcap), stop_lag
         self.orders = (
-            query_order(self.q, self.k, self.geometry), key_order(self.q, self.k, self.geometry, config, scale)
+            query_order(self.q, self.k, self.geometry, config.block_m),
+            key_order(self.q, self.k, self.geometry, config, scale),
         )  # fmt: skip
         self.state = pass1(self.q, self.k, self.v, self.geometry, scale, softcap)
         self.dense = dense_attention(

@@ -66,12 +66,13 @@ def leading_bits(scores: Array) -> Array:
 
 
 @quiet
-def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
+def query_order(q: Array, k: Array, geometry: Geometry, block_m: int) -> Array:
     """Queries of each segment by descending dot product with a guide (Algorithm 1, lines 9-14).
 
     The guide is the mean of the KV head's first segment of keys, or of as many of them as stand before
     the segment: when 0 < seqlen_k - seqlen_q < segment, queries of the first segment would otherwise be
-    ordered, and so stopped together, by keys of their future. With no such key the order is the identity.
+    ordered, and so stopped together, by keys of their future. With no such key the order is the identity,
+    and where a segment is one q tile, of ``block_m`` queries, which stops as one in whichever order.
     Scores are compared by :func:`leading_bits`; equal ones stay in ascending position.
 
     Returns int32 [B, H, N, S]: offsets inside the segment, -1 past the end of a short last segment.
@@ -83,7 +84,7 @@ def query_order(q: Array, k: Array, geometry: Geometry) -> Array:
     for n in range(geometry.segments):
         begin, end = geometry.queries(n)
         rows, count = end - begin, geometry.guide_keys(n)
-        if count == 0:
+        if count == 0 or geometry.block_count(block_m) == 1:
             order[:, :, n, :rows] = np.arange(rows)
             continue
         guide = k[:, :, :count].mean(axis=2)  # [B, Hkv, D]

@@ -202,6 +202,13 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 256, "tau": 0.01, "heads": 1},
     {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "head_dim": 256},
+    # More units than a tile of unit_weights_sm90 has, and more segments than a block; 16 pooled queries and 17.
+    {"options": {"unit": 8}, "heads": 4, "kv_heads": 2, "seqlen_q": 2600, "head_dim": 128},
+    {"options": {"unit": 8}, "dtype": "float16", "seqlen_q": 2600, "seqlen_k": 2777, "batch": 2, "head_dim": 72},
+    {"options": {"unit": 4, "window": 100}, "seqlen_q": 1300, "seqlen_k": 2003, "is_causal": False, "head_dim": 64},
+    {"options": {"unit": 2}, "segment": 32, "seqlen_q": 700, "seqlen_k": 1500, "head_dim": 128, "scale": -0.1},
+    {"options": {"unit": 8, "pooled_queries": 16}, "segment": 300, "seqlen_q": 1600, "head_dim": 128},
+    {"options": {"unit": 8, "pooled_queries": 17}, "segment": 300, "seqlen_q": 1600, "head_dim": 128},
     {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
     # Windows.
     {"options": {"window": 1}},
@@ -216,7 +223,11 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, **_ROUNDS},
     {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "segment": 32, "options": {"workspace_bytes": 1 << 20}},
     # About as many candidates as each sort of the head of an order holds, and more.
-    *({"seqlen_q": 100, "seqlen_k": 100 + n, "heads": 1, **_KEYS} for n in (2047, 2048, 2049, 4095, 4096, 4097)),
+    *(
+        {"seqlen_q": 100, "seqlen_k": 100 + most + more, "heads": 1, **_KEYS}
+        for most in (2048, 4096, 6144)
+        for more in (-1, 0, 1)
+    ),
     *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1, **_KEYS} for more in (-1, 0, 1, 7, 2000)),
     {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False, **_KEYS},
     {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128, **_KEYS},

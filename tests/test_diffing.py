@@ -38,7 +38,7 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
         q, scale = -q, -scale
     geometry = problem.geometry(config)
     pooled, counts = s2o.pooled_queries(q, geometry, config)
-    q_order = s2o.query_order(q, k, geometry)
+    q_order = s2o.query_order(q, k, geometry, config.block_m)
     of_units = s2o.unit_keys(k, geometry) if config.rank == "weight" else None
     scores, k_order, positions = [], [], []
     for n in range(geometry.segments):

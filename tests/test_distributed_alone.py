@@ -229,7 +229,7 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     assert launched.count("wait") == 1
     if waits_after:
         assert launched[:at] == ["clear", waits_after]
-        assert launched[at + 1] == ("key_moments" if "tail" in options else "guides")
+        assert launched[at + 1] == ("key_moments" if "tail" in options else "pool_queries")
         assert replays == [1]  # the call that has nothing to wait for
     else:
         assert "pass1" not in launched[:at]

@@ -43,6 +43,11 @@ MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=6
            options={"rank": "max", "pooled_queries": 3})  # fmt: skip
 # Several steps of units, two tiles of pooled queries in each segment, and a last segment of few queries.
 UNITS = Case(heads=4, kv_heads=2, seqlen_q=1100, segment=256, block_m=64, block_n=64, options={"unit": 8})
+# Several tiles of units and blocks of segments of the kernel for up to 16 pooled queries.
+HOPPER_UNITS = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128, options={"unit": 8})
+HOPPER_AROUND = replace(HOPPER_UNITS, seqlen_q=600, seqlen_k=1100 + 3, is_causal=False)
+ONE_TILE = Case(heads=4, kv_heads=2, seqlen_q=700, segment=60, head_dim=72, block_m=64, block_n=64,
+                options={"pooled_queries": 9})  # fmt: skip
 # The units before a segment and those after it, the last of which is short.
 AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
@@ -83,6 +88,22 @@ FAULTS = [
     # Of few dimensions, so that rounding shows beside the bits that are cut from a score.
     *_faults("rank_queries", replace(MEAN, head_dim=8),
         ("the guide is rounded", "query order", "part < g; ++part", "part < 0; ++part"),
+    ),
+    *_faults(
+        "pool_queries", ONE_TILE,
+        ("a mean divides by a full run's length", "pooled_queries", "p.sign / (end - begin)", "p.sign / p.run"),
+        ("a mean leaves out its last query", "pooled_queries", "r < end; r += stride", "r < end - 1; r += stride"),
+        ("rows that are read together are not added up", "pooled_queries", "int step = kLanes; step < 32;",
+         "int step = kLanes; step < 16;"),
+        ("two elements are exchanged", "pooled_queries", "store_global_16(mean + lane * 8, packed[0], packed[1],",
+         "store_global_16(mean + lane * 8, packed[1], packed[0],"),
+        ("the next run's place", "pooled_queries", "means + run * Traits", "means + (run ^ 1) * Traits"),
+        ("neighbours are exchanged", "query order", "order[i] = i;", "order[i] = i ^ 1;"),
+    ),
+    *_faults(
+        "pool_queries", replace(ONE_TILE, options={"pooled_queries": 3}),
+        ("warps that share a run read the same queries", "pooled_queries", "begin + threadIdx.x / kLanes",
+         "begin + slot"),
     ),
     *_faults(
         "key_scores", MAX,
@@ -160,6 +181,48 @@ FAULTS = [
         "unit_weights", AROUND,
         ("units of the segment itself are in a norm", "key scores", "begin[i] + (g.units() - g.ranked(segment[i]))",
          "begin[i]"),
+    ),
+    *_faults(
+        "unit_weights_sm90", HOPPER_UNITS,
+        ("a norm is left out", "key scores", "-outlier_shift)) - norm[h];", "-outlier_shift));"),
+        ("half of the pooled queries do not count", "key scores", "larger_or_nan(weight(j, 0), weight(j, 1))",
+         "larger_or_nan(weight(j, 0), weight(j, 0))"),
+        ("an outlier is a unit", "key scores", "p.scale_log2, -outlier_shift))", "p.scale_log2, 0.f))"),
+        ("norms are of outliers too", "key scores", "tile < norm_tiles ? 1 : 2;", "2;"),
+        ("a pooled query's columns are mixed up", "key scores", "r % 64, chunk),", "r % 64, chunk ^ 1),"),
+        ("rows stand as they are copied", "key scores", "(i & ~15) | (i & 2) << 2 | (i >> 1 & 6) | (i & 1)", "i"),
+        ("a column is read twice", "key scores", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
+        ("scores go to the neighbours", "key scores", "const int unit = first + 2 * lane;",
+         "const int unit = first + 2 * (lane ^ 1);"),
+        ("lanes keep their maxima", "key scores",
+         "Float16::larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 4 * kHalf))", "mine"),
+        ("a norm lacks what other lanes found", "key scores",
+         "- base);\n    sum += __shfl_xor_sync(kFullWarp, sum, 1);", "- base);"),
+        ("a norm is not rescaled", "key scores", "l[h] = l[h] * exp2_approx(m[h] - base) +", "l[h] = l[h] +"),
+        ("units of the future are in a norm", "key scores", "if (behind > begin &&", "if (false &&"),
+        ("half of a norm's scores are natural", "key scores",
+         "sum[j % 4] += exp2_approx(fmaf(s[j * 4 + 2 * h], p.scale_log2,",
+         "sum[j % 4] += exp2_approx(fmaf(s[j * 4 + 2 * h], p.scale_log2 * 0.6931f,"),
+        ("a pooled query has another's norm", "key scores", "- norm[h];", "- norm[1 - h];"),
+        ("every head has the first one's units", "key scores", "static_cast<int64>(kv_head) * p.geometry.units()",
+         "static_cast<int64>(0) * p.geometry.units()"),
+        ("a warpgroup is done with its first segment", "key scores", "block.segment(group * 4 + 3)",
+         "block.segment(group * 4)"),
+        ("a tile is copied over the next", "key scores", "load(tile + kStages - 1);", "load(tile + kStages);"),
+    ),
+    *_faults(
+        "unit_weights_sm90", replace(HOPPER_UNITS, options={"unit": 8, "pooled_queries": 5}),
+        ("the next segment's pooled queries count", "key scores", "(is_pooled ? r : 0)", "r"),
+    ),
+    *_faults(
+        "unit_weights_sm90", replace(HOPPER_UNITS, poison=("k", 37, 200.0)),  # which its unit's mean hides
+        ("outliers do not count", "key scores", "fmaf(s[j * 4 + 2 * h + 1], p.scale_log2, -outlier_shift)",
+         "fmaf(s[j * 4 + 2 * h], p.scale_log2, -outlier_shift)"),
+    ),
+    *_faults(
+        "unit_weights_sm90", HOPPER_AROUND,
+        ("units of the segment itself are in a norm", "key scores", "begin + (g.units() - g.ranked(segment))",
+         "begin"),
     ),
     *_faults(
         "key_order_head", AROUND,
@@ -382,11 +445,13 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", [MEAN, MAX, UNITS, AROUND, HOPPER, RISING], ids=["mean", "max", "units", "around", "hopper", "rising"]
+    "case",
+    [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND],
+    ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around"],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")
-    report = run_diff(case, "auto" if case in (HOPPER, RISING) else "portable")
+    report = run_diff(case, "auto" if case.head_dim == 128 else "portable")
     assert report.ok, report.table()
     assert 0.05 < report.density < 0.95 or case.tau == 0  # some tiles stop, and some keys are skipped

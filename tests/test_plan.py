@@ -15,7 +15,7 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import LaunchPlan, padded_head_dim
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.plan.paths import MAX_STAGES, attention_shared, blocks_that_fit, stages_for, step_for
-from s2o_cupy.plan.rounds import MAX_GRID, STEP
+from s2o_cupy.plan.rounds import MAX_GRID, STEP, UNIT_STEP
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order
 from s2o_cupy.selection.catalogue import kernels_for
@@ -72,11 +72,13 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     """Blocks of every launch, the largest where a kernel is launched several times."""
     sizes = {
         "pass1": plan.whole.rows * plan.pass1_tiles,
-        "guides": problem.batch * problem.kv_heads * 2,
-        "rank_queries": plan.whole.rows,
     }
     method, geometry = plan.method, problem.geometry(config)
     assert isinstance(method, S2O)
+    if geometry.block_count(config.block_m) > 1:
+        sizes |= {"guides": problem.batch * problem.kv_heads * 2, "rank_queries": plan.whole.rows}
+    else:
+        sizes["pool_queries"] = plan.whole.rows
     if config.rank == "weight" and plan.chunks and geometry.units:
         blocks = -(-geometry.units * geometry.unit // UNIT_KEYS_OF_BLOCK)
         sizes["unit_keys"] = problem.batch * problem.kv_heads * blocks
@@ -148,11 +150,12 @@ def test_chunks_stay_within_the_workspace(case):
 def test_rows_of_a_chunk_lie_one_behind_the_other(case):
     problem, config = case
     geometry = problem.geometry(config)
+    step = STEP if geometry.unit == 1 else UNIT_STEP
     for chunk in plan_of(problem, config).chunks:
         end = 0
         for head, n in itertools.product(range(chunk.heads), range(chunk.segments)):
             row = chunk.place(chunk.first_head + head, chunk.first_segment + n)
-            assert row.start == end and row.start % STEP == 0
+            assert row.start == end and row.start % step == 0
             end = row.stop
             # Scores lie by unit: without causality up to the last one, which an order has even if it is short.
             every = -(-geometry.seqlen_k // geometry.unit)
@@ -161,7 +164,7 @@ def test_rows_of_a_chunk_lie_one_behind_the_other(case):
         assert end == chunk.elements
         longest = max(geometry.ranked(chunk.first_segment + n) for n in range(chunk.segments))
         if geometry.is_causal:  # no more than if all rows were as long as the longest
-            assert chunk.elements <= chunk.rows * -(-longest // STEP) * STEP
+            assert chunk.elements <= chunk.rows * -(-longest // step) * step
 
 
 def test_a_round_has_all_segments_of_a_few_heads():
@@ -468,8 +471,8 @@ def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, 
     assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for name in (
-        "pass1", "pass2", "guides", "rank_queries", "unit_keys", "unit_weights", "key_scores", "key_strata",
-        "key_middle", "key_order_head",
+        "pass1", "pass2", "guides", "rank_queries", "pool_queries", "unit_keys", "unit_weights", "key_scores",
+        "key_strata", "key_middle", "key_order_head",
     ):  # fmt: skip
         kernel = getattr(plan if name in ("pass1", "pass2") else plan.method, name)
         left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128

@@ -11,7 +11,7 @@ def test_query_order_follows_the_guide():
     q, k = rng.standard_normal((2, 4, 21, 8)).round(), rng.standard_normal((2, 2, 25, 8)).round()
     # Dot products of small integers are exact, and short enough to be compared whole: ties are ties.
     geometry = Geometry(21, 25, 16)
-    order = s2o.query_order(q, k, geometry)
+    order = s2o.query_order(q, k, geometry, 8)
     assert order.shape == (2, 4, 2, 16)
     assert order.dtype == np.int32
     for b, h, n in np.ndindex(2, 4, 2):
@@ -24,8 +24,20 @@ def test_query_order_follows_the_guide():
 
 def test_query_order_without_earlier_keys_is_the_identity():
     q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 40, 8))
-    order = s2o.query_order(q, k, Geometry(40, 40, 16))
+    order = s2o.query_order(q, k, Geometry(40, 40, 16), 8)
     np.testing.assert_array_equal(order[:, :, 0], np.tile(np.arange(16), (1, 2, 1)))
+
+
+def test_queries_of_one_tile_keep_their_order():
+    """All of them stop together, in whichever order they stand."""
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 40, 8))
+    for segment, block_m in ((16, 16), (16, 100), (1000, 40)):
+        geometry = Geometry(40, 40, segment, is_causal=False)
+        rows = [min(segment, 40 - n * segment) for n in range(geometry.segments)]
+        order = s2o.query_order(q, k, geometry, block_m)
+        for n, count in enumerate(rows):
+            assert (order[:, :, n, :count] == np.arange(count)).all() and (order[:, :, n, count:] == -1).all()
+        assert (s2o.query_order(q, k, geometry, min(segment, 40) - 1)[:, :, 0, : rows[0]] != np.arange(rows[0])).any()
 
 
 def test_query_order_compares_leading_bits():
@@ -33,11 +45,11 @@ def test_query_order_compares_leading_bits():
     tie, more = 1 + 2.0**-11, 1 + 2.0**-10
     q = np.array([[[[1.0], [tie], [-tie], [-1.0], [more], [np.nan]]]], np.float32)
     k = np.ones((1, 1, 6, 1), np.float32)
-    order = s2o.query_order(q, k, Geometry(6, 6, 6, is_causal=False))
+    order = s2o.query_order(q, k, Geometry(6, 6, 6, is_causal=False), 2)
     assert order[0, 0, 0].tolist() == [5, 4, 0, 1, 2, 3]
 
 
 def test_query_order_puts_nan_first():
     q, k = np.array([1, np.nan, np.inf, np.nan]).reshape(1, 1, 4, 1), np.ones((1, 1, 4, 1))
-    order = s2o.query_order(q, k, Geometry(4, 4, 4, is_causal=False))
+    order = s2o.query_order(q, k, Geometry(4, 4, 4, is_causal=False), 2)
     assert order.tolist() == [[[[1, 3, 2, 0]]]]

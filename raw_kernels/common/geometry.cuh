@@ -41,7 +41,7 @@ struct Chunk {
   int shared_heads;  // consecutive heads that read one KV head and divide `heads`
   int near_heads;    // consecutive heads whose keys L2 holds at once; divides `heads`
   int64 stride;      // elements of the first segment's row of scores or of a key order
-  int64 growth;      // how many more each further segment's has; multiples of 64
+  int64 growth;      // how many more each further segment's has; multiples of 64, of larger units of 8
 
   // Row of a (head, segment) pair among the chunk's.
   __device__ __forceinline__ int64 row(int head, int n) const {

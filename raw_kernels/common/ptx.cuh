@@ -146,6 +146,12 @@ struct Float16 {
     asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
   }
+  // Of both halves; NaN where one is.
+  static __device__ __forceinline__ uint32 larger_or_nan(uint32 a, uint32 b) {
+    uint32 y;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+  }
   static __device__ __forceinline__ uint32 smaller(uint32 a, uint32 b) {
     uint32 y;
     asm("min.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));

@@ -7,13 +7,6 @@
 
 namespace s2o {
 
-// After wgmma_wait: nothing of `x` is read before.
-template <int kCount>
-__device__ __forceinline__ void finished(float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
 // s = q k^T for 64 keys, whole; q and k are tiles of 64 rows.
 template <class Element, int kHeadDim>
 __device__ __forceinline__ void multiply_scores(float (&s)[32], uint32 q_tile, uint32 k_tile) {

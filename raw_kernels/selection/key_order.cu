@@ -257,6 +257,8 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
       sort_row<8>(row, scores, nullptr, shared);
     } else if (row.count <= 16 * kSortThreads) {
       sort_row<16>(row, scores, nullptr, shared);
+    } else if (row.count <= 24 * kSortThreads) {
+      sort_row<24>(row, scores, nullptr, shared);
     } else {
       sort_row<kMostOfThread>(row, scores, nullptr, shared);
     }

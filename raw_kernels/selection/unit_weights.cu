@@ -11,7 +11,7 @@
 // Products with all mean keys are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That
 // takes less than keeping those of each pooled query.
 #include "sm80/attention.cuh"
-#include "selection/rank_keys_params.cuh"
+#include "selection/segment_block.cuh"
 #include "selection/sortable.cuh"
 
 namespace s2o {
@@ -63,45 +63,25 @@ struct UnitWeights {
 
   const RankKeysParams& p;
   typename Traits::Shared& shared;
-  int head, lane, warp;
+  SegmentBlock<Traits::kSegments, Traits::kHeadDim> block;
+  int lane, warp;
   int segment[kOfWarp];
-  bool there[kOfWarp];            // past the chunk's last segment there is none
-  int end;                        // of the units that some segment of the block ranks
   uint32 a[kOfWarp][kDims][4];    // fragments of a tile of pooled queries
   float s[kOfWarp][kUnitTiles][4];  // products [pooled queries lane / 4 and 8 more, rows of half a step]
 
   __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
-      : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    // The longest first; heads side by side, which share keys.
-    const int blocks = (p.chunk.segments + Traits::kSegments - 1) / Traits::kSegments;
-    const int index = blockIdx.x / p.chunk.heads;
-    head = p.chunk.first_head + blockIdx.x % p.chunk.heads;
-    const int first = (blocks - 1 - index) * Traits::kSegments;
+      : p(p_), shared(shared_), block(p_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) {
-      const int n = first + warp * kOfWarp + i;
-      there[i] = n < p.chunk.segments;
-      segment[i] = p.chunk.first_segment + min(n, p.chunk.segments - 1);
-    }
-    end = units_of(p.chunk.first_segment + min(first + Traits::kSegments, p.chunk.segments) - 1);
-  }
-  // Scores lie by unit: without causality also of units between a segment's candidates.
-  __device__ __forceinline__ int units_of(int n) const {
-    return p.geometry.is_causal ? p.geometry.ranked(n) : p.geometry.units();
+    for (int i = 0; i < kOfWarp; ++i) segment[i] = block.segment(warp * kOfWarp + i);
   }
   __device__ __forceinline__ void load_pooled(int tile) {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
       const uint32* from[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = tile * kPooledTile + h * 8 + lane / 4;
-        // What is not there, or an empty run, is stood in for by the first, which changes no maximum.
-        const bool is_pooled = r < p.pooled_queries && r * p.run < p.geometry.query_count(segment[i]);
-        const int64 row = (static_cast<int64>(head) * p.geometry.segments() + segment[i]) * p.pooled_queries +
-                          (is_pooled ? r : 0);
-        from[h] = reinterpret_cast<const uint32*>(p.means + row * Traits::kHeadDim) + lane % 4;
-      }
+      for (int h = 0; h < 2; ++h)
+        from[h] = reinterpret_cast<const uint32*>(block.pooled(segment[i], tile * kPooledTile + h * 8 + lane / 4)) +
+                  lane % 4;
 #pragma unroll
       for (int c = 0; c < kDims; ++c)
 #pragma unroll
@@ -135,10 +115,9 @@ struct UnitWeights {
   // done(step, half) after each.
   template <int kRows, class Done>
   __device__ __forceinline__ void walk(const Done& done) {
-    const int rows = kRows * end, steps = (rows + kUnitStep - 1) / kUnitStep, batch = head / p.heads;
-    const int kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+    const int rows = kRows * block.end, steps = (rows + kUnitStep - 1) / kUnitStep;
     const Tensor<const uint16> units = {p.unit_keys, 0, 0, (3 - kRows) * Traits::kHeadDim};
-    const uint16* data = p.unit_keys + static_cast<int64>(kv_head) * p.geometry.units() * 2 * Traits::kHeadDim;
+    const uint16* data = block.unit_keys();
     const ContiguousKeys<Traits> source{shared, rows, p.pages};
     const auto load = [&](int step) {
       if (step < steps)
@@ -177,7 +156,7 @@ struct UnitWeights {
         m[i][0] = m[i][1] = -infinity();
         l[i][0] = l[i][1] = 0.f;
         begin[i] = g.dense_begin(segment[i]) >> g.unit_shift;
-        last[i] = units_of(segment[i]);
+        last[i] = block.units_of(segment[i]);
         skipped_to[i] = begin[i] + (g.units() - g.ranked(segment[i]));
       }
       load_pooled(tile);
@@ -251,8 +230,8 @@ struct UnitWeights {
     int64 row_place[kOfWarp];
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
-      row_end[i] = units_of(segment[i]);
-      row_place[i] = p.chunk.place(head, segment[i]);
+      row_end[i] = block.there(warp * kOfWarp + i) ? block.units_of(segment[i]) : 0;
+      row_place[i] = p.chunk.place(block.head, segment[i]);
     }
     float best[kOfWarp][kUnitStep / 8];  // number j is unit j * 4 + lane % 4 of a step
     const auto take = [&](int tile, bool is_first, auto half) {
@@ -284,7 +263,7 @@ struct UnitWeights {
         share_largest<2>(best[i]);
         share_largest<1>(best[i]);
         const int at = step * kPairs + lane;
-        store_if(there[i] && at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], 0.f));
+        store_if(at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], 0.f));
       }
     });
   }
@@ -296,7 +275,7 @@ __device__ __forceinline__ void unit_weights(const RankKeysParams& p, typename T
   if (threadIdx.x == 0) shared.first_key = 0;
   __syncthreads();
   UnitWeights<Traits> weights(p, shared);
-  if (weights.end <= 0) return;
+  if (weights.block.end <= 0) return;
   weights.find_norms();
   weights.find_scores();
 }

@@ -202,12 +202,13 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
       : S2O_ACCUMULATORS_128                                                                          \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
 
-#define S2O_WGMMA_RS_N128(TYPE)                                                                       \
+// TRANSPOSED: "1", b is rows of N; "0", rows of K.
+#define S2O_WGMMA_RS_N128(TYPE, TRANSPOSED)                                                           \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %69, 0;\n"                                     \
       "mov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                                                 \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
-      "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, p, 1, 1, 1;\n}"                                \
+      "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, p, 1, 1, " TRANSPOSED ";\n}"                   \
       : S2O_ACCUMULATORS_64                                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
 
@@ -239,7 +240,11 @@ struct Wgmma;
       S2O_WGMMA_RS_N256(TYPE);                                                                               \
     }                                                                                                        \
     static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint32 b, int accumulate) { \
-      S2O_WGMMA_RS_N128(TYPE);                                                                               \
+      S2O_WGMMA_RS_N128(TYPE, "1");                                                                          \
+    }                                                                                                        \
+    static __device__ __forceinline__ void rs_rows(float (&d)[64], const uint32 (&a)[4], uint32 b,            \
+                                                   int accumulate) {                                         \
+      S2O_WGMMA_RS_N128(TYPE, "0");                                                                          \
     }                                                                                                        \
     static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N64(TYPE);                                                                                \

@@ -14,9 +14,10 @@ from ..caches import remembered
 from ..problem import Problem
 from ..spec import Geometry
 
-__all__ = ["MAX_GRID", "STEP", "Chunk", "near_heads", "rounds"]
+__all__ = ["MAX_GRID", "STEP", "UNIT_STEP", "Chunk", "near_heads", "rounds"]
 
-STEP = 64  # keys of one step of the kernels' main loop (kStep), and what lengths of rows are multiples of
+STEP = 64  # keys of one step of the kernels' main loop (kStep), and what lengths of rows of keys are multiples of
+UNIT_STEP = 8  # those of rows of larger units: 16 bytes of scores
 MAX_GRID = 2**31 - 1
 NEAR_BYTES = 16 << 20  # of keys and values, of an L2 of 50 MB
 
@@ -88,7 +89,8 @@ def _divisors(n: int) -> tuple[int, ...]:
 def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
     """``stride`` and ``growth`` of the rows of segments [begin, end), an element a unit: those of later segments are
     longer, by up to a segment each, or all are as long as the last where that takes less."""
-    padded = lambda units: -(-units // STEP) * STEP  # noqa: E731
+    step = STEP if geometry.unit == 1 else UNIT_STEP
+    padded = lambda units: -(-units // step) * step  # noqa: E731
     if not geometry.is_causal:  # scores lie by unit, and an order may end in a short one
         return padded(-(-geometry.seqlen_k // geometry.unit)), 0
     first, last = geometry.ranked(begin), geometry.ranked(end - 1)

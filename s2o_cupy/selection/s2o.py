@@ -1,8 +1,9 @@
 """S2O's ordering: queries by a guide, keys by what pooled queries make of them.
 
 reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
-queries and pool them; rank="weight" takes two keys that stand for each unit. In each round unit_weights, or key_scores,
-score the candidates of its rows, and key_strata, key_middle and key_order_head order them.
+queries and pool them, or pool_queries only pools them; rank="weight" takes two keys that stand for each unit. In each
+round unit_weights, or key_scores, score the candidates of its rows, and key_strata, key_middle and key_order_head order
+them.
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -65,6 +66,8 @@ class S2O:
         # At most MAX_SEGMENT.
         self.sort_slots = max(kernels.WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
         self.by_weight = config.rank == "weight"
+        # A tile of all of a segment's queries stops with them all, in whichever order.
+        self.orders_queries = setting.geometry.block_count(config.block_m) > 1
         # No grid has more blocks than a round has elements.
         budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)
         self.chunks = rounds(problem, setting.geometry, chunk_bytes, budget)
@@ -84,12 +87,16 @@ class S2O:
         return kernels.rank_queries(self.setting.inputs, self.sort_slots)
 
     @functools.cached_property
+    def pool_queries(self) -> Kernel:
+        return kernels.pool_queries(self.setting.inputs)
+
+    @functools.cached_property
     def unit_keys(self) -> Kernel:
         return kernels.unit_keys(self.setting.inputs)
 
     @functools.cached_property
     def unit_weights(self) -> Kernel:
-        return kernels.unit_weights(self.setting.inputs)
+        return kernels.unit_weights(self.setting.inputs, self.setting.path, self.setting.config.pooled_queries)
 
     @functools.cached_property
     def key_scores(self) -> Kernel:
@@ -114,9 +121,11 @@ class S2O:
         yield kernels.guides(inputs, sort_slots)
         if not inputs.paged:
             yield kernels.rank_queries(inputs, sort_slots)
+            yield kernels.pool_queries(inputs)
         if inputs.aligned:
             yield kernels.unit_keys(inputs)
-            yield kernels.unit_weights(replace(inputs, paged=False))
+            for pooled_queries in (1, kernels.HOPPER_MOST_POOLED + 1):
+                yield kernels.unit_weights(replace(inputs, paged=False), path, pooled_queries)
         yield from (kernels.key_scores(inputs, path, pooled_queries) for pooled_queries in (1, 2))
         yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
 
@@ -144,7 +153,7 @@ class S2O:
         s, geometry = self.setting, self.setting.geometry
         width, segments = s.inputs.head_dim, geometry.segments
         found: list[Array] = [
-            ("guide", (s.kv_heads, 2, width), "float32"),
+            ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
             ("means", (s.heads, segments, s.config.pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
             ("scores", (self.elements,), "float16"),  # rows of a chunk
@@ -174,11 +183,16 @@ class S2O:
             "pages": build.pages,
         }
         rows = s.heads * geometry.segments
-        found = [
-            *([self.tail.before_rounds(build)] if self.tail else ()),
-            build.launch("guides", self.guides, s.kv_heads * 2, values),
-            build.launch("rank_queries", self.rank_queries, rows, values),
-        ]
+        found = [self.tail.before_rounds(build)] if self.tail else []
+        if self.orders_queries:
+            found += [
+                build.launch("guides", self.guides, s.kv_heads * 2, values),
+                build.launch("rank_queries", self.rank_queries, rows, values),
+            ]
+        else:
+            names = ("q", "geometry", "heads", "pooled_queries", "run", "sign")
+            of_runs = {name: values[name] for name in names}
+            found.append(build.launch("rank_queries", self.pool_queries, rows, of_runs))
         if self.by_weight and self._unit_blocks > 0:
             of_units = {name: values[name] for name in ("k", "geometry", "kv_heads", "pages")}
             of_units |= {"head_blocks": self._unit_blocks, "aligned": s.inputs.aligned}

@@ -15,8 +15,8 @@ from ..spec import MAX_POOLED_QUERIES, ORDER_HEAD, STRATUM
 
 __all__ = [
     "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_KEYS_OF_BLOCK", "guides", "key_middle",
-    "key_order_head", "key_scores", "key_strata", "rank_queries", "score_blocks", "unit_keys", "unit_weight_blocks",
-    "unit_weights",
+    "key_order_head", "key_scores", "key_strata", "pool_queries", "rank_queries", "score_blocks", "unit_keys",
+    "unit_weight_blocks", "unit_weights",
 ]  # fmt: skip
 
 THREADS = 256
@@ -38,6 +38,10 @@ RANK_QUERIES = Family(
     "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : 5) : 7)",
     _RANK_TRAITS,
 )  # fmt: skip
+POOL_QUERIES = Family(
+    "pool_queries", "selection/pool_queries.cu", "PoolQueriesParams", THREADS, "({aligned} ? 4 : 2)",
+    "PoolTraits<{element}, {head_dim}, {aligned}>",
+)  # fmt: skip
 
 
 def guides(inputs: Inputs, sort_slots: int) -> Kernel:
@@ -52,6 +56,11 @@ def rank_queries(inputs: Inputs, sort_slots: int) -> Kernel:
     return Kernel(
         RANK_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, **_rank_shared(inputs.head_dim, sort_slots)
     )
+
+
+def pool_queries(inputs: Inputs) -> Kernel:
+    sums = THREADS * 8 * 4  # sizeof(PoolTraits::Shared)
+    return Kernel(POOL_QUERIES, inputs.dtype, inputs.head_dim, inputs.aligned, shared_bytes=sums)
 
 
 def _rank_shared(head_dim: int, sort_slots: int) -> dict[str, Any]:
@@ -115,7 +124,15 @@ UNIT_KEYS = Family(
 UNIT_WEIGHTS = Family(
     "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
 )
+UNIT_WEIGHTS_SM90 = Family(
+    "unit_weights_sm90", "selection/unit_weights_sm90.cu", "RankKeysParams", 512, 1,
+    "WeightSm90Traits<{element}, {head_dim}>", path=HOPPER,
+)  # fmt: skip
 UNIT_KEYS_OF_BLOCK = 128  # keys of a block of unit_keys (kBlockKeys)
+HOPPER_WEIGHT_ROWS = 128  # rows of unit_keys of a tile of unit_weights_sm90 (kTile)
+HOPPER_WEIGHT_STAGES = 4  # tiles of these in its shared memory
+HOPPER_MOST_POOLED = 16  # pooled queries of a segment: rows of a warp's product
+_HOPPER_SEGMENTS = UNIT_WEIGHTS_SM90.threads // WARP
 
 
 def unit_keys(inputs: Inputs) -> Kernel:
@@ -123,21 +140,27 @@ def unit_keys(inputs: Inputs) -> Kernel:
     return Kernel(UNIT_KEYS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared)
 
 
-def unit_weights(inputs: Inputs) -> Kernel:
+def unit_weights(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
     """Mean keys are whole rows in one array, wherever keys are."""
     head_dim = inputs.head_dim
-    norms = _weight_segments(head_dim) * MAX_POOLED_QUERIES["weight"] * 4
+    if pooled_queries <= HOPPER_MOST_POOLED and head_dim <= path.wgmma_head_dim:  # sizeof(WeightSm90Traits::Shared)
+        pooled = _HOPPER_SEGMENTS * HOPPER_MOST_POOLED * head_dim * 2
+        shared = HOPPER_WEIGHT_STAGES * (HOPPER_WEIGHT_ROWS * head_dim * 2 + 2 * 8) + pooled
+        return Kernel(UNIT_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared)
+    norms = (4 if head_dim > 128 else 8) * MAX_POOLED_QUERIES["weight"] * 4
     shared = 2 * STEP * head_dim * 2 + norms + 4  # sizeof(WeightTraits::Shared)
     return Kernel(UNIT_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared)
 
 
 def unit_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
-    return chunk.heads * -(-chunk.segments // _weight_segments(kernel.head_dim))
+    return chunk.heads * -(-chunk.segments // _weight_segments(kernel))
 
 
-def _weight_segments(head_dim: int) -> int:
-    """Segments of a block (WeightTraits::kSegments)."""
-    return 4 if head_dim > 128 else 8
+def _weight_segments(kernel: Kernel) -> int:
+    """Segments of a block (kSegments of its traits)."""
+    if kernel.family is UNIT_WEIGHTS_SM90:
+        return _HOPPER_SEGMENTS
+    return 4 if kernel.head_dim > 128 else 8
 
 
 # --- Orders ---

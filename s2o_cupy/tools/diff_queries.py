@@ -14,7 +14,7 @@ Array = Any  # numpy.ndarray
 UNIT32 = 2.0**-24
 
 
-def query_order_parts(order: Array, q: Array, k: Array, geometry: Geometry) -> tuple[Array, int]:
+def query_order_parts(order: Array, q: Array, k: Array, geometry: Geometry, block_m: int) -> tuple[Array, int]:
     """How far neighbours of q_order stand in the wrong order, as a share of what rounding of their scores allows,
     [B, H, N, S - 1]; infinite where a segment's entries are no permutation. And the places unlike the reference's."""
     from ..reference import s2o
@@ -23,7 +23,7 @@ def query_order_parts(order: Array, q: Array, k: Array, geometry: Geometry) -> t
     group = heads // k.shape[1]
     part = np.zeros((batch, heads, segments, max(1, segment - 1)))
     different = 0
-    reference = s2o.query_order(q, k, geometry)
+    reference = s2o.query_order(q, k, geometry, block_m)
     for n in range(segments):
         begin, end = geometry.queries(n)
         count, guide_keys = end - begin, geometry.guide_keys(n)
@@ -33,6 +33,9 @@ def query_order_parts(order: Array, q: Array, k: Array, geometry: Geometry) -> t
         different += int((mine != reference[:, :, n, :count]).sum())
         permutation = (np.sort(mine, axis=-1) == np.arange(count)).all(axis=-1)  # [B, H]
         part[:, :, n][~permutation] = np.inf
+        if geometry.block_count(block_m) == 1:  # not sorted
+            part[:, :, n][(mine != reference[:, :, n, :count]).any(axis=-1)] = np.inf
+            continue
         guide = np.repeat(k[:, :, :guide_keys].mean(axis=2), group, axis=1)  # [B, H, D]
         size = np.repeat(np.abs(k[:, :, :guide_keys]).mean(axis=2), group, axis=1)
         for b, h in np.ndindex(batch, heads):

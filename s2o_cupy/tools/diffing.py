@@ -335,7 +335,7 @@ def compare(
 
     # Query order: descending in exact scores, up to the rounding of two neighbouring scores and the bits that are cut.
     if ordered:
-        rows.integers("query order", *query_order_parts(stages.q_order, q, k, geometry))
+        rows.integers("query order", *query_order_parts(stages.q_order, q, k, geometry, config.block_m))
     step()
 
     # The two keys that stand for each unit.

@@ -1,0 +1,44 @@
+// What a block of unit_weights has: kSegments neighbouring segments of a head, the longest first; heads side by side,
+// which share keys.
+#pragma once
+#include "selection/rank_keys_params.cuh"
+
+namespace s2o {
+
+template <int kSegments, int kHeadDim>
+struct SegmentBlock {
+  const RankKeysParams& p;
+  int head;
+  int first;  // segment, of the chunk
+  int end;    // of the units that some segment of the block ranks
+
+  __device__ __forceinline__ explicit SegmentBlock(const RankKeysParams& p_) : p(p_) {
+    const int blocks = (p.chunk.segments + kSegments - 1) / kSegments, index = blockIdx.x / p.chunk.heads;
+    head = p.chunk.first_head + blockIdx.x % p.chunk.heads;
+    first = (blocks - 1 - index) * kSegments;
+    end = units_of(segment(kSegments - 1));
+  }
+  // Past the chunk's last segment there is none, and the last one stands in.
+  __device__ __forceinline__ bool there(int i) const { return first + i < p.chunk.segments; }
+  __device__ __forceinline__ int segment(int i) const {
+    return p.chunk.first_segment + min(first + i, p.chunk.segments - 1);
+  }
+  // Scores lie by unit: without causality also of units between a segment's candidates.
+  __device__ __forceinline__ int units_of(int n) const {
+    return p.geometry.is_causal ? p.geometry.ranked(n) : p.geometry.units();
+  }
+  // The head's, [units, 2, kHeadDim].
+  __device__ __forceinline__ const uint16* unit_keys() const {
+    const int batch = head / p.heads, kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+    return p.unit_keys + static_cast<int64>(kv_head) * p.geometry.units() * 2 * kHeadDim;
+  }
+  // Pooled query r of segment n, [kHeadDim]. What is not there, or an empty run, is stood in for by the first, which
+  // changes no maximum.
+  __device__ __forceinline__ const uint16* pooled(int n, int r) const {
+    const bool is_pooled = r < p.pooled_queries && r * p.run < p.geometry.query_count(n);
+    const int64 row = (static_cast<int64>(head) * p.geometry.segments() + n) * p.pooled_queries + (is_pooled ? r : 0);
+    return p.means + row * kHeadDim;
+  }
+};
+
+}  // namespace s2o
