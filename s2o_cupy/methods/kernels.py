@@ -20,7 +20,7 @@ MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
 SCORE_TILE = 64  # rows and columns of a block of block_scores
 WARP = 32
 CHOICE_THREADS = 128
-MOST_OF_ROW = 2048  # columns whose weights a warp holds (kMostOfRow)
+MOST_OF_ROW = 2048  # columns whose weights a warp holds
 LAST_ROWS = 128  # queries that there is room for in last_row_sums (LastRowsTraits::kRows)
 
 _ELEMENT = "{element}, {head_dim}"
@@ -32,7 +32,8 @@ BLOCK_SCORES = Family(
     "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
 )
 CHOOSE_BLOCKS = Family(
-    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : 4)"
+    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 6 : 4)",
+    "ChoiceTraits<{step}>", shared="s2o::WarpChoiceShared",
 )
 CHOOSE_LONG = Family(
     "choose_long", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
@@ -63,8 +64,10 @@ def block_scores(inputs: Inputs) -> Kernel:
 
 
 def choose_blocks(columns: int) -> Kernel:
-    """For rows of so many columns."""
-    return Kernel(CHOOSE_BLOCKS) if columns <= MOST_OF_ROW else choose_long(columns)
+    """For rows of so many columns. sizeof(WarpChoiceShared)"""
+    if columns > MOST_OF_ROW:
+        return choose_long(columns)
+    return Kernel(CHOOSE_BLOCKS, step=32 if columns <= MOST_OF_ROW // 2 else 64, shared_bytes=CHOICE_THREADS * 4)
 
 
 def rows_of_block(kernel: Kernel) -> int:
@@ -119,6 +122,6 @@ def kernels(inputs: Inputs, limits: DeviceLimits) -> Iterator[Kernel]:
         yield block_means(inputs, alike=False)
         yield block_means(inputs, alike=True)
         yield block_scores(inputs)
-        yield from (choose_blocks(1), choose_long(WARP))
+        yield from (choose_blocks(1), choose_blocks(MOST_OF_ROW), choose_long(WARP))
         yield from (last_row_sums(inputs, limits), column_means(inputs, limits))
         yield from (order_segments(WARP), token_order())
