@@ -140,11 +140,11 @@ def test_rounds_change_no_bit(rng, config):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("waves", [0, 1])
-def test_importance_in_one_split_and_in_many(rng, head_dim, waves, monkeypatch):
+@pytest.mark.parametrize(("waves", "kv_heads"), [(0, 2), (1, 2), (1, 16)])
+def test_importance_in_one_split_and_in_many(rng, head_dim, waves, kv_heads, monkeypatch):
     """Of few keys each split has one tile; here a block walks many, or a few."""
-    monkeypatch.setattr(last_rows, "WAVES", waves)
-    q, k, _ = draw(rng, "bfloat16", 300, 30_000 if waves else 3_000, heads=16, kv_heads=2, head_dim=head_dim)
+    monkeypatch.setattr(last_rows, "WAVES", dict.fromkeys(last_rows.WAVES, waves))
+    q, k, _ = draw(rng, "bfloat16", 300, 30_000 if waves else 3_000, heads=16, kv_heads=kv_heads, head_dim=head_dim)
     clear_cache()
     try:
         assert_stages(q, k, CONFIGS["PBS"])

@@ -38,7 +38,7 @@ class Fault:
     config: object = MEAN
     is_causal: bool = True
     head_dim: int = 128
-    waves: int = last_rows.WAVES  # 0: all keys in one split
+    waves: int | None = None  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
@@ -55,17 +55,17 @@ FAULTS = [
     Fault("block_scores", "low parts do not count", "scores", "Element::mma(d[j], low[0], b_high.x, b_high.y);", ""),
     Fault("block_scores", "heads have the others' keys", "scores", "(flat / p.shared_heads)", "(flat % 2)"),
     Fault("block_scores", "columns go to their neighbours", "scores", "8 * j + 2 * t;", "8 * j + 2 * (t ^ 1);"),
-    Fault("choose_blocks", "what crosses is left out", "choice", "b.ties = max(1, min(", "b.ties = 0 * max(1, min("),
-    Fault("choose_blocks", "what crosses is taken", "choice", "x > limit : x >= limit",
-          "x >= limit * 1.2f : x >= limit", SPARGE),
-    Fault("choose_blocks", "weights are of another base", "choice", "exp2_approx(w[i] - most)",
-          "exp2_approx(0.7f * (w[i] - most))"),
+    Fault("choose_blocks", "what crosses is left out", "choice", "ties = max(1, min(", "ties = 0 * max(1, min("),
+    Fault("choose_blocks", "what crosses is taken", "choice", "x > limit : x >= limit; };",
+          "x >= limit * 1.2f : x >= limit; };", SPARGE),
+    Fault("choose_blocks", "weights are of another base", "choice", "exp2_approx(w[i] - base)",
+          "exp2_approx(0.7f * (w[i] - base))"),
     Fault("choose_blocks", "own blocks do not compete", "choice", "visible = g.visible(row)",
           "visible = g.listed(row)"),
     Fault("choose_blocks", "the block of key 0 is not kept", "choice", "p.first_column[flat / p.shared_heads] : 0",
           "p.first_column[flat / p.shared_heads] : -1"),
     Fault("choose_blocks", "unlike blocks of keys are judged", "choice",
-          "(fixed >> i & 1) || w[i]", "w[i]", SPARGE),
+          "sure |= fixed ? 1ull << i : 0;", "", SPARGE),
     Fault("choose_blocks", "unlike blocks of queries are judged", "choice", "rows + row] < theta;",
           "rows + row] < -9.f;", SPARGE),
     Fault("choose_blocks", "the short block counts as a whole one", "lists", "g.columns() * g.block_k - g.seqlen_k : 0",
@@ -94,8 +94,8 @@ FAULTS = [
           "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION),
     Fault("block_mass", "cells have the first one's norm", "scores", " - shared.norms[i]);", " - shared.norms[0]);",
           XATTENTION),
-    Fault("choose_blocks", "what is forced does not count", "choice", " - warp_sum(forced);",
-          ";", XATTENTION),
+    Fault("choose_blocks", "what is forced does not count", "choice", "limit -= forced;",
+          "", XATTENTION),
     Fault("last_row_sums_sm90", "the last queries see their future", "last sums", "present - after)", "present)",
           LINES),
     Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)",
@@ -141,7 +141,8 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
             else good(kernel),
         )  # fmt: skip
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(last_rows, "WAVES", fault.waves if fault else last_rows.WAVES)
+    if fault is not None and fault.waves is not None:
+        monkeypatch.setattr(last_rows, "WAVES", dict.fromkeys(last_rows.WAVES, fault.waves))
     clear_cache()
     head_dim = fault.head_dim if fault else 128
     q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500, head_dim=head_dim)

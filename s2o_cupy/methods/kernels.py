@@ -42,9 +42,10 @@ LAST_ROW_SUMS, COLUMN_MEANS = (
     Family(function, "blocks/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
     for function in ("last_row_sums", "column_means")
 )
+# By query heads that share keys in a block.
 LAST_ROW_SUMS_SM90, COLUMN_MEANS_SM90 = (
-    Family(function, "blocks/last_rows_sm90.cu", "LastRowsParams", 256, 2, f"LastRowsSm90Traits<{_ELEMENT}>",
-           path=HOPPER)
+    {n: Family(function, "blocks/last_rows_sm90.cu", "LastRowsParams", 256 * n + WARP, 2 // n,
+               f"LastRowsSm90Traits<{_ELEMENT}, {{group}}>", path=HOPPER) for n in (1, 2)}
     for function in ("last_row_sums_sm90", "column_means_sm90")
 )  # fmt: skip
 ORDER_SEGMENTS = Family(
@@ -87,20 +88,22 @@ def last_rows_tile(head_dim: int) -> int:
     return 64 if head_dim > 128 else 128
 
 
-def last_row_sums(inputs: Inputs, limits: DeviceLimits) -> Kernel:
-    return _last_rows(LAST_ROW_SUMS, LAST_ROW_SUMS_SM90, inputs, limits)
+def last_row_sums(inputs: Inputs, limits: DeviceLimits, group: int) -> Kernel:
+    """``group``: query heads of a KV head."""
+    return _last_rows(LAST_ROW_SUMS, LAST_ROW_SUMS_SM90, inputs, limits, group)
 
 
-def column_means(inputs: Inputs, limits: DeviceLimits) -> Kernel:
-    return _last_rows(COLUMN_MEANS, COLUMN_MEANS_SM90, inputs, limits)
+def column_means(inputs: Inputs, limits: DeviceLimits, group: int) -> Kernel:
+    return _last_rows(COLUMN_MEANS, COLUMN_MEANS_SM90, inputs, limits, group)
 
 
-def _last_rows(family: Family, hopper: Family, inputs: Inputs, limits: DeviceLimits) -> Kernel:
+def _last_rows(family: Family, hopper: dict[int, Family], inputs: Inputs, limits: DeviceLimits, group: int) -> Kernel:
     """sizeof(LastRowsTraits::Shared), or of LastRowsSm90Traits: a device has one of the two, whatever path attends."""
     head_dim, tile = inputs.head_dim, last_rows_tile(inputs.head_dim)
     if HOPPER.runs_on(limits.compute_capability) and head_dim <= HOPPER.wgmma_head_dim:
-        shared = (LAST_ROWS + 2 * tile) * head_dim * 2 + LAST_ROWS * 4
-        return Kernel(hopper, inputs.dtype, head_dim, shared_bytes=shared)
+        heads = 1 if group % 2 else 2
+        shared = (heads * LAST_ROWS + (1 + heads) * tile) * head_dim * 2 + heads * LAST_ROWS * 4 + 2 * (1 + heads) * 8
+        return Kernel(hopper[heads], inputs.dtype, head_dim, shared_bytes=shared, group=heads)
     stages = 1 if head_dim > 128 else 2
     shared = (LAST_ROWS + stages * tile) * head_dim * 2 + LAST_ROWS * 4 + 2 * tile * 4
     return Kernel(family, inputs.dtype, head_dim, shared_bytes=shared)
@@ -123,5 +126,5 @@ def kernels(inputs: Inputs, limits: DeviceLimits) -> Iterator[Kernel]:
         yield block_means(inputs, alike=True)
         yield block_scores(inputs)
         yield from (choose_blocks(1), choose_blocks(MOST_OF_ROW), choose_long(WARP))
-        yield from (last_row_sums(inputs, limits), column_means(inputs, limits))
+        yield from dict.fromkeys(f(inputs, limits, group) for f in (last_row_sums, column_means) for group in (1, 2))
         yield from (order_segments(WARP), token_order())

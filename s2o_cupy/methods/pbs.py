@@ -130,11 +130,9 @@ class Importance:
         ]
 
     def launches(self, memory: Workspace) -> list[Launch]:
-        site = self.site
-        of_rows, blocks = last_rows.values(site, self.rows, False), site.heads * last_rows.splits(site)[0]
         return [
-            launch(memory, "last_row_sums", last_row_sums(site.inputs, site.limits), blocks, of_rows),
-            launch(memory, "importance", column_means(site.inputs, site.limits), blocks, of_rows),
+            *last_rows.launches(memory, "last_row_sums", last_row_sums, self.site, self.rows, False),
+            *last_rows.launches(memory, "importance", column_means, self.site, self.rows, False),
         ]
 
 
