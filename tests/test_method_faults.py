@@ -50,7 +50,7 @@ FAULTS = [
     Fault("block_means", "the low part is lost", "q means", "? rest : 0.f", "? 0.f : 0.f"),
     Fault("block_means", "heads have the first one's rows", "q means", "source % of_sequence)", "0)"),
     Fault("block_means", "keys are as they lie", "k means", "order ? order[r] : begin + r", "begin + r", PBS),
-    Fault("alike_block_means", "rows keep their lengths", "similarity", "fmaf(y[e], inverse, units[e])",
+    Fault("alike_block_means", "rows keep their lengths", "similarity", "fmaf(y[e], inverse[i], units[e])",
           "fmaf(y[e], 0.1f, units[e])", SPARGE),
     Fault("block_scores", "low parts do not count", "scores", "Element::mma(d[j], low[0], b_high.x, b_high.y);", ""),
     Fault("block_scores", "heads have the others' keys", "scores", "(flat / p.shared_heads)", "(flat % 2)"),
