@@ -1,24 +1,8 @@
-// Products of mean queries and mean keys, a small matrix product on tensor cores.
-//
-//   scores[head, row, column] = scale_log2 * q_means[head, row] . k_means[head / shared_heads, column], float32
-//
-// Means have a high and a low part; the product of two low ones is left out. No element is in shared memory: the
-// dimensions of a product may come in any order, so a thread reads 16 bytes of its row at a time.
-#include "blocks/block_grid.cuh"
+// block_scores (block_scores.cuh) by mma.sync. No element is in shared memory: the dimensions of a product may come in any
+// order, so a thread reads 16 bytes of its row at a time.
+#include "blocks/block_scores.cuh"
 
 namespace s2o {
-
-struct BlockScoresParams {
-  const uint16* q_means;  // [batch * heads, rows, 2, kHeadDim]
-  const uint16* k_means;  // [batch * heads / shared_heads, columns, 2, kHeadDim]
-  float* scores;          // [heads of the round, rows, pitch]
-  BlockGrid grid;
-  int first_head;         // of the round
-  int shared_heads;       // that have the same mean keys
-  int pitch;
-  int row_tiles, column_tiles;
-  float scale_log2;       // scale * log2(e)
-};
 
 template <class Element_, int kHeadDim_>
 struct BlockScoresTraits {

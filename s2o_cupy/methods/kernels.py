@@ -12,12 +12,11 @@ from ..plan.kernels import Family, Inputs, Kernel
 from ..plan.paths import HOPPER
 
 __all__ = [
-    "LAST_ROWS", "MOST_HEADS", "SCORE_TILE", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
+    "LAST_ROWS", "MOST_HEADS", "SCORE_TILES", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
     "last_row_sums", "last_rows_tile", "order_segments", "rows_of_block", "token_order",
 ]  # fmt: skip
 
 MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
-SCORE_TILE = 64  # rows and columns of a block of block_scores
 WARP = 32
 CHOICE_THREADS = 128
 MOST_OF_ROW = 2048  # columns whose weights a warp holds
@@ -31,6 +30,11 @@ BLOCK_MEANS, ALIKE_BLOCK_MEANS = (
 BLOCK_SCORES = Family(
     "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
 )
+BLOCK_SCORES_SM90 = Family(
+    "block_scores_sm90", "blocks/block_scores_sm90.cu", "BlockScoresParams", 128, 2,
+    f"BlockScoresSm90Traits<{_ELEMENT}>", path=HOPPER,
+)  # fmt: skip
+SCORE_TILES = {BLOCK_SCORES: (64, 64), BLOCK_SCORES_SM90: (64, 128)}  # rows and columns of a block
 CHOOSE_BLOCKS = Family(
     "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 6 : 4)",
     "ChoiceTraits<{step}>", shared="s2o::WarpChoiceShared",
@@ -60,8 +64,12 @@ def block_means(inputs: Inputs, alike: bool) -> Kernel:
     return Kernel(family, inputs.dtype, inputs.head_dim, shared_bytes=8 * inputs.head_dim * 4 + 8 * 4)
 
 
-def block_scores(inputs: Inputs) -> Kernel:
-    return Kernel(BLOCK_SCORES, inputs.dtype, inputs.head_dim)
+def block_scores(inputs: Inputs, limits: DeviceLimits) -> Kernel:
+    """sizeof(BlockScoresSm90Traits::Shared)"""
+    if not HOPPER.runs_on(limits.compute_capability) or inputs.head_dim > HOPPER.wgmma_head_dim:
+        return Kernel(BLOCK_SCORES, inputs.dtype, inputs.head_dim)
+    shared = sum(SCORE_TILES[BLOCK_SCORES_SM90]) * 2 * inputs.head_dim * 2
+    return Kernel(BLOCK_SCORES_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
 def choose_blocks(columns: int) -> Kernel:
@@ -124,7 +132,8 @@ def kernels(inputs: Inputs, limits: DeviceLimits) -> Iterator[Kernel]:
     if inputs.aligned and not inputs.paged and not inputs.softcap:
         yield block_means(inputs, alike=False)
         yield block_means(inputs, alike=True)
-        yield block_scores(inputs)
+        yield block_scores(inputs, limits)
         yield from (choose_blocks(1), choose_blocks(MOST_OF_ROW), choose_long(WARP))
-        yield from dict.fromkeys(f(inputs, limits, group) for f in (last_row_sums, column_means) for group in (1, 2))
+        for group in (1, 2):
+            yield from (last_row_sums(inputs, limits, group), column_means(inputs, limits, group))
         yield from (order_segments(WARP), token_order())

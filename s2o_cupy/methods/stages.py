@@ -16,7 +16,7 @@ from ..plan.kernels import Kernel
 from ..spec import LOG2E
 from .base import Site
 from .grid import BlockGrid
-from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_blocks, rows_of_block
+from .kernels import MOST_HEADS, SCORE_TILES, block_means, block_scores, choose_blocks, rows_of_block
 
 __all__ = [
     "BASES", "BlockMeans", "Choice", "MeanScores", "Scores", "heads_at_a_time", "launch", "pitch_of",
@@ -120,7 +120,9 @@ class MeanScores:
 
     def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
         site, grid = self.site, self.site.grid
-        row_tiles, column_tiles = -(-grid.rows // SCORE_TILE), -(-grid.columns // SCORE_TILE)
+        kernel = block_scores(site.inputs, site.limits)
+        tile_rows, tile_columns = SCORE_TILES[kernel.family]
+        row_tiles, column_tiles = -(-grid.rows // tile_rows), -(-grid.columns // tile_columns)
         values = {
             "grid": grid.params(),
             "first_head": first,
@@ -130,7 +132,7 @@ class MeanScores:
             "column_tiles": column_tiles,
             "scale_log2": site.problem.scale * LOG2E,
         }
-        return [launch(memory, "scores", block_scores(site.inputs), heads * row_tiles * column_tiles, values)]
+        return [launch(memory, "scores", kernel, heads * row_tiles * column_tiles, values)]
 
 
 @dataclass(frozen=True)
