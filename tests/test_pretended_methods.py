@@ -130,10 +130,11 @@ def test_a_pointer_of_every_launch_leads_somewhere():
         for step in found:
             named = {offset for offset, _, _ in step.pointers}
             absent = {name for name, offset in step.kernel.family.params.pointers if offset not in named}
-            optional = {"importance", "order", "similarity", "q_similarity", "k_similarity", "first_column"}
+            of_means = {f"{of}.{name}" for of in "qk" for name in ("order", "similarity")}
+            optional = of_means | {"importance", "order", "q_similarity", "k_similarity", "first_column"}
             assert absent <= optional, (config, step.stage, absent)
             if isinstance(config, SpargeConfig):
-                assert not {"similarity", "q_similarity", "k_similarity"} & absent
+                assert not {"q.similarity", "k.similarity", "q_similarity", "k_similarity"} & absent
 
 
 def test_what_no_kernel_takes():

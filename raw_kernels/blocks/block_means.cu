@@ -1,4 +1,4 @@
-// Mean rows of blocks of q or k, and how alike the rows of a block are.
+// Mean rows of blocks of q and k, and how alike the rows of a block are.
 //
 //   x [batch, heads / shared_heads, seqlen, head_dim] -> means [batch * heads, blocks, 2, kHeadDim], 0 past head_dim
 //                                                        similarity [batch * heads, blocks], of alike_block_means
@@ -9,7 +9,7 @@
 
 namespace s2o {
 
-struct BlockMeansParams {
+struct MeansOf {
   Tensor<const uint16> x;
   const int* order;    // [batch * heads, seqlen]: block c has the rows order[c * block ..]; null: as they lie
   int64 order_row;     // from one head's order to the next one's
@@ -18,6 +18,11 @@ struct BlockMeansParams {
   int heads;           // of a sequence
   int shared_heads;    // of these that read one head of x
   int seqlen, block, blocks;
+};
+
+struct BlockMeansParams {
+  MeansOf q, k;
+  int of_q;            // thread blocks, before those of k
   int head_dim;
   int aligned;         // every row of x starts on 16 bytes
 };
@@ -71,11 +76,21 @@ __device__ __forceinline__ float sum_of_threads(const float (&part)[8], float (&
   return sum;
 }
 
+// The eight elements of 16 bytes, each time anew: the compiler would hold them in registers.
+template <class Element>
+__device__ __forceinline__ void unpack(float (&y)[8], const uint4& packed) {
+  uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+  asm volatile("" : "+r"(pairs[0]), "+r"(pairs[1]), "+r"(pairs[2]), "+r"(pairs[3]));
+#pragma unroll
+  for (int e = 0; e < 8; ++e) y[e] = e % 2 ? Element::high(pairs[e / 2]) : Element::low(pairs[e / 2]);
+}
+
 // 1 / |y| of rows that kLanes neighbouring lanes have 8 elements each of; 0 of a row of zeros, NaN of one that has one.
 // All lanes of a warp call it.
-template <int kLanes>
-__device__ __forceinline__ float inverse_norm(const float (&y)[8]) {
-  float squares = 0.f;
+template <class Element, int kLanes>
+__device__ __noinline__ float inverse_norm(uint4 packed) {
+  float y[8], squares = 0.f;
+  unpack<Element>(y, packed);
 #pragma unroll
   for (int e = 0; e < 8; ++e) squares = fmaf(y[e], y[e], squares);
   squares = lanes_sum<kLanes>(squares);
@@ -91,15 +106,6 @@ __device__ __forceinline__ float inverse_norm(const float (&y)[8]) {
   for (int e = 0; e < 8; ++e) shrunk = fmaf(y[e] * shrink, y[e] * shrink, shrunk);
   shrunk = lanes_sum<kLanes>(shrunk);
   return plain ? rsqrtf(squares) : shrunk > 0.f ? shrink * rsqrtf(shrunk) : shrunk;
-}
-
-// The eight elements of 16 bytes, each time anew: the compiler would hold them in registers.
-template <class Element>
-__device__ __forceinline__ void unpack(float (&y)[8], const uint4& packed) {
-  uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-  asm volatile("" : "+r"(pairs[0]), "+r"(pairs[1]), "+r"(pairs[2]), "+r"(pairs[3]));
-#pragma unroll
-  for (int e = 0; e < 8; ++e) y[e] = e % 2 ? Element::high(pairs[e / 2]) : Element::low(pairs[e / 2]);
 }
 
 constexpr int kBatch = 4;  // rows whose elements are on their way at once
@@ -132,20 +138,16 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[kBatch], const ui
       inverse[i] = __shfl_sync(kFullWarp, mine, (lane & 32 - kLanes) + i * (kLanes / 4));
   } else {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      float y[8];
-      unpack<Element>(y, packed[i]);
-      inverse[i] = inverse_norm<kLanes>(y);
-    }
+    for (int i = 0; i < kBatch; ++i) inverse[i] = inverse_norm<Element, kLanes>(packed[i]);
   }
 }
 
 // Block: a block of rows of a head; heads that share rows stand side by side.
 template <class Traits, bool kAlike>
-__device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typename Traits::Shared& shared) {
+__device__ __forceinline__ void means_of_block(const MeansOf& p, uint32 index, int head_dim, bool aligned,
+                                               typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kLanes, kRows = Traits::kRows;
-  uint32 index = blockIdx.x;
   const int member = index % p.shared_heads;
   index /= p.shared_heads;
   const int c = index % p.blocks, source = index / p.blocks, head = source * p.shared_heads + member;
@@ -154,7 +156,7 @@ __device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typen
   const int begin = c * p.block, count = min(p.block, p.seqlen - begin);
   const int* order = p.order ? p.order + head * p.order_row + begin : nullptr;
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
-  const bool inside = lane * 8 < p.head_dim;
+  const bool inside = lane * 8 < head_dim;
   const auto row = [&](int r) { return x + static_cast<int64>(order ? order[r] : begin + r) * p.x.row + lane * 8; };
   const float factor = 1.f / count;  // of each row, as a sum of large ones may be too large
 
@@ -173,7 +175,7 @@ __device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typen
       }
     }
   };
-  if (p.aligned) {
+  if (aligned) {
 #pragma unroll 1
     for (int first = slot; first < p.block; first += kBatch * kRows) {
       uint4 packed[kBatch];
@@ -188,7 +190,7 @@ __device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typen
 #pragma unroll 1
     for (int r = slot; r < p.block; r += kRows) {
       uint4 packed[kBatch] = {};
-      packed[0] = load_unaligned(row(min(r, count - 1)), 0, r < count ? p.head_dim - lane * 8 : 0);
+      packed[0] = load_unaligned(row(min(r, count - 1)), 0, r < count ? head_dim - lane * 8 : 0);
       take(packed);
     }
   }
@@ -212,6 +214,15 @@ __device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typen
     float sum = 0.f;
     for (int w = 0; w < Traits::kWarps; ++w) sum += shared.of_warp[w];
     p.similarity[at] = sum;
+  }
+}
+
+template <class Traits, bool kAlike>
+__device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typename Traits::Shared& shared) {
+  if (blockIdx.x < static_cast<uint32>(p.of_q)) {
+    means_of_block<Traits, kAlike>(p.q, blockIdx.x, p.head_dim, p.aligned, shared);
+  } else {
+    means_of_block<Traits, kAlike>(p.k, blockIdx.x - p.of_q, p.head_dim, p.aligned, shared);
   }
 }
 

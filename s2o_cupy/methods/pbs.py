@@ -108,8 +108,7 @@ class PBSConfig(MethodConfig):
             return [*order, Choice(site, heads, self.rule, self.threshold, self.keep_first, scores=mass)]
         return [
             *order,
-            BlockMeans(site, "q", site.problem.heads),
-            BlockMeans(site, "k", heads, permuted=True),
+            BlockMeans(site, heads, k_permuted=True),
             Choice(site, heads, self.rule, self.threshold, self.keep_first),
         ]
 
