@@ -21,6 +21,7 @@ __all__ = ["BLOCK", "STRIDES", "AntidiagonalMass", "kernels"]
 
 BLOCK = 128  # queries or keys (kMassBlock)
 STRIDES = (8, 16)  # rows of a cell
+MAPPED = True
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
@@ -31,16 +32,22 @@ NORMS_SM90 = Family(
     "antidiagonal_norms_sm90", "blocks/antidiagonal_norms_sm90.cu", "AntidiagonalParams", 256, 1,
     "AntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER,
 )  # fmt: skip
+MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
 MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
+NORMS_MAPPED = Family(
+    "antidiagonal_norms_mapped", "blocks/antidiagonal_norms_mapped.cu", "MappedAntidiagonalParams", 384, 1,
+    "MappedAntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER, cluster=2,
+)  # fmt: skip
 # Cells of queries and of keys of a tile of the product, and stages in shared memory.
-TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4)}
+TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}
 
 
-def norms(inputs: Inputs, stride: int, is_hopper: bool) -> Kernel:
-    """sizeof(AntidiagonalTraits::Shared)"""
-    family = NORMS_SM90 if is_hopper and inputs.aligned else NORMS
+def norms(inputs: Inputs, stride: int, is_hopper: bool, mapped: bool = False) -> Kernel:
+    """``mapped``: by tensor maps. sizeof(AntidiagonalTraits::Shared)"""
+    family = NORMS if not is_hopper or not inputs.aligned else NORMS_MAPPED if mapped else NORMS_SM90
     rows, keys, stages = TILES[family]
-    shared = stages * (rows + keys) * STEP_BYTES + (rows * (8 + 4) if family is NORMS else 0)
+    shared = stages * (rows + keys) * STEP_BYTES
+    shared += {NORMS: rows * (8 + 4), NORMS_SM90: 0, NORMS_MAPPED: stages * 2 * 8}[family]
     return Kernel(family, inputs.dtype, inputs.head_dim, inputs.aligned, step=stride, shared_bytes=shared)
 
 
@@ -55,7 +62,7 @@ def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
     for stride in STRIDES:
         yield norms(inputs, stride, False)
         if is_hopper:
-            yield norms(inputs, stride, True)
+            yield from (norms(inputs, stride, True), norms(inputs, stride, True, mapped=True))
         yield mass(stride)
 
 
@@ -82,7 +89,10 @@ class AntidiagonalMass:
         """Of ``heads`` heads from ``first`` on."""
         site, problem = self.site, self.site.problem
         is_hopper = self.path != "portable" and HOPPER.runs_on(site.limits.compute_capability)
-        kernel = norms(site.inputs, self.stride, is_hopper)
+        # Whole cells, and pairs of heads that share keys.
+        mapped = not (self.order_heads or problem.seqlen_q % self.stride or problem.seqlen_k % self.stride)
+        mapped = mapped and not (site.group % 2 or first % 2 or heads % 2) and MAPPED
+        kernel = norms(site.inputs, self.stride, is_hopper, mapped)
         values: dict[str, Any] = {
             "q": site.tensor("q"),
             "k": site.tensor("k"),
@@ -99,8 +109,10 @@ class AntidiagonalMass:
         read = {"order": "k_order" if self.order_heads else "no order"}
         cells = -(-site.grid.seqlen_q // self.stride)
         blocks = heads * -(-cells // TILES[kernel.family][0])
-        if kernel.family is NORMS_SM90:  # as many as run at once
+        if kernel.family is not NORMS:  # as many as run at once
             blocks = min(site.limits.multiprocessors, blocks * -(-site.grid.columns // (TILES[NORMS_SM90][1] // BLOCK)))
+        if kernel.family is NORMS_MAPPED:
+            blocks -= blocks % 2
         return [
             launch(memory, "norms", kernel, blocks, values, **read),
             launch(memory, "scores", mass(self.stride), heads * site.grid.rows, {**values, "pitch": pitch}, **read),

@@ -167,8 +167,10 @@ class Choice:
 
     @property
     def turn(self) -> int:
-        """Heads that are chosen for at a time."""
-        return heads_at_a_time(self.site, self._arrays)
+        """Heads that are chosen for at a time: about as many each time, and pairs where that can be."""
+        most, heads = heads_at_a_time(self.site, self._arrays), self.site.heads
+        each = -(-heads // -(-heads // most))
+        return each + each % 2 if each < most else max(1, each - each % 2)
 
     @property
     def arrays(self) -> list[Array]:
