@@ -38,6 +38,7 @@ class Fault:
     config: object = MEAN
     is_causal: bool = True
     head_dim: int = 128
+    seqlen: int = 1500
     waves: int | None = None  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
@@ -98,6 +99,12 @@ FAULTS = [
           "back = r;", XATTENTION),
     Fault("antidiagonal_norms_sm90", "the second half of the rows is the first", "scores",
           "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION),
+    Fault("antidiagonal_norms_mapped", "queries of a cell are not turned round", "scores", "column, kStride - 1 - r,",
+          "column, r,", XATTENTION, seqlen=1504),
+    Fault("antidiagonal_norms_mapped", "both blocks bring the same keys", "scores",
+          "walk.first_key + static_cast<int>(rank) * (kTile / 2)", "walk.first_key", XATTENTION, seqlen=1504),
+    Fault("antidiagonal_norms_mapped", "the second half of the rows is the first", "scores",
+          "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION, seqlen=1504),
     Fault("block_mass", "cells have the first one's norm", "scores", " - shared.norms[i]);", " - shared.norms[0]);",
           XATTENTION),
     Fault("choose_blocks", "what is forced does not count", "choice", "limit -= forced;",
@@ -151,7 +158,8 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         monkeypatch.setattr(last_rows, "WAVES", dict.fromkeys(last_rows.WAVES, fault.waves))
     clear_cache()
     head_dim = fault.head_dim if fault else 128
-    q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500, head_dim=head_dim)
+    seqlen = fault.seqlen if fault else 1500
+    q, k, _ = draw(np.random.default_rng(0), "float16", seqlen, seqlen, head_dim=head_dim)
     try:
         for config in [fault.config] if fault else [MEAN, PBS, SPARGE, XATTENTION, PORTABLE, FLEX, LINES]:
             found = selected(q, k, config, is_causal=fault.is_causal if fault else True)
