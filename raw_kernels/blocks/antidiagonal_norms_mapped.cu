@@ -29,6 +29,11 @@ struct MappedAntidiagonalTraits {
   };
 };
 
+template <bool kValue>
+struct Truth {
+  static constexpr bool value = kValue;
+};
+
 __device__ __forceinline__ uint32 cluster_rank() {
   uint32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -117,7 +122,8 @@ __device__ __forceinline__ void antidiagonal_norms_mapped(const MappedAntidiagon
     const auto release = [&](int of) {
       if (threadIdx.x % 128 < 2) barrier_arrive_at(shared.empty[of % kStages], threadIdx.x % 128);
     };
-    for (; !walk.done(); walk.next()) {
+    // The products of both halves of the rows, or of the second one alone.
+    const auto multiply = [&](auto second_alone) {
 #pragma unroll 1
       for (int s = 0; s < kSteps; ++s, ++step) {
         const int stage = step % kStages;
@@ -127,7 +133,8 @@ __device__ __forceinline__ void antidiagonal_norms_mapped(const MappedAntidiagon
         wgmma_fence();
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          Wgmma<Element>::ss(d[0], descriptor_at(a, c * 32), descriptor_at(b, c * 32), s + c > 0);
+          if constexpr (!second_alone.value)
+            Wgmma<Element>::ss(d[0], descriptor_at(a, c * 32), descriptor_at(b, c * 32), s + c > 0);
           Wgmma<Element>::ss(d[1], descriptor_at(a, 64 * 128 + c * 32), descriptor_at(b, c * 32), s + c > 0);
         }
         wgmma_commit();
@@ -136,7 +143,25 @@ __device__ __forceinline__ void antidiagonal_norms_mapped(const MappedAntidiagon
       }
       wgmma_wait<0>();
       release(step - 1);
-      write_norms<Traits>(p, walk.head * 2 + rank, walk.first_row + group * 128, walk.first_key, d);
+    };
+    const auto sees = [&](int first) {  // whether some of the 64 cells from there on see some of the tile
+      const int end = min(first + 64, walk.cells.of_queries());
+      return first < end && walk.cells.seen(end - 1) > walk.first_key;
+    };
+    for (; !walk.done(); walk.next()) {
+      const int first = walk.first_row + group * 128;
+      if (sees(first)) {
+        multiply(Truth<false>{});
+      } else if (sees(first + 64)) {
+        multiply(Truth<true>{});
+      } else {
+        for (const int end = step + kSteps; step < end; ++step) {
+          barrier_wait_for_cluster(shared.full[step % kStages], step / kStages % 2);
+          release(step);
+        }
+        continue;
+      }
+      write_norms<Traits>(p, walk.head * 2 + rank, first, walk.first_key, d);
     }
   }
   cluster_sync();  // a block that has ended has no barriers that another one could arrive at
