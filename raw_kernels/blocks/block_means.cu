@@ -46,13 +46,6 @@ __device__ __forceinline__ float lanes_sum(float x) {
   for (int stride = kFirst; stride < kFirst * kCount; stride *= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
   return x;
 }
-template <int kCount>
-__device__ __forceinline__ float lanes_max(float x) {
-#pragma unroll
-  for (int stride = 1; stride < kCount; stride *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, stride));
-  return x;
-}
-
 // Adds up the threads' parts of sums over rows: the sum of element d in thread d < kHeadDim.
 template <class Traits>
 __device__ __forceinline__ float sum_of_threads(const float (&part)[8], float (&sums)[Traits::kWarps][Traits::kHeadDim]) {
@@ -86,26 +79,19 @@ __device__ __forceinline__ void unpack(float (&y)[8], const uint4& packed) {
 }
 
 // 1 / |y| of rows that kLanes neighbouring lanes have 8 elements each of; 0 of a row of zeros, NaN of one that has one.
-// All lanes of a warp call it.
+// All lanes of a warp call it. In float64, which squares do not leave.
 template <class Element, int kLanes>
-__device__ __noinline__ float inverse_norm(uint4 packed) {
-  float y[8], squares = 0.f;
+__device__ __forceinline__ float inverse_norm(const uint4& packed) {
+  float y[8];
   unpack<Element>(y, packed);
+  double squares = 0.;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) squares = fmaf(y[e], y[e], squares);
-  squares = lanes_sum<kLanes>(squares);
-  const bool plain = squares > 1e-30f && squares < infinity();
-  if (__all_sync(kFullWarp, plain)) return rsqrtf(squares);
-  float most = 0.f;  // squares of large elements are infinite, those of small ones 0
+  for (int e = 0; e < 8; ++e) squares = fma(static_cast<double>(y[e]), static_cast<double>(y[e]), squares);
 #pragma unroll
-  for (int e = 0; e < 8; ++e) most = fmaxf(most, fabsf(y[e]));
-  most = lanes_max<kLanes>(most);
-  const float shrink = most > 0.f ? 1.f / most : 0.f;
-  float shrunk = 0.f;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) shrunk = fmaf(y[e] * shrink, y[e] * shrink, shrunk);
-  shrunk = lanes_sum<kLanes>(shrunk);
-  return plain ? rsqrtf(squares) : shrunk > 0.f ? shrink * rsqrtf(shrunk) : shrunk;
+  for (int stride = 1; stride < kLanes; stride *= 2) squares += __shfl_xor_sync(kFullWarp, squares, stride);
+  double inverse;
+  asm("rsqrt.approx.ftz.f64 %0, %1;" : "=d"(inverse) : "d"(squares));
+  return static_cast<float>(squares > 0. ? inverse : squares);
 }
 
 constexpr int kBatch = 4;  // rows whose elements are on their way at once
@@ -137,8 +123,16 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[kBatch], const ui
     for (int i = 0; i < kBatch; ++i)
       inverse[i] = __shfl_sync(kFullWarp, mine, (lane & 32 - kLanes) + i * (kLanes / 4));
   } else {
+#pragma unroll 1
+    for (int i = 0; i < kBatch; ++i) {
+      uint4 row = packed[0];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) inverse[i] = inverse_norm<Element, kLanes>(packed[i]);
+      for (int j = 1; j < kBatch; ++j)
+        if (i == j) row = packed[j];
+      const float x = inverse_norm<Element, kLanes>(row);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) inverse[j] = i == j ? x : inverse[j];
+    }
   }
 }
 

@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_between(uint32& to, float w, uint32 low, u
 // are counted, and when there is one for each lane of the warp each lane adds up those that are no smaller than its own.
 template <int kOfLane>
 __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLane], int columns, bool within,
-                                                         float limit, float total, float (&found)[32]) {
+                                                         float limit, float total, WarpChoiceShared& shared) {
   const int lane = threadIdx.x % 32;
   const auto crosses = [&](float x) { return within ? x > limit : x >= limit; };
   int of_lane;  // weights that the last sum has of the lane
@@ -212,6 +212,7 @@ __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLan
       const int x = __shfl_up_sync(kFullWarp, upto, stride);
       upto += lane >= stride ? x : 0;
     }
+    float(&found)[32] = shared.found[again(threadIdx.x) / 32];  // no register holds it until now
     uint32 to = shared_address(found + upto - (of_low - of_high));
     __syncwarp();
 #pragma unroll
@@ -240,7 +241,7 @@ __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLan
 // Warp: a row of up to 32 * kOfLane visible columns, of which lane t has t, t + 32, ...
 template <int kOfLane>
 __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p, const ChoiceRow& row,
-                                                    float (&found)[32]) {
+                                                    WarpChoiceShared& shared) {
   const int lane = threadIdx.x % 32;
   float w[kOfLane];
   uint64 sure = 0;  // bits of the lane's columns that are chosen whatever their weight
@@ -289,7 +290,7 @@ __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p,
   if (p.forced_count && !(limit > 0.f)) {
     b.bound = infinity();
   } else if (total > 0.f && !all) {
-    b = find_bound_in_registers(w, row.visible, p.within, limit, rest, found);
+    b = find_bound_in_registers(w, row.visible, p.within, limit, rest, shared);
   }
 
   // What is chosen in any case is made infinite, so that one comparison tells.
@@ -345,15 +346,14 @@ __device__ __forceinline__ void choose_blocks(const ChooseBlocksParams& p, WarpC
   const uint32 index = blockIdx.x * kChoiceWarps + threadIdx.x / 32;
   if (index >= static_cast<uint32>(p.rows)) return;
   const ChoiceRow row(p, index);
-  float(&found)[32] = shared.found[threadIdx.x / 32];
   if (kMost > 8 && row.visible <= 256) {
-    choose_in_registers<8>(p, row, found);
+    choose_in_registers<8>(p, row, shared);
   } else if (kMost > 16 && row.visible <= 512) {
-    choose_in_registers<16>(p, row, found);
+    choose_in_registers<16>(p, row, shared);
   } else if (kMost > 32 && row.visible <= 1024) {
-    choose_in_registers<32>(p, row, found);
+    choose_in_registers<32>(p, row, shared);
   } else {
-    choose_in_registers<kMost>(p, row, found);
+    choose_in_registers<kMost>(p, row, shared);
   }
 }
 
