@@ -31,26 +31,47 @@ __device__ __forceinline__ void block_mass(const BlockMassParams& p, typename Tr
   const int first = row * kOfBlock, count = min(kOfBlock, cells.of_queries() - first), lane = threadIdx.x % 32;
   const float* norms = cells.norms(head) + cells.place(first);
   const int pitch = static_cast<int>(cells.place(first + 1) - cells.place(first));
+  constexpr int kAtOnce = 8;  // numbers of a thread that are on their way
   for (int i = threadIdx.x / 32; i < count; i += kMassThreads / 32) {
     const float* of = norms + i * pitch;
     const int blocks = cells.blocks(first + i);
-    float top = -infinity();
-    for (int c = lane; c < blocks; c += 32) top = fmaxf(top, of[c]);
+    float top = -infinity(), sum = 0.f;  // of the lane: the largest, and the sum of exp2 of what is above it
+    for (int c = lane; c < blocks; c += 32 * kAtOnce) {
+      float x[kAtOnce], most = top;
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, d));
-    float sum = 0.f;
-    for (int c = lane; c < blocks; c += 32) sum += exp2_approx(of[c] - top);
+      for (int j = 0; j < kAtOnce; ++j) x[j] = c + j * 32 < blocks ? of[c + j * 32] : -infinity();
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) most = fmaxf(most, x[j]);
+      const float base = most == -infinity() ? 0.f : most;
+      sum *= exp2_approx(top - base);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) sum += exp2_approx(x[j] - base);
+      top = most;
+    }
+    float most = top;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, d));
+    sum *= exp2_approx(top - (most == -infinity() ? 0.f : most));
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-    if (lane == 0) shared.norms[i] = top + __log2f(sum);
+    if (lane == 0) shared.norms[i] = most + __log2f(sum);
   }
   __syncthreads();
   float* scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
   const int visible = p.grid.visible(row);
   for (int c = threadIdx.x; c < visible; c += kMassThreads) {
     float sum = 0.f;
-    for (int i = 0; i < count; ++i)
-      if (c < cells.blocks(first + i)) sum += exp2_approx(norms[i * pitch + c] - shared.norms[i]);
+#pragma unroll 1
+    for (int begin = 0; begin < kOfBlock; begin += kAtOnce) {
+      float x[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = begin + j;
+        x[j] = i < count && c < cells.blocks(first + i) ? norms[i * pitch + c] - shared.norms[i] : -infinity();
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) sum += exp2_approx(x[j]);
+    }
     scores[c] = __log2f(sum);
   }
 }
