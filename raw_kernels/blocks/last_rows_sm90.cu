@@ -1,6 +1,6 @@
 // last_row_sums and column_means (last_rows.cuh) by wgmma, for kHeads query heads that share keys. A warpgroup has 64 of a
-// head's rows and walks the tiles of keys on its own, so that one's products run beside another's exponentials; a warp
-// copies the tiles.
+// head's rows and walks the tiles of keys. Warpgroups take turns with their products, or they would all multiply and then all
+// take exponentials. One warp, or four, copy the tiles.
 #include "blocks/last_rows.cuh"
 #include "sm90/wgmma_tile.cuh"
 
@@ -10,7 +10,7 @@ template <class Element_, int kHeadDim_, int kHeads_>
 struct LastRowsSm90Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeads = kHeads_;
-  static constexpr int kGroups = 2 * kHeads, kThreads = kGroups * 128 + 32;
+  static constexpr int kGroups = 2 * kHeads, kCopiers = kHeads > 1 ? 128 : 32, kThreads = kGroups * 128 + kCopiers;
   static constexpr int kRows = 128, kTile = 128, kStages = 1 + kHeads;  // queries, keys, tiles of keys
   struct Shared {
     uint16 q[kHeads][kRows * kHeadDim];
@@ -46,7 +46,7 @@ struct LastRowsOf {
     k = p.k.at(batch, kv_head % p.kv_heads);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        barrier_init(shared.full[i], 32);
+        barrier_init(shared.full[i], Traits::kCopiers);
         barrier_init(shared.empty[i], Traits::kGroups);
       }
     }
@@ -62,7 +62,7 @@ struct LastRowsOf {
   // 128 rows by some threads.
   __device__ __forceinline__ void load(uint32 to, const uint16* from, int64 row, int present, int thread, int threads) {
     const int chunk = thread % kChunks;
-#pragma unroll 8
+#pragma unroll 4
     for (int r = thread / kChunks; r < 128; r += threads / kChunks) {
       const bool there = r < present && chunk * 8 < p.head_dim;
       cp_async_16_or_zeros(atom_chunk<128>(to, r, chunk), there ? from + r * row + chunk * 8 : from, there);
@@ -75,7 +75,7 @@ struct LastRowsOf {
       const int stage = tile % kStages;
       barrier_wait(shared.empty[stage], tile / kStages % 2 ^ 1);
       load(shared_address(shared.k[stage]), k + static_cast<int64>(first_key(tile)) * p.k.row, p.k.row,
-           p.seqlen_k - first_key(tile), lane, 32);
+           p.seqlen_k - first_key(tile), threadIdx.x - Traits::kGroups * 128, Traits::kCopiers);
       barrier_arrive_after_copies(shared.full[stage]);
     }
     cp_async_wait<0>();
@@ -83,6 +83,9 @@ struct LastRowsOf {
   // Tile by tile s[64, 128] = 64 queries . keys, or with kOfKeys 64 keys . queries.
   template <bool kOfKeys, class Use>
   __device__ __forceinline__ void walk(const Use& use) {
+    constexpr int kBarrier = 1, kWaiting = 256;  // of the first warpgroup's turn; threads of two
+    const int group = threadIdx.x / 128, next = (group + 1) % Traits::kGroups;
+    if (next == 0) named_arrive(kBarrier, kWaiting);
     const uint32 rows = first_row / 64 * (64 * 128), q = shared_address(shared.q[of_block]) + (kOfKeys ? 0 : rows);
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kStages;
@@ -90,12 +93,18 @@ struct LastRowsOf {
       barrier_wait(shared.full[stage], tile / kStages % 2);
       const uint32 keys = shared_address(shared.k[stage]) + (kOfKeys ? rows : 0);
       const uint32 a = tile_descriptor(kOfKeys ? keys : q, 0), b = tile_descriptor(kOfKeys ? q : keys, 0);
+      named_sync(kBarrier + group, kWaiting);
       wgmma_fence();
+      constexpr int kSteps = Traits::kHeadDim / 16;
 #pragma unroll
-      for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+      for (int c = 0; c < kSteps; ++c) {
         Wgmma<typename Traits::Element>::ss(s, descriptor_at(a, atom_columns<128>(c)),
                                             descriptor_at(b, atom_columns<128>(c)), c > 0);
+        if (c == kSteps / 2 - 1) wgmma_commit();
+      }
       wgmma_commit();
+      wgmma_wait<1>();  // the next one's begins while this one's ends
+      if (next > 0 || tile + 1 < tiles) named_arrive(kBarrier + next, kWaiting);
       wgmma_wait<0>();
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty[stage]);
       use(tile, s);
@@ -110,28 +119,36 @@ __device__ __forceinline__ void last_row_sums_sm90(const LastRowsParams& p, type
   float2 found[2];  // of queries first_row + lane / 4 + h * 8
   found[0] = found[1] = make_float2(-infinity(), 0.f);
   of.template walk<false>([&](int tile, float (&s)[64]) {
-    const int present = p.seqlen_k - of.first_key(tile) - of.lane % 4 * 2;
-    const bool whole = of.first_key(tile) + Traits::kTile <= p.seqlen_k - (p.is_causal ? p.rows - 1 : 0);
+    float scale = p.scale_log2;
+    if (of.first_key(tile) + Traits::kTile > p.seqlen_k - (p.is_causal ? p.rows - 1 : 0)) {
+      const int present = p.seqlen_k - of.first_key(tile) - of.lane % 4 * 2;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int after = p.is_causal ? max(p.rows - 1 - of.first_row - h * 8 - of.lane / 4, 0) : 0;
+#pragma unroll
+        for (int j = 0; j < 16; ++j)
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            float& y = s[j * 4 + 2 * h + x];
+            y = j * 8 + x < present - after ? y * scale : -infinity();
+          }
+      }
+      scale = 1.f;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int after = p.is_causal ? max(p.rows - 1 - of.first_row - h * 8 - of.lane / 4, 0) : 0;
       float most[2] = {found[h].x, -infinity()};
 #pragma unroll
       for (int j = 0; j < 16; ++j)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) {
-          float& y = s[j * 4 + 2 * h + x];
-          y *= p.scale_log2;
-          if (!whole && j * 8 + x >= present - after) y = -infinity();
-          most[x] = fmaxf(most[x], y);
-        }
+        for (int x = 0; x < 2; ++x) most[x] = fmaxf(most[x], s[j * 4 + 2 * h + x] * scale);
       most[0] = fmaxf(most[0], most[1]);
       const float base = most[0] == -infinity() ? 0.f : most[0];
       float sum[2] = {found[h].y * exp2_approx(found[h].x - base), 0.f};
 #pragma unroll
       for (int j = 0; j < 16; ++j)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) sum[x] += exp2_approx(s[j * 4 + 2 * h + x] - base);
+        for (int x = 0; x < 2; ++x) sum[x] += exp2_approx(fmaf(s[j * 4 + 2 * h + x], scale, -base));
       found[h] = make_float2(most[0], sum[0] + sum[1]);
     }
   });

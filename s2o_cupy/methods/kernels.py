@@ -48,8 +48,8 @@ LAST_ROW_SUMS, COLUMN_MEANS = (
 )
 # By query heads that share keys in a block.
 LAST_ROW_SUMS_SM90, COLUMN_MEANS_SM90 = (
-    {n: Family(function, "blocks/last_rows_sm90.cu", "LastRowsParams", 256 * n + WARP, 2 // n,
-               f"LastRowsSm90Traits<{_ELEMENT}, {{group}}>", path=HOPPER) for n in (1, 2)}
+    {n: Family(function, "blocks/last_rows_sm90.cu", "LastRowsParams", threads, 2 // n,
+               f"LastRowsSm90Traits<{_ELEMENT}, {{group}}>", path=HOPPER) for n, threads in ((1, 288), (2, 640))}
     for function in ("last_row_sums_sm90", "column_means_sm90")
 )  # fmt: skip
 ORDER_SEGMENTS = Family(
