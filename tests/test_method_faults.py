@@ -48,7 +48,7 @@ class Fault:
 
 FAULTS = [
     Fault("block_means", "a last row is left out", "q means", "inside && r < count", "inside && r + 1 < count"),
-    Fault("block_means", "the low part is lost", "q means", "? rest : 0.f", "? 0.f : 0.f"),
+    Fault("block_means", "the low part is lost", "q means", "? rest[i] : 0.f", "? 0.f : 0.f"),
     Fault("block_means", "heads have the first one's rows", "q means", "source % of_sequence)", "0)"),
     Fault("block_means", "keys are as they lie", "k means", "order ? order[r] : begin + r", "begin + r", PBS),
     Fault("alike_block_means", "rows keep their lengths", "similarity", "fmaf(y[e], inverse[i], units[e])",
@@ -109,7 +109,7 @@ FAULTS = [
           XATTENTION),
     Fault("choose_blocks", "what is forced does not count", "choice", "limit -= forced;",
           "", XATTENTION),
-    Fault("last_row_sums_sm90", "the last queries see their future", "last sums", "present - after)", "present)",
+    Fault("last_row_sums_sm90", "the last queries see their future", "last sums", "present - after ?", "present ?",
           LINES),
     Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)",
           LINES, head_dim=256),

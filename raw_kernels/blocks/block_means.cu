@@ -22,7 +22,7 @@ struct MeansOf {
 
 struct BlockMeansParams {
   MeansOf q, k;
-  int of_q;            // thread blocks, before those of k
+  int of_q, of_k;      // blocks of rows of all heads
   int head_dim;
   int aligned;         // every row of x starts on 16 bytes
 };
@@ -31,12 +31,8 @@ template <class Element_, int kHeadDim_>
 struct BlockMeansTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kThreads = 256, kWarps = kThreads / 32;
-  static constexpr int kLanes = kHeadDim / 8;          // of a row, 8 elements each
-  static constexpr int kRows = kThreads / kLanes;      // that the block reads at a time
-  struct Shared {
-    float sums[kWarps][kHeadDim];
-    float of_warp[kWarps];
-  };
+  static constexpr int kLanes = kHeadDim / 8;  // of a row, 8 elements each
+  static constexpr int kRows = 32 / kLanes;    // that a warp reads at a time
 };
 
 // Over neighbouring lanes, kCount of them from a stride of kFirst on.
@@ -46,29 +42,6 @@ __device__ __forceinline__ float lanes_sum(float x) {
   for (int stride = kFirst; stride < kFirst * kCount; stride *= 2) x += __shfl_xor_sync(kFullWarp, x, stride);
   return x;
 }
-// Adds up the threads' parts of sums over rows: the sum of element d in thread d < kHeadDim.
-template <class Traits>
-__device__ __forceinline__ float sum_of_threads(const float (&part)[8], float (&sums)[Traits::kWarps][Traits::kHeadDim]) {
-  constexpr int kLanes = Traits::kLanes;
-  const int lane = threadIdx.x % 32;
-  float total[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) total[e] = lanes_sum<32 / kLanes, kLanes>(part[e]);  // rows of a warp
-  if (lane < kLanes) {
-#pragma unroll
-    for (int e = 0; e < 8; e += 4)
-      *reinterpret_cast<float4*>(&sums[threadIdx.x / 32][lane * 8 + e]) =
-          make_float4(total[e], total[e + 1], total[e + 2], total[e + 3]);
-  }
-  __syncthreads();
-  float sum = 0.f;
-  if (threadIdx.x < Traits::kHeadDim) {
-#pragma unroll
-    for (int w = 0; w < Traits::kWarps; ++w) sum += sums[w][threadIdx.x];
-  }
-  return sum;
-}
-
 // The eight elements of 16 bytes, each time anew: the compiler would hold them in registers.
 template <class Element>
 __device__ __forceinline__ void unpack(float (&y)[8], const uint4& packed) {
@@ -136,10 +109,9 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[kBatch], const ui
   }
 }
 
-// Block: a block of rows of a head; heads that share rows stand side by side.
+// Warp: a block of rows of a head; heads that share rows stand side by side.
 template <class Traits, bool kAlike>
-__device__ __forceinline__ void means_of_block(const MeansOf& p, uint32 index, int head_dim, bool aligned,
-                                               typename Traits::Shared& shared) {
+__device__ __forceinline__ void means_of_block(const MeansOf& p, uint32 index, int head_dim, bool aligned) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kLanes, kRows = Traits::kRows;
   const int member = index % p.shared_heads;
@@ -149,7 +121,7 @@ __device__ __forceinline__ void means_of_block(const MeansOf& p, uint32 index, i
   const uint16* x = p.x.at(source / of_sequence, source % of_sequence);
   const int begin = c * p.block, count = min(p.block, p.seqlen - begin);
   const int* order = p.order ? p.order + head * p.order_row + begin : nullptr;
-  const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes, slot = threadIdx.x % 32 / kLanes;
   const bool inside = lane * 8 < head_dim;
   const auto row = [&](int r) { return x + static_cast<int64>(order ? order[r] : begin + r) * p.x.row + lane * 8; };
   const float factor = 1.f / count;  // of each row, as a sum of large ones may be too large
@@ -188,45 +160,58 @@ __device__ __forceinline__ void means_of_block(const MeansOf& p, uint32 index, i
       take(packed);
     }
   }
-  const float mean = sum_of_threads<Traits>(total, shared.sums);
+  const auto over_rows = [](float (&x)[8]) {  // of the warp, in all of its lanes
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] = lanes_sum<32 / kLanes, kLanes>(x[e]);
+  };
+  over_rows(total);
   const int64 at = static_cast<int64>(head) * p.blocks + c;
-  if (threadIdx.x < Traits::kHeadDim) {
-    const bool finite = fabsf(mean) < infinity();
-    const uint32 high = finite ? Element::pack(mean, 0.f) : 0x7fffu;
-    const float rest = mean - Element::low(high);
-    uint16* to = p.means + at * 2 * Traits::kHeadDim + threadIdx.x;
-    to[0] = static_cast<uint16>(high);
-    to[Traits::kHeadDim] = static_cast<uint16>(Element::pack(fabsf(rest) < infinity() ? rest : 0.f, 0.f));
+  if (slot == 0) {
+    uint32 high[4], low[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float rest[2];
+      uint32 nearest[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float mean = total[2 * e + i];
+        nearest[i] = fabsf(mean) < infinity() ? Element::pack(mean, 0.f) & 0xffffu : 0x7fffu;
+        rest[i] = mean - Element::low(nearest[i]);
+        rest[i] = fabsf(rest[i]) < infinity() ? rest[i] : 0.f;
+      }
+      high[e] = nearest[0] | nearest[1] << 16;
+      low[e] = Element::pack(rest[0], rest[1]);
+    }
+    uint16* to = p.means + at * 2 * Traits::kHeadDim + lane * 8;
+    store_global_16(to, high[0], high[1], high[2], high[3]);
+    store_global_16(to + Traits::kHeadDim, low[0], low[1], low[2], low[3]);
   }
   if constexpr (!kAlike) return;
-  __syncthreads();
-  const float unit = sum_of_threads<Traits>(units, shared.sums) * factor;
-  const float squares = lanes_sum<32>(threadIdx.x < Traits::kHeadDim ? unit * unit : 0.f);
-  if (threadIdx.x % 32 == 0) shared.of_warp[threadIdx.x / 32] = squares;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    float sum = 0.f;
-    for (int w = 0; w < Traits::kWarps; ++w) sum += shared.of_warp[w];
-    p.similarity[at] = sum;
-  }
+  over_rows(units);
+  float squares = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) squares = fmaf(units[e] * factor, units[e] * factor, squares);
+  squares = lanes_sum<kLanes>(squares);
+  if (threadIdx.x % 32 == 0) p.similarity[at] = squares;
 }
 
 template <class Traits, bool kAlike>
-__device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p, typename Traits::Shared& shared) {
-  if (blockIdx.x < static_cast<uint32>(p.of_q)) {
-    means_of_block<Traits, kAlike>(p.q, blockIdx.x, p.head_dim, p.aligned, shared);
-  } else {
-    means_of_block<Traits, kAlike>(p.k, blockIdx.x - p.of_q, p.head_dim, p.aligned, shared);
+__device__ __forceinline__ void means_of_blocks(const BlockMeansParams& p) {
+  const int index = blockIdx.x * Traits::kWarps + threadIdx.x / 32;
+  if (index < p.of_q) {
+    means_of_block<Traits, kAlike>(p.q, index, p.head_dim, p.aligned);
+  } else if (index < p.of_q + p.of_k) {
+    means_of_block<Traits, kAlike>(p.k, index - p.of_q, p.head_dim, p.aligned);
   }
 }
 
 template <class Traits>
-__device__ __forceinline__ void block_means(const BlockMeansParams& p, typename Traits::Shared& shared) {
-  means_of_blocks<Traits, false>(p, shared);
+__device__ __forceinline__ void block_means(const BlockMeansParams& p) {
+  means_of_blocks<Traits, false>(p);
 }
 template <class Traits>
-__device__ __forceinline__ void alike_block_means(const BlockMeansParams& p, typename Traits::Shared& shared) {
-  means_of_blocks<Traits, true>(p, shared);
+__device__ __forceinline__ void alike_block_means(const BlockMeansParams& p) {
+  means_of_blocks<Traits, true>(p);
 }
 
 }  // namespace s2o

@@ -59,9 +59,9 @@ TOKEN_ORDER = Family("token_order", "blocks/token_order.cu", "TokenOrderParams",
 
 
 def block_means(inputs: Inputs, alike: bool) -> Kernel:
-    """``alike``: with similarities. sizeof(BlockMeansTraits::Shared)"""
+    """``alike``: with similarities."""
     family = ALIKE_BLOCK_MEANS if alike else BLOCK_MEANS
-    return Kernel(family, inputs.dtype, inputs.head_dim, shared_bytes=8 * inputs.head_dim * 4 + 8 * 4)
+    return Kernel(family, inputs.dtype, inputs.head_dim)
 
 
 def block_scores(inputs: Inputs, limits: DeviceLimits) -> Kernel:

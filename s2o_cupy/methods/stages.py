@@ -82,12 +82,14 @@ class BlockMeans:
             for of, (heads, own, seqlen, block) in sizes.items()
         }
         of_q, of_k = (math.prod(x) for x in self._blocks.values())
-        values |= {"of_q": of_q, "head_dim": problem.head_dim, "aligned": int(site.inputs.aligned)}
+        values |= {"of_q": of_q, "of_k": of_k, "head_dim": problem.head_dim, "aligned": int(site.inputs.aligned)}
         read = {}
         for of, permuted in (("q", self.q_permuted), ("k", self.k_permuted)):
             read |= {f"{of}.x": of, f"{of}.means": f"{of}_means", f"{of}.similarity": f"{of}_similarity"}
             read[f"{of}.order"] = f"{of}_order" if permuted else "no order"
-        return [launch(memory, "means", block_means(site.inputs, self.similarity), of_q + of_k, values, **read)]
+        kernel = block_means(site.inputs, self.similarity)
+        blocks = -(-(of_q + of_k) // (kernel.threads // 32))  # a warp has a block of rows
+        return [launch(memory, "means", kernel, blocks, values, **read)]
 
 
 def pitch_of(grid: BlockGrid) -> int:
