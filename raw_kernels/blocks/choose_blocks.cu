@@ -56,14 +56,15 @@ struct ChoiceRow {
     row = rows - 1 - static_cast<int>(index % rows);  // the longest first
     head = index / rows;
     flat = p.first_head + head;
-    const int of_sequence = flat % p.heads;
+    const int of_sequence = flat < p.heads ? flat : flat % p.heads;
     visible = g.visible(row);
     listed = g.listed(row);
-    kept = !p.keep_first ? -1 : p.first_column ? p.first_column[flat / p.shared_heads] : 0;
+    const int shared_head = flat / p.shared_heads;
+    kept = !p.keep_first ? -1 : p.first_column ? p.first_column[shared_head] : 0;
     threshold = p.threshold[p.thresholds > 1 ? of_sequence : 0];
     theta = p.theta[p.thetas > 1 ? of_sequence : 0];
     scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
-    similar = p.k_similarity ? p.k_similarity + static_cast<int64>(flat / p.shared_heads) * g.columns() : nullptr;
+    similar = p.k_similarity ? p.k_similarity + static_cast<int64>(shared_head) * g.columns() : nullptr;
     all = threshold >= 1.f;
     if (p.q_similarity) all |= p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
   }
