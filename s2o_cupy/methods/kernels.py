@@ -13,7 +13,7 @@ from ..plan.paths import HOPPER
 
 __all__ = [
     "LAST_ROWS", "MOST_HEADS", "SCORE_TILES", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
-    "last_row_sums", "last_rows_tile", "order_segments", "rows_of_block", "token_order",
+    "last_row_sums", "last_rows_tile", "order_segments", "rows_of_block", "segments_of_block", "token_order",
 ]  # fmt: skip
 
 MOST_HEADS = 256  # that may have thresholds of their own (kMostHeads)
@@ -36,7 +36,7 @@ BLOCK_SCORES_SM90 = Family(
 )  # fmt: skip
 SCORE_TILES = {BLOCK_SCORES: (64, 64), BLOCK_SCORES_SM90: (64, 128)}  # rows and columns of a block
 CHOOSE_BLOCKS = Family(
-    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 6 : 4)",
+    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 8 : 4)",
     "ChoiceTraits<{step}>", shared="s2o::WarpChoiceShared",
 )
 CHOOSE_LONG = Family(
@@ -55,6 +55,11 @@ LAST_ROW_SUMS_SM90, COLUMN_MEANS_SM90 = (
 ORDER_SEGMENTS = Family(
     "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
 )
+ORDER_SHORT_SEGMENTS = Family(
+    "order_short_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4,
+    shared="s2o::ShortSegmentsShared",
+)  # fmt: skip
+SHORT_SEGMENT = 256  # keys (kShort)
 TOKEN_ORDER = Family("token_order", "blocks/token_order.cu", "TokenOrderParams", 256, 4)
 
 
@@ -117,8 +122,16 @@ def _last_rows(family: Family, hopper: dict[int, Family], inputs: Inputs, limits
     return Kernel(family, inputs.dtype, head_dim, shared_bytes=shared)
 
 
+def segments_of_block(kernel: Kernel) -> int:
+    """That a block of `order_segments` has."""
+    return kernel.threads // WARP if kernel.family is ORDER_SHORT_SEGMENTS else 1
+
+
 def order_segments(sort_slots: int) -> Kernel:
-    """sizeof(OrderSegmentsShared), which has a warp's slots, and further slots as a segment needs them."""
+    """sizeof(OrderSegmentsShared), which has a warp's slots, and further slots as a segment needs them, or of
+    ShortSegmentsShared."""
+    if sort_slots <= SHORT_SEGMENT:
+        return Kernel(ORDER_SHORT_SEGMENTS, shared_bytes=ORDER_SHORT_SEGMENTS.threads // WARP * SHORT_SEGMENT * 4)
     more = (sort_slots - WARP) * 4
     return Kernel(ORDER_SEGMENTS, shared_bytes=WARP * 4 + more, open_bytes=more)
 
@@ -136,4 +149,4 @@ def kernels(inputs: Inputs, limits: DeviceLimits) -> Iterator[Kernel]:
         yield from (choose_blocks(1), choose_blocks(MOST_OF_ROW), choose_long(WARP))
         for group in (1, 2):
             yield from (last_row_sums(inputs, limits, group), column_means(inputs, limits, group))
-        yield from (order_segments(WARP), token_order())
+        yield from (order_segments(SHORT_SEGMENT), order_segments(2 * SHORT_SEGMENT), token_order())

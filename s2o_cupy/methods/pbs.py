@@ -13,7 +13,7 @@ from . import last_rows
 from .antidiagonal import BLOCK, STRIDES, AntidiagonalMass
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_bool, checked_choice, checked_number
 from .grid import BlockGrid
-from .kernels import LAST_ROWS, column_means, last_row_sums, order_segments
+from .kernels import LAST_ROWS, column_means, last_row_sums, order_segments, segments_of_block
 from .stages import BlockMeans, Choice, launch
 
 __all__ = ["PBSConfig"]
@@ -155,8 +155,11 @@ class SegmentOrder:
             "seqlen": problem.seqlen_k,
             "segment": self.segment,
             "segments": segments,
+            "all_segments": problem.batch * self.heads * segments,
             "group": problem.heads // self.heads,
             "sort_slots": slots,
             "block": self.site.grid.block_k,
         }
-        return [launch(memory, "k_order", order_segments(slots), problem.batch * self.heads * segments, values)]
+        kernel = order_segments(slots)
+        blocks = -(-values["all_segments"] // segments_of_block(kernel))
+        return [launch(memory, "k_order", kernel, blocks, values)]
