@@ -93,7 +93,7 @@ def test_only_the_dtypes_of_the_kernels(rng, kernels):
 
 def site(config, seqlen=5000, capability=90, *, aligned=True, heads=8, is_causal=True):
     problem = Problem(2, heads, heads // 4, seqlen, seqlen, 128, "bfloat16", is_causal, 0.1)
-    operands = {name: types.SimpleNamespace(strides=(1, 2, 3)) for name in "qk"}
+    operands = {name: types.SimpleNamespace(strides=(1, 2, 3), is_compact=lambda: True) for name in "qk"}
     limits = DeviceLimits.of_architecture(capability)
     inputs = Inputs("bfloat16", 128, aligned)
     return Site(problem, config.grid(problem), inputs, limits, operands, config.workspace_bytes)

@@ -15,9 +15,9 @@ from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand
 from ..caches import remembered
+from ..methods.antidiagonal import MAP_ROWS
 from ..methods.base import MethodConfig, Site, Stage
 from ..plan.build import lay_out
-from ..methods.antidiagonal import MAP_ROWS
 from ..plan.kernels import Inputs, Kernel, padded_head_dim
 from ..problem import Problem
 from . import compiler

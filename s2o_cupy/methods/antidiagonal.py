@@ -17,11 +17,10 @@ from ..spec import LOG2E
 from .base import Site
 from .stages import launch
 
-__all__ = ["BLOCK", "STRIDES", "AntidiagonalMass", "kernels"]
+__all__ = ["BLOCK", "MAP_ROWS", "STRIDES", "AntidiagonalMass", "kernels"]
 
 BLOCK = 128  # queries or keys (kMassBlock)
 STRIDES = (8, 16)  # rows of a cell
-MAPPED = True
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
@@ -32,12 +31,12 @@ NORMS_SM90 = Family(
     "antidiagonal_norms_sm90", "blocks/antidiagonal_norms_sm90.cu", "AntidiagonalParams", 256, 1,
     "AntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER,
 )  # fmt: skip
-MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
-MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
 NORMS_MAPPED = Family(
     "antidiagonal_norms_mapped", "blocks/antidiagonal_norms_mapped.cu", "MappedAntidiagonalParams", 384, 1,
     "MappedAntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER, cluster=2,
 )  # fmt: skip
+MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
+MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
 # Cells of queries and of keys of a tile of the product, and stages in shared memory.
 TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}
 
@@ -85,14 +84,18 @@ class AntidiagonalMass:
     def arrays(self, heads: int) -> list[Array]:
         return [("norms", (heads, self.norms_of_head), "float32")]
 
+    def _maps(self, first: int, heads: int) -> bool:
+        """Whether tensor maps can bring the cells of some heads, of pairs that share keys."""
+        site, problem = self.site, self.site.problem
+        whole_cells = not (problem.seqlen_q % self.stride or problem.seqlen_k % self.stride)
+        pairs = not (site.group % 2 or first % 2 or heads % 2)
+        return whole_cells and pairs and not self.order_heads and all(x.is_compact() for x in site.operands.values())
+
     def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
         """Of ``heads`` heads from ``first`` on."""
         site, problem = self.site, self.site.problem
         is_hopper = self.path != "portable" and HOPPER.runs_on(site.limits.compute_capability)
-        # Whole cells, and pairs of heads that share keys.
-        mapped = not (self.order_heads or problem.seqlen_q % self.stride or problem.seqlen_k % self.stride)
-        mapped = mapped and not (site.group % 2 or first % 2 or heads % 2) and MAPPED
-        kernel = norms(site.inputs, self.stride, is_hopper, mapped)
+        kernel = norms(site.inputs, self.stride, is_hopper, self._maps(first, heads))
         values: dict[str, Any] = {
             "q": site.tensor("q"),
             "k": site.tensor("k"),
