@@ -36,8 +36,8 @@ BLOCK_SCORES_SM90 = Family(
 )  # fmt: skip
 SCORE_TILES = {BLOCK_SCORES: (64, 64), BLOCK_SCORES_SM90: (64, 128)}  # rows and columns of a block
 CHOOSE_BLOCKS = Family(
-    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 8 : 4)",
-    "ChoiceTraits<{step}>", shared="s2o::WarpChoiceShared",
+    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS,
+    "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 8 : 4)", "ChoiceTraits<{step}>", shared="s2o::WarpChoiceShared",
 )
 CHOOSE_LONG = Family(
     "choose_long", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
