@@ -194,4 +194,13 @@ __device__ __forceinline__ void column_means_sm90(const LastRowsParams& p, typen
   });
 }
 
+template <class Traits>
+__device__ __forceinline__ void last_row_sums_of_two_sm90(const LastRowsParams& p, typename Traits::Shared& shared) {
+  last_row_sums_sm90<Traits>(p, shared);
+}
+template <class Traits>
+__device__ __forceinline__ void column_means_of_two_sm90(const LastRowsParams& p, typename Traits::Shared& shared) {
+  column_means_sm90<Traits>(p, shared);
+}
+
 }  // namespace s2o

@@ -34,8 +34,8 @@ def tensor_map(
 ) -> bytes:
     """The map of a [batch, heads, seqlen, head_dim] array of 16-bit elements, in boxes of ``box_rows`` x 64.
 
-    With a ``cell``, which divides seqlen, of five axes, [batch, heads, seqlen / cell, cell, head_dim]: the rows of a box
-    are of as many cells, one of each.
+    With a ``cell``, which divides seqlen, of five axes, [batch, heads, seqlen / cell, cell, head_dim]: a box has a row
+    of each of ``box_rows`` cells.
 
     ``pointer`` and strides (in elements, of the first three axes) are multiples of 16 bytes. Reads outside of the
     array give zeros. Pure: the same bytes for the same arguments.

@@ -48,9 +48,10 @@ LAST_ROW_SUMS, COLUMN_MEANS = (
 )
 # By query heads that share keys in a block.
 LAST_ROW_SUMS_SM90, COLUMN_MEANS_SM90 = (
-    {n: Family(function, "blocks/last_rows_sm90.cu", "LastRowsParams", threads, 2 // n,
-               f"LastRowsSm90Traits<{_ELEMENT}, {{group}}>", path=HOPPER) for n, threads in ((1, 288), (2, 640))}
-    for function in ("last_row_sums_sm90", "column_means_sm90")
+    {heads: Family(function + of, "blocks/last_rows_sm90.cu", "LastRowsParams", threads, 2 // heads,
+                   f"LastRowsSm90Traits<{_ELEMENT}, {{group}}>", path=HOPPER)
+     for heads, of, threads in ((1, "_sm90", 288), (2, "_of_two_sm90", 640))}
+    for function in ("last_row_sums", "column_means")
 )  # fmt: skip
 ORDER_SEGMENTS = Family(
     "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
