@@ -83,7 +83,7 @@ class BlockMeans:
         }
         of_q, of_k = (math.prod(x) for x in self._blocks.values())
         values |= {"of_q": of_q, "of_k": of_k, "head_dim": problem.head_dim, "aligned": int(site.inputs.aligned)}
-        read = {}
+        read: dict[str, str] = {}
         for of, permuted in (("q", self.q_permuted), ("k", self.k_permuted)):
             read |= {f"{of}.x": of, f"{of}.means": f"{of}_means", f"{of}.similarity": f"{of}_similarity"}
             read[f"{of}.order"] = f"{of}_order" if permuted else "no order"
