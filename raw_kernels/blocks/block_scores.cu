@@ -30,8 +30,8 @@ __device__ __forceinline__ void block_scores(const BlockScoresParams& p) {
   const uint16* of_row[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    of_row[h] = q + static_cast<int64>(min(warp_row + h * 8 + lane / 4, rows - 1)) * 2 * kHeadDim;
-  const uint16* of_column = k + static_cast<int64>(min(first_column + lane / 4, columns - 1)) * 2 * kHeadDim;
+    of_row[h] = q + min(warp_row + h * 8 + lane / 4, rows - 1) * (2 * kHeadDim);
+  const uint16* of_column = k + min(first_column + lane / 4, columns - 1) * (2 * kHeadDim);
   const int most = columns - 1 - first_column - lane / 4;  // 8 j, at most, without a clamp
 
   float d[kColumns][4] = {};
@@ -47,7 +47,7 @@ __device__ __forceinline__ void block_scores(const BlockScoresParams& p) {
     const uint32 low[2][4] = {{a[0][1].x, a[1][1].x, a[0][1].y, a[1][1].y}, {a[0][1].z, a[1][1].z, a[0][1].w, a[1][1].w}};
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const uint16* from = of_column + static_cast<int64>(max(0, min(8 * j, most))) * 2 * kHeadDim + c;
+      const uint16* from = of_column + max(0, min(8 * j, most)) * (2 * kHeadDim) + c;
       const uint4 b_high = *reinterpret_cast<const uint4*>(from);
       const uint4 b_low = *reinterpret_cast<const uint4*>(from + kHeadDim);
       Element::mma(d[j], high[0], b_high.x, b_high.y);

@@ -28,7 +28,8 @@ BLOCK_MEANS, ALIKE_BLOCK_MEANS = (
     for function, blocks in (("block_means", 6), ("alike_block_means", "(__CUDA_ARCH__ >= 1000 ? 3 : 4)"))
 )
 BLOCK_SCORES = Family(
-    "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, 4, f"BlockScoresTraits<{_ELEMENT}>"
+    "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, "(__CUDA_ARCH__ >= 1200 ? 3 : 4)",
+    f"BlockScoresTraits<{_ELEMENT}>",
 )
 BLOCK_SCORES_SM90 = Family(
     "block_scores_sm90", "blocks/block_scores_sm90.cu", "BlockScoresParams", 128, 2,
