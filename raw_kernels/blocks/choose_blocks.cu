@@ -177,8 +177,9 @@ __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLan
     return warp_sum((part[0] + part[1]) + (part[2] + part[3]));
   };
   // All weights below the bound and the bound itself make up what the limit leaves, so that it is no smaller than their
-  // mean; half of that is out of the reach of rounding unless the limit is next to all.
-  const uint32 least = limit < 0.999f * total ? __float_as_uint(fmaxf(0.5f * (total - limit) / columns, 1e-37f)) : 1u;
+  // mean; half of that is out of the reach of rounding unless the limit is next to all. No weight is between 0 and 2^-126.
+  const float below = limit < 0.999f * total ? 0.5f * (total - limit) / columns : 0.f;
+  const uint32 least = __float_as_uint(fmaxf(below, 0x1p-126f));
   uint32 low = least, high = __float_as_uint(1.f) + 1;  // the sum from `low` on crosses, that from `high` on does not
   float above = 0.f;                                    // the latter
   int of_low = 0, of_high = 0;  // weights from these on, of the lane; of the first `low` they are counted when needed
