@@ -52,7 +52,7 @@ def norms(inputs: Inputs, stride: int, is_hopper: bool, mapped: bool = False) ->
 
 def mass(stride: int) -> Kernel:
     """sizeof(MassTraits::Shared)"""
-    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4)
+    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4 + MASS.threads // 32 * 512 * 4)
 
 
 def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
