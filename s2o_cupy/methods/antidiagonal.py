@@ -36,8 +36,9 @@ NORMS_MAPPED = Family(
     "MappedAntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER, cluster=2,
 )  # fmt: skip
 MASS = Family(
-    "block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, "(__CUDA_ARCH__ >= 1000 ? 3 : 4)", "MassTraits<{step}>"
-)
+    "block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, "(__CUDA_ARCH__ >= 1000 ? 3 : 4)",
+    "MassTraits<{step}>",
+)  # fmt: skip
 MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
 # Cells of queries and of keys of a tile of the product, and stages in shared memory.
 TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}
