@@ -13,9 +13,8 @@ struct BlockMassParams : AntidiagonalParams {
   int pitch;
 };
 
-constexpr int kMassThreads = 256;
-
-constexpr int kMassWarps = kMassThreads / 32, kHeldColumns = 512;
+constexpr int kMassThreads = 256, kMassWarps = kMassThreads / 32;
+constexpr int kHeldColumns = 512;  // of a row, at most, that registers hold
 
 template <int kStride_>
 struct MassTraits {

@@ -21,6 +21,7 @@ __all__ = ["BLOCK", "MAP_ROWS", "STRIDES", "AntidiagonalMass", "kernels"]
 
 BLOCK = 128  # queries or keys (kMassBlock)
 STRIDES = (8, 16)  # rows of a cell
+HELD_COLUMNS = 512  # of a row that block_mass holds in registers (kHeldColumns)
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
@@ -55,7 +56,7 @@ def norms(inputs: Inputs, stride: int, is_hopper: bool, mapped: bool = False) ->
 
 def mass(stride: int) -> Kernel:
     """sizeof(MassTraits::Shared)"""
-    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4 + MASS.threads // 32 * 512 * 4)
+    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4 + MASS.threads // 32 * HELD_COLUMNS * 4)
 
 
 def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
