@@ -140,11 +140,11 @@ def test_rounds_change_no_bit(rng, config):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("waves", [0, 1])
-def test_importance_in_one_split_and_in_many(rng, head_dim, waves, monkeypatch):
+@pytest.mark.parametrize(("waves", "kv_heads"), [(0, 2), (1, 2), (1, 16)])
+def test_importance_in_one_split_and_in_many(rng, head_dim, waves, kv_heads, monkeypatch):
     """Of few keys each split has one tile; here a block walks many, or a few."""
-    monkeypatch.setattr(last_rows, "WAVES", waves)
-    q, k, _ = draw(rng, "bfloat16", 300, 30_000 if waves else 3_000, heads=16, kv_heads=2, head_dim=head_dim)
+    monkeypatch.setattr(last_rows, "WAVES", dict.fromkeys(last_rows.WAVES, waves))
+    q, k, _ = draw(rng, "bfloat16", 300, 30_000 if waves else 3_000, heads=16, kv_heads=kv_heads, head_dim=head_dim)
     clear_cache()
     try:
         assert_stages(q, k, CONFIGS["PBS"])
@@ -157,6 +157,13 @@ def test_importance_in_one_split_and_in_many(rng, head_dim, waves, monkeypatch):
 def test_rows_of_many_columns(rng, config, seqlen_k):
     """As many as 8, 16, 32 or 64 columns a lane hold, and more."""
     q, k, _ = draw(rng, "bfloat16", 200, seqlen_k, heads=2, kv_heads=1, head_dim=64)
+    assert_stages(q, k, config)
+
+
+@pytest.mark.parametrize("config", [CONFIGS["XAttention"], CONFIGS["XAttention 16"]], ids=str)
+def test_mass_of_many_columns(rng, config):
+    """Some rows have more than registers hold."""
+    q, k, _ = draw(rng, "bfloat16", 6000, 68_000, heads=2, kv_heads=1, head_dim=64)
     assert_stages(q, k, config)
 
 

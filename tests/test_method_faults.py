@@ -38,7 +38,8 @@ class Fault:
     config: object = MEAN
     is_causal: bool = True
     head_dim: int = 128
-    waves: int = last_rows.WAVES  # 0: all keys in one split
+    seqlen: int = 1500
+    waves: int | None = None  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
@@ -47,43 +48,51 @@ class Fault:
 
 FAULTS = [
     Fault("block_means", "a last row is left out", "q means", "inside && r < count", "inside && r + 1 < count"),
-    Fault("block_means", "the low part is lost", "q means", "? rest : 0.f", "? 0.f : 0.f"),
+    Fault("block_means", "the low part is lost", "q means", "? rest[i] : 0.f", "? 0.f : 0.f"),
     Fault("block_means", "heads have the first one's rows", "q means", "source % of_sequence)", "0)"),
     Fault("block_means", "keys are as they lie", "k means", "order ? order[r] : begin + r", "begin + r", PBS),
-    Fault("alike_block_means", "rows keep their lengths", "similarity", "fmaf(y[e], inverse, units[e])",
+    Fault("alike_block_means", "rows keep their lengths", "similarity", "fmaf(y[e], inverse[i], units[e])",
           "fmaf(y[e], 0.1f, units[e])", SPARGE),
-    Fault("block_scores", "low parts do not count", "scores", "Element::mma(d[j], low[0], b_high.x, b_high.y);", ""),
-    Fault("block_scores", "heads have the others' keys", "scores", "(flat / p.shared_heads)", "(flat % 2)"),
-    Fault("block_scores", "columns go to their neighbours", "scores", "8 * j + 2 * t;", "8 * j + 2 * (t ^ 1);"),
-    Fault("choose_blocks", "what crosses is left out", "choice", "b.ties = max(1, min(", "b.ties = 0 * max(1, min("),
-    Fault("choose_blocks", "what crosses is taken", "choice", "x > limit : x >= limit",
-          "x >= limit * 1.2f : x >= limit", SPARGE),
-    Fault("choose_blocks", "weights are of another base", "choice", "exp2_approx(w[i] - most)",
-          "exp2_approx(0.7f * (w[i] - most))"),
+    Fault("block_scores", "low parts do not count", "scores", "Element::mma(d[j], low[0], b_high.x, b_high.y);", "",
+          head_dim=256),
+    Fault("block_scores", "heads have the others' keys", "scores", "(flat / p.shared_heads)", "(flat % 2)",
+          head_dim=256),
+    Fault("block_scores", "columns go to their neighbours", "scores", "8 * j + 2 * t;", "8 * j + 2 * (t ^ 1);",
+          head_dim=256),
+    Fault("block_scores_sm90", "low parts do not count", "scores", "multiply(1, 0, true);", ""),
+    Fault("block_scores_sm90", "heads have the others' keys", "scores", "(flat / p.shared_heads)", "(flat % 2)"),
+    Fault("block_scores_sm90", "rows go to their neighbours", "scores", "make_float2(d[j * 4 + 2 * h] *",
+          "make_float2(d[j * 4 + 2 - 2 * h] *"),
+    Fault("choose_blocks", "what crosses is left out", "choice", "ties = max(1, min(", "ties = 0 * max(1, min("),
+    Fault("choose_blocks", "what crosses is taken", "choice", "x > limit : x >= limit; };",
+          "x >= limit * 1.2f : x >= limit; };", SPARGE),
+    Fault("choose_blocks", "weights are of another base", "choice", "exp2_approx(w[i] - base)",
+          "exp2_approx(0.7f * (w[i] - base))"),
     Fault("choose_blocks", "own blocks do not compete", "choice", "visible = g.visible(row)",
           "visible = g.listed(row)"),
-    Fault("choose_blocks", "the block of key 0 is not kept", "choice", "p.first_column[flat / p.shared_heads] : 0",
-          "p.first_column[flat / p.shared_heads] : -1"),
+    Fault("choose_blocks", "the block of key 0 is not kept", "choice", "p.first_column[shared_head] : 0",
+          "p.first_column[shared_head] : -1"),
     Fault("choose_blocks", "unlike blocks of keys are judged", "choice",
-          "(fixed >> i & 1) || w[i]", "w[i]", SPARGE),
+          "sure |= fixed ? 1ull << i : 0;", "", SPARGE),
     Fault("choose_blocks", "unlike blocks of queries are judged", "choice", "rows + row] < theta;",
           "rows + row] < -9.f;", SPARGE),
     Fault("choose_blocks", "the short block counts as a whole one", "lists", "g.columns() * g.block_k - g.seqlen_k : 0",
           "0 : 0", is_causal=False),
     Fault("last_row_sums", "a sum is not rescaled", "importance", "found[i][h].y * exp2_approx(found[i][h].x - base)",
           "found[i][h].y", PBS, head_dim=256, waves=0),
-    Fault("last_row_sums_sm90", "a sum is not rescaled", "importance",
+    Fault("last_row_sums_of_two_sm90", "a sum is not rescaled", "importance",
           "found[h].y * exp2_approx(found[h].x - base)", "found[h].y", PBS, waves=0),
-    Fault("column_means_sm90", "half of the queries count", "importance", "j < 16; ++j) {\n      const float2 norm",
-          "j < 8; ++j) {\n      const float2 norm", PBS),
-    Fault("column_means_sm90", "a split is left out", "importance", "i < p.splits; ++i) x = joined",
+    Fault("column_means_of_two_sm90", "half of the queries count", "importance",
+          "j < 16; ++j) {\n      const float2 norm", "j < 8; ++j) {\n      const float2 norm", PBS),
+    Fault("column_means_of_two_sm90", "a split is left out", "importance", "i < p.splits; ++i) x = joined",
           "i + 1 < p.splits; ++i) x = joined", PBS),
     Fault("column_means", "half of the queries count twice", "importance",
           "(shared.columns[0][threadIdx.x] + shared.columns[1][threadIdx.x])", "(2.f * shared.columns[0][threadIdx.x])",
           PBS, head_dim=256),
-    Fault("order_segments", "importance ascends", "k_order", "~sortable(sum / p.group)",
+    Fault("order_short_segments", "importance ascends", "k_order", "~sortable(sum / p.group)",
           "sortable(sum / p.group)", PBS),
-    Fault("order_segments", "only the first head counts", "k_order", "h < p.group; ++h", "h < 1; ++h", PBS),
+    Fault("order_segments", "only the first head counts", "k_order", "h < p.group; ++h", "h < 1; ++h",
+          PBSConfig(share="kv_head", segment=512)),
     Fault("antidiagonal_norms", "queries of a cell are not turned round", "scores",
           "* kStride + kStride - 1 - r;", "* kStride + r;", PORTABLE),
     Fault("antidiagonal_norms", "cells of the future are seen", "scores", "e < left - lane % 4 * 2",
@@ -92,12 +101,18 @@ FAULTS = [
           "back = r;", XATTENTION),
     Fault("antidiagonal_norms_sm90", "the second half of the rows is the first", "scores",
           "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION),
-    Fault("block_mass", "cells have the first one's norm", "scores", " - shared.norms[i]);", " - shared.norms[0]);",
+    Fault("antidiagonal_norms_mapped", "queries of a cell are not turned round", "scores", "column, kStride - 1 - r,",
+          "column, r,", XATTENTION, seqlen=1504),
+    Fault("antidiagonal_norms_mapped", "both blocks bring the same keys", "scores",
+          "walk.first_key + static_cast<int>(rank) * (kTile / 2)", "walk.first_key", XATTENTION, seqlen=1504),
+    Fault("antidiagonal_norms_mapped", "the second half of the rows is the first", "scores",
+          "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION, seqlen=1504),
+    Fault("block_mass", "cells are not normalised", "scores", "fmaf(x[j], share, sums[j])", "x[j] + sums[j]",
           XATTENTION),
-    Fault("choose_blocks", "what is forced does not count", "choice", " - warp_sum(forced);",
-          ";", XATTENTION),
-    Fault("last_row_sums_sm90", "the last queries see their future", "last sums", "present - after)", "present)",
-          LINES),
+    Fault("choose_blocks", "what is forced does not count", "choice", "limit -= forced;",
+          "", XATTENTION),
+    Fault("last_row_sums_of_two_sm90", "the last queries see their future", "last sums", "present - after ?",
+          "present ?", LINES),
     Fault("last_row_sums", "the last queries see their future", "last sums", "present - after)", "present)",
           LINES, head_dim=256),
     Fault("line_sums", "diagonals run the other way", "last sums", "const int key = row - d;",
@@ -141,10 +156,12 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
             else good(kernel),
         )  # fmt: skip
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(last_rows, "WAVES", fault.waves if fault else last_rows.WAVES)
+    if fault is not None and fault.waves is not None:
+        monkeypatch.setattr(last_rows, "WAVES", dict.fromkeys(last_rows.WAVES, fault.waves))
     clear_cache()
     head_dim = fault.head_dim if fault else 128
-    q, k, _ = draw(np.random.default_rng(0), "float16", 1500, 1500, head_dim=head_dim)
+    seqlen = fault.seqlen if fault else 1500
+    q, k, _ = draw(np.random.default_rng(0), "float16", seqlen, seqlen, head_dim=head_dim)
     try:
         for config in [fault.config] if fault else [MEAN, PBS, SPARGE, XATTENTION, PORTABLE, FLEX, LINES]:
             found = selected(q, k, config, is_causal=fault.is_causal if fault else True)

@@ -22,6 +22,7 @@ from s2o_cupy import (
     XAttentionConfig,
     select,
 )
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.methods.base import Site
 from s2o_cupy.methods.registry import METHODS
 from s2o_cupy.plan.build import lay_out
@@ -93,7 +94,7 @@ def test_only_the_dtypes_of_the_kernels(rng, kernels):
 
 def site(config, seqlen=5000, capability=90, *, aligned=True, heads=8, is_causal=True):
     problem = Problem(2, heads, heads // 4, seqlen, seqlen, 128, "bfloat16", is_causal, 0.1)
-    operands = {name: types.SimpleNamespace(strides=(1, 2, 3)) for name in "qk"}
+    operands = {name: types.SimpleNamespace(strides=(1, 2, 3), is_compact=lambda: True) for name in "qk"}
     limits = DeviceLimits.of_architecture(capability)
     inputs = Inputs("bfloat16", 128, aligned)
     return Site(problem, config.grid(problem), inputs, limits, operands, config.workspace_bytes)
@@ -130,10 +131,11 @@ def test_a_pointer_of_every_launch_leads_somewhere():
         for step in found:
             named = {offset for offset, _, _ in step.pointers}
             absent = {name for name, offset in step.kernel.family.params.pointers if offset not in named}
-            optional = {"importance", "order", "similarity", "q_similarity", "k_similarity", "first_column"}
+            of_means = {f"{of}.{name}" for of in "qk" for name in ("order", "similarity")}
+            optional = of_means | {"importance", "order", "q_similarity", "k_similarity", "first_column"}
             assert absent <= optional, (config, step.stage, absent)
             if isinstance(config, SpargeConfig):
-                assert not {"similarity", "q_similarity", "k_similarity"} & absent
+                assert not {"q.similarity", "k.similarity", "q_similarity", "k_similarity"} & absent
 
 
 def test_what_no_kernel_takes():
@@ -149,3 +151,41 @@ def test_every_method_is_known():
     assert {type(x) for x in CONFIGS} | {AShapeConfig} == set(METHODS)  # of which nothing is launched
     for method in METHODS:
         importlib.import_module(f"s2o_cupy.reference.methods.{method.reference}")
+
+
+def norms_of(config, **options):
+    return [x for x in launches(config, **options)[0] if x.stage == "norms"]
+
+
+def test_cells_come_by_tensor_maps_to_pairs_of_heads():
+    """In turns of a few heads, too; not where a cell is short, keys are permuted or nothing is shared."""
+    config = XAttentionConfig(workspace_bytes=6 << 20)
+    found = norms_of(config, seqlen=20_000)
+    assert {x.kernel.function for x in found} == {"antidiagonal_norms_mapped"}
+    firsts, heads = ([int(x.params["attention"][name]) for x in found] for name in ("first_head", "round_heads"))
+    assert len(found) > 2 and not any(n % 2 for n in (*firsts, *heads)) and max(heads) - min(heads) <= 2
+    assert sum(heads) == 16 and not any(x.blocks % 2 for x in found)
+    for other, options in (
+        (config, {"seqlen": 20_004}), (PBSConfig(scores="antidiagonal"), {"seqlen": 20_000}),
+        (XAttentionConfig(workspace_bytes=1 << 20), {"seqlen": 20_000}),
+    ):  # fmt: skip
+        assert {x.kernel.function for x in norms_of(other, **options)} == {"antidiagonal_norms_sm90"}
+
+
+def test_a_tensor_map_of_cells(monkeypatch):
+    from s2o_cupy.cuda import tensor_maps
+
+    asked = []
+
+    def encode(*arguments):
+        asked.append((arguments[2], *(list(x) for x in arguments[4:7])))
+        return 0
+
+    monkeypatch.setattr(tensor_maps, "_encode", lambda: encode)
+    tensor_maps.tensor_map(4096, (2, 3, 40, 64), (7680, 2560, 64), 96, 8)
+    tensor_maps.tensor_map(4096, (2, 3, 40, 64), (7680, 2560, 64), 96)
+    clear_cache()  # nothing of this driver stays
+    assert asked == [
+        (5, [64, 8, 5, 3, 2], [128, 1024, 5120, 15360], [64, 1, 96, 1, 1]),
+        (4, [64, 40, 3, 2], [128, 5120, 15360], [64, 96, 1, 1]),
+    ]

@@ -6,8 +6,7 @@
 // keys. Those under way at a time are kGroup tiles of rows by some of columns, whose cells L2 holds. A tile's product is
 // over kStride * head_dim columns, 64 of which are in shared memory at a time, in kStages stages that run through all
 // tiles: the copies of a step are started while the product of the one before runs.
-#include "blocks/antidiagonal.cuh"
-#include "sm90/wgmma_tile.cuh"
+#include "blocks/antidiagonal_sm90.cuh"
 
 namespace s2o {
 
@@ -26,62 +25,13 @@ struct AntidiagonalTraits {
   };
 };
 
-// The tiles of a block, every gridDim.x-th: by head, group of rows, tile of keys, and row.
-template <class Traits>
-struct TileWalk {
-  static constexpr int kRows = Traits::kRows, kTile = Traits::kTile, kGroup = Traits::kGroup;
-  const AntidiagonalParams& p;
-  Cells<Traits::kStride> cells;
-  int head = 0, group = 0, at, size;  // of the round; place in the group, and places there are
-  int first_row, first_key;           // cells of the tile
-
-  __device__ __forceinline__ explicit TileWalk(const AntidiagonalParams& p_) : p(p_), cells{p_}, at(blockIdx.x) {
-    size = places();
-    settle();
-  }
-  __device__ __forceinline__ bool done() const { return head == p.round_heads; }
-  __device__ __forceinline__ void next() {
-    at += gridDim.x;
-    settle();
-  }
-
- private:
-  __device__ __forceinline__ int rows() const { return (cells.of_queries() + kRows - 1) / kRows; }
-  // Tiles of keys that some cell of a tile of rows sees.
-  __device__ __forceinline__ int tiles(int row) const {
-    return (cells.seen(min((row + 1) * kRows, cells.of_queries()) - 1) + kTile - 1) / kTile;
-  }
-  __device__ __forceinline__ int places() const { return tiles(min((group + 1) * kGroup, rows()) - 1) * kGroup; }
-  // To the next place that has a tile.
-  __device__ __forceinline__ void settle() {
-    while (!done()) {
-      if (at >= size) {
-        at -= size;
-        if (++group * kGroup >= rows()) {
-          group = 0;
-          ++head;
-        }
-        size = places();
-        continue;
-      }
-      const int tile = at / kGroup, row = group * kGroup + (at + tile) % kGroup;  // a block meets all rows in turn
-      first_row = row * kRows;
-      first_key = tile * kTile;
-      if (row < rows() && tile < tiles(row)) return;
-      at += gridDim.x;
-    }
-  }
-};
-
 template <class Traits>
 __device__ __forceinline__ void antidiagonal_norms_sm90(const AntidiagonalParams& p, typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
   constexpr int kStride = Traits::kStride, kRows = Traits::kRows, kTile = Traits::kTile, kStages = Traits::kStages;
   constexpr int kSteps = Traits::kSteps, kParts = Traits::kHeadDim / 64;  // steps of a row of queries
-  constexpr int kOfBlock = Cells<kStride>::kOfBlock;
   constexpr int kCopied = Traits::kThreads / 8;  // rows that the block copies at a time
-  const Cells<kStride> cells{p};
-  TileWalk<Traits> walk(p), ahead(p);  // of the products, and of the copies
+  TileWalk<Traits> walk(p, blockIdx.x, gridDim.x, p.round_heads), ahead(walk);  // of the products, and of the copies
   if (walk.done()) return;
 
   const int chunk = threadIdx.x % 8, slot = threadIdx.x / 8;
@@ -130,7 +80,7 @@ __device__ __forceinline__ void antidiagonal_norms_sm90(const AntidiagonalParams
 #pragma unroll
   for (int i = 0; i < kStages - 2; ++i) load();
 
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const int group = threadIdx.x / 128;
   float d[2][kTile / 2];  // two products of 64 rows
   int step = 0;
   for (; !walk.done(); walk.next()) {
@@ -152,26 +102,7 @@ __device__ __forceinline__ void antidiagonal_norms_sm90(const AntidiagonalParams
       wgmma_wait<1>();
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int cell = walk.first_row + group * 128 + i * 64 + warp_row + h * 8;
-        const int left = (cell < cells.of_queries() ? cells.seen(cell) : 0) - walk.first_key;
-        float* norms = cells.norms(walk.head) + cells.place(cell) + walk.first_key / kOfBlock;
-#pragma unroll
-        for (int first = 0; first < kTile; first += 64) {
-          float x[8][2];
-#pragma unroll
-          for (int j = 0; j < 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-              x[j][e] = first + j * 8 + e < left - lane % 4 * 2
-                            ? d[i][(first / 8 + j) * 4 + 2 * h + e] * p.scale_log2
-                            : -infinity();
-          row_norms<kOfBlock / 8>(x, norms + first / kOfBlock, (left - first + kOfBlock - 1) / kOfBlock);
-        }
-      }
+    write_norms<Traits>(p, walk.head, walk.first_row + group * 128, walk.first_key, d);
   }
   cp_async_wait<0>();
 }

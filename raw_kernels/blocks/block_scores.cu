@@ -1,24 +1,8 @@
-// Products of mean queries and mean keys, a small matrix product on tensor cores.
-//
-//   scores[head, row, column] = scale_log2 * q_means[head, row] . k_means[head / shared_heads, column], float32
-//
-// Means have a high and a low part; the product of two low ones is left out. No element is in shared memory: the
-// dimensions of a product may come in any order, so a thread reads 16 bytes of its row at a time.
-#include "blocks/block_grid.cuh"
+// block_scores (block_scores.cuh) by mma.sync. No element is in shared memory: the dimensions of a product may come in any
+// order, so a thread reads 16 bytes of its row at a time.
+#include "blocks/block_scores.cuh"
 
 namespace s2o {
-
-struct BlockScoresParams {
-  const uint16* q_means;  // [batch * heads, rows, 2, kHeadDim]
-  const uint16* k_means;  // [batch * heads / shared_heads, columns, 2, kHeadDim]
-  float* scores;          // [heads of the round, rows, pitch]
-  BlockGrid grid;
-  int first_head;         // of the round
-  int shared_heads;       // that have the same mean keys
-  int pitch;
-  int row_tiles, column_tiles;
-  float scale_log2;       // scale * log2(e)
-};
 
 template <class Element_, int kHeadDim_>
 struct BlockScoresTraits {
@@ -46,8 +30,8 @@ __device__ __forceinline__ void block_scores(const BlockScoresParams& p) {
   const uint16* of_row[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    of_row[h] = q + static_cast<int64>(min(warp_row + h * 8 + lane / 4, rows - 1)) * 2 * kHeadDim;
-  const uint16* of_column = k + static_cast<int64>(min(first_column + lane / 4, columns - 1)) * 2 * kHeadDim;
+    of_row[h] = q + min(warp_row + h * 8 + lane / 4, rows - 1) * (2 * kHeadDim);
+  const uint16* of_column = k + min(first_column + lane / 4, columns - 1) * (2 * kHeadDim);
   const int most = columns - 1 - first_column - lane / 4;  // 8 j, at most, without a clamp
 
   float d[kColumns][4] = {};
@@ -63,7 +47,7 @@ __device__ __forceinline__ void block_scores(const BlockScoresParams& p) {
     const uint32 low[2][4] = {{a[0][1].x, a[1][1].x, a[0][1].y, a[1][1].y}, {a[0][1].z, a[1][1].z, a[0][1].w, a[1][1].w}};
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const uint16* from = of_column + static_cast<int64>(max(0, min(8 * j, most))) * 2 * kHeadDim + c;
+      const uint16* from = of_column + max(0, min(8 * j, most)) * (2 * kHeadDim) + c;
       const uint4 b_high = *reinterpret_cast<const uint4*>(from);
       const uint4 b_low = *reinterpret_cast<const uint4*>(from + kHeadDim);
       Element::mma(d[j], high[0], b_high.x, b_high.y);

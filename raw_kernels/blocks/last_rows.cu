@@ -15,7 +15,6 @@ struct LastRowsTraits {
   static __device__ __forceinline__ uint32 address(uint32 tile, int row, int chunk) {
     return chunk_address<LastRowsTraits>(tile, row, chunk);
   }
-  static __device__ __forceinline__ void before_products() {}
   struct Shared {
     uint16 q[kRows * kHeadDim];
     uint16 k[kStages][kTile * kHeadDim];  // at the end of last_row_sums what the second half of the warps has found
@@ -117,7 +116,8 @@ template <class Traits>
 __device__ __forceinline__ void column_means(const LastRowsParams& p, typename Traits::Shared& shared) {
   constexpr int kSpread = Traits::kSpread, kTile = Traits::kTile;
   LastRows<Traits> rows(p, shared);
-  write_norms<Traits>(p, rows.head, shared.norms);
+  write_norm<Traits::kRows>(p, rows.head, threadIdx.x, shared.norms);
+  __syncthreads();
   const int half = rows.warp % 2, first_row = rows.warp / 2 * (16 * kSpread);  // rows are keys, columns queries
   float norms[8][2];
 #pragma unroll

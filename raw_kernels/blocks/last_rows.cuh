@@ -69,7 +69,6 @@ struct LastRows {
     for (int tile = 0; tile < tiles; ++tile) {
       load_keys(tile + kStages - 1);
       cp_async_wait<kStages - 1>();
-      Traits::before_products();
       __syncthreads();
       use(tile);
       __syncthreads();
@@ -83,18 +82,17 @@ __device__ __forceinline__ float2 joined(float2 a, float2 b) {
   return make_float2(m, a.y * exp2_approx(a.x - base) + b.y * exp2_approx(b.x - base));
 }
 
-// The norms of the queries: log2 of the sum of their weights over all keys; of those that are not there infinity.
-template <class Traits>
-__device__ __forceinline__ void write_norms(const LastRowsParams& p, int head, float (&norms)[Traits::kRows]) {
-  if (threadIdx.x < Traits::kRows) {
-    const float2* from = p.partial + static_cast<int64>(head) * p.splits * Traits::kRows + threadIdx.x;
-    float2 x = make_float2(-infinity(), 0.f);
-    for (int i = 0; i < p.splits; ++i) x = joined(x, from[static_cast<int64>(i) * Traits::kRows]);
-    float norm;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(norm) : "f"(x.y));
-    norms[threadIdx.x] = static_cast<int>(threadIdx.x) < p.rows ? x.x + norm : infinity();
-  }
-  __syncthreads();
+// Of a thread up to kRows the norm of a query: log2 of the sum of its weights over all keys; of one that is not there
+// infinity.
+template <int kRows>
+__device__ __forceinline__ void write_norm(const LastRowsParams& p, int head, int row, float (&norms)[kRows]) {
+  if (row >= kRows) return;
+  const float2* from = p.partial + static_cast<int64>(head) * p.splits * kRows + row;
+  float2 x = make_float2(-infinity(), 0.f);
+  for (int i = 0; i < p.splits; ++i) x = joined(x, from[static_cast<int64>(i) * kRows]);
+  float norm;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(norm) : "f"(x.y));
+  norms[row] = row < p.rows ? x.x + norm : infinity();
 }
 
 }  // namespace s2o

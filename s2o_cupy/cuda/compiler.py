@@ -71,6 +71,7 @@ def render(kernel: Kernel) -> str:
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"
     blocks = str(family.blocks_per_multiprocessor).format(**fields)
+    cluster = f" __cluster_dims__({family.cluster}, 1, 1)" if family.cluster > 1 else ""
     shared = family.shared.format(traits=traits)
     call = kernel.function if family.traits is None else f"{kernel.function}<{traits}>"
     if kernel.shared_bytes == 0:
@@ -92,7 +93,7 @@ def render(kernel: Kernel) -> str:
             check,
             f"static_assert(sizeof(s2o::{family.params_type}) == {family.params.itemsize}, "
             '"plan/params.py lays the parameters out differently");',
-            f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {blocks})',
+            f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {blocks}){cluster}',
             f"{ENTRY.format(function=kernel.function)}(const __grid_constant__ s2o::{family.params_type} params) {{",
             body,
             "}",

@@ -15,15 +15,19 @@ from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand
 from ..caches import remembered
+from ..methods.antidiagonal import MAP_ROWS
 from ..methods.base import MethodConfig, Site, Stage
 from ..plan.build import lay_out
-from ..plan.kernels import Inputs, padded_head_dim
+from ..plan.kernels import Inputs, Kernel, padded_head_dim
 from ..problem import Problem
 from . import compiler
 from .pipeline import Memory, allocate, device_limits
 from .tables import on_device
+from .tensor_maps import tensor_map
 
 __all__ = ["run"]
+
+MAP_WORDS = 16  # 8 bytes each, of a tensor map
 
 # Called after each launch with its stage and the workspace's arrays; a tool's way to look inside.
 Observer = Callable[[str, Mapping[str, Any]], None]
@@ -50,13 +54,14 @@ def _program(
         device_limits(device), {"q": Operand(0, q_shape, q_strides), "k": Operand(0, k_shape, k_strides)},
         config.workspace_bytes,
     )  # fmt: skip
-    return _Program(config.stages(site), device)
+    return _Program(config.stages(site), device, site.operands)
 
 
 class _Program:
     """Prepared launches, in whose parameters a call fills in its addresses."""
 
-    def __init__(self, stages: list[Stage], device: int) -> None:
+    def __init__(self, stages: list[Stage], device: int, operands: Mapping[str, Operand]) -> None:
+        self.operands = operands
         self.workspace = lay_out((), [array for stage in stages for array in stage.arrays])
         tables = [item for stage in stages for item in getattr(stage, "tables", {}).items()]
         self.tables = {name: on_device(x, device).data.ptr for name, x in tables}
@@ -79,6 +84,8 @@ class _Program:
             ):
                 for offset, base, further in step.pointers:
                     words[offset // 8] = bases[base] + further
+                if step.kernel.family.cluster > 1:
+                    words[: 2 * MAP_WORDS] = self._maps(step.kernel, bases)
                 driver.launchKernel(
                     function, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes, stream,
                     argument.ctypes.data, 0,
@@ -86,6 +93,14 @@ class _Program:
                 if observe is not None:
                     observe(step.stage, self._views(address, keeper))
         del keeper
+
+    def _maps(self, kernel: Kernel, bases: Mapping[str, int]) -> Any:
+        """Of q and k, as the kernel of antidiagonal norms takes them."""
+        maps = [
+            tensor_map(bases[name], x.shape, x.strides, rows, kernel.step)
+            for (name, x), rows in zip(self.operands.items(), MAP_ROWS, strict=True)
+        ]
+        return np.frombuffer(b"".join(maps), np.uint64)
 
     def _views(self, address: int, keeper: Any) -> dict[str, Any]:
         memory = cupy.cuda.UnownedMemory(address, self.workspace.nbytes, keeper)

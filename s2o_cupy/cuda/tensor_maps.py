@@ -29,22 +29,31 @@ def _encode() -> Any:
 
 
 @remembered
-def tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> bytes:
+def tensor_map(
+    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int, cell: int = 1
+) -> bytes:
     """The map of a [batch, heads, seqlen, head_dim] array of 16-bit elements, in boxes of ``box_rows`` x 64.
+
+    With a ``cell``, which divides seqlen, of five axes, [batch, heads, seqlen / cell, cell, head_dim]: a box has a row
+    of each of ``box_rows`` cells.
 
     ``pointer`` and strides (in elements, of the first three axes) are multiples of 16 bytes. Reads outside of the
     array give zeros. Pure: the same bytes for the same arguments.
     """
     batch, heads, seqlen, head_dim = shape
-    sizes = (ctypes.c_uint64 * 4)(head_dim, seqlen, heads, batch)
+    rows = [(seqlen, strides[2], box_rows)] if cell == 1 else [(cell, strides[2], 1),
+                                                              (seqlen // cell, cell * strides[2], box_rows)]
+    axes = [*rows, (heads, strides[1], 1), (batch, strides[0], 1)]
+    count = 1 + len(axes)
+    sizes = (ctypes.c_uint64 * count)(head_dim, *(n for n, _, _ in axes))
     # An axis of one element has no stride; the driver wants one even so.
-    steps = (ctypes.c_uint64 * 3)(*(2 * s if n > 1 else 16 for s, n in zip(strides[::-1], shape[2::-1], strict=True)))
-    box = (ctypes.c_uint32 * 4)(BOX_COLUMNS, box_rows, 1, 1)
-    ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    steps = (ctypes.c_uint64 * len(axes))(*(2 * s if n > 1 else 16 for n, s, _ in axes))
+    box = (ctypes.c_uint32 * count)(BOX_COLUMNS, *(n for _, _, n in axes))
+    ones = (ctypes.c_uint32 * count)(*[1] * count)
     storage = ctypes.create_string_buffer(128 + 64)
     aligned = -(-ctypes.addressof(storage) // 64) * 64
     status = _encode()(
-        ctypes.c_void_p(aligned), TYPE_UINT16, 4, ctypes.c_void_p(pointer), sizes, steps, box, ones,
+        ctypes.c_void_p(aligned), TYPE_UINT16, count, ctypes.c_void_p(pointer), sizes, steps, box, ones,
         INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS,
     )  # fmt: skip
     if status != 0:

@@ -17,10 +17,11 @@ from ..spec import LOG2E
 from .base import Site
 from .stages import launch
 
-__all__ = ["BLOCK", "STRIDES", "AntidiagonalMass", "kernels"]
+__all__ = ["BLOCK", "MAP_ROWS", "STRIDES", "AntidiagonalMass", "kernels"]
 
 BLOCK = 128  # queries or keys (kMassBlock)
 STRIDES = (8, 16)  # rows of a cell
+HELD_COLUMNS = 512  # of a row that block_mass holds in registers (kHeldColumns)
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
@@ -31,22 +32,31 @@ NORMS_SM90 = Family(
     "antidiagonal_norms_sm90", "blocks/antidiagonal_norms_sm90.cu", "AntidiagonalParams", 256, 1,
     "AntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER,
 )  # fmt: skip
-MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
+NORMS_MAPPED = Family(
+    "antidiagonal_norms_mapped", "blocks/antidiagonal_norms_mapped.cu", "MappedAntidiagonalParams", 384, 1,
+    "MappedAntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER, cluster=2,
+)  # fmt: skip
+MASS = Family(
+    "block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, "(__CUDA_ARCH__ >= 1000 ? 3 : 4)",
+    "MassTraits<{step}>",
+)  # fmt: skip
+MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
 # Cells of queries and of keys of a tile of the product, and stages in shared memory.
-TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4)}
+TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}
 
 
-def norms(inputs: Inputs, stride: int, is_hopper: bool) -> Kernel:
-    """sizeof(AntidiagonalTraits::Shared)"""
-    family = NORMS_SM90 if is_hopper and inputs.aligned else NORMS
+def norms(inputs: Inputs, stride: int, is_hopper: bool, mapped: bool = False) -> Kernel:
+    """``mapped``: by tensor maps. sizeof(AntidiagonalTraits::Shared)"""
+    family = NORMS if not is_hopper or not inputs.aligned else NORMS_MAPPED if mapped else NORMS_SM90
     rows, keys, stages = TILES[family]
-    shared = stages * (rows + keys) * STEP_BYTES + (rows * (8 + 4) if family is NORMS else 0)
+    shared = stages * (rows + keys) * STEP_BYTES
+    shared += {NORMS: rows * (8 + 4), NORMS_SM90: 0, NORMS_MAPPED: stages * 2 * 8}[family]
     return Kernel(family, inputs.dtype, inputs.head_dim, inputs.aligned, step=stride, shared_bytes=shared)
 
 
 def mass(stride: int) -> Kernel:
     """sizeof(MassTraits::Shared)"""
-    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4)
+    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4 + MASS.threads // 32 * HELD_COLUMNS * 4)
 
 
 def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
@@ -55,7 +65,7 @@ def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
     for stride in STRIDES:
         yield norms(inputs, stride, False)
         if is_hopper:
-            yield norms(inputs, stride, True)
+            yield from (norms(inputs, stride, True), norms(inputs, stride, True, mapped=True))
         yield mass(stride)
 
 
@@ -78,11 +88,18 @@ class AntidiagonalMass:
     def arrays(self, heads: int) -> list[Array]:
         return [("norms", (heads, self.norms_of_head), "float32")]
 
+    def _maps(self, first: int, heads: int) -> bool:
+        """Whether tensor maps can bring the cells of some heads, of pairs that share keys."""
+        site, problem = self.site, self.site.problem
+        whole_cells = not (problem.seqlen_q % self.stride or problem.seqlen_k % self.stride)
+        pairs = not (site.group % 2 or first % 2 or heads % 2)
+        return whole_cells and pairs and not self.order_heads and all(x.is_compact() for x in site.operands.values())
+
     def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
         """Of ``heads`` heads from ``first`` on."""
         site, problem = self.site, self.site.problem
         is_hopper = self.path != "portable" and HOPPER.runs_on(site.limits.compute_capability)
-        kernel = norms(site.inputs, self.stride, is_hopper)
+        kernel = norms(site.inputs, self.stride, is_hopper, self._maps(first, heads))
         values: dict[str, Any] = {
             "q": site.tensor("q"),
             "k": site.tensor("k"),
@@ -99,8 +116,10 @@ class AntidiagonalMass:
         read = {"order": "k_order" if self.order_heads else "no order"}
         cells = -(-site.grid.seqlen_q // self.stride)
         blocks = heads * -(-cells // TILES[kernel.family][0])
-        if kernel.family is NORMS_SM90:  # as many as run at once
+        if kernel.family is not NORMS:  # as many as run at once
             blocks = min(site.limits.multiprocessors, blocks * -(-site.grid.columns // (TILES[NORMS_SM90][1] // BLOCK)))
+        if kernel.family is NORMS_MAPPED:
+            blocks -= blocks % 2
         return [
             launch(memory, "norms", kernel, blocks, values, **read),
             launch(memory, "scores", mass(self.stride), heads * site.grid.rows, {**values, "pitch": pitch}, **read),

@@ -101,7 +101,7 @@ class FlexPrefillConfig(MethodConfig):
         problem = site.problem
         sums = LineSums(site, min(BLOCK, problem.seqlen_q))
         return [
-            BlockMeans(site, "q", problem.heads), BlockMeans(site, "k", problem.kv_heads), _Lists(site, self, sums),
+            BlockMeans(site, problem.kv_heads), _Lists(site, self, sums),
         ]  # fmt: skip
 
 

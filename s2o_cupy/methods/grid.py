@@ -87,6 +87,11 @@ class BlockGrid:
             "window": self.window,
             "is_causal": int(self.is_causal),
             "own": int(self.own),
+            "all_rows": self.rows,
+            "all_columns": self.columns,
+            "tiles": self.segment // self.block_q,
+            "first": self.listed(0),
+            "growth": self.segment // self.block_k,
         }
 
     def form(

@@ -5,7 +5,7 @@ Pure: no array, no GPU, no CuPy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from .base import Site
 from .kernels import LAST_ROWS, last_row_sums, last_rows_tile
 from .stages import launch
 
-__all__ = ["LineSums", "check_aligned", "kernels", "splits", "values"]
+__all__ = ["LineSums", "check_aligned", "kernels", "launches", "splits"]
 
-WAVES = 4  # blocks that last_row_sums has for each that runs at once
+WAVES = {1: 4, 2: 1}  # blocks that last_row_sums has for each that runs at once, by query heads of a block
+SUMS_WAVES = 4  # likewise line_sums
 PART = 64  # queries, and keys, of a product of line_sums (kPart)
 TOTALS_KEYS = 256  # of a block of line_totals (kTotalsThreads)
 
@@ -52,9 +53,19 @@ def check_aligned(site: Site, owner: str) -> None:
 def splits(site: Site) -> tuple[int, int]:
     """Splits of the keys for last_row_sums, and tiles of each."""
     tiles = -(-site.problem.seqlen_k // last_rows_tile(site.inputs.head_dim))
-    blocks = WAVES * 2 * site.limits.multiprocessors
-    each = -(-tiles // max(1, min(tiles, blocks // site.heads)))
+    heads = last_row_sums(site.inputs, site.limits, site.group).group
+    blocks = WAVES[heads] * 2 // heads * site.limits.multiprocessors
+    each = -(-tiles // max(1, min(tiles, blocks // (site.heads // heads))))
     return -(-tiles // each), each
+
+
+def launches(
+    memory: Workspace, stage: str, kernel: Callable[..., Kernel], site: Site, rows: int, is_causal: bool
+) -> list[Launch]:
+    """Of last_row_sums or column_means."""
+    of_heads = kernel(site.inputs, site.limits, site.group)
+    blocks = site.heads // of_heads.group * splits(site)[0]
+    return [launch(memory, stage, of_heads, blocks, values(site, rows, is_causal))]
 
 
 def values(site: Site, rows: int, is_causal: bool) -> dict[str, Any]:
@@ -113,14 +124,11 @@ class LineSums:
 
     def before(self, memory: Workspace) -> list[Launch]:
         """Once, of all heads."""
-        site = self.site
-        blocks = site.heads * splits(site)[0]
-        kernel = last_row_sums(site.inputs, site.limits)
-        return [launch(memory, "last_row_sums", kernel, blocks, values(site, self.rows, True))]
+        return launches(memory, "last_row_sums", last_row_sums, self.site, self.rows, True)
 
     def launches(self, memory: Workspace, first: int, heads: int) -> list[Launch]:
         site = self.site
-        wanted = max(1, WAVES * 2 * site.limits.multiprocessors // (heads * self._parts))
+        wanted = max(1, SUMS_WAVES * 2 * site.limits.multiprocessors // (heads * self._parts))
         each = -(-self._tiles // min(wanted, self._tiles))
         of_round = {
             **_shared(site, self.rows),

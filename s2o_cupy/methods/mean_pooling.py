@@ -64,9 +64,8 @@ class MeanPoolingConfig(MethodConfig):
         )
 
     def stages(self, site: Site) -> list[Stage]:
-        heads, kv_heads = site.problem.heads, site.problem.kv_heads
+        kv_heads = site.problem.kv_heads
         return [
-            BlockMeans(site, "q", heads),
-            BlockMeans(site, "k", kv_heads),
+            BlockMeans(site, kv_heads),
             Choice(site, kv_heads, self.rule, self.threshold, self.keep_first),
         ]

@@ -13,7 +13,7 @@ from . import last_rows
 from .antidiagonal import BLOCK, STRIDES, AntidiagonalMass
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_bool, checked_choice, checked_number
 from .grid import BlockGrid
-from .kernels import LAST_ROWS, column_means, last_row_sums, order_segments
+from .kernels import LAST_ROWS, column_means, last_row_sums, order_segments, segments_of_block
 from .stages import BlockMeans, Choice, launch
 
 __all__ = ["PBSConfig"]
@@ -108,8 +108,7 @@ class PBSConfig(MethodConfig):
             return [*order, Choice(site, heads, self.rule, self.threshold, self.keep_first, scores=mass)]
         return [
             *order,
-            BlockMeans(site, "q", site.problem.heads),
-            BlockMeans(site, "k", heads, permuted=True),
+            BlockMeans(site, heads, k_permuted=True),
             Choice(site, heads, self.rule, self.threshold, self.keep_first),
         ]
 
@@ -130,11 +129,9 @@ class Importance:
         ]
 
     def launches(self, memory: Workspace) -> list[Launch]:
-        site = self.site
-        of_rows, blocks = last_rows.values(site, self.rows, False), site.heads * last_rows.splits(site)[0]
         return [
-            launch(memory, "last_row_sums", last_row_sums(site.inputs, site.limits), blocks, of_rows),
-            launch(memory, "importance", column_means(site.inputs, site.limits), blocks, of_rows),
+            *last_rows.launches(memory, "last_row_sums", last_row_sums, self.site, self.rows, False),
+            *last_rows.launches(memory, "importance", column_means, self.site, self.rows, False),
         ]
 
 
@@ -158,8 +155,11 @@ class SegmentOrder:
             "seqlen": problem.seqlen_k,
             "segment": self.segment,
             "segments": segments,
+            "all_segments": problem.batch * self.heads * segments,
             "group": problem.heads // self.heads,
             "sort_slots": slots,
             "block": self.site.grid.block_k,
         }
-        return [launch(memory, "k_order", order_segments(slots), problem.batch * self.heads * segments, values)]
+        kernel = order_segments(slots)
+        blocks = -(-values["all_segments"] // segments_of_block(kernel))
+        return [launch(memory, "k_order", kernel, blocks, values)]

@@ -124,15 +124,13 @@ class SpargeConfig(MethodConfig):
         return token_order(self.permutation, seqlen)
 
     def stages(self, site: Site) -> list[Stage]:
-        heads, kv_heads = site.problem.heads, site.problem.kv_heads
-        ordered = self.orders_queries
+        kv_heads, ordered = site.problem.kv_heads, self.orders_queries
         order: list[Stage] = []
         if ordered:
             order.append(TokenOrder(site, self))
         return [
             *order,
-            BlockMeans(site, "q", heads, permuted=ordered, similarity=True),
-            BlockMeans(site, "k", kv_heads, permuted=ordered, similarity=True, one_order=True),
+            BlockMeans(site, kv_heads, ordered, ordered, similarity=True, one_order=True),
             Choice(site, kv_heads, self.rule, self.tau, self.keep_first, self.theta),
         ]
 

@@ -5,6 +5,7 @@ Pure: no array, no GPU, no CuPy. reference/methods/blocks.py is the definition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from ..plan.kernels import Kernel
 from ..spec import LOG2E
 from .base import Site
 from .grid import BlockGrid
-from .kernels import MOST_HEADS, SCORE_TILE, block_means, block_scores, choose_blocks, rows_of_block
+from .kernels import MOST_HEADS, SCORE_TILES, block_means, block_scores, choose_blocks, rows_of_block
 
 __all__ = [
     "BASES", "BlockMeans", "Choice", "MeanScores", "Scores", "heads_at_a_time", "launch", "pitch_of",
@@ -35,55 +36,60 @@ def launch(
 
 @dataclass(frozen=True)
 class BlockMeans:
-    """Mean rows of the blocks of q or k, and how alike their rows are.
+    """Mean rows of the blocks of q and k, and how alike their rows are.
 
     They are kept as two numbers of q's dtype whose sum is nearer to the mean than one would be.
     """
 
     site: Site
-    of: str  # "q" or "k"
-    heads: int  # of a sequence, that have means: of k more than it has heads where its order is each query head's own
-    permuted: bool = False  # through q_order or k_order
+    key_heads: int  # of a sequence, that have mean keys: more than k has where each query head has an order of its own
+    q_permuted: bool = False  # through q_order
+    k_permuted: bool = False  # through k_order
     similarity: bool = False
-    one_order: bool = False  # for all heads
+    one_order: bool = False  # of the keys, for all heads
 
     @property
-    def _block(self) -> int:
-        grid = self.site.grid
-        return grid.block_q if self.of == "q" else grid.block_k
-
-    @property
-    def _count(self) -> int:
-        return self.site.grid.rows if self.of == "q" else self.site.grid.columns
+    def _blocks(self) -> dict[str, tuple[int, int]]:
+        """Heads of all sequences, and blocks of each."""
+        batch, grid = self.site.problem.batch, self.site.grid
+        return {"q": (self.site.heads, grid.rows), "k": (batch * self.key_heads, grid.columns)}
 
     @property
     def arrays(self) -> list[Array]:
-        heads = self.site.problem.batch * self.heads
-        found: list[Array] = [
-            (f"{self.of}_means", (heads, self._count, 2, self.site.inputs.head_dim), "uint16")  # [.., high and low, ..]
-        ]
-        if self.similarity:
-            found.append((f"{self.of}_similarity", (heads, self._count), "float32"))
+        found: list[Array] = []
+        for of, count in self._blocks.items():
+            found.append((f"{of}_means", (*count, 2, self.site.inputs.head_dim), "uint16"))  # [.., high and low, ..]
+            if self.similarity:
+                found.append((f"{of}_similarity", count, "float32"))
         return found
 
     def launches(self, memory: Workspace) -> list[Launch]:
-        site, problem = self.site, self.site.problem
-        own, seqlen = (problem.heads, problem.seqlen_q) if self.of == "q" else (problem.kv_heads, problem.seqlen_k)
-        values = {
-            "x": site.tensor(self.of),
-            "heads": self.heads,
-            "shared_heads": self.heads // own,
-            "seqlen": seqlen,
-            "order_row": 0 if self.one_order else seqlen,
-            "block": self._block,
-            "blocks": self._count,
-            "head_dim": problem.head_dim,
-            "aligned": int(site.inputs.aligned),
+        site, problem, grid = self.site, self.site.problem, self.site.grid
+        sizes = {
+            "q": (problem.heads, problem.heads, problem.seqlen_q, grid.block_q),
+            "k": (self.key_heads, problem.kv_heads, problem.seqlen_k, grid.block_k),
         }
-        read = {"x": self.of, "means": f"{self.of}_means", "similarity": f"{self.of}_similarity"}
-        read["order"] = f"{self.of}_order" if self.permuted else "no order"
-        blocks = problem.batch * self.heads * self._count
-        return [launch(memory, f"{self.of}_means", block_means(site.inputs, self.similarity), blocks, values, **read)]
+        values: dict[str, Any] = {
+            of: {
+                "x": site.tensor(of),
+                "heads": heads,
+                "shared_heads": heads // own,
+                "seqlen": seqlen,
+                "order_row": 0 if of == "k" and self.one_order else seqlen,
+                "block": block,
+                "blocks": self._blocks[of][1],
+            }
+            for of, (heads, own, seqlen, block) in sizes.items()
+        }
+        of_q, of_k = (math.prod(x) for x in self._blocks.values())
+        values |= {"of_q": of_q, "of_k": of_k, "head_dim": problem.head_dim, "aligned": int(site.inputs.aligned)}
+        read: dict[str, str] = {}
+        for of, permuted in (("q", self.q_permuted), ("k", self.k_permuted)):
+            read |= {f"{of}.x": of, f"{of}.means": f"{of}_means", f"{of}.similarity": f"{of}_similarity"}
+            read[f"{of}.order"] = f"{of}_order" if permuted else "no order"
+        kernel = block_means(site.inputs, self.similarity)
+        blocks = -(-(of_q + of_k) // (kernel.threads // 32))  # a warp has a block of rows
+        return [launch(memory, "means", kernel, blocks, values, **read)]
 
 
 def pitch_of(grid: BlockGrid) -> int:
@@ -120,7 +126,9 @@ class MeanScores:
 
     def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
         site, grid = self.site, self.site.grid
-        row_tiles, column_tiles = -(-grid.rows // SCORE_TILE), -(-grid.columns // SCORE_TILE)
+        kernel = block_scores(site.inputs, site.limits)
+        tile_rows, tile_columns = SCORE_TILES[kernel.family]
+        row_tiles, column_tiles = -(-grid.rows // tile_rows), -(-grid.columns // tile_columns)
         values = {
             "grid": grid.params(),
             "first_head": first,
@@ -130,7 +138,7 @@ class MeanScores:
             "column_tiles": column_tiles,
             "scale_log2": site.problem.scale * LOG2E,
         }
-        return [launch(memory, "scores", block_scores(site.inputs), heads * row_tiles * column_tiles, values)]
+        return [launch(memory, "scores", kernel, heads * row_tiles * column_tiles, values)]
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,10 @@ class Choice:
 
     @property
     def turn(self) -> int:
-        """Heads that are chosen for at a time."""
-        return heads_at_a_time(self.site, self._arrays)
+        """Heads that are chosen for at a time: about as many each time, and pairs where that can be."""
+        most, heads = heads_at_a_time(self.site, self._arrays), self.site.heads
+        each = -(-heads // -(-heads // most))
+        return each + each % 2 if each < most else max(1, each - each % 2)
 
     @property
     def arrays(self) -> list[Array]:

@@ -50,6 +50,7 @@ class Family:
     traits: str | None = None  # format string over Kernel's fields; None: no template
     shared: str = "{traits}::Shared"  # the struct of its shared memory
     path: Path | None = None  # that it belongs to; None: it runs on all
+    cluster: int = 1  # blocks that share their memory
 
     @property
     def params(self) -> Struct:
