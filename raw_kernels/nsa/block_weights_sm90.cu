@@ -44,7 +44,7 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
   const uint16* q = p.q.at(batch, kv_head * p.group) + (inside ? chunk * 8 : 0);
   // Steps in pairs where a step is one product: what is written past the last block is never read.
   const int last_token = min(first_token + Traits::kTokens, end_token) - 1;
-  const int ratio = (1 << p.block_shift) / p.stride;
+  const int ratio = p.ratio();
   const int steps = (max(0, p.own_block(last_token) - p.local + 1) * ratio + kTile - 1) / kTile;
   if (steps == 0) return;
   const auto load = [&](int step) {

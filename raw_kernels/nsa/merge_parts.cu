@@ -83,16 +83,21 @@ __device__ __forceinline__ void nsa_merge_parts(const NsaParams& p) {
   const float inverse = total == 0.f ? 0.f : 1.f / total;
 
   float o[8] = {};
-  const auto add_part = [&](int slot, const uint4& found) {
-    const float share = __shfl_sync(kFullWarp, weight, slot % 32) * inverse;
-    const uint32 kept = slot < 32 && (present >> slot & 1) ? 0xffffffffu : 0;
-    add_row<Traits>(o, share, make_uint4(found.x & kept, found.y & kept, found.z & kept, found.w & kept));
+  const auto kept = [&](int slot, const uint4& part) {
+    return slot < 32 && (present >> slot & 1) ? part : make_uint4(0, 0, 0, 0);
   };
+  const auto add_part = [&](int slot, const uint4& part) {
+    add_row<Traits>(o, __shfl_sync(kFullWarp, weight, slot % 32) * inverse, part);
+  };
+  if (present != (kFullWarp >> (32 - p.slots))) {  // seldom is there one without a block
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) x[i] = kept(i * kRows + lane / kLanes, x[i]);
+  }
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) add_part(i * kRows + lane / kLanes, x[i]);
   for (int first = kAhead * kRows; first < p.slots; first += kRows) {
     const int slot = first + lane / kLanes;
-    add_part(slot, load_16_or_zeros(part + first * of_slot_row, slot < p.slots));
+    add_part(slot, kept(slot, load_16_or_zeros(part + first * of_slot_row, slot < p.slots)));
   }
 #pragma unroll
   for (int step = kLanes; step < 32; step *= 2)

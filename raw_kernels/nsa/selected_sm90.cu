@@ -81,29 +81,34 @@ struct SelectedSm90 {
     const bool masked = __any_sync(kFullWarp, positions[lane % 16] < first_key + kBlock - 1);
     const auto sees = [&](int h, int key) { return first_key + key <= positions[lane / 4 + 8 * h]; };
     uint32 w[kKeyTiles][2];  // weights, packed in pairs of keys
-    float m[2], l[2];
+    float m[2], l[2];  // in log2 units; the sum of weights
+    // Of a scale that is not positive scores are multiplied before they are compared.
+    const float scale = p.scale_log2 > 0.f ? p.scale_log2 : 1.f;
+    if (!(p.scale_log2 > 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i) s[i] *= p.scale_log2;
+    }
+    if (masked) {  // in one piece, without a branch for each key
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i)
+        s[i] = sees(i / 2 % 2, i / 4 * 8 + lane % 4 * 2 + i % 2) ? s[i] : -infinity();
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = -infinity(), sum = 0.f;
+      float top[2] = {-infinity(), -infinity()}, sum[2] = {};
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[j * 4 + 2 * h + e];
-          x *= p.scale_log2;
-          if (masked && !sees(h, j * 8 + lane % 4 * 2 + e)) x = -infinity();
-          top = fmaxf(top, x);
-        }
-      top = row_max(top);
-      const float base = top == -infinity() ? 0.f : top;
+      for (int i = 0; i < kBlock / 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[i / 2 * 4 + 2 * h + i % 2]);
+      const float highest = row_max(fmaxf(top[0], top[1])), base = highest == -infinity() ? 0.f : highest * scale;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
-        const float x = exp2_approx(s[j * 4 + 2 * h] - base), y = exp2_approx(s[j * 4 + 2 * h + 1] - base);
-        sum += x + y;
+        const float x = exp2_approx(fmaf(s[j * 4 + 2 * h], scale, -base));
+        const float y = exp2_approx(fmaf(s[j * 4 + 2 * h + 1], scale, -base));
+        sum[0] += x;
+        sum[1] += y;
         w[j][h] = Element::pack(x, y);
       }
-      m[h] = top;
-      l[h] = row_sum(sum);
+      m[h] = base;
+      l[h] = row_sum(sum[0] + sum[1]);
     }
     __syncwarp();
     float acc[kHeadDim / 2];  // [rows, columns] of this thread
@@ -143,8 +148,7 @@ struct SelectedSm90 {
     for (int x = 0; x < Traits::kChunks / 2; ++x) {
       const int r = warp * 16 + x * (32 / Traits::kChunks) + lane / Traits::kChunks, target = targets[r];
       const uint4 o = load_shared_16(atom_chunk<64>(tile, r, chunk));
-      if (target >= 0)
-        store_global_16(p.parts + static_cast<int64>(target) * kHeadDim + chunk * 8, o.x, o.y, o.z, o.w);
+      if (target >= 0) store_global_16_streamed(p.parts + static_cast<int64>(target) * kHeadDim + chunk * 8, o);
     }
     __syncwarp();
   }

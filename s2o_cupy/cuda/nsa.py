@@ -72,7 +72,8 @@ def attend(
 
     def launch(into: int) -> None:
         call, beside = Call(plan, address, into, observe), prepared.beside
-        side = beside.begin(into, captured=into != stream)
+        first, side = beside.begin(into, captured=into != stream)
+        call.stream = first
         call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
         runs = _compressed_runs(plan, q, compressed, call.places["cmp_out"], call.places["cmp_lse"])
         ends = accumulate(prepared.run_bytes, initial=address + plan.workspace.nbytes)
@@ -83,13 +84,14 @@ def attend(
         call.window(q, window, out, side)
         beside.mark(_Beside.WINDOW)
         for run, memory_of_run in of_runs[:1]:
-            call.compressed(run, there(memory_of_run), into)
-        beside.join(into, _Beside.COMPRESSED)
-        call.before_merge = partial(beside.join, into, _Beside.WINDOW)
+            call.compressed(run, there(memory_of_run))
+        beside.join(first, _Beside.COMPRESSED)
+        call.before_merge = partial(beside.join, first, _Beside.WINDOW)
         call.params["k_cmp"], call.params["v_cmp"] = tensor(compressed.k), tensor(compressed.v)
-        for first, tokens in plan.rounds:
-            call.choose(q, first, tokens)
-            call.attend_blocks(q, keys, out, first, tokens)
+        for begin, tokens in plan.rounds:
+            call.choose(q, begin, tokens)
+            call.attend_blocks(q, keys, out, begin, tokens)
+        beside.end(into)
 
     with prepared.lock:
         if observe is not None:
@@ -99,38 +101,48 @@ def attend(
             prepared.replay.run(key, stream, launch)
 
 
-class _Beside:
-    """A stream beside the one that is captured. In a plain call there is none: everything takes its turn."""
+RAISED = True
 
-    COMPRESSED, WINDOW = 0, 1
+
+class _Beside:
+    """Two streams while a call is captured: what its other launches wait for, and what fills the gaps that those leave.
+    In a plain call there is one: everything takes its turn."""
+
+    COMPRESSED, WINDOW, FORK, ALL = 0, 1, 2, 3
 
     def __init__(self) -> None:
         self.stream: Any = None
         self.events: tuple[Any, ...] = ()
         self.captured = False
 
-    def begin(self, into: int, captured: bool) -> int:
-        """A stream that waits for what ``into`` has so far."""
-        self.captured = captured
+    def begin(self, into: int, captured: bool) -> tuple[int, int]:
+        """Streams that wait for what ``into`` has so far, the first of a priority above that of the second."""
+        self.captured, self.side = captured, into
         if not captured:
-            return into
+            return into, into
         if self.stream is None:
-            self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into))
-            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(3))
-        runtime.eventRecord(self.events[-1].ptr, into)
-        runtime.streamWaitEvent(self.stream.ptr, self.events[-1].ptr)
-        handle: int = self.stream.ptr
-        return handle
+            self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into) - RAISED)
+            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(4))
+        self.first = self.stream.ptr
+        runtime.eventRecord(self.events[self.FORK].ptr, into)
+        runtime.streamWaitEvent(self.first, self.events[self.FORK].ptr)
+        return self.first, into
 
     def mark(self, what: int) -> None:
         """What is launched so far beside the others."""
         if self.captured:
-            runtime.eventRecord(self.events[what].ptr, self.stream.ptr)
+            runtime.eventRecord(self.events[what].ptr, self.side)
 
-    def join(self, into: int, what: int) -> None:
-        """Let ``into`` wait for that."""
+    def join(self, stream: int, what: int) -> None:
+        """Let a stream wait for that."""
         if self.captured:
-            runtime.streamWaitEvent(into, self.events[what].ptr)
+            runtime.streamWaitEvent(stream, self.events[what].ptr)
+
+    def end(self, into: int) -> None:
+        """Let ``into`` wait for all."""
+        if self.captured:
+            runtime.eventRecord(self.events[self.ALL].ptr, self.first)
+            runtime.streamWaitEvent(into, self.events[self.ALL].ptr)
 
 
 class _Prepared:
@@ -340,7 +352,7 @@ def _template(plan: NsaPlan, struct: Struct) -> Any:
     values: dict[str, float] = {
         "heads": p.heads, "kv_heads": p.kv_heads, "scale_log2": p.scale * LOG2E, "group": plan.group,
         "group_magic": 65536 // plan.group + 1, "compressed": plan.compressed, "length": config.length,
-        "stride": config.stride, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
+        "stride_shift": config.stride.bit_length() - 1, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
         "top": config.top, "first": config.first, "local": config.local, "apart": plan.apart, "slots": plan.slots,
         "window": min(config.window, p.seqlen_k), "weight_stride": plan.weight_stride, "chunks": plan.chunks,
         "most_items": plan.most_items, "item_tokens": plan.item_tokens, "fused": plan.fused,

@@ -22,7 +22,7 @@ HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
 COMPRESSED_KEYS = 128  # of such a tile
 # Query heads of a KV head up to which blocks' weights come from compressed attention itself, a row for each: fewer
 # products and exponentials for more memory traffic.
-FUSED_GROUP = 1
+FUSED_GROUP = 8
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
@@ -61,8 +61,8 @@ MERGE_PARTS = Family(
 )
 TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 6, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
-    Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, 1, shared=f"s2o::{name.title()}Shared")
-    for name, threads in (("count", 512), ("places", 1024), ("scatter", 512))
+    Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
+    for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 512, 2))
 )
 SELECTED_BACKWARD = Family(
     "nsa_selected_backward", "nsa/selected_backward.cu", "NsaBackwardParams", 128, 2,

@@ -210,7 +210,7 @@ def round_tokens(plan: NsaPlan, bytes_each: int) -> int:
 def _bytes_each(plan: NsaPlan, compresses: bool, attends: bool) -> tuple[int, int]:
     """Of a token: weights of blocks, and parts."""
     rows = plan.problem.batch * plan.problem.heads * plan.slots
-    of_row = plan.weight_stride + (plan.step_stride + 1) * plan.fused
+    of_row = plan.weight_stride + (2 * plan.step_stride + 1) * plan.fused
     weights = 4 * plan.kv_rows * plan.weight_rows * of_row if compresses else 0
     return weights, rows * (2 * plan.inputs.head_dim + 4) if attends else 0
 
@@ -227,7 +227,7 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
         ]
     if plan.fused:
         of_heads = (kv_rows, tokens, plan.group)
-        arrays += [("step_tops", (*of_heads, plan.step_stride), "float32"), ("head_lse", of_heads, "float32")]
+        arrays += [("step_tops", (*of_heads, plan.step_stride, 2), "float32"), ("head_lse", of_heads, "float32")]
     if attends:
         slots = (kv_rows, tokens, plan.slots, plan.group)
         arrays += [*inverted(plan), ("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
