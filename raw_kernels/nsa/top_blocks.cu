@@ -8,6 +8,7 @@
 namespace s2o {
 
 constexpr int kTopThreads = 128;
+constexpr int kSpare = 2;       // lanes more than are wanted, that a number which is found sooner may let in
 constexpr int kHeldGroups = 8;  // of 128 weights, four of each lane, that a warp holds in registers
 
 // Of a warp: blocks that may be among those of most weight, ascending.
@@ -69,10 +70,12 @@ __device__ __forceinline__ uint32 weight_bits(float w) { return w != w ? 0x7ffff
 // Ascends with weights, from 1 on; 0 of what does not count.
 __device__ __forceinline__ uint32 number_of(float w, bool counts) { return counts ? weight_bits(w) + 1 : 0; }
 
-// A number that `wanted` of the lanes' reach, or a few more, up to `spare`; 1 if no more of them count. All of the
-// lanes' if only equals stand between that and `wanted`. `low`: a number that as many reach.
+// A number from `low` on that `wanted` of the lanes' reach, and up to `spare` more unless they are equals of the last
+// one that is wanted; `low` where fewer reach that.
 __device__ __forceinline__ uint32 reached_by(uint32 mine, uint32 low, int wanted, int spare) {
+  if (__popc(__ballot_sync(kFullWarp, mine >= low)) <= wanted + spare) return low;
   uint32 high = __reduce_max_sync(kFullWarp, mine);
+  low = __reduce_min_sync(kFullWarp, mine >= low ? mine : high);
   while (low < high) {
     const uint32 middle = low + (high - low + 1) / 2;
     const int reached = __popc(__ballot_sync(kFullWarp, mine >= middle));
@@ -139,7 +142,7 @@ __device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int 
     const uint32 of_last = __reduce_max_sync(kFullWarp, number(steps - 1, last, share_of(steps - 1)));
     if (lane == 0) most[0] = of_first;
     if (lane == (steps - 1) % 32) (steps > 32 ? most[1] : most[0]) = of_last;
-    low = reached_by(max(most[0], most[1]), 1, wanted, 0);
+    low = reached_by(max(most[0], most[1]), 1, wanted, kSpare);
     which[0] = __ballot_sync(kFullWarp, most[0] >= low);
     which[1] = __ballot_sync(kFullWarp, most[1] >= low);
     if (__popc(which[0]) + __popc(which[1]) > kRead) return kNone;
@@ -160,7 +163,7 @@ __device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int 
     x[i] = step_of[i] < 0 ? 0 : number(step_of[i], __uint_as_float(x[i]), of_step);
     largest = max(largest, x[i]);
   }
-  if (steps <= kRead) low = reached_by(largest, 1, wanted, 0);
+  if (steps <= kRead) low = reached_by(largest, 1, wanted, kSpare);
   int found = 0;
 #pragma unroll
   for (int i = 0; i < kRead; ++i)
@@ -221,7 +224,7 @@ __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin
   };
   uint32 largest = 0;
   each([&](int, const uint4& x) { largest = max(max(max(largest, x.x), max(x.y, x.z)), x.w); });
-  low = reached_by(largest, 1, wanted, 0);
+  low = reached_by(largest, 1, wanted, kSpare);
   const uint32 before = (1u << lane) - 1;
   int found = 0;
   each([&](int group, const uint4& of_lane) {

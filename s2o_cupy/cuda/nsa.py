@@ -352,7 +352,8 @@ def _template(plan: NsaPlan, struct: Struct) -> Any:
     values: dict[str, float] = {
         "heads": p.heads, "kv_heads": p.kv_heads, "scale_log2": p.scale * LOG2E, "group": plan.group,
         "group_magic": 65536 // plan.group + 1, "compressed": plan.compressed, "length": config.length,
-        "stride_shift": config.stride.bit_length() - 1, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
+        "stride_shift": config.stride.bit_length() - 1, "blocks": plan.blocks,
+        "block_shift": config.block.bit_length() - 1,
         "top": config.top, "first": config.first, "local": config.local, "apart": plan.apart, "slots": plan.slots,
         "window": min(config.window, p.seqlen_k), "weight_stride": plan.weight_stride, "chunks": plan.chunks,
         "most_items": plan.most_items, "item_tokens": plan.item_tokens, "fused": plan.fused,
