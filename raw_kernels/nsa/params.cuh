@@ -77,10 +77,16 @@ struct NsaParams : AttentionParams {
     return batch * batch_lse + of.lse + (static_cast<int64>(remainder - of.first) * heads + head) * of.rows + row -
            of.skipped;
   }
-  // The block that a slot has, or -1: none, or one in near_out.
-  __device__ __forceinline__ int block_of(int kv_row, int token, int slot) const {
-    const int block = chosen[(static_cast<int64>(kv_row) * geometry.seqlen_q + token) * top + slot];
+  __device__ __forceinline__ const int* chosen_by(int kv_row, int token) const {
+    return chosen + (static_cast<int64>(kv_row) * geometry.seqlen_q + token) * top;
+  }
+  // The block that a slot of a token's has, or -1: none, or one in near_out.
+  __device__ __forceinline__ int block_at(const int* of_token, int token, int slot) const {
+    const int block = of_token[slot];
     return block < blocks && (!apart || block <= own_block(token) - local) ? block : -1;
+  }
+  __device__ __forceinline__ int block_of(int kv_row, int token, int slot) const {
+    return block_at(chosen_by(kv_row, token), token, slot);
   }
   __device__ __forceinline__ int64 part_row(int kv_row, int token_of_round, int slot) const {
     return ((static_cast<int64>(kv_row) * tokens + token_of_round) * slots + slot) * group;

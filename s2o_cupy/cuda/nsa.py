@@ -283,7 +283,8 @@ class Call:
         if self.before_merge:
             self.before_merge()
             self.before_merge = None
-        self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
+        warps = plan.kv_rows * -(-tokens // kernels.MERGE_TOKENS) * plan.group
+        self.launch(kernels.merge_parts(plan.inputs), -(-warps // 4))
 
     def invert(self) -> None:
         """The tokens of each block, of the round."""

@@ -9,7 +9,7 @@ from ..plan.paths import HOPPER
 
 __all__ = [
     "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
-    "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights", "catalogue",
+    "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights", "catalogue",
     "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks", "window",
     "window_rows",
 ]  # fmt: skip
@@ -29,6 +29,7 @@ ROWS = 128  # queries of a tile
 STEP = 64  # keys of a step, of a tile
 ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kChunkTokens)
+MERGE_TOKENS = 4  # of a warp (kMergeTokens)
 OPEN = 32 * 4  # bytes of an open array that a Shared has
 
 GRADIENT_KEYS = 64  # of a block of threads of nsa_selected_backward (kGradientKeys)
