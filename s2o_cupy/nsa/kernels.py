@@ -75,9 +75,22 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 )
 
 
+WINDOW2 = Family(
+    "nsa_window_sm90", "nsa/window2_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
+)
+import os
+OTHER = bool(os.environ.get("NSA_OTHER"))
+COMPRESSED2 = Family(
+    "nsa_compressed_sm90", "nsa/compressed2_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
+
+
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
         shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 8 * 4
+        if OTHER:
+            return Kernel(WINDOW2, inputs.dtype, inputs.head_dim, shared_bytes=shared + 64)
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
@@ -85,7 +98,7 @@ def window(inputs: Inputs, compute_capability: int) -> Kernel:
 
 def window_rows(kernel: Kernel) -> int:
     """Positions of a block."""
-    return HOPPER_WINDOW_ROWS if kernel.family is WINDOW_SM90 else ROWS
+    return HOPPER_WINDOW_ROWS if kernel.family in (WINDOW_SM90, WINDOW2) else ROWS
 
 
 def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel:
@@ -107,6 +120,8 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
 def compressed(inputs: Inputs) -> Kernel:
     """Of Hopper: compressed attention and the blocks' weights of each query head in one pass."""
     shared = (ROWS + 2 * HOPPER_STAGES * COMPRESSED_KEYS) * inputs.head_dim * 2 + HOPPER_STAGES * COMPRESSED_KEYS // 8
+    if OTHER:
+        return Kernel(COMPRESSED2, inputs.dtype, inputs.head_dim, shared_bytes=shared + 96)
     return Kernel(COMPRESSED_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
