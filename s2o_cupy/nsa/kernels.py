@@ -80,6 +80,10 @@ WINDOW2 = Family(
 )
 import os
 OTHER = bool(os.environ.get("NSA_OTHER"))
+SELECTED2 = Family(
+    "nsa_selected_sm90", "nsa/selected2_sm90.cu", "NsaParams", 256, 2, "SelectedSm90Traits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
 COMPRESSED2 = Family(
     "nsa_compressed_sm90", "nsa/compressed2_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
     path=HOPPER,
@@ -137,6 +141,9 @@ def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
     if family is SELECTED_SM90:
         shared += ITEM_ROWS * 4  # tokens of an item, at most
+        if OTHER:
+            shared += 32
+            family = SELECTED2
     return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 
