@@ -59,10 +59,24 @@ __device__ __forceinline__ float write_visible_weights(const NsaParams& p, const
   return most;
 }
 
-// The same of sums of which some are not a number, or a later token's: those are of no weight.
+// Where a row's weights are; null of row -1, which there is not.
+__device__ __forceinline__ float* weights_of(const NsaParams& p, int row) {
+  return row >= 0 ? p.weights + static_cast<int64>(row) * p.weight_stride : nullptr;
+}
+
+// Leaves what a row's weights with a step of compressed keys are relative to, and the largest of them: `most` of four
+// threads. Called by whole warps.
+__device__ __forceinline__ void write_step_top(const NsaParams& p, int row, int step, float base, float most) {
+  most = max_or_nan(most, __shfl_xor_sync(kFullWarp, most, 1));
+  most = max_or_nan(most, __shfl_xor_sync(kFullWarp, most, 2));
+  if (row >= 0 && threadIdx.x % 4 == 0)
+    p.step_tops[static_cast<int64>(row) * p.step_stride + step] = make_float2(base, most);
+}
+
+// write_visible_weights of sums of which some are not a number, or a later token's: those are of no weight.
 template <int kKeys>
-__device__ __forceinline__ void write_block_weights(const NsaParams& p, float (&sum)[kKeys], float& carried,
-                                                    int first_key, int visible, float* weights) {
+__device__ __forceinline__ float write_block_weights(const NsaParams& p, float (&sum)[kKeys], float& carried,
+                                                     int first_key, int visible, float* weights) {
   if (first_key + kKeys > visible) {
 #pragma unroll
     for (int x = 0; x < kKeys; ++x)
@@ -71,7 +85,7 @@ __device__ __forceinline__ void write_block_weights(const NsaParams& p, float (&
   const auto of = [&](int x) { return sum[x]; };
   float four[kKeys / 4];
   add_fours<kKeys>(four, of);
-  write_visible_weights<kKeys>(p, of, four, carried, first_key, weights);
+  return write_visible_weights<kKeys>(p, of, four, carried, first_key, weights);
 }
 
 }  // namespace s2o

@@ -81,15 +81,13 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
 
   const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
   int visible[kOwn];
-  float* weights[kOwn];
+  int places[kOwn];  // of a token among those of the round; -1: there is no such token
   float carried[kOwn];
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {
     const int token = token_of(own_row + n * 8);
     visible[n] = p.visible_compressed(token);
-    weights[n] = token < end_token
-                     ? p.weights + (static_cast<int64>(kv_row) * p.tokens + (token - p.first_token)) * p.weight_stride
-                     : nullptr;
+    places[n] = token < end_token ? kv_row * p.tokens + (token - p.first_token) : -1;
     carried[n] = 0.f;
   }
   // This thread's copies of the next step but one have come. Before weights are written, for which the fence would wait.
@@ -141,8 +139,11 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
       if (turn + 1 == kTurns) {
         landed();
 #pragma unroll
-        for (int n = 0; n < kOwn; ++n)
-          write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4), visible[n], weights[n]);
+        for (int n = 0; n < kOwn; ++n) {
+          const float most = write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4),
+                                                 visible[n], weights_of(p, places[n]));
+          write_step_top(p, places[n], step, 0.f, most);
+        }
         __syncwarp();  // not all lanes have written
       }
       wgmma_wait<0>();

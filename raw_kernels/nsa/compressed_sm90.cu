@@ -229,13 +229,10 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
 #pragma unroll
         for (int i = 0; i < kTile / 16; ++i) sum[i % 2] += four[i];
         rows.l[h] += sum[0] + sum[1];
-        float most = write_visible_weights<kTile / 4>(
+        const float most = write_visible_weights<kTile / 4>(
             p, weight, four, rows.carried[h], first_key,
-            places[h] >= 0 ? p.weights + static_cast<int64>(places[h]) * p.weight_stride : nullptr);
-        most = max_or_nan(most, __shfl_xor_sync(kFullWarp, most, 1));
-        most = max_or_nan(most, __shfl_xor_sync(kFullWarp, most, 2));
-        if (places[h] >= 0 && lane % 4 == 0)
-          p.step_tops[static_cast<int64>(places[h]) * p.step_stride + step] = make_float2(rows.top(h), most);
+            weights_of(p, places[h]));
+        write_step_top(p, places[h], step, rows.top(h), most);
       }
       __syncwarp();
     };

@@ -53,6 +53,13 @@ __device__ __forceinline__ bool any_nonfinite(const float (&acc)[kCount]) {
   return check[0] + check[1] != 0.f;
 }
 
+// x = other if a == b. As an instruction: of many conditions the compiler makes an index, and an array in memory.
+__device__ __forceinline__ void take_if_equal(uint32& x, uint32 other, int a, int b) {
+  asm("{\n.reg .pred same;\nsetp.eq.s32 same, %2, %3;\nselp.b32 %0, %1, %0, same;\n}"
+      : "+r"(x)
+      : "r"(other), "r"(a), "r"(b));
+}
+
 // Adds to acc the values that were taken out of the product w v, of 8 * kKeyTiles keys.
 //
 //   rows: bits of the keys that have such values; row_of(key): its row in global memory
@@ -62,23 +69,24 @@ __device__ __forceinline__ void add_taken_values(float (&acc)[kHeadDim / 2], con
                                                  const uint32* rows, int head_dim, const RowOf& row_of,
                                                  const Sees& sees) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll 1
-    for (int key = j * 8; key < j * 8 + 8; ++key) {
-      if (!(rows[key / 32] >> key % 32 & 1)) continue;
-      float weight[2];
-      bool seen[2];
+  for (int key = 0; key < 8 * kKeyTiles; ++key) {  // unrolled, it would be most of the kernel, and is seldom run
+    if (!(rows[key / 32] >> key % 32 & 1)) continue;
+    float weight[2];
+    bool seen[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32 pair = __shfl_sync(kFullWarp, w[j][h], lane / 4 * 4 + key % 8 / 2);
-        weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
-        seen[h] = sees(h, key);
-      }
-      add_nonfinite<Element, 2, kHeadDim / 8>(row_of(key), head_dim, weight, seen, [&](int h, int d, int e) -> float& {
-        return acc[d * 4 + 2 * h + e];
-      });
+    for (int h = 0; h < 2; ++h) {
+      uint32 pair = 0;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) take_if_equal(pair, w[j][h], key / 8, j);
+      pair = __shfl_sync(kFullWarp, pair, lane / 4 * 4 + key % 8 / 2);
+      weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
+      seen[h] = sees(h, key);
     }
+    add_nonfinite<Element, 2, kHeadDim / 8>(row_of(key), head_dim, weight, seen, [&](int h, int d, int e) -> float& {
+      return acc[d * 4 + 2 * h + e];
+    });
+  }
 }
 
 // Of four threads that share a row: the largest, and the sum.

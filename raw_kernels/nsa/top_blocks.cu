@@ -11,10 +11,12 @@ constexpr int kTopThreads = 128;
 constexpr int kSpare = 2;       // lanes more than are wanted, that a number which is found sooner may let in
 constexpr int kHeldGroups = 8;  // of 128 weights, four of each lane, that a warp holds in registers
 
-// Of a warp: blocks that may be among those of most weight, ascending.
+constexpr int kReadSteps = 16;  // of 32 blocks, that a warp holds where it reads no others
+
+// Of a warp.
 struct TopShared {
-  uint32 weight[kTopThreads / 32][32];
-  int block[kTopThreads / 32][32];
+  int2 candidates[kTopThreads / 32][32];       // numbers of blocks that may be among those of most weight, and these
+  int2 steps[kTopThreads / 32][kReadSteps];  // first blocks of steps that are read, and bits of their weights' factors
 };
 
 // A token's weights, four neighbours at a time.
@@ -66,18 +68,18 @@ __device__ __forceinline__ int count_from(const BlockWeights& row, int begin, co
   return __reduce_add_sync(kFullWarp, found);
 }
 
-__device__ __forceinline__ uint32 weight_bits(float w) { return w != w ? 0x7fffffffu : __float_as_uint(w); }
-// Ascends with weights, from 1 on; 0 of what does not count.
-__device__ __forceinline__ uint32 number_of(float w, bool counts) { return counts ? weight_bits(w) + 1 : 0; }
+__device__ __forceinline__ int weight_bits(float w) { return w != w ? 0x7fffffff : __float_as_int(w); }
+// Ascends with weights; -1 of what does not count.
+__device__ __forceinline__ int number_of(float w, bool counts) { return counts ? weight_bits(w) : -1; }
 
 // A number from `low` on that `wanted` of the lanes' reach, and up to `spare` more unless they are equals of the last
 // one that is wanted; `low` where fewer reach that.
-__device__ __forceinline__ uint32 reached_by(uint32 mine, uint32 low, int wanted, int spare) {
+__device__ __forceinline__ int reached_by(int mine, int low, int wanted, int spare) {
   if (__popc(__ballot_sync(kFullWarp, mine >= low)) <= wanted + spare) return low;
-  uint32 high = __reduce_max_sync(kFullWarp, mine);
+  int high = __reduce_max_sync(kFullWarp, mine);
   low = __reduce_min_sync(kFullWarp, mine >= low ? mine : high);
   while (low < high) {
-    const uint32 middle = low + (high - low + 1) / 2;
+    const int middle = low + static_cast<int>((static_cast<uint32>(high - low) + 1) / 2);
     const int reached = __popc(__ballot_sync(kFullWarp, mine >= middle));
     if (reached < wanted) {
       high = middle - 1;
@@ -90,97 +92,95 @@ __device__ __forceinline__ uint32 reached_by(uint32 mine, uint32 low, int wanted
 }
 
 // Appends what reaches `low` to a warp's candidates; `found`, and the candidates with it, ascend.
-__device__ __forceinline__ void append(uint32* candidates, int* blocks, int& found, uint32 x, int block, uint32 low) {
+__device__ __forceinline__ void append(int2* candidates, int& found, int x, int block, int low) {
   const uint32 lanes = __ballot_sync(kFullWarp, x >= low);
   const int place = found + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
-  if (x >= low && place < 32) {
-    candidates[place] = x;
-    blocks[place] = block;
-  }
+  if (x >= low && place < 32) candidates[place] = make_int2(x, block);
   found += __popc(lanes);
 }
 
-// Weights that compressed attention has left, with one query head of a KV head and a block of four strides: only the
-// steps of 32 blocks are read that may have one of the most, by the largest weight of each.
+// Where the largest weights of steps are known, of one row, and a block is four strides: only the steps of 32 blocks are
+// read that may have one of the most.
 //
 // Candidates, as in nsa_top_blocks, and how many; more than 32: it takes another way.
-__device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int begin, int end, int wanted, uint32& low,
-                                               uint32* candidates, int* blocks) {
-  constexpr int kNone = 33, kRead = 16;  // steps
+__device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int begin, int end, int wanted, int& low,
+                                               int2* candidates, int2* listed) {
+  constexpr int kNone = 33;
   const int lane = threadIdx.x % 32, steps = (end + 31) / 32;
-  if (!p.fused || p.group != 1 || p.ratio() != 4 || steps > 64) return kNone;
+  if (!p.step_tops || (p.fused && p.group != 1) || p.ratio() != 4 || steps > 64) return kNone;
   const float2* tops = p.step_tops + static_cast<int64>(row) * p.step_stride;
   const float* weights = p.weights + static_cast<int64>(row) * p.weight_stride;
-  const float lse = p.head_lse[row];
-  const auto number = [&](int step, float w, float share) {
-    const int block = step * 32 + lane;
-    return number_of(w * share, (block >= begin) & (block < end));
+  const float lse = p.fused ? p.head_lse[row] : 0.f;
+  const uint32 before = (1u << lane) - 1;
+  // A product of floats is NaN with the bits that are the most.
+  const auto number = [&](float w, float share, int block) {
+    return static_cast<uint32>(block - begin) < static_cast<uint32>(end - begin) ? __float_as_int(w * share) : -1;
+  };
+  const auto most_of = [&](int step, float share) {  // of the blocks that count
+    return __reduce_max_sync(kFullWarp, number(weights[step * 32 + lane], share, step * 32 + lane));
   };
   float share[2];
-  uint32 most[2], which[2];  // of the lane's steps, lane and lane + 32: the largest number; bits of steps to be read
-  const float first = weights[lane], last = weights[(steps - 1) * 32 + lane];
+  int most[2];  // of the lane's steps, lane and lane + 32: the largest number
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int step = half * 32 + lane;
     const float2 top = step < steps ? tops[step] : make_float2(0.f, 0.f);
     share[half] = exp2_approx(top.x - lse);
-    most[half] = number_of(top.y * share[half], step < steps);
+    most[half] = step < steps ? __float_as_int(top.y * share[half]) : -1;
   }
-  const auto share_of = [&](int step) {
-    const float low_half = __shfl_sync(kFullWarp, share[0], step % 32);
-    if (steps <= 32) return low_half;
-    const float high_half = __shfl_sync(kFullWarp, share[1], step % 32);
-    return step < 32 ? low_half : high_half;
-  };
-  low = 1;
-  if (steps <= kRead) {
-    which[0] = (1u << steps) - 1;
-    which[1] = 0;
+  low = 0;
+  int count = steps;
+  if (steps <= kReadSteps) {
+    if (lane < steps) listed[lane] = make_int2(lane * 32, __float_as_int(share[0]));
   } else {
     // Of the first step and the last some blocks do not count.
-    const uint32 of_first = __reduce_max_sync(kFullWarp, number(0, first, share_of(0)));
-    const uint32 of_last = __reduce_max_sync(kFullWarp, number(steps - 1, last, share_of(steps - 1)));
+    const int last = steps - 1;
+    const int of_first = most_of(0, __shfl_sync(kFullWarp, share[0], 0));
+    const int of_last = most_of(last, __shfl_sync(kFullWarp, last < 32 ? share[0] : share[1], last % 32));
     if (lane == 0) most[0] = of_first;
-    if (lane == (steps - 1) % 32) (steps > 32 ? most[1] : most[0]) = of_last;
-    low = reached_by(max(most[0], most[1]), 1, wanted, kSpare);
-    which[0] = __ballot_sync(kFullWarp, most[0] >= low);
-    which[1] = __ballot_sync(kFullWarp, most[1] >= low);
-    if (__popc(which[0]) + __popc(which[1]) > kRead) return kNone;
-  }
-  uint32 x[kRead];
-  int step_of[kRead];
+    if (lane == last) most[0] = of_last;
+    if (lane + 32 == last) most[1] = of_last;
+    low = reached_by(max(most[0], most[1]), 0, wanted, kSpare);
+    count = 0;
 #pragma unroll
-  for (int i = 0; i < kRead; ++i) {
-    const int half = which[0] == 0, step = __ffs(which[half]) - 1;  // -1: there is none any more
-    which[half] &= which[half] - 1;
-    step_of[i] = step < 0 ? -1 : step + half * 32;
-    x[i] = step < 0 ? 0 : __float_as_uint(weights[step_of[i] * 32 + lane]);
+    for (int half = 0; half < 2; ++half) {
+      const uint32 which = __ballot_sync(kFullWarp, most[half] >= low);
+      const int place = count + __popc(which & before);
+      if (most[half] >= low && place < kReadSteps)
+        listed[place] = make_int2((half * 32 + lane) * 32, __float_as_int(share[half]));
+      count += __popc(which);
+    }
+    if (count > kReadSteps) return kNone;
   }
-  uint32 largest = 0;
+  if (lane >= count && lane < kReadSteps) listed[lane] = make_int2(steps * 32, 0);  // no blocks that count
+  __syncwarp();
+  float w[kReadSteps];
 #pragma unroll
-  for (int i = 0; i < kRead; ++i) {
-    const float of_step = share_of(max(step_of[i], 0));
-    x[i] = step_of[i] < 0 ? 0 : number(step_of[i], __uint_as_float(x[i]), of_step);
+  for (int i = 0; i < kReadSteps; ++i) w[i] = i < count ? weights[listed[i].x + lane] : 0.f;
+  int x[kReadSteps], largest = -1;
+#pragma unroll
+  for (int i = 0; i < kReadSteps; ++i) {
+    const int2 step = listed[i];
+    x[i] = number(w[i], __int_as_float(step.y), step.x + lane);
     largest = max(largest, x[i]);
   }
-  if (steps <= kRead) low = reached_by(largest, 1, wanted, kSpare);
+  if (steps <= kReadSteps) low = reached_by(largest, 0, wanted, kSpare);
   int found = 0;
 #pragma unroll
-  for (int i = 0; i < kRead; ++i)
-    if (step_of[i] >= 0) append(candidates, blocks, found, x[i], step_of[i] * 32 + lane, low);
+  for (int i = 0; i < kReadSteps; ++i) append(candidates, found, x[i], listed[i].x + lane, low);
   return found;
 }
 
 // All that count, a token's own blocks apart: see step_candidates.
-__device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin, int wanted, uint32& low,
-                                              uint32* candidates, int* blocks) {
+__device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin, int wanted, int& low,
+                                              int2* candidates) {
   constexpr int kAtATime = 4;  // groups of 128 weights whose heads are added up
   const NsaParams& p = row.p;
   const int lane = threadIdx.x % 32, end = row.end, rows = p.fused ? p.group : 1;
   const auto numbers = [&](int group, const float4& w) {
     const float x[4] = {w.x, w.y, w.z, w.w};
-    uint4 found;
-    uint32* to[4] = {&found.x, &found.y, &found.z, &found.w};
+    int4 found;
+    int* to[4] = {&found.x, &found.y, &found.z, &found.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int block = group + lane * 4 + e;
@@ -190,7 +190,7 @@ __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin
   };
   // All of a row, or what registers hold of it. use(group, x): of 128 weights from `group` on the lane's four; lanes
   // come together.
-  uint4 held[kHeldGroups];
+  int4 held[kHeldGroups];
 #pragma unroll
   for (int first = 0; first < kHeldGroups; first += kAtATime) {
     float4 w[kAtATime];
@@ -222,14 +222,14 @@ __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin
 #pragma unroll 1
     for (int group = kHeldGroups * 128; group < end; group += 128) use(group, numbers(group, row(group + lane * 4)));
   };
-  uint32 largest = 0;
-  each([&](int, const uint4& x) { largest = max(max(max(largest, x.x), max(x.y, x.z)), x.w); });
-  low = reached_by(largest, 1, wanted, kSpare);
+  int largest = -1;
+  each([&](int, const int4& x) { largest = max(max(max(largest, x.x), max(x.y, x.z)), x.w); });
+  low = reached_by(largest, 0, wanted, kSpare);
   const uint32 before = (1u << lane) - 1;
   int found = 0;
-  each([&](int group, const uint4& of_lane) {
+  each([&](int group, const int4& of_lane) {
     if (found > 32) return;
-    const uint32 x[4] = {of_lane.x, of_lane.y, of_lane.z, of_lane.w};
+    const int x[4] = {of_lane.x, of_lane.y, of_lane.z, of_lane.w};
     uint32 reaches = 0;  // a bit for each of the lane's four
 #pragma unroll
     for (int e = 0; e < 4; ++e) reaches |= static_cast<uint32>(x[e] >= low) << e;
@@ -244,10 +244,7 @@ __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int taken = reaches >> e & 1;
-      if (taken && place < 32) {
-        candidates[place] = x[e];
-        blocks[place] = group + lane * 4 + e;
-      }
+      if (taken && place < 32) candidates[place] = make_int2(x[e], group + lane * 4 + e);
       place += taken;
     }
   });
@@ -276,28 +273,26 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
 
   // A number that a few more than are wanted reach, and those. Seldom are there more than 32: they are sorted out by
   // halving what is left between their least and their most.
-  uint32* candidates = shared.weight[threadIdx.x / 32];
-  int* blocks = shared.block[threadIdx.x / 32];
-  uint32 low = 1;
-  int found = step_candidates(p, row.row, begin, end, wanted, low, candidates, blocks);
-  if (found > 32) found = all_candidates(row, begin, wanted, low, candidates, blocks);
+  int2* candidates = shared.candidates[threadIdx.x / 32];
+  int low = 0;
+  int found = step_candidates(p, row.row, begin, end, wanted, low, candidates, shared.steps[threadIdx.x / 32]);
+  if (found > 32) found = all_candidates(row, begin, wanted, low, candidates);
   if (found <= 32) {
     __syncwarp();
-    const uint32 mine = lane < found ? candidates[lane] : 0;
-    const uint32 least = reached_by(mine, low, wanted, 0);
+    const int2 candidate = lane < found ? candidates[lane] : make_int2(-1, 0);
+    const int mine = candidate.x, least = reached_by(mine, low, wanted, 0);
     const uint32 above = __ballot_sync(kFullWarp, mine > least), same = __ballot_sync(kFullWarp, mine == least);
     const bool taken = mine > least || (mine == least && __popc(above) + __popc(same & before) < wanted);
     const uint32 lanes = __ballot_sync(kFullWarp, taken);
-    if (taken) chosen[p.first + __popc(lanes & before)] = blocks[lane];
+    if (taken) chosen[p.first + __popc(lanes & before)] = candidate.y;
     return;
   }
 
   // Else all that count, by halving what is left of the weights' bits between `low` and NaN's.
-  uint32 high = 0x7fffffffu;
-  low -= 1;
+  int high = 0x7fffffff;
   int reach = -1;  // how many reach `low`, once it is known
   while (low < high) {
-    const uint32 middle = low + (high - low + 1) / 2;
+    const int middle = low + static_cast<int>((static_cast<uint32>(high - low) + 1) / 2);
     const int reached = count_from(row, begin, [&](float w) { return weight_bits(w) >= middle; });
     if (reached < wanted) {
       high = middle - 1;

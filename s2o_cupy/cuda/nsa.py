@@ -88,8 +88,9 @@ def attend(
         beside.join(first, _Beside.COMPRESSED)
         call.before_merge = partial(beside.join, first, _Beside.WINDOW)
         call.params["k_cmp"], call.params["v_cmp"] = tensor(compressed.k), tensor(compressed.v)
-        for begin, tokens in plan.rounds:
+        for begin, tokens in plan.choice_rounds:
             call.choose(q, begin, tokens)
+        for begin, tokens in plan.rounds:
             call.attend_blocks(q, keys, out, begin, tokens)
         beside.end(into)
 
@@ -101,7 +102,7 @@ def attend(
             prepared.replay.run(key, stream, launch)
 
 
-RAISED = True
+RAISED: Any = 0
 
 
 class _Beside:
@@ -118,7 +119,8 @@ class _Beside:
     def begin(self, into: int, captured: bool) -> tuple[int, int]:
         """Streams that wait for what ``into`` has so far, the first of a priority above that of the second."""
         self.captured, self.side = captured, into
-        if not captured:
+        if not captured or RAISED is None:
+            self.captured = False
             return into, into
         if self.stream is None:
             self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into) - RAISED)
@@ -183,7 +185,7 @@ def select(
         call.compressed(run, memory)
     call.params["k_cmp"] = call.params["v_cmp"] = tensor(k_cmp)
     call.params["chosen"] = chosen
-    for first, tokens in plan.rounds:
+    for first, tokens in plan.choice_rounds:
         call.choose(q, first, tokens)
     del keeper
 

@@ -22,7 +22,8 @@ HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
 COMPRESSED_KEYS = 128  # of such a tile
 # Query heads of a KV head up to which blocks' weights come from compressed attention itself, a row for each: fewer
 # products and exponentials for more memory traffic.
-FUSED_GROUP = 8
+import os
+FUSED_GROUP = int(os.environ.get("NSA_FUSED", "8"))
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
@@ -60,6 +61,20 @@ SELECTED_SM90 = Family(
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
+import os
+OTHER = os.environ.get("NSA_OTHER", "cws")
+WINDOW2 = Family(
+    "nsa_window_sm90", "nsa/window2_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
+)
+SELECTED2 = Family(
+    "nsa_selected_sm90", "nsa/selected2_sm90.cu", "NsaParams", 256, 2, "SelectedSm90Traits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
+COMPRESSED2 = Family(
+    "nsa_compressed_sm90", "nsa/compressed2_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
+    path=HOPPER,
+)  # fmt: skip
+LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90, COMPRESSED2)  # step_tops
 TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 8, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
@@ -75,25 +90,10 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 )
 
 
-WINDOW2 = Family(
-    "nsa_window_sm90", "nsa/window2_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
-)
-import os
-OTHER = bool(os.environ.get("NSA_OTHER"))
-SELECTED2 = Family(
-    "nsa_selected_sm90", "nsa/selected2_sm90.cu", "NsaParams", 256, 2, "SelectedSm90Traits<{element}, {head_dim}>",
-    path=HOPPER,
-)  # fmt: skip
-COMPRESSED2 = Family(
-    "nsa_compressed_sm90", "nsa/compressed2_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
-    path=HOPPER,
-)  # fmt: skip
-
-
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
         shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 8 * 4
-        if OTHER:
+        if "w" in OTHER:
             return Kernel(WINDOW2, inputs.dtype, inputs.head_dim, shared_bytes=shared + 64)
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
@@ -124,7 +124,7 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
 def compressed(inputs: Inputs) -> Kernel:
     """Of Hopper: compressed attention and the blocks' weights of each query head in one pass."""
     shared = (ROWS + 2 * HOPPER_STAGES * COMPRESSED_KEYS) * inputs.head_dim * 2 + HOPPER_STAGES * COMPRESSED_KEYS // 8
-    if OTHER:
+    if "c" in OTHER:
         return Kernel(COMPRESSED2, inputs.dtype, inputs.head_dim, shared_bytes=shared + 96)
     return Kernel(COMPRESSED_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
@@ -141,7 +141,7 @@ def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
     if family is SELECTED_SM90:
         shared += ITEM_ROWS * 4  # tokens of an item, at most
-        if OTHER:
+        if "s" in OTHER:
             shared += 32
             family = SELECTED2
     return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
@@ -152,7 +152,7 @@ def merge_parts(inputs: Inputs) -> Kernel:
 
 
 def top_blocks() -> Kernel:
-    return Kernel(TOP_BLOCKS, shared_bytes=2 * 128 * 4)
+    return Kernel(TOP_BLOCKS, shared_bytes=4 * (32 + 16) * 8)
 
 
 def count(blocks: int) -> Kernel:
