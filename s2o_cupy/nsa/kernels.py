@@ -62,7 +62,7 @@ MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
 import os
-OTHER = os.environ.get("NSA_OTHER", "cws")
+OTHER = os.environ.get("NSA_OTHER", "bcws")
 WINDOW2 = Family(
     "nsa_window_sm90", "nsa/window2_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
 )
@@ -74,7 +74,11 @@ COMPRESSED2 = Family(
     "nsa_compressed_sm90", "nsa/compressed2_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
     path=HOPPER,
 )  # fmt: skip
-LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90, COMPRESSED2)  # step_tops
+BLOCK_WEIGHTS2 = Family(
+    "nsa_block_weights_sm90", "nsa/block_weights2_sm90.cu", "NsaParams", 256, 1,
+    "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
+)  # fmt: skip
+LEAVE_TOPS = (BLOCK_WEIGHTS2, BLOCK_WEIGHTS_SM90, COMPRESSED_SM90, COMPRESSED2)  # step_tops
 TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 7, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
@@ -112,6 +116,8 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
         group = 1 << (group - 1).bit_length()
         turns = max(1, group // 2)
         shared = turns * queries + HOPPER_STAGES * ROWS * inputs.head_dim * 2 + turns * ROWS * 4
+        if "b" in OTHER:
+            return Kernel(BLOCK_WEIGHTS2, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared + 48)
         return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared)
     heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
@@ -131,7 +137,7 @@ def compressed(inputs: Inputs) -> Kernel:
 
 def block_weight_tokens(kernel: Kernel) -> int:
     """Of a block (kTokens)."""
-    return ROWS // (min(2, kernel.group) if kernel.family is BLOCK_WEIGHTS_SM90 else kernel.group)
+    return ROWS // (min(2, kernel.group) if kernel.family in (BLOCK_WEIGHTS_SM90, BLOCK_WEIGHTS2) else kernel.group)
 
 
 def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:

@@ -1,0 +1,175 @@
+// nsa_block_weights on Hopper: by wgmma, the product of the next (step, turn) under the exponentials of this one.
+//
+// A warpgroup takes 64 rows, (token, head) pairs, a turn, and 128 compressed keys a step.
+#include "nsa/block_sums.cuh"
+#include "nsa/compressed_keys.cuh"
+#include "nsa/tile_sm90.cuh"
+
+namespace s2o {
+
+// kGroup: query heads of a KV head, rounded up to 1, 2, 4 or 8. A thread has two rows of a turn: two tokens of one head,
+// or two heads of one token.
+template <class Element_, int kHeadDim_, int kGroup_>
+struct BlockWeightsTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kThreads = 256;
+  static constexpr int kHeads = kGroup_ == 1 ? 1 : 2, kTurns = kGroup_ / kHeads;
+  static constexpr int kTokens = 128 / kHeads;                 // of a block
+  static constexpr int kTile = 128, kStages = 3;               // compressed keys of a step
+  struct Shared {
+    uint16 q[2][kTurns][64 * kHeadDim];                        // [warpgroups, turns, rows]
+    uint16 k[kStages][kTile * kHeadDim];
+    float lse[2][kTurns][64];                                  // in log2 units
+    uint64 full[kStages], empty[kStages];  // barriers: a step's copies have come; all warps are done with it
+  };
+};
+
+// Block: kTokens tokens of a KV row, p.tiles times p.q_tiles KV rows; those that see the most keys first.
+template <class Traits>
+__device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typename Traits::Shared& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kHeads = Traits::kHeads, kTurns = Traits::kTurns, kTile = Traits::kTile, kOwn = 2 / kHeads;
+  constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
+  const int kv_row = blockIdx.x % p.q_tiles, batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads;
+  const int first_token = p.first_token + (p.tiles - 1 - static_cast<int>(blockIdx.x / p.q_tiles)) * Traits::kTokens;
+  const int end_token = p.first_token + p.tokens, head_dim = p.geometry.head_dim;
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+  // Rows of the block, 64 a warpgroup: 16 a warp, of which a thread has lane / 4 and 8 more.
+  const auto token_of = [&](int row) { return first_token + (kHeads == 1 ? row : row / 16 * 8 + row % 8); };
+  const auto head_of = [&](int turn, int row) { return turn * kHeads + (kHeads == 1 ? 0 : row / 8 % 2); };
+  const auto is_there = [&](int turn, int row) { return token_of(row) < end_token && head_of(turn, row) < p.group; };
+
+  const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
+  const bool inside = chunk * 8 < head_dim;
+  const uint16* k = p.k_cmp.at(batch, kv_head) + (inside ? chunk * 8 : 0);
+  const uint16* q = p.q.at(batch, kv_head * p.group) + (inside ? chunk * 8 : 0);
+  // Steps in pairs where a step is one product: what is written past the last block is never read.
+  const int last_token = min(first_token + Traits::kTokens, end_token) - 1;
+  const int ratio = p.ratio();
+  const int steps = (max(0, p.own_block(last_token) - p.local + 1) * ratio + kTile - 1) / kTile;
+  if (steps == 0) return;
+  constexpr int kStages = Traits::kStages;
+  constexpr int kSteps = kTurns == 1 ? 2 : 1;  // at a time, so that products alternate
+  const int loads = (steps + kSteps - 1) / kSteps * kSteps + 1;  // and one, whose product nobody wants
+  // What a thread copies of a step: rows slot + i * kAtATime of a tile, keys that are kAtATime / 4 apart.
+  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+  const int own_key = key_of_row(slot);
+  const uint32 own_place = atom_chunk<kTile>(0, slot, chunk);
+  const auto load = [&](int step) {
+    if (step >= loads) return;
+    if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
+    const uint32 to = shared_address(shared.k[step % kStages]) + own_place;
+    const int key = step * kTile + own_key;
+    const uint16* from = k + key * p.k_cmp.row;
+    const int64 apart = kAtATime / 4 * p.k_cmp.row;
+    if ((step + 1) * kTile <= p.compressed && head_dim == Traits::kHeadDim) {
+#pragma unroll
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) cp_async_16(to + i * kAtATime * 128, from);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) {
+        const bool present = inside && key + i * (kAtATime / 4) < p.compressed;
+        cp_async_16_or_zeros(to + i * kAtATime * 128, present ? from : k, present);
+      }
+    }
+    barrier_arrive_after_copies(shared.full[step % kStages]);
+  };
+  if (threadIdx.x == 0)
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared.full[i], Traits::kThreads);
+      barrier_init(shared.empty[i], Traits::kThreads / 32);
+    }
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; ++turn) {
+#pragma unroll
+    for (int i = 0; i < 128 / kAtATime; ++i) {
+      const int row = slot + i * kAtATime;
+      // Heads that are not there have the last one's query: that of zeros would make NaN of an infinite key.
+      const int head = min(head_of(turn, row), p.group - 1);
+      const bool present = inside && token_of(row) < end_token;
+      const uint16* from = present ? q + head * p.q.head + token_of(row) * p.q.row : q;
+      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64][turn]), row % 64, chunk), from, present);
+    }
+    const int row = threadIdx.x;
+    if (row < 128) {
+      // A row that is not there, or sees no compressed key, weighs nothing.
+      const bool weighs = is_there(turn, row) && p.visible_compressed(token_of(row)) > 0;
+      const int64 place = p.cmp_lse_place(batch, kv_head * p.group + head_of(turn, row), token_of(row));
+      shared.lse[row / 64][turn][row % 64] = weighs ? p.cmp_lse[place] * 1.4426950408889634f : infinity();
+    }
+  }
+  __syncthreads();
+  load(0);
+
+  const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
+  int visible[kOwn];
+  int places[kOwn];  // of a token among those of the round; -1: there is no such token
+  float carried[kOwn];
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int token = token_of(own_row + n * 8);
+    visible[n] = p.visible_compressed(token);
+    places[n] = token < end_token ? kv_row * p.tokens + (token - p.first_token) : -1;
+    carried[n] = 0.f;
+  }
+  // The warpgroups go their own ways, a step or so apart, so that products of one run under the exponentials of the other.
+  const auto expect = [&](int step) {  // a step's copies, while those of the next one set off
+    load(step + 1);
+    barrier_wait(shared.full[step % kStages], step / kStages & 1);
+  };
+  const auto leave = [&](int step) {  // the warp reads no more of it
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.empty[step % kStages]);
+  };
+  float d[2][kTile / 2];    // [rows, keys] of this thread, of two products
+  float sum[kOwn][kTile / 4];
+  const auto issue = [&](float (&product)[kTile / 2], int step, int turn) {
+    const uint32 a = tile_descriptor(shared_address(shared.q[warpgroup][turn]), 0);
+    const uint32 b = tile_descriptor(shared_address(shared.k[step % Traits::kStages]), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+      Wgmma<Element>::ss(product, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
+    wgmma_commit();
+  };
+  expect(0);
+  issue(d[0], 0, 0);
+  wgmma_wait<0>();
+  finished(d[0]);
+  if (kTurns == 1) leave(0);
+#pragma unroll 1
+  for (int first = 0; first < steps; first += kSteps) {
+#pragma unroll
+    for (int x = 0; x < kSteps * kTurns; ++x) {
+      const int step = first + x / kTurns, turn = x % kTurns;
+      float(&product)[kTile / 2] = d[x % 2], (&next)[kTile / 2] = d[(x + 1) % 2];
+      const int next_step = step + (turn + 1) / kTurns, next_turn = (turn + 1) % kTurns;
+      if (next_turn == 0) expect(next_step);
+      issue(next, next_step, next_turn);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float lse = shared.lse[warpgroup][turn][own_row % 64 + h * 8];
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) {
+          const float weight = exp2_approx(fmaf(product[i / 2 * 4 + 2 * h + i % 2], p.scale_log2, -lse));
+          float& all = sum[kHeads == 1 ? h : 0][i];
+          all = turn == 0 && (kHeads == 1 || h == 0) ? weight : all + weight;
+        }
+      }
+      if (turn + 1 == kTurns) {
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) {
+          const float most = write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4),
+                                                 visible[n], weights_of(p, places[n]));
+          write_step_top(p, places[n], step, 0.f, most);
+        }
+        __syncwarp();  // not all lanes have written
+      }
+      wgmma_wait<0>();
+      finished(next);
+      if (next_turn + 1 == kTurns) leave(next_step);
+    }
+  }
+}
+
+}  // namespace s2o
