@@ -20,6 +20,8 @@ struct CompressedTraits {
     uint16 q[2][64 * kHeadDim];  // [warpgroups, rows]; at the end, outputs
     uint16 k[kStages][kTile * kHeadDim];
     uint16 v[kStages][kTile * kHeadDim];
+    // Barriers of keys and of values: a step's copies have come; all warps are done with it.
+    uint64 full[2][kStages], empty[2][kStages];
     uint32 nonfinite[kStages][kTile / 32];  // bits of a step's rows of v with values that are not finite
   };
 };
@@ -179,22 +181,49 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
   }
   const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
   const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
-  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2 * kStages; ++i) {
+      barrier_init(shared.full[0][i], Traits::kThreads);
+      barrier_init(shared.empty[0][i], Traits::kThreads / 32);
+    }
+  __syncthreads();
+  // The warpgroups go their own ways, a step or so apart, so that products of one run under the softmax of the other.
+  //
+  // A second time, in step and with values that are not finite taken out of products, only where one has come in, seen
+  // or not.
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     CompressedRows<Traits> rows(p);
     if (careful)
       for (int i = threadIdx.x; i < kStages * kTile / 32; i += Traits::kThreads) shared.nonfinite[0][i] = 0;
-    load(shared.k, p.k_cmp, k, 0);
+    enum { kKeys, kValues };
+    const auto load_when_free = [&](int what, int step) {
+      if (step >= steps) return;
+      if (!careful && step >= kStages) barrier_wait(shared.empty[what][step % kStages], (step / kStages - 1) & 1);
+      if (what == kKeys)
+        load(shared.k, p.k_cmp, k, step);
+      else
+        load(shared.v, p.v_cmp, v, step);
+      if (!careful) barrier_arrive_after_copies(shared.full[what][step % kStages]);
+    };
+    const auto expect = [&](int what, int step) {
+      if (!careful) barrier_wait(shared.full[what][step % kStages], step / kStages & 1);
+    };
+    const auto leave = [&](int what, int step) {  // the warp reads no more of them
+      __syncwarp();
+      if (!careful && lane == 0) barrier_arrive(shared.empty[what][step % kStages]);
+    };
+    load_when_free(kKeys, 0);
     cp_async_commit();
-    load(shared.k, p.k_cmp, k, 1);
-    load(shared.v, p.v_cmp, v, 0);
+    load_when_free(kKeys, 1);
+    load_when_free(kValues, 0);
     cp_async_commit();
-    __syncthreads();
-    // This thread's copies for `step` are there: its keys, and the values of the step before.
+    if (careful) __syncthreads();
+    // Where care is taken: this thread's copies for `step` are there, its keys, and the values of the step before.
     const auto landed = [&](int step) {
+      if (!careful) return;
       cp_async_wait<1>();
-      if (careful && step > 0) {
+      if (step > 0) {
 #pragma unroll 1
         for (int r = slot; r < kTile; r += kAtATime)
           take_nonfinite<Element>(atom_chunk<kTile>(v_tile(step - 1), r, chunk), r,
@@ -202,10 +231,13 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       }
       fence_for_wgmma();
     };
-    // Once everybody's copies for `step` are there, and everybody is done with those of the step before.
+    // And everybody's; everybody is done with those of the step before.
+    const auto meet = [&] {
+      if (careful) __syncthreads();
+    };
     const auto load_next = [&](int step) {
-      load(shared.k, p.k_cmp, k, step + 2);
-      load(shared.v, p.v_cmp, v, step + 1);
+      load_when_free(kKeys, step + 2);
+      load_when_free(kValues, step + 1);
       cp_async_commit();
       if (careful && threadIdx.x < kTile / 32) shared.nonfinite[(step + 1) % kStages][threadIdx.x] = 0;
     };
@@ -220,7 +252,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     const auto weigh = [&](int step) {
       const int first_key = step * kTile + lane % 4 * (kTile / 4);
       rows.softmax(first_key, visible, (step + 1) * kTile > least);
-      landed(step + 1);  // before weights are written, for which the fence would wait
+      landed(step + 1);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const auto weight = [&](int i) { return rows.s[i / 2 * 4 + 2 * h + i % 2]; };
@@ -237,26 +269,33 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       __syncwarp();
     };
     landed(0);
-    __syncthreads();
+    meet();
+    expect(kKeys, 0);
     rows.issue_scores(q_tile, k_tile(0));
     load_next(0);
     wgmma_wait<0>();
+    leave(kKeys, 0);
     weigh(0);
     rows.rescale_and_pack();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      __syncthreads();
+      meet();
       add_taken(step - 1);
+      expect(kKeys, step);
+      expect(kValues, step - 1);
       rows.issue_scores(q_tile, k_tile(step));
       rows.issue_output(v_tile(step - 1));
       load_next(step);
       wgmma_wait<1>();
+      leave(kKeys, step);
       weigh(step);
       wgmma_wait<0>();
+      leave(kValues, step - 1);
       rows.rescale_and_pack();
     }
-    __syncthreads();  // the last step's values
+    meet();  // the last step's values
     add_taken(steps - 1);
+    expect(kValues, steps - 1);
     rows.issue_output(v_tile(steps - 1));
     wgmma_wait<0>();
     finished(rows.acc);

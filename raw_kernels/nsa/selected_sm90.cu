@@ -18,6 +18,7 @@ struct SelectedSm90Traits {
     // Of each row of q: its row of parts (-1: there is no such row), and its position.
     int target[2][2][64], position[2][2][64];
     int entries[kItemTokens];
+    uint64 arrived[2][2];  // barriers: the queries of a buffer have come
     BlockItem item;
     uint32 nonfinite[kBlock / 32];  // bits of the keys with values that are not finite
   };
@@ -30,8 +31,6 @@ struct SelectedSm90 {
   const NsaParams& p;
   typename Traits::Shared& shared;
   int lane, warp, group;  // warp of its warpgroup, and which that is
-
-  __device__ __forceinline__ void meet() const { named_sync(1 + group, 128); }
 
   // Starts the copy of a warp's 16 queries of a warpgroup's tile; half of the lanes look one row up each.
   __device__ __forceinline__ void load_queries(int tile, int buffer) const {
@@ -62,21 +61,27 @@ struct SelectedSm90 {
       cp_async_16_or_zeros(atom_chunk<64>(q_tile, warp * 16 + r, chunk),
                            present ? q + (static_cast<int64>(source) + chunk) * 8 : q, present);
     }
-    cp_async_commit();
+    barrier_arrive_after_copies(shared.arrived[group][buffer]);
   }
 
-  // This thread's copies have come; after meeting, all of the warpgroup's, and its products have read what they were of.
-  __device__ __forceinline__ void arrive() const {
-    cp_async_wait<0>();
-    fence_for_wgmma();
+  // s = q k^T of a tile, in flight, once its queries have come; `turn`: of its buffer.
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlock / 2], int buffer) const {
+    const uint32 a = tile_descriptor(shared_address(shared.q[group][buffer]), 0);
+    const uint32 b = tile_descriptor(shared_address(shared.k), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<64>(c)), c > 0);
+    wgmma_commit();
   }
 
-  // A tile, whose queries are there. The next one's are when it ends.
-  __device__ __forceinline__ void attend(int buffer) const {
+  // A tile, whose scores are in flight. The next one's are when it ends, under the way of its outputs, unless it is the
+  // last; `next`: turn of its buffer.
+  __device__ __forceinline__ void attend(float (&s)[kBlock / 2], int buffer, int next, bool is_last) const {
     const int first_key = shared.item.block << p.block_shift;
     const int* positions = shared.position[group][buffer] + warp * 16;
-    float s[kBlock / 2];  // [rows, keys] of this thread
-    multiply_scores<Element, kHeadDim>(s, shared_address(shared.q[group][buffer]), shared_address(shared.k));
+    wgmma_wait<0>();
+    finished(s);
     // Only tokens of the block itself do not see all of it.
     const bool masked = __any_sync(kFullWarp, positions[lane % 16] < first_key + kBlock - 1);
     const auto sees = [&](int h, int key) { return first_key + key <= positions[lane / 4 + 8 * h]; };
@@ -122,8 +127,8 @@ struct SelectedSm90 {
                                           [&](int key) { return v + key * p.v.row; }, sees);
     }
     multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), taken);
-    arrive();  // before the outputs leave, for which the fence would wait
-    meet();
+    if (!is_last) barrier_wait(shared.arrived[group][buffer ^ 1], next & 1);
+    issue_scores(s, buffer ^ 1);  // of the last, for nothing
     store(acc, m, l, buffer);
   }
 
@@ -163,6 +168,7 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
     const BlockItem item = p.items[static_cast<int64>(kv_row) * p.most_items + index];
     if (threadIdx.x == 0) shared.item = item;
     if (threadIdx.x < Traits::kBlock / 32) shared.nonfinite[threadIdx.x] = 0;
+    if (threadIdx.x < 4) barrier_init(shared.arrived[0][threadIdx.x], 128);
     const int batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads, first_key = item.block << p.block_shift;
     const uint16 *k = p.k.at(batch, kv_head), *v = p.v.at(batch, kv_head);
     const int* entries = p.entries + static_cast<int64>(kv_row) * p.tokens * p.slots + item.begin;
@@ -185,19 +191,28 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
   const SelectedSm90<Traits> selected{p, shared, static_cast<int>(threadIdx.x % 32),
                                       static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x / 128)};
   const int tiles = (shared.item.count * p.group + 63) / 64;
-  int buffer = 0;
   selected.load_queries(selected.group, 0);
+  selected.load_queries(selected.group + 2, 1);
   for (int r = threadIdx.x / Traits::kChunks; r < Traits::kBlock; r += Traits::kThreads / Traits::kChunks)  // its copies
     take_nonfinite<typename Traits::Element>(
         atom_chunk<Traits::kBlock>(shared_address(shared.v), r, threadIdx.x % Traits::kChunks), r, shared.nonfinite);
-  selected.arrive();
+  fence_for_wgmma();
   __syncthreads();
+  if (selected.group < tiles) {
+    float s[Traits::kBlock / 2];  // [rows, keys] of this thread
+    barrier_wait(shared.arrived[selected.group][0], 0);
+    selected.issue_scores(s, 0);
+    int turn = 0;
 #pragma unroll 1
-  for (int tile = selected.group; tile < tiles; tile += 2) {
-    selected.load_queries(tile + 2, buffer ^ 1);
-    selected.attend(buffer);
-    buffer ^= 1;
+    for (int tile = selected.group; tile < tiles; tile += 2, ++turn) {
+      const int buffer = turn % 2;
+      selected.attend(s, buffer, (turn + 1) / 2, tile + 2 >= tiles);
+      if (tile + 4 < tiles) selected.load_queries(tile + 4, buffer);
+    }
+    wgmma_wait<0>();
   }
+  cp_async_commit();
+  cp_async_wait<0>();
 }
 
 }  // namespace s2o

@@ -14,19 +14,6 @@ __device__ __forceinline__ void finished(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// s = q k^T for 64 keys, whole; q and k are tiles of 64 rows.
-template <class Element, int kHeadDim>
-__device__ __forceinline__ void multiply_scores(float (&s)[32], uint32 q_tile, uint32 k_tile) {
-  const uint32 a = tile_descriptor(q_tile, 0), b = tile_descriptor(k_tile, 0);
-  wgmma_fence();
-#pragma unroll
-  for (int c = 0; c < kHeadDim / 16; ++c)
-    Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<64>(c)), c > 0);
-  wgmma_commit();
-  wgmma_wait<0>();
-  finished(s);
-}
-
 // acc (+)= w v of 64 keys; w: weights, packed in pairs of keys.
 template <class Element, int kHeadDim>
 __device__ __forceinline__ void multiply_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[8][2], uint32 v_tile,

@@ -171,50 +171,6 @@ __device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int 
   return found;
 }
 
-// The same of weights that compressed attention has left for several heads, of up to 32 steps, which are all read.
-__device__ __forceinline__ int added_candidates(const NsaParams& p, int row, int begin, int end, int wanted, int& low,
-                                                int2* candidates) {
-  constexpr int kNone = 33, kSteps = 32, kAtATime = 8;
-  const int lane = threadIdx.x % 32, steps = (end + 31) / 32;
-  if (!p.fused || p.ratio() != 4 || steps > kSteps) return kNone;
-  float sum[kSteps];
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) sum[i] = 0.f;
-#pragma unroll 1
-  for (int head = 0; head < p.group; ++head) {
-    const int64 place = row * p.group + head;
-    const float* weights = p.weights + place * p.weight_stride + lane;
-    const float top = lane < steps ? p.step_tops[place * p.step_stride + lane].x : 0.f;
-    const float share = exp2_approx(top - p.head_lse[place]);
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kAtATime) {
-      if (first >= steps) break;
-      float w[kAtATime];
-#pragma unroll
-      for (int i = 0; i < kAtATime; ++i) w[i] = first + i < steps ? weights[(first + i) * 32] : 0.f;
-#pragma unroll
-      for (int i = 0; i < kAtATime; ++i)
-        sum[first + i] = fmaf(w[i], __shfl_sync(kFullWarp, share, first + i), sum[first + i]);
-    }
-  }
-  const auto number = [&](int step) {
-    const int block = step * 32 + lane;
-    return static_cast<uint32>(block - begin) < static_cast<uint32>(end - begin) ? __float_as_int(sum[step]) : -1;
-  };
-  int largest = -1;
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) largest = max(largest, number(i));
-  low = reached_by(largest, 0, wanted, kSpare);
-  int found = 0;
-#pragma unroll
-  for (int first = 0; first < kSteps; first += kAtATime) {
-    if (first >= steps) break;
-#pragma unroll
-    for (int i = first; i < first + kAtATime; ++i) append(candidates, found, number(i), i * 32 + lane, low);
-  }
-  return found;
-}
-
 // All that count, a token's own blocks apart: see step_candidates.
 __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin, int wanted, int& low,
                                               int2* candidates) {
@@ -320,7 +276,6 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   int2* candidates = shared.candidates[threadIdx.x / 32];
   int low = 0;
   int found = step_candidates(p, row.row, begin, end, wanted, low, candidates, shared.steps[threadIdx.x / 32]);
-  if (found > 32 && p.group > 1) found = added_candidates(p, row.row, begin, end, wanted, low, candidates);
   if (found > 32) found = all_candidates(row, begin, wanted, low, candidates);
   if (found <= 32) {
     __syncwarp();

@@ -17,6 +17,7 @@ struct WindowSm90Traits {
     uint16 k[kStages][kWindowStep * kHeadDim];
     uint16 v[kStages][kWindowStep * kHeadDim];
     uint16 zeros[kWindowStep * kHeadDim];  // values of weights that have met theirs
+    uint64 full[kStages], empty[kStages];  // barriers: a step's copies have come; all warps are done with it
     // What only copies need is read back for each step: the registers belong to the accumulators.
     const uint16 *k_rows, *v_rows;
     int steps[4];  // WindowSteps
@@ -204,10 +205,15 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
     shared.k_rows = p.k.at(batch, kv_head);
     shared.v_rows = p.v.at(batch, kv_head);
     reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared.full[i], Traits::kThreads);
+      barrier_init(shared.empty[i], Traits::kThreads / 32);
+    }
   }
   for (int i = threadIdx.x; i < kWindowStep * Traits::kChunks; i += Traits::kThreads)
     store_shared_16(shared_address(shared.zeros) + i * 16, make_uint4(0, 0, 0, 0));
   if (threadIdx.x < kStages * kWindowStep / 32) shared.nonfinite[0][threadIdx.x] = 0;
+  fence_for_wgmma();
   __syncthreads();
   const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
   const bool inside = chunk * 8 < p.geometry.head_dim;
@@ -237,7 +243,6 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
         v += kAtATime * p.v.row;
       }
     }
-    cp_async_commit();
   };
   {
     const Rows rows(p, block_index());
@@ -254,48 +259,71 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
   const uint32 q_tile = shared_address(shared.q[group]);
   // Positions of the warpgroup's rows; all are of one block of keys.
   const int tile_first = Rows(p, block_index()).first, first = tile_first + group * 64, last = first + 63;
-  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
+  // Warpgroups go their own ways, a step or so apart, so that products of one run under the softmax of another.
+  //
+  // A second time, in step and with values that are not finite taken out of products, only where one has come in, seen
+  // or not.
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
-    load(0);
-    load(1);
+    const auto load_when_free = [&](int step) {
+      if (careful) {
+        load(step);
+        cp_async_commit();
+      } else if (step < steps.count) {
+        if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
+        load(step);
+        barrier_arrive_after_copies(shared.full[step % kStages]);
+      }
+    };
+    load_when_free(0);
+    load_when_free(1);
     WindowRows<Traits> state(p);
     int waiting = -1;  // the step whose weights wait for their values
     const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+    const auto leave = [&](int step) {  // the warp reads no more of a step
+      __syncwarp();
+      if (step >= 0 && !careful && threadIdx.x % 32 == 0) barrier_arrive(shared.empty[step % kStages]);
+    };
+    const auto flush = [&] {
+      if (waiting >= 0) state.flush(v_tile(waiting));
+      leave(waiting);
+      waiting = -1;
+    };
 #pragma unroll 1
     for (int step = 0; step < steps.count; ++step) {
-      cp_async_wait<1>();
+      const int first_key = steps.first_key(step);
+      const bool reaches = window_reaches(p, first, last, first_key);
       uint32* nonfinite = shared.nonfinite[step % kStages];
       if (careful) {
+        cp_async_wait<1>();
 #pragma unroll 1
         for (int r = slot; r < kWindowStep; r += kAtATime)  // its copies
           take_nonfinite<typename Traits::Element>(
               atom_chunk<64>(shared_address(shared.v[step % kStages]), r, chunk), r, nonfinite);
+        fence_for_wgmma();
+        __syncthreads();  // and everybody is done with the step before
+        if (threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
+      } else if (reaches) {
+        barrier_wait(shared.full[step % kStages], step / kStages & 1);
       }
-      fence_for_wgmma();
-      __syncthreads();  // and everybody is done with the step before
-      if (careful && threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
-      const int first_key = steps.first_key(step);
-      const auto flush = [&] {
-        if (waiting >= 0) state.flush(v_tile(waiting));
-        waiting = -1;
-      };
-      if (window_reaches(p, first, last, first_key)) {
+      if (reaches) {
         state.attend(q_tile, shared_address(shared.k[step % kStages]),
                      waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros), tile_first + row, first_key,
                      window_cuts(p, first, last, first_key), careful ? nonfinite : nullptr, shared.v_rows,
-                     [&] { load(step + 2); });
+                     [&] { load_when_free(step + 2); });
+        leave(waiting);
         waiting = step;
       } else {
-        load(step + 2);
         flush();
+        leave(step);
+        load_when_free(step + 2);
       }
       if (p.near_out && first_key == near_begin(p, first)) {
         flush();
         state.keep_near(Rows(p, block_index()), row);
       }
     }
-    if (waiting >= 0) state.flush(v_tile(waiting));
+    flush();
     cp_async_wait<0>();
     if (!__syncthreads_or(!careful && any_nonfinite(state.acc))) {
       state.store(Rows(p, block_index()), q_tile, row);

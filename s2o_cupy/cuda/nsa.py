@@ -72,8 +72,7 @@ def attend(
 
     def launch(into: int) -> None:
         call, beside = Call(plan, address, into, observe), prepared.beside
-        first, side = beside.begin(into, captured=into != stream)
-        call.stream = first
+        side = beside.begin(into, captured=into != stream)
         call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
         runs = _compressed_runs(plan, q, compressed, call.places["cmp_out"], call.places["cmp_lse"])
         ends = accumulate(prepared.run_bytes, initial=address + plan.workspace.nbytes)
@@ -84,15 +83,14 @@ def attend(
         call.window(q, window, out, side)
         beside.mark(_Beside.WINDOW)
         for run, memory_of_run in of_runs[:1]:
-            call.compressed(run, there(memory_of_run))
-        beside.join(first, _Beside.COMPRESSED)
-        call.before_merge = partial(beside.join, first, _Beside.WINDOW)
+            call.compressed(run, there(memory_of_run), into)
+        beside.join(into, _Beside.COMPRESSED)
+        call.before_merge = partial(beside.join, into, _Beside.WINDOW)
         call.params["k_cmp"], call.params["v_cmp"] = tensor(compressed.k), tensor(compressed.v)
-        for begin, tokens in plan.choice_rounds:
-            call.choose(q, begin, tokens)
-        for begin, tokens in plan.rounds:
-            call.attend_blocks(q, keys, out, begin, tokens)
-        beside.end(into)
+        for first, tokens in plan.choice_rounds:
+            call.choose(q, first, tokens)
+        for first, tokens in plan.rounds:
+            call.attend_blocks(q, keys, out, first, tokens)
 
     with prepared.lock:
         if observe is not None:
@@ -102,49 +100,38 @@ def attend(
             prepared.replay.run(key, stream, launch)
 
 
-RAISED: Any = 0
-
-
 class _Beside:
-    """Two streams while a call is captured: what its other launches wait for, and what fills the gaps that those leave.
-    In a plain call there is one: everything takes its turn."""
+    """A stream beside the one that is captured. In a plain call there is none: everything takes its turn."""
 
-    COMPRESSED, WINDOW, FORK, ALL = 0, 1, 2, 3
+    COMPRESSED, WINDOW = 0, 1
 
     def __init__(self) -> None:
         self.stream: Any = None
         self.events: tuple[Any, ...] = ()
         self.captured = False
 
-    def begin(self, into: int, captured: bool) -> tuple[int, int]:
-        """Streams that wait for what ``into`` has so far, the first of a priority above that of the second."""
-        self.captured, self.side = captured, into
-        if not captured or RAISED is None:
-            self.captured = False
-            return into, into
+    def begin(self, into: int, captured: bool) -> int:
+        """A stream that waits for what ``into`` has so far."""
+        self.captured = captured
+        if not captured:
+            return into
         if self.stream is None:
-            self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into) - RAISED)
-            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(4))
-        self.first = self.stream.ptr
-        runtime.eventRecord(self.events[self.FORK].ptr, into)
-        runtime.streamWaitEvent(self.first, self.events[self.FORK].ptr)
-        return self.first, into
+            self.stream = cupy.cuda.Stream(non_blocking=True, priority=runtime.streamGetPriority(into))
+            self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(3))
+        runtime.eventRecord(self.events[-1].ptr, into)
+        runtime.streamWaitEvent(self.stream.ptr, self.events[-1].ptr)
+        handle: int = self.stream.ptr
+        return handle
 
     def mark(self, what: int) -> None:
         """What is launched so far beside the others."""
         if self.captured:
-            runtime.eventRecord(self.events[what].ptr, self.side)
+            runtime.eventRecord(self.events[what].ptr, self.stream.ptr)
 
-    def join(self, stream: int, what: int) -> None:
-        """Let a stream wait for that."""
+    def join(self, into: int, what: int) -> None:
+        """Let ``into`` wait for that."""
         if self.captured:
-            runtime.streamWaitEvent(stream, self.events[what].ptr)
-
-    def end(self, into: int) -> None:
-        """Let ``into`` wait for all."""
-        if self.captured:
-            runtime.eventRecord(self.events[self.ALL].ptr, self.first)
-            runtime.streamWaitEvent(into, self.events[self.ALL].ptr)
+            runtime.streamWaitEvent(into, self.events[what].ptr)
 
 
 class _Prepared:

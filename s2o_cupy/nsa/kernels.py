@@ -9,9 +9,9 @@ from ..plan.paths import HOPPER
 
 __all__ = [
     "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
-    "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights", "catalogue",
-    "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks", "window",
-    "window_rows",
+    "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights",
+    "catalogue", "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks",
+    "window", "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
@@ -22,8 +22,7 @@ HOPPER_STAGES = 3  # tiles of compressed keys in shared memory
 COMPRESSED_KEYS = 128  # of such a tile
 # Query heads of a KV head up to which blocks' weights come from compressed attention itself, a row for each: fewer
 # products and exponentials for more memory traffic.
-import os
-FUSED_GROUP = int(os.environ.get("NSA_FUSED", "8"))
+FUSED_GROUP = 1
 MAX_SLOTS = 32  # bits that hold which of 32 tokens chose a block, and lanes that hold the parts of a token
 BLOCKS = (64, 128)  # keys of a block
 ROWS = 128  # queries of a tile
@@ -61,24 +60,7 @@ SELECTED_SM90 = Family(
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
-import os
-OTHER = os.environ.get("NSA_OTHER", "bcws")
-WINDOW2 = Family(
-    "nsa_window_sm90", "nsa/window2_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
-)
-SELECTED2 = Family(
-    "nsa_selected_sm90", "nsa/selected2_sm90.cu", "NsaParams", 256, 2, "SelectedSm90Traits<{element}, {head_dim}>",
-    path=HOPPER,
-)  # fmt: skip
-COMPRESSED2 = Family(
-    "nsa_compressed_sm90", "nsa/compressed2_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
-    path=HOPPER,
-)  # fmt: skip
-BLOCK_WEIGHTS2 = Family(
-    "nsa_block_weights_sm90", "nsa/block_weights2_sm90.cu", "NsaParams", 256, 1,
-    "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
-)  # fmt: skip
-LEAVE_TOPS = (BLOCK_WEIGHTS2, BLOCK_WEIGHTS_SM90, COMPRESSED_SM90, COMPRESSED2)  # step_tops
+LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90)  # step_tops
 TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 7, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
@@ -96,9 +78,7 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
-        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 8 * 4
-        if "w" in OTHER:
-            return Kernel(WINDOW2, inputs.dtype, inputs.head_dim, shared_bytes=shared + 64)
+        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 8 * 8 + 2 * 8 + 4 * 4 + 8 * 4
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
@@ -106,7 +86,7 @@ def window(inputs: Inputs, compute_capability: int) -> Kernel:
 
 def window_rows(kernel: Kernel) -> int:
     """Positions of a block."""
-    return HOPPER_WINDOW_ROWS if kernel.family in (WINDOW_SM90, WINDOW2) else ROWS
+    return HOPPER_WINDOW_ROWS if kernel.family is WINDOW_SM90 else ROWS
 
 
 def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel:
@@ -116,8 +96,7 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
         group = 1 << (group - 1).bit_length()
         turns = max(1, group // 2)
         shared = turns * queries + HOPPER_STAGES * ROWS * inputs.head_dim * 2 + turns * ROWS * 4
-        if "b" in OTHER:
-            return Kernel(BLOCK_WEIGHTS2, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared + 48)
+        shared += 2 * HOPPER_STAGES * 8  # barriers
         return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared)
     heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
@@ -130,14 +109,13 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
 def compressed(inputs: Inputs) -> Kernel:
     """Of Hopper: compressed attention and the blocks' weights of each query head in one pass."""
     shared = (ROWS + 2 * HOPPER_STAGES * COMPRESSED_KEYS) * inputs.head_dim * 2 + HOPPER_STAGES * COMPRESSED_KEYS // 8
-    if "c" in OTHER:
-        return Kernel(COMPRESSED2, inputs.dtype, inputs.head_dim, shared_bytes=shared + 96)
+    shared += 4 * HOPPER_STAGES * 8  # barriers
     return Kernel(COMPRESSED_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
 def block_weight_tokens(kernel: Kernel) -> int:
     """Of a block (kTokens)."""
-    return ROWS // (min(2, kernel.group) if kernel.family in (BLOCK_WEIGHTS_SM90, BLOCK_WEIGHTS2) else kernel.group)
+    return ROWS // (min(2, kernel.group) if kernel.family is BLOCK_WEIGHTS_SM90 else kernel.group)
 
 
 def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
@@ -146,10 +124,7 @@ def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
     buffers = 2 if block == STEP else 1
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
     if family is SELECTED_SM90:
-        shared += ITEM_ROWS * 4  # tokens of an item, at most
-        if "s" in OTHER:
-            shared += 32
-            family = SELECTED2
+        shared += ITEM_ROWS * 4 + 4 * 8  # tokens of an item, at most, and barriers
     return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 
