@@ -116,9 +116,6 @@ __device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int 
   const auto number = [&](float w, float share, int block) {
     return static_cast<uint32>(block - begin) < static_cast<uint32>(end - begin) ? __float_as_int(w * share) : -1;
   };
-  const auto most_of = [&](int step, float share) {  // of the blocks that count
-    return __reduce_max_sync(kFullWarp, number(weights[step * 32 + lane], share, step * 32 + lane));
-  };
   float share[2];
   int most[2];  // of the lane's steps, lane and lane + 32: the largest number
 #pragma unroll
@@ -133,14 +130,9 @@ __device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int 
   if (steps <= kReadSteps) {
     if (lane < steps) listed[lane] = make_int2(lane * 32, __float_as_int(share[0]));
   } else {
-    // Of the first step and the last some blocks do not count.
+    // Of the first step and the last some blocks do not count, perhaps those of most weight.
     const int last = steps - 1;
-    const int of_first = most_of(0, __shfl_sync(kFullWarp, share[0], 0));
-    const int of_last = most_of(last, __shfl_sync(kFullWarp, last < 32 ? share[0] : share[1], last % 32));
-    if (lane == 0) most[0] = of_first;
-    if (lane == last) most[0] = of_last;
-    if (lane + 32 == last) most[1] = of_last;
-    low = reached_by(max(most[0], most[1]), 0, wanted, kSpare);
+    low = reached_by(max(lane == 0 || lane == last ? -1 : most[0], lane + 32 == last ? -1 : most[1]), 0, wanted, 1);
     count = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -260,13 +252,13 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   const int token = p.first_token + of_round, own = p.own_block(token);
   int* chosen = p.chosen + (static_cast<int64>(kv_row) * p.geometry.seqlen_q + token) * p.top;
   if (own + 1 <= p.top) {
-    for (int i = lane; i < p.top; i += 32) chosen[i] = i <= own ? i : -1;
+    if (lane < p.top) chosen[lane] = lane <= own ? lane : -1;
     return;
   }
   // More blocks than slots: the first and the last are all there, and others than those.
   const int begin = p.first, end = own - p.local + 1, wanted = p.top - p.first - p.local;
-  for (int i = lane; i < p.first; i += 32) chosen[i] = i;
-  for (int i = lane; i < p.local; i += 32) chosen[p.first + wanted + i] = end + i;
+  if (lane < p.first) chosen[lane] = lane;
+  if (lane < p.local) chosen[p.first + wanted + lane] = end + lane;
   if (wanted == 0) return;
   const BlockWeights row{p, static_cast<int>(warp), end};
   const uint32 before = (1u << lane) - 1;

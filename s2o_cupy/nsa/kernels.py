@@ -10,8 +10,8 @@ from ..plan.paths import HOPPER
 __all__ = [
     "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
     "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights",
-    "catalogue", "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks",
-    "window", "window_rows",
+    "catalogue", "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward",
+    "top_blocks", "window", "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
