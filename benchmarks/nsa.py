@@ -3,9 +3,9 @@
     python benchmarks/nsa.py --lengths 8192,16384,65536,131072 --groups 1,2,4,8 --json nsa.json
 
 Random normal q, k and v, whose compressed keys are means and whose gates are random: without a trained model's q and k
-this shows speed only. ``ms`` and ``cudnn_ms`` are medians of single calls, from the host's call on; ``queued_ms`` and ``cudnn_queued_ms`` are
-of calls that wait for each other on the GPU. ``speedup`` is cuDNN's time over NSA's. The other columns are the stages of
-one call, one after the other, timed between events.
+this shows speed only. ``ms`` and ``cudnn_ms`` are medians of single calls, from the host's call on; ``queued_ms`` and
+``cudnn_queued_ms`` are of calls that wait for each other on the GPU. ``speedup`` is cuDNN's time over NSA's. The other
+columns are the stages of one call, one after the other, timed between events.
 """
 
 from __future__ import annotations
