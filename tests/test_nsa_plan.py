@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -63,12 +64,29 @@ def test_compressed_keys():
 @pytest.mark.parametrize("heads", [4, 32])
 def test_rounds_are_all_tokens_within_the_bound(seqlen_q, workspace, heads):
     plan = plan_of(problem(seqlen_q, heads=heads, kv_heads=4), NSAConfig(workspace_bytes=workspace))
-    assert [first for first, _ in plan.rounds] == list(range(0, seqlen_q, plan.tokens))
-    assert sum(tokens for _, tokens in plan.rounds) == seqlen_q
     places = plan.workspace.places
-    of_round = sum(places[name].nbytes for name in ("weights", "parts", "part_lse"))
-    assert of_round <= workspace or plan.tokens <= kernels.ROWS
-    assert len(plan.rounds) == 1 or plan.tokens >= kernels.ROWS
+    for rounds, most, names in (
+        (plan.choice_rounds, plan.choice_tokens, {"weights", "step_tops", "head_lse"} & set(places)),
+        (plan.rounds, plan.tokens, {"parts", "part_lse"}),
+    ):
+        assert [first for first, _ in rounds] == list(range(0, seqlen_q, most))
+        assert sum(tokens for _, tokens in rounds) == seqlen_q
+        assert sum(places[name].nbytes for name in names) <= workspace or most <= kernels.ROWS
+        assert len(rounds) == 1 or most >= kernels.ROWS
+
+
+def test_weights_and_parts_share_memory():
+    """Of all arrays no others overlap, and none is outside of the workspace."""
+    plan = plan_of(problem(5000, heads=2), NSAConfig())
+    assert plan.fused
+    early, late = {"weights", "step_tops", "head_lse"}, {"parts", "part_lse"}
+    spans = {name: (x.offset, x.offset + x.nbytes) for name, x in plan.workspace.places.items()}
+    assert early | late <= set(spans)
+    assert max(end for _, end in spans.values()) <= plan.workspace.nbytes
+    for one, other in itertools.combinations(spans, 2):
+        if {one, other} & early and {one, other} & late:
+            continue
+        assert spans[one][1] <= spans[other][0] or spans[other][1] <= spans[one][0], (one, other)
 
 
 def test_every_token_finds_room_for_its_blocks():

@@ -19,6 +19,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+  return most;
+}
+
 // Off by 2^-11 of the result or less.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
@@ -106,6 +113,12 @@ __device__ __forceinline__ void store_shared_4(uint32 shared, uint32 x) {
 // As one store: of a uint4 that is put together where it is stored, the compiler may make four.
 __device__ __forceinline__ void store_global_16(void* global, uint32 x, uint32 y, uint32 z, uint32 w) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// The same of what is read once, much later: it should not push out of the L2 cache what is read often.
+__device__ __forceinline__ void store_global_16_streamed(void* global, uint4 x) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 // 16 bytes of global memory if `present`, else zeros.

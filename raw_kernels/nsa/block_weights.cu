@@ -120,7 +120,7 @@ template <class Traits>
 __device__ __forceinline__ void nsa_block_weights(const NsaParams& p, typename Traits::Shared& shared) {
   constexpr int kHeads = Traits::kHeads, kOwn = 4 / kHeads;  // tokens of a thread
   BlockWeights<Traits> of(p, shared);
-  const int lane = of.lane, t = lane % 4, ratio = (1 << p.block_shift) / p.stride;
+  const int lane = of.lane, t = lane % 4, ratio = p.ratio();
   // Blocks that the last token may choose by weight, and the compressed keys that count for them.
   const int last_token = min(of.first_token + Traits::kTokens, p.first_token + p.tokens) - 1;
   const int steps = (max(0, p.own_block(last_token) - p.local + 1) * ratio + 63) / 64;

@@ -20,6 +20,7 @@ struct BlockWeightsTraits {
     uint16 q[2][kTurns][64 * kHeadDim];                        // [warpgroups, turns, rows]
     uint16 k[kStages][kTile * kHeadDim];
     float lse[2][kTurns][64];                                  // in log2 units
+    uint64 full[kStages], empty[kStages];  // barriers: a step's copies have come; all warps are done with it
   };
 };
 
@@ -44,19 +45,40 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
   const uint16* q = p.q.at(batch, kv_head * p.group) + (inside ? chunk * 8 : 0);
   // Steps in pairs where a step is one product: what is written past the last block is never read.
   const int last_token = min(first_token + Traits::kTokens, end_token) - 1;
-  const int ratio = (1 << p.block_shift) / p.stride;
+  const int ratio = p.ratio();
   const int steps = (max(0, p.own_block(last_token) - p.local + 1) * ratio + kTile - 1) / kTile;
   if (steps == 0) return;
+  constexpr int kStages = Traits::kStages;
+  constexpr int kSteps = kTurns == 1 ? 2 : 1;  // at a time, so that products alternate
+  const int loads = (steps + kSteps - 1) / kSteps * kSteps + 1;  // and one, whose product nobody wants
+  // What a thread copies of a step: rows slot + i * kAtATime of a tile, keys that are kAtATime / 4 apart.
+  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+  const int own_key = key_of_row(slot);
+  const uint32 own_place = atom_chunk<kTile>(0, slot, chunk);
   const auto load = [&](int step) {
-    const uint32 to = shared_address(shared.k[step % Traits::kStages]);
+    if (step >= loads) return;
+    if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
+    const uint32 to = shared_address(shared.k[step % kStages]) + own_place;
+    const int key = step * kTile + own_key;
+    const uint16* from = k + key * p.k_cmp.row;
+    const int64 apart = kAtATime / 4 * p.k_cmp.row;
+    if ((step + 1) * kTile <= p.compressed && head_dim == Traits::kHeadDim) {
 #pragma unroll
-    for (int i = 0; i < kTile / kAtATime; ++i) {
-      const int row = slot + i * kAtATime, key = step * kTile + key_of_row(row);
-      const bool present = inside && key < p.compressed;
-      cp_async_16_or_zeros(atom_chunk<kTile>(to, row, chunk), present ? k + key * p.k_cmp.row : k, present);
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) cp_async_16(to + i * kAtATime * 128, from);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) {
+        const bool present = inside && key + i * (kAtATime / 4) < p.compressed;
+        cp_async_16_or_zeros(to + i * kAtATime * 128, present ? from : k, present);
+      }
     }
-    cp_async_commit();
+    barrier_arrive_after_copies(shared.full[step % kStages]);
   };
+  if (threadIdx.x == 0)
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared.full[i], Traits::kThreads);
+      barrier_init(shared.empty[i], Traits::kThreads / 32);
+    }
 #pragma unroll 1
   for (int turn = 0; turn < kTurns; ++turn) {
 #pragma unroll
@@ -76,31 +98,28 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
       shared.lse[row / 64][turn][row % 64] = weighs ? p.cmp_lse[place] * 1.4426950408889634f : infinity();
     }
   }
+  __syncthreads();
   load(0);
-  load(1);
 
   const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
   int visible[kOwn];
-  float* weights[kOwn];
+  int places[kOwn];  // of a token among those of the round; -1: there is no such token
   float carried[kOwn];
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {
     const int token = token_of(own_row + n * 8);
     visible[n] = p.visible_compressed(token);
-    weights[n] = token < end_token
-                     ? p.weights + (static_cast<int64>(kv_row) * p.tokens + (token - p.first_token)) * p.weight_stride
-                     : nullptr;
+    places[n] = token < end_token ? kv_row * p.tokens + (token - p.first_token) : -1;
     carried[n] = 0.f;
   }
-  // This thread's copies of the next step but one have come. Before weights are written, for which the fence would wait.
-  const auto landed = [&] {
-    cp_async_wait<1>();
-    fence_for_wgmma();
+  // The warpgroups go their own ways, a step or so apart, so that products of one run under the exponentials of the other.
+  const auto expect = [&](int step) {  // a step's copies, while those of the next one set off
+    load(step + 1);
+    barrier_wait(shared.full[step % kStages], step / kStages & 1);
   };
-  // Everybody's copies of `step` are there, and everybody is done with the step before, whose place is filled.
-  const auto arrive = [&](int step) {
-    __syncthreads();
-    load(step + 2);
+  const auto leave = [&](int step) {  // the warp reads no more of it
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.empty[step % kStages]);
   };
   float d[2][kTile / 2];    // [rows, keys] of this thread, of two products
   float sum[kOwn][kTile / 4];
@@ -113,21 +132,20 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
       Wgmma<Element>::ss(product, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
     wgmma_commit();
   };
-  landed();
-  arrive(0);
+  expect(0);
   issue(d[0], 0, 0);
   wgmma_wait<0>();
   finished(d[0]);
-  landed();
-  constexpr int kSteps = kTurns == 1 ? 2 : 1;  // at a time, so that products alternate
+  if (kTurns == 1) leave(0);
 #pragma unroll 1
   for (int first = 0; first < steps; first += kSteps) {
 #pragma unroll
     for (int x = 0; x < kSteps * kTurns; ++x) {
       const int step = first + x / kTurns, turn = x % kTurns;
       float(&product)[kTile / 2] = d[x % 2], (&next)[kTile / 2] = d[(x + 1) % 2];
-      if (turn + 1 == kTurns) arrive(step + 1);
-      issue(next, step + (turn + 1) / kTurns, (turn + 1) % kTurns);
+      const int next_step = step + (turn + 1) / kTurns, next_turn = (turn + 1) % kTurns;
+      if (next_turn == 0) expect(next_step);
+      issue(next, next_step, next_turn);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float lse = shared.lse[warpgroup][turn][own_row % 64 + h * 8];
@@ -139,17 +157,19 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
         }
       }
       if (turn + 1 == kTurns) {
-        landed();
 #pragma unroll
-        for (int n = 0; n < kOwn; ++n)
-          write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4), visible[n], weights[n]);
+        for (int n = 0; n < kOwn; ++n) {
+          const float most = write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4),
+                                                 visible[n], weights_of(p, places[n]));
+          write_step_top(p, places[n], step, 0.f, most);
+        }
         __syncwarp();  // not all lanes have written
       }
       wgmma_wait<0>();
       finished(next);
+      if (next_turn + 1 == kTurns) leave(next_step);
     }
   }
-  cp_async_wait<0>();
 }
 
 }  // namespace s2o

@@ -20,6 +20,8 @@ struct CompressedTraits {
     uint16 q[2][64 * kHeadDim];  // [warpgroups, rows]; at the end, outputs
     uint16 k[kStages][kTile * kHeadDim];
     uint16 v[kStages][kTile * kHeadDim];
+    // Barriers of keys and of values: a step's copies have come; all warps are done with it.
+    uint64 full[2][kStages], empty[2][kStages];
     uint32 nonfinite[kStages][kTile / 32];  // bits of a step's rows of v with values that are not finite
   };
 };
@@ -33,10 +35,13 @@ struct CompressedRows {
   float acc[kHeadDim / 2];   // [rows, columns] of this thread
   float s[kTile / 2];        // [rows, keys]: scores, then weights
   uint32 w[kKeyTiles][2];    // those of the step before, packed in pairs of keys
-  float m[2], l[2];          // running maximum of scale_log2 * score; this thread's part of the sum
+  float m[2], l[2];          // running maximum of scores, in 1 / scale log2 units; this thread's part of the sum
   float rescale_by[2], carried[2];
+  // Of one that is not positive scores are multiplied before they are compared.
+  const float scale;
 
-  __device__ __forceinline__ explicit CompressedRows(const NsaParams& p_) : p(p_) {
+  __device__ __forceinline__ explicit CompressedRows(const NsaParams& p_)
+      : p(p_), scale(p_.scale_log2 > 0.f ? p_.scale_log2 : 1.f) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) acc[i] = 0.f;
 #pragma unroll
@@ -53,6 +58,7 @@ struct CompressedRows {
       Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<kTile>(c)), c > 0);
     wgmma_commit();
   }
+  __device__ __forceinline__ float top(int h) const { return m[h] * scale; }  // in log2 units
   __device__ __forceinline__ void issue_output(uint32 v_tile) {
     const uint32 v = tile_descriptor(v_tile, kTile * 128);
     wgmma_fence();
@@ -65,33 +71,34 @@ struct CompressedRows {
   }
   // Scores of a thread's 32 keys, from first_key on, become weights. `masked`: not every row sees all of the step.
   __device__ __forceinline__ void softmax(int first_key, const int (&visible)[2], bool masked) {
+    if (!(p.scale_log2 > 0.f)) {
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) s[i] *= p.scale_log2;
+      for (int i = 0; i < kTile / 2; ++i) s[i] *= p.scale_log2;
+    }
     if (masked) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int i = 0; i < kTile / 4; ++i) {
           float& x = s[i / 2 * 4 + 2 * h + i % 2];
-          x = first_key + i < visible[h] ? x : -infinity();
+          x = i < visible[h] - first_key ? x : -infinity();
         }
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top[4] = {m[h], m[h], m[h], m[h]}, sum[4] = {};
+      float top[4] = {m[h], m[h], m[h], m[h]};
 #pragma unroll
       for (int i = 0; i < kTile / 4; ++i) top[i % 4] = fmaxf(top[i % 4], s[i / 2 * 4 + 2 * h + i % 2]);
       const float highest = row_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])));
-      const float base = highest == -infinity() ? 0.f : highest;
-      rescale_by[h] = exp2_approx(m[h] - base);
+      const float base = highest == -infinity() ? 0.f : highest * scale;
+      rescale_by[h] = exp2_approx(fmaf(m[h], scale, -base));
       m[h] = highest;
 #pragma unroll
       for (int i = 0; i < kTile / 4; ++i) {
         float& x = s[i / 2 * 4 + 2 * h + i % 2];
-        x = exp2_approx(x - base);
-        sum[i % 4] += x;
+        x = exp2_approx(fmaf(x, scale, -base));
       }
-      l[h] = l[h] * rescale_by[h] + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+      l[h] *= rescale_by[h];
       carried[h] *= rescale_by[h];
     }
   }
@@ -126,19 +133,29 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
   const bool inside = chunk * 8 < head_dim;
   const uint16* k = p.k_cmp.at(batch, kv_head);
   const uint16* v = p.v_cmp.at(batch, kv_head);
-  const int ratio = (1 << p.block_shift) / p.stride;
+  const int ratio = p.ratio();
   const int keys = max(p.visible_compressed(end_token - 1), max(0, p.own_block(end_token - 1) - p.local + 1) * ratio);
   const int steps = (keys + kTile - 1) / kTile;
   if (steps == 0) return;
+  // What a thread copies of a step: rows slot + i * kAtATime of a tile, keys that are kAtATime / 4 apart.
+  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+  const int own_key = key_of_row(slot);
+  const uint32 own_place = atom_chunk<kTile>(0, slot, chunk);
   const auto load = [&](uint16 (&tiles)[kStages][kTile * kHeadDim], const Tensor<const uint16>& x, const uint16* rows,
                         int step) {
-    const uint32 to = shared_address(tiles[step % kStages]);
-    const uint16* from = rows + (inside ? chunk * 8 : 0);
+    const uint32 to = shared_address(tiles[step % kStages]) + own_place;
+    const int key = step * kTile + own_key;
+    const uint16* from = rows + key * x.row + chunk * 8;
+    const int64 apart = kAtATime / 4 * x.row;
+    if ((step + 1) * kTile <= p.compressed && head_dim == kHeadDim) {
 #pragma unroll
-    for (int i = 0; i < kTile / kAtATime; ++i) {
-      const int row = slot + i * kAtATime, key = step * kTile + key_of_row(row);
-      const bool present = inside && key < p.compressed;
-      cp_async_16_or_zeros(atom_chunk<kTile>(to, row, chunk), present ? from + key * x.row : from, present);
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) cp_async_16(to + i * kAtATime * 128, from);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) {
+        const bool present = inside && key + i * (kAtATime / 4) < p.compressed;
+        cp_async_16_or_zeros(to + i * kAtATime * 128, present ? from : rows, present);
+      }
     }
   };
   {
@@ -155,32 +172,58 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
   const uint32 q_tile = shared_address(shared.q[warpgroup]);
   const int least = p.visible_compressed(first_token + warpgroup * 64);
   int visible[2];
-  int64 places[2];  // of a row among those of the round
+  int places[2];  // of a row among those of the round, which weights bound to 32 bits; -1: there is no such row
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int token = first_token + own_row + 8 * h;
     visible[h] = p.visible_compressed(token);
-    places[h] = (static_cast<int64>(kv_row) * p.tokens + (token - p.first_token)) * p.group + of_group;
+    places[h] = token < end_token ? (kv_row * p.tokens + (token - p.first_token)) * p.group + of_group : -1;
   }
-  const auto is_there = [&](int h) { return first_token + own_row + 8 * h < end_token; };
   const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
   const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
-  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2 * kStages; ++i) {
+      barrier_init(shared.full[0][i], Traits::kThreads);
+      barrier_init(shared.empty[0][i], Traits::kThreads / 32);
+    }
+  __syncthreads();
+  // The warpgroups go their own ways, a step or so apart, so that products of one run under the softmax of the other.
+  //
+  // A second time, in step and with values that are not finite taken out of products, only where one has come in, seen
+  // or not.
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     CompressedRows<Traits> rows(p);
     if (careful)
       for (int i = threadIdx.x; i < kStages * kTile / 32; i += Traits::kThreads) shared.nonfinite[0][i] = 0;
-    load(shared.k, p.k_cmp, k, 0);
+    enum { kKeys, kValues };
+    const auto load_when_free = [&](int what, int step) {
+      if (step >= steps) return;
+      if (!careful && step >= kStages) barrier_wait(shared.empty[what][step % kStages], (step / kStages - 1) & 1);
+      if (what == kKeys)
+        load(shared.k, p.k_cmp, k, step);
+      else
+        load(shared.v, p.v_cmp, v, step);
+      if (!careful) barrier_arrive_after_copies(shared.full[what][step % kStages]);
+    };
+    const auto expect = [&](int what, int step) {
+      if (!careful) barrier_wait(shared.full[what][step % kStages], step / kStages & 1);
+    };
+    const auto leave = [&](int what, int step) {  // the warp reads no more of them
+      __syncwarp();
+      if (!careful && lane == 0) barrier_arrive(shared.empty[what][step % kStages]);
+    };
+    load_when_free(kKeys, 0);
     cp_async_commit();
-    load(shared.k, p.k_cmp, k, 1);
-    load(shared.v, p.v_cmp, v, 0);
+    load_when_free(kKeys, 1);
+    load_when_free(kValues, 0);
     cp_async_commit();
-    __syncthreads();
-    // This thread's copies for `step` are there: its keys, and the values of the step before.
+    if (careful) __syncthreads();
+    // Where care is taken: this thread's copies for `step` are there, its keys, and the values of the step before.
     const auto landed = [&](int step) {
+      if (!careful) return;
       cp_async_wait<1>();
-      if (careful && step > 0) {
+      if (step > 0) {
 #pragma unroll 1
         for (int r = slot; r < kTile; r += kAtATime)
           take_nonfinite<Element>(atom_chunk<kTile>(v_tile(step - 1), r, chunk), r,
@@ -188,11 +231,13 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       }
       fence_for_wgmma();
     };
-    // Everybody's copies for `step` are there, and everybody is done with those of the step before.
-    const auto begin = [&](int step) {
-      __syncthreads();
-      load(shared.k, p.k_cmp, k, step + 2);
-      load(shared.v, p.v_cmp, v, step + 1);
+    // And everybody's; everybody is done with those of the step before.
+    const auto meet = [&] {
+      if (careful) __syncthreads();
+    };
+    const auto load_next = [&](int step) {
+      load_when_free(kKeys, step + 2);
+      load_when_free(kValues, step + 1);
       cp_async_commit();
       if (careful && threadIdx.x < kTile / 32) shared.nonfinite[(step + 1) % kStages][threadIdx.x] = 0;
     };
@@ -207,35 +252,50 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     const auto weigh = [&](int step) {
       const int first_key = step * kTile + lane % 4 * (kTile / 4);
       rows.softmax(first_key, visible, (step + 1) * kTile > least);
-      landed(step + 1);  // before weights are written, for which the fence would wait
+      landed(step + 1);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        write_visible_weights<kTile / 4>(
-            p, [&](int i) { return rows.s[i / 2 * 4 + 2 * h + i % 2]; }, rows.carried[h], first_key,
-            is_there(h) ? p.weights + places[h] * p.weight_stride : nullptr);
-        if (is_there(h) && lane % 4 == 0) p.step_tops[places[h] * p.step_stride + step] = rows.m[h];
+        const auto weight = [&](int i) { return rows.s[i / 2 * 4 + 2 * h + i % 2]; };
+        float four[kTile / 16], sum[2] = {};
+        add_fours<kTile / 4>(four, weight);
+#pragma unroll
+        for (int i = 0; i < kTile / 16; ++i) sum[i % 2] += four[i];
+        rows.l[h] += sum[0] + sum[1];
+        const float most = write_visible_weights<kTile / 4>(
+            p, weight, four, rows.carried[h], first_key,
+            weights_of(p, places[h]));
+        write_step_top(p, places[h], step, rows.top(h), most);
       }
       __syncwarp();
     };
     landed(0);
-    begin(0);
+    meet();
+    expect(kKeys, 0);
     rows.issue_scores(q_tile, k_tile(0));
+    load_next(0);
     wgmma_wait<0>();
+    leave(kKeys, 0);
     weigh(0);
     rows.rescale_and_pack();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      begin(step);
+      meet();
       add_taken(step - 1);
+      expect(kKeys, step);
+      expect(kValues, step - 1);
       rows.issue_scores(q_tile, k_tile(step));
       rows.issue_output(v_tile(step - 1));
+      load_next(step);
       wgmma_wait<1>();
+      leave(kKeys, step);
       weigh(step);
       wgmma_wait<0>();
+      leave(kValues, step - 1);
       rows.rescale_and_pack();
     }
-    __syncthreads();  // the last step's values
+    meet();  // the last step's values
     add_taken(steps - 1);
+    expect(kValues, steps - 1);
     rows.issue_output(v_tile(steps - 1));
     wgmma_wait<0>();
     finished(rows.acc);
@@ -249,8 +309,8 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       const float inverse = total[h] == 0.f ? 0.f : 1.f / total[h];
       keep_finite<Element, kHeadDim / 4>([&](int e) -> float& { return rows.acc[e / 2 * 4 + 2 * h + e % 2]; },
                                          total[h]);
-      if (is_there(h) && lane % 4 == 0)
-        p.head_lse[places[h]] = total[h] == 0.f ? -infinity() : rows.m[h] + __log2f(total[h]);
+      if (places[h] >= 0 && lane % 4 == 0)
+        p.head_lse[places[h]] = total[h] == 0.f ? -infinity() : rows.top(h) + __log2f(total[h]);
 #pragma unroll
       for (int d = 0; d < Traits::kDimTiles; ++d)
         store_shared_4(atom_chunk<64>(q_tile, (own_row + 8 * h) % 64, d) + lane % 4 * 4,

@@ -9,6 +9,7 @@
 
 namespace s2o {
 
+constexpr int kAhead = 16;  // counts that a thread has under way
 constexpr int kChunkTokens = 512, kInvertThreads = 512, kPlaceThreads = 1024;
 
 // A chunk's tokens of the round.
@@ -53,13 +54,13 @@ __device__ __forceinline__ void nsa_places(const NsaParams& p, PlacesShared& sha
     const int c = first + threadIdx.x;
     int total = 0;
     if (c < p.blocks) {
-      for (int chunk = 0; chunk < p.chunks; chunk += 8) {
-        int here[8];  // in flight together
+      for (int chunk = 0; chunk < p.chunks; chunk += kAhead) {
+        int here[kAhead];  // in flight together
 #pragma unroll
-        for (int x = 0; x < 8; ++x)
+        for (int x = 0; x < kAhead; ++x)
           here[x] = chunk + x < p.chunks ? counts[static_cast<int64>(chunk + x) * p.blocks + c] : 0;
 #pragma unroll
-        for (int x = 0; x < 8; ++x) {
+        for (int x = 0; x < kAhead; ++x) {
           if (chunk + x < p.chunks) counts[static_cast<int64>(chunk + x) * p.blocks + c] = total;
           total += here[x];
         }

@@ -33,8 +33,8 @@ struct NsaParams : AttentionParams {
   uint16* cmp_out;         // [batch * heads, seqlen_q, head_dim], of rows that see a compressed key
   const float* cmp_lse;          // by Remainders, of sequence b `batch_lse` elements further
   float* weights;                // [KV rows, tokens, weight_stride]; with `fused` [KV rows, tokens, group, weight_stride]
-  float* step_tops;              // with `fused`, [KV rows, tokens, group, step_stride]: what 128 compressed keys' weights
-                                 // are relative to, in log2 units
+  float2* step_tops;             // as weights, [.., step_stride]: what those with 128 compressed keys are relative to, in
+                                 // log2 units (0: to nothing), and the largest of them; null: it is not known
   float* head_lse;               // with `fused`, [KV rows, tokens, group], in log2 units
   int* chosen;                   // [KV rows, seqlen_q, top]: blocks, ascending, -1 behind the last
   int* counts;                   // [KV rows, chunks, blocks]: tokens of each block; then those in chunks before
@@ -50,7 +50,8 @@ struct NsaParams : AttentionParams {
   int64 batch_lse;
   int gates_wide;                // gates are float32
   int group, group_magic;        // query heads of a KV head; n * group_magic >> 16 is n / group for n < 4096
-  int compressed, length, stride;  // compressed keys; the keys of each, and from one to the next
+  int compressed, length;        // compressed keys; the keys of each
+  int stride_shift;              // log2 of the keys from one to the next
   int blocks, block_shift;       // of keys; log2 of a block's keys
   int top, first, local;         // slots of `chosen`; blocks that are always chosen: the first, and the last
   int apart;                     // 1: the last `local` blocks are in near_out, and in no slot
@@ -62,22 +63,30 @@ struct NsaParams : AttentionParams {
 
   __device__ __forceinline__ int position(int token) const { return token + geometry.offset(); }
   __device__ __forceinline__ int own_block(int token) const { return position(token) >> block_shift; }
+  // Strides of a block of keys.
+  __device__ __forceinline__ int ratio() const { return 1 << (block_shift - stride_shift); }
   __device__ __forceinline__ int visible_compressed(int token) const {
     const int past = position(token) - length + 1;
-    return past < 0 ? 0 : past / stride + 1;
+    return past < 0 ? 0 : (past >> stride_shift) + 1;
   }
   // Where the lse of a token's compressed attention lies, which it has if it sees a compressed key.
   __device__ __forceinline__ int64 cmp_lse_place(int batch, int head, int token) const {
-    const int remainder = token % stride, row = token / stride;
+    const int row = token >> stride_shift, remainder = token - (row << stride_shift);
     const Remainders& of =
         remainder >= remainders_2.first ? remainders_2 : remainder >= remainders_1.first ? remainders_1 : remainders_0;
     return batch * batch_lse + of.lse + (static_cast<int64>(remainder - of.first) * heads + head) * of.rows + row -
            of.skipped;
   }
-  // The block that a slot has, or -1: none, or one in near_out.
-  __device__ __forceinline__ int block_of(int kv_row, int token, int slot) const {
-    const int block = chosen[(static_cast<int64>(kv_row) * geometry.seqlen_q + token) * top + slot];
+  __device__ __forceinline__ const int* chosen_by(int kv_row, int token) const {
+    return chosen + (static_cast<int64>(kv_row) * geometry.seqlen_q + token) * top;
+  }
+  // The block that a slot of a token's has, or -1: none, or one in near_out.
+  __device__ __forceinline__ int block_at(const int* of_token, int token, int slot) const {
+    const int block = of_token[slot];
     return block < blocks && (!apart || block <= own_block(token) - local) ? block : -1;
+  }
+  __device__ __forceinline__ int block_of(int kv_row, int token, int slot) const {
+    return block_at(chosen_by(kv_row, token), token, slot);
   }
   __device__ __forceinline__ int64 part_row(int kv_row, int token_of_round, int slot) const {
     return ((static_cast<int64>(kv_row) * tokens + token_of_round) * slots + slot) * group;

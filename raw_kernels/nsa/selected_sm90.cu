@@ -18,6 +18,7 @@ struct SelectedSm90Traits {
     // Of each row of q: its row of parts (-1: there is no such row), and its position.
     int target[2][2][64], position[2][2][64];
     int entries[kItemTokens];
+    uint64 arrived[2][2];  // barriers: the queries of a buffer have come
     BlockItem item;
     uint32 nonfinite[kBlock / 32];  // bits of the keys with values that are not finite
   };
@@ -30,8 +31,6 @@ struct SelectedSm90 {
   const NsaParams& p;
   typename Traits::Shared& shared;
   int lane, warp, group;  // warp of its warpgroup, and which that is
-
-  __device__ __forceinline__ void meet() const { named_sync(1 + group, 128); }
 
   // Starts the copy of a warp's 16 queries of a warpgroup's tile; half of the lanes look one row up each.
   __device__ __forceinline__ void load_queries(int tile, int buffer) const {
@@ -62,48 +61,59 @@ struct SelectedSm90 {
       cp_async_16_or_zeros(atom_chunk<64>(q_tile, warp * 16 + r, chunk),
                            present ? q + (static_cast<int64>(source) + chunk) * 8 : q, present);
     }
-    cp_async_commit();
+    barrier_arrive_after_copies(shared.arrived[group][buffer]);
   }
 
-  // This thread's copies have come; after meeting, all of the warpgroup's, and its products have read what they were of.
-  __device__ __forceinline__ void arrive() const {
-    cp_async_wait<0>();
-    fence_for_wgmma();
+  // s = q k^T of a tile, in flight, once its queries have come; `turn`: of its buffer.
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlock / 2], int buffer) const {
+    const uint32 a = tile_descriptor(shared_address(shared.q[group][buffer]), 0);
+    const uint32 b = tile_descriptor(shared_address(shared.k), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<64>(c)), c > 0);
+    wgmma_commit();
   }
 
-  // A tile, whose queries are there. The next one's are when it ends.
-  __device__ __forceinline__ void attend(int buffer) const {
+  // A tile, whose scores are in flight. The next one's are when it ends, under the way of its outputs, unless it is the
+  // last; `next`: turn of its buffer.
+  __device__ __forceinline__ void attend(float (&s)[kBlock / 2], int buffer, int next, bool is_last) const {
     const int first_key = shared.item.block << p.block_shift;
     const int* positions = shared.position[group][buffer] + warp * 16;
-    float s[kBlock / 2];  // [rows, keys] of this thread
-    multiply_scores<Element, kHeadDim>(s, shared_address(shared.q[group][buffer]), shared_address(shared.k));
+    wgmma_wait<0>();
+    finished(s);
     // Only tokens of the block itself do not see all of it.
     const bool masked = __any_sync(kFullWarp, positions[lane % 16] < first_key + kBlock - 1);
     const auto sees = [&](int h, int key) { return first_key + key <= positions[lane / 4 + 8 * h]; };
     uint32 w[kKeyTiles][2];  // weights, packed in pairs of keys
-    float m[2], l[2];
+    float m[2], l[2];  // in log2 units; the sum of weights
+    // Of a scale that is not positive scores are multiplied before they are compared.
+    const float scale = p.scale_log2 > 0.f ? p.scale_log2 : 1.f;
+    if (!(p.scale_log2 > 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i) s[i] *= p.scale_log2;
+    }
+    if (masked) {  // in one piece, without a branch for each key
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i)
+        s[i] = sees(i / 2 % 2, i / 4 * 8 + lane % 4 * 2 + i % 2) ? s[i] : -infinity();
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = -infinity(), sum = 0.f;
+      float top[2] = {-infinity(), -infinity()}, sum[2] = {};
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[j * 4 + 2 * h + e];
-          x *= p.scale_log2;
-          if (masked && !sees(h, j * 8 + lane % 4 * 2 + e)) x = -infinity();
-          top = fmaxf(top, x);
-        }
-      top = row_max(top);
-      const float base = top == -infinity() ? 0.f : top;
+      for (int i = 0; i < kBlock / 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[i / 2 * 4 + 2 * h + i % 2]);
+      const float highest = row_max(fmaxf(top[0], top[1])), base = highest == -infinity() ? 0.f : highest * scale;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
-        const float x = exp2_approx(s[j * 4 + 2 * h] - base), y = exp2_approx(s[j * 4 + 2 * h + 1] - base);
-        sum += x + y;
+        const float x = exp2_approx(fmaf(s[j * 4 + 2 * h], scale, -base));
+        const float y = exp2_approx(fmaf(s[j * 4 + 2 * h + 1], scale, -base));
+        sum[0] += x;
+        sum[1] += y;
         w[j][h] = Element::pack(x, y);
       }
-      m[h] = top;
-      l[h] = row_sum(sum);
+      m[h] = base;
+      l[h] = row_sum(sum[0] + sum[1]);
     }
     __syncwarp();
     float acc[kHeadDim / 2];  // [rows, columns] of this thread
@@ -117,8 +127,8 @@ struct SelectedSm90 {
                                           [&](int key) { return v + key * p.v.row; }, sees);
     }
     multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), taken);
-    arrive();  // before the outputs leave, for which the fence would wait
-    meet();
+    if (!is_last) barrier_wait(shared.arrived[group][buffer ^ 1], next & 1);
+    issue_scores(s, buffer ^ 1);  // of the last, for nothing
     store(acc, m, l, buffer);
   }
 
@@ -143,8 +153,7 @@ struct SelectedSm90 {
     for (int x = 0; x < Traits::kChunks / 2; ++x) {
       const int r = warp * 16 + x * (32 / Traits::kChunks) + lane / Traits::kChunks, target = targets[r];
       const uint4 o = load_shared_16(atom_chunk<64>(tile, r, chunk));
-      if (target >= 0)
-        store_global_16(p.parts + static_cast<int64>(target) * kHeadDim + chunk * 8, o.x, o.y, o.z, o.w);
+      if (target >= 0) store_global_16_streamed(p.parts + static_cast<int64>(target) * kHeadDim + chunk * 8, o);
     }
     __syncwarp();
   }
@@ -159,6 +168,7 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
     const BlockItem item = p.items[static_cast<int64>(kv_row) * p.most_items + index];
     if (threadIdx.x == 0) shared.item = item;
     if (threadIdx.x < Traits::kBlock / 32) shared.nonfinite[threadIdx.x] = 0;
+    if (threadIdx.x < 4) barrier_init(shared.arrived[0][threadIdx.x], 128);
     const int batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads, first_key = item.block << p.block_shift;
     const uint16 *k = p.k.at(batch, kv_head), *v = p.v.at(batch, kv_head);
     const int* entries = p.entries + static_cast<int64>(kv_row) * p.tokens * p.slots + item.begin;
@@ -181,19 +191,28 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
   const SelectedSm90<Traits> selected{p, shared, static_cast<int>(threadIdx.x % 32),
                                       static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x / 128)};
   const int tiles = (shared.item.count * p.group + 63) / 64;
-  int buffer = 0;
   selected.load_queries(selected.group, 0);
+  selected.load_queries(selected.group + 2, 1);
   for (int r = threadIdx.x / Traits::kChunks; r < Traits::kBlock; r += Traits::kThreads / Traits::kChunks)  // its copies
     take_nonfinite<typename Traits::Element>(
         atom_chunk<Traits::kBlock>(shared_address(shared.v), r, threadIdx.x % Traits::kChunks), r, shared.nonfinite);
-  selected.arrive();
+  fence_for_wgmma();
   __syncthreads();
+  if (selected.group < tiles) {
+    float s[Traits::kBlock / 2];  // [rows, keys] of this thread
+    barrier_wait(shared.arrived[selected.group][0], 0);
+    selected.issue_scores(s, 0);
+    int turn = 0;
 #pragma unroll 1
-  for (int tile = selected.group; tile < tiles; tile += 2) {
-    selected.load_queries(tile + 2, buffer ^ 1);
-    selected.attend(buffer);
-    buffer ^= 1;
+    for (int tile = selected.group; tile < tiles; tile += 2, ++turn) {
+      const int buffer = turn % 2;
+      selected.attend(s, buffer, (turn + 1) / 2, tile + 2 >= tiles);
+      if (tile + 4 < tiles) selected.load_queries(tile + 4, buffer);
+    }
+    wgmma_wait<0>();
   }
+  cp_async_commit();
+  cp_async_wait<0>();
 }
 
 }  // namespace s2o

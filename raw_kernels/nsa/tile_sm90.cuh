@@ -7,19 +7,6 @@
 
 namespace s2o {
 
-// s = q k^T for 64 keys, whole; q and k are tiles of 64 rows.
-template <class Element, int kHeadDim>
-__device__ __forceinline__ void multiply_scores(float (&s)[32], uint32 q_tile, uint32 k_tile) {
-  const uint32 a = tile_descriptor(q_tile, 0), b = tile_descriptor(k_tile, 0);
-  wgmma_fence();
-#pragma unroll
-  for (int c = 0; c < kHeadDim / 16; ++c)
-    Wgmma<Element>::ss(s, descriptor_at(a, atom_columns<64>(c)), descriptor_at(b, atom_columns<64>(c)), c > 0);
-  wgmma_commit();
-  wgmma_wait<0>();
-  finished(s);
-}
-
 // acc (+)= w v of 64 keys; w: weights, packed in pairs of keys.
 template <class Element, int kHeadDim>
 __device__ __forceinline__ void multiply_values(float (&acc)[kHeadDim / 2], const uint32 (&w)[8][2], uint32 v_tile,
@@ -46,6 +33,13 @@ __device__ __forceinline__ bool any_nonfinite(const float (&acc)[kCount]) {
   return check[0] + check[1] != 0.f;
 }
 
+// x = other if a == b. As an instruction: of many conditions the compiler makes an index, and an array in memory.
+__device__ __forceinline__ void take_if_equal(uint32& x, uint32 other, int a, int b) {
+  asm("{\n.reg .pred same;\nsetp.eq.s32 same, %2, %3;\nselp.b32 %0, %1, %0, same;\n}"
+      : "+r"(x)
+      : "r"(other), "r"(a), "r"(b));
+}
+
 // Adds to acc the values that were taken out of the product w v, of 8 * kKeyTiles keys.
 //
 //   rows: bits of the keys that have such values; row_of(key): its row in global memory
@@ -55,23 +49,24 @@ __device__ __forceinline__ void add_taken_values(float (&acc)[kHeadDim / 2], con
                                                  const uint32* rows, int head_dim, const RowOf& row_of,
                                                  const Sees& sees) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll 1
-    for (int key = j * 8; key < j * 8 + 8; ++key) {
-      if (!(rows[key / 32] >> key % 32 & 1)) continue;
-      float weight[2];
-      bool seen[2];
+  for (int key = 0; key < 8 * kKeyTiles; ++key) {  // unrolled, it would be most of the kernel, and is seldom run
+    if (!(rows[key / 32] >> key % 32 & 1)) continue;
+    float weight[2];
+    bool seen[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32 pair = __shfl_sync(kFullWarp, w[j][h], lane / 4 * 4 + key % 8 / 2);
-        weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
-        seen[h] = sees(h, key);
-      }
-      add_nonfinite<Element, 2, kHeadDim / 8>(row_of(key), head_dim, weight, seen, [&](int h, int d, int e) -> float& {
-        return acc[d * 4 + 2 * h + e];
-      });
+    for (int h = 0; h < 2; ++h) {
+      uint32 pair = 0;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) take_if_equal(pair, w[j][h], key / 8, j);
+      pair = __shfl_sync(kFullWarp, pair, lane / 4 * 4 + key % 8 / 2);
+      weight[h] = key % 2 ? Element::high(pair) : Element::low(pair);
+      seen[h] = sees(h, key);
     }
+    add_nonfinite<Element, 2, kHeadDim / 8>(row_of(key), head_dim, weight, seen, [&](int h, int d, int e) -> float& {
+      return acc[d * 4 + 2 * h + e];
+    });
+  }
 }
 
 // Of four threads that share a row: the largest, and the sum.

@@ -17,6 +17,7 @@ struct WindowSm90Traits {
     uint16 k[kStages][kWindowStep * kHeadDim];
     uint16 v[kStages][kWindowStep * kHeadDim];
     uint16 zeros[kWindowStep * kHeadDim];  // values of weights that have met theirs
+    uint64 full[kStages], empty[kStages];  // barriers: a step's copies have come; all warps are done with it
     // What only copies need is read back for each step: the registers belong to the accumulators.
     const uint16 *k_rows, *v_rows;
     int steps[4];  // WindowSteps
@@ -32,7 +33,7 @@ struct WindowRows {
   static constexpr int kHeadDim = Traits::kHeadDim;
   const NsaParams& p;
   float acc[kHeadDim / 2];         // [rows, columns] of this thread
-  float m[2], l[2];                // running maximum of scale_log2 * score; this thread's part of the sum
+  float m[2], l[2];                // running maximum of scores, to be scaled; this thread's part of the sum
   uint32 w[kWindowStep / 8][2];    // weights that wait for their product with values, packed in pairs of keys
 
   __device__ __forceinline__ explicit WindowRows(const NsaParams& p_) : p(p_) {
@@ -64,9 +65,11 @@ struct WindowRows {
   }
   // A step of keys, whose weights wait then; those that wait meet their values, `v_tile`, under the softmax.
   // `edge`: some row of the warpgroup does not see some key. `nonfinite`: bits of keys of this step whose values that are
-  // not finite were taken out of the product; null: none were.
+  // not finite were taken out of the product; null: none were. `meanwhile` runs under the products.
+  template <class Meanwhile>
   __device__ __forceinline__ void attend(uint32 q_tile, uint32 k_tile, uint32 v_tile, int first_position, int first_key,
-                                         bool edge, const uint32* nonfinite, const uint16* v_rows) {
+                                         bool edge, const uint32* nonfinite, const uint16* v_rows,
+                                         const Meanwhile& meanwhile) {
     const int lane = threadIdx.x % 32;
     float s[kWindowStep / 2], rescale_by[2];
     {
@@ -78,9 +81,14 @@ struct WindowRows {
       wgmma_commit();
     }
     issue_output(v_tile);
+    meanwhile();
     wgmma_wait<1>();
+    // Of a scale that is not positive scores are multiplied before they are compared.
+    const float scale = p.scale_log2 > 0.f ? p.scale_log2 : 1.f;
+    if (!(p.scale_log2 > 0.f)) {
 #pragma unroll
-    for (int i = 0; i < kWindowStep / 2; ++i) s[i] *= p.scale_log2;
+      for (int i = 0; i < kWindowStep / 2; ++i) s[i] *= p.scale_log2;
+    }
     if (edge) {  // in one piece, without a branch for each key
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -100,12 +108,12 @@ struct WindowRows {
       float top[2] = {m[h], m[h]}, sum[2] = {};
 #pragma unroll
       for (int i = 0; i < kWindowStep / 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[i / 2 * 4 + 2 * h + i % 2]);
-      const float highest = row_max(fmaxf(top[0], top[1])), base = highest == -infinity() ? 0.f : highest;
-      rescale_by[h] = exp2_approx(m[h] - base);
+      const float highest = row_max(fmaxf(top[0], top[1])), base = highest == -infinity() ? 0.f : highest * scale;
+      rescale_by[h] = exp2_approx(fmaf(m[h], scale, -base));
 #pragma unroll
       for (int i = 0; i < kWindowStep / 4; ++i) {
         float& x = s[i / 2 * 4 + 2 * h + i % 2];
-        x = exp2_approx(x - base);
+        x = exp2_approx(fmaf(x, scale, -base));
         sum[i % 2] += x;
       }
       m[h] = highest;
@@ -126,6 +134,10 @@ struct WindowRows {
           acc, w, nonfinite, p.geometry.head_dim, [&](int key) { return v_rows + (first_key + key) * p.v.row; },
           [&](int h, int key) { return window_sees(p, first_position + 8 * h, first_key + key); });
   }
+  // The log of a row's sum of weights, in log2 units.
+  __device__ __forceinline__ float lse_of(int h, float total) const {
+    return total == 0.f ? -infinity() : m[h] * (p.scale_log2 > 0.f ? p.scale_log2 : 1.f) + __log2f(total);
+  }
   __device__ __forceinline__ uint32 near_pair(int d, int h, float inverse) const {
     return pack_finite<Element>(acc[d * 4 + 2 * h] * inverse, acc[d * 4 + 2 * h + 1] * inverse);
   }
@@ -137,7 +149,7 @@ struct WindowRows {
       const int token = rows(row + 8 * h);
       const float total = row_sum(l[h]), inverse = total == 0.f ? 0.f : 1.f / total;
       const int64 place = static_cast<int64>(rows.head) * rows.seqlen_q + token;
-      if (token >= 0 && lane % 4 == 0) p.near_lse[place] = total == 0.f ? -infinity() : m[h] + __log2f(total);
+      if (token >= 0 && lane % 4 == 0) p.near_lse[place] = lse_of(h, total);
       // Neighbouring lanes exchange halves of two dim tiles, so that four write 32 bytes of a row.
       const bool odd = lane % 2;
       uint16* target = p.near_out + place * kHeadDim + odd * 8 + lane % 4 / 2 * 4;
@@ -160,8 +172,7 @@ struct WindowRows {
       const float total = row_sum(l[h]), inverse = total == 0.f ? 0.f : 1.f / total;
       keep_finite<Element, kHeadDim / 4>([&](int e) -> float& { return acc[e / 2 * 4 + 2 * h + e % 2]; }, total);
       if (p.lse && token >= 0 && lane % 4 == 0)
-        p.lse[static_cast<int64>(rows.head) * rows.seqlen_q + token] =
-            total == 0.f ? -infinity() : (m[h] + __log2f(total)) * 0.69314718055994531f;
+        p.lse[static_cast<int64>(rows.head) * rows.seqlen_q + token] = lse_of(h, total) * 0.69314718055994531f;
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
         store_shared_4(atom_chunk<64>(tile, (row + 8 * h) % 64, d) + lane % 4 * 4,
@@ -186,6 +197,7 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
   const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
   constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
   constexpr int kStages = Traits::kStages;
+  constexpr int kHeadDim = Traits::kHeadDim;
   using Rows = typename Traits::Rows;
   if (threadIdx.x == 0) {
     const Rows rows(p, block_index());
@@ -193,28 +205,44 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
     shared.k_rows = p.k.at(batch, kv_head);
     shared.v_rows = p.v.at(batch, kv_head);
     reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared.full[i], Traits::kThreads);
+      barrier_init(shared.empty[i], Traits::kThreads / 32);
+    }
   }
   for (int i = threadIdx.x; i < kWindowStep * Traits::kChunks; i += Traits::kThreads)
     store_shared_16(shared_address(shared.zeros) + i * 16, make_uint4(0, 0, 0, 0));
   if (threadIdx.x < kStages * kWindowStep / 32) shared.nonfinite[0][threadIdx.x] = 0;
+  fence_for_wgmma();
   __syncthreads();
   const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
   const bool inside = chunk * 8 < p.geometry.head_dim;
+  // What a thread copies of a step: rows slot + i * kAtATime.
+  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+  const uint32 own_place = atom_chunk<64>(shared_address(shared.k), slot, chunk);
   const auto load = [&](int step) {
     if (step < steps.count) {
-      const uint16 *k = shared.k_rows, *v = shared.v_rows;
-      const int first_key = steps.first_key(step);
+      const int key = steps.first_key(step) + slot;
+      const uint32 to = own_place + step % kStages * (kWindowStep * kHeadDim * 2);
+      const uint16 *k = shared.k_rows + key * p.k.row + chunk * 8, *v = shared.v_rows + key * p.v.row + chunk * 8;
+      const bool whole = key - slot + kWindowStep <= p.geometry.seqlen_k && p.geometry.head_dim == kHeadDim;
 #pragma unroll
-      for (int row = slot; row < kWindowStep; row += kAtATime) {
-        const bool present = inside && first_key + row < p.geometry.seqlen_k;
-        const int64 key = present ? first_key + row : 0;
-        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.k[step % kStages]), row, chunk),
-                             present ? k + key * p.k.row + chunk * 8 : k, present);
-        cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.v[step % kStages]), row, chunk),
-                             present ? v + key * p.v.row + chunk * 8 : v, present);
+      for (int i = 0; i < kWindowStep; i += kAtATime) {
+        if (slot + i < kWindowStep) {
+          const uint32 k_place = to + i * 128, v_place = k_place + kStages * kWindowStep * kHeadDim * 2;
+          if (whole) {
+            cp_async_16(k_place, k);
+            cp_async_16(v_place, v);
+          } else {
+            const bool present = inside && key + i < p.geometry.seqlen_k;
+            cp_async_16_or_zeros(k_place, present ? k : shared.k_rows, present);
+            cp_async_16_or_zeros(v_place, present ? v : shared.v_rows, present);
+          }
+        }
+        k += kAtATime * p.k.row;
+        v += kAtATime * p.v.row;
       }
     }
-    cp_async_commit();
   };
   {
     const Rows rows(p, block_index());
@@ -231,47 +259,71 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
   const uint32 q_tile = shared_address(shared.q[group]);
   // Positions of the warpgroup's rows; all are of one block of keys.
   const int tile_first = Rows(p, block_index()).first, first = tile_first + group * 64, last = first + 63;
-  // A second time, with values that are not finite taken out of products, only where one has come in, seen or not.
+  // Warpgroups go their own ways, a step or so apart, so that products of one run under the softmax of another.
+  //
+  // A second time, in step and with values that are not finite taken out of products, only where one has come in, seen
+  // or not.
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
-    load(0);
-    load(1);
+    const auto load_when_free = [&](int step) {
+      if (careful) {
+        load(step);
+        cp_async_commit();
+      } else if (step < steps.count) {
+        if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
+        load(step);
+        barrier_arrive_after_copies(shared.full[step % kStages]);
+      }
+    };
+    load_when_free(0);
+    load_when_free(1);
     WindowRows<Traits> state(p);
     int waiting = -1;  // the step whose weights wait for their values
     const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+    const auto leave = [&](int step) {  // the warp reads no more of a step
+      __syncwarp();
+      if (step >= 0 && !careful && threadIdx.x % 32 == 0) barrier_arrive(shared.empty[step % kStages]);
+    };
+    const auto flush = [&] {
+      if (waiting >= 0) state.flush(v_tile(waiting));
+      leave(waiting);
+      waiting = -1;
+    };
 #pragma unroll 1
     for (int step = 0; step < steps.count; ++step) {
-      cp_async_wait<1>();
+      const int first_key = steps.first_key(step);
+      const bool reaches = window_reaches(p, first, last, first_key);
       uint32* nonfinite = shared.nonfinite[step % kStages];
       if (careful) {
+        cp_async_wait<1>();
 #pragma unroll 1
         for (int r = slot; r < kWindowStep; r += kAtATime)  // its copies
           take_nonfinite<typename Traits::Element>(
               atom_chunk<64>(shared_address(shared.v[step % kStages]), r, chunk), r, nonfinite);
+        fence_for_wgmma();
+        __syncthreads();  // and everybody is done with the step before
+        if (threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
+      } else if (reaches) {
+        barrier_wait(shared.full[step % kStages], step / kStages & 1);
       }
-      fence_for_wgmma();
-      __syncthreads();  // and everybody is done with the step before, whose place is filled
-      load(step + 2);
-      if (careful && threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
-      const int first_key = steps.first_key(step);
-      const auto flush = [&] {
-        if (waiting >= 0) state.flush(v_tile(waiting));
-        waiting = -1;
-      };
-      if (window_reaches(p, first, last, first_key)) {
-        state.attend(q_tile, shared_address(shared.k[step % kStages]), waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros),
-                     tile_first + row, first_key, window_cuts(p, first, last, first_key), careful ? nonfinite : nullptr,
-                     shared.v_rows);
+      if (reaches) {
+        state.attend(q_tile, shared_address(shared.k[step % kStages]),
+                     waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros), tile_first + row, first_key,
+                     window_cuts(p, first, last, first_key), careful ? nonfinite : nullptr, shared.v_rows,
+                     [&] { load_when_free(step + 2); });
+        leave(waiting);
         waiting = step;
       } else {
         flush();
+        leave(step);
+        load_when_free(step + 2);
       }
       if (p.near_out && first_key == near_begin(p, first)) {
         flush();
         state.keep_near(Rows(p, block_index()), row);
       }
     }
-    if (waiting >= 0) state.flush(v_tile(waiting));
+    flush();
     cp_async_wait<0>();
     if (!__syncthreads_or(!careful && any_nonfinite(state.acc))) {
       state.store(Rows(p, block_index()), q_tile, row);

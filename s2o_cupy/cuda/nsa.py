@@ -87,8 +87,9 @@ def attend(
         beside.join(into, _Beside.COMPRESSED)
         call.before_merge = partial(beside.join, into, _Beside.WINDOW)
         call.params["k_cmp"], call.params["v_cmp"] = tensor(compressed.k), tensor(compressed.v)
-        for first, tokens in plan.rounds:
+        for first, tokens in plan.choice_rounds:
             call.choose(q, first, tokens)
+        for first, tokens in plan.rounds:
             call.attend_blocks(q, keys, out, first, tokens)
 
     with prepared.lock:
@@ -171,7 +172,7 @@ def select(
         call.compressed(run, memory)
     call.params["k_cmp"] = call.params["v_cmp"] = tensor(k_cmp)
     call.params["chosen"] = chosen
-    for first, tokens in plan.rounds:
+    for first, tokens in plan.choice_rounds:
         call.choose(q, first, tokens)
     del keeper
 
@@ -271,7 +272,8 @@ class Call:
         if self.before_merge:
             self.before_merge()
             self.before_merge = None
-        self.launch(kernels.merge_parts(plan.inputs), -(-plan.kv_rows * tokens * plan.group // 4))
+        warps = plan.kv_rows * -(-tokens // kernels.MERGE_TOKENS) * plan.group
+        self.launch(kernels.merge_parts(plan.inputs), -(-warps // 4))
 
     def invert(self) -> None:
         """The tokens of each block, of the round."""
@@ -340,7 +342,8 @@ def _template(plan: NsaPlan, struct: Struct) -> Any:
     values: dict[str, float] = {
         "heads": p.heads, "kv_heads": p.kv_heads, "scale_log2": p.scale * LOG2E, "group": plan.group,
         "group_magic": 65536 // plan.group + 1, "compressed": plan.compressed, "length": config.length,
-        "stride": config.stride, "blocks": plan.blocks, "block_shift": config.block.bit_length() - 1,
+        "stride_shift": config.stride.bit_length() - 1, "blocks": plan.blocks,
+        "block_shift": config.block.bit_length() - 1,
         "top": config.top, "first": config.first, "local": config.local, "apart": plan.apart, "slots": plan.slots,
         "window": min(config.window, p.seqlen_k), "weight_stride": plan.weight_stride, "chunks": plan.chunks,
         "most_items": plan.most_items, "item_tokens": plan.item_tokens, "fused": plan.fused,

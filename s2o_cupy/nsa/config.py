@@ -36,7 +36,8 @@ class NSAConfig:
         Keys from the beginning of one compressed key to that of the next; divides ``length`` and ``block``. The GPU
         takes a fourth, an eighth and a sixteenth of a block.
     workspace_bytes : int, default 1 GiB
-        Bound on the GPU memory of blocks' weights, and of parts of the selected branch: tokens are taken in rounds.
+        Bound on the GPU memory that blocks' weights and, after them, parts of the selected branch take: tokens are
+        taken in rounds.
         A round of 128 tokens always fits.
     path : {"auto", "portable", "hopper"}, default "auto"
         As in `S2OConfig`. On "hopper" too, portable kernels take the selected branch with blocks of 128, and the

@@ -9,9 +9,9 @@ from ..plan.paths import HOPPER
 
 __all__ = [
     "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
-    "MAX_HEAD_DIM", "MAX_SLOTS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights", "catalogue",
-    "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward", "top_blocks", "window",
-    "window_rows",
+    "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights",
+    "catalogue", "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward",
+    "top_blocks", "window", "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
@@ -29,6 +29,7 @@ ROWS = 128  # queries of a tile
 STEP = 64  # keys of a step, of a tile
 ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kChunkTokens)
+MERGE_TOKENS = 4  # of a warp (kMergeTokens)
 OPEN = 32 * 4  # bytes of an open array that a Shared has
 
 GRADIENT_KEYS = 64  # of a block of threads of nsa_selected_backward (kGradientKeys)
@@ -59,10 +60,11 @@ SELECTED_SM90 = Family(
 MERGE_PARTS = Family(
     "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
 )
-TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 6, shared="s2o::TopShared")
+LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90)  # step_tops
+TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 7, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
-    Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, 1, shared=f"s2o::{name.title()}Shared")
-    for name, threads in (("count", 512), ("places", 1024), ("scatter", 512))
+    Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
+    for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 512, 2))
 )
 SELECTED_BACKWARD = Family(
     "nsa_selected_backward", "nsa/selected_backward.cu", "NsaBackwardParams", 128, 2,
@@ -76,7 +78,7 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
-        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 2 * 8 + 4 * 4 + 8 * 4
+        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 8 * 8 + 2 * 8 + 4 * 4 + 8 * 4
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
@@ -94,6 +96,7 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
         group = 1 << (group - 1).bit_length()
         turns = max(1, group // 2)
         shared = turns * queries + HOPPER_STAGES * ROWS * inputs.head_dim * 2 + turns * ROWS * 4
+        shared += 2 * HOPPER_STAGES * 8  # barriers
         return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared)
     heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
@@ -106,6 +109,7 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
 def compressed(inputs: Inputs) -> Kernel:
     """Of Hopper: compressed attention and the blocks' weights of each query head in one pass."""
     shared = (ROWS + 2 * HOPPER_STAGES * COMPRESSED_KEYS) * inputs.head_dim * 2 + HOPPER_STAGES * COMPRESSED_KEYS // 8
+    shared += 4 * HOPPER_STAGES * 8  # barriers
     return Kernel(COMPRESSED_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
 
 
@@ -120,7 +124,7 @@ def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
     buffers = 2 if block == STEP else 1
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
     if family is SELECTED_SM90:
-        shared += ITEM_ROWS * 4  # tokens of an item, at most
+        shared += ITEM_ROWS * 4 + 4 * 8  # tokens of an item, at most, and barriers
     return Kernel(family, inputs.dtype, inputs.head_dim, step=block, shared_bytes=shared)
 
 
@@ -129,7 +133,7 @@ def merge_parts(inputs: Inputs) -> Kernel:
 
 
 def top_blocks() -> Kernel:
-    return Kernel(TOP_BLOCKS, shared_bytes=2 * 128 * 4)
+    return Kernel(TOP_BLOCKS, shared_bytes=4 * (32 + 16) * 8)
 
 
 def count(blocks: int) -> Kernel:

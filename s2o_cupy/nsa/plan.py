@@ -71,11 +71,13 @@ class NsaPlan:
     group: int
     slots: int  # of a token: blocks whose parts are computed by blocks of keys
     apart: bool  # the last blocks of a token are computed with its window, and take no slot
-    tokens: int  # of a round
+    tokens: int  # of a round of attention to blocks
     remainders: tuple[Remainders, ...]
     workspace: Workspace
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
+    choice_tokens: int = 0  # of a round of choosing them, which has its memory before
     fused: bool = False  # compressed attention leaves weights of blocks, of each head and relative to step_tops
+    tops: bool = False  # of each step of compressed keys the largest weight is known
     item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
     def kernel(self, function: str) -> Kernel:
@@ -96,10 +98,13 @@ class NsaPlan:
         return compressed_count(self.problem.seqlen_k, self.config.length, self.config.stride)
 
     @property
-    def rounds(self) -> tuple[tuple[int, int], ...]:
+    def choice_rounds(self) -> tuple[tuple[int, int], ...]:
         """First token and tokens of each."""
-        end = self.problem.seqlen_q
-        return tuple((first, min(self.tokens, end - first)) for first in range(0, end, self.tokens))
+        return _rounds(self.problem.seqlen_q, self.choice_tokens)
+
+    @property
+    def rounds(self) -> tuple[tuple[int, int], ...]:
+        return _rounds(self.problem.seqlen_q, self.tokens)
 
     @property
     def item_tokens(self) -> int:
@@ -147,6 +152,10 @@ class NsaPlan:
         return tuple(ends)
 
 
+def _rounds(end: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    return tuple((first, min(tokens, end - first)) for first in range(0, end, tokens)) if tokens else ()
+
+
 @remembered
 def make_plan(
     problem: Problem, config: NSAConfig, limits: DeviceLimits, *, where: str, compresses: bool, attends: bool,
@@ -176,7 +185,12 @@ def make_plan(
             f"{where}: {group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
             f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks"
         )
-    plan = replace(plan, kernels=launched, tokens=round_tokens(plan, sum(_bytes_each(plan, compresses, attends))))
+    plan = replace(plan, kernels=launched, tops=any(x.family in kernels.LEAVE_TOPS for x in launched))
+    weights, parts = _bytes_each(plan)
+    plan = replace(
+        plan, tokens=round_tokens(plan, parts) if attends else 0,
+        choice_tokens=round_tokens(plan, weights) if compresses else 0,
+    )  # fmt: skip
     return replace(plan, workspace=_workspace(plan, compresses, attends))
 
 
@@ -207,35 +221,42 @@ def round_tokens(plan: NsaPlan, bytes_each: int) -> int:
     return fits
 
 
-def _bytes_each(plan: NsaPlan, compresses: bool, attends: bool) -> tuple[int, int]:
+def _bytes_each(plan: NsaPlan) -> tuple[int, int]:
     """Of a token: weights of blocks, and parts."""
     rows = plan.problem.batch * plan.problem.heads * plan.slots
-    of_row = plan.weight_stride + (plan.step_stride + 1) * plan.fused
-    weights = 4 * plan.kv_rows * plan.weight_rows * of_row if compresses else 0
-    return weights, rows * (2 * plan.inputs.head_dim + 4) if attends else 0
+    of_row = plan.weight_stride + 2 * plan.step_stride * plan.tops + plan.fused
+    return 4 * plan.kv_rows * plan.weight_rows * of_row, rows * (2 * plan.inputs.head_dim + 4)
 
 
 def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
-    p, tokens, kv_rows = plan.problem, plan.tokens, plan.kv_rows
+    p, kv_rows = plan.problem, plan.kv_rows
     rows, width = p.batch * p.heads, plan.inputs.head_dim
     arrays: list[Array] = []
+    of_choice: list[Array] = []
+    of_parts: list[Array] = []
     if compresses:
         arrays += [
             ("cmp_out", (rows, p.seqlen_q, p.head_dim), "uint16"),
             ("cmp_lse", (p.batch, plan.lse_rows[-1]), "float32"),
-            ("weights", (kv_rows, tokens, plan.weight_rows, plan.weight_stride), "float32"),
         ]
-    if plan.fused:
-        of_heads = (kv_rows, tokens, plan.group)
-        arrays += [("step_tops", (*of_heads, plan.step_stride), "float32"), ("head_lse", of_heads, "float32")]
+        of_rows = (kv_rows, plan.choice_tokens, plan.weight_rows)
+        of_choice.append(("weights", (*of_rows, plan.weight_stride), "float32"))
+        if plan.tops:
+            of_choice.append(("step_tops", (*of_rows, plan.step_stride, 2), "float32"))
+        if plan.fused:
+            of_choice.append(("head_lse", of_rows, "float32"))
     if attends:
-        slots = (kv_rows, tokens, plan.slots, plan.group)
-        arrays += [*inverted(plan), ("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
+        slots = (kv_rows, plan.tokens, plan.slots, plan.group)
+        of_parts += [("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
+        arrays += inverted(plan)
         if compresses:
             arrays.append(("chosen", (kv_rows, p.seqlen_q, plan.config.top), "int32"))
     if plan.apart:
         arrays += [("near_out", (rows, p.seqlen_q, width), "uint16"), ("near_lse", (rows, p.seqlen_q), "float32")]
-    return lay_out((), arrays)
+    # All blocks are chosen before a part is written: the two have the same memory.
+    whole = lay_out((), [*arrays, *of_choice])
+    other = lay_out((), [*arrays, *of_parts])
+    return Workspace(whole.places | other.places, 0, max(whole.nbytes, other.nbytes))
 
 
 def inverted(plan: NsaPlan) -> list[Array]:
