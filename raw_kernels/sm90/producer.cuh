@@ -165,7 +165,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     for (; tile <= tiles + kPastEnd; ++tile) {
       const bool at_stop_check =
           tile > kStages + 2 * (kTilesPerStopCheck - 1) && (tile - kStages + 1) % kTilesPerStopCheck == 0;
-      if (at_stop_check && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
+      if (at_stop_check && all_voted_to_stop<Traits>(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
       if (tile > tiles) continue;
       const uint32 v_before = v_row;
       if (tile < tiles) {

@@ -87,14 +87,14 @@ def _divisors(n: int) -> tuple[int, ...]:
 
 def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
     """``stride`` and ``growth`` of the rows of segments [begin, end), an element a unit: those of later segments are
-    longer, by up to a segment each, or all are as long as the last where that takes less."""
+    longer, by up to a segment each, or all are as long as the last where that takes less or only some are drawn."""
     padded = lambda units: -(-units // STEP) * STEP  # noqa: E731
     if not geometry.is_causal:  # scores lie by unit, and an order may end in a short one
         return padded(-(-geometry.seqlen_k // geometry.unit)), 0
     first, last = geometry.ranked(begin), geometry.ranked(end - 1)
     growth = padded(-(-geometry.segment // geometry.unit))
     grown = 2 * padded(first) + (end - begin - 1) * growth
-    return (padded(first), growth) if grown < 2 * padded(last) else (padded(last), 0)
+    return (padded(first), growth) if grown < 2 * padded(last) and not geometry.drawn else (padded(last), 0)
 
 
 def rounds(
