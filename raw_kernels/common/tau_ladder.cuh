@@ -52,6 +52,10 @@ struct LadderWalk<LadderTraits<Traits>, kPairs, kThreads> {
     return p.ladders[head * kLadder + kLadder - 1 - b];
   }
   __device__ __forceinline__ bool has_stopped(int b) const { return stopped >> b & 1; }
+  // Whether votes do: not where only the tau 0 is left.
+  __device__ __forceinline__ bool counts(const LadderAttentionParams& p) const {
+    return !p.is_first || (~stopped & ((1 << kLadder) - 2));
+  }
   // The taus at which a warp stops whose rows gain `gain`, their mass since the last stop check as a share of that
   // before, or less; `gain` is not negative. `tau`: of bit number lane % kLadder.
   static __device__ __forceinline__ uint32 votes(float gain, float tau) {

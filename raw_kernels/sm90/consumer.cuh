@@ -116,7 +116,8 @@ struct Consumer : Softmax<Traits> {
     const float tau = kKeepsTau ? kept_tau : shared.tau[nth % kPlaces];
     uint32 small;
     if constexpr (kWalksLadder<Traits>) {
-      small = ladder.votes(this->largest_gain(rows), tau);
+      const bool counts = ladder.counts(static_cast<const LadderAttentionParams&>(params));
+      small = counts ? ladder.votes(this->largest_gain(rows), tau) : 0;
     } else {
       small = __all_sync(kFullWarp, stop_check(rows, tau));
     }
@@ -451,6 +452,7 @@ struct Consumer : Softmax<Traits> {
         release_v();
       }
       if constexpr (kWalksLadder<Traits>) {
+        stop_check(rows);  // adds what votes that did not count have left
         const Rows walked(all, *static_cast<volatile int*>(&shared.q_tile[place]));  // needs no register before
         finish_ladder(walked.visited_index(params), walked.count);
       } else {
