@@ -211,8 +211,9 @@ class S2OConfig:
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
         head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
-        none is. An estimate, not a bound (docs/tuning.md). Sampled segments are of the whole sequence, and so each row
-        depends on all of it. On the GPU their outputs come on top of ``workspace_bytes``.
+        none is. An estimate, not a bound (docs/tuning.md), made with ``tail="none"``. Sampled segments are of the whole
+        sequence, and so each row depends on all of it. On the GPU their outputs, and several for each q tile that runs,
+        come on top of ``workspace_bytes``.
 
     Raises
     ------
