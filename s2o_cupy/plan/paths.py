@@ -95,8 +95,9 @@ class _Portable(Path):
         return replace(kernel, step=STEP // 2, shared_bytes=shared)
 
     def laddered(self, pass2: Kernel) -> Kernel:
-        """Registers hold less, as there are the taus besides."""
-        return self._with_short_steps(replace(pass2, family=PASS2_LADDER))
+        """Registers hold less, as there are the taus besides; of head_dim 64 they hold enough."""
+        kernel = replace(pass2, family=PASS2_LADDER)
+        return self._with_short_steps(kernel) if kernel.head_dim > 64 else kernel
 
     def ladder_blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
         each = blocks_that_fit(kernel.head_dim, kernel.block_m, kernel.stages, limits, kernel.step)
