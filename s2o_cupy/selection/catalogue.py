@@ -110,7 +110,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
 
 
 def _variants(kernel: Kernel) -> set[str]:
-    of = {"unaligned": not kernel.aligned, "paged": kernel.paged, "softcap": kernel.softcap}
+    of = {
+        "unaligned": not kernel.aligned, "paged": kernel.paged, "softcap": kernel.softcap, "drawn": kernel.drawn,
+    }  # fmt: skip
     return {name for name, is_so in of.items() if is_so}
 
 
