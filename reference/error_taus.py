@@ -1,8 +1,9 @@
 """Which tau keeps each head to an error, by a sample of segments: the definition.
 
 A segment's order depends on its own queries and the keys up to its end alone, so attention of the sampled segments is
-that of the whole call. A ladder of taus is tried on them, then a second one between the two of the first that a head's
-error lies between, and last the error is interpolated between the two nearest, in logarithms.
+that of the whole call. A ladder of taus is tried on them, which ends with dense attention, tau 0, then a second one
+between the two of the first that a head's error lies between, and last the error is interpolated between the two
+nearest, in logarithms. Nothing counts for unvisited keys (S2OConfig.tail) while taus are tried.
 """
 
 from __future__ import annotations
@@ -22,30 +23,27 @@ __all__ = ["chosen_tau", "error_taus", "second_ladder"]
 LEAST_ERROR = 1 / 16  # of what is asked for, that an interpolation starts from
 
 
-def _neighbours(points: dict[float, float], error: float) -> tuple[float | None, float | None]:
+def _neighbours(points: dict[float, float], error: float) -> tuple[float, float | None]:
     """Of taus and their errors the largest that keeps to ``error``, and the next larger one."""
-    below = max((tau for tau, found in points.items() if found <= error), default=None)
-    above = min((tau for tau in points if below is None or tau > below), default=None)
-    return below, above
+    below = max((tau for tau, found in points.items() if found <= error), default=0.0)
+    return below, min((tau for tau in points if tau > below), default=None)
 
 
 def second_ladder(points: dict[float, float], error: float) -> tuple[float, ...]:
     """The taus to look at after those of ``points``, descending."""
     count = len(FIRST_LADDER)
     below, above = _neighbours(points, error)
-    if below is None:
-        return tuple(min(points) * 2.0 ** (-2 * i - 1) for i in range(count))
     if above is None:
         return (math.inf, *(below * 2.0 ** (count - i) for i in range(1, count)))
+    if below == 0:
+        return tuple(above * 2.0 ** (-i - 1) for i in range(count))
     return tuple(below * (above / below) ** ((count - i) / (count + 1)) for i in range(count))
 
 
 def chosen_tau(points: dict[float, float], error: float) -> float:
-    """The tau whose error is ``error``, as far as ``points`` tell; 0 if none of them keeps to it."""
+    """The tau whose error is ``error``, as far as ``points`` tell; 0 if no other keeps to it."""
     below, above = _neighbours(points, error)
-    if below is None:
-        return 0.0
-    if above is None or not (math.isfinite(above) and math.isfinite(points[above])):
+    if below == 0 or above is None or not (math.isfinite(above) and math.isfinite(points[above])):
         return below
     low = math.log(max(points[below], error * LEAST_ERROR))
     part = (math.log(error) - low) / (math.log(points[above]) - low)
@@ -118,6 +116,8 @@ class _Piece:
     @quiet
     def off(self, taus: tuple[float, ...]) -> Array:
         """The squares of the error of each head at its tau, summed, [H]."""
+        if not any(taus):  # dense attention
+            return self.size - self.size
         state, _ = pass2(
             self.q, self.k, self.v, self.state, *self.orders, self.geometry, self.config.with_tau(taus), *self.scores,
             stop_lag=self.stop_lag,

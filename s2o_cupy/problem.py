@@ -48,6 +48,7 @@ class Problem:
     is_causal: bool
     scale: float
     softcap: float = 0.0
+    drawn: int = 0  # of Geometry: only so many segments are attended
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -62,7 +63,9 @@ class Problem:
         return 0 in (self.batch, self.heads, self.seqlen_q)
 
     def geometry(self, config: S2OConfig) -> Geometry:
-        return Geometry(self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal, config.unit)
+        return Geometry(
+            self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal, config.unit, self.drawn
+        )
 
     def visited_shape(self, config: S2OConfig) -> tuple[int, int, int, int]:
         """[batch, heads, segments, tiles]: query tiles of each segment."""

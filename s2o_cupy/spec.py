@@ -85,8 +85,9 @@ DENSE_LAST_PART = 32  # where they are at most one in so many
 OUTLIER_SHIFT = 4
 DEFAULT_TAU = 0.02
 # How an error finds its taus (reference.error_taus is the definition).
-FIRST_LADDER = (0.3, 0.06, 0.012, 0.0024)
+FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
 ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
+DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neighbours each sampled segment stands
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
@@ -111,6 +112,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kOutlierShift": OUTLIER_SHIFT,
     "kLadder": len(FIRST_LADDER),
     "kErrorSegments": ERROR_SEGMENTS,
+    "kDrawStep": DRAW_STEP,
 }
 
 
@@ -215,8 +217,9 @@ class S2OConfig:
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
         head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
-        none is. An estimate, not a bound (docs/tuning.md). Sampled segments are of the whole sequence, and so each row
-        depends on all of it. On the GPU their outputs come on top of ``workspace_bytes``.
+        none is. An estimate, not a bound (docs/tuning.md), made with ``tail="none"``. Sampled segments are of the whole
+        sequence, and so each row depends on all of it. On the GPU their outputs, and several for each q tile that runs,
+        come on top of ``workspace_bytes``.
 
     Raises
     ------
@@ -390,14 +393,36 @@ class Geometry:
     window: int = 0
     is_causal: bool = True
     unit: int = 1
+    drawn: int = 0  # above 0: only so many segments are attended, one from each of as many equal runs of neighbours
 
     @property
     def offset(self) -> int:
         return self.seqlen_k - self.seqlen_q
 
     @property
-    def segments(self) -> int:
+    def all_segments(self) -> int:
         return -(-self.seqlen_q // self.segment)
+
+    @property
+    def segments(self) -> int:
+        return self.drawn or self.all_segments
+
+    @property
+    def runs(self) -> tuple[int, int, int]:
+        """How many there are, segments of one at least, and how many, the first ones, have one more."""
+        return self.segments, *divmod(self.all_segments, self.segments)
+
+    def run(self, n: int) -> tuple[int, int]:
+        """The run of neighbours among all segments that number ``n`` stands for."""
+        _, least, longer = self.runs
+        return n * least + min(n, longer), (n + 1) * least + min(n + 1, longer)
+
+    def place(self, n: int) -> int:
+        """Which of all segments number ``n`` is."""
+        if not self.drawn:
+            return n
+        begin, end = self.run(n)
+        return begin + ((n * DRAW_STEP + 2**31) % 2**32 * (end - begin) >> 32)
 
     @property
     def units(self) -> int:
@@ -406,7 +431,8 @@ class Geometry:
 
     def queries(self, n: int) -> tuple[int, int]:
         """Query positions of segment ``n``."""
-        return n * self.segment, min((n + 1) * self.segment, self.seqlen_q)
+        begin = self.place(n) * self.segment
+        return begin, min(begin + self.segment, self.seqlen_q)
 
     def dense_keys(self, n: int) -> tuple[int, int]:
         """Keys that pass 1 reads for segment ``n``: its own, the window before them, and the rest of a unit that this

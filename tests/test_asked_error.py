@@ -21,13 +21,6 @@ from s2o_cupy.spec import FIRST_LADDER
 SMALL = S2OConfig(segment=64, block_m=64, block_n=64, unit=8, dense_up_to=0)
 
 
-@pytest.fixture
-def arrays_of(device, qkv):
-    """q, k and v of 16 segments or so on the device, and as the float64 values that it then holds."""
-    host = qkv(2000, heads=4, kv_heads=2)
-    return [device.array(x) for x in host], [device.round(x) for x in host]
-
-
 def asked(device, error, **options):
     return replace(device.config.with_error(error), **options)
 
@@ -39,11 +32,12 @@ def errors_of(device, o, exact):
     return np.sqrt(squared(device.host(o) - dense) / squared(dense))
 
 
-@pytest.mark.parametrize("error", [0.03, 0.1])
-def test_errors_come_near_what_was_asked_for(device, arrays_of, error):
-    """Between 0.4 and 1.3 of it, as is promised of layers; 16 segments: all of them are looked at. Heads that one key
-    tile serves better stay below."""
-    arrays, exact = arrays_of
+@pytest.mark.parametrize(("length", "error"), [(2000, 0.03), (2000, 0.1), (5000, 0.03)])
+def test_errors_come_near_what_was_asked_for(device, qkv, length, error):
+    """Between 0.4 and 1.3 of it, as is promised of layers; of 2,000 tokens all segments are looked at. Heads that one
+    key tile serves better stay below."""
+    host = qkv(length, heads=4, kv_heads=2)
+    arrays, exact = [device.array(x) for x in host], [device.round(x) for x in host]
     o, stats = s2o_attention(*arrays, config=asked(device, error), return_stats=True)
     found, taus = errors_of(device, o, exact), device.host(stats.tau_per_head)[0]
     assert taus.shape == (4,) and (taus > 0).all()
@@ -55,17 +49,20 @@ def test_errors_come_near_what_was_asked_for(device, arrays_of, error):
     np.testing.assert_array_equal(bits(o), bits(expected))
 
 
-def test_the_gpu_s_taus_are_the_reference_s(device, arrays_of):
+@pytest.mark.parametrize("length", [2000, 5000])  # of 5,000 tokens not all segments are sampled
+def test_the_gpu_s_taus_are_the_reference_s(device, qkv, length):
     """Two outputs that are rounded by up to 2^-9 change an error of 0.03 by (2^-8 / 0.03)^2 / 2, a hundredth; a q tile
     that stops elsewhere, as its gain is next to tau, by its share of a segment. On the CPU it is the reference that
     runs."""
     if device.kind != "cuda":
         pytest.skip("nothing to compare the reference with")
-    arrays, exact = arrays_of
+    host = qkv(length, heads=4, kv_heads=2)
+    arrays, exact = [device.array(x) for x in host], [device.round(x) for x in host]
     config = asked(device, (0.1, 0.03, 0.05, 0.2))
     _, stats = s2o_attention(*arrays, config=config, return_stats=True)
     lag = 1 if stats.path == "hopper" else 0
     sample = sampled(stats.problem, config)
+    assert len(sample.segments) == (32 if length > 32 * config.segment else -(-length // config.segment))
     expected = error_taus(*exact, config, *sample, scale=stats.problem.scale, stop_lag=lag)
     np.testing.assert_allclose(device.host(stats.tau_per_head), expected.astype(np.float64), rtol=0.1)
 
@@ -97,14 +94,14 @@ def test_options(device, qkv, options, head_dim):
 
 
 def test_the_estimate_of_error_per_head_agrees(qkv):
-    """More segments than are sampled: the same sample, and the same rule."""
+    """More segments than are sampled, and other ones: the same rule."""
     q, k, v = qkv(4800, heads=4, kv_heads=2, head_dim=16)
     _, stats = s2o_attention(q, k, v, config=replace(SMALL, error=0.1), return_stats=True)
     estimate = error_per_head(q, k, v, stats.config.with_tau(stats.tau_per_head[0]))
     assert len(estimate.segments) == 32 < estimate.segments_total
     between = np.isfinite(stats.tau_per_head) & (stats.tau_per_head > 0)
     assert between.any()
-    assert (estimate.error < 0.11)[between].all() and (estimate.error > 0.07)[between].all()
+    assert (estimate.error < 0.13)[between].all() and (estimate.error > 0.06)[between].all()
 
 
 def test_nothing_to_find(device, qkv):
@@ -129,13 +126,15 @@ def test_what_is_not_finite_is_attended_densely(device, qkv):
 
 
 def test_ladders_and_choice():
-    errors = dict(zip(FIRST_LADDER, (0.4, 0.2, 0.1, 0.05), strict=True))
+    errors = dict(zip(FIRST_LADDER, (0.4, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.0), strict=True))
     ladder = second_ladder(errors, 0.15)
-    assert list(ladder) == sorted(ladder, reverse=True) and 0.012 < ladder[-1] < ladder[0] < 0.06
-    assert max(second_ladder(errors, 0.01)) < FIRST_LADDER[-1] and second_ladder(errors, 0.5)[0] == math.inf
-    assert chosen_tau(errors, 0.1) == pytest.approx(0.012) and chosen_tau(errors, 0.01) == 0
+    assert list(ladder) == sorted(ladder, reverse=True) and len(ladder) == 8
+    assert FIRST_LADDER[2] < ladder[-1] < ladder[0] < FIRST_LADDER[1]
+    assert max(second_ladder(errors, 0.01)) < FIRST_LADDER[-2] and second_ladder(errors, 0.5)[0] == math.inf
+    assert chosen_tau(errors, 0.1) == pytest.approx(FIRST_LADDER[2]) and chosen_tau(errors, 0.01) == 0
     assert chosen_tau(errors, 0.5) == FIRST_LADDER[0]
-    assert chosen_tau(errors, 0.1 * math.sqrt(2)) == pytest.approx(0.012 * math.sqrt(5))  # half way, in logarithms
+    between = math.sqrt(FIRST_LADDER[2] * FIRST_LADDER[1])
+    assert chosen_tau(errors, 0.1 * math.sqrt(2)) == pytest.approx(between)  # half way, in logarithms
     assert chosen_tau({0.1: 0.0, 0.2: math.inf}, 0.1) == 0.1 == chosen_tau({0.1: 0.05, math.inf: 0.2}, 0.1)
     assert 0.1 < chosen_tau({0.1: 0.0, 0.2: 0.2}, 0.1) < 0.2
     assert chosen_tau({0.1: math.nan, 0.2: 0.05}, 0.1) == 0.2

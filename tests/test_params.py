@@ -200,7 +200,8 @@ def test_offsets_are_those_of_the_compiler(source, name):
 
     params = SOURCES[source, name]
     constants = "\n".join(f"inline constexpr int {x} = {value};" for x, value in KERNEL_CONSTANTS.items())
-    text = [f"namespace s2o {{ namespace spec {{\n{constants}\ninline constexpr bool kSoftcap = false;\n}} }}"]
+    constants += "\ninline constexpr bool kSoftcap = false, kDrawn = true;"
+    text = [f"namespace s2o {{ namespace spec {{\n{constants}\n}} }}"]
     text += _with_includes(source, set())
     text.append(f'static_assert(sizeof(s2o::{name}) == {params.itemsize}, "sizeof");')
     text += (

@@ -8,11 +8,21 @@ struct Geometry {
   int seqlen_q, seqlen_k, segment, window, is_causal;
   int head_dim;
   int unit_shift;  // candidates come in units of 1 << unit_shift neighbours from key 0 on
+  int drawn;  // above 0, with spec::kDrawn: only so many segments are attended, one from each run of neighbours
+  int least_run, longer_runs;  // segments of a run at least; the first runs have one more
 
   __device__ __forceinline__ int offset() const { return seqlen_k - seqlen_q; }
-  __device__ __forceinline__ int segments() const { return (seqlen_q + segment - 1) / segment; }
-  __device__ __forceinline__ int query_begin(int n) const { return n * segment; }
-  __device__ __forceinline__ int query_count(int n) const { return min(segment, seqlen_q - n * segment); }
+  __device__ __forceinline__ int all_segments() const { return (seqlen_q + segment - 1) / segment; }
+  __device__ __forceinline__ bool draws() const { return spec::kDrawn && drawn > 0; }
+  __device__ __forceinline__ int segments() const { return draws() ? drawn : all_segments(); }
+  // Which of all segments number n is.
+  __device__ __forceinline__ int place(int n) const {
+    if (!draws()) return n;
+    const uint32 part = static_cast<uint32>(n) * spec::kDrawStep + 0x80000000u;
+    return n * least_run + min(n, longer_runs) + __umulhi(part, least_run + (n < longer_runs));
+  }
+  __device__ __forceinline__ int query_begin(int n) const { return place(n) * segment; }
+  __device__ __forceinline__ int query_count(int n) const { return min(segment, seqlen_q - query_begin(n)); }
   __device__ __forceinline__ int clip(int key) const { return min(max(key, 0), seqlen_k); }
   __device__ __forceinline__ int unit_mask() const { return (1 << unit_shift) - 1; }
   __device__ __forceinline__ int units() const { return seqlen_k >> unit_shift; }  // whole ones

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/attention_params.cuh"
 #include "common/keep_finite.cuh"
+#include "common/tau_ladder.cuh"
 #include "common/value_skip.cuh"
 #include "sm80/keys.cuh"
 
@@ -25,6 +26,7 @@ struct AttentionTile {
   const AttentionParams& params;
   int lane, warp_row;        // the warp's first row of the tile
   ValueGroup<kSkipsValues<Traits>> values;  // the warp's rows
+  LadderWalk<Traits, kRowTiles * Traits::kDimTiles * 2, kThreads> ladder;
 
   __device__ __forceinline__ AttentionTile(Shared& shared_, const AttentionParams& params_)
       : shared(shared_), params(params_), lane(threadIdx.x % 32), warp_row(threadIdx.x / 32 * (16 * kRowTiles)) {
@@ -290,6 +292,43 @@ struct AttentionTile {
     return small;
   }
 
+  // Of a ladder: the largest share of l that the mass since the last stop check is.
+  __device__ __forceinline__ float largest_gain(int rows) const {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = mass[i][h];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        if (row(i, h) < rows) largest = fmaxf(largest, ladder_gain(sum, l[i][h]));
+      }
+    return largest;
+  }
+  // The outputs as they are: this thread's pair i of them.
+  __device__ __forceinline__ uint32 pair_of_output(int i) const {
+    constexpr int kPairs = Traits::kDimTiles * 2;
+    const int tile = i / kPairs, d = i % kPairs / 2, h = i % 2;
+    const float inverse = l[tile][h] == 0.f ? 0.f : 1.f / l[tile][h];
+    return Element::pack(acc[tile][d][2 * h] * inverse, acc[tile][d][2 * h + 1] * inverse);
+  }
+  __device__ __forceinline__ void finish_ladder(int q_tile, int rows) const {
+    constexpr int kPairs = Traits::kDimTiles * 2;
+    ladder.finish(static_cast<const LadderAttentionParams&>(params), q_tile, threadIdx.x,
+                  [&](int i) { return pair_of_output(i); }, [&](int i) { return row(i / kPairs, i % 2) < rows; });
+  }
+  // The taus of the ladder, of those that every warp votes for, at which the block stops now.
+  __device__ __forceinline__ uint32 ladder_stops(uint32 votes) const {
+    uint32 stops = 0;
+    for (int b = kLadder - 1; b >= 0; --b) {  // a larger tau stops no later
+      if (ladder.has_stopped(b)) continue;
+      if (!__syncthreads_and(votes >> b & 1)) break;
+      stops |= 1u << b;
+    }
+    return stops;
+  }
+
   // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first
   // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited.
   template <bool kCausal, bool kStops, class Keys>
@@ -353,8 +392,12 @@ struct AttentionTile {
       }
 
       bool stop = false;
+      uint32 stops = 0;  // of a ladder
       if (step + 1 == steps || (kStops && (step + 1) % params.steps_per_tile == 0)) {
-        if constexpr (kStops) {
+        if constexpr (kWalksLadder<Traits>) {
+          stops = ladder.votes(largest_gain(rows), shared.p_column[lane % kLadder]);
+          stop_check(rows);
+        } else if constexpr (kStops) {
           stop = stop_check(rows, shared.tau);
         } else {
           stop_check(rows);
@@ -362,7 +405,10 @@ struct AttentionTile {
         ++visited;
       }
       cp_async_wait<2 * (kStages - 1)>();
-      if constexpr (kStops) {
+      if constexpr (kWalksLadder<Traits>) {
+        stops = ladder_stops(stops);
+        stop = stops & 1;
+      } else if constexpr (kStops) {
         stop = __syncthreads_and(stop);  // V is there, and every warp is done with K of this step
       } else {
         __syncthreads();
@@ -372,6 +418,9 @@ struct AttentionTile {
         add_nonfinite(p, v_tile(step), limit - step * kStep);
       if (!skips) accumulate(p, v_tile(step));
       if (stop) break;
+      if constexpr (kWalksLadder<Traits>)
+        ladder.keep(static_cast<const LadderAttentionParams&>(params), stops, threadIdx.x,
+                    [&](int i) { return pair_of_output(i); });
     }
     cp_async_wait<0>();
     return visited;

@@ -61,6 +61,7 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
   const int64 row_stride = x.row;
   constexpr int kChunks = Traits::kHeadDim / 8;
   constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
+  static_assert(kRows % 4 == 0);
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
 #pragma unroll(Traits::kAligned ? kRows : 1)
   for (int i = 0; i < kRows; i += 4) {

@@ -8,7 +8,8 @@
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
 // pass2_listed is the same with queries and keys as KeyLists says, and perhaps no state to resume; pass2_skipping
-// leaves out values besides.
+// leaves out values besides. pass2_ladder writes no output: it finds the error at each tau of a ladder, and its blocks
+// take q tiles in turn, as each needs room for what it keeps.
 #include "sm80/attention.cuh"
 #include "common/value_skip.cuh"
 
@@ -48,6 +49,33 @@ __device__ __forceinline__ void pass2(const AttentionParams& params, typename Tr
 template <class Traits>
 __device__ __forceinline__ void pass2_listed(const ListedAttentionParams& params, typename Traits::Shared& shared) {
   attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared, params.lists.unit_shift);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_ladder(const LadderAttentionParams& params, typename Traits::Shared& shared) {
+  int q_tile = block_index();
+  do {
+    __syncthreads();  // everybody is done with the shared memory of the one before
+    AttentionTile<Traits> attention(shared, params);
+    {
+      const OrderedRows<Traits::kBlockM> rows(params, q_tile);
+      const int count = rows.keys(params.geometry);
+      if (threadIdx.x < kLadder)  // read after walk's first barrier, like q_tile, which so needs no register
+        shared.p_column[threadIdx.x] = attention.ladder.tau_of_bit(params, rows.head, threadIdx.x);
+      if (threadIdx.x == 0) shared.first_key = q_tile;
+      if (rows.count > 0 && count > 0) {
+        attention.load_queries(rows);
+        attention.resume(rows);
+        attention.point_to_keys(rows, q_tile, rows.key_order(params));
+        attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, params.geometry.unit_shift},
+                                             count, rows.count);
+        const OrderedRows<Traits::kBlockM> walked(params, shared.first_key);
+        attention.finish_ladder(walked.visited_index(params), walked.count);
+      }
+    }
+    __syncthreads();
+    q_tile = shared.first_key + gridDim.x;
+  } while (q_tile < params.q_tiles);
 }
 
 template <class Traits>

@@ -30,8 +30,11 @@ struct Consumer : Softmax<Traits> {
   Ring<kStages> k_ring, v_ring;
   Ring<2> check_ring;
   uint32 voted = 0;
-  float kept_tau;  // pass 2, of this q tile: a vote that waits for it is late for the other warpgroup's turn
-  static constexpr bool kKeepsTau = kHeadDim <= 128;  // with 256 registers are too few
+  // Pass 2, of this q tile: a vote that waits for it is late for the other warpgroup's turn. Of a ladder that of bit
+  // number lane % kLadder.
+  float kept_tau;
+  static constexpr bool kKeepsTau = kHeadDim <= 128 || kWalksLadder<Traits>;  // with 256 registers are too few
+  LadderWalk<Traits, kDimTiles * 2, kConsumers * kWarpgroup> ladder;
 
   __device__ __forceinline__ Consumer(Shared& shared_, const AttentionParams& params_)
       : Softmax<Traits>(params_), shared(shared_) {
@@ -111,12 +114,42 @@ struct Consumer : Softmax<Traits> {
   // Stop check number `n` of the q tile number `nth`.
   __device__ __forceinline__ void vote(int rows, uint32 n, uint32 nth) {
     const float tau = kKeepsTau ? kept_tau : shared.tau[nth % kPlaces];
-    const bool small = __all_sync(kFullWarp, stop_check(rows, tau));
+    uint32 small;
+    if constexpr (kWalksLadder<Traits>) {
+      const bool counts = ladder.counts(static_cast<const LadderAttentionParams&>(params));
+      small = counts ? ladder.votes(this->largest_gain(rows), tau) : 0;
+    } else {
+      small = __all_sync(kFullWarp, stop_check(rows, tau));
+    }
     if (lane == 0) {
       const int warp = threadIdx.x / 32 - 4;
       reinterpret_cast<volatile unsigned char*>(&shared.votes[(voted + n) % kVoteSlots])[warp] = small;
       barrier_arrive(shared.voted[(voted + n) % kVoteSlots]);
     }
+  }
+
+  // Of a ladder: the outputs of all rows as they are, of the thread's pair i of them.
+  __device__ __forceinline__ uint32 pair_of_output(int i, const float (&inverse)[2]) const {
+    return Element::pack(acc[i * 2] * inverse[i % 2], acc[i * 2 + 1] * inverse[i % 2]);
+  }
+  __device__ __forceinline__ void inverses(float (&inverse)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) inverse[h] = l[h] == 0.f ? 0.f : 1.f / l[h];
+  }
+  __device__ __forceinline__ void keep_stopped(uint32 stops) {
+    float inverse[2];
+    inverses(inverse);
+    ladder.keep(static_cast<const LadderAttentionParams&>(params), stops, threadIdx.x - kWarpgroup,
+                [&](int i) { return pair_of_output(i, inverse); });
+  }
+  __device__ __forceinline__ void finish_ladder(int q_tile, int rows) const {
+    float inverse[2];
+    inverses(inverse);
+    uint32 last[kDimTiles * 2];
+#pragma unroll
+    for (int i = 0; i < kDimTiles * 2; ++i) last[i] = pair_of_output(i, inverse);
+    ladder.finish(static_cast<const LadderAttentionParams&>(params), q_tile, threadIdx.x - kWarpgroup,
+                  [&](int i) { return last[i]; }, [&](int i) { return first_row + 8 * (i % 2) < rows; });
   }
 
   __device__ __forceinline__ void clear_output() {
@@ -247,9 +280,16 @@ struct Consumer : Softmax<Traits> {
     int tile = 1;
     for (; tile < tiles; ++tile) {
       const bool at_stop_check = !kFirst && tile % kTilesPerStopCheck == 0;
-      if (at_stop_check && tile >= 2 * kTilesPerStopCheck &&
-          all_voted_to_stop(shared, voted + tile / kTilesPerStopCheck - 2))
-        break;
+      uint32 stops = 0;  // of a ladder
+      if (at_stop_check && tile >= 2 * kTilesPerStopCheck) {
+        const uint32 check = voted + tile / kTilesPerStopCheck - 2;
+        if constexpr (kWalksLadder<Traits>) {
+          stops = ladder_stops(shared, check);
+          if (stops & 1) break;
+        } else {
+          if (all_voted_to_stop<Traits>(shared, check)) break;
+        }
+      }
       if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
       bool moved = true;
       by_skips([&](auto skips_of_last) {
@@ -274,6 +314,8 @@ struct Consumer : Softmax<Traits> {
       release_v();
       if (moved) rescale();
       pack();
+      // The output is that of the tiles before this one, and so is l, which has this one's mass added at its stop check.
+      if constexpr (kWalksLadder<Traits>) keep_stopped(stops);
     }
     release(shared.q_empty[nth % kQueryPlaces]);
     // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next
@@ -369,7 +411,7 @@ struct Consumer : Softmax<Traits> {
       const uint32 q = queries(nth);
       issue_scores(q);
       pass_turn();
-      if (kKeepsTau) kept_tau = shared.tau[place];
+      if (kKeepsTau && !kWalksLadder<Traits>) kept_tau = shared.tau[place];
       if (Rows::resumes(all)) {
         resume(tile, position);
       } else {
@@ -378,6 +420,10 @@ struct Consumer : Softmax<Traits> {
       }
       if constexpr (kSkipsValues<Traits>)
         values.start(all.values, tile.head_in_batch, tile.visited);
+      if constexpr (kWalksLadder<Traits>) {
+        ladder = {};
+        kept_tau = ladder.tau_of_bit(all, tile.head, lane % kLadder);
+      }
       wgmma_wait<0>();
       release_k();
       this->template softmax<false>(limit, rows);
@@ -405,9 +451,15 @@ struct Consumer : Softmax<Traits> {
         barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
         release_v();
       }
-      store<false>(tile, stored, m, l);
-      if constexpr (Rows::kListed) keep_listed_state(all, tile, stored);
-      if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = stop_checks;
+      if constexpr (kWalksLadder<Traits>) {
+        stop_check(rows);  // adds what votes that did not count have left
+        const Rows walked(all, *static_cast<volatile int*>(&shared.q_tile[place]));  // needs no register before
+        finish_ladder(walked.visited_index(params), walked.count);
+      } else {
+        store<false>(tile, stored, m, l);
+        if constexpr (Rows::kListed) keep_listed_state(all, tile, stored);
+        if (threadIdx.x == kWarpgroup) params.visited[tile.visited] = stop_checks;
+      }
       barrier_arrive(shared.q_tile_empty[place]);
     }
   }

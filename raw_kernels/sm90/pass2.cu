@@ -9,6 +9,7 @@
 //
 // pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume;
 // pass2_skipping_sm90 leaves out values besides.
+// pass2_ladder_sm90 writes no output: it finds the error at each tau of a ladder.
 #include "sm90/attention.cuh"
 
 namespace s2o {
@@ -22,6 +23,12 @@ template <class Traits>
 __device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
   sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_ladder_sm90(const LadderAttentionParams& params,
+                                                  typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, OrderedRows<sm90::kBlockM>>(params, shared);
 }
 
 template <class Traits>

@@ -99,6 +99,8 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   constexpr int kQueryPlaces = Traits::kQueryPlaces;
   constexpr bool kPaged = Traits::kPaged;
+  // Of a ladder there are few q tiles, and the longest come first: whoever takes two at a time has the longest twice.
+  constexpr bool kTakesLate = kWalksLadder<Traits>;
   const Geometry& g = params.geometry;
   const Pages& pages = params.pages;
   const CopyLayout<Traits> layout(g.head_dim);
@@ -165,7 +167,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     for (; tile <= tiles + kPastEnd; ++tile) {
       const bool at_stop_check =
           tile > kStages + 2 * (kTilesPerStopCheck - 1) && (tile - kStages + 1) % kTilesPerStopCheck == 0;
-      if (at_stop_check && all_voted_to_stop(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
+      if (at_stop_check && all_voted_to_stop<Traits>(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
       if (tile > tiles) continue;
       const uint32 v_before = v_row;
       if (tile < tiles) {
@@ -192,17 +194,21 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
                                         query_units(position), whole_rows && rows.count == kBlockM);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
-        if (threadIdx.x == 0) take_next<Rows>(params, shared);
+        if (!kTakesLate && threadIdx.x == 0) take_next<Rows>(params, shared);
         if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         v_ring.advance();
-        if (tile == 1) look_up_next<Rows>(params, shared, row);
+        if (!kTakesLate && tile == 1) look_up_next<Rows>(params, shared, row);
       }
     }
     voted += (tile > tiles + kPastEnd ? tiles + kTilesPerStopCheck - 1 : tile - kStages + 1) / kTilesPerStopCheck;
+    if (kTakesLate) {
+      if (threadIdx.x == 0) take_next<Rows>(params, shared);
+      look_up_next<Rows>(params, shared, row);
+    }
     // Rows of the q tile before this one are read until it is done, and there is room for two.
     if (threadIdx.x == 0) publish<2>(shared, nth + 1, shared.next.q_tile, nullptr, shared.next.tau);
   }

@@ -1,5 +1,6 @@
 // What producer and consumers of the Hopper tile share: sizes, shared memory, barriers and votes.
 #pragma once
+#include "common/tau_ladder.cuh"
 #include "common/value_skip.cuh"
 #include "sm90/hopper.cuh"
 
@@ -28,9 +29,12 @@ constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, 
 // Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way;
 // outputs of head_dim 256 leave no more.
 template <class Traits>
-constexpr int kProducerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 && !kSkipsValues<Traits> ? 88 : 72;
+constexpr bool kProducesMore =
+    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> && (Traits::kPaged || kWalksLadder<Traits>);
 template <class Traits>
-constexpr int kConsumerRegisters = Traits::kPaged && Traits::kHeadDim <= 128 && !kSkipsValues<Traits> ? 208 : 216;
+constexpr int kProducerRegisters = kProducesMore<Traits> ? 88 : 72;
+template <class Traits>
+constexpr int kConsumerRegisters = kProducesMore<Traits> ? 208 : 216;
 template <int kProducer, int kConsumer>
 constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 stop checks ahead of a reader of its votes
@@ -80,7 +84,7 @@ struct Traits {
     float tau[kPlaces];              // pass 2: of their heads
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
-    uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop
+    uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop; of a ladder a bit for each tau
     // Barriers: full = copies have landed, empty = all readers are done.
     uint64 q_full[2], q_empty[2];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -102,11 +106,26 @@ struct Ring {
   }
 };
 
-// Did every row of the block vote to stop at stop check `n` (counted over all q tiles of the block)?
+// The votes of the block's warps at stop check `n` (counted over all q tiles of the block).
 template <class Shared>
-__device__ __forceinline__ bool all_voted_to_stop(Shared& shared, uint32 n) {
+__device__ __forceinline__ uint64 votes_at(Shared& shared, uint32 n) {
   barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);
-  return *static_cast<volatile uint64*>(&shared.votes[n % kVoteSlots]) == 0x0101010101010101ull;
+  return *static_cast<volatile uint64*>(&shared.votes[n % kVoteSlots]);
+}
+// Did every row vote to stop there?
+template <class Traits>
+__device__ __forceinline__ bool all_voted_to_stop(typename Traits::Shared& shared, uint32 n) {
+  constexpr uint64 kOnes = 0x0101010101010101ull;
+  const uint64 votes = votes_at(shared, n);
+  return kWalksLadder<Traits> ? (votes & kOnes) == kOnes : votes == kOnes;
+}
+// Of a ladder: the taus at which every row stops there.
+template <class Shared>
+__device__ __forceinline__ uint32 ladder_stops(Shared& shared, uint32 n) {
+  const uint64 votes = votes_at(shared, n);
+  uint32 common = static_cast<uint32>(votes) & static_cast<uint32>(votes >> 32);
+  common &= common >> 16;
+  return (common & common >> 8) & 0xff;
 }
 
 // The producer's warps that look for NaN in pass 1: all but one that copies and, where the copy engine does that, one

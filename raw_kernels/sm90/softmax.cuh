@@ -218,6 +218,21 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) mass[h] = mass[h] * rescale_by[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
   }
 
+  // Adds the mass since the last stop check to l; the largest share of l that it was in the first `rows` rows.
+  __device__ __forceinline__ float largest_gain(int rows) {
+    float largest = 0.f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = mass[h];
+      sum += __shfl_xor_sync(kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      if (first_row + 8 * h < rows) largest = fmaxf(largest, ladder_gain(sum, l[h]));
+      l[h] += sum;
+      mass[h] = 0.f;
+    }
+    return largest;
+  }
+
   // Adds the mass since the last stop check to l; true if it is less than tau of l in each of the first `rows` rows.
   __device__ __forceinline__ bool stop_check(int rows, float tau = 0.f) {
     bool small = true;

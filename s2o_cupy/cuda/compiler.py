@@ -58,6 +58,7 @@ def render(kernel: Kernel) -> str:
     family = kernel.family
     constants = "\n".join(f"inline constexpr int {name} = {value};" for name, value in KERNEL_CONSTANTS.items())
     constants += f"\ninline constexpr bool kSoftcap = {str(kernel.softcap).lower()};"
+    constants += f"\ninline constexpr bool kDrawn = {str(kernel.drawn).lower()};"
     fields = {
         "element": f"s2o::{ELEMENTS[kernel.dtype]}",
         "head_dim": kernel.head_dim,

@@ -21,7 +21,7 @@ from ..caches import remembered
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
 from ..plan.launch_plan import LaunchPlan
-from ..plan.launches import BASES, Workspace, launches, workspace
+from ..plan.launches import BASES, Launch, Workspace, launches, workspace
 from ..plan.method import Choose
 from ..plan.schedule import NothingChosen
 from ..problem import Problem
@@ -68,6 +68,16 @@ def allocate(nbytes: int) -> tuple[int, Any]:
     else:
         memory = cupy.cuda.alloc(nbytes)
     return memory.ptr, memory
+
+
+class Stages(NamedTuple):
+    """What a program launches: `plan.launches`, or another module's functions of these names."""
+
+    workspace: Callable[[LaunchPlan, Problem, S2OConfig], Workspace]
+    launches: Callable[..., tuple[Launch, ...]]
+
+
+CALL = Stages(workspace, launches)
 
 
 class Launched(NamedTuple):
@@ -133,9 +143,12 @@ def run_pass1(
     return address + program.workspace.places["state"].offset, keeper
 
 
-def prepared(operands: Operands, problem: Problem, config: S2OConfig) -> _Program:
-    """What `run` would run on the current device, for `_Program.enqueue`."""
-    return _prepared(operands, None, problem, config, runtime.getDevice())
+def run_stages(
+    operands: Operands, problem: Problem, config: S2OConfig, stages: Stages, *, stream: int, memory: Memory, taus: int
+) -> None:  # fmt: skip
+    """Other launches of a plan for ``problem``; else as in `run`."""
+    program = _prepared(operands, None, problem, config, runtime.getDevice(), stages=stages)
+    program.run(operands, None, 0, 0, stream, memory, None, taus=taus)
 
 
 def make_context_current() -> None:
@@ -186,20 +199,20 @@ def run_in_turn(
 
 def _prepared(
     operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
-    choose: Choose = choose_method,
+    choose: Choose = choose_method, stages: Stages = CALL,
 ) -> _Program:  # fmt: skip
     q, k, v, out = operands
     aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
     if paging is not None:
         paging = paging._replace(pointer=0)
     strides = (q.strides, k.strides, v.strides, out.strides)
-    return _program(problem, config, device, aligned, strides, paging, choose)
+    return _program(problem, config, device, aligned, strides, paging, choose, stages)
 
 
 @remembered  # packed sequences have many lengths
 def _program(
     problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
-    paging: Paging | None, choose: Choose = choose_method,
+    paging: Paging | None, choose: Choose = choose_method, stages: Stages = CALL,
 ) -> _Program:  # fmt: skip
     """``strides`` of q, k, v and out. ``choose``: the way to choose keys."""
     of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
@@ -210,7 +223,7 @@ def _program(
     operands = {
         name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
     }
-    return _Program(problem, config, device, aligned, operands, paging, choose)
+    return _Program(problem, config, device, aligned, operands, paging, choose, stages)
 
 
 def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
@@ -230,15 +243,15 @@ class _Program:
 
     def __init__(
         self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
-        paging: Paging | None, choose: Choose,
+        paging: Paging | None, choose: Choose, stages: Stages,
     ) -> None:  # fmt: skip
         aligned = aligned and all(x.is_aligned() for x in operands.values())
         cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
         compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
         self.problem, self.config = problem, config
         self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size, choose)
-        self.workspace: Workspace = workspace(self.plan, problem, config)
-        planned = launches(self.plan, problem, config, operands, self.workspace, paging)
+        self.workspace: Workspace = stages.workspace(self.plan, problem, config)
+        planned = stages.launches(self.plan, problem, config, operands, self.workspace, paging)
         steps = [x for x in planned if x.blocks > 0]
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
@@ -303,12 +316,6 @@ class _Program:
             else:
                 return self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
         return LAUNCHED
-
-    def enqueue(self, operands: Operands, address: int, stream: int, taus: int = 0) -> None:
-        """The launches of a call without lse and statistics, in the workspace at ``address``."""
-        q, k, v, out = operands
-        with self.lock:
-            self._launch(operands, (q.pointer, k.pointer, v.pointer, out.pointer, 0, taus, 0, 0, address), stream)
 
     def _launch(
         self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None

@@ -19,7 +19,8 @@ from .kernels import Kernel
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "Array", "Builder", "Launch", "Place", "Workspace", "geometry_of", "lay_out", "make_launch",
+    "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "Launch", "Place", "Workspace", "geometry_of", "lay_out",
+    "make_launch",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
@@ -96,6 +97,7 @@ def geometry_of(geometry: Geometry, head_dim: int) -> dict[str, int]:
         "is_causal": geometry.is_causal,
         "head_dim": head_dim,
         "unit_shift": geometry.unit.bit_length() - 1,
+        **dict(zip(("drawn", "least_run", "longer_runs"), geometry.runs if geometry.drawn else (0, 0, 0), strict=True)),
     }
 
 

@@ -7,15 +7,16 @@ Pure: no array, no GPU, no CuPy.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..problem import Problem
 from ..spec import S2OConfig
-from .build import Array, Builder, Launch
+from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch
 from .kernels import Family, Kernel
 
-__all__ = ["arrays", "as_float32", "launches"]
+__all__ = ["arrays", "as_float32", "launches", "written"]
 
 KERNEL = Kernel(Family("head_taus", "head_taus.cu", "HeadTausParams", 256, 4))
 HEADS = 512  # of a launch (kHeadTaus)
@@ -34,12 +35,20 @@ def arrays(problem: Problem, config: S2OConfig) -> list[Array]:
 
 def launches(build: Builder, problem: Problem, config: S2OConfig) -> list[Launch]:
     """What writes them, likewise."""
+    if not isinstance(config.tau, tuple):
+        return []
+    return written([as_float32(tau) for tau in config.tau], problem.batch, build.memory)
+
+
+def written(
+    values: Sequence[float], sequences: int, memory: Workspace, read: Mapping[str, str] = NOTHING
+) -> list[Launch]:
+    """What writes one number of ``values`` for each head of each sequence. ``read``: as of `make_launch`."""
     found: list[Launch] = []
-    if isinstance(config.tau, tuple):
-        for first in range(0, problem.heads, HEADS):
-            values = [as_float32(tau) for tau in config.tau[first : first + HEADS]]
-            numbers = {"heads": problem.heads, "first": first, "count": len(values)}
-            launch = build.launch("head_taus", KERNEL, problem.batch, numbers)
-            launch.params["values"][: len(values)] = values
-            found.append(launch)
+    for first in range(0, len(values), HEADS):
+        part = values[first : first + HEADS]
+        numbers = {"heads": len(values), "first": first, "count": len(part)}
+        launch = make_launch("head_taus", KERNEL, sequences, numbers, BASES, memory, read=read)
+        launch.params["values"][: len(part)] = part
+        found.append(launch)
     return found

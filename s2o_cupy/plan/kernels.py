@@ -79,6 +79,7 @@ class Kernel:
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
     open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
     group: int = 1  # query heads of a KV head among the rows of a thread
+    drawn: bool = False  # may attend to a part of the segments (Geometry.drawn)
 
     @property
     def function(self) -> str:
@@ -110,6 +111,8 @@ class Kernel:
             parts.append("softcap")
         if self.paged:
             parts.append("paged")
+        if self.drawn:
+            parts.append("drawn")
         return "-".join(parts)
 
 
@@ -165,6 +168,14 @@ class Path:
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
         """What attends to lists of keys that are given as data. ``skips_values``: and leaves out products with values
         that weigh next to nothing."""
+        raise NotImplementedError
+
+    def laddered(self, pass2: Kernel) -> Kernel:
+        """What finds the error of sampled segments at a ladder of taus."""
+        raise NotImplementedError
+
+    def ladder_blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
+        """Of a launch of that; each block has room for what it keeps."""
         raise NotImplementedError
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:

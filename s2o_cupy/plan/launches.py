@@ -5,20 +5,21 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
 from ..problem import MAX_SCALE, Problem
 from ..spec import LOG2E, S2OConfig
 from . import head_taus
-from .build import ALIGNMENT, BASES, Array, Builder, Launch, Place, Workspace, lay_out
+from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "Launch", "Place", "Workspace", "launches", "listed_launch", "packed_collect_launch",
-    "packed_launch", "workspace",
+    "ALIGNMENT", "BASES", "Launch", "Place", "Workspace", "attention_launch", "launches", "listed_launch",
+    "packed_collect_launch", "packed_launch", "workspace",
 ]  # fmt: skip
 
 NO_WORKSPACE = Workspace({}, 0, 0)
@@ -53,14 +54,14 @@ def launches(
     """All launches of a call in order; for the arguments see `Builder`."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
     found = [_collect_pages(build, plan.collect_pages, problem)] if plan.collect_pages else []
-    found.append(_attention(build, plan, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles))
+    found.append(attention_launch(build, plan, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles))
     if plan.chunks:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             counter = 4 * (1 + i)
             found.append(
-                _attention(build, plan, problem, config, "pass2", plan.pass2, chunk, plan.tiles, counter=counter)
+                attention_launch(build, plan, problem, config, "pass2", plan.pass2, chunk, plan.tiles, counter=counter)
             )
             found += plan.method.after_pass2(build, chunk)
     return tuple(found)
@@ -72,7 +73,7 @@ def packed_launch(
 ) -> Launch:  # fmt: skip
     """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return _attention(build, plan, problem, config, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0)
+    return attention_launch(build, plan, problem, config, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0)
 
 
 def listed_launch(
@@ -83,7 +84,7 @@ def listed_launch(
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
     more = {**more, "dense_from": plan.geometry.segments}  # a schedule says itself what is dense
-    return _attention(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
+    return attention_launch(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
 def packed_collect_launch(
@@ -94,11 +95,12 @@ def packed_collect_launch(
     return _collect_pages(build, kernel, problem, sequences=0)
 
 
-def _attention(
+def attention_launch(
     build: Builder, plan: LaunchPlan, problem: Problem, config: S2OConfig, stage: str, kernel: Kernel, chunk: Chunk,
-    tiles: int, counter: int = 0, **more: Any,
+    tiles: int, counter: int = 0, further: Mapping[str, int] = NOTHING, **more: Any,
 ) -> Launch:  # fmt: skip
-    """``counter``: where among the bytes of next_q_tile the launch has its own. ``more``: further parameters."""
+    """A launch of a pass. ``counter``: where among the bytes of next_q_tile the launch has its own. ``further``: as of
+    `Builder.launch`. ``more``: further parameters."""
     p, q_tiles = problem, chunk.rows * tiles
     values: dict[str, Any] = {
         **build.tensors,
@@ -117,7 +119,7 @@ def _attention(
         "pages": build.pages,
         **more,
     }
-    return build.launch(stage, kernel, plan.blocks(q_tiles), values, chunk, next_q_tile=counter)
+    return build.launch(stage, kernel, plan.blocks(q_tiles), values, chunk, next_q_tile=counter, **further)
 
 
 def _collect_pages(build: Builder, kernel: Kernel, problem: Problem, **more: int) -> Launch:

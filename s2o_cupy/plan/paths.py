@@ -87,8 +87,21 @@ class _Portable(Path):
         if pass2.aligned or (pass2.head_dim, pass2.block_m) != (128, 128):
             return replace(pass2, family=PASS2_SKIPPING)
         # Copies without alignment, scores of 64 keys and their largest one are more than the registers of sm_120 hold.
-        shared = attention_shared(pass2.head_dim, pass2.block_m, pass2.stages, STEP // 2)
-        return replace(pass2, family=PASS2_SKIPPING, step=STEP // 2, shared_bytes=shared)
+        return self._with_short_steps(replace(pass2, family=PASS2_SKIPPING))
+
+    @staticmethod
+    def _with_short_steps(kernel: Kernel) -> Kernel:
+        shared = attention_shared(kernel.head_dim, kernel.block_m, kernel.stages, STEP // 2)
+        return replace(kernel, step=STEP // 2, shared_bytes=shared)
+
+    def laddered(self, pass2: Kernel) -> Kernel:
+        """Registers hold less, as there are the taus besides; of head_dim 64 they hold enough."""
+        kernel = replace(pass2, family=PASS2_LADDER)
+        return self._with_short_steps(kernel) if kernel.head_dim > 64 else kernel
+
+    def ladder_blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
+        each = blocks_that_fit(kernel.head_dim, kernel.block_m, kernel.stages, limits, kernel.step)
+        return min(q_tiles, each * limits.multiprocessors)
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
         pass1 = self.pass1(inputs, limits, maps=False)
@@ -128,6 +141,10 @@ PASS2_SKIPPING = replace(
     PASS2_LISTED, function="pass2_skipping", params_type="SkippingAttentionParams",
     traits=f"SkippingTraits<s2o::{_TRAITS}>",
 )  # fmt: skip
+
+PASS2_LADDER = replace(
+    PASS2, function="pass2_ladder", params_type="LadderAttentionParams", traits=f"LadderTraits<s2o::{_TRAITS}>"
+)
 
 # --- wgmma and the copy engine, compute capability 9.0 ---
 _HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
@@ -200,6 +217,12 @@ class _Hopper(Path):
         gathered = pass1.family is PASS1_GATHERED_SM90
         return replace(pass1, family=PASS1_PACKED_GATHERED_SM90 if gathered else PASS1_PACKED_SM90)
 
+    def laddered(self, pass2: Kernel) -> Kernel:
+        return replace(pass2, family=PASS2_LADDER_SM90)
+
+    def ladder_blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
+        return self.blocks(q_tiles, limits)
+
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
         return replace(pass2, family=PASS2_SKIPPING_SM90 if skips_values else PASS2_LISTED_SM90)
 
@@ -251,6 +274,11 @@ PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, 
 PASS2_SKIPPING_SM90 = replace(
     PASS2_LISTED_SM90, function="pass2_skipping_sm90", params_type="SkippingAttentionParams",
     traits=f"SkippingTraits<s2o::{_HOPPER_TRAITS}>",
+)  # fmt: skip
+
+PASS2_LADDER_SM90 = replace(
+    PASS2_SM90, function="pass2_ladder_sm90", params_type="LadderAttentionParams",
+    traits=f"LadderTraits<s2o::{_HOPPER_TRAITS}>",
 )  # fmt: skip
 
 PATHS: tuple[Path, ...] = (HOPPER, PORTABLE)  # the fastest first

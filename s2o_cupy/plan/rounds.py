@@ -88,7 +88,7 @@ def _divisors(n: int) -> tuple[int, ...]:
 
 def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
     """``stride`` and ``growth`` of the rows of segments [begin, end), an element a unit: those of later segments are
-    longer, by up to a segment each, or all are as long as the last where that takes less."""
+    longer, by up to a segment each, or all are as long as the last where that takes less or only some are drawn."""
     step = STEP if geometry.unit == 1 else UNIT_STEP
     padded = lambda units: -(-units // step) * step  # noqa: E731
     if not geometry.is_causal:  # scores lie by unit, and an order may end in a short one
@@ -96,7 +96,7 @@ def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
     first, last = geometry.ranked(begin), geometry.ranked(end - 1)
     growth = padded(-(-geometry.segment // geometry.unit))
     grown = 2 * padded(first) + (end - begin - 1) * growth
-    return (padded(first), growth) if grown < 2 * padded(last) else (padded(last), 0)
+    return (padded(first), growth) if grown < 2 * padded(last) and not geometry.drawn else (padded(last), 0)
 
 
 def rounds(

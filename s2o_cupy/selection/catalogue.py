@@ -13,9 +13,10 @@ from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.head_taus import KERNEL as HEAD_TAUS
-from ..plan.kernels import HEAD_DIMS, Inputs, Kernel
+from ..plan.kernels import HEAD_DIMS, Inputs, Kernel, Path
 from ..plan.launch_plan import COLLECT_PAGES
 from ..plan.paths import HOPPER, PATHS, is_written_for, path_of
+from ..problem import GPU_BLOCK_M
 from .methods import METHODS
 
 __all__ = ["kernels_for", "sample_for"]
@@ -47,6 +48,8 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 yield from path.catalogue(inputs, limits, packed, listed)
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
+                if not paged:
+                    yield from _of_sampled_segments(inputs, path, limits)
         yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
         yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
@@ -56,6 +59,17 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
         if plain:
             yield from nsa.catalogue(Inputs(dtype, head_dim), limits.compute_capability)
     yield from vertical_slash.kernels()
+
+
+def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> Iterator[Kernel]:
+    """What finds taus by an error."""
+    if path is HOPPER and not inputs.aligned:
+        return
+    yield error_search.drawn(path.pass1(inputs, limits, maps=True))
+    for block_m in GPU_BLOCK_M if path is not HOPPER else GPU_BLOCK_M[-1:]:
+        yield error_search.drawn(path.laddered(path.pass2(inputs, limits, block_m)))
+    if not inputs.softcap:
+        yield from (error_search.drawn(kernel) for method in METHODS for kernel in method.catalogue(inputs, path))
 
 
 # --- A sample, for who cannot wait for all of them ---
@@ -96,7 +110,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
 
 
 def _variants(kernel: Kernel) -> set[str]:
-    of = {"unaligned": not kernel.aligned, "paged": kernel.paged, "softcap": kernel.softcap}
+    of = {
+        "unaligned": not kernel.aligned, "paged": kernel.paged, "softcap": kernel.softcap, "drawn": kernel.drawn,
+    }  # fmt: skip
     return {name for name, is_so in of.items() if is_so}
 
 
