@@ -95,14 +95,25 @@ def test_configurations(rng, config, heads):
     assert_right(draw(rng, DTYPES["bfloat16"], 1500, heads=heads, config=config), config)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_long_rows_of_blocks(rng, group):
+@pytest.mark.parametrize(("group", "length"), [(1, 30_000), (1, 80_000), (2, 80_000), (1, 140_000)])
+def test_long_rows_of_blocks(rng, group, length):
     """More candidates than a warp looks at in one go, than it holds in registers too, and equals among them."""
-    x = draw(rng, DTYPES["bfloat16"], 40, 80_000, heads=group, kv_heads=1)
+    x = draw(rng, DTYPES["bfloat16"], 40, length, heads=group, kv_heads=1)
     assert_right(x, NSAConfig())
     x.k_cmp[:, :, 500:] = 0
     blocks = attend(x, NSAConfig())[1]
     assert choice_problems(blocks, x, NSAConfig()) == []
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 0.3])
+@pytest.mark.parametrize("heads", HEADS)
+def test_scales(rng, scale, heads):
+    """Of one that is not positive scores are multiplied before they are compared. All blocks are attended to."""
+    config = NSAConfig(top=32, window=130)
+    x = draw(rng, DTYPES["float16"], 700, heads=heads, head_dim=128, config=config)
+    exact = nsa_attention(*wide(*x[:5]), x.gates, config=config, scale=scale)
+    o = attend(x, config, scale=scale)[0]
+    np.testing.assert_allclose(o.astype(np.float64), exact, rtol=5e-3, atol=2e-2)
 
 
 def test_of_equal_weights_the_first(rng):

@@ -64,7 +64,7 @@ struct SelectedSm90 {
     barrier_arrive_after_copies(shared.arrived[group][buffer]);
   }
 
-  // s = q k^T of a tile, in flight, once its queries have come; `turn`: of its buffer.
+  // s = q k^T of a tile whose queries have come, in flight.
   __device__ __forceinline__ void issue_scores(float (&s)[kBlock / 2], int buffer) const {
     const uint32 a = tile_descriptor(shared_address(shared.q[group][buffer]), 0);
     const uint32 b = tile_descriptor(shared_address(shared.k), 0);
@@ -75,8 +75,8 @@ struct SelectedSm90 {
     wgmma_commit();
   }
 
-  // A tile, whose scores are in flight. The next one's are when it ends, under the way of its outputs, unless it is the
-  // last; `next`: turn of its buffer.
+  // A tile, whose scores are in flight. The next one's are when it ends: under the way of its outputs. `next`: how often
+  // that one's buffer was waited for.
   __device__ __forceinline__ void attend(float (&s)[kBlock / 2], int buffer, int next, bool is_last) const {
     const int first_key = shared.item.block << p.block_shift;
     const int* positions = shared.position[group][buffer] + warp * 16;

@@ -1,6 +1,7 @@
 // The blocks of each token: those that are always chosen, and of the others the ones of most weight.
 //
-//   weights [KV rows, tokens, weight_stride], or of each head, to be added up -> chosen [KV rows, seqlen_q, top], ascending, -1 behind the last
+//   weights [KV rows, tokens, weight_stride], or of each head, to be added up
+//   -> chosen [KV rows, seqlen_q, top], ascending, -1 behind the last
 //
 // Weights are not negative, so their bits ascend as they do; NaN is the most of all, and of equals the lower block wins.
 #include "nsa/params.cuh"
@@ -10,12 +11,11 @@ namespace s2o {
 constexpr int kTopThreads = 128;
 constexpr int kSpare = 2;       // lanes more than are wanted, that a number which is found sooner may let in
 constexpr int kHeldGroups = 8;  // of 128 weights, four of each lane, that a warp holds in registers
-
 constexpr int kReadSteps = 16;  // of 32 blocks, that a warp holds where it reads no others
 
 // Of a warp.
 struct TopShared {
-  int2 candidates[kTopThreads / 32][32];       // numbers of blocks that may be among those of most weight, and these
+  int2 candidates[kTopThreads / 32][32];     // numbers of blocks that may be among those of most weight, and these
   int2 steps[kTopThreads / 32][kReadSteps];  // first blocks of steps that are read, and bits of their weights' factors
 };
 
