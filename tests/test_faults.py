@@ -113,7 +113,8 @@ FAULTS = [
          "from[i / 2][c * 8 + i % 2 * 4]"),
         ("scores go to the wrong keys", "key scores", "+ step * kStep + j * 8 + lane % 4 * 2;",
          "+ step * kStep + (j ^ 1) * 8 + lane % 4 * 2;"),
-        ("a lesser pooled query wins", "key scores", '"max.NaN.f32 %0', '"min.NaN.f32 %0'),
+        ("a lesser pooled query wins", "key scores", '"max.NaN.f32 %0, %1, %2;" : "=f"(y)',
+         '"min.NaN.f32 %0, %1, %2;" : "=f"(y)'),
     ),
     *_faults(
         "unit_keys", UNITS,
