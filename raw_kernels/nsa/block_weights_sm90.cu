@@ -20,6 +20,7 @@ struct BlockWeightsTraits {
     uint16 q[2][kTurns][64 * kHeadDim];                        // [warpgroups, turns, rows]
     uint16 k[kStages][kTile * kHeadDim];
     float lse[2][kTurns][64];                                  // in log2 units
+    const uint16* keys;                    // of the KV head; not in registers, of which there are none to spare
     uint64 full[kStages], empty[kStages];  // barriers: a step's copies have come; all warps are done with it
   };
 };
@@ -41,7 +42,6 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
 
   const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
   const bool inside = chunk * 8 < head_dim;
-  const uint16* k = p.k_cmp.at(batch, kv_head) + (inside ? chunk * 8 : 0);
   const uint16* q = p.q.at(batch, kv_head * p.group) + (inside ? chunk * 8 : 0);
   // Steps in pairs where a step is one product: what is written past the last block is never read.
   const int last_token = min(first_token + Traits::kTokens, end_token) - 1;
@@ -60,6 +60,7 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
     if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
     const uint32 to = shared_address(shared.k[step % kStages]) + own_place;
     const int key = step * kTile + own_key;
+    const uint16* k = *const_cast<const uint16* volatile*>(&shared.keys) + (inside ? chunk * 8 : 0);
     const uint16* from = k + key * p.k_cmp.row;
     const int64 apart = kAtATime / 4 * p.k_cmp.row;
     if ((step + 1) * kTile <= p.compressed && head_dim == Traits::kHeadDim) {
@@ -74,11 +75,13 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
     }
     barrier_arrive_after_copies(shared.full[step % kStages]);
   };
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    shared.keys = p.k_cmp.at(batch, kv_head);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared.full[i], Traits::kThreads);
       barrier_init(shared.empty[i], Traits::kThreads / 32);
     }
+  }
 #pragma unroll 1
   for (int turn = 0; turn < kTurns; ++turn) {
 #pragma unroll
@@ -102,16 +105,13 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
   load(0);
 
   const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
-  int visible[kOwn];
-  int places[kOwn];  // of a token among those of the round; -1: there is no such token
-  float carried[kOwn];
-#pragma unroll
-  for (int n = 0; n < kOwn; ++n) {
-    const int token = token_of(own_row + n * 8);
-    visible[n] = p.visible_compressed(token);
-    places[n] = token < end_token ? kv_row * p.tokens + (token - p.first_token) : -1;
-    carried[n] = 0.f;
-  }
+  float carried[kOwn] = {};
+  // The token of the thread's row n, found anew for each step, as registers do not suffice to keep it.
+  const auto own_token = [&](int n) {
+    int row = own_row + n * 8;
+    asm volatile("" : "+r"(row));
+    return token_of(row);
+  };
   // The warpgroups go their own ways, a step or so apart, so that products of one run under the exponentials of the other.
   const auto expect = [&](int step) {  // a step's copies, while those of the next one set off
     load(step + 1);
@@ -159,9 +159,11 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
       if (turn + 1 == kTurns) {
 #pragma unroll
         for (int n = 0; n < kOwn; ++n) {
+          const int token = own_token(n);  // its place among those of the round; -1: there is no such token
+          const int place = token < end_token ? kv_row * p.tokens + (token - p.first_token) : -1;
           const float most = write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4),
-                                                 visible[n], weights_of(p, places[n]));
-          write_step_top(p, places[n], step, 0.f, most);
+                                                 p.visible_compressed(token), weights_of(p, place));
+          write_step_top(p, place, step, 0.f, most);
         }
         __syncwarp();  // not all lanes have written
       }

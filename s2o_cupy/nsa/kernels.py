@@ -58,10 +58,10 @@ SELECTED_SM90 = Family(
     path=HOPPER,
 )  # fmt: skip
 MERGE_PARTS = Family(
-    "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 6, "MergeTraits<{element}, {head_dim}>"
+    "nsa_merge_parts", "nsa/merge_parts.cu", "NsaParams", 128, 5, "MergeTraits<{element}, {head_dim}>"
 )
 LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90)  # step_tops
-TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 7, shared="s2o::TopShared")
+TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 5, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
     for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 512, 2))
@@ -96,7 +96,7 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
         group = 1 << (group - 1).bit_length()
         turns = max(1, group // 2)
         shared = turns * queries + HOPPER_STAGES * ROWS * inputs.head_dim * 2 + turns * ROWS * 4
-        shared += 2 * HOPPER_STAGES * 8  # barriers
+        shared += 8 + 2 * HOPPER_STAGES * 8  # the address of keys, barriers
         return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared)
     heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
