@@ -1,33 +1,30 @@
 // The Hopper tile's consumers: two warpgroups of 64 query rows each, products by wgmma and online softmax.
 #pragma once
 #include "common/keep_finite.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90/products.cuh"
 #include "sm90/q_tiles.cuh"
 
 namespace s2o {
 namespace sm90 {
 
 template <class Traits>
-struct Consumer : Softmax<Traits> {
+struct Consumer : Products<Traits> {
+  using Base = Products<Traits>;
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
-  static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
-  static constexpr int kBlockN = Traits::kBlockN, kKeyAtom = Traits::kKeyAtom, kQueryAtom = Traits::kQueryAtom;
-  static constexpr int kTilesPerStopCheck = Traits::kTilesPerStopCheck, kQueryPlaces = Traits::kQueryPlaces;
+  static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kBlockN = Traits::kBlockN;
+  static constexpr int kKeyAtom = Traits::kKeyAtom, kQueryPlaces = Traits::kQueryPlaces;
+  static constexpr int kTilesPerStopCheck = Traits::kTilesPerStopCheck, kStages = Traits::kStages;
   static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
-  using Softmax<Traits>::kKeyTiles, Softmax<Traits>::params, Softmax<Traits>::group, Softmax<Traits>::lane;
-  using Softmax<Traits>::first_row, Softmax<Traits>::s, Softmax<Traits>::m, Softmax<Traits>::l, Softmax<Traits>::mass;
-  using Softmax<Traits>::rescale_by, Softmax<Traits>::softmax, Softmax<Traits>::settled_softmax;
-  using Softmax<Traits>::stop_check, Softmax<Traits>::start_empty, Softmax<Traits>::values, Softmax<Traits>::skips;
+  using Base::kKeyTiles, Base::params, Base::group, Base::lane, Base::first_row, Base::s, Base::m, Base::l, Base::mass;
+  using Base::softmax, Base::settled_softmax, Base::stop_check, Base::start_empty, Base::values, Base::skips;
+  using Base::acc, Base::p, Base::holds_output, Base::shared, Base::k_ring, Base::v_ring, Base::release;
+  using Base::await_turn, Base::pass_turn, Base::queries, Base::issue_scores, Base::issue_output, Base::release_k;
+  using Base::release_v, Base::pack, Base::rescale;
 
-  float acc[kDimTiles * 4];  // [rows, dims] of this thread
-  uint32 p[kKeyTiles][2];    // weights, packed in pairs of keys
-  bool holds_output = true;  // acc; false: the next product begins it (pass 1)
   bool unstored = false;     // pass 1: acc is the output of the q tile before this one, of the state done_m, done_l
   float done_m[2], done_l[2];
 
-  Shared& shared;
-  Ring<kStages> k_ring, v_ring;
   Ring<2> check_ring;
   uint32 voted = 0;
   // Pass 2, of this q tile: a vote that waits for it is late for the other warpgroup's turn. Of a ladder that of bit
@@ -36,80 +33,7 @@ struct Consumer : Softmax<Traits> {
   static constexpr bool kKeepsTau = kHeadDim <= 128 || kWalksLadder<Traits>;  // with 256 registers are too few
   LadderWalk<Traits, kDimTiles * 2, kConsumers * kWarpgroup> ladder;
 
-  __device__ __forceinline__ Consumer(Shared& shared_, const AttentionParams& params_)
-      : Softmax<Traits>(params_), shared(shared_) {
-    if (group == 1) named_arrive(kTurn, kConsumers * kWarpgroup);  // the first warpgroup goes first
-  }
-
-  __device__ __forceinline__ void release(uint64& barrier) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  }
-  __device__ __forceinline__ void await_turn() const { named_sync(kTurn + group, kConsumers * kWarpgroup); }
-  __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + 1 - group, kConsumers * kWarpgroup); }
-
-  // Descriptor of this warpgroup's rows of a q tile.
-  __device__ __forceinline__ uint32 queries(uint32 nth) const {
-    uint32 q = tile_descriptor(shared_address(shared.q[nth % kQueryPlaces]) + group * 64 * 128, 0);
-    asm volatile("" : "+r"(q));  // or it is computed anew for each key tile, while the other warpgroup waits
-    return q;
-  }
-
-  // s = q k^T of the next key tile, in flight.
-  __device__ __forceinline__ void issue_scores(uint32 q) {
-    barrier_wait(shared.k_full[k_ring.slot], k_ring.parity);
-    await_turn();
-    const uint32 k = tile_descriptor(shared_address(shared.k[k_ring.slot]), 0);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < kHeadDim / 16; ++c) {
-      const uint32 column = c % 4 * 32;
-      Wgmma<Element>::ss(s, descriptor_at(q, c / 4 * kQueryAtom + column), descriptor_at(k, c / 4 * kKeyAtom + column),
-                         c > 0);
-    }
-    wgmma_commit();
-  }
-
-  // acc += p v of the next value tile, in flight. kSkips: a bit for each block of it that is left out.
-  template <uint32 kSkips = 0>
-  __device__ __forceinline__ void issue_output() {
-    barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
-    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kKeyAtom);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; j += 2) {
-      if (kSkips >> (j * 8 / kValueKeys) & 1) continue;
-      const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
-      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), j > 0 || holds_output);
-    }
-    wgmma_commit();
-    holds_output = true;
-  }
-
-  __device__ __forceinline__ void release_k() {
-    release(shared.k_empty[k_ring.slot]);
-    k_ring.advance();
-  }
-  __device__ __forceinline__ void release_v() {
-    release(shared.v_empty[v_ring.slot]);
-    v_ring.advance();
-  }
-
-  __device__ __forceinline__ void pack() {
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) p[j][h] = Element::pack(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]);
-  }
-
-  __device__ __forceinline__ void rescale() {
-    // Keys come in descending importance: most tiles leave every maximum of the warp where it was.
-    if (!__any_sync(kFullWarp, rescale_by[0] != 1.f || rescale_by[1] != 1.f)) return;
-#pragma unroll
-    for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[d * 4 + e] *= rescale_by[e / 2];
-  }
+  __device__ __forceinline__ Consumer(Shared& shared_, const AttentionParams& params_) : Base(shared_, params_) {}
 
   // Stop check number `n` of the q tile number `nth`.
   __device__ __forceinline__ void vote(int rows, uint32 n, uint32 nth) {
@@ -299,7 +223,7 @@ struct Consumer : Softmax<Traits> {
           store_last(nth - 1);
           await_turn();
         }
-        issue_output<skips_of_last.value>();
+        this->template issue_output<skips_of_last.value>();
         pass_turn();
         if (at_stop_check) vote(rows, tile / kTilesPerStopCheck - 1, nth);  // here, as it runs under the products
         wgmma_wait<1>();
@@ -434,7 +358,7 @@ struct Consumer : Softmax<Traits> {
       int stored[2];
       if constexpr (kSkipsValues<Traits>) vote(rows, stop_checks - 1, nth);  // after the products it would be a copy for each
       by_skips([&](auto skips_of_last) {
-        issue_output<skips_of_last.value>();
+        this->template issue_output<skips_of_last.value>();
         if constexpr (!kSkipsValues<Traits>) vote(rows, stop_checks - 1, nth);
         voted += stop_checks;
         stored[0] = shared.rows[slot][first_row];
