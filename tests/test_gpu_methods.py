@@ -160,13 +160,6 @@ def test_rows_of_many_columns(rng, config, seqlen_k):
     assert_stages(q, k, config)
 
 
-@pytest.mark.parametrize("config", [CONFIGS["XAttention"], CONFIGS["XAttention 16"]], ids=str)
-def test_mass_of_many_columns(rng, config):
-    """Some rows have more than registers hold."""
-    q, k, _ = draw(rng, "bfloat16", 6000, 68_000, heads=2, kv_heads=1, head_dim=64)
-    assert_stages(q, k, config)
-
-
 @pytest.mark.parametrize("config", [CONFIGS["PBS 64"], CONFIGS["Sparge judged"], CONFIGS["MeanPooling"]], ids=str)
 def test_long_rows(rng, config, monkeypatch):
     """By the kernel for rows of more than 2,048 columns: the same lists."""

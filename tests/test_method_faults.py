@@ -107,7 +107,7 @@ FAULTS = [
           "walk.first_key + static_cast<int>(rank) * (kTile / 2)", "walk.first_key", XATTENTION, seqlen=1504),
     Fault("antidiagonal_norms_mapped", "the second half of the rows is the first", "scores",
           "descriptor_at(a, 64 * 128 + c * 32)", "descriptor_at(a, c * 32)", XATTENTION, seqlen=1504),
-    Fault("block_mass", "cells are not normalised", "scores", "fmaf(x[j], share, sums[j])", "x[j] + sums[j]",
+    Fault("block_mass", "cells have the first one's norm", "scores", " - shared.norms[i] :", " - shared.norms[0] :",
           XATTENTION),
     Fault("choose_blocks", "what is forced does not count", "choice", "limit -= forced;",
           "", XATTENTION),

@@ -13,55 +13,15 @@ struct BlockMassParams : AntidiagonalParams {
   int pitch;
 };
 
-constexpr int kMassThreads = 256, kMassWarps = kMassThreads / 32;
-constexpr int kHeldColumns = 512;  // of a row, at most, that registers hold
+constexpr int kMassThreads = 256;
 
 template <int kStride_>
 struct MassTraits {
   static constexpr int kStride = kStride_;
   struct Shared {
     float norms[Cells<kStride>::kOfBlock];  // of the cells of queries, log2
-    float sums[kMassWarps][kHeldColumns];   // of a warp's cells
   };
 };
-
-// A row of up to 32 * kHeld columns: a warp takes each kMassWarps-th cell, with its numbers in registers.
-template <class Traits, int kHeld>
-__device__ __forceinline__ void mass_in_registers(const Cells<Traits::kStride>& cells, const float* norms, int pitch,
-                                                  int first, int count, int visible, float* scores,
-                                                  typename Traits::Shared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float sums[kHeld] = {};
-  for (int i = warp; i < count; i += kMassWarps) {
-    const int left = cells.blocks(first + i) - lane;
-    float x[kHeld], top = -infinity(), sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) x[j] = j * 32 < left ? norms[i * pitch + j * 32 + lane] : -infinity();
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) top = fmaxf(top, x[j]);
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, d));
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      x[j] = j * 32 < left ? exp2_approx(x[j] - top) : 0.f;
-      sum += x[j];
-    }
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-    const float share = 1.f / sum;
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) sums[j] = fmaf(x[j], share, sums[j]);
-  }
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) shared.sums[warp][j * 32 + lane] = sums[j];
-  __syncthreads();
-  for (int c = threadIdx.x; c < visible; c += kMassThreads) {
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < kMassWarps; ++w) sum += shared.sums[w][c];
-    scores[c] = __log2f(sum);
-  }
-}
 
 template <class Traits>
 __device__ __forceinline__ void block_mass(const BlockMassParams& p, typename Traits::Shared& shared) {
@@ -71,16 +31,6 @@ __device__ __forceinline__ void block_mass(const BlockMassParams& p, typename Tr
   const int first = row * kOfBlock, count = min(kOfBlock, cells.of_queries() - first), lane = threadIdx.x % 32;
   const float* norms = cells.norms(head) + cells.place(first);
   const int pitch = static_cast<int>(cells.place(first + 1) - cells.place(first));
-  float* scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
-  const int visible = p.grid.visible(row);
-  if (visible <= kHeldColumns) {
-    if (visible <= kHeldColumns / 2) {
-      mass_in_registers<Traits, kHeldColumns / 64>(cells, norms, pitch, first, count, visible, scores, shared);
-    } else {
-      mass_in_registers<Traits, kHeldColumns / 32>(cells, norms, pitch, first, count, visible, scores, shared);
-    }
-    return;
-  }
   constexpr int kAtOnce = 8;  // numbers of a thread that are on their way
   for (int i = threadIdx.x / 32; i < count; i += kMassThreads / 32) {
     const float* of = norms + i * pitch;
@@ -107,6 +57,8 @@ __device__ __forceinline__ void block_mass(const BlockMassParams& p, typename Tr
     if (lane == 0) shared.norms[i] = most + __log2f(sum);
   }
   __syncthreads();
+  float* scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
+  const int visible = p.grid.visible(row);
   for (int c = threadIdx.x; c < visible; c += kMassThreads) {
     float sum = 0.f;
 #pragma unroll 1

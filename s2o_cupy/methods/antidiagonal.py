@@ -21,7 +21,6 @@ __all__ = ["BLOCK", "MAP_ROWS", "STRIDES", "AntidiagonalMass", "kernels"]
 
 BLOCK = 128  # queries or keys (kMassBlock)
 STRIDES = (8, 16)  # rows of a cell
-HELD_COLUMNS = 512  # of a row that block_mass holds in registers (kHeldColumns)
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
@@ -36,10 +35,7 @@ NORMS_MAPPED = Family(
     "antidiagonal_norms_mapped", "blocks/antidiagonal_norms_mapped.cu", "MappedAntidiagonalParams", 384, 1,
     "MappedAntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER, cluster=2,
 )  # fmt: skip
-MASS = Family(
-    "block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, "(__CUDA_ARCH__ >= 1000 ? 3 : 4)",
-    "MassTraits<{step}>",
-)  # fmt: skip
+MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
 MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
 # Cells of queries and of keys of a tile of the product, and stages in shared memory.
 TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}
@@ -56,7 +52,7 @@ def norms(inputs: Inputs, stride: int, is_hopper: bool, mapped: bool = False) ->
 
 def mass(stride: int) -> Kernel:
     """sizeof(MassTraits::Shared)"""
-    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4 + MASS.threads // 32 * HELD_COLUMNS * 4)
+    return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4)
 
 
 def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
