@@ -207,8 +207,6 @@ FAULTS = [
         ("a pooled query has another's norm", "key scores", "- norm[h];", "- norm[1 - h];"),
         ("every head has the first one's units", "key scores", "static_cast<int64>(kv_head) * p.geometry.units()",
          "static_cast<int64>(0) * p.geometry.units()"),
-        ("a warpgroup is done with its first segment", "key scores", "block.segment(group * 4 + 3)",
-         "block.segment(group * 4)"),
         ("a tile is copied over the next", "key scores", "load(tile + kStages - 1);", "load(tile + kStages);"),
     ),
     *_faults(

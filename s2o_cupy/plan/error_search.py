@@ -27,9 +27,8 @@ from .rounds import Chunk
 __all__ = ["Sampled", "kernels", "launches", "sampled", "searched", "workspace"]
 
 SOURCE = "sampled_error.cu"
-CHOOSE_TAUS = Kernel(Family("choose_taus", SOURCE, "ChooseTausParams", 256, 4))
+CHOOSE_TAUS = Kernel(Family("choose_taus", SOURCE, "ChooseTausParams", 256, 4, knows_segments=False))
 SEGMENT_SIZES = Family("segment_sizes", SOURCE, "SegmentSizesParams", 256, 4, "SampledTraits<{element}>")
-BLIND = ("head_taus", "choose_taus", "unit_keys")  # kernels that know nothing of segments
 LADDERS = 2
 LADDER = len(FIRST_LADDER)
 WARPS = 8  # of a block of pass 2, at most (kLadderWarps)
@@ -122,7 +121,7 @@ def launches(
 
 def drawn(kernel: Kernel) -> Kernel:
     """The same for sampled segments, if it looks at segments."""
-    return kernel if kernel.function in BLIND else replace(kernel, drawn=True)
+    return replace(kernel, drawn=True) if kernel.family.knows_segments else kernel
 
 
 def _sizes(build: Builder, plan: LaunchPlan, problem: Problem) -> Iterator[Launch]:

@@ -18,7 +18,7 @@ from .kernels import Family, Kernel
 
 __all__ = ["arrays", "as_float32", "launches", "written"]
 
-KERNEL = Kernel(Family("head_taus", "head_taus.cu", "HeadTausParams", 256, 4))
+KERNEL = Kernel(Family("head_taus", "head_taus.cu", "HeadTausParams", 256, 4, knows_segments=False))
 HEADS = 512  # of a launch (kHeadTaus)
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 

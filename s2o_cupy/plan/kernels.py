@@ -51,6 +51,7 @@ class Family:
     shared: str = "{traits}::Shared"  # the struct of its shared memory
     path: Path | None = None  # that it belongs to; None: it runs on all
     cluster: int = 1  # blocks that share their memory
+    knows_segments: bool = True
 
     @property
     def params(self) -> Struct:

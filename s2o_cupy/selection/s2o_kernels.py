@@ -119,7 +119,7 @@ def _score_tiles(chunk: Chunk) -> list[int]:
 # --- Units of keys by the weight that pooled queries give them ---
 UNIT_KEYS = Family(
     "unit_keys", "selection/unit_keys.cu", "UnitKeysParams", THREADS, 2,
-    "UnitKeysTraits<{element}, {head_dim}, {paged}>",
+    "UnitKeysTraits<{element}, {head_dim}, {paged}>", knows_segments=False,
 )  # fmt: skip
 UNIT_WEIGHTS = Family(
     "unit_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2, "WeightTraits<{element}, {head_dim}>"
