@@ -23,7 +23,6 @@ __device__ __forceinline__ void check_tile(typename Traits::Shared& shared, uint
     carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
   }
   const bool nonfinite = __any_sync(kFullWarp, carries & 0x80008000u);
-  __syncwarp();  // all lanes have read the tile, for which lane 0 answers
   if (lane == 0) {
     reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite[check_ring.slot])[warp] = nonfinite;
     barrier_arrive(shared.v_checked[check_ring.slot]);
