@@ -26,9 +26,13 @@ def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: st
     return found
 
 
-def _real(name: str, value: Any, accepted: str, owner: str) -> None:
+def _real(name: str, value: Any, accepted: str, owner: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{owner}: {name} is beyond what a float holds; accepted: {accepted}") from error
 
 
 def check_tau(tau: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
@@ -37,14 +41,7 @@ def check_tau(tau: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
 
 
 def check_one_tau(name: str, tau: Any, owner: str) -> float:
-    _real(name, tau, "a number >= 0", owner)
-    try:
-        value = float(tau)
-    except OverflowError as error:
-        raise ValueError(
-            f"{owner}: {name} is beyond what a float holds; accepted: a number >= 0 (math.inf stops after one key "
-            "tile)"
-        ) from error
+    value = _real(name, tau, "a number >= 0 (math.inf stops after one key tile)", owner)
     if not value >= 0:  # NaN fails too
         raise ValueError(f"{owner}: {name} is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
     return value
@@ -55,10 +52,10 @@ def check_error(error: Any, owner: str = "S2OConfig") -> float | tuple[float, ..
     accepted = "a finite number above 0, or one for each query head"
 
     def check(name: str, value: Any) -> float:
-        _real(name, value, accepted, owner)
-        if not 0 < float(value) < math.inf:
+        number = _real(name, value, accepted, owner)
+        if not 0 < number < math.inf:
             raise ValueError(f"{owner}: {name} is {value}; accepted: {accepted}")
-        return float(value)
+        return number
 
     return by_head("error", error, check, owner)
 
@@ -70,12 +67,12 @@ def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None
         return None
 
     def check(name: str, number: Any) -> float:
-        _real(name, number, accepted, owner)
-        if not float(number) < 0:  # NaN fails too
+        value = _real(name, number, accepted, owner)
+        if not value < 0:  # NaN fails too
             raise ValueError(
                 f"{owner}: {name} is {number!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)"
             )
-        return float(number)
+        return value
 
     found = by_head("value_skip", value, check, owner)
     return None if set(found if isinstance(found, tuple) else (found,)) == {-math.inf} else found

@@ -212,8 +212,8 @@ class S2OConfig:
         "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
     dense_last : int, optional
         Queries at the end that attend to all their keys, rounded up to whole segments: a prompt ends with what is
-        asked of it, and single rows there decide what is generated. Default, with rank "weight": 256 where a call is
-        causal and a whole prompt (seqlen_q is seqlen_k) of 8,192 tokens or more; else 0.
+        asked of it, and single rows there decide what is generated. Default, with rank "weight" in a causal call of a
+        whole prompt (seqlen_q is seqlen_k): 256, or a longer segment, where they are at most one in 32; else 0.
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
         head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where

@@ -73,6 +73,11 @@ class S2OStats:
     taus: Any = None  # of a config with an error, float32 (batch, heads)
     given: Given | None = field(default=None, compare=False)
 
+    def __copy__(self) -> S2OStats:
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)  # as they are: q, k and v are in this process
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy in another process, which has no q, k and v to look at."""
         return {**self.__dict__, "given": None}

@@ -12,7 +12,7 @@ import pytest
 from conftest import has_gpu
 from packs import bits, on_the_cpu
 
-from s2o_cupy import S2OConfig, error_per_head, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy import S2OConfig, error_per_head, inputs, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_cupy.plan.error_search import sampled
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.reference.error_taus import chosen_tau, error_taus, second_ladder
@@ -268,3 +268,14 @@ def test_a_large_or_small_number_is_what_float32_holds(qkv):
 def test_an_estimate_needs_taus(qkv):
     with pytest.raises(ValueError, match="^error_per_head: config.error is 0.1; accepted: a tau, or one for each"):
         error_per_head(*qkv(300, heads=4), S2OConfig(error=0.1))
+
+
+@pytest.mark.parametrize("changes", [{"dense_last": 128}, {"tail": "first_order"}], ids=str)
+def test_what_the_search_leaves_out_of_account(changes):
+    """Dense last queries, and a tail, while taus are tried."""
+    q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
+    config = S2OConfig(error=0.05, block_n=64)
+    (_, plain), (_, stats) = (
+        s2o_attention(q, k, v, config=x, return_stats=True) for x in (config, replace(config, **changes))
+    )
+    np.testing.assert_array_equal(stats.tau_per_head, plain.tau_per_head)

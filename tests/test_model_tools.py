@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", "5.16")
 from tiny_llama import LENGTH, SIZES, llama, logits_of, prompt  # noqa: E402
 
 from s2o_cupy.__main__ import main  # noqa: E402
+from s2o_cupy.integrations import model_tuning  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
 from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens, text_losses  # noqa: E402
@@ -114,7 +115,8 @@ def test_an_error_is_that_of_what_the_layers_get(model, ids):
 
 
 @pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
-def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path):
+def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_tuning, "COARSER_ADDS", 1.0)  # of so few keys larger units are many
     dense = loss_of(model, ids, "sdpa")
     register(config=replace(CONFIG, tau=1.0), min_seqlen=100)
     most = float((loss_of(model, ids, "s2o") - dense).mean())
@@ -148,10 +150,12 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert any("loss at density" in x[2] for x in seen) and f"{found.loss.loss_difference:+.4f}" in found.table()
 
 
-def test_units_that_cannot_be_larger_stay(model, ids):
+def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
     for config in (replace(CONFIG, unit=64), replace(CONFIG, rank="mean", unit=1, pooled_queries=1)):
         found = tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
         assert not found.coarse and not found.per_layer
+    monkeypatch.setattr(model_tuning, "COARSER_ADDS", -1.0)  # a layer's density would grow by more
+    assert not tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **OPTIONS).coarse
 
 
 def test_layers_that_matter_little_get_larger_taus(ids):

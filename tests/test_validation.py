@@ -417,3 +417,9 @@ def test_units_are_powers_of_two(unit):
 def test_the_rank_of_before_is_refused():
     with pytest.raises(ValueError, match="rank is 'auto'; accepted: 'weight', 'max', 'mean'"):
         S2OConfig(rank="auto")
+
+
+@pytest.mark.parametrize("name", ["tau", "error"])
+def test_numbers_beyond_a_float(name):
+    with pytest.raises(ValueError, match=rf"^S2OConfig: {name} is beyond what a float holds; accepted: "):
+        S2OConfig(**{name: 10**400})

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.error_search import sampled
+from ..plan.error_search import sampled, searched
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
 from ..reference import s2o
@@ -111,7 +111,7 @@ def attend(
     options: dict[str, Any] = {"scale": problem.scale, "softcap": problem.softcap, "is_causal": problem.is_causal}
     if taus is None:
         return _attend(q, k, v, out, lse, config, options)
-    taus[...] = error_taus(q, k, v, config, *sampled(problem, config), **options)
+    taus[...] = error_taus(q, k, v, searched(problem, config)[1], *sampled(problem, config), **options)
     visited = []
     for b, of_sequence in enumerate(taus.tolist()):
         at, its_lse = slice(b, b + 1), None if lse is None else lse[b : b + 1]

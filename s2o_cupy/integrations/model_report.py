@@ -255,6 +255,11 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
     heads = q.shape[1]
     configs: list[S2OConfig] = [S2OConfig()] * heads
     for group in asked.groups:
+        if group.config.error is not None:
+            raise ValueError(
+                f"report: config.error is {group.config.error}, whose taus each call finds; accepted: a tau, or one "
+                "for each head"
+            )
         members = np.arange(heads)[group.heads].tolist()
         for h, of_head in zip(members, group.config.taus(len(members)), strict=True):
             configs[h] = group.config.with_tau(of_head)
@@ -262,7 +267,8 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
     tau[:] = [config.tau for config in configs]
     size = (0, 0)
     for base in dict.fromkeys(config.with_tau(0) for config in configs):  # one sample for all of its taus
-        sample = Sample(q, k, v, base, scale=asked.scale, softcap=asked.softcap, segments=segments, seed=seed)
+        sample = Sample(q, k, v, base, scale=asked.scale, softcap=asked.softcap, segments=segments, seed=seed,
+                        function="report")  # fmt: skip
         size = (len(sample.segments), sample.geometry.segments)
         for value in dict.fromkeys(config.tau for config in configs if config.with_tau(0) == base):
             here = np.array([config == base.with_tau(value) for config in configs])

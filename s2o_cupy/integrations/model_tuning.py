@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..tools.progress import Report
 from ..tools.sampled import check_segments
 from ..tools.tune import parse_target, parse_taus
 from ..tools.tune_layers import (
+    COARSER_ADDS,
     LAYER_TAUS,
     Trial,
     TunedLayers,
@@ -166,10 +167,8 @@ class _Search:
     min_seqlen: int
     step: Callable[[str], None]
 
-    def curves(
-        self, config: S2OConfig, of: CurvesOf, only: Collection[int] | None = None
-    ) -> tuple[list[LayerCurves], Tensor]:
-        """Of the layers that S2O takes, or ``only`` of these, and the last hidden states with dense attention."""
+    def curves(self, config: S2OConfig, of: CurvesOf) -> tuple[list[LayerCurves], Tensor]:
+        """Of the layers that S2O takes, and the last hidden states with dense attention."""
         found: dict[int, LayerCurves] = {}
         left: Counter[str] = Counter()
 
@@ -177,10 +176,11 @@ class _Search:
             layer = getattr(asked.module, "layer_idx", None)
             if asked.runs != "s2o" or layer is None:
                 left[asked.runs] += 1
-            elif only is None or layer in only:
+            else:
                 found[layer] = measure_layer(
                     layer, *longest_sequence(asked), config, of.grid, scale=asked.scale, softcap=asked.softcap,
-                    segments=of.segments, seed=of.seed, step=lambda what: self.step(f"layer {layer}, {what}"),
+                    segments=of.segments, seed=of.seed, function="tune_model",
+                    step=lambda what: self.step(f"layer {layer}, {what}"),
                 )  # fmt: skip
             return asked.ordinary()
 
@@ -224,6 +224,10 @@ class _Search:
         larger units in as many layers as it allows."""
         dense = self._losses(hidden)
         trials: list[Trial] = []
+        larger: dict[int, LayerCurves] = {}  # of layers with larger units
+
+        def curves_with(coarse: tuple[int, ...]) -> list[LayerCurves]:
+            return [larger[x.layer] if x.layer in coarse else x for x in curves]
 
         def s2o_of(taus: list[np.ndarray], coarse: tuple[int, ...]) -> S2OAttention:
             chosen = choose(self.config, target, by, curves, taus, coarse)
@@ -234,7 +238,7 @@ class _Search:
             # As it will run: also layers that S2O takes and that have no curve.
             more = self._losses(self._run(s2o, lambda asked: asked.s2o() if asked.reason is None else asked.ordinary()))
             off = more - dense
-            density = mean_density(curves, taus)
+            density = mean_density(curves_with(coarse), taus)
             trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size)), coarse))
             self.step(f"loss at density {density:.3f}: {trials[-1].loss_difference:+.4f}")
             return trials[-1]
@@ -249,26 +253,20 @@ class _Search:
                 "accepted: at least that, or smaller taus"
             )
         if can_be_coarser(self.config):
-            everything = tuple(layer.layer for layer in curves)
+            larger |= {x.layer: x for x in self.curves(coarser(self.config), of)[0]}
             moved = {}
-            for layer in everything:
-                moved[layer] = self._moved_alone(layer, s2o_of(taus, everything), hidden)
-                self.step(f"layer {layer} alone, larger units")
-            least_first = sorted(everything, key=moved.__getitem__)
-            choices = [tuple(sorted(least_first[:n])) for n in range(len(everything), 0, -1)]
-            choices.append(())
-            found_coarse = _first_within(choices, target.value, lambda coarse: measure(taus, coarse), loss)
-            if found_coarse is not None and found_coarse[0]:
-                coarse, loss = found_coarse
-                anew, _ = self.curves(coarser(self.config), of, coarse)
-                by_layer = {layer.layer: layer for layer in (*curves, *anew)}  # the last of each
-                curves = [by_layer[layer.layer] for layer in curves]
-                trials.remove(loss)
-                loss = replace(loss, density=mean_density(curves, taus))
-                trials.append(loss)
+            for x, of_heads in zip(curves, taus, strict=True):
+                self.step(f"layer {x.layer} alone, larger units")
+                added = mean_density([larger[x.layer]], [of_heads]) - mean_density([x], [of_heads])
+                if added <= COARSER_ADDS:
+                    moved[x.layer] = self._moved_alone(x.layer, s2o_of(taus, (x.layer,)), hidden)
+            least_first = sorted(moved, key=moved.__getitem__)
+            choices = [tuple(sorted(least_first[:n])) for n in range(len(moved), -1, -1)]
+            within = _first_within(choices, target.value, lambda coarse: measure(taus, coarse), loss)
+            loss = within[1] if within is not None else loss
         return choose(
-            self.config, target, by, curves, taus, loss.coarse, dense_loss=float(dense.mean()), trials=tuple(trials),
-            loss=loss,
+            self.config, target, by, curves_with(loss.coarse), taus, loss.coarse, dense_loss=float(dense.mean()),
+            trials=tuple(trials), loss=loss,
         )  # fmt: skip
 
     def _s2o(self, per_layer: dict[Any, S2OConfig | None]) -> S2OAttention:

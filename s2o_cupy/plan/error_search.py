@@ -48,9 +48,10 @@ class Sampled(NamedTuple):
 
 
 def searched(problem: Problem, config: S2OConfig) -> tuple[Problem, S2OConfig]:
-    """What the search attends to: the sampled segments, and nothing for unvisited keys."""
+    """What the search attends to: the sampled segments, and nothing for unvisited keys. Those of `dense_last` stop too,
+    so that taus come out a little small."""
     drawn = ERROR_SEGMENTS if problem.geometry(config).segments > ERROR_SEGMENTS else 0
-    return replace(problem, drawn=drawn), replace(config, tail="none", dense_up_to=0)
+    return replace(problem, drawn=drawn), replace(config, tail="none", dense_up_to=0, dense_last=0)
 
 
 @remembered

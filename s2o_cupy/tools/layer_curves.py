@@ -70,10 +70,13 @@ def measure_layer(
     segments: int = 16,
     seed: int = 0,
     step: Callable[[str], None] = NO_STEP,
+    function: str = "tune",
 ) -> LayerCurves:
     """The curves of one layer from its q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k,
-    head_dim]; sequences of a batch count together. ``step`` is called after dense attention and after each tau."""
-    sample = Sample(q, k, v, config, scale=scale, softcap=softcap, segments=segments, seed=seed)
+    head_dim]; sequences of a batch count together. ``step`` is called after dense attention and after each tau. Errors
+    begin with ``function`` and the layer."""
+    where = f"{function}: layer {layer}"
+    sample = Sample(q, k, v, config, scale=scale, softcap=softcap, segments=segments, seed=seed, function=where)
     sample.attend_densely()
     step("dense")
     errors, densities, share = [], [], np.ones(())

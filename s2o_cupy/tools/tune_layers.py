@@ -24,6 +24,7 @@ from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
 LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002)
+COARSER_ADDS = 0.01  # to a layer's density, at most: about what ordering with the default units takes of dense time
 COARSER = 4  # times as large are the units of a layer that bears it: as many fewer scores, and less to put in order
 
 
