@@ -101,7 +101,9 @@ def test_the_estimate_of_error_per_head_agrees(qkv):
     assert len(estimate.segments) == 32 < estimate.segments_total
     between = np.isfinite(stats.tau_per_head) & (stats.tau_per_head > 0)
     assert between.any()
-    assert (estimate.error < 0.13)[between].all() and (estimate.error > 0.06)[between].all()
+    # Two samples of other segments, each off by its standard error.
+    off = np.abs(estimate.error - 0.1)[between]
+    assert (off <= 3 * math.sqrt(2) * estimate.standard_error[between]).all()
 
 
 def test_nothing_to_find(device, qkv):

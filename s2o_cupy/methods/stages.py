@@ -171,8 +171,6 @@ class Choice:
     def turn(self) -> int:
         """Heads that are chosen for at a time: about as many each time, and pairs where that can be."""
         most, heads = heads_at_a_time(self.site, self._arrays), self.site.heads
-        if most >= heads:
-            return heads
         each = -(-heads // -(-heads // most))
         return each + each % 2 if each < most else max(1, each - each % 2)
 
