@@ -22,6 +22,7 @@ __all__ = [
     "key_order",
     "key_scores",
     "leading_bits",
+    "ordered_units",
     "outlier_distances",
     "pooled_queries",
     "query_order",
@@ -178,6 +179,15 @@ def unit_weights(pooled: Array, counts: Array, of_units: Array, n: int, geometry
     return weights.max(axis=-2).reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 
 
+def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
+    """Segment ``n``'s units by their float16 scores [B, H, W], most important first: int32 [B, H, W].
+
+    A segment that visits them all (``config.dense_last``) takes them as they lie.
+    """
+    units = ranked_units(n, geometry)
+    return np.broadcast_to(units, scores.shape) if n >= config.dense_from(geometry) else units[order_keys(scores)]
+
+
 @quiet
 def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> list[Array]:
     """Candidates of each segment, most important first (Algorithm 1, lines 15-20).
@@ -192,6 +202,5 @@ def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: 
             scores = unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16)
         else:
             scores = log_weights(key_scores(pooled, counts, k, n, geometry), scale)
-        order = ranked_units(n, geometry)[order_keys(scores)]  # [B, H, W]
-        orders.append(unit_positions(order, n, geometry))
+        orders.append(unit_positions(ordered_units(scores, n, geometry, config), n, geometry))
     return orders

@@ -350,6 +350,12 @@ class S2OConfig:
             raise ValueError("S2OConfig: error is None; accepted here: an error, whose taus a call finds")
         return tuple(self.error) if isinstance(self.error, Sequence) else (self.error,) * heads
 
+    def of_chunk(self, begin: int, end: int, seqlen: int) -> S2OConfig:
+        """For queries [begin, end), whole segments, of a causal prompt of ``seqlen`` tokens in a call of their own with
+        the keys before ``end``: which of them are among the prompt's dense last ones."""
+        dense = self.dense_from(Geometry(seqlen, seqlen, self.segment, unit=self.unit)) * self.segment
+        return replace(self, dense_last=max(0, end - max(begin, dense)))
+
     def of_heads(self, begin: int, end: int) -> S2OConfig:
         """For these query heads alone, half-open."""
         if isinstance(self.tau, tuple):

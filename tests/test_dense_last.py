@@ -1,9 +1,10 @@
-"""The last queries of a call attend to all their keys: they have the bits of tau 0, and the others are as without."""
+"""The last queries of a call attend to all their keys, as they lie, and the others are as without."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from packs import bits, starts
@@ -45,7 +46,7 @@ def test_rows_and_visits(device, qkv, tail, rank):
 
     def run(config):
         o, lse, stats = s2o_attention(q, k, v, config=config, return_lse=True, return_stats=True)
-        return (*map(bits, (o, lse)), device.host(stats.visited), float(stats.density))
+        return o, lse, device.host(stats.visited), float(stats.density)
 
     last = replace(config, dense_last=200)
     first = last.dense_from(Geometry(900, 1100, config.segment))
@@ -53,8 +54,13 @@ def test_rows_and_visits(device, qkv, tail, rank):
     assert 0 < rows < 900
     found, without, dense = map(run, (last, config, config.with_tau(0.0)))
     for x, at in ((0, rows), (1, rows), (2, first)):
-        np.testing.assert_array_equal(found[x][:, :, :at], without[x][:, :, :at])
-        np.testing.assert_array_equal(found[x][:, :, at:], dense[x][:, :, at:])
+        np.testing.assert_array_equal(bits(found[x][:, :, :at]), bits(without[x][:, :, :at]))
+    np.testing.assert_array_equal(found[2][:, :, first:], dense[2][:, :, first:])
+    # Float32 sums of up to 1,100 of the same terms in another order, weights and outputs each rounded to the dtype.
+    o, o_at_0, lse, lse_at_0 = (device.host(x)[:, :, rows:] for x in (found[0], dense[0], found[1], dense[1]))
+    sums = 1100 * 2.0**-24
+    assert metrics.rel_l2(o, o_at_0) < 2 * float(ml_dtypes.finfo(device.dtype).eps) + sums
+    np.testing.assert_allclose(lse, lse_at_0, rtol=0, atol=2 * sums)
     assert (without[2][:, :, first:] < dense[2][:, :, first:]).any()
     assert without[3] < found[3] < dense[3]
 
@@ -74,6 +80,19 @@ def test_ragged_pages(device, packed, rng):
     lengths_q, lengths_k = [300, 65, 0, 401], [300, 70, 9, 530]
     host, config = packed(lengths_q, lengths_k), replace(device.config, tau=STOPS, dense_last=70)
     assert not differing(device, rng, host, lengths_q, lengths_k, 16, "HND", config=config)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_chunks_of_a_prompt(device, qkv, segments):
+    """A call for each is told which of its queries are among the prompt's last: together they are the whole call."""
+    q, k, v = (device.array(x) for x in qkv(900, heads=4, kv_heads=2))
+    config = replace(device.config, tau=STOPS, dense_last=200)
+    whole, chunk = s2o_attention(q, k, v, config=config), segments * config.segment
+    for begin in range(0, 900, chunk):
+        end = min(begin + chunk, 900)
+        own = config.of_chunk(begin, end, 900)
+        o = s2o_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], config=own)
+        np.testing.assert_array_equal(bits(o), bits(whole[:, :, begin:end]))
 
 
 def test_a_sample_counts_them(qkv):

@@ -142,6 +142,8 @@ __device__ __forceinline__ void antidiagonal_norms_mapped(const MappedAntidiagon
         if (s > 0) release(step - 1);
       }
       wgmma_wait<0>();
+      finished(d[0]);
+      finished(d[1]);
       release(step - 1);
     };
     const auto sees = [&](int first) {  // whether some of the 64 cells from there on see some of the tile

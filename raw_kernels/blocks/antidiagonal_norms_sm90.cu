@@ -102,6 +102,8 @@ __device__ __forceinline__ void antidiagonal_norms_sm90(const AntidiagonalParams
       wgmma_wait<1>();
     }
     wgmma_wait<0>();
+    finished(d[0]);
+    finished(d[1]);
     write_norms<Traits>(p, walk.head, walk.first_row + group * 128, walk.first_key, d);
   }
   cp_async_wait<0>();

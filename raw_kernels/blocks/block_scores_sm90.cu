@@ -58,6 +58,7 @@ __device__ __forceinline__ void block_scores_sm90(const BlockScoresParams& p, ty
   multiply(0, 1, true);  // and of k
   wgmma_commit();
   wgmma_wait<0>();
+  finished(d);
 
   const int lane = threadIdx.x % 32;
 #pragma unroll

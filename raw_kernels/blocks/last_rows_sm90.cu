@@ -106,6 +106,7 @@ struct LastRowsOf {
       wgmma_wait<1>();  // the next one's begins while this one's ends
       if (next > 0 || tile + 1 < tiles) named_arrive(kBarrier + next, kWaiting);
       wgmma_wait<0>();
+      finished(s);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty[stage]);
       use(tile, s);
     }

@@ -75,10 +75,14 @@ struct ListedRows : VisitingRows {
   __device__ __forceinline__ const int* key_order(const ListedAttentionParams& p) const {
     return p.lists.entries + p.lists.begins[list(p)];
   }
-  // Key number i; `order`: what key_order gave.
-  static __device__ __forceinline__ int key(const ListedAttentionParams& p, const int* order, int i) {
+  // The unit of key number i; `order`: what key_order gave.
+  static __device__ __forceinline__ int unit(const ListedAttentionParams& p, const int* order, int i) {
     asm volatile("" : "+r"(i));  // or what follows from a lane's first keys takes registers through all q tiles
-    return p.lists.key(order[i >> p.lists.unit_shift], i);
+    return order[i >> p.lists.unit_shift];
+  }
+  // Key number i, of which that is the unit; negative if it is -1.
+  static __device__ __forceinline__ int key(const ListedAttentionParams& p, int unit, int i) {
+    return p.lists.key(unit, i);
   }
 };
 

@@ -118,11 +118,14 @@ struct OrderedRows : VisitingRows {
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);
   }
-  // Key number i; `order`: what key_order gave.
-  static __device__ __forceinline__ int key(const AttentionParams& p, const int* order, int i) {
-    const Geometry& g = p.geometry;
+  // The unit of key number i; `order`: what key_order gave.
+  static __device__ __forceinline__ int unit(const AttentionParams& p, const int* order, int i) {
     asm volatile("" : "+r"(i));  // or what follows from a lane's first keys takes registers through all q tiles
-    return (order[i >> g.unit_shift] << g.unit_shift) + (i & g.unit_mask());
+    return order[i >> p.geometry.unit_shift];
+  }
+  // Key number i, of which that is the unit; negative if it is -1.
+  static __device__ __forceinline__ int key(const AttentionParams& p, int unit, int i) {
+    return (unit << p.geometry.unit_shift) + (i & p.geometry.unit_mask());
   }
 };
 

@@ -81,7 +81,7 @@ __device__ __forceinline__ void merge_row(const NsaParams& p, int64 row, int tok
   const auto add_part = [&](int slot, const uint4& part) {
     add_row<Traits>(o, __shfl_sync(kFullWarp, weight, slot % 32) * inverse, part);
   };
-  if (present != (kFullWarp >> (32 - p.slots))) {  // seldom is there one without a block
+  if (__popc(present) != p.slots) {  // seldom is there one without a block
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) x[i] = kept(i * kRows + lane / kLanes, x[i]);
   }

@@ -5,6 +5,9 @@
 //   key_middle: the same with the first kMiddle of these, of rows of more than kMiddleFrom
 //   key_order_head: the first kOrderHead, or all of a shorter row's, sorted by bucket, stable
 //
+//   Rows that visit all candidates have them in the order of their positions: q tiles side by side, which are the
+//   longest of all, then read the same keys at the same time, from L2.
+//
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores and orders are
 //
 // No atomic decides a place: the order is the same on every run.
@@ -154,11 +157,14 @@ __device__ __forceinline__ void sort_strata(const StrataTask& task, int first_pa
   }
 }
 
-__device__ __forceinline__ bool has_middle(const CandidateRow& row) { return row.count > spec::kMiddleFrom; }
+__device__ __forceinline__ bool has_middle(const CandidateRow& row) {
+  return row.count > spec::kMiddleFrom && !row.by_position;
+}
 
 // Blocks that a row takes.
 __device__ __forceinline__ int strata_blocks(const CandidateRow& row) {
-  return row.count <= spec::kOrderHead ? 0 : (Strata(row.count).pairs + kBlockPairs - 1) / kBlockPairs;
+  if (row.count <= spec::kOrderHead || row.by_position) return 0;
+  return (Strata(row.count).pairs + kBlockPairs - 1) / kBlockPairs;
 }
 
 // p.strata_blocks blocks are of two rows, a long one and a short one: those of the i-th segment from the end and from
@@ -252,6 +258,10 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
   if (row.count <= 0) return;
   const uint16* scores = p.scores + row.place;
   int* order = p.k_order + row.place;
+  if (row.by_position) {
+    for (int i = threadIdx.x; i < row.count; i += kSortThreads) order[i] = row.key(i);
+    return;
+  }
   if (row.count <= spec::kOrderHead) {
     if (row.count <= 8 * kSortThreads) {
       sort_row<8>(row, scores, nullptr, shared);

@@ -126,6 +126,7 @@ __device__ __forceinline__ void key_scores_sm90(const RankKeysParams& p, typenam
   for (int tile = 0; tile < tiles; ++tile) {
     if (tile + 1 < tiles) arrive(tile + 1);
     wgmma_wait<0>();
+    finished(d);
     uint32 packed[2][kTile / 8];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -311,7 +311,7 @@ struct AttentionTile {
     constexpr int kPairs = Traits::kDimTiles * 2;
     const int tile = i / kPairs, d = i % kPairs / 2, h = i % 2;
     const float inverse = l[tile][h] == 0.f ? 0.f : 1.f / l[tile][h];
-    return Element::pack(acc[tile][d][2 * h] * inverse, acc[tile][d][2 * h + 1] * inverse);
+    return pack_finite<Element>(acc[tile][d][2 * h] * inverse, acc[tile][d][2 * h + 1] * inverse);
   }
   __device__ __forceinline__ void finish_ladder(int q_tile, int rows) const {
     constexpr int kPairs = Traits::kDimTiles * 2;

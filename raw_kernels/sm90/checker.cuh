@@ -23,10 +23,10 @@ __device__ __forceinline__ void check_tile(typename Traits::Shared& shared, uint
     carries |= ((x.z & kExponents) + kLowest) | ((x.w & kExponents) + kLowest);
   }
   const bool nonfinite = __any_sync(kFullWarp, carries & 0x80008000u);
-  if (lane == 0) {
+  if (lane == 0)
     reinterpret_cast<volatile unsigned char*>(&shared.v_nonfinite[check_ring.slot])[warp] = nonfinite;
-    barrier_arrive(shared.v_checked[check_ring.slot]);
-  }
+  // Where rows are gathered, with all lanes: race detectors see those copies, and follow a thread's own arrivals.
+  if (kGathers || lane == 0) barrier_arrive(shared.v_checked[check_ring.slot]);
   check_ring.advance();
 }
 

@@ -54,7 +54,7 @@ struct Consumer : Products<Traits> {
 
   // Of a ladder: the outputs of all rows as they are, of the thread's pair i of them.
   __device__ __forceinline__ uint32 pair_of_output(int i, const float (&inverse)[2]) const {
-    return Element::pack(acc[i * 2] * inverse[i % 2], acc[i * 2 + 1] * inverse[i % 2]);
+    return pack_finite<Element>(acc[i * 2] * inverse[i % 2], acc[i * 2 + 1] * inverse[i % 2]);
   }
   __device__ __forceinline__ void inverses(float (&inverse)[2]) const {
 #pragma unroll

@@ -89,7 +89,7 @@ __device__ __forceinline__ void look_up_next(const Params& params, Shared& share
   if (shared.next.q_tile >= 0) {
     const int thread = threadIdx.x % kWarpgroup;
     shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + Rows::query(shared.next.q_order, row) : -1;
-    shared.next.key[thread] = row < shared.next.keys ? Rows::key(params, shared.next.k_order, row) : -1;
+    shared.next.unit[thread] = row < shared.next.keys ? Rows::unit(params, shared.next.k_order, row) : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
@@ -144,19 +144,25 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const int* order = rows.key_order(params);
-    const auto key = [&](int tile) {
+    // Of the key that this thread looks up for a tile: its unit, a load that is waited for by who asks for its key.
+    const auto unit = [&](int tile) {
       const int i = tile * kBlockN + row;
-      return i < count ? Rows::key(params, order, i) : -1;
+      return i < count ? Rows::unit(params, order, i) : -1;
     };
+    const auto key = [&](int unit, int tile) { return Rows::key(params, unit, tile * kBlockN + row); };
 
     const int position = nth == 0 ? rows(row) : shared.next.row[threadIdx.x];
-    int ahead = nth == 0 ? key(0) : shared.next.key[threadIdx.x];
+    int ahead = nth == 0 ? unit(0) : shared.next.unit[threadIdx.x];  // the next unit, on its way
     uint32 k_row, v_row = kNoRow;
-    [[maybe_unused]] int page, far;  // kPaged: the page of the key ahead, and the key after that, both on their way
-    if constexpr (kPaged) {
-      page = pages.page(pages.of(table_row), ahead);
-      far = key(1);
-    }
+    [[maybe_unused]] int paged_key, page;  // kPaged: the key before that unit's, and its page, on its way too
+    const auto look_up_page = [&](int tile) {
+      paged_key = key(ahead, tile);
+      int table = table_row;
+      if constexpr (kSkipsValues<Traits>) asm volatile("" : "+r"(table));  // registers do not suffice for its address
+      page = pages.page(pages.of(table), paged_key);
+      ahead = unit(tile + 1);
+    };
+    if constexpr (kPaged) look_up_page(0);
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
@@ -171,20 +177,16 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
       if (tile > tiles) continue;
       const uint32 v_before = v_row;
       if (tile < tiles) {
-        const int now = kPaged ? pages.slot_in(page, ahead) : ahead;
+        const int now = kPaged ? pages.slot_in(page, paged_key) : key(ahead, tile);
         k_row = k_units(now);
         v_row = value_units(now);
         asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
-        if (!kPaged && tile + 1 < tiles) ahead = key(tile + 1);
+        if (!kPaged && tile + 1 < tiles) ahead = unit(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
-        if constexpr (kPaged) {
-          ahead = far;
-          page = pages.page(pages.of(table_row), ahead);
-          far = key(tile + 2);
-        }
+        if constexpr (kPaged) look_up_page(tile + 1);
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);

@@ -57,7 +57,7 @@ struct NextTile {
   const int *q_order, *k_order;
   int q_tile, begin, rows, keys;
   float tau;
-  int row[kWarpgroup], key[kWarpgroup];  // looked up by each thread of the producer
+  int row[kWarpgroup], unit[kWarpgroup];  // looked up by each thread of the producer
 };
 
 template <class Element_, int kHeadDim_, int kStages_, bool kPaged_>
@@ -143,7 +143,7 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
       barrier_init(shared.q_empty[s], kConsumerWarps);
       barrier_init(shared.v_sent[s], 1);
-      barrier_init(shared.v_checked[s], kCheckers<kGathers>);
+      barrier_init(shared.v_checked[s], kGathers ? kCheckers<true> * 32 : kCheckers<false>);
       shared.v_nonfinite[s] = 0;
     }
     for (int s = 0; s < kPlaces; ++s) {

@@ -18,7 +18,7 @@ from ..arrays.arguments import check_out, describe
 from ..arrays.torch_transforms import check_derivatives
 from ..plan.launch_plan import is_dense
 from ..problem import Problem, cached_validate
-from ..spec import Geometry, S2OConfig
+from ..spec import S2OConfig
 from .agreement import agreement_of
 from .exchange import Exchange, as_bytes, exchange, side_stream, wait_for, wide
 from .head_exchange import attend_by_heads
@@ -306,7 +306,7 @@ class SequenceParallel:
             keys_of_all.send(max(1, needed))
             rows = slice(done, done := done + end - begin)
             keys, values = keys_of_all.kv[:end].permute(1, 2, 0, 3, 4)
-            own = _with_own_last(config, self.zigzag.seqlen, begin, end)
+            own = _of_chunk(config, begin, end, self.zigzag.seqlen)
             found = _attend(
                 q[:, rows], keys, values, out[:, rows], problem, own, return_lse,
                 await_keys=functools.partial(keys_of_all.wait, needed) if keys_of_all.awaits(needed) else None,
@@ -355,11 +355,7 @@ def _chunk_config(problem: Problem, config: S2OConfig, seqlen: int) -> S2OConfig
     return replace(config, dense_up_to=seqlen if dense else 0)
 
 
-@functools.lru_cache(maxsize=64)
-def _with_own_last(config: S2OConfig, seqlen: int, begin: int, end: int) -> S2OConfig:
-    """For the rows [begin, end) of a sequence, whole segments of it: which of them are among its dense last ones."""
-    dense_from = config.dense_from(Geometry(seqlen, seqlen, config.segment, unit=config.unit)) * config.segment
-    return replace(config, dense_last=max(0, end - max(begin, dense_from)))
+_of_chunk = functools.lru_cache(maxsize=64)(S2OConfig.of_chunk)  # likewise
 
 
 def _attend(

@@ -212,6 +212,7 @@ class S2O:
             "row_blocks": 0,
             "key_blocks": 0,
             "strata_blocks": strata_blocks(chunk),
+            "dense_from": self.setting.config.dense_from(self.setting.geometry),
             "scale_log2": self._scale_log2,
             "pages": build.pages,
         }

@@ -306,7 +306,7 @@ def compare(
 
     q [B, H, Lq, D] and k, v [B, Hkv, Lk, D] in the dtype that the GPU saw.
     """
-    from ..reference import key_order, s2o
+    from ..reference import s2o
     from ..stats import S2OStats
 
     unit = UNIT[problem.dtype]
@@ -378,7 +378,7 @@ def compare(
     # Key order given the GPU's scores: equal.
     parts = []
     for n in range(segments):
-        want = s2o.ranked_units(n, geometry)[key_order.order_keys(stages.scores[n])]
+        want = s2o.ordered_units(stages.scores[n], n, geometry, config)
         if want.shape[-1] < _listed(n, geometry):
             want = np.concatenate([want, np.full((*want.shape[:-1], 1), geometry.units)], axis=-1)
         parts.append(np.where(stages.k_order[n] != want, np.inf, 0.0))
