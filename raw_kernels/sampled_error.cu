@@ -88,8 +88,9 @@ __device__ __forceinline__ float error_at(const ChooseTausParams& p, int head, i
     difference += __shfl_xor_sync(kFullWarp, difference, stride);
     size += __shfl_xor_sync(kFullWarp, size, stride);
   }
-  // NaN keeps to nothing, and so do outputs whose size nobody can tell.
-  return difference == 0.f && size < infinity() ? 0.f : sqrtf(difference / size);
+  // Outputs whose size nobody can tell are off by more than whatever is asked for. NaN is a difference of infinities.
+  if (!(size < infinity())) return infinity();
+  return difference == 0.f ? 0.f : sqrtf(difference / size);
 }
 
 // The next ladder of a head, or its tau.

@@ -136,6 +136,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"tau": (0.5, 0.0, 0.01, 0.1), "heads": 4, "kv_heads": 2, "batch": 2, "head_dim": 128, "seqlen_q": 900},
     {"tau": (0.5, 0.0, 0.01, 0.1), "heads": 4, "head_dim": 256, "seqlen_q": 900, "options": {"tail": "first_order"}},
     {"tau": (0.5, 0.0), "block_m": 64, "block_n": 64, "seqlen_q": 900},
+    # The last queries visit all keys, in rounds by segments too; keys behind them, and more than a head of an order.
+    *({"options": {"dense_last": last}, "heads": 4, "kv_heads": 2, "seqlen_q": 900, "head_dim": 128, "tau": 0.2}
+      for last in (1, 300, 900)),
+    {"options": {"dense_last": 100, "rank": "mean"}, "seqlen_q": 500, "seqlen_k": 9000, "tau": 0.2},
+    {"options": {"dense_last": 100}, "is_causal": False, "seqlen_q": 500, "seqlen_k": 777, "tau": 0.2},
+    {"options": {"dense_last": 1500, **_ROUNDS["options"]}, "batch": 2, "seqlen_q": 4000, "head_dim": 16},
     # Heads.
     {"batch": 2, "heads": 8, "kv_heads": 1, "seqlen_q": 300},
     {"batch": 2, "heads": 6, "kv_heads": 2, "seqlen_q": 300},

@@ -228,12 +228,18 @@ FAULTS = [
         ("the short unit is the one before", "key order", "= row.short_unit;", "= row.short_unit - 1;"),
     ),
     *_faults(
+        "key_order_head", replace(UNITS, options={"unit": 8, "dense_last": 1}),
+        ("the last queries' keys go by score", "key order", "by_position(segment >= p.dense_from)",
+         "by_position(segment > p.dense_from)"),
+    ),
+    *_faults(
         "pass2", replace(UNITS, tau=0.0),
         ("half of a unit's keys come twice", "output", "(i & (1 << unit_shift) - 1)", "(i & (1 << unit_shift) - 2)"),
     ),
     *_faults(
         "pass2_sm90", replace(HOPPER, tau=0.0),
-        ("half of a unit's keys come twice", "output", "(i & g.unit_mask())", "(i & g.unit_mask() - 1)"),
+        ("half of a unit's keys come twice", "output", "(i & p.geometry.unit_mask())",
+         "(i & p.geometry.unit_mask() - 1)"),
     ),
     # The order stays a permutation, so that pass 2 reads nothing but keys.
     *_faults(

@@ -87,13 +87,25 @@ struct VisitingRows : QueryTile {
   __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
 };
 
+// A q tile of pass 2. Segments that visit all candidates come before the others, those of all heads: a block may take as
+// long for one of them as others do for a whole head.
+__device__ __forceinline__ QueryTile visiting_tile(const AttentionParams& p, uint32 q_tile) {
+  const bool dense = q_tile < p.dense_tiles;
+  const int others = p.chunk.segments - p.dense_segments;
+  Chunk chunk = p.chunk;
+  chunk.segments = dense ? p.dense_segments : others;
+  QueryTile found = query_tile<true>(chunk, p.tiles, dense ? q_tile : q_tile - p.dense_tiles);
+  if (dense) found.segment += others;
+  return found;
+}
+
 // Pass 2: row r is query begin + order[r].
 template <int kBlockM>
 struct OrderedRows : VisitingRows {
   const int* order;
   int begin, count;
   __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 q_tile)
-      : VisitingRows(query_tile<true>(p.chunk, p.tiles, q_tile)),
+      : VisitingRows(visiting_tile(p, q_tile)),
         order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
         begin(p.geometry.query_begin(segment)),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}

@@ -78,7 +78,7 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
   shared.next.begin = rows.begin;
   shared.next.keys = rows.keys(params.geometry);
   shared.next.rows = rows.count;
-  shared.next.tau = params.tau_of(rows.head, rows.segment);
+  shared.next.tau = params.tau_of(q_tile, rows.head);
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as
@@ -158,7 +158,8 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const auto look_up_page = [&](int tile) {
       paged_key = key(ahead, tile);
       int table = table_row;
-      if constexpr (kSkipsValues<Traits>) asm volatile("" : "+r"(table));  // registers do not suffice for its address
+      if constexpr (kSkipsValues<Traits> || Traits::kHeadDim > 128)
+        asm volatile("" : "+r"(table));  // registers do not suffice to keep its address
       page = pages.page(pages.of(table), paged_key);
       ahead = unit(tile + 1);
     };
