@@ -25,14 +25,15 @@ struct AttentionParams {
   float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;
-  int dense_segments;      // the last ones of the chunk, which visit all candidates
-  uint32 dense_tiles;      // q tiles of pass 2 that are of these, and come first
+  int dense_from;          // segments from here on visit all candidates
+  uint32 dense_tiles;      // q tiles of these; of near heads alone; all of near heads (pass 2)
+  uint32 near_dense_tiles, near_tiles;
   float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
   Pages pages;             // of a paged cache
 
-  // The share of the mass below which a q tile of pass 2, of a flattened head, stops.
-  __device__ __forceinline__ float tau_of(uint32 q_tile, int head) const {
-    return q_tile < dense_tiles ? 0.f : taus ? taus[head] : tau;
+  // The share of the mass below which q tiles of a flattened head and a segment stop.
+  __device__ __forceinline__ float tau_of(int head, int segment) const {
+    return segment >= dense_from ? 0.f : taus ? taus[head] : tau;
   }
 };
 

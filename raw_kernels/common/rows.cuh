@@ -87,28 +87,27 @@ struct VisitingRows : QueryTile {
   __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
 };
 
-// A q tile of pass 2. Segments that visit all candidates come before the others, those of all heads: a block may take as
-// long for one of them as others do for a whole head.
-__device__ __forceinline__ QueryTile visiting_tile(const AttentionParams& p, uint32 q_tile) {
-  const bool dense = q_tile < p.dense_tiles;
-  const int others = p.chunk.segments - p.dense_segments;
-  Chunk chunk = p.chunk;
-  chunk.segments = dense ? p.dense_segments : others;
-  QueryTile found = query_tile<true>(chunk, p.tiles, dense ? q_tile : q_tile - p.dense_tiles);
-  if (dense) found.segment += others;
-  return found;
-}
-
 // Pass 2: row r is query begin + order[r].
 template <int kBlockM>
 struct OrderedRows : VisitingRows {
   const int* order;
   int begin, count;
   __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 q_tile)
-      : VisitingRows(visiting_tile(p, q_tile)),
+      : VisitingRows(query_tile<true>(p.chunk, p.tiles, q_tile)),
         order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
         begin(p.geometry.query_begin(segment)),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+  // The q tile that comes n-th. Those that visit all candidates come first, of all heads: one takes as long as all others
+  // of near heads do together.
+  static __device__ __forceinline__ uint32 coming(const AttentionParams& p, uint32 n) {
+    if (p.dense_tiles == 0) return n;
+    const bool dense = n < p.dense_tiles;
+    const uint32 others = dense ? p.near_tiles - p.near_dense_tiles : p.near_dense_tiles;  // of near heads
+    if (!dense) n += p.near_dense_tiles - p.dense_tiles;
+#pragma unroll 1  // a division takes registers that pass 2 has not
+    for (uint32 end = dense ? p.near_dense_tiles : p.near_tiles; n >= end; end += p.near_tiles) n += others;
+    return n;
+  }
   // The query of a row is `begin` more than this; `order`: the tile's.
   static __device__ __forceinline__ int query(const int* order, int r) { return order[r]; }
   __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }

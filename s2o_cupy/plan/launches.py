@@ -83,7 +83,7 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    more = {**more, "dense_segments": 0, "dense_tiles": 0}  # a schedule says itself what is dense
+    more = {**more, "dense_from": plan.geometry.segments}  # a schedule says itself what is dense
     return attention_launch(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
@@ -102,8 +102,9 @@ def attention_launch(
     """A launch of a pass. ``counter``: where among the bytes of next_q_tile the launch has its own. ``further``: as of
     `Builder.launch`. ``more``: further parameters."""
     p, q_tiles = problem, chunk.rows * tiles
+    dense_from = config.dense_from(plan.geometry)
     end = chunk.first_segment + chunk.segments
-    dense_segments = max(0, end - max(config.dense_from(plan.geometry), chunk.first_segment))
+    dense_segments = max(0, end - max(dense_from, chunk.first_segment))
     values: dict[str, Any] = {
         **build.tensors,
         "geometry": build.geometry,
@@ -116,8 +117,10 @@ def attention_launch(
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
         "tau": head_taus.as_float32(config.tau) if isinstance(config.tau, float) else 0.0,
-        "dense_segments": dense_segments,
+        "dense_from": dense_from,
         "dense_tiles": dense_segments * chunk.heads * tiles,
+        "near_dense_tiles": dense_segments * chunk.near_heads * tiles,
+        "near_tiles": chunk.segments * chunk.near_heads * tiles,
         "cap_scale": min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
         "pages": build.pages,
         **more,
