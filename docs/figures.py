@@ -40,8 +40,10 @@ def _key(name: str) -> Callable[[Row], Any]:
 
 
 def _kind(row: Row) -> Any:
-    """Of rows with whole configurations: S2O's, or the name of a dense one."""
-    return f"S2O, {row['config']}" if "config" in row else row.get("attention")
+    """Of rows with whole configurations: S2O's, another method's, or the name of a dense one."""
+    if "config" not in row:
+        return row.get("attention")
+    return f"{row['attention'].replace('s2o', 'S2O')}, {row['config']}"
 
 
 def _ratio(above: str, below: str) -> Callable[[Row], Any]:
@@ -125,6 +127,21 @@ VIEWS: dict[str, list[Column]] = {
         ("of it attention", _key("attention_ms"), "ms"),
         ("of dense attention's time", _key("x_attention"), ".3f"),
     ],
+    # the same in short, models side by side (`_side_by_side`),
+    "models": [
+        ("tokens", _key("length"), ",d"),
+        ("attention", _kind, "s"),
+        *(
+            (heading.format(model), _key(f"{key}_of_{model}"), form)
+            for model in "AB"
+            for heading, key, form in (
+                ("{}: nats more than dense", "loss_difference", "+.4f"),
+                ("±", "loss_difference_sem", ".4f"),
+                ("{}: where text is copied", "copies_loss_difference", "+.4f"),
+                ("{}: of dense attention's time", "x_attention", ".3f"),
+            )
+        ),
+    ],
     # where in the text,
     "positions": [
         *_MODEL,
@@ -205,6 +222,17 @@ VIEWS: dict[str, list[Column]] = {
         ("keys exchanged ms", _key("gather_ms"), "ms"),
         ("rel_l2 to one GPU", _key("rel_l2"), "error"),
     ],
+    # NSA's forward, from benchmarks/nsa.py.
+    "nsa": [
+        ("tokens", _key("length"), ",d"),
+        ("query heads of a KV head", _key("group"), "d"),
+        ("NSA ms", _key("ms"), "ms"),
+        ("cuDNN ms", _key("cudnn_ms"), "ms"),
+        ("times as fast", _key("speedup"), ".2f"),
+        ("NSA ms, queued", _key("queued_ms"), "ms"),
+        ("cuDNN ms, queued", _key("cudnn_queued_ms"), "ms"),
+        ("times as fast", _key("queued_speedup"), ".2f"),
+    ],
     "ordering": [
         *_TOKENS,
         ("ordering ms", _key("ordering_ms"), "ms"),
@@ -263,6 +291,19 @@ def _with_losses(rows: list[Row], results: Path) -> tuple[list[Row], str]:
     return found, f"; losses: {_said(measured, [])}"
 
 
+def _side_by_side(rows: list[Row]) -> list[Row]:
+    """One row for the sparse rows of all models that attend alike, whose figures are then `..._of_<model>`."""
+    found: dict[Any, Row] = {}
+    for row in rows:
+        if "config" in row:
+            alike = found.setdefault((row["length"], _kind(row)), {key: row[key] for key in _ALIKE})
+            alike.update({f"{key}_of_{row['model']}": value for key, value in row.items()})
+    return list(found.values())
+
+
+_ALIKE = ("length", "attention", "config")
+
+
 def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
     """The table of one file in one view, with a line below that says where it comes from."""
     path = results / f"{name}.json"
@@ -271,6 +312,9 @@ def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
     result = json.loads(path.read_text(encoding="utf-8"))
     rows: list[Row] = result["rows"]
     rows, more = _with_losses(rows, results) if view == "cost" else (rows, "")
+    models = list(dict.fromkeys(row.get("model") for row in rows))
+    rows = sorted(rows, key=lambda row: (models.index(row.get("model")), row["length"] if row.get("model") else 0))
+    rows = _side_by_side(rows) if view == "models" else rows
     varied = [c for c in _CONDITIONS if len({c[1](row) for row in rows}) > 1]
     columns = [c for c in (*varied, *VIEWS[view]) if any(c[1](row) is not None for row in rows)]
     lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|" + " ---: |" * len(columns)]

@@ -159,9 +159,11 @@ def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[flo
 
 
 def draw_methods(
-    path: str, methods: Mapping[str, Sequence[tuple[float, float, str]]], labels: tuple[str, str], title: str
-) -> None:
-    """Write a picture of error, a mark for each (x, error, settings) of each method. ``labels``: of x and of errors."""
+    path: str, methods: Mapping[str, Sequence[tuple[float, float, str]]], labels: tuple[str, str], title: str,
+    linear_to: float = 0.0,
+) -> None:  # fmt: skip
+    """Write a picture of error, a mark for each (x, error, settings) of each method. ``labels``: of x and of errors.
+    ``linear_to``: where errors may be below 0, the size up to which their axis is linear."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -170,16 +172,22 @@ def draw_methods(
     with plt.rc_context(_STYLE):
         figure, axis = plt.subplots(figsize=(7.5, 5), layout="constrained")
         for i, (name, points) in enumerate(methods.items()):
-            shown = [(x, max(y, SMALLEST_ERROR), settings) for x, y, settings in sorted(points)]
+            shown = [(x, y if linear_to else max(y, SMALLEST_ERROR), settings) for x, y, settings in sorted(points)]
             at = [x for x, _, _ in shown], [y for _, y, _ in shown]
             axis.plot(*at, "-", marker="osD^vP*X"[i % 8], ms=6, lw=1, label=name)
             for x, y, settings in shown:
                 axis.annotate(
                     settings, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=7.5, color="#444444"
                 )
-        axis.axvline(1, color="#999999", ls=":", lw=1)
+        if max((x for points in methods.values() for x, _, _ in points), default=1) > 0.7:
+            axis.axvline(1, color="#999999", ls=":", lw=1)
         axis.margins(x=0.12, y=0.1)
-        axis.set(xlim=(0, None), yscale="log", xlabel=labels[0], ylabel=labels[1])
+        axis.set(xlim=(0, None), xlabel=labels[0], ylabel=labels[1])
+        if linear_to:
+            axis.set_yscale("symlog", linthresh=linear_to)
+            axis.axhline(0, color="#999999", ls=":", lw=1)
+        else:
+            axis.set_yscale("log")
         axis.set_title(title)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
