@@ -334,14 +334,17 @@ class S2OConfig:
             raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
         return tuple(self.tau) if isinstance(self.tau, Sequence) else (self.tau,) * heads
 
+    def last_of_prompt(self, seqlen: int) -> int:
+        """How many queries at the end of a prompt of ``seqlen`` tokens attend to all their keys, by `dense_last`."""
+        if self.dense_last is not None:
+            return self.dense_last
+        last = max(DENSE_LAST, self.segment)
+        return last if self.rank == "weight" and seqlen >= DENSE_LAST_PART * last else 0
+
     def dense_from(self, geometry: Geometry) -> int:
         """The first of the segments at the end that never stop, by `dense_last`; if none does, how many there are."""
-        last = self.dense_last
-        if last is None:
-            last = max(DENSE_LAST, geometry.segment)
-            is_prompt = geometry.is_causal and geometry.offset == 0
-            if self.rank != "weight" or not is_prompt or geometry.seqlen_q < DENSE_LAST_PART * last:
-                last = 0
+        is_prompt = geometry.is_causal and geometry.offset == 0
+        last = self.last_of_prompt(geometry.seqlen_q) if is_prompt else self.dense_last
         return max(0, geometry.seqlen_q - last) // geometry.segment if last else geometry.segments
 
     def errors(self, heads: int) -> tuple[float, ...]:

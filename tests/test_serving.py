@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +19,14 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.integrations import plugins
+from s2o_cupy.integrations import plugins, serving
 from s2o_cupy.integrations.serving import (
     Counts,
+    Run,
     ServingSettings,
+    attend,
     cut,
+    ended,
     kind_of_request,
     why_not_shape,
 )
@@ -123,6 +127,48 @@ def test_runs_cover_a_batch(requests):
     assert owner == [taken for n, taken in requests for _ in range(n)]
     assert all(run.tokens.start < run.tokens.stop and list(run.lengths) == lengths[run.requests] for run in runs)
     assert all(a.s2o != b.s2o for a, b in itertools.pairwise(runs))
+
+
+@pytest.mark.parametrize(
+    ("queries", "budget", "step", "expected"),
+    [
+        ([8192], 8192, 1, [False]),  # a chunk of a prompt, which may go on
+        ([8191], 8192, 1, [True]),
+        ([8190], 8192, 16, [False]),  # chunks are of whole pages
+        ([5000, 3000, 192], 8192, 1, [True, True, False]),
+        ([1, 8190, 1], 8192, 1, [True, False, True]),  # decoding beside it
+        ([1] * 8, 8, 1, [True] * 8),
+        ([100, 200], None, 1, [True, True]),
+        ([100, 200], -1, 1, [True, True]),  # SGLang's word for no chunks
+    ],
+)  # fmt: skip
+def test_which_prompts_end(queries, budget, step, expected):
+    assert ended([(n, n) for n in queries], budget, step) == expected
+
+
+def test_runs_end_their_prompts_or_do_not():
+    lengths = [(200, 9000), (0, 0), (200, 8200), (1, 9000), (300, 20_000), (200, 8300)]
+    kinds = ["s2o", "short", "s2o", "decoding", "s2o", "s2o"]
+    runs = cut(lengths, kinds, [True, False, True, False, False, True])
+    assert [(run.s2o, run.ends, run.requests) for run in runs] == [
+        (True, True, slice(0, 3)), (False, True, slice(3, 4)), (True, False, slice(4, 5)), (True, True, slice(5, 6)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "expected"),
+    [({}, 8192, 256), ({}, 8191, 0), ({"dense_last": 7}, 8192, 7), ({"rank": "mean"}, 9000, 0)],
+)
+def test_the_last_queries_of_prompts_alone_attend_densely(monkeypatch, settings, longest, expected):
+    """Those of a prompt that ends here, also in a chunk; no last queries of a chunk before."""
+    seen = []
+    monkeypatch.setattr(serving, "s2o_attention_paged", lambda *_, config, **__: seen.append(config))
+    q, table, config = np.zeros((500, 1, 8)), np.zeros((2, 1)), S2OConfig(**settings)
+    lengths = ((200, longest), (300, 20_000))
+    for ends in (True, False):
+        attend(Run(True, slice(0, 2), slice(0, 500), lengths, ends), q, q, q, table, q, config, 1.0, 0.0)
+    assert [x.dense_last for x in seen] == [expected, 0]
+    assert {replace(x, dense_last=config.dense_last) for x in seen} == {config}
 
 
 def test_entry_points():

@@ -154,6 +154,15 @@ def ready(engine: Engine) -> Any:
     return engine, backend, served, batch
 
 
+@pytest.mark.parametrize(("budget", "ends"), [(488, [True, True]), (487, [True, False]), (-1, [True, True])])
+def test_prompts_that_go_on(ready, monkeypatch, budget, ends):
+    """Where a pass has no page left the last prompt may."""
+    _, backend, _, batch = ready
+    server_args = types.SimpleNamespace(chunked_prefill_size=budget)
+    monkeypatch.setattr(backend._s2o.runner, "server_args", server_args, raising=False)
+    assert [run.ends for run in backend._s2o._plan(batch, 0).runs if run.s2o] == ends
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_batch_is_cut(engine, page_size, monkeypatch):
     """Each request attends exactly once, and to its own keys: S2O's at tau 0, which is dense."""

@@ -82,7 +82,8 @@ class Engine:
     def config(self, **settings: Any) -> Any:
         additional = {"s2o": SETTINGS | settings}
         if not self.real:
-            return types.SimpleNamespace(additional_config=additional)
+            scheduler = types.SimpleNamespace(max_num_batched_tokens=8192, long_prefill_token_threshold=0)
+            return types.SimpleNamespace(additional_config=additional, scheduler_config=scheduler)
         from vllm.config import DeviceConfig, VllmConfig
 
         config = VllmConfig(additional_config=additional, device_config=DeviceConfig(device=self.like.q.device.type))
@@ -188,6 +189,23 @@ def test_a_batch_is_cut(engine, by_head):
     ]
     assert [x["max_seqlen_q"] for x in engine.calls] == [30, 40]
     assert engine.plugin.counts.calls == {"s2o": 3, "decoding": 2, "short": 1, "few queries": 1}
+
+
+@pytest.mark.parametrize(
+    ("budget", "threshold", "ends"),
+    [
+        (473, 0, [True, True]), (472, 0, [True, False]), (9999, 130, [True, False, True]),
+        (9999, 200, [False, True, True]),
+    ],
+)  # fmt: skip
+def test_prompts_that_go_on(engine, budget, threshold, ends):
+    """Where a pass has no room left the last prompt may, and a chunk of the longest length that is scheduled."""
+    served = Served.make()
+    _, table = in_cache(served)
+    builder = engine.builder()
+    builder._budget, builder._longest = budget, threshold
+    metadata = builder.build(0, engine.common(served, table))
+    assert [run.ends for run, _ in metadata.parts if run.s2o] == ends
 
 
 @pytest.mark.gpu

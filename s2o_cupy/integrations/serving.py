@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
@@ -17,7 +17,7 @@ from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import config_of, read_settings
 from .fallbacks import CallCounts, Kinds
 
-__all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "kind_of_request", "why_not_shape"]
+__all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "why_not_shape"]
 
 Tensor = Any  # torch.Tensor
 
@@ -169,6 +169,7 @@ class Run(NamedTuple):
     requests: slice
     tokens: slice  # rows of q
     lengths: tuple[tuple[int, int], ...]  # queries and keys of each request
+    ends: bool = True  # of S2O's: a request's last query is the last of its prompt
 
 
 def kind_of_request(seqlen_q: int, seqlen_k: int, settings: ServingSettings) -> str:
@@ -180,20 +181,35 @@ def kind_of_request(seqlen_q: int, seqlen_k: int, settings: ServingSettings) -> 
     return "few queries" if seqlen_q < settings.block_m else "s2o"
 
 
-def cut(lengths: Sequence[tuple[int, int]], kinds: Sequence[str]) -> tuple[Run, ...]:
-    """A batch, cut where S2O's requests border on others. Requests without queries, as padding of a batch, go with
-    those before them."""
-    flags: list[bool] = []
-    for (seqlen_q, _), kind in zip(lengths, kinds, strict=True):
-        flags.append(kind == "s2o" if seqlen_q else bool(flags) and flags[-1])
+def ended(lengths: Sequence[tuple[int, int]], budget: int | None, step: int = 1) -> list[bool]:
+    """Of each request of a pass, whether its prompt ends with its last query, as far as its lengths tell: a scheduler
+    fills a pass with whole prompts, in ``step`` tokens, and cuts the last one where ``budget`` of them are reached."""
+    found = [True] * len(lengths)
+    if budget is not None and 0 < budget < sum(seqlen_q for seqlen_q, _ in lengths) + step:
+        prompts = [i for i, (seqlen_q, _) in enumerate(lengths) if seqlen_q > 1]
+        found = [i not in prompts[-1:] for i in range(len(lengths))]
+    return found
+
+
+def cut(
+    lengths: Sequence[tuple[int, int]], kinds: Sequence[str], ends: Sequence[bool] | None = None
+) -> tuple[Run, ...]:
+    """A batch, cut where S2O's requests border on others, and those that end their prompts on those that do not (by
+    ``ends``, all by default). Requests without queries, as padding of a batch, go with those before them."""
+    flags: list[tuple[bool, bool]] = []
+    for (seqlen_q, _), kind, end in zip(lengths, kinds, ends or [True] * len(lengths), strict=True):
+        if seqlen_q:
+            flags.append((kind == "s2o", end or kind != "s2o"))
+        else:
+            flags.append(flags[-1] if flags else (False, True))
     runs = []
     begin, first = 0, 0
-    for s2o, same in itertools.groupby(flags):
+    for (s2o, ending), same in itertools.groupby(flags):
         end = first + len(list(same))
         of_run = tuple(lengths[first:end])
         rows = sum(seqlen_q for seqlen_q, _ in of_run)
         if rows:
-            runs.append(Run(s2o, slice(first, end), slice(begin, begin + rows), of_run))
+            runs.append(Run(s2o, slice(first, end), slice(begin, begin + rows), of_run, ending))
         begin, first = begin + rows, end
     return tuple(runs)
 
@@ -205,13 +221,20 @@ def why_not_shape(head_dim: int, head_dim_v: int, page_size: int) -> str | None:
     return "page size" if page_size & (page_size - 1) else None
 
 
+@functools.lru_cache(maxsize=64)  # layers share it
+def _with_last(config: S2OConfig, last: int) -> S2OConfig:
+    return replace(config, dense_last=last)
+
+
 def attend(
     run: Run, q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, out: Tensor, config: S2OConfig,
     scale: float, softcap: float,
 ) -> None:  # fmt: skip
     """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] and page_table are those of the whole batch;
-    k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies."""
+    k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies. The last queries
+    of prompts attend densely, not those of chunks before."""
     lengths_q, lengths_k = zip(*run.lengths, strict=True)
+    config = _with_last(config, config.last_of_prompt(min(lengths_k)) if run.ends else 0)
     s2o_attention_paged(
         q[run.tokens], k_pages, v_pages, page_table[run.requests], seqlen_k=list(lengths_k),
         cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=config, scale=scale, softcap=softcap,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .serving import Counts, Run, ServingSettings, attend, cut, kind_of_request, why_not_shape
+from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, why_not_shape
 
 try:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -202,7 +202,10 @@ class _Prefill:
             queries, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
             lengths = [(int(n), int(n) + int(cached)) for n, cached in zip(queries, before, strict=True)]
             kinds = [kind_of_request(*pair, self.settings) for pair in lengths]
-            plan = self.plan = _Plan(batch, layer, kinds, cut(lengths, kinds))
+            # `orig_seq_lens` would say it, on the device: the host does not wait for that.
+            budget = getattr(getattr(self.runner, "server_args", None), "chunked_prefill_size", None)
+            ends = ended(lengths, budget, self.runner.page_size)
+            plan = self.plan = _Plan(batch, layer, kinds, cut(lengths, kinds, ends))
         plan.layer = layer
         return plan
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..spec import S2OConfig
-from .serving import Counts, Run, ServingSettings, attend, cut, kind_of_request, why_not_shape
+from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, why_not_shape
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -95,6 +95,9 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.settings = settings_of(vllm_config)
+        scheduler = getattr(vllm_config, "scheduler_config", None)
+        self._budget: int | None = getattr(scheduler, "max_num_batched_tokens", None)  # of a pass
+        self._longest: int = getattr(scheduler, "long_prefill_token_threshold", 0)  # chunk of a prompt, if not 0
         self._whole: str | None = None  # why no batch is cut now
 
     def build(
@@ -118,7 +121,9 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
         counted = Counter(kind for kind, (seqlen_q, _) in zip(kinds, lengths, strict=True) if seqlen_q)
         if "s2o" not in counted:
             return _metadata(of_batch, (), counted)
-        parts = tuple((run, None if run.s2o else self._of_run(common, run)) for run in cut(lengths, kinds))
+        ends = ended(lengths, self._budget)
+        ends = [end and seqlen_q != self._longest for end, (seqlen_q, _) in zip(ends, lengths, strict=True)]
+        parts = tuple((run, None if run.s2o else self._of_run(common, run)) for run in cut(lengths, kinds, ends))
         return _metadata(of_batch, parts, counted)
 
     def _why_not(self, common: CommonAttentionMetadata) -> str | None:
