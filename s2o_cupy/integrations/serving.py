@@ -197,9 +197,9 @@ def cut(
     """A batch, cut where S2O's requests border on others, and those that end their prompts on those that do not (by
     ``ends``, all by default). Requests without queries, as padding of a batch, go with those before them."""
     flags: list[tuple[bool, bool]] = []
-    for (seqlen_q, _), kind, end in zip(lengths, kinds, ends or [True] * len(lengths), strict=True):
+    for (seqlen_q, _), kind, ending in zip(lengths, kinds, ends or [True] * len(lengths), strict=True):
         if seqlen_q:
-            flags.append((kind == "s2o", end or kind != "s2o"))
+            flags.append((kind == "s2o", ending or kind != "s2o"))
         else:
             flags.append(flags[-1] if flags else (False, True))
     runs = []
