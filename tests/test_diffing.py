@@ -46,7 +46,7 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
             scores.append(key_order.log_weights(s2o.key_scores(pooled, counts, k, n, geometry), scale))
         else:
             scores.append(s2o.unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16))
-        units = s2o.ranked_units(n, geometry)[key_order.order_keys(scores[n])]
+        units = s2o.ordered_units(scores[n], n, geometry, config)
         positions.append(s2o.unit_positions(units, n, geometry))
         short = int(geometry.candidates(n) % geometry.unit > 0)
         k_order.append(np.pad(units, ((0, 0), (0, 0), (0, short)), constant_values=geometry.units))
