@@ -134,7 +134,9 @@ def test_runs_cover_a_batch(requests):
     [
         ([8192], 8192, 1, [False]),  # a chunk of a prompt, which may go on
         ([8191], 8192, 1, [True]),
-        ([8190], 8192, 16, [False]),  # chunks are of whole pages
+        ([8192], 8200, 16, [False]),  # chunks are of whole pages
+        ([100, 100, 7968], 8200, 16, [True, True, False]),
+        ([100, 100, 7950], 8200, 16, [True, True, True]),
         ([5000, 3000, 192], 8192, 1, [True, True, False]),
         ([1, 8190, 1], 8192, 1, [True, False, True]),  # decoding beside it
         ([1] * 8, 8, 1, [True] * 8),

@@ -154,9 +154,9 @@ def ready(engine: Engine) -> Any:
     return engine, backend, served, batch
 
 
-@pytest.mark.parametrize(("budget", "ends"), [(488, [True, True]), (487, [True, False]), (-1, [True, True])])
+@pytest.mark.parametrize(("budget", "ends"), [(530, [True, True]), (529, [True, False]), (-1, [True, True])])
 def test_prompts_that_go_on(ready, monkeypatch, budget, ends):
-    """Where a pass has no page left the last prompt may."""
+    """Where a pass, each prompt counted in whole pages, has no page left, the last prompt may."""
     _, backend, _, batch = ready
     server_args = types.SimpleNamespace(chunked_prefill_size=budget)
     monkeypatch.setattr(backend._s2o.runner, "server_args", server_args, raising=False)

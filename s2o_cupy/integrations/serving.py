@@ -183,11 +183,14 @@ def kind_of_request(seqlen_q: int, seqlen_k: int, settings: ServingSettings) -> 
 
 def ended(lengths: Sequence[tuple[int, int]], budget: int | None, step: int = 1) -> list[bool]:
     """Of each request of a pass, whether its prompt ends with its last query, as far as its lengths tell: a scheduler
-    fills a pass with whole prompts, in ``step`` tokens, and cuts the last one where ``budget`` of them are reached."""
+    fills a pass with prompts, each counted in whole ``step`` tokens, and cuts the last one where ``budget`` tokens are
+    reached."""
     found = [True] * len(lengths)
-    if budget is not None and 0 < budget < sum(seqlen_q for seqlen_q, _ in lengths) + step:
-        prompts = [i for i, (seqlen_q, _) in enumerate(lengths) if seqlen_q > 1]
-        found = [i not in prompts[-1:] for i in range(len(lengths))]
+    prompts = [i for i, (seqlen_q, _) in enumerate(lengths) if seqlen_q > 1]
+    others = sum(seqlen_q for seqlen_q, _ in lengths if seqlen_q <= 1)
+    if prompts and budget is not None and budget > 0:
+        room = budget - others - sum(-(-lengths[i][0] // step) * step for i in prompts)
+        found[prompts[-1]] = room >= step
     return found
 
 

@@ -96,7 +96,9 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.settings = settings_of(vllm_config)
         scheduler = getattr(vllm_config, "scheduler_config", None)
-        self._budget: int | None = getattr(scheduler, "max_num_batched_tokens", None)  # of a pass
+        self._budget: int | None = getattr(scheduler, "max_num_scheduled_tokens", None) or getattr(
+            scheduler, "max_num_batched_tokens", None
+        )
         self._longest: int = getattr(scheduler, "long_prefill_token_threshold", 0)  # chunk of a prompt, if not 0
         self._whole: str | None = None  # why no batch is cut now
 
