@@ -81,7 +81,8 @@ def _look(
     ladders: Sequence[tuple[float, ...]], pieces: Sequence[_Piece], weights: Sequence[float],
     points: Sequence[dict[float, float]],
 ) -> None:  # fmt: skip
-    """Adds to each head's ``points`` the errors at its ladder's taus."""
+    """Adds to each head's ``points`` the errors at its ladder's taus; not a number, on a GPU infinity, where the dense
+    output is not finite."""
     size = sum(weight * piece.size for weight, piece in zip(weights, pieces, strict=True))  # [H]
     for taus in zip(*ladders, strict=True):  # one for each head
         off = sum(weight * piece.off(taus) for weight, piece in zip(weights, pieces, strict=True))  # [H]

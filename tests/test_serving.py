@@ -130,22 +130,28 @@ def test_runs_cover_a_batch(requests):
 
 
 @pytest.mark.parametrize(
-    ("queries", "budget", "step", "expected"),
+    ("queries", "budget", "step", "goes_on"),
     [
-        ([8192], 8192, 1, [False]),  # a chunk of a prompt, which may go on
-        ([8191], 8192, 1, [True]),
-        ([8192], 8200, 16, [False]),  # chunks are of whole pages
-        ([100, 100, 7968], 8200, 16, [True, True, False]),
-        ([100, 100, 7950], 8200, 16, [True, True, True]),
-        ([5000, 3000, 192], 8192, 1, [True, True, False]),
-        ([1, 8190, 1], 8192, 1, [True, False, True]),  # decoding beside it
-        ([1] * 8, 8, 1, [True] * 8),
-        ([100, 200], None, 1, [True, True]),
-        ([100, 200], -1, 1, [True, True]),  # SGLang's word for no chunks
+        ([8192], 8192, 1, 0),  # a chunk of a prompt
+        ([8191], 8192, 1, None),
+        ([8192], 8207, 16, 0),  # chunks are of whole pages
+        ([8192], 8208, 16, None),
+        ([8190], 8207, 16, 0),
+        ([1, 8190, 1], 8192, 1, 1),  # decoding beside it
+        ([1, 8189, 1], 8192, 1, None),
+        ([5000, 3192], 8192, 1, None),  # one of them may, and nobody knows which
+        ([1] * 8, 8, 1, None),
+        ([200], None, 1, None),
+        ([200], -1, 1, None),  # SGLang's word for no chunks
     ],
-)  # fmt: skip
-def test_which_prompts_end(queries, budget, step, expected):
-    assert ended([(n, n) for n in queries], budget, step) == expected
+)
+def test_which_prompts_end(queries, budget, step, goes_on):
+    assert ended([(n, n) for n in queries], budget, step) == [i != goes_on for i in range(len(queries))]
+
+
+def test_drafted_tokens_are_no_prompt():
+    lengths = [(4, 9000), (8188, 8188)]
+    assert ended(lengths, 8192, of_prompts=[False, True]) == [True, False]
 
 
 def test_runs_end_their_prompts_or_do_not():
@@ -158,7 +164,7 @@ def test_runs_end_their_prompts_or_do_not():
 
 
 @pytest.mark.parametrize(
-    ("settings", "longest", "expected"),
+    ("settings", "longest", "expected"),  # of two prompts
     [({}, 8192, 256), ({}, 8191, 0), ({"dense_last": 7}, 8192, 7), ({"rank": "mean"}, 9000, 0)],
 )
 def test_the_last_queries_of_prompts_alone_attend_densely(monkeypatch, settings, longest, expected):
@@ -166,7 +172,7 @@ def test_the_last_queries_of_prompts_alone_attend_densely(monkeypatch, settings,
     seen = []
     monkeypatch.setattr(serving, "s2o_attention_paged", lambda *_, config, **__: seen.append(config))
     q, table, config = np.zeros((500, 1, 8)), np.zeros((2, 1)), S2OConfig(**settings)
-    lengths = ((200, longest), (300, 20_000))
+    lengths = ((200, longest), (300, 1000))
     for ends in (True, False):
         attend(Run(True, slice(0, 2), slice(0, 500), lengths, ends), q, q, q, table, q, config, 1.0, 0.0)
     assert [x.dense_last for x in seen] == [expected, 0]

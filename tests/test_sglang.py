@@ -154,13 +154,15 @@ def ready(engine: Engine) -> Any:
     return engine, backend, served, batch
 
 
-@pytest.mark.parametrize(("budget", "ends"), [(530, [True, True]), (529, [True, False]), (-1, [True, True])])
-def test_prompts_that_go_on(ready, monkeypatch, budget, ends):
-    """Where a pass, each prompt counted in whole pages, has no page left, the last prompt may."""
-    _, backend, _, batch = ready
+@pytest.mark.parametrize(("budget", "ends"), [(226, True), (225, False), (-1, True)])
+def test_a_prompt_that_goes_on(engine, monkeypatch, budget, ends):
+    """One that fills a pass by itself, counted in whole pages."""
+    served, runner = Served.make([(1, 300), (200, 500), (1, 64)]), engine.runner(16)
+    backend = engine.plugin.make_backend(runner)
     server_args = types.SimpleNamespace(chunked_prefill_size=budget)
-    monkeypatch.setattr(backend._s2o.runner, "server_args", server_args, raising=False)
-    assert [run.ends for run in backend._s2o._plan(batch, 0).runs if run.s2o] == ends
+    monkeypatch.setattr(runner, "server_args", server_args, raising=False)
+    runs = backend._s2o._plan(engine.batch(runner, served, 16), 0).runs
+    assert [run.ends for run in runs if run.s2o] == [ends]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -192,15 +192,16 @@ def test_a_batch_is_cut(engine, by_head):
 
 
 @pytest.mark.parametrize(
-    ("budget", "threshold", "ends"),
+    ("lengths", "budget", "threshold", "ends"),
     [
-        (473, 0, [True, True]), (472, 0, [True, False]), (9999, 130, [True, False, True]),
-        (9999, 200, [False, True, True]),
+        ([(1, 300), (200, 500), (1, 64)], 203, 0, [True]), ([(1, 300), (200, 500), (1, 64)], 202, 0, [False]),
+        (LENGTHS, 472, 0, [True, True]), (LENGTHS, 9999, 130, [True, False, True]),
+        (LENGTHS, 9999, 200, [False, True, True]),
     ],
 )  # fmt: skip
-def test_prompts_that_go_on(engine, budget, threshold, ends):
-    """Where a pass has no room left the last prompt may, and a chunk of the longest length that is scheduled."""
-    served = Served.make()
+def test_prompts_that_go_on(engine, lengths, budget, threshold, ends):
+    """One that fills a pass by itself, and a chunk of the longest length that is scheduled."""
+    served = Served.make(lengths)
     _, table = in_cache(served)
     builder = engine.builder()
     builder._budget, builder._longest = budget, threshold

@@ -73,7 +73,7 @@ struct PackedRows : QueryTile {
   }
 };
 
-// What q tiles of pass 2 have in common: their rows visit a list of keys, most important first.
+// What q tiles of pass 2 have in common: their rows visit a list of keys in its order.
 struct VisitingRows : QueryTile {
   static constexpr bool kOrdered = true, kMayBeEmpty = true;
   __device__ __forceinline__ explicit VisitingRows(const QueryTile& q_tile) : QueryTile(q_tile) {}
@@ -97,8 +97,8 @@ struct OrderedRows : VisitingRows {
         order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
         begin(p.geometry.query_begin(segment)),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
-  // The q tile that comes n-th. Those that visit all candidates come first, of all heads: one takes as long as all others
-  // of near heads do together.
+  // The q tile that comes n-th. Those that visit all candidates come first, of all heads: one of a long sequence may take
+  // as long as all others of near heads do together (docs/notebook/accuracy.md).
   static __device__ __forceinline__ uint32 coming(const AttentionParams& p, uint32 n) {
     if (p.dense_tiles == 0) return n;
     const bool dense = n < p.dense_tiles;
@@ -125,7 +125,7 @@ struct OrderedRows : VisitingRows {
   // Whether anything is to be written: pass 1 has written the rows of a tile without candidates.
   __device__ __forceinline__ bool has_work(const AttentionParams& p) const { return keys(p.geometry) > 0; }
 
-  // Units of the candidates, most important first.
+  // Units of the candidates, most important first, or of dense segments by position.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);
   }

@@ -181,16 +181,22 @@ def kind_of_request(seqlen_q: int, seqlen_k: int, settings: ServingSettings) -> 
     return "few queries" if seqlen_q < settings.block_m else "s2o"
 
 
-def ended(lengths: Sequence[tuple[int, int]], budget: int | None, step: int = 1) -> list[bool]:
-    """Of each request of a pass, whether its prompt ends with its last query, as far as its lengths tell: a scheduler
-    fills a pass with prompts, each counted in whole ``step`` tokens, and cuts the last one where ``budget`` tokens are
-    reached."""
+def ended(
+    lengths: Sequence[tuple[int, int]], budget: int | None, step: int = 1, of_prompts: Sequence[bool] | None = None
+) -> list[bool]:
+    """Of each request of a pass, whether its prompt ends with its last query, as far as its lengths tell.
+
+    A scheduler fills a pass with prompts, each counted in whole ``step`` tokens, and cuts one where ``budget`` tokens
+    are reached. So a prompt that fills a pass by itself goes on. Of several one may: nobody can tell which, and all are
+    taken to end, which costs no more than time. ``of_prompts``: which requests are prompts; by default those of more
+    than one query.
+    """
     found = [True] * len(lengths)
-    prompts = [i for i, (seqlen_q, _) in enumerate(lengths) if seqlen_q > 1]
-    others = sum(seqlen_q for seqlen_q, _ in lengths if seqlen_q <= 1)
-    if prompts and budget is not None and budget > 0:
-        room = budget - others - sum(-(-lengths[i][0] // step) * step for i in prompts)
-        found[prompts[-1]] = room >= step
+    prompts = [i for i, (seqlen_q, _) in enumerate(lengths) if seqlen_q > 1 and (of_prompts is None or of_prompts[i])]
+    if len(prompts) == 1 and budget is not None and budget > 0:
+        queries = lengths[prompts[0]][0]
+        others = sum(seqlen_q for seqlen_q, _ in lengths) - queries
+        found[prompts[0]] = budget - others - -(-queries // step) * step >= step
     return found
 
 
@@ -237,7 +243,7 @@ def attend(
     k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies. The last queries
     of prompts attend densely, not those of chunks before."""
     lengths_q, lengths_k = zip(*run.lengths, strict=True)
-    config = _with_last(config, config.last_of_prompt(min(lengths_k)) if run.ends else 0)
+    config = _with_last(config, config.last_of_prompt(max(lengths_k)) if run.ends else 0)
     s2o_attention_paged(
         q[run.tokens], k_pages, v_pages, page_table[run.requests], seqlen_k=list(lengths_k),
         cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=config, scale=scale, softcap=softcap,

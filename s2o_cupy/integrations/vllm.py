@@ -116,6 +116,7 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
         keys = common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
         lengths = [(end - begin, n) for begin, end, n in zip(starts, starts[1:], keys, strict=False)]
         kinds = [kind_of_request(*pair, self.settings) for pair in lengths]
+        of_prompts = None
         if common.is_prefilling is not None:  # or drafted tokens are checked, whose lengths are only bounds
             of_prompts = common.is_prefilling[: common.num_reqs].tolist()
             pairs = zip(kinds, of_prompts, strict=True)
@@ -123,7 +124,7 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
         counted = Counter(kind for kind, (seqlen_q, _) in zip(kinds, lengths, strict=True) if seqlen_q)
         if "s2o" not in counted:
             return _metadata(of_batch, (), counted)
-        ends = ended(lengths, self._budget)
+        ends = ended(lengths, self._budget, of_prompts=of_prompts)
         ends = [end and seqlen_q != self._longest for end, (seqlen_q, _) in zip(ends, lengths, strict=True)]
         parts = tuple((run, None if run.s2o else self._of_run(common, run)) for run in cut(lengths, kinds, ends))
         return _metadata(of_batch, parts, counted)
