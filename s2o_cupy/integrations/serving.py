@@ -241,7 +241,7 @@ def attend(
 ) -> None:  # fmt: skip
     """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] and page_table are those of the whole batch;
     k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies. The last queries
-    of prompts attend densely, not those of chunks before."""
+    of prompts attend densely, by the longest of them, not those of chunks before."""
     lengths_q, lengths_k = zip(*run.lengths, strict=True)
     config = _with_last(config, config.last_of_prompt(max(lengths_k)) if run.ends else 0)
     s2o_attention_paged(
