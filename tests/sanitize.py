@@ -129,7 +129,7 @@ def checks() -> Iterator[Check]:
         yield path, f"NSA, head_dim={head_dim}", partial(wrong_nsa, path, head_dim)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
     for path in paths:
-        yield path, "dense, in small pages", partial(differing, dense, path, page_size=16)
+        yield path, "dense, in small pages", partial(differing, dense, path, page_size=8)
         if path == "portable":
             continue
 
@@ -137,9 +137,9 @@ def checks() -> Iterator[Check]:
         plan.COLLECT_ROWS = collecting.COLLECT_ROWS = 100
         collecting.COLLECT_PAIRS = 0
         clear_cache()
-        yield path, "dense, in pages that are collected", partial(differing, dense, path, page_size=16)
+        yield path, "dense, in pages that are collected", partial(differing, dense, path, page_size=8)
         name = "ragged queries over pages that are collected"
-        yield path, name, partial(ragged_differing, ragged_on(path, 1000), 128, 16, "NHD")
+        yield path, name, partial(ragged_differing, ragged_on(path, 1000), 128, 8, "NHD")
 
 
 def main(part: str = "0/1") -> int:

@@ -191,7 +191,7 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     """But for those of a window, or where it is all there is. A CUDA that only takes notes; on GPUs see below."""
     cupy = pytest.importorskip("cupy")
     from s2o_cupy.arrays.operand import Operand
-    from s2o_cupy.cuda import pipeline
+    from s2o_cupy.cuda import pipeline, tensor_maps
     from s2o_cupy.plan.launch_plan import DeviceLimits
     from s2o_cupy.problem import Problem
 
@@ -203,7 +203,7 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
 
     monkeypatch.setattr(pipeline, "device_limits", lambda device: DeviceLimits.of_architecture(90))
     monkeypatch.setattr(pipeline.compiler, "load_all", lambda kernels, device: [load(x, device) for x in kernels])
-    monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))
+    monkeypatch.setattr(tensor_maps, "tensor_map", lambda *arguments: bytes(128))
     driver = SimpleNamespace(launchKernel=lambda f, *rest: notes.append(names[f]), ctxGetCurrent=lambda: 1)
     monkeypatch.setattr(pipeline, "driver", driver)
     monkeypatch.setattr(

@@ -36,7 +36,7 @@ def driver(monkeypatch):
     """driver(compute_capability) -> the list of what is launched from then on."""
     pytest.importorskip("cupy")
     from s2o_cupy.caches import clear_cache
-    from s2o_cupy.cuda import lists, pipeline
+    from s2o_cupy.cuda import lists, pipeline, tensor_maps
 
     def install(compute_capability: int) -> list[Launched]:
         launched: list[Launched] = []
@@ -60,7 +60,7 @@ def driver(monkeypatch):
             monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch, ctxGetCurrent=lambda: 1))
             monkeypatch.setattr(module, "compiler", compiler)
             monkeypatch.setattr(module, "device_limits", lambda device: limits)
-        monkeypatch.setattr(pipeline, "tensor_map", lambda *arguments: bytes(128))
+        monkeypatch.setattr(tensor_maps, "tensor_map", lambda *arguments: bytes(128))
         clear_cache()
         return launched
 

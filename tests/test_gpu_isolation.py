@@ -160,7 +160,7 @@ def test_another_sequence_and_the_future_of_a_packed_one(device, packed, head_di
 
 
 @everywhere()
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_future_key_or_value_in_pages(device, qkv, rng, head_dim, page_size, name):
     arrays = dict(zip("qkv", qkv(LENGTH, heads=4, kv_heads=2, head_dim=head_dim), strict=True))

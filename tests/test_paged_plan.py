@@ -70,7 +70,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
         assert kernel.paged or kernel == kernel_of(other, stage)
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128
-    of_hopper = "pass1_sm90" if page_size == 32 else "pass1_gathered_sm90"
+    of_hopper = "pass1_whole_rows_sm90" if page_size == 16 and head_dim > 64 else "pass1_sm90"
     assert plan.pass1.function == (of_hopper if hopper else "pass1")
 
 
@@ -82,7 +82,12 @@ def test_a_plan_of_unaligned_rows_is_refused():
 @pytest.mark.parametrize(
     ("page_size", "seqlen_q", "seqlen_k", "window", "head_dim", "rows"),
     [
-        (16, 4096, 4096, 0, 128, 0),  # gathering is faster
+        (8, 4096, 4096, 0, 128, 0),  # gathering is faster
+        (16, 4096, 4096, 0, 128, 16),
+        (16, 4096, 4096, 0, 256, 16),
+        (16, 4096, 4096, 0, 40, 16),
+        (16, 4096, 4096, 0, 96, 0),  # a box would have another head's columns
+        (16, 4000, 4093, 0, 128, 16),  # segments begin with the units that key 93, 1117, ... stand in
         (32, 4096, 4096, 0, 128, 32),
         (32, 4000, 4096, 0, 128, 32),  # segments begin with key 96, 1120, ...
         (64, 4000, 4096, 0, 128, 0),
@@ -100,7 +105,10 @@ def test_boxes_of_pages(page_size, seqlen_q, seqlen_k, window, head_dim, rows):
     config = S2OConfig(window=window, dense_up_to=0)
     plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
     assert plan.map_boxes == ((128, rows, rows) if rows else ())
-    assert (plan.pass1.function == "pass1_gathered_sm90") == (rows == 0)
+    whole_rows = rows == 16 and head_dim > 64
+    assert plan.maps_whole_rows == whole_rows
+    kind = "whole_rows_" if whole_rows else "" if rows else "gathered_"
+    assert plan.pass1.function == f"pass1_{kind}sm90"
 
 
 @pytest.mark.parametrize(
@@ -126,17 +134,17 @@ def test_boxes_begin_with_a_unit(segment, unit, rows):
 @pytest.mark.parametrize(
     ("page_size", "changes", "of_config", "collects"),
     [
-        (16, {}, {}, True),
+        (8, {}, {}, True),
         (1, {"is_causal": False, "softcap": 30.0}, {}, True),
-        (32, {}, {}, False),  # boxes
-        (16, {"seqlen_q": COLLECT_ROWS // 4}, {}, True),
-        (16, {"seqlen_q": COLLECT_ROWS // 4 - 1}, {}, False),
-        (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2}, True),
-        (16, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2 - 1}, False),
-        (16, {}, {"dense_up_to": 0}, False),
-        (16, {}, {"path": "portable"}, False),
-        (16, {"head_dim": 256}, {}, True),
-        (16, {"scale": -1.0}, {}, False),
+        (16, {}, {}, False),  # boxes
+        (8, {"seqlen_q": COLLECT_ROWS // 4}, {}, True),
+        (8, {"seqlen_q": COLLECT_ROWS // 4 - 1}, {}, False),
+        (8, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2}, True),
+        (8, {}, {"workspace_bytes": 2 * 2 * 4096 * 128 * 2 - 1}, False),
+        (8, {}, {"dense_up_to": 0}, False),
+        (8, {}, {"path": "portable"}, False),
+        (8, {"head_dim": 256}, {}, True),
+        (8, {"scale": -1.0}, {}, False),
     ],
 )
 def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects):

@@ -78,7 +78,8 @@ def test_maps_that_pass_1_reads_by():
     assert PORTABLE.map_boxes(geometry, 128, 0) == ()
     assert HOPPER.map_boxes(geometry, 128, 0) == (128, 128, 128)
     assert HOPPER.map_boxes(geometry, 256, 64) == (128, 64, 64)
-    assert HOPPER.map_boxes(geometry, 128, 16) == ()
+    assert HOPPER.map_boxes(geometry, 128, 16) == (128, 16, 16)
+    assert HOPPER.map_boxes(geometry, 128, 8) == ()
 
 
 # ---------------------------------------------------------------- nobody compares what a path could answer

@@ -184,8 +184,15 @@ def test_a_tensor_map_of_cells(monkeypatch):
     monkeypatch.setattr(tensor_maps, "_encode", lambda: encode)
     tensor_maps.tensor_map(4096, (2, 3, 40, 64), (7680, 2560, 64), 96, 8)
     tensor_maps.tensor_map(4096, (2, 3, 40, 64), (7680, 2560, 64), 96)
+    # Pages of 48 rows: with keys and values in each and tokens before heads, heads before tokens; one page, one head.
+    tensor_maps.page_map(4096, (9, 3, 48, 128), (2 * 48 * 384, 128, 384), 16)
+    tensor_maps.page_map(4096, (9, 3, 48, 256), (3 * 48 * 256, 48 * 256, 256), 32)
+    tensor_maps.page_map(4096, (1, 1, 16, 128), (0, 0, 128), 16)
     clear_cache()  # nothing of this driver stays
     assert asked == [
         (5, [64, 8, 5, 3, 2], [128, 1024, 5120, 15360], [64, 1, 96, 1, 1]),
         (4, [64, 40, 3, 2], [128, 5120, 15360], [64, 96, 1, 1]),
+        (5, [64, 8, 2, 6, 8 * 288 + 2 + 1], [768, 128, 6144, 256], [64, 8, 2, 2, 1]),
+        (5, [64, 8, 4, 6, 8 * 9 + 6 + 1], [512, 128, 4096, 8192], [64, 8, 4, 4, 1]),
+        (5, [64, 8, 2, 2, 1], [256, 128, 2048, 16], [64, 8, 2, 2, 1]),
     ]

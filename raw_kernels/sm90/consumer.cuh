@@ -13,8 +13,8 @@ struct Consumer : Products<Traits> {
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kBlockN = Traits::kBlockN;
-  static constexpr int kKeyAtom = Traits::kKeyAtom, kQueryPlaces = Traits::kQueryPlaces;
-  static constexpr int kTilesPerStopCheck = Traits::kTilesPerStopCheck, kStages = Traits::kStages;
+  static constexpr int kQueryPlaces = Traits::kQueryPlaces, kStages = Traits::kStages;
+  static constexpr int kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   static constexpr bool kStoresLate = kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
   using Base::kKeyTiles, Base::params, Base::group, Base::lane, Base::first_row, Base::s, Base::m, Base::l, Base::mass;
   using Base::softmax, Base::settled_softmax, Base::stop_check, Base::start_empty, Base::values, Base::skips;
@@ -130,7 +130,7 @@ struct Consumer : Products<Traits> {
     // This lane's part of a row of v: kLane elements, the same for every row but for the swizzle.
     const auto part = [&](int key) {
       const int c = lane * kLane / 8;
-      return tile + c / 8 * kKeyAtom + key * 128 + ((c % 8 ^ (key & 7)) << 4) + lane * kLane % 8 * 2;
+      return key_chunk<Traits>(tile, key, c) + lane * kLane % 8 * 2;
     };
     const auto row_is_finite = [&](int key) {
       bool finite = true;
@@ -154,7 +154,7 @@ struct Consumer : Products<Traits> {
         const float weight = key % 2 ? Element::high(pair) : Element::low(pair);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
-          const uint32 chunk = tile + d / 8 * kKeyAtom + key * 128 + ((d % 8 ^ (key & 7)) << 4);
+          const uint32 chunk = key_chunk<Traits>(tile, key, d);
           const uint32 x = load_shared_4(chunk + lane % 4 * 4);
           acc[d * 4 + 2 * h] += weight * Element::low(x);
           acc[d * 4 + 2 * h + 1] += weight * Element::high(x);
@@ -168,7 +168,7 @@ struct Consumer : Products<Traits> {
       if (lane != 0) continue;  // lane 0 will release the tile, as above
 #pragma unroll
       for (int c = 0; c < kHeadDim / 8; ++c)
-        store_shared_16(tile + c / 8 * kKeyAtom + key * 128 + ((c % 8 ^ (key & 7)) << 4), make_uint4(0, 0, 0, 0));
+        store_shared_16(key_chunk<Traits>(tile, key, c), make_uint4(0, 0, 0, 0));
     }
     fence_for_wgmma();
     named_sync(kTake, kConsumers * kWarpgroup);

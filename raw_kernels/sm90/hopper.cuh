@@ -55,7 +55,7 @@ __device__ __forceinline__ int largest_bits(int a, float x, float y) {
 }
 
 // --- tensor maps ---
-// What describes an array of four axes and a box of it to the copy engine; the driver writes it
+// What describes an array and a box of it to the copy engine; the driver writes it
 // (s2o_cupy/cuda/tensor_maps.py).
 struct alignas(64) TensorMap {
   uint64 opaque[16];
@@ -68,6 +68,15 @@ __device__ __forceinline__ void copy_box(uint32 shared, const TensorMap& map, ui
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32 shared, const TensorMap& map, uint64& barrier, int column, int row,
+                                         int columns, int rows, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(columns), "r"(rows), "r"(batch)
       : "memory");
 }
 
@@ -108,11 +117,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// What describes a tile in shared memory to wgmma, in two halves. The high one is the same for all: the 128-byte
-// swizzle, rows of 64 16-bit elements, 8 rows every 1024 bytes. The low one is the address, in units of 16 bytes, and
-// `atom_stride` (bytes), which leads to the next 64 columns where those are the product's N (v); it is unused where
-// they are its K (q and k).
-#define S2O_DESCRIPTOR_HIGH "0x40000040"
+// What describes a tile in shared memory to wgmma, in two halves. The high one: the 128-byte swizzle, rows of 64 16-bit
+// elements, and the bytes from 8 rows to the next 8, kEightRows where they do not follow each other. The low one is the
+// address, in units of 16 bytes, and `atom_stride` (bytes), which leads to the next 64 columns where those are the
+// product's N (v); it is unused where they are its K (q and k).
+constexpr int kEightRows = 8 * 128;
+template <int kEightRowsOfIt>
+constexpr uint32 kDescriptorHigh = 0x40000000u | kEightRowsOfIt >> 4;
 __device__ __forceinline__ uint32 tile_descriptor(uint32 shared, uint32 atom_stride) {
   return (shared & 0x3ffff) >> 4 | atom_stride >> 4 << 16;
 }
@@ -165,61 +176,61 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 // d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in
-// shared memory with N contiguous.
+// shared memory with N contiguous. kEightRowsOfB: from 8 rows of b in shared memory to the next 8, in bytes.
 #define S2O_WGMMA_SS_N192(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %98, 0;\n"                                 \
-      "mov.b64 da, {%96, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%97, " S2O_DESCRIPTOR_HIGH "};\n"    \
+      "mov.b64 da, {%96, %99};\nmov.b64 db, {%97, %100};\n"    \
       "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_96 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
       : S2O_ACCUMULATORS_96                                                                           \
-      : "r"(a), "r"(b), "r"(accumulate))
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRows>), "n"(kDescriptorHigh<kEightRowsOfB>))
 
 #define S2O_WGMMA_SS_N128(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                                 \
-      "mov.b64 da, {%64, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%65, " S2O_DESCRIPTOR_HIGH "};\n"    \
+      "mov.b64 da, {%64, %67};\nmov.b64 db, {%65, %68};\n"    \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_64 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
       : S2O_ACCUMULATORS_64                                                                           \
-      : "r"(a), "r"(b), "r"(accumulate))
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRows>), "n"(kDescriptorHigh<kEightRowsOfB>))
 
 #define S2O_WGMMA_SS_N64(TYPE)                                                                        \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %34, 0;\n"                                 \
-      "mov.b64 da, {%32, " S2O_DESCRIPTOR_HIGH "};\nmov.b64 db, {%33, " S2O_DESCRIPTOR_HIGH "};\n"    \
+      "mov.b64 da, {%32, %35};\nmov.b64 db, {%33, %36};\n"    \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
       "{" S2O_NUMBERS_32 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
       : S2O_ACCUMULATORS_32                                                                           \
-      : "r"(a), "r"(b), "r"(accumulate))
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRows>), "n"(kDescriptorHigh<kEightRowsOfB>))
 
 #define S2O_WGMMA_RS_N256(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %133, 0;\n"                                    \
-      "mov.b64 db, {%132, " S2O_DESCRIPTOR_HIGH "};\n"                                                \
+      "mov.b64 db, {%132, %134};\n"                                                \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_128 "}, {%128, %129, %130, %131}, db, p, 1, 1, 1;\n}"                           \
       : S2O_ACCUMULATORS_128                                                                          \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
 // TRANSPOSED: "1", b is rows of N; "0", rows of K.
 #define S2O_WGMMA_RS_N128(TYPE, TRANSPOSED)                                                           \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %69, 0;\n"                                     \
-      "mov.b64 db, {%68, " S2O_DESCRIPTOR_HIGH "};\n"                                                 \
+      "mov.b64 db, {%68, %70};\n"                                                 \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, p, 1, 1, " TRANSPOSED ";\n}"                   \
       : S2O_ACCUMULATORS_64                                                                           \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
 #define S2O_WGMMA_RS_N64(TYPE)                                                                        \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %37, 0;\n"                                     \
-      "mov.b64 db, {%36, " S2O_DESCRIPTOR_HIGH "};\n"                                                 \
+      "mov.b64 db, {%36, %38};\n"                                                 \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
       "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, p, 1, 1, 1;\n}"                                \
       : S2O_ACCUMULATORS_32                                                                           \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
 template <class Element>
 struct Wgmma;
@@ -227,25 +238,32 @@ struct Wgmma;
 #define S2O_WGMMA(ELEMENT, TYPE)                                                                             \
   template <>                                                                                                \
   struct Wgmma<ELEMENT> {                                                                                    \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void ss(float (&d)[96], uint32 a, uint32 b, int accumulate) {           \
       S2O_WGMMA_SS_N192(TYPE);                                                                               \
     }                                                                                                        \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void ss(float (&d)[64], uint32 a, uint32 b, int accumulate) {           \
       S2O_WGMMA_SS_N128(TYPE);                                                                               \
     }                                                                                                        \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void ss(float (&d)[32], uint32 a, uint32 b, int accumulate) {           \
       S2O_WGMMA_SS_N64(TYPE);                                                                                \
     }                                                                                                        \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void rs(float (&d)[128], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N256(TYPE);                                                                               \
     }                                                                                                        \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N128(TYPE, "1");                                                                          \
     }                                                                                                        \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void rs_rows(float (&d)[64], const uint32 (&a)[4], uint32 b,            \
                                                    int accumulate) {                                         \
       S2O_WGMMA_RS_N128(TYPE, "0");                                                                          \
     }                                                                                                        \
+    template <int kEightRowsOfB = kEightRows>                                                                \
     static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N64(TYPE);                                                                                \
     }                                                                                                        \
@@ -267,6 +285,5 @@ S2O_WGMMA(Bfloat16, "bf16")
 #undef S2O_NUMBERS_96
 #undef S2O_NUMBERS_64
 #undef S2O_NUMBERS_32
-#undef S2O_DESCRIPTOR_HIGH
 
 }  // namespace s2o

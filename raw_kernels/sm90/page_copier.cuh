@@ -1,12 +1,26 @@
 // The producer of pass 1 on Hopper where keys and values lie in pages, and tiles begin where boxes of a page may: as
-// sm90/copier.cuh, but of a tensor map whose last axis are the pages, and a warp, of which each lane has the copy
-// engine bring one box of rows of one page. Rows past the end of a sequence are whatever stands in its last page, and
-// zeros beyond it: no row of q sees them.
+// sm90/copier.cuh, but of tensor maps of pages, and a warp, of which each lane has the copy engine bring the rows of one
+// page. Rows past the end of a sequence are whatever stands in its last page, and zeros beyond it: no row of q sees them.
+//
+// A box has 64 columns, and each 64 columns of a page their own; or, with WholeRowTraits, all columns: the copy engine
+// takes about as long for a box of 16 rows x 64 columns as for twice as many. Such a map has the axes [heads of pages,
+// rows / 8, columns / 64, 8, 64] (`page_map` in s2o_cupy/cuda/tensor_maps.py).
 #pragma once
 #include "sm90/q_tiles.cuh"
 
 namespace s2o {
 namespace sm90 {
+
+// Where a head of a page stands along the last axis of a map of whole rows: heads of pages are counted in the largest
+// power of two that divides the strides of both.
+struct HeadsOfPages {
+  int page, head;
+  __device__ __forceinline__ explicit HeadsOfPages(const Tensor<const uint16>& x) {
+    const int shift = __ffsll(x.batch | x.head | 1ll << 30) - 1;
+    page = static_cast<int>(x.batch >> shift);
+    head = static_cast<int>(x.head >> shift);
+  }
+};
 
 template <class Traits, class Params>
 __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& params, typename Traits::Shared& shared) {
@@ -16,16 +30,24 @@ __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& param
   const int lane = threadIdx.x;
   const int page_size = 1 << pages.shift, box = min(page_size, kBlockN);  // rows of a box: plan.py sees to the maps
   const bool copies = lane * box < kBlockN;
-  const auto copy = [&](uint16* tile, const TensorMap& map, uint64& full, int slot, int kv_head) {
+  constexpr bool kWholeRows = Traits::kRowsStride != kEightRows;
+  const HeadsOfPages k_heads(params.attention.k), v_heads(params.attention.v);
+  const auto copy = [&](uint16* tile, const TensorMap& map, uint64& full, int slot, int kv_head,
+                        const HeadsOfPages& heads) {
     if (lane == 0) barrier_expect(full, kTileBytes);
     __syncwarp();
     if (!copies) return;
     const int page = slot < 0 ? 0 : slot >> pages.shift;
     const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
+    if constexpr (kWholeRows) {
+      copy_box(shared_address(tile) + lane * box / 8 * Traits::kRowsStride, map, full, 0, 0, 0, begin / 8,
+               page * heads.page + kv_head * heads.head);
+    } else {
 #pragma unroll
-    for (int column = 0; column < Traits::kHeadDim; column += 64)
-      copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin,
-               kv_head, page);
+      for (int column = 0; column < Traits::kHeadDim; column += 64)
+        copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin,
+                 kv_head, page);
+    }
   };
   Ring<Traits::kStages> k_ring, v_ring;
   Ring<2> check_ring;
@@ -52,12 +74,12 @@ __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& param
         now = pages.slot_in(page, key(tile));
         if (tile + 1 < tiles) page = pages.page(entries, key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        copy(shared.k[k_ring.slot], params.k, shared.k_full[k_ring.slot], now, kv_head);
+        copy(shared.k[k_ring.slot], params.k, shared.k_full[k_ring.slot], now, kv_head, k_heads);
         k_ring.advance();
       }
       if (tile == 0) continue;
       barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-      copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], before, kv_head);
+      copy(shared.v[v_ring.slot], params.v, shared.v_full[v_ring.slot], before, kv_head, v_heads);
       v_ring.advance();
       if (tile - 1 >= first_masked) {
         if (lane == 0) barrier_arrive(shared.v_sent[check_ring.slot]);

@@ -20,4 +20,17 @@ __device__ __forceinline__ void pass1_packed_sm90(const MappedPackedAttentionPar
   sm90::attend_first<Traits, PackedRows<sm90::kBlockM, Traits::kPaged>>(params, shared);
 }
 
+// The same of a paged cache, of which the copy engine brings whole rows: small pages.
+template <class Traits>
+__device__ __forceinline__ void pass1_whole_rows_sm90(const MappedAttentionParams& params,
+                                                      typename Traits::Shared& shared) {
+  pass1_sm90<Traits>(params, shared);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass1_packed_whole_rows_sm90(const MappedPackedAttentionParams& params,
+                                                             typename Traits::Shared& shared) {
+  pass1_packed_sm90<Traits>(params, shared);
+}
+
 }  // namespace s2o

@@ -10,8 +10,7 @@ struct Products : Softmax<Traits> {
   using Element = typename Traits::Element;
   using Shared = typename Traits::Shared;
   static constexpr int kHeadDim = Traits::kHeadDim, kDimTiles = Traits::kDimTiles, kStages = Traits::kStages;
-  static constexpr int kKeyAtom = Traits::kKeyAtom, kQueryAtom = Traits::kQueryAtom;
-  static constexpr int kQueryPlaces = Traits::kQueryPlaces;
+  static constexpr int kQueryAtom = Traits::kQueryAtom, kQueryPlaces = Traits::kQueryPlaces;
   using Softmax<Traits>::kKeyTiles, Softmax<Traits>::group, Softmax<Traits>::lane, Softmax<Traits>::s;
   using Softmax<Traits>::rescale_by;
 
@@ -50,8 +49,8 @@ struct Products : Softmax<Traits> {
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
       const uint32 column = c % 4 * 32;
-      Wgmma<Element>::ss(s, descriptor_at(q, c / 4 * kQueryAtom + column), descriptor_at(k, c / 4 * kKeyAtom + column),
-                         c > 0);
+      Wgmma<Element>::template ss<Traits::kRowsStride>(s, descriptor_at(q, c / 4 * kQueryAtom + column),
+                                                       descriptor_at(k, c / 4 * Traits::kColumnsStride + column), c > 0);
     }
     wgmma_commit();
   }
@@ -60,13 +59,14 @@ struct Products : Softmax<Traits> {
   template <uint32 kSkips = 0>
   __device__ __forceinline__ void issue_output() {
     barrier_wait(shared.v_full[v_ring.slot], v_ring.parity);
-    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), kKeyAtom);
+    const uint32 v = tile_descriptor(shared_address(shared.v[v_ring.slot]), Traits::kColumnsStride);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
       if (kSkips >> (j * 8 / kValueKeys) & 1) continue;
       const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
-      Wgmma<Element>::rs(acc, a, descriptor_at(v, j * 8 * 128), j > 0 || holds_output);
+      Wgmma<Element>::template rs<Traits::kRowsStride>(acc, a, descriptor_at(v, j * Traits::kRowsStride),
+                                                       j > 0 || holds_output);
     }
     wgmma_commit();
     holds_output = true;

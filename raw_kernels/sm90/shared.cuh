@@ -73,6 +73,8 @@ struct Traits {
   static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
   static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles
   static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
+  // In a tile of k or v: bytes from 8 rows to the next 8, and from 64 columns to the next 64.
+  static constexpr int kRowsStride = kEightRows, kColumnsStride = kKeyAtom;
 
   struct Shared {
     uint16 q[kQueryPlaces][kBlockM * kHeadDim];
@@ -93,6 +95,21 @@ struct Traits {
     uint64 q_tile_full[kPlaces], q_tile_empty[kPlaces];
   };
 };
+
+// The same where all columns of 8 rows of k or v follow each other, then those of the next 8: so a box of a tensor map
+// brings whole rows of a page.
+template <class Element, int kHeadDim, int kStages, bool kPaged>
+struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
+  static constexpr int kRowsStride = kHeadDim / 64 * kEightRows, kColumnsStride = kEightRows;
+};
+
+// Where the 16-byte chunk `c` of row `row` of a tile of k or v stands.
+template <class Traits>
+__device__ __forceinline__ uint32 key_chunk(uint32 tile, int row, int c) {
+  constexpr bool kRowsFollow = Traits::kRowsStride == kEightRows;
+  const int before = kRowsFollow ? row * 128 : row / 8 * Traits::kRowsStride + row % 8 * 128;
+  return tile + c / 8 * Traits::kColumnsStride + before + ((c % 8 ^ (row & 7)) << 4);
+}
 
 // A position in a ring of kSlots barriers: which slot, and the parity of its phase.
 template <int kSlots>

@@ -24,7 +24,7 @@ from ..spec import S2OConfig
 from . import compiler
 from .packed_pages import PageCollector
 from .pipeline import Memory, Operands, allocate, device_limits
-from .tensor_maps import tensor_map
+from .tensor_maps import maps_of_pass1
 
 __all__ = ["PackedPass", "fits", "prepare"]
 
@@ -149,7 +149,5 @@ class PackedPass:
         self.attention["geometry"]["seqlen_q"] = operands[0].shape[2]
         self.attention["geometry"]["seqlen_k"] = operands[1].shape[2]  # of pages nobody reads it
         if self.maps is not None:
-            boxes = zip(operands[:3], self.plan.map_boxes, strict=True)
-            maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
-            self.maps[:] = np.frombuffer(maps, np.uint8)
+            self.maps[:] = np.frombuffer(maps_of_pass1(operands[:3], self.plan), np.uint8)
         self.pointed = (*operands, lse, page_table)

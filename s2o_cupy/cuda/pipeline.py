@@ -30,7 +30,7 @@ from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED, GraphCache
-from .tensor_maps import tensor_map
+from .tensor_maps import maps_of_pass1
 
 __all__ = [
     "Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "run_pass1", "workspace_bytes",
@@ -358,8 +358,7 @@ class _Program:
                 self._write_maps((q, k, v), self.map_place)
 
     def _write_maps(self, operands: tuple[Operand, ...], place: int) -> None:
-        boxes = zip(operands, self.plan.map_boxes, strict=True)
-        maps = b"".join([tensor_map(x.pointer, x.shape, x.strides, box) for x, box in boxes])
+        maps = maps_of_pass1(operands, self.plan)
         self.buffer[place : place + len(maps) // 8] = np.frombuffer(maps, np.uint64)
         self.mapped = tuple(x.pointer for x in operands)
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from ..arrays.operand import Operand
 from ..caches import remembered
+from ..plan.kernels import BOX_COLUMNS
+from ..plan.launch_plan import LaunchPlan
 from ..spec import S2OError
 
-__all__ = ["tensor_map"]
+__all__ = ["maps_of_pass1", "page_map", "tensor_map"]
 
-BOX_COLUMNS = 64  # 128 bytes of 16-bit elements: a row of the swizzle
 # Enumerators of cuda.h.
 TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS = 1, 0, 3, 3, 0
 
@@ -43,12 +46,50 @@ def tensor_map(
     batch, heads, seqlen, head_dim = shape
     rows = [(seqlen, strides[2], box_rows)] if cell == 1 else [(cell, strides[2], 1),
                                                               (seqlen // cell, cell * strides[2], box_rows)]
-    axes = [*rows, (heads, strides[1], 1), (batch, strides[0], 1)]
-    count = 1 + len(axes)
-    sizes = (ctypes.c_uint64 * count)(head_dim, *(n for n, _, _ in axes))
+    axes = [(head_dim, 1, BOX_COLUMNS), *rows, (heads, strides[1], 1), (batch, strides[0], 1)]
+    return _map(pointer, axes, shape, strides)
+
+
+@remembered
+def page_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> bytes:
+    """The map of a paged cache [pages, kv_heads, page_size, head_dim] in boxes of ``box_rows`` whole rows, a multiple
+    of 8. head_dim is a multiple of 64.
+
+    Its axes are [heads of pages, page_size / 8, head_dim / 64, 8, 64]. A copy engine knows five axes, so pages and
+    heads share one, counted in the largest power of two that divides both strides: sm90/page_copier.cuh.
+    """
+    pages, heads, page_size, head_dim = shape
+    step = strides[0] | strides[1] | 1 << 30
+    step &= -step
+    reach = (pages - 1) * strides[0] + (heads - 1) * strides[1]
+    columns = head_dim // BOX_COLUMNS
+    axes = [
+        (BOX_COLUMNS, 1, BOX_COLUMNS), (8, strides[2], 8), (columns, BOX_COLUMNS, columns),
+        (page_size // 8, 8 * strides[2], box_rows // 8), (reach // step + 1, step, 1),
+    ]  # fmt: skip
+    return _map(pointer, axes, shape, strides)
+
+
+def maps_of_pass1(operands: Sequence[Operand], plan: LaunchPlan) -> bytes:
+    """Of q, k and v, as the plan's pass 1 reads them."""
+    of_keys = page_map if plan.maps_whole_rows else tensor_map
+    encoders = (tensor_map, of_keys, of_keys)
+    return b"".join(
+        encode(x.pointer, x.shape, x.strides, box)
+        for encode, x, box in zip(encoders, operands, plan.map_boxes, strict=True)
+    )
+
+
+def _map(
+    pointer: int, axes: list[tuple[int, int, int]], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> bytes:
+    """``axes``: the elements of each, its stride in elements, and the elements of a box; the last axis of an array
+    first. ``shape`` and ``strides`` are for the error."""
+    count = len(axes)
+    sizes = (ctypes.c_uint64 * count)(*(n for n, _, _ in axes))
     # An axis of one element has no stride; the driver wants one even so.
-    steps = (ctypes.c_uint64 * len(axes))(*(2 * s if n > 1 else 16 for n, s, _ in axes))
-    box = (ctypes.c_uint32 * count)(BOX_COLUMNS, *(n for _, _, n in axes))
+    steps = (ctypes.c_uint64 * (count - 1))(*(2 * s if n > 1 else 16 for n, s, _ in axes[1:]))
+    box = (ctypes.c_uint32 * count)(*(n for _, _, n in axes))
     ones = (ctypes.c_uint32 * count)(*[1] * count)
     storage = ctypes.create_string_buffer(128 + 64)
     aligned = -(-ctypes.addressof(storage) // 64) * 64

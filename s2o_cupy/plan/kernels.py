@@ -18,6 +18,7 @@ from .params import Struct, struct
 __all__ = ["HEAD_DIMS", "Family", "Inputs", "Kernel", "Path", "padded_head_dim"]
 
 HEAD_DIMS = (64, 128, 256)  # that kernels are compiled for
+BOX_COLUMNS = 64  # of a tensor map: 128 bytes of 16-bit elements, a row of the swizzle
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -155,8 +156,12 @@ class Path:
         of a paged cache that k and v are, or 0."""
         return ()
 
-    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool) -> Kernel:
-        """``maps``: by tensor maps, if it has `map_boxes`."""
+    def maps_whole_rows(self, head_dim: int, boxes: tuple[int, ...]) -> bool:
+        """Whether boxes of a paged cache have all columns of their rows."""
+        return False
+
+    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool, whole_rows: bool = False) -> Kernel:
+        """``maps``: by tensor maps, if it has `map_boxes`. ``whole_rows``: `maps_whole_rows`."""
         raise NotImplementedError
 
     def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:

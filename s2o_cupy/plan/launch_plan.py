@@ -39,6 +39,7 @@ class LaunchPlan:
     pass1: Kernel
     pass2: Kernel
     map_boxes: tuple[int, ...]  # rows of a box of pass 1's tensor maps of q, k and v; empty: it has none
+    maps_whole_rows: bool  # those of k and v have boxes of all columns
     method: Method  # what chooses keys
     whole: Chunk  # everything: pass 1 runs in one launch
     chunks: tuple[Chunk, ...]  # rounds of ordering and pass 2; empty when no segment has a candidate
@@ -143,10 +144,11 @@ def make_plan(
             f"q has {heads} heads x {geometry.segments} segments, {grid} blocks; accepted: up to {MAX_GRID}. "
             "Use a larger segment or fewer heads in one call"
         )
-    boxes = path.map_boxes(geometry, inputs.head_dim, page_size)
+    boxes = path.map_boxes(geometry, problem.head_dim, page_size)
     collects = dense and path.gathers_pages and not boxes and _collects(problem, config)
     if collects:
-        boxes = path.map_boxes(geometry, inputs.head_dim, 0)
+        boxes = path.map_boxes(geometry, problem.head_dim, 0)
+    whole_rows = paged and not collects and path.maps_whole_rows(problem.head_dim, boxes)
     return LaunchPlan(
         geometry=geometry,
         dense=dense,
@@ -157,9 +159,10 @@ def make_plan(
         limits=limits,
         inputs=inputs,
         collect_pages=COLLECT_PAGES if collects else None,
-        pass1=path.pass1(replace(inputs, paged=paged and not collects), limits, maps=bool(boxes)),
+        pass1=path.pass1(replace(inputs, paged=paged and not collects), limits, bool(boxes), whole_rows),
         pass2=path.pass2(inputs, limits, config.block_m),
         map_boxes=boxes,
+        maps_whole_rows=whole_rows,
         method=method,
         whole=whole,
         chunks=method.chunks,

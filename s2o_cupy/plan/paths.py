@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..problem import GPU_BLOCK_M, Problem
 from ..spec import Geometry, S2OConfig
 from .device import DeviceLimits
-from .kernels import Family, Inputs, Kernel, Path
+from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, padded_head_dim
 from .rounds import STEP
 
 __all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "is_written_for", "path_of"]
@@ -72,7 +72,7 @@ class _Portable(Path):
             return 64 if blocks_that_fit(head_dim, 64, 1, limits) == 2 else 128
         return 64 if limits.compute_capability >= 120 else 128
 
-    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool) -> Kernel:
+    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool, whole_rows: bool = False) -> Kernel:
         return self._kernel(PASS1, inputs, limits, self.pass1_rows(inputs.head_dim, limits))
 
     def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
@@ -150,7 +150,9 @@ PASS2_LADDER = replace(
 _HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
 HOPPER_BLOCK = 128  # rows of a Hopper tile, and keys between two stop checks
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
-SMALLEST_BOX = 32  # rows that one copy of a page brings: gathering is faster than boxes of 16 (docs/kernels.md)
+# Rows that one copy of a page brings: gathering is faster than smaller boxes. With all columns of 16 rows a box is as
+# large as one of 64 columns of 32 rows (docs/notebook/pages.md).
+SMALLEST_BOX, SMALLEST_WHOLE_BOX = 32, 16
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
@@ -192,7 +194,7 @@ class _Hopper(Path):
 
     def map_boxes(self, geometry: Geometry, head_dim: int, page_size: int) -> tuple[int, ...]:
         """Of a page as many rows as it or a tile has, if the keys that segments' tiles begin with are multiples of it.
-        Rows of smaller pages are gathered."""
+        Rows of other pages are gathered."""
         box = hopper_block_n(head_dim)
         if page_size > 0:
             box = min(box, page_size)
@@ -203,19 +205,24 @@ class _Hopper(Path):
             else:  # some begin with every unit
                 first = geometry.unit
             starts = 0 if from_key_0 else math.gcd(geometry.segment, first)
-            if box < SMALLEST_BOX or starts % box != 0:
+            whole = head_dim <= BOX_COLUMNS or head_dim == padded_head_dim(head_dim)
+            if box < (SMALLEST_WHOLE_BOX if whole else SMALLEST_BOX) or starts % box != 0:
                 return ()
         return HOPPER_BLOCK, box, box
 
-    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool) -> Kernel:
-        return self._kernel(PASS1_SM90 if maps else PASS1_GATHERED_SM90, inputs)
+    def maps_whole_rows(self, head_dim: int, boxes: tuple[int, ...]) -> bool:
+        return head_dim > BOX_COLUMNS and bool(boxes) and boxes[1] < SMALLEST_BOX
+
+    def pass1(self, inputs: Inputs, limits: DeviceLimits, maps: bool, whole_rows: bool = False) -> Kernel:
+        if not maps:
+            return self._kernel(PASS1_GATHERED_SM90, inputs)
+        return self._kernel(PASS1_WHOLE_ROWS_SM90 if whole_rows else PASS1_SM90, inputs)
 
     def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
         return self._kernel(PASS2_SM90, inputs)
 
     def packed(self, pass1: Kernel) -> Kernel:
-        gathered = pass1.family is PASS1_GATHERED_SM90
-        return replace(pass1, family=PASS1_PACKED_GATHERED_SM90 if gathered else PASS1_PACKED_SM90)
+        return replace(pass1, family=_PACKED_SM90[pass1.family])
 
     def laddered(self, pass2: Kernel) -> Kernel:
         return replace(pass2, family=PASS2_LADDER_SM90)
@@ -229,8 +236,12 @@ class _Hopper(Path):
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
         if not inputs.aligned:
             return
-        for maps in (True, False) if inputs.paged else (True,):
-            pass1 = self.pass1(inputs, limits, maps)
+        firsts = [self.pass1(inputs, limits, maps=True)]
+        if inputs.paged:
+            firsts.append(self.pass1(inputs, limits, maps=False))
+            if inputs.head_dim > 64:
+                firsts.append(self.pass1(inputs, limits, maps=True, whole_rows=True))
+        for pass1 in firsts:
             yield pass1
             if packed:
                 yield self.packed(pass1)
@@ -280,6 +291,16 @@ PASS2_LADDER_SM90 = replace(
     PASS2_SM90, function="pass2_ladder_sm90", params_type="LadderAttentionParams",
     traits=f"LadderTraits<s2o::{_HOPPER_TRAITS}>",
 )  # fmt: skip
+
+_WHOLE_ROWS_TRAITS = _HOPPER_TRAITS.replace("Traits", "WholeRowTraits")
+PASS1_WHOLE_ROWS_SM90, PASS1_PACKED_WHOLE_ROWS_SM90 = (
+    replace(x, function=x.function.replace("_sm90", "_whole_rows_sm90"), traits=_WHOLE_ROWS_TRAITS)
+    for x in (PASS1_SM90, PASS1_PACKED_SM90)
+)
+_PACKED_SM90 = {
+    PASS1_SM90: PASS1_PACKED_SM90, PASS1_WHOLE_ROWS_SM90: PASS1_PACKED_WHOLE_ROWS_SM90,
+    PASS1_GATHERED_SM90: PASS1_PACKED_GATHERED_SM90,
+}  # fmt: skip
 
 PATHS: tuple[Path, ...] = (HOPPER, PORTABLE)  # the fastest first
 
