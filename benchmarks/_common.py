@@ -203,10 +203,12 @@ def write_result(args: argparse.Namespace, rows: Sequence[dict[str, Any]], devic
     write_json(args.json, {**provenance(device), "settings": settings(args, rows), "rows": rows})
 
 
-def describe(config: S2OConfig) -> dict[str, Any]:
-    """A row's part on how keys were ordered; "order" is as `parse_order` reads it."""
+def describe(config: S2OConfig, seqlen_k: int | None = None) -> dict[str, Any]:
+    """A row's part on how keys were ordered; "order" is as `parse_order` reads it. ``seqlen_k``: which says what the
+    default tau is."""
     row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment", "unit")}
-    return {"order": ":".join(map(str, row.values())), **row, "tau": config.tau}
+    tau = config.tau if seqlen_k is None or config.error is not None else config.tau_of(seqlen_k)
+    return {"order": ":".join(map(str, row.values())), **row, "tau": tau}
 
 
 def ratios(row: dict[str, Any], baselines: Sequence[str], column: str = "ms") -> dict[str, float]:

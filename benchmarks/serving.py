@@ -41,6 +41,7 @@ import numpy as np
 
 import s2o_cupy
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention, s2o_attention_paged
+from s2o_cupy.spec import DEFAULT_TAU
 from s2o_cupy.tools.patterns import PATTERNS
 from s2o_cupy.tools.progress import Report, progress
 
@@ -421,7 +422,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--page-sizes", type=_common.integers, default=[16, 64, 256], help="(default: 16,64,256)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, pages and patterns (default: %(default)s)")
-    parser.add_argument("--taus", type=_common.numbers, default=[0.0, S2OConfig.tau])
+    parser.add_argument("--taus", type=_common.numbers, default=[0.0, DEFAULT_TAU])
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--heads", type=int, default=32, help="of a pattern (default: %(default)s)")
     parser.add_argument("--kv-heads", type=int, default=8, help="of a pattern (default: %(default)s)")

@@ -132,10 +132,10 @@ class Input:
     def rel_l2(self, o: torch.Tensor) -> float:
         return _exact.pooled(_exact.sums(o, self.exact))["rel_l2"]
 
-    def measure(self, order: dict[str, Any], tau: float) -> Row:
+    def measure(self, order: dict[str, Any], tau: float | None) -> Row:
         args, q, k, v = self.args, self.q, self.k, self.v
         config = _common.config_of(args, order, tau=tau)
-        row = {**self.row, **_common.describe(config)}
+        row = {**self.row, **_common.describe(config, k.shape[2])}
         call = partial(s2o_attention, q, k, v, config=config)
         row["s2o_ms"] = _common.time_ms(call, args.repeats)
         row["s2o_queued_ms"] = _common.queued_ms(call, row["s2o_ms"])
@@ -190,7 +190,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", default="random", help=f"{_sources.HELP} (default: %(default)s)")
     parser.add_argument("--lengths", type=_common.integers, default=[8192, 32768, 131072])
-    parser.add_argument("--taus", type=_common.numbers, default=[0.01])
+    parser.add_argument("--taus", type=_common.numbers, default=[None], help="default: the library's of each length")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--heads", type=int, default=32, help="of a pattern (default: %(default)s)")
     parser.add_argument("--kv-heads", type=int, default=8, help="of a pattern (default: %(default)s)")

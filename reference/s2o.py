@@ -185,7 +185,7 @@ def pass2(
     State, the input left unchanged, and visited, int32 [B, H, N, T]; 0 for a q tile without rows.
     """
     batch, heads = q.shape[:2]
-    group, taus, dense_from = heads // k.shape[1], config.taus(heads), config.dense_from(geometry)
+    group, taus, dense_from = heads // k.shape[1], config.taus(heads, k.shape[2]), config.dense_from(geometry)
     block_m, block_n = config.block_m, config.block_n
     state = State(*(x.copy() for x in state))
     taken = np.zeros((batch, heads, geometry.segments, geometry.block_count(block_m)), np.int32)

@@ -83,7 +83,8 @@ DENSE_LAST_PART = 32  # where they are at most one in so many
 # An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
-DEFAULT_TAU = 0.02
+DEFAULT_TAU = 0.02  # of calls with up to LONG_FROM keys
+LONG_FROM = 1 << 15
 # How an error finds its taus (reference.error_taus is the definition).
 FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
 ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
@@ -142,10 +143,6 @@ class _Default(int):
     """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
 
 
-class _DefaultTau(float):
-    """Likewise: with an error there is none."""
-
-
 _Class = TypeVar("_Class")
 
 
@@ -177,10 +174,11 @@ class S2OConfig:
     segment : int, optional
         Queries per segment, which share one order of keys; default 128, with ``rank="mean"`` or "max" 1024. A segment's
         own keys are attended densely; every earlier key is a candidate.
-    tau : float or sequence of float, default 0.02
+    tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call.
+        heads, or one for each query head, all in one call. Default: 0.02 in calls of up to 32,768 keys (seqlen_k), and
+        in longer ones less by the square root of their length, as errors grow with it: 0.01 of 131,072 keys (`tau_of`).
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128
@@ -228,7 +226,7 @@ class S2OConfig:
     """
 
     segment: int = None  # type: ignore[assignment]  # an int from __post_init__ on, as unit and pooled_queries
-    tau: float | Sequence[float] = _DefaultTau(DEFAULT_TAU)  # a number, or a tuple; None with an error
+    tau: float | Sequence[float] | None = None  # a number, or a tuple; None with an error and by default
     block_m: int = 128
     block_n: int = 128
     rank: str = "weight"
@@ -281,18 +279,16 @@ class S2OConfig:
         object.__setattr__(self, name, value)  # the one way into a frozen dataclass
 
     def _set_tau(self) -> None:
-        """One of tau and error."""
-        given = self.tau is not None and not isinstance(self.tau, _DefaultTau)
+        """At most one of tau and error."""
         if self.error is not None:
-            if given:
+            if self.tau is not None:
                 raise ValueError(
                     f"S2OConfig: tau is {self.tau} and error is {self.error}; accepted: one of them, as an error finds "
                     "its taus"
                 )
-            self._set("tau", None)
             self._set("error", check_error(self.error))
-        else:
-            self._set("tau", check_tau(self.tau) if given else _DefaultTau(DEFAULT_TAU))
+        elif self.tau is not None:
+            self._set("tau", check_tau(self.tau))
 
     def _default(self, name: str, value: int) -> None:
         """Of a field that was not given, or whose value is a default found before."""
@@ -303,8 +299,7 @@ class S2OConfig:
     def values(self) -> tuple[Any, ...]:
         """The fields in order, a default that was not given as a plain int."""
         values = (getattr(self, field.name) for field in fields(self))
-        plain = {_Default: int, _DefaultTau: float}
-        return tuple(plain[type(x)](x) if type(x) in plain else x for x in values)
+        return tuple(int(x) if type(x) is _Default else x for x in values)
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -321,18 +316,25 @@ class S2OConfig:
     @property
     def never_stops(self) -> bool:
         """Whether every head's tau is 0: dense attention."""
-        return self.error is None and not any(self.taus(1))
+        return self.tau is not None and not any(self.tau if isinstance(self.tau, tuple) else (self.tau,))
 
     @property
     def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
         return self.tail != "none" and not self.never_stops
 
-    def taus(self, heads: int) -> tuple[float, ...]:
-        """Of each query head, of a config without an error."""
+    def tau_of(self, seqlen_k: int) -> float | tuple[float, ...]:
+        """tau of a call with so many keys, of a config without an error: the one given, or the default."""
         if self.error is not None:
             raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
-        return tuple(self.tau) if isinstance(self.tau, Sequence) else (self.tau,) * heads
+        if self.tau is None:
+            return DEFAULT_TAU * math.sqrt(LONG_FROM / max(seqlen_k, LONG_FROM))
+        return self.tau  # type: ignore[return-value]  # a sequence is a tuple from __post_init__ on
+
+    def taus(self, heads: int, seqlen_k: int) -> tuple[float, ...]:
+        """The same for each query head."""
+        tau = self.tau_of(seqlen_k)
+        return tau if isinstance(tau, tuple) else (tau,) * heads
 
     def last_of_prompt(self, seqlen: int) -> int:
         """How many queries at the end of a prompt of ``seqlen`` tokens attend to all their keys, by `dense_last`."""
@@ -355,9 +357,10 @@ class S2OConfig:
 
     def of_chunk(self, begin: int, end: int, seqlen: int) -> S2OConfig:
         """For queries [begin, end), whole segments, of a causal prompt of ``seqlen`` tokens in a call of their own with
-        the keys before ``end``: which of them are among the prompt's dense last ones."""
+        the keys before ``end``: which of them are among the prompt's dense last ones, and the whole prompt's tau."""
         dense = self.dense_from(Geometry(seqlen, seqlen, self.segment, unit=self.unit)) * self.segment
-        return replace(self, dense_last=max(0, end - max(begin, dense)))
+        tau = None if self.error is not None else self.tau_of(seqlen)
+        return replace(self, tau=tau, dense_last=max(0, end - max(begin, dense)))
 
     def of_heads(self, begin: int, end: int) -> S2OConfig:
         """For these query heads alone, half-open."""
@@ -371,7 +374,7 @@ class S2OConfig:
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:
         """The same with this error in the place of its tau."""
-        return replace(self, tau=_DefaultTau(DEFAULT_TAU), error=error)
+        return replace(self, tau=None, error=error)
 
 
 def moment_group(keys: int) -> int:

@@ -87,7 +87,8 @@ class S2OStats:
         """The tau that each head ran with, float32 (batch, heads): the config's, or what its error led to."""
         if self.taus is not None:
             return self.taus
-        of_heads = np.array([as_float32(x) for x in self.config.taus(self.problem.heads)], np.float32)
+        taus = self.config.taus(self.problem.heads, self.problem.seqlen_k)
+        of_heads = np.array([as_float32(x) for x in taus], np.float32)
         return self._like_visited(np.tile(of_heads, (self.problem.batch, 1)))
 
     @functools.cached_property

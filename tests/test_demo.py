@@ -86,6 +86,7 @@ def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     assert "icture" not in text
     defaults = {name: getattr(S2OConfig(), name) for name in S2OConfig.__dataclass_fields__}
     assert demo._unlike_the_defaults(defaults, 100_000) == []
+    assert demo._unlike_the_defaults(defaults | {"tau": 0.01}, 131_072) == []  # the default of that length
     mean = S2OConfig(rank="mean")  # its other fields follow
     others = {name: getattr(mean, name) for name in defaults}
     assert demo._unlike_the_defaults(others, 100_000) == ["Not the library's defaults: rank mean instead of weight"]

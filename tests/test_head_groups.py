@@ -19,7 +19,10 @@ def of_heads(groups, heads):
     found = {}
     for group in groups:
         members = np.arange(heads)[group.heads].tolist()
-        taus = group.config.taus(len(members))
+        if group.config.tau is None:
+            found |= dict.fromkeys(members, group.config)
+            continue
+        taus = group.config.taus(len(members), 1000)
         assert len(taus) == len(members)
         found |= {h: group.config.with_tau(tau) for h, tau in zip(members, taus, strict=True)}
     return tuple(found[h] for h in range(heads))
@@ -52,6 +55,14 @@ def test_even_heads_are_views():
     )  # fmt: skip
     assert head_groups((A, A, B, B, A, A), 2) == (
         HeadGroup(A, [0, 1, 4, 5], slice(0, 2, 1)), HeadGroup(B, slice(2, 4, 1), slice(0, 2, 1))
+    )  # fmt: skip
+
+
+def test_the_default_tau_has_a_call_of_its_own():
+    """As it depends on the call's length."""
+    named = S2OConfig(tau=0.02)
+    assert head_groups((S2OConfig(), named) * 2, 2) == (
+        HeadGroup(S2OConfig(), slice(0, 3, 2), slice(0, 2, 1)), HeadGroup(named, slice(1, 4, 2), slice(0, 2, 1))
     )  # fmt: skip
 
 

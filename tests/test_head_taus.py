@@ -145,7 +145,35 @@ def test_configs_with_numbers_by_head():
     assert asked.tau is None and asked.error == (0.1, 0.2) and asked.of_heads(0, 1).error == (0.1,)
     assert asked.with_tau(0.3) == S2OConfig(tau=0.3) and replace(asked, error=None) == S2OConfig()
     assert replace(S2OConfig(), error=0.1) == S2OConfig(error=0.1)
-    assert S2OConfig.tau == S2OConfig().tau == 0.02 and type(S2OConfig().values[1]) is float
+    assert S2OConfig() != S2OConfig(tau=0.02) and S2OConfig().with_error(0.1).with_tau(0.02) == S2OConfig(tau=0.02)
+
+
+def test_the_default_tau_falls_with_the_length():
+    """From 32,768 keys on by the square root; what is given stays, and a chunk has its prompt's."""
+    config = S2OConfig()
+    assert config.tau is None and not config.never_stops
+    assert [config.tau_of(n) for n in (0, 1, 8192, 32768)] == [0.02] * 4
+    assert config.tau_of(131_072) == 0.01 and config.tau_of(524_288) == 0.005
+    assert config.tau_of(65_536) == pytest.approx(0.02 / 2**0.5) and config.tau_of(32_769) < 0.02
+    assert config.taus(3, 131_072) == (0.01,) * 3
+    for tau in (0.02, (0.1, 0.2)):
+        assert S2OConfig(tau=tau).tau_of(1 << 20) == tau
+    assert config.of_chunk(0, 8192, 131_072).tau == 0.01 and S2OConfig(tau=0.3).of_chunk(0, 8192, 131_072).tau == 0.3
+    assert config.of_chunk(0, 8192, 20_000).tau == 0.02 and S2OConfig(error=0.1).of_chunk(0, 8192, 131_072).tau is None
+    with pytest.raises(ValueError, match=r"error is 0\.1, whose taus a call finds"):
+        S2OConfig(error=0.1).tau_of(1)
+
+
+def test_a_long_call_has_the_default_of_its_length(device, rng):
+    """The bits of that tau by name, which more than the largest would visit."""
+    keys = rng.standard_normal((2, 1, 2, 4 << 15, 16)).astype(np.float32)
+    q = rng.standard_normal((1, 2, 96, 16)).astype(np.float32)
+    arrays = [device.array(x) for x in (q, *keys)]
+    run = lambda config: s2o_attention(*arrays, config=config, return_stats=True)  # noqa: E731
+    (o, stats), (named, _), (larger, of_larger) = (run(replace(device.config, tau=tau)) for tau in (None, 0.01, 0.02))
+    assert np.all(device.host(stats.tau_per_head) == np.float32(0.01))
+    assert np.array_equal(device.host(o), device.host(named))
+    assert not np.array_equal(device.host(o), device.host(larger)) and stats.density > of_larger.density
 
 
 def test_all_heads_at_0_are_dense():

@@ -51,7 +51,9 @@ def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGrou
 
 def _base(config: S2OConfig) -> S2OConfig:
     """What heads that share a call agree on."""
-    return config.with_tau(0.0) if config.error is None else config.with_error(1.0)
+    if config.error is not None:
+        return config.with_error(1.0)
+    return config if config.tau is None else config.with_tau(0.0)  # the default depends on a call's length
 
 
 def _together(configs: list[S2OConfig]) -> S2OConfig:

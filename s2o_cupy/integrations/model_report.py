@@ -253,7 +253,7 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
     """With density and error of each head by its own config."""
     q, k, v = longest_sequence(asked)
     heads = q.shape[1]
-    configs: list[S2OConfig] = [S2OConfig()] * heads
+    configs: list[S2OConfig] = [S2OConfig(tau=0)] * heads
     for group in asked.groups:
         if group.config.error is not None:
             raise ValueError(
@@ -261,7 +261,7 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
                 "for each head"
             )
         members = np.arange(heads)[group.heads].tolist()
-        for h, of_head in zip(members, group.config.taus(len(members)), strict=True):
+        for h, of_head in zip(members, group.config.taus(len(members), k.shape[2]), strict=True):
             configs[h] = group.config.with_tau(of_head)
     tau, density, error, standard_error, share = np.zeros((5, heads))
     tau[:] = [config.tau for config in configs]

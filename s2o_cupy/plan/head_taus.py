@@ -16,7 +16,7 @@ from ..spec import S2OConfig
 from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch
 from .kernels import Family, Kernel
 
-__all__ = ["arrays", "as_float32", "launches", "written"]
+__all__ = ["arrays", "as_float32", "launches", "of_all", "written"]
 
 KERNEL = Kernel(Family("head_taus", "head_taus.cu", "HeadTausParams", 256, 4, knows_segments=False))
 HEADS = 512  # of a launch (kHeadTaus)
@@ -26,6 +26,12 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 def as_float32(tau: float) -> float:
     """What float32 holds of it."""
     return tau if tau <= MAX_FLOAT32 else math.inf
+
+
+def of_all(problem: Problem, config: S2OConfig) -> float:
+    """The tau of all heads, where they share one."""
+    tau = 0.0 if config.error is not None else config.tau_of(problem.seqlen_k)
+    return 0.0 if isinstance(tau, tuple) else as_float32(tau)
 
 
 def arrays(problem: Problem, config: S2OConfig) -> list[Array]:

@@ -14,7 +14,18 @@ from typing import Any
 from .. import __version__
 from ..cuda.compiler import ARCHITECTURES
 from ..plan.launch_plan import DENSE_UP_TO, padded_head_dim
-from ..spec import DENSE_LAST, DENSE_LAST_PART, MAX_HEAD_DIM, PATHS, RANKS, TAILS, S2OConfig, S2OError
+from ..spec import (
+    DEFAULT_TAU,
+    DENSE_LAST,
+    DENSE_LAST_PART,
+    LONG_FROM,
+    MAX_HEAD_DIM,
+    PATHS,
+    RANKS,
+    TAILS,
+    S2OConfig,
+    S2OError,
+)
 from . import inputs
 from .layer_settings import BY
 
@@ -402,6 +413,7 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             kind = int
         if field.name == "tau":
             kind = float
+            said = f"{DEFAULT_TAU}, beyond {LONG_FROM:,} keys less by the square root of their number"
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"
         if field.name == "dense_last" and default is None:

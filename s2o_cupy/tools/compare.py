@@ -133,13 +133,13 @@ class Comparison:
 
 
 def settings_of(config: Config) -> str:
-    """What of a configuration is not a default, for a reader; of S2O always its tau."""
+    """What of a configuration is not a default, for a reader."""
     given = {x.name: getattr(config, x.name) for x in fields(config)}
     told = [x.name for x in fields(config) if given[x.name] != x.default]
     if isinstance(config, S2OConfig):  # some defaults depend on others
         plain, of_these = S2OConfig(), S2OConfig(rank=config.rank, segment=config.segment)
         changed = [x for x in given if given[x] != getattr(plain if x in ("rank", "segment") else of_these, x)]
-        told = ["tau", *(x for x in changed if x not in ("tau", "dense_up_to"))]
+        told = [*(["tau"] if config.tau is not None else []), *(x for x in changed if x not in ("tau", "dense_up_to"))]
     return ", ".join(f"{name}={_said(given[name])}" for name in told)
 
 

@@ -43,6 +43,8 @@ def run(
     ``wrong``: in words, which arrays hold values that are not finite. ``head`` is the one to draw, by default 1.
     """
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
+    if config.tau is None and config.error is None:
+        config = config.with_tau(config.tau_of(k.shape[2]))
     if not isinstance(config.tau, float):
         raise ValueError(f"demo: tau is {config.tau}, error is {config.error}; accepted: one tau for all heads")
     if q.shape[0] != 1 or 0 in q.shape:
@@ -149,10 +151,11 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     of_segment = replace(of_rank, segment=config["segment"])
     default = {field.name: getattr(of_rank, field.name) for field in fields(S2OConfig)}
     default |= {"rank": S2OConfig.rank, "pooled_queries": of_segment.pooled_queries}
+    default["tau"] = of_rank.tau_of(seqlen_k)
     changed = [
         f"{name} {config[name]} instead of {value}"
         for name, value in default.items()
-        if name != "dense_up_to" and config[name] != value
+        if name != "dense_up_to" and config[name] not in (value, getattr(of_rank, name) if name == "tau" else value)
     ]
     if changed:
         lines.append(f"Not the library's defaults: {', '.join(changed)}")

@@ -406,7 +406,7 @@ def compare(
         s2o.unit_positions(units[..., : geometry.ranked(n)], n, geometry) for n, units in enumerate(stages.k_order)
     ]
     arguments = (state1, stages.q_order, keys_in_order, geometry)
-    lag, taus = STOP_LAG[stages.path], config.taus(problem.heads)
+    lag, taus = STOP_LAG[stages.path], config.taus(problem.heads, problem.seqlen_k)
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
         s2o.pass2(*no_values, config.with_tau([factor * tau for tau in taus]), scale, softcap, stop_lag=lag)[1]

@@ -127,7 +127,7 @@ def error_per_head(
         q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed,
         function=function,
     )  # fmt: skip
-    return sample.estimate(config.tau)
+    return sample.estimate(config.tau_of(sample.problem.seqlen_k))
 
 
 def check_segments(function: str, segments: Any) -> None:
