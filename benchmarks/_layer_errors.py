@@ -18,6 +18,8 @@ from s2o_cupy.integrations.head_groups import LayerConfigs
 from s2o_cupy.methods.base import MethodConfig
 from s2o_cupy.tools.tune_layers import TunedLayers
 
+RUNS = 64  # of neighbouring rows, where not all are looked at
+
 
 def _s2o(kind: S2OConfig | TunedLayers, layer: int, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, float]:
     """[batch, heads, seqlen, head_dim] and the density of a layer."""
@@ -34,13 +36,22 @@ def _s2o(kind: S2OConfig | TunedLayers, layer: int, q: Any, k: Any, v: Any, scal
     return out, sum(densities) / len(densities)
 
 
-def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
+def runs_of(seqlen: int, rows: int | None) -> list[slice]:
+    """About so many rows, in runs of neighbours each in the middle of an equal part; None: all."""
+    if rows is None or rows >= seqlen:
+        return [slice(0, seqlen)]
+    part, length = seqlen / RUNS, max(1, rows // RUNS)
+    begins = [int(part * (i + 0.5) - length / 2) for i in range(RUNS)]
+    return [slice(begin, begin + length) for begin in begins]
+
+
+def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind], rows: int | None = None) -> list[dict[str, Any]]:
     """For each kind of attention, lists by layer, from one run of the model under the first kind, a dense one.
 
     ``layer_numbers`` of the layers below, those whose every key is in sight; ``rel_l2_by_layer``, pooled over rows and
     heads, to attention in float32 of the same q, k and v; of the errors of single rows of single heads
     ``row_median_by_layer``, ``row_p99_by_layer``, ``row_p999_by_layer``, and the share ``rows_above_half_by_layer``
-    of rows that are more wrong than half their length. But for dense kinds also ``density_by_layer`` and ``density``,
+    of rows that are more wrong than half their length; of about ``rows`` rows of each head, or of all. But for dense kinds also ``density_by_layer`` and ``density``,
     their mean.
     """
     found: list[dict[str, Any]] = [{} for _ in kinds]
@@ -51,7 +62,10 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dic
         if window is not None and window <= k.shape[2]:
             return out
         scale = options.get("scaling")
-        exact = _exact.dense(q, k, v, scale=scale)  # [1, heads, seqlen, head_dim]
+        runs = runs_of(q.shape[2], rows)
+        sampled = lambda o: o if len(runs) == 1 else torch.cat([o[:, :, run] for run in runs], 2)  # noqa: E731
+        # [1, heads, rows, head_dim]
+        exact = torch.cat([_exact.dense(q, k, v, run.start, run.stop, scale) for run in runs], 2)
         for kind, into in zip(kinds, found, strict=True):
             figures: dict[str, Any] = {}
             if not isinstance(kind, str):
@@ -63,6 +77,7 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind]) -> list[dic
             else:
                 with attention(kind):
                     o = function(module, q, k, v, *args, **options)[0].transpose(1, 2)
+            o = sampled(o)
             figures |= {"rel_l2": _exact.pooled(_exact.sums(o, exact))["rel_l2"]}
             figures |= _exact.rows(_exact.by_row(o, exact))
             into.setdefault("layer_numbers", []).append(module.layer_idx)

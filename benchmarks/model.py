@@ -153,7 +153,8 @@ def add_errors(case: Case, rows: list[Row], step: Any) -> None:
     from _layer_errors import on_dense_trajectory
 
     step("errors by layer")
-    for row, found in zip(rows, on_dense_trajectory(case.subject.model, case.ids, case.kinds), strict=True):
+    found_of = on_dense_trajectory(case.subject.model, case.ids, case.kinds, case.args.error_rows)
+    for row, found in zip(rows, found_of, strict=True):
         row |= found
         for name in ("rel_l2", "rows_above_half"):
             row[f"worst_{name}"] = max(found[f"{name}_by_layer"])
@@ -276,6 +277,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", help="of --hugging-face: a .npy of ids")
     parser.add_argument("--lengths", type=_common.integers, help="tokens (default: 32768,131072; without a GPU 4096)")
     parser.add_argument("--parts", type=parts, help=f"default: {','.join(PARTS)}; without a GPU loss,error")
+    parser.add_argument("--error-rows", type=int, metavar="ROWS", help="of a head, for its errors (default: all)")
     parser.add_argument("--copy-ids", type=int, help="ids that agree before a copy (default: 8; of --small, bytes, 24)")
     parser.add_argument("--copy-distance", type=int, default=4096, help="tokens back to it, more than (default: 4096)")
     _kinds.add_arguments(parser)

@@ -46,7 +46,7 @@ def test_demo(tmp_path, capsys):
     assert found["picture"] == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
-    defaults = replace(S2OConfig(), dense_up_to=0)
+    defaults = replace(S2OConfig(tau=0.02), dense_up_to=0)
     assert found["config"] == {name: getattr(defaults, name) for name in found["config"]}
     assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
     overall = found["overall"]

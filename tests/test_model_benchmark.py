@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from benchmarks_on_cpu import BENCHMARKS, CPU, pretend_a_gpu, rows_on_a_gpu
 from conftest import has_gpu
+from hypothesis import given
+from hypothesis import strategies as st
 from in_process import run_script
 
 from s2o_cupy import S2OConfig, s2o_attention
@@ -300,6 +302,33 @@ def test_errors_are_those_of_dense_inputs(torch, no_gpu_needed, small_llama, fol
         assert found["row_p99_by_layer"][n] == pytest.approx(np.quantile(errors, 0.99), rel=1e-3)
         assert found["rows_above_half_by_layer"][n] == pytest.approx(np.mean(errors > 0.5), abs=0.002)
     assert max(found["rows_above_half_by_layer"]) > 0
+
+
+@given(st.integers(1, 2000), st.none() | st.integers(1, 3000))
+def test_rows_that_stand_for_all(seqlen, rows):
+    pytest.importorskip("torch")
+    from _layer_errors import RUNS, runs_of
+
+    runs = runs_of(seqlen, rows)
+    seen = [i for run in runs for i in range(seqlen)[run]]
+    if rows is None or rows >= seqlen:
+        assert seen == list(range(seqlen))
+    elif seqlen >= RUNS:
+        assert seen == sorted({*seen}) and len(seen) == RUNS * max(1, rows // RUNS)
+        parts = {i * RUNS // seqlen for i in seen}
+        assert len(parts) >= RUNS - 1
+
+
+def test_errors_of_some_rows(torch, no_gpu_needed, small_llama, folder):
+    """Are about those of all, and of all where there are no more."""
+    found = {}
+    for rows in (64, 256, 300):
+        asked = ("--lengths", "300", "--parts", "error", "--base", "segment=64,tau=9", "--error-rows", str(rows))
+        found[rows] = model.run(model.parse(arguments(folder, *asked)), lambda *told: None)[2]["rel_l2_by_layer"]
+    args = model.parse(arguments(folder, "--lengths", "300", "--parts", "error", "--base", "segment=64,tau=9"))
+    whole = model.run(args, lambda *told: None)[2]["rel_l2_by_layer"]
+    assert found[300] == whole
+    assert found[256] == pytest.approx(whole, rel=0.3) and found[64] == pytest.approx(whole, rel=0.6)
 
 
 def test_timings_take_turns(torch, no_gpu_needed, small_llama, folder, monkeypatch):
