@@ -51,8 +51,8 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind], rows: int |
     ``layer_numbers`` of the layers below, those whose every key is in sight; ``rel_l2_by_layer``, pooled over rows and
     heads, to attention in float32 of the same q, k and v; of the errors of single rows of single heads
     ``row_median_by_layer``, ``row_p99_by_layer``, ``row_p999_by_layer``, and the share ``rows_above_half_by_layer``
-    of rows that are more wrong than half their length; of about ``rows`` rows of each head, or of all. But for dense kinds also ``density_by_layer`` and ``density``,
-    their mean.
+    of rows that are more wrong than half their length; of about ``rows`` rows of each head, or of all. But for dense
+    kinds also ``density_by_layer`` and ``density``, their mean.
     """
     found: list[dict[str, Any]] = [{} for _ in kinds]
 
