@@ -163,6 +163,12 @@ VIEWS: dict[str, list[Column]] = {
         ("99.9 % below", _key("row_p999_by_layer"), "error"),
         ("rows above 0.5", _key("rows_above_half_by_layer"), ".2%"),
     ],
+    # Where an error was asked for.
+    "asked": [
+        *_MODEL,
+        ("rel_l2 by layer", _key("rel_l2_by_layer"), "error"),
+        ("density by layer", _key("density_by_layer"), "error"),
+    ],
     # Questions to a pretrained model about a long text, from benchmarks/tasks.py.
     "tasks": [
         ("task", _key("task"), "s"),

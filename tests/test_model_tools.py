@@ -133,12 +133,13 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
     # The next sparser choice was tried, and is too much; or there is none.
     fine = [x for x in found.trials if not x.coarse]
-    chosen = min((x for x in fine if x.loss_difference <= target), key=lambda x: x.density)
+    chosen = min((x for x in fine if x.at_most <= target), key=lambda x: x.density)
+    assert chosen.at_most == chosen.loss_difference + 2 * chosen.standard_error
     sparser = [x for x in fine if x.density < chosen.density]
-    assert sparser and max(sparser, key=lambda x: x.density).loss_difference > target
+    assert sparser and max(sparser, key=lambda x: x.density).at_most > target
     # As many layers have larger units as can, and their curves are of these.
     assert found.coarse and found.coarse == found.loss.coarse and "units of 32" in found.table()
-    assert all(x.loss_difference > target for x in found.trials if len(x.coarse) > len(found.coarse))
+    assert all(x.at_most > target for x in found.trials if len(x.coarse) > len(found.coarse))
     for key, config in found.per_layer.items():
         assert config.unit == (32 if (key if isinstance(key, int) else key[0]) in found.coarse else 8)
     larger = tune_model(model, ids, error=1.0, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})

@@ -77,7 +77,8 @@ def tune_model(
     input_ids : int32 or int64 Tensor, (batch, seqlen)
         At least 2 tokens of a text like those to come, as long as those, on the model's device.
     loss : float, optional
-        At most so many nats a token more than with dense attention, mean over the text. Above 0.
+        At most so many nats a token more than with dense attention, mean over the text, two standard errors of that
+        mean included. Above 0.
     error : float, optional
         At most this rel_l2: of each layer, of each head, or (by "model") of every layer at one tau.
     density : float, optional
@@ -249,8 +250,8 @@ class _Search:
         taus, loss = min((x for x in found if x is not None), key=lambda x: x[1].density, default=(None, None))
         if taus is None or loss is None:
             raise ValueError(
-                f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].loss_difference:.4g}; "
-                "accepted: at least that, or smaller taus"
+                f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].at_most:.4g} with two "
+                "standard errors; accepted: at least that, smaller taus, or a longer text"
             )
         if can_be_coarser(self.config):
             larger |= {x.layer: x for x in self.curves(coarser(self.config), of)[0]}
@@ -287,16 +288,16 @@ class _Search:
 def _first_within(
     choices: list[Choice], most: float, measure: Callable[[Choice], Trial], last: Trial | None = None
 ) -> tuple[Choice, Trial] | None:
-    """Of choices from the sparsest to the most exact one the first with at most that loss, by bisection; None if the
-    last, whose trial may be known, has more."""
+    """Of choices from the sparsest to the most exact one the first that loses `at_most` so much, by bisection; None if
+    the last, whose trial may be known, loses more."""
     low, high = 0, len(choices) - 1
     best = last or measure(choices[high])
-    if best.loss_difference > most:
+    if best.at_most > most:
         return None
     while low < high:
         middle = (low + high) // 2
         trial = measure(choices[middle])
-        if trial.loss_difference <= most:
+        if trial.at_most <= most:
             high, best = middle, trial
         else:
             low = middle + 1

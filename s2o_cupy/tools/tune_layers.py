@@ -37,6 +37,12 @@ class Trial:
     standard_error: float  # predictions taken for independent
     coarse: tuple[int, ...] = ()  # layers whose units are COARSER times as large
 
+    @property
+    def at_most(self) -> float:
+        """What another text of the kind loses at most, as far as this one tells: two standard errors more. Of many
+        trials the one that just reaches a target owes some of that to chance."""
+        return self.loss_difference + 2 * self.standard_error
+
 
 @dataclass(frozen=True, eq=False)
 class TunedLayers:
