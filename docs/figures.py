@@ -53,7 +53,7 @@ def _ratio(above: str, below: str) -> Callable[[Row], Any]:
 _TOKENS: list[Column] = [
     ("tokens", _key("length"), ",d"),
     ("rank", _key("rank"), "s"),
-    ("tau", _key("tau"), "g"),
+    ("tau", _key("tau"), ".3g"),
     ("density", _key("density"), ".3f"),
 ]
 _MODEL: list[Column] = [("model", _key("model"), "s"), ("tokens", _key("length"), ",d"), ("attention", _kind, "s")]
@@ -204,7 +204,7 @@ VIEWS: dict[str, list[Column]] = {
         ("call", _key("call"), "s"),
         ("queries", _key("seqlen_q"), ",d"),
         ("keys", _key("seqlen_k"), ",d"),
-        ("tau", _key("tau"), "g"),
+        ("tau", _key("tau"), ".3g"),
         ("page size", _key("page_size"), "d"),
         ("paged ms", _key("s2o_ms"), "ms"),
         ("one array ms", _key("plain_ms"), "ms"),

@@ -39,9 +39,9 @@ class Trial:
 
     @property
     def at_most(self) -> float:
-        """What another text of the kind loses at most, as far as this one tells: two standard errors more. Of many
-        trials the one that just reaches a target owes some of that to chance."""
-        return self.loss_difference + 2 * self.standard_error
+        """With a standard error more: of many trials the one that just reaches a target owes some to chance, and
+        another text loses more."""
+        return self.loss_difference + self.standard_error
 
 
 @dataclass(frozen=True, eq=False)
