@@ -203,12 +203,13 @@ def write_result(args: argparse.Namespace, rows: Sequence[dict[str, Any]], devic
     write_json(args.json, {**provenance(device), "settings": settings(args, rows), "rows": rows})
 
 
-def describe(config: S2OConfig, seqlen_k: int | None = None) -> dict[str, Any]:
-    """A row's part on how keys were ordered; "order" is as `parse_order` reads it. ``seqlen_k``: which says what the
-    default tau is."""
+def describe(config: S2OConfig, seqlen_k: int = 0) -> dict[str, Any]:
+    """A row's part on how keys were ordered; "order" is as `parse_order` reads it. "tau" of a default, which falls with
+    the earlier keys, is that behind ``seqlen_k`` of them."""
     row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment", "unit")}
-    tau = config.tau if seqlen_k is None or config.error is not None else config.tau_of(seqlen_k)
-    return {"order": ":".join(map(str, row.values())), **row, "tau": tau}
+    tau = None if config.error is not None else config.tau_of(seqlen_k)
+    falls = config.tau is None and config.error is None
+    return {"order": ":".join(map(str, row.values())), **row, "tau": tau, "tau_falls": falls}
 
 
 def ratios(row: dict[str, Any], baselines: Sequence[str], column: str = "ms") -> dict[str, float]:

@@ -107,17 +107,17 @@ def _registered(config: MethodConfig) -> str:
     return name
 
 
-def described(kind: Kind) -> dict[str, Any]:
-    """A row's part on its kind."""
+def described(kind: Kind, length: int) -> dict[str, Any]:
+    """A row's part on its kind, with so many tokens."""
     if isinstance(kind, str):
         return {"attention": kind}
     if isinstance(kind, MethodConfig):
         return {"attention": method_name(type(kind)), "config": settings_of(kind) or "default"}
     if isinstance(kind, TunedLayers):
         found = {"config": told(kind), "default": False, "taus": [x.tolist() for x in kind.taus]}
-        return {"attention": "s2o", **found, **_common.describe(kind.config)}
+        return {"attention": "s2o", **found, **_common.describe(kind.config, length)}
     fields = {"config": _common.text_of_fields(kind), "default": kind == S2OConfig()}
-    return {"attention": "s2o", **fields, **_common.describe(kind)}
+    return {"attention": "s2o", **fields, **_common.describe(kind, length)}
 
 
 def told(kind: Kind) -> str:

@@ -40,8 +40,9 @@ def runs_of(seqlen: int, rows: int | None) -> list[slice]:
     """About so many rows, in runs of neighbours each in the middle of an equal part; None: all."""
     if rows is None or rows >= seqlen:
         return [slice(0, seqlen)]
-    part, length = seqlen / RUNS, max(1, rows // RUNS)
-    begins = [int(part * (i + 0.5) - length / 2) for i in range(RUNS)]
+    count = min(RUNS, rows)
+    part, length = seqlen / count, rows // count
+    begins = [int(part * (i + 0.5) - length / 2) for i in range(count)]
     return [slice(begin, begin + length) for begin in begins]
 
 

@@ -46,7 +46,8 @@ COLUMNS: list[_common.Column] = [
 def measure_layer(args: argparse.Namespace, layer: Any, qkv: Sequence[Any], exact: Any, kind: Kind) -> Row:
     from _small_llama import hooked, instead
 
-    row: Row = {"length": qkv[0].shape[2], **described(kind)}
+    length = qkv[0].shape[2]
+    row: Row = {"length": length, **described(kind, length)}
     with attention(kind) as name:
         alone = partial(layer.attention, name, *qkv)
         row["attention_ms"] = _common.time_ms(alone, args.repeats)

@@ -125,7 +125,7 @@ class Input:
         self.row: Row = {
             "input": _sources.Case(args.input).row()["input"], "length": length, "heads": self.q.shape[1],
             "kv_heads": self.k.shape[1], "head_dim": self.q.shape[3], "ranks": dist.get_world_size(),
-            **_common.describe(self.config), "density": call(return_stats=True)[1].density, "one_ms": min(each),
+            **_common.describe(self.config, length), "density": call(return_stats=True)[1].density, "one_ms": min(each),
         }  # fmt: skip
 
     def measure(self, split: str) -> Row:

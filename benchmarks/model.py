@@ -213,7 +213,7 @@ def run_models(args: argparse.Namespace, step: Callable[[str], None], device: st
             ids, targets = _small_llama.tokens(subject.text, length, device)
             report = lambda what: step(f"{subject.name}, {length:,}: {what}")  # noqa: B023, E731
             case = Case(args, subject, ids, targets, [*kinds(args), *tuned(args, subject, length, step, ids)])
-            rows = [{"model": subject.name, "length": length, **described(kind)} for kind in case.kinds]
+            rows = [{"model": subject.name, "length": length, **described(kind, length)} for kind in case.kinds]
             for part in args.parts:
                 MEASURES[part](case, rows, report)
             yield rows
@@ -291,6 +291,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _kinds.check(parser, args)
     if bool(args.text) + bool(args.tokens) != bool(args.hugging_face):
         parser.error("--text, --tokens: accepted: one of them with --hugging-face, none with --models")
+    if args.error_rows is not None and args.error_rows < 1:
+        parser.error(f"--error-rows: {args.error_rows}; accepted: 1 or more")
     args.device = "cuda" if _common.has_gpu() else "cpu"
     if args.device == "cpu" and (not args.small or "time" in (args.parts or [])):
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA, but for loss and errors of --small")

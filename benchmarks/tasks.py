@@ -82,7 +82,8 @@ def run_tasks(args: argparse.Namespace, step: Callable[[str], None], device: str
             dense = dense or found
             hits = [one == other for one, other in zip(found, right, strict=True)]
             rows.append({
-                "model": pathlib.Path(args.hugging_face).name, "task": task, "length": length, **described(kind),
+                "model": pathlib.Path(args.hugging_face).name, "task": task, "length": length,
+                **described(kind, length),
                 "samples": args.samples, "density": density,  # of the first sample
                 "right": float(np.mean([hit.all() for hit in hits])),
                 "right_tokens": float(np.concatenate(hits).mean()),

@@ -290,7 +290,7 @@ def _with_losses(rows: list[Row], results: Path) -> tuple[list[Row], str]:
     if not path.exists():
         return rows, ""
     measured = json.loads(path.read_text(encoding="utf-8"))
-    same = lambda row: (row["length"], row.get("order"), row.get("tau"))  # noqa: E731
+    same = lambda row: (row["length"], row.get("order"), row.get("tau"), row.get("tau_falls"))  # noqa: E731
     losses = {(row["model"], same(row)): row["loss_difference"] for row in measured["rows"] if "order" in row}
     models = {model for model, _ in losses}
     found = [row | {f"loss_of_{model}": losses.get((model, same(row))) for model in models} for row in rows]

@@ -162,6 +162,7 @@ def pass2(
     *,
     visited: Array | None = None,
     stop_lag: int = 0,
+    tau_factor: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[State, Array]:
     """Tiles of queries resume ``state`` and visit candidates in order until the gain is small (Algorithm 3).
@@ -178,6 +179,7 @@ def pass2(
     ----------
     state, q_order, k_order : what :func:`pass1`, :func:`query_order`, :func:`key_order` return
     visited : int [B, H, N, T], optional; key tiles to visit, instead of deciding
+    tau_factor : by which every tau is multiplied
     progress : called with (segments done, segments)
 
     Returns
@@ -185,13 +187,14 @@ def pass2(
     State, the input left unchanged, and visited, int32 [B, H, N, T]; 0 for a q tile without rows.
     """
     batch, heads = q.shape[:2]
-    group, taus, dense_from = heads // k.shape[1], config.taus(heads, k.shape[2]), config.dense_from(geometry)
+    group, dense_from = heads // k.shape[1], config.dense_from(geometry)
     block_m, block_n = config.block_m, config.block_n
     state = State(*(x.copy() for x in state))
     taken = np.zeros((batch, heads, geometry.segments, geometry.block_count(block_m)), np.int32)
     for n in range(geometry.segments):
         first, last = geometry.queries(n)
         tiles = -(-geometry.candidates(n) // block_n)
+        taus = config.taus(heads, geometry.candidates(n))
         moments: dict[tuple[int, int], Moments] = {}
         if tiles and config.adds_tail:
             group_of_keys = geometry.moment_group(n)
@@ -203,7 +206,7 @@ def pass2(
             rows = q[at]  # [M, D]
             m, mass, acc, j = visit(
                 rows, (state.m[at], state.l[at], state.acc[at]), k_order[n][b, h], kh, vh, scale, softcap,
-                block_n=block_n, tau=taus[h] if n < dense_from else 0.0, stop_lag=stop_lag,
+                block_n=block_n, tau=tau_factor * taus[h] if n < dense_from else 0.0, stop_lag=stop_lag,
                 visited=None if visited is None else int(visited[b, h, n, tile]),
             )  # fmt: skip
             rest = k_order[n][b, h][j * block_n :]

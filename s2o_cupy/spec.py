@@ -83,7 +83,7 @@ DENSE_LAST_PART = 32  # where they are at most one in so many
 # An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
-DEFAULT_TAU = 0.02  # of calls with up to LONG_FROM keys
+DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
 LONG_FROM = 1 << 15
 # How an error finds its taus (reference.error_taus is the definition).
 FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
@@ -117,8 +117,10 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
 }
 
 
-def tau_text(tau: float | Sequence[float]) -> str:
+def tau_text(tau: float | Sequence[float] | None) -> str:
     """In words short enough for a line."""
+    if tau is None:
+        return "default"
     if isinstance(tau, (int, float)):
         return f"{tau:g}"
     return f"{min(tau):g} to {max(tau):g} by head"
@@ -177,8 +179,8 @@ class S2OConfig:
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call. Default: 0.02 in calls of up to 32,768 keys (seqlen_k), and
-        in longer ones less by the square root of their length, as errors grow with it: 0.01 of 131,072 keys (`tau_of`).
+        heads, or one for each query head, all in one call. Default: 0.02 for segments with up to 32,768 earlier keys,
+        beyond less by the square root of their number, as errors grow with it: 0.01 for 131,072 (`tau_of`).
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128
@@ -323,17 +325,17 @@ class S2OConfig:
         """Whether unvisited candidates count. At tau 0 there are none."""
         return self.tail != "none" and not self.never_stops
 
-    def tau_of(self, seqlen_k: int) -> float | tuple[float, ...]:
-        """tau of a call with so many keys, of a config without an error: the one given, or the default."""
+    def tau_of(self, candidates: int) -> float | tuple[float, ...]:
+        """tau of a segment with so many earlier keys, of a config without an error: the one given, or the default."""
         if self.error is not None:
             raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
         if self.tau is None:
-            return DEFAULT_TAU * math.sqrt(LONG_FROM / max(seqlen_k, LONG_FROM))
+            return DEFAULT_TAU * math.sqrt(LONG_FROM / max(candidates, LONG_FROM))
         return self.tau  # type: ignore[return-value]  # a sequence is a tuple from __post_init__ on
 
-    def taus(self, heads: int, seqlen_k: int) -> tuple[float, ...]:
+    def taus(self, heads: int, candidates: int) -> tuple[float, ...]:
         """The same for each query head."""
-        tau = self.tau_of(seqlen_k)
+        tau = self.tau_of(candidates)
         return tau if isinstance(tau, tuple) else (tau,) * heads
 
     def last_of_prompt(self, seqlen: int) -> int:
@@ -357,10 +359,9 @@ class S2OConfig:
 
     def of_chunk(self, begin: int, end: int, seqlen: int) -> S2OConfig:
         """For queries [begin, end), whole segments, of a causal prompt of ``seqlen`` tokens in a call of their own with
-        the keys before ``end``: which of them are among the prompt's dense last ones, and the whole prompt's tau."""
+        the keys before ``end``: which of them are among the prompt's dense last ones."""
         dense = self.dense_from(Geometry(seqlen, seqlen, self.segment, unit=self.unit)) * self.segment
-        tau = None if self.error is not None else self.tau_of(seqlen)
-        return replace(self, tau=tau, dense_last=max(0, end - max(begin, dense)))
+        return replace(self, dense_last=max(0, end - max(begin, dense)))
 
     def of_heads(self, begin: int, end: int) -> S2OConfig:
         """For these query heads alone, half-open."""
@@ -368,8 +369,8 @@ class S2OConfig:
             return self.with_tau(self.tau[begin:end])
         return self.with_error(self.error[begin:end]) if isinstance(self.error, tuple) else self
 
-    def with_tau(self, tau: float | Sequence[float]) -> S2OConfig:
-        """The same with this tau, whatever tau or error it had."""
+    def with_tau(self, tau: float | Sequence[float] | None) -> S2OConfig:
+        """The same with this tau, or the default, whatever tau or error it had."""
         return replace(self, tau=tau, error=None)
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:

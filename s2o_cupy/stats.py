@@ -51,7 +51,7 @@ class S2OStats:
     problem : Problem
         Sizes, dtype, mask and scale of the call.
     config : S2OConfig
-        The configuration it ran with, ``tau`` or ``error`` included.
+        The configuration it ran with; the numbers behind a default tau or an error are in ``tau_per_head``.
     path : "hopper", "portable", "numpy" or None
         Which kernels ran, or the NumPy reference; None where nothing did, as there is no query or no key.
     path_reason : str or None
@@ -84,10 +84,11 @@ class S2OStats:
 
     @property
     def tau_per_head(self) -> Any:
-        """The tau that each head ran with, float32 (batch, heads): the config's, or what its error led to."""
+        """The tau that each head ran with, float32 (batch, heads): the config's, or what its error led to. Of the
+        default, which falls with the earlier keys, that of the last segment."""
         if self.taus is not None:
             return self.taus
-        taus = self.config.taus(self.problem.heads, self.problem.seqlen_k)
+        taus = self.config.taus(self.problem.heads, self.geometry.candidates(self.geometry.segments - 1))
         of_heads = np.array([as_float32(x) for x in taus], np.float32)
         return self._like_visited(np.tile(of_heads, (self.problem.batch, 1)))
 

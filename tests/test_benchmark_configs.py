@@ -51,7 +51,7 @@ def test_configs():
     assert _kinds.configs(args) == configs
     assert _kinds.kinds(args) == ["cudnn", "flash2", *configs]
     assert _kinds.configs(parser.parse_args([])) == [S2OConfig()]
-    assert [_kinds.described(config)["default"] for config in (S2OConfig(), configs[0])] == [True, False]
+    assert [_kinds.described(config, 1000)["default"] for config in (S2OConfig(), configs[0])] == [True, False]
 
 
 def test_a_command_names_no_folder(monkeypatch):

@@ -50,8 +50,10 @@ def test_orders():
     ]
     assert _common.describe(S2OConfig(rank="max", window=64, tau=0.5)) == {
         "order": "max:16:64:1024:1", "rank": "max", "pooled_queries": 16, "window": 64, "segment": 1024, "unit": 1,
-        "tau": 0.5,
+        "tau": 0.5, "tau_falls": False,
     }  # fmt: skip
+    default = _common.describe(S2OConfig(), 131_072)
+    assert (default["tau"], default["tau_falls"], _common.describe(S2OConfig(error=0.1))["tau"]) == (0.01, True, None)
     for text, message in (
         ("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:1:5", "accepted: rank"),
         ("mean:1:0:64:16", "unit is 16 with rank='mean'"),

@@ -127,7 +127,7 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
         both.attention(q, q, q)
         assert len(attended) > 1
         found = {replace(config, dense_last=None) for *_, config in attended}
-        assert found == {replace(config, tau=config.tau_of(seqlen), dense_up_to=expected)}
+        assert found == {replace(config, dense_up_to=expected)}
 
 
 def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):

@@ -59,7 +59,7 @@ def test_even_heads_are_views():
 
 
 def test_the_default_tau_has_a_call_of_its_own():
-    """As it depends on the call's length."""
+    """As it is not one number: it falls with the earlier keys."""
     named = S2OConfig(tau=0.02)
     assert head_groups((S2OConfig(), named) * 2, 2) == (
         HeadGroup(S2OConfig(), slice(0, 3, 2), slice(0, 2, 1)), HeadGroup(named, slice(1, 4, 2), slice(0, 2, 1))

@@ -148,8 +148,8 @@ def test_configs_with_numbers_by_head():
     assert S2OConfig() != S2OConfig(tau=0.02) and S2OConfig().with_error(0.1).with_tau(0.02) == S2OConfig(tau=0.02)
 
 
-def test_the_default_tau_falls_with_the_length():
-    """From 32,768 keys on by the square root; what is given stays, and a chunk has its prompt's."""
+def test_the_default_tau_falls_with_the_earlier_keys():
+    """From 32,768 of them on by the square root; what is given stays."""
     config = S2OConfig()
     assert config.tau is None and not config.never_stops
     assert [config.tau_of(n) for n in (0, 1, 8192, 32768)] == [0.02] * 4
@@ -158,22 +158,29 @@ def test_the_default_tau_falls_with_the_length():
     assert config.taus(3, 131_072) == (0.01,) * 3
     for tau in (0.02, (0.1, 0.2)):
         assert S2OConfig(tau=tau).tau_of(1 << 20) == tau
-    assert config.of_chunk(0, 8192, 131_072).tau == 0.01 and S2OConfig(tau=0.3).of_chunk(0, 8192, 131_072).tau == 0.3
-    assert config.of_chunk(0, 8192, 20_000).tau == 0.02 and S2OConfig(error=0.1).of_chunk(0, 8192, 131_072).tau is None
     with pytest.raises(ValueError, match=r"error is 0\.1, whose taus a call finds"):
         S2OConfig(error=0.1).tau_of(1)
 
 
-def test_a_long_call_has_the_default_of_its_length(device, rng):
-    """The bits of that tau by name, which more than the largest would visit."""
-    keys = rng.standard_normal((2, 1, 2, 4 << 15, 16)).astype(np.float32)
-    q = rng.standard_normal((1, 2, 96, 16)).astype(np.float32)
-    arrays = [device.array(x) for x in (q, *keys)]
-    run = lambda config: s2o_attention(*arrays, config=config, return_stats=True)  # noqa: E731
-    (o, stats), (named, _), (larger, of_larger) = (run(replace(device.config, tau=tau)) for tau in (None, 0.01, 0.02))
-    assert np.all(device.host(stats.tau_per_head) == np.float32(0.01))
-    assert np.array_equal(device.host(o), device.host(named))
-    assert not np.array_equal(device.host(o), device.host(larger)) and stats.density > of_larger.density
+def test_segments_have_the_default_of_their_keys(device, rng):
+    """The bits of calls for each with that tau by name, which more keys than the largest visit."""
+    heads, first = 2, 4 << 15  # queries begin behind so many keys
+    config = replace(device.config, tau=None, segment=64, dense_up_to=0)
+    q = rng.standard_normal((1, heads, 128, 16)).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, heads, first + 128, 16)).astype(np.float32)
+    q, k, v = (device.array(x) for x in (q, k, v))
+    o, stats = s2o_attention(q, k, v, config=config, return_stats=True)
+    assert np.all(device.host(stats.tau_per_head) == np.float32(config.tau_of(first + 64)))
+    for n in range(2):
+        rows, keys = slice(64 * n, 64 * n + 64), first + 64 * n + 64
+        part = (q[:, :, rows], k[:, :, :keys], v[:, :, :keys])
+        own = config.tau_of(keys - 64)
+        # A GPU's reciprocal square root may be off by a factor of 2^-20, which decides nothing here.
+        for tau, same in ((own, True), (own * (1 + 2**-20), True), (0.02, False)):
+            alone = s2o_attention(*part, config=config.with_tau(tau))
+            assert np.array_equal(device.host(alone), device.host(o[:, :, rows])) == same
+    larger = s2o_attention(q, k, v, config=config.with_tau(0.02), return_stats=True)[1]
+    assert stats.density > larger.density
 
 
 def test_all_heads_at_0_are_dense():

@@ -183,6 +183,8 @@ def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects
         ((2**21 + 1, 8, 16, 128), (16384, 2048, 128), False),
         ((1, 8, 2**25, 128), (0, 128, 1024), True),
         ((2, 8, 2**25, 128), (2**35, 128, 1024), False),
+        ((1_048_000, 8, 16, 128), (16392, 128, 1024), True),  # counted by 8 elements, just below 2^31 of them
+        ((1_049_000, 8, 16, 128), (16392, 128, 1024), False),
     ],
 )
 def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):

@@ -25,6 +25,7 @@ struct AttentionParams {
   float scale_log2;        // |scale| * log2(e); with spec::kSoftcap softcap * log2(e), the factor of the tanh
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;
+  float tau_falls;         // segments with more candidates than 1 / this have a tau less by the square root; 0: none
   int dense_from;          // segments from here on visit all candidates
   uint32 dense_tiles;      // pass 2: q tiles of these
   uint32 near_dense_tiles;  // q tiles of these, of near_heads heads
@@ -32,9 +33,10 @@ struct AttentionParams {
   float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
   Pages pages;             // of a paged cache
 
-  // The share of the mass below which q tiles of a flattened head and a segment stop.
-  __device__ __forceinline__ float tau_of(int head, int segment) const {
-    return segment >= dense_from ? 0.f : taus ? taus[head] : tau;
+  // The share of the mass below which q tiles of a flattened head and a segment stop, which has so many candidates.
+  __device__ __forceinline__ float tau_of(int head, int segment, int candidates) const {
+    if (segment >= dense_from) return 0.f;
+    return taus ? taus[head] : tau * fminf(1.f, rsqrtf(static_cast<float>(candidates) * tau_falls));
   }
 };
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if constexpr (kSkipsValues<Traits>)
       attention.values.start(params.values, rows.head_in_batch(params.heads), rows.visited_index(params));
     attention.point_to_keys(rows, 0, rows.key_order(params));
-    if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head, rows.segment);  // read after walk's first barrier
+    if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head, rows.segment, count);  // read after walk's first barrier
     visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
                                                    rows.count);
   }

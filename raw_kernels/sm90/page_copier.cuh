@@ -1,6 +1,7 @@
 // The producer of pass 1 on Hopper where keys and values lie in pages, and tiles begin where boxes of a page may: as
-// sm90/copier.cuh, but of tensor maps of pages, and a warp, of which each lane has the copy engine bring the rows of one
-// page. Rows past the end of a sequence are whatever stands in its last page, and zeros beyond it: no row of q sees them.
+// sm90/copier.cuh, but of tensor maps of pages, and a warp, of which each lane has the copy engine bring the rows of
+// one page. Rows past the end of a sequence are whatever stands in its last page, and zeros beyond it: no row of q sees
+// them.
 //
 // A box has 64 columns, and each 64 columns of a page their own; or, with WholeRowTraits, all columns: the copy engine
 // takes about as long for a box of 16 rows x 64 columns as for twice as many. Such a map has the axes [heads of pages,
@@ -12,7 +13,7 @@ namespace s2o {
 namespace sm90 {
 
 // Where a head of a page stands along the last axis of a map of whole rows: heads of pages are counted in the largest
-// power of two that divides the strides of both.
+// power of two that divides the strides of both (`Operand.page_step`; the plan sees to it that 31 bits hold them).
 struct HeadsOfPages {
   int page, head;
   __device__ __forceinline__ explicit HeadsOfPages(const Tensor<const uint16>& x) {

@@ -49,8 +49,9 @@ struct Products : Softmax<Traits> {
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
       const uint32 column = c % 4 * 32;
-      Wgmma<Element>::template ss<Traits::kRowsStride>(s, descriptor_at(q, c / 4 * kQueryAtom + column),
-                                                       descriptor_at(k, c / 4 * Traits::kColumnsStride + column), c > 0);
+      Wgmma<Element>::template ss<Traits::kRowsStride>(
+          s, descriptor_at(q, c / 4 * kQueryAtom + column),
+          descriptor_at(k, c / 4 * Traits::kColumnsStride + column), c > 0);
     }
     wgmma_commit();
   }

@@ -56,8 +56,17 @@ class Operand(NamedTuple):
         return self._reaches(2) and self._maps()
 
     def is_compact_cache(self) -> bool:
-        """The same of a paged cache, whose rows are those of all pages."""
-        return self._reaches(0, 2) and self._maps()
+        """The same of a paged cache, whose rows are those of all pages; and a tensor map counts heads of all pages by
+        31 bits (`page_step`)."""
+        reach = self.strides[0] * (self.shape[0] - 1) + self.strides[1] * (self.shape[1] - 1)
+        return self._reaches(0, 2) and self._maps() and reach // self.page_step < 2**31
+
+    @property
+    def page_step(self) -> int:
+        """Elements in which a tensor map of whole rows of pages counts heads of pages: the largest power of two that
+        divides both strides."""
+        both = self.strides[0] | self.strides[1] | 1 << 30
+        return both & -both
 
     def _maps(self) -> bool:
         return all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)

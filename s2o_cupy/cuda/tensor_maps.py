@@ -51,7 +51,9 @@ def tensor_map(
 
 
 @remembered
-def page_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> bytes:
+def page_map(
+    pointer: int, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
+) -> bytes:
     """The map of a paged cache [pages, kv_heads, page_size, head_dim] in boxes of ``box_rows`` whole rows, a multiple
     of 8. head_dim is a multiple of 64.
 
@@ -59,8 +61,7 @@ def page_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box
     heads share one, counted in the largest power of two that divides both strides: sm90/page_copier.cuh.
     """
     pages, heads, page_size, head_dim = shape
-    step = strides[0] | strides[1] | 1 << 30
-    step &= -step
+    step = Operand(pointer, shape, strides).page_step
     reach = (pages - 1) * strides[0] + (heads - 1) * strides[1]
     columns = head_dim // BOX_COLUMNS
     axes = [

@@ -352,7 +352,7 @@ class SequenceParallel:
 @functools.lru_cache(maxsize=64)  # the layers of a model share it
 def _chunk_config(problem: Problem, config: S2OConfig, seqlen: int) -> S2OConfig:
     dense = is_dense(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen), config)
-    return replace(config, tau=config.tau_of(seqlen), dense_up_to=seqlen if dense else 0)
+    return replace(config, dense_up_to=seqlen if dense else 0)
 
 
 _of_chunk = functools.lru_cache(maxsize=64)(S2OConfig.of_chunk)  # likewise

@@ -31,7 +31,8 @@ class HeadGroup:
 def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGroup, ...]:
     """The fewest calls that give query head ``h`` the config ``configs[h]``, of which tau and error are numbers.
 
-    Heads whose configs differ in nothing but tau, or the error, share a call. A call needs as many query heads of one
+    Heads whose configs differ in nothing but tau, or the error, share a call, but for those with the default tau, which
+    is not one number. A call needs as many query heads of one
     KV head as of another, so heads of other configs may take several.
     """
     shared = len(configs) // kv_heads
@@ -53,7 +54,7 @@ def _base(config: S2OConfig) -> S2OConfig:
     """What heads that share a call agree on."""
     if config.error is not None:
         return config.with_error(1.0)
-    return config if config.tau is None else config.with_tau(0.0)  # the default depends on a call's length
+    return config if config.tau is None else config.with_tau(0.0)  # the default is not one number
 
 
 def _together(configs: list[S2OConfig]) -> S2OConfig:

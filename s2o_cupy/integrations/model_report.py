@@ -261,10 +261,11 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
                 "for each head"
             )
         members = np.arange(heads)[group.heads].tolist()
-        for h, of_head in zip(members, group.config.taus(len(members), k.shape[2]), strict=True):
+        tau = group.config.tau
+        for h, of_head in zip(members, tau if isinstance(tau, tuple) else (tau,) * len(members), strict=True):
             configs[h] = group.config.with_tau(of_head)
     tau, density, error, standard_error, share = np.zeros((5, heads))
-    tau[:] = [config.tau for config in configs]
+    tau[:] = [config.tau_of(k.shape[2]) for config in configs]
     size = (0, 0)
     for base in dict.fromkeys(config.with_tau(0) for config in configs):  # one sample for all of its taus
         sample = Sample(q, k, v, base, scale=asked.scale, softcap=asked.softcap, segments=segments, seed=seed,

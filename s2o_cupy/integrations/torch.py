@@ -249,7 +249,7 @@ def _softcap(softcap: Any) -> Any:
 
 _SCHEMA_TYPES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str"}
 _SCHEMA_TYPES |= {kind | None: f"{name}?" for kind, name in _SCHEMA_TYPES.items()}
-_SCHEMA_TYPES |= dict.fromkeys((float | Sequence[float], float | Sequence[float] | None), "float[]?")
+_SCHEMA_TYPES[float | Sequence[float] | None] = "float[]?"
 
 _HINTS = get_type_hints(S2OConfig)
 _NAMES = tuple(field.name for field in fields(S2OConfig))

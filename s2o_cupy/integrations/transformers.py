@@ -63,7 +63,7 @@ def register(
     per_layer : mapping, optional
         ``{layer: S2OConfig}`` or ``{(layer, head): S2OConfig}``, counted from 0; both may be mixed, and the head
         decides. None instead of a layer's config leaves that layer to the ordinary attention. Heads of a layer that
-        differ in more than tau take several calls.
+        differ in more than tau take several calls; so do those with the default tau and others.
     min_seqlen : int, default 8192
         With fewer keys than this the ordinary attention runs: ordering keys would cost more than it saves.
 

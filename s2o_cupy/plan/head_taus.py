@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..problem import Problem
-from ..spec import S2OConfig
+from ..spec import DEFAULT_TAU, LONG_FROM, S2OConfig
 from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch
 from .kernels import Family, Kernel
 
@@ -28,10 +28,11 @@ def as_float32(tau: float) -> float:
     return tau if tau <= MAX_FLOAT32 else math.inf
 
 
-def of_all(problem: Problem, config: S2OConfig) -> float:
-    """The tau of all heads, where they share one."""
-    tau = 0.0 if config.error is not None else config.tau_of(problem.seqlen_k)
-    return 0.0 if isinstance(tau, tuple) else as_float32(tau)
+def of_all(config: S2OConfig) -> dict[str, float]:
+    """Parameters of the tau that all heads share, if they do."""
+    if config.tau is None and config.error is None:
+        return {"tau": DEFAULT_TAU, "tau_falls": 1 / LONG_FROM}
+    return {"tau": as_float32(config.tau) if isinstance(config.tau, float) else 0.0, "tau_falls": 0.0}
 
 
 def arrays(problem: Problem, config: S2OConfig) -> list[Array]:

@@ -116,7 +116,7 @@ def attention_launch(
         "q_tiles": q_tiles,
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
-        "tau": head_taus.of_all(problem, config),
+        **head_taus.of_all(config),
         "dense_from": dense_from,
         "dense_tiles": dense_segments * chunk.heads * tiles,
         "near_dense_tiles": dense_segments * chunk.near_heads * tiles,

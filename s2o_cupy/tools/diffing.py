@@ -406,10 +406,10 @@ def compare(
         s2o.unit_positions(units[..., : geometry.ranked(n)], n, geometry) for n, units in enumerate(stages.k_order)
     ]
     arguments = (state1, stages.q_order, keys_in_order, geometry)
-    lag, taus = STOP_LAG[stages.path], config.taus(problem.heads, problem.seqlen_k)
+    lag = STOP_LAG[stages.path]
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (
-        s2o.pass2(*no_values, config.with_tau([factor * tau for tau in taus]), scale, softcap, stop_lag=lag)[1]
+        s2o.pass2(*no_values, config, scale, softcap, stop_lag=lag, tau_factor=factor)[1]
         for factor in (1 + slack, 1 - slack)
     )
     outside = (stages.visited < earliest) | (stages.visited > latest)

@@ -143,7 +143,7 @@ def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OCo
         plt.close(figure)
 
 
-def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[float], title: str) -> None:
+def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[float] | None, title: str) -> None:
     """Write a picture of error by density, a point for each tau, with a ring around ``tau``."""
     import matplotlib
 
@@ -295,7 +295,7 @@ def _mass(axis: Any, view: SegmentMap) -> None:
     axis.legend(frameon=False, fontsize=8, loc="best")
 
 
-def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float]) -> None:
+def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float] | None) -> None:
     density, error = [p.density for p in sweep], [p.rel_l2 for p in sweep]
     axis.plot(density, error, "-o", color=_VISITED, ms=4)
     for i, point in enumerate(sweep):

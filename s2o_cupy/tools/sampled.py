@@ -32,8 +32,8 @@ class ErrorEstimate:
 
     Attributes
     ----------
-    tau : float, or a tuple of one for each query head
-        Of the call.
+    tau : float, or a tuple of one for each query head; None
+        Of the call; None is the default, which each segment has its own of.
     error, standard_error : float64 numpy.ndarray, (batch, heads)
         Each head's rel_l2 against dense attention, ||o - dense|| / ||dense||, and the standard error of the sample; 0
         if every segment was taken.
@@ -127,7 +127,7 @@ def error_per_head(
         q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed,
         function=function,
     )  # fmt: skip
-    return sample.estimate(config.tau_of(sample.problem.seqlen_k))
+    return sample.estimate(config.tau)
 
 
 def check_segments(function: str, segments: Any) -> None:
@@ -192,8 +192,8 @@ class Sample:
             self.dense.append(o)
             step("dense")
 
-    def estimate(self, tau: float | Sequence[float], step: Callable[[str], None] = NO_STEP) -> ErrorEstimate:
-        """What S2O gives at ``tau``; ``step`` is called after each segment."""
+    def estimate(self, tau: float | Sequence[float] | None, step: Callable[[str], None] = NO_STEP) -> ErrorEstimate:
+        """What S2O gives at ``tau``, None the default; ``step`` is called after each segment."""
         if not self.dense:
             self.attend_densely()
         config = replace(self.config.with_tau(tau), dense_up_to=0, dense_last=0)
