@@ -26,7 +26,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     tune = command("tune-model", _tune_model, does, MODEL_HELP, allow_abbrev=False)
     _add_model(tune)
     target = tune.add_mutually_exclusive_group(required=True)
-    loss = "at most so many nats a token more than dense attention, a standard error included"
+    loss = "at most so many nats a token more than dense attention, two standard errors included"
     target.add_argument("--loss", type=float, help=loss)
     target.add_argument("--error", type=float, help="at most this rel_l2 of each layer or head")
     target.add_argument("--density", type=float, help="at most this share of pairs computed, mean over the heads")

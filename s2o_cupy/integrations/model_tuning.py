@@ -77,7 +77,7 @@ def tune_model(
     input_ids : int32 or int64 Tensor, (batch, seqlen)
         At least 2 tokens of a text like those to come, as long as those, on the model's device.
     loss : float, optional
-        At most so many nats a token more than with dense attention, mean over the text, a standard error of that
+        At most so many nats a token more than with dense attention, mean over the text, two standard errors of that
         mean included. Above 0.
     error : float, optional
         At most this rel_l2: of each layer, of each head, or (by "model") of every layer at one tau.
@@ -250,8 +250,8 @@ class _Search:
         taus, loss = min((x for x in found if x is not None), key=lambda x: x[1].density, default=(None, None))
         if taus is None or loss is None:
             raise ValueError(
-                f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].at_most:.4g} with a "
-                "standard error; accepted: at least that, smaller taus, or a longer text"
+                f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].at_most:.4g} with two "
+                "standard errors; accepted: at least that, smaller taus, or a longer text"
             )
         if can_be_coarser(self.config):
             larger |= {x.layer: x for x in self.curves(coarser(self.config), of)[0]}

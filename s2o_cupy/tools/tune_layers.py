@@ -39,9 +39,9 @@ class Trial:
 
     @property
     def at_most(self) -> float:
-        """With a standard error more: of many trials the one that just reaches a target owes some to chance, and
+        """With two standard errors more: of many trials the one that just reaches a target owes some to chance, and
         another text loses more."""
-        return self.loss_difference + self.standard_error
+        return self.loss_difference + 2 * self.standard_error
 
 
 @dataclass(frozen=True, eq=False)
