@@ -168,7 +168,7 @@ def run_out(
 
 def large_and_small(seed: int) -> tuple[S2OConfig, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """(config, arrays of a call that needs hundreds of MiB, arrays of one that needs a few)."""
-    config = sparse(tau=0.05, segment=1024, workspace_bytes=1 << 30)
+    config = sparse(tau=0.05, segment=128, workspace_bytes=1 << 30)
     return config, qkv(seed, 1, 32, 32, 65536, None, 64), qkv(seed + 4, 1, 2, 1, 500)
 
 
