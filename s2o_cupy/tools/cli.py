@@ -11,21 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from .. import __version__
+from .. import __version__, spec
 from ..cuda.compiler import ARCHITECTURES
 from ..plan.launch_plan import DENSE_UP_TO, padded_head_dim
-from ..spec import (
-    DEFAULT_TAU,
-    DENSE_LAST,
-    DENSE_LAST_PART,
-    LONG_FROM,
-    MAX_HEAD_DIM,
-    PATHS,
-    RANKS,
-    TAILS,
-    S2OConfig,
-    S2OError,
-)
+from ..spec import S2OConfig, S2OError
 from . import inputs
 from .layer_settings import BY
 
@@ -225,8 +214,8 @@ def _compile(args: argparse.Namespace) -> int:
         architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
     if not architectures:
         raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
-    if args.head_dim is not None and not 1 <= args.head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"--head-dim is {args.head_dim}; accepted: 1 to {MAX_HEAD_DIM}")
+    if args.head_dim is not None and not 1 <= args.head_dim <= spec.MAX_HEAD_DIM:
+        raise ValueError(f"--head-dim is {args.head_dim}; accepted: 1 to {spec.MAX_HEAD_DIM}")
     dtypes = None if args.dtype is None else [args.dtype]
     head_dims = None if args.head_dim is None else [padded_head_dim(args.head_dim)]
     with progress("compile") as report:
@@ -371,7 +360,7 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
-CHOICES = {"rank": RANKS, "path": PATHS, "tail": TAILS}
+CHOICES = {"rank": spec.RANKS, "path": spec.PATHS, "tail": spec.TAILS}
 CONFIG_HELP = {
     "segment": "queries per segment, whose own keys are attended densely",
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
@@ -413,11 +402,11 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             kind = int
         if field.name == "tau":
             kind = float
-            said = f"{DEFAULT_TAU}, beyond {LONG_FROM:,} keys less by the square root of their number"
+            said = f"{spec.DEFAULT_TAU}, behind over {spec.LONG_FROM:,} keys less by the square root of their number"
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"
         if field.name == "dense_last" and default is None:
-            said = f"{DENSE_LAST} of {DENSE_LAST * DENSE_LAST_PART} or more, with --rank weight"
+            said = f"{spec.DENSE_LAST} of {spec.DENSE_LAST * spec.DENSE_LAST_PART} or more, with --rank weight"
         options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
         if field.name in CHOICES:
             options["choices"] = CHOICES[field.name]
@@ -502,7 +491,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
         "--arch", help=f"separated by commas (default: of the GPUs here; without one, {','.join(ARCHITECTURES)})"
     )
     build.add_argument("--dtype", choices=("float16", "bfloat16"), help="of the arrays (default: both)")
-    build.add_argument("--head-dim", type=int, help=f"head size, up to {MAX_HEAD_DIM} (default: any)")
+    build.add_argument("--head-dim", type=int, help=f"head size, up to {spec.MAX_HEAD_DIM} (default: any)")
     build.add_argument(
         "--sample", action="store_true", help="only some kernels, which stand for the others; for a quick check"
     )
