@@ -296,7 +296,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input", default="mixture", help=f"{_sources.HELP} (default: %(default)s)")
     parser.add_argument("--lengths", type=_common.integers, default=[131_072, 524_288, 1_048_576])
     parser.add_argument("--splits", type=_common.names, default=["sequence"], help=f"of {', '.join(SPLITS)}")
-    parser.add_argument("--tau", type=float, help="default: the library's, which falls with the length")
+    parser.add_argument("--tau", type=float, help="default: the library's, which falls with the earlier keys")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="default: float32 on the CPU only")
     parser.add_argument("--heads", type=int, default=32, help="of a pattern (default: %(default)s)")
     parser.add_argument("--kv-heads", type=int, default=8, help="of a pattern (default: %(default)s)")

@@ -274,7 +274,7 @@ def _said(result: dict[str, Any], fixed: list[Column]) -> str:
     parts += [f"{name} {_version(result[name])}" for name in ("torch", "cudnn", "cupy") if result.get(name)]
     # Folders of the machine that measured say nothing to a reader.
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
-    parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`"]
+    parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`", result.get("note", "")]
     return ", ".join(filter(None, parts))
 
 

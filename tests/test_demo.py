@@ -84,12 +84,14 @@ def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     assert "segment 64, units of 16, tiles of 128 queries x 64 keys" in text
     assert "a call of up to 8,192 keys is plain dense attention by default" in text
     assert "icture" not in text
-    defaults = {name: getattr(S2OConfig(), name) for name in S2OConfig.__dataclass_fields__}
-    assert demo._unlike_the_defaults(defaults, 100_000) == []
+    defaults = {name: getattr(S2OConfig(tau=0.02), name) for name in S2OConfig.__dataclass_fields__}
+    assert demo._unlike_the_defaults(defaults, 30_000) == []
     assert demo._unlike_the_defaults(defaults | {"tau": 0.01}, 131_072) == []  # the default of that length
-    mean = S2OConfig(rank="mean")  # its other fields follow
+    told = ["Not the library's defaults: tau 0.02 instead of 0.01"]
+    assert demo._unlike_the_defaults(defaults, 131_072) == told
+    mean = S2OConfig(rank="mean", tau=0.02)  # its other fields follow
     others = {name: getattr(mean, name) for name in defaults}
-    assert demo._unlike_the_defaults(others, 100_000) == ["Not the library's defaults: rank mean instead of weight"]
+    assert demo._unlike_the_defaults(others, 30_000) == ["Not the library's defaults: rank mean instead of weight"]
 
 
 def test_no_time_of_a_cpu(capsys):

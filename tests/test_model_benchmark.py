@@ -279,7 +279,7 @@ def test_parts_of_a_model(no_gpu_needed, small_llama, folder):
 
 def test_errors_are_those_of_dense_inputs(torch, no_gpu_needed, small_llama, folder):
     """The second layer's, from q, k and v that the loader's own code computes."""
-    from _layer_errors import on_dense_trajectory
+    from _layer_errors import on_dense_trajectory, runs_of
 
     config = S2OConfig(segment=64, tau=100, block_m=16, block_n=16, tail="none")
     loader = _sources.module_of(str(folder / "loader.py"))
@@ -291,13 +291,19 @@ def test_errors_are_those_of_dense_inputs(torch, no_gpu_needed, small_llama, fol
     ids, _ = small_llama.tokens(np.load(folder / "tokens.npy"), 300, CPU)
     with torch.inference_mode():
         loader.logits(weights, ids)
-        dense, found = on_dense_trajectory(small_llama.load(loader, weights), ids, ["cudnn", config])
+        llama = small_llama.load(loader, weights)
+        dense, found = on_dense_trajectory(llama, ids, ["cudnn", config])
+        _, of_some = on_dense_trajectory(llama, ids, ["cudnn", config], rows=100)
     assert dense["layer_numbers"] == [0, 1]
     for n in range(2):
         (q, k), (_, v) = seen[2 * n : 2 * n + 2]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:, ::2], v[:, ::2]))  # heads of a group have the same
         o, stats = s2o_attention(q, k, v, config=config, return_stats=True)
-        errors = _exact.by_row(o, _exact.dense(q, k, v))
+        exact = _exact.dense(q, k, v)
+        errors = _exact.by_row(o, exact)
+        o_some, exact_some = (torch.cat([x[:, :, run] for run in runs_of(300, 100)], 2) for x in (o, exact))
+        of_some_rows = _exact.pooled(_exact.sums(o_some, exact_some))["rel_l2"]
+        assert of_some["rel_l2_by_layer"][n] == pytest.approx(of_some_rows, rel=1e-3) != found["rel_l2_by_layer"][n]
         assert found["density_by_layer"][n] == stats.density
         assert found["row_p99_by_layer"][n] == pytest.approx(np.quantile(errors, 0.99), rel=1e-3)
         assert found["rows_above_half_by_layer"][n] == pytest.approx(np.mean(errors > 0.5), abs=0.002)
@@ -319,18 +325,6 @@ def test_rows_that_stand_for_all(seqlen, rows):
     else:
         assert rows - RUNS < len(seen) <= rows
         assert max(np.diff([-1, *seen, seqlen])) <= 2 * seqlen / min(RUNS, rows) + 1  # they are spread evenly
-
-
-def test_errors_of_some_rows(torch, no_gpu_needed, small_llama, folder):
-    """Are about those of all, and of all where there are no more."""
-    found = {}
-    for rows in (64, 256, 300):
-        asked = ("--lengths", "300", "--parts", "error", "--base", "segment=64,tau=9", "--error-rows", str(rows))
-        found[rows] = model.run(model.parse(arguments(folder, *asked)), lambda *told: None)[2]["rel_l2_by_layer"]
-    args = model.parse(arguments(folder, "--lengths", "300", "--parts", "error", "--base", "segment=64,tau=9"))
-    whole = model.run(args, lambda *told: None)[2]["rel_l2_by_layer"]
-    assert found[300] == whole
-    assert found[256] == pytest.approx(whole, rel=0.3) and found[64] == pytest.approx(whole, rel=0.6)
 
 
 def test_timings_take_turns(torch, no_gpu_needed, small_llama, folder, monkeypatch):

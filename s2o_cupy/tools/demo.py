@@ -155,7 +155,7 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     changed = [
         f"{name} {config[name]} instead of {value}"
         for name, value in default.items()
-        if name != "dense_up_to" and config[name] not in (value, getattr(of_rank, name) if name == "tau" else value)
+        if name != "dense_up_to" and config[name] != value
     ]
     if changed:
         lines.append(f"Not the library's defaults: {', '.join(changed)}")
