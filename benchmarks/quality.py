@@ -56,6 +56,7 @@ PER_HEAD: list[_common.Column] = [
     ("density", "density", ".4f"),
     ("rel_l2", "rel_l2", ".5f"),
     ("rel_l1", "rel_l1", ".5f"),
+    ("estimate", "estimate", ".5f"),
 ]
 
 
@@ -104,6 +105,8 @@ def measure(args: argparse.Namespace, q: Any, k: Any, v: Any, exact: Any, config
         "head_rel_l2": _exact.rel_l2(sums.sum(1)).tolist(),
         "head_rel_l1": _exact.rel_l1(sums.sum(1)).tolist(),
     }
+    if args.estimate:
+        row["head_estimate"] = stats.error_per_head[0].tolist()
     if args.device == "cpu":
         return row | {"numpy_s": seconds}
     return row | {"s2o_ms": _common.time_ms(lambda: s2o_attention(q, k, v, config=config), args.repeats)}
@@ -111,7 +114,7 @@ def measure(args: argparse.Namespace, q: Any, k: Any, v: Any, exact: Any, config
 
 def heads_of(row: Row) -> list[Row]:
     """A row for each head."""
-    keys = ("density", "rel_l2", "rel_l1")
+    keys = ("density", "rel_l2", "rel_l1", *(["estimate"] if "head_estimate" in row else []))
     return [
         row | {"head": name, **dict(zip(keys, values, strict=True))}
         for name, *values in zip(row["head_names"], *(row[f"head_{key}"] for key in keys), strict=True)
@@ -148,6 +151,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--baselines", type=_common.names, default=["cudnn", "flash2"], help="timed on a GPU")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--per-head", action="store_true", help="print each head's figures too; JSON always has them")
+    parser.add_argument("--estimate", action="store_true", help="each head's error by S2OStats.error_per_head, too")
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--plot", help="draw error against time, or on a CPU against density, into this .png")
     args = parser.parse_args(argv)

@@ -208,7 +208,8 @@ def test_quality(tmp_path):
     arguments = ["--lengths", 300, "--orders", ",".join(ORDERS), "--taus", "0.2,0.02", "--block-m", 32]
     text = succeed(
         "quality.py", "--input", "trace", "slashes", "--heads", 2, "--kv-heads", 1, "--head-dim", 32, *arguments,
-        "--block-n", 32, "--dtype", "float32", "--device", "cpu", "--per-head", "--json", tmp_path / "q.json",
+        "--block-n", 32, "--dtype", "float32", "--device", "cpu", "--per-head", "--estimate", "--json",
+        tmp_path / "q.json",
         "--plot", tmp_path / "q.png",
     )  # fmt: skip
     result = json.loads((tmp_path / "q.json").read_text())
