@@ -95,7 +95,10 @@ def test_configurations(rng, config, heads):
     assert_right(draw(rng, DTYPES["bfloat16"], 1500, heads=heads, config=config), config)
 
 
-@pytest.mark.parametrize(("group", "length"), [(1, 30_000), (1, 80_000), (2, 80_000), (1, 140_000)])
+@pytest.mark.parametrize(
+    ("group", "length"),
+    [(1, 3_000), (1, 16_000), (1, 30_000), (2, 60_000), (1, 80_000), (2, 80_000), (1, 140_000)],
+)
 def test_long_rows_of_blocks(rng, group, length):
     """More candidates than a warp looks at in one go, than it holds in registers too, and equals among them."""
     x = draw(rng, DTYPES["bfloat16"], 40, length, heads=group, kv_heads=1)

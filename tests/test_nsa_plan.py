@@ -66,7 +66,7 @@ def test_rounds_are_all_tokens_within_the_bound(seqlen_q, workspace, heads):
     plan = plan_of(problem(seqlen_q, heads=heads, kv_heads=4), NSAConfig(workspace_bytes=workspace))
     places = plan.workspace.places
     for rounds, most, names in (
-        (plan.choice_rounds, plan.choice_tokens, {"weights", "step_tops", "head_lse"} & set(places)),
+        (plan.choice_rounds, plan.choice_tokens, {"weights", "step_tops", "step_bases", "head_lse"} & set(places)),
         (plan.rounds, plan.tokens, {"parts", "part_lse"}),
     ):
         assert [first for first, _ in rounds] == list(range(0, seqlen_q, most))
@@ -79,7 +79,7 @@ def test_weights_and_parts_share_memory():
     """Of all arrays no others overlap, and none is outside of the workspace."""
     plan = plan_of(problem(5000, heads=2), NSAConfig())
     assert plan.fused
-    early, late = {"weights", "step_tops", "head_lse"}, {"parts", "part_lse"}
+    early, late = {"weights", "step_tops", "step_bases", "head_lse"}, {"parts", "part_lse"}
     spans = {name: (x.offset, x.offset + x.nbytes) for name, x in plan.workspace.places.items()}
     assert early | late <= set(spans)
     assert max(end for _, end in spans.values()) <= plan.workspace.nbytes

@@ -64,13 +64,9 @@ __device__ __forceinline__ float* weights_of(const NsaParams& p, int row) {
   return row >= 0 ? p.weights + static_cast<int64>(row) * p.weight_stride : nullptr;
 }
 
-// Leaves what a row's weights with a step of compressed keys are relative to, and the largest of them: `most` of four
-// threads. Called by whole warps.
-__device__ __forceinline__ void write_step_top(const NsaParams& p, int row, int step, float base, float most) {
-  most = max_or_nan(most, __shfl_xor_sync(kFullWarp, most, 1));
-  most = max_or_nan(most, __shfl_xor_sync(kFullWarp, most, 2));
-  if (row >= 0 && threadIdx.x % 4 == 0)
-    p.step_tops[static_cast<int64>(row) * p.step_stride + step] = make_float2(base, most);
+// Leaves the largest of a row's weights with the thread's quarter of a step of compressed keys.
+__device__ __forceinline__ void write_step_top(const NsaParams& p, int row, int step, float most) {
+  if (row >= 0) p.step_tops[(static_cast<int64>(row) * p.step_stride + step) * 4 + threadIdx.x % 4] = most;
 }
 
 // write_visible_weights of sums of which some are not a number, or a later token's: those are of no weight.

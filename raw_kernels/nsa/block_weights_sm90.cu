@@ -163,7 +163,7 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
           const int place = token < end_token ? kv_row * p.tokens + (token - p.first_token) : -1;
           const float most = write_block_weights(p, sum[n], carried[n], step * kTile + lane % 4 * (kTile / 4),
                                                  p.visible_compressed(token), weights_of(p, place));
-          write_step_top(p, place, step, 0.f, most);
+          write_step_top(p, place, step, most);
         }
         __syncwarp();  // not all lanes have written
       }

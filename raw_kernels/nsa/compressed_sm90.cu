@@ -2,7 +2,7 @@
 // keys, one exponential for both. Weights are left for each query head, relative to the largest score that its row had
 // met by then; nsa_top_blocks, which knows the row's log-sum-exp, adds heads up.
 //
-//   q, k_cmp, v_cmp -> cmp_out; weights [KV rows, tokens, group, weight_stride], step_tops, head_lse
+//   q, k_cmp, v_cmp -> cmp_out; weights [KV rows, tokens, group, weight_stride], step_tops, step_bases, head_lse
 #include "common/keep_finite.cuh"
 #include "nsa/block_sums.cuh"
 #include "nsa/compressed_keys.cuh"
@@ -264,7 +264,9 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
         const float most = write_visible_weights<kTile / 4>(
             p, weight, four, rows.carried[h], first_key,
             weights_of(p, places[h]));
-        write_step_top(p, places[h], step, rows.top(h), most);
+        write_step_top(p, places[h], step, most);
+        if (places[h] >= 0 && lane % 4 == 0)
+          p.step_bases[static_cast<int64>(places[h]) * p.step_stride + step] = rows.top(h);
       }
       __syncwarp();
     };

@@ -33,8 +33,10 @@ struct NsaParams : AttentionParams {
   uint16* cmp_out;         // [batch * heads, seqlen_q, head_dim], of rows that see a compressed key
   const float* cmp_lse;          // by Remainders, of sequence b `batch_lse` elements further
   float* weights;                // [KV rows, tokens, weight_stride]; with `fused` [KV rows, tokens, group, weight_stride]
-  float2* step_tops;             // as weights, [.., step_stride]: what those with 128 compressed keys are relative to, in
-                                 // log2 units (0: to nothing), and the largest of them; null: it is not known
+  float* step_tops;              // as weights, [.., step_stride, 4]: the largest with each quarter of 128 compressed keys;
+                                 // null: it is not known
+  float* step_bases;             // with `fused`, as weights, [.., step_stride]: what those with 128 compressed keys are
+                                 // relative to, in log2 units
   float* head_lse;               // with `fused`, [KV rows, tokens, group], in log2 units
   int* chosen;                   // [KV rows, seqlen_q, top]: blocks, ascending, -1 behind the last
   int* counts;                   // [KV rows, chunks, blocks]: tokens of each block; then those in chunks before

@@ -11,12 +11,18 @@ namespace s2o {
 constexpr int kTopThreads = 128;
 constexpr int kSpare = 2;       // lanes more than are wanted, that a number which is found sooner may let in
 constexpr int kHeldGroups = 8;  // of 128 weights, four of each lane, that a warp holds in registers
-constexpr int kReadSteps = 16;  // of 32 blocks, that a warp holds where it reads no others
+constexpr int kPiece = 8;       // blocks whose largest weight is known
+constexpr int kLanePieces = 8;  // of a lane, at most
 
 // Of a warp.
+struct alignas(16) WarpTop {
+  int numbers[32];  // of blocks that may be among those of most weight
+  int blocks[32];   // these blocks
+  int2 pieces[32];  // that are read: first blocks, and bits of their weights' factors
+};
+
 struct TopShared {
-  int2 candidates[kTopThreads / 32][32];     // numbers of blocks that may be among those of most weight, and these
-  int2 steps[kTopThreads / 32][kReadSteps];  // first blocks of steps that are read, and bits of their weights' factors
+  WarpTop of_warp[kTopThreads / 32];
 };
 
 // A token's weights, four neighbours at a time.
@@ -43,7 +49,7 @@ struct BlockWeights {
   // Of those of one head, which are relative to the maximum of their step of 128 compressed keys.
   __device__ __forceinline__ float share(int place, int at, float lse) const {
     const int step = min(at, end - 1) * p.ratio() >> 7;
-    return exp2_approx(p.step_tops[static_cast<int64>(place) * p.step_stride + step].x - lse);
+    return exp2_approx(p.step_bases[static_cast<int64>(place) * p.step_stride + step] - lse);
   }
   static __device__ __forceinline__ void add(float4& sum, const uint4& w, float share) {
     sum.x = fmaf(__uint_as_float(w.x), share, sum.x);
@@ -91,81 +97,170 @@ __device__ __forceinline__ int reached_by(int mine, int low, int wanted, int spa
   return low;
 }
 
-// Appends what reaches `low` to a warp's candidates; `found`, and the candidates with it, ascend.
-__device__ __forceinline__ void append(int2* candidates, int& found, int x, int block, int low) {
-  const uint32 lanes = __ballot_sync(kFullWarp, x >= low);
-  const int place = found + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
-  if (x >= low && place < 32) candidates[place] = make_int2(x, block);
-  found += __popc(lanes);
-}
-
-// Where the largest weights of steps are known, of one row, and a block is four strides: only the steps of 32 blocks are
-// read that may have one of the most.
-//
-// Candidates, as in nsa_top_blocks, and how many; more than 32: it takes another way.
-__device__ __forceinline__ int step_candidates(const NsaParams& p, int row, int begin, int end, int wanted, int& low,
-                                               int2* candidates, int2* listed) {
-  constexpr int kNone = 33;
-  const int lane = threadIdx.x % 32, steps = (end + 31) / 32;
-  if (!p.step_tops || (p.fused && p.group != 1) || p.ratio() != 4 || steps > 64) return kNone;
-  const float2* tops = p.step_tops + static_cast<int64>(row) * p.step_stride;
-  const float* weights = p.weights + static_cast<int64>(row) * p.weight_stride;
-  const float lse = p.fused ? p.head_lse[row] : 0.f;
-  const uint32 before = (1u << lane) - 1;
-  // A product of floats is NaN with the bits that are the most.
-  const auto number = [&](float w, float share, int block) {
-    return static_cast<uint32>(block - begin) < static_cast<uint32>(end - begin) ? __float_as_int(w * share) : -1;
-  };
-  float share[2];
-  int most[2];  // of the lane's steps, lane and lane + 32: the largest number
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int step = half * 32 + lane;
-    const float2 top = step < steps ? tops[step] : make_float2(0.f, 0.f);
-    share[half] = exp2_approx(top.x - lse);
-    most[half] = step < steps ? __float_as_int(top.y * share[half]) : -1;
-  }
-  low = 0;
-  int count = steps;
-  if (steps <= kReadSteps) {
-    if (lane < steps) listed[lane] = make_int2(lane * 32, __float_as_int(share[0]));
-  } else {
-    // Of the first step and the last some blocks do not count, perhaps those of most weight.
-    const int last = steps - 1;
-    low = reached_by(max(lane == 0 || lane == last ? -1 : most[0], lane + 32 == last ? -1 : most[1]), 0, wanted, 1);
-    count = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32 which = __ballot_sync(kFullWarp, most[half] >= low);
-      const int place = count + __popc(which & before);
-      if (most[half] >= low && place < kReadSteps)
-        listed[place] = make_int2((half * 32 + lane) * 32, __float_as_int(share[half]));
-      count += __popc(which);
-    }
-    if (count > kReadSteps) return kNone;
-  }
-  if (lane >= count && lane < kReadSteps) listed[lane] = make_int2(steps * 32, 0);  // no blocks that count
-  __syncwarp();
-  float w[kReadSteps];
-#pragma unroll
-  for (int i = 0; i < kReadSteps; ++i) w[i] = i < count ? weights[listed[i].x + lane] : 0.f;
-  int x[kReadSteps], largest = -1;
-#pragma unroll
-  for (int i = 0; i < kReadSteps; ++i) {
-    const int2 step = listed[i];
-    x[i] = number(w[i], __int_as_float(step.y), step.x + lane);
-    largest = max(largest, x[i]);
-  }
-  if (steps <= kReadSteps) low = reached_by(largest, 0, wanted, kSpare);
+// How many of the first `count` numbers are greater than the lane's. None is negative, and those behind `count` are 0.
+__device__ __forceinline__ int greater_than(const int* numbers, int mine, int count) {
   int found = 0;
 #pragma unroll
-  for (int i = 0; i < kReadSteps; ++i) append(candidates, found, x[i], listed[i].x + lane, low);
+  for (int i = 0; i < 8; ++i) {
+    if (4 * i >= count) break;
+    const int4 x = reinterpret_cast<const int4*>(numbers)[i];
+    const int of[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) found += static_cast<uint32>(mine - of[e]) >> 31;  // the sign, as nothing overflows
+  }
   return found;
 }
 
-// All that count, a token's own blocks apart: see step_candidates.
+// The `wanted`-th largest of the lanes' numbers, none of which is negative.
+__device__ __forceinline__ int largest_but(int* numbers, int mine, int wanted) {
+  __syncwarp();
+  numbers[threadIdx.x % 32] = mine;
+  __syncwarp();
+  const int greater = greater_than(numbers, mine, 32);
+  return __reduce_min_sync(kFullWarp, greater < wanted ? mine : 0x7fffffff);
+}
+
+// kNumbers of each lane, neighbours: how many reach `low` in all, and use(i, place) of those of the lane that do, with
+// `found` and those of lanes before before them.
+template <int kNumbers, class Use>
+__device__ __forceinline__ void each_that_reaches(const int (&x)[kNumbers], int low, int& found, const Use& use) {
+  const uint32 before = (1u << threadIdx.x % 32) - 1;
+  int place = found;
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) {
+    const uint32 lanes = __ballot_sync(kFullWarp, x[i] >= low);
+    place += __popc(lanes & before);
+    found += __popc(lanes);
+  }
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) {
+    const bool reaches = x[i] >= low;
+    if (reaches & (place < 32)) use(i, place);
+    place += reaches;
+  }
+}
+
+// A row's pieces of eight blocks that may have one of those of most weight, kOwn of each lane: how many, and a number
+// that the weights of `wanted` blocks reach, or 0. Up to 32 are listed, in order.
+//
+// The largest weight of a piece that has blocks which do not count may be one of these; so it says nothing of `low`.
+template <int kOwn>
+__device__ __forceinline__ int list_pieces(const NsaParams& p, int row, int begin, int end, int wanted, int& low,
+                                           WarpTop& shared) {
+  constexpr int kSteps = (kOwn + 3) / 4;  // of 128 compressed keys
+  const int first = threadIdx.x % 32 * kOwn, pieces = (end + kPiece - 1) / kPiece;
+  const int whole = (begin + kPiece - 1) / kPiece, wholes = end / kPiece - whole;
+  const float* tops = p.step_tops + (static_cast<int64>(row) * p.step_stride * 4 + first);
+  float top[kOwn], share[kSteps];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) top[i] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) share[i] = 1.f;
+  if (first < pieces) {
+    if constexpr (kOwn == 1) {
+      top[0] = *tops;
+    } else if constexpr (kOwn == 2) {
+      const float2 x = *reinterpret_cast<const float2*>(tops);
+      top[0] = x.x;
+      top[1] = x.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const float4 x = reinterpret_cast<const float4*>(tops)[i];
+        top[4 * i] = x.x;
+        top[4 * i + 1] = x.y;
+        top[4 * i + 2] = x.z;
+        top[4 * i + 3] = x.w;
+      }
+    }
+    if (p.fused) {
+      const float lse = p.head_lse[row];
+      const float* bases = p.step_bases + (static_cast<int64>(row) * p.step_stride + first / 4);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) share[i] = exp2_approx(bases[i] - lse);
+    }
+  }
+  int x[kOwn], most = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    x[i] = first + i < pieces ? __float_as_int(top[i] * share[i / 4]) : -1;
+    if (static_cast<uint32>(first + i - whole) < static_cast<uint32>(max(wholes, 0))) most = max(most, x[i]);
+  }
+  low = largest_but(shared.numbers, most, wanted);
+  int count = 0;
+  each_that_reaches(x, low, count, [&](int i, int place) {
+    shared.pieces[place] = make_int2((first + i) * kPiece, __float_as_int(share[i / 4]));
+  });
+  __syncwarp();
+  return count;
+}
+
+// Where the largest weights of pieces are known, of one row, and a block is four strides: only pieces are read that may
+// have one of the most.
+//
+// Candidates, as in nsa_top_blocks, and how many; more than 32: it takes another way.
+__device__ __forceinline__ int piece_candidates(const NsaParams& p, int row, int begin, int end, int wanted,
+                                                WarpTop& shared) {
+  constexpr int kNone = 33, kAtOnce = 16;  // pieces
+  const int lane = threadIdx.x % 32, pieces = (end + kPiece - 1) / kPiece;
+  if (!p.step_tops || (p.fused && p.group != 1) || p.ratio() != 4 || pieces > 32 * kLanePieces) return kNone;
+  int low, count;
+  if (pieces <= 32) {
+    count = list_pieces<1>(p, row, begin, end, wanted, low, shared);
+  } else if (pieces <= 64) {
+    count = list_pieces<2>(p, row, begin, end, wanted, low, shared);
+  } else if (pieces <= 128) {
+    count = list_pieces<4>(p, row, begin, end, wanted, low, shared);
+  } else {
+    count = list_pieces<8>(p, row, begin, end, wanted, low, shared);
+  }
+  if (count > 32) return kNone;
+  // Two lanes read a piece. A product of floats is NaN with the bits that are the most.
+  const float* weights = p.weights + (static_cast<int64>(row) * p.weight_stride + lane % 2 * 4);
+  int block[2], x[2][4];
+  float4 w[2];
+  float share[2];
+#pragma unroll
+  for (int turn = 0; turn < 2; ++turn) {
+    const int at = turn * kAtOnce + lane / 2;
+    w[turn] = make_float4(0.f, 0.f, 0.f, 0.f);
+    block[turn] = end;
+    share[turn] = 0.f;
+    if (at < count) {
+      const int2 piece = shared.pieces[at];
+      w[turn] = *reinterpret_cast<const float4*>(weights + piece.x);
+      block[turn] = piece.x + lane % 2 * 4;
+      share[turn] = __int_as_float(piece.y);
+    }
+  }
+#pragma unroll
+  for (int turn = 0; turn < 2; ++turn) {
+    const float of[4] = {w[turn].x, w[turn].y, w[turn].z, w[turn].w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool counts = static_cast<uint32>(block[turn] + e - begin) < static_cast<uint32>(end - begin);
+      x[turn][e] = counts ? __float_as_int(of[e] * share[turn]) : -1;
+    }
+  }
+  // Few pieces, all listed: lanes have more numbers than there are pieces.
+  if (low == 0 && count <= kAtOnce)
+    low = largest_but(shared.numbers, max(max(max(x[0][0], x[0][1]), max(x[0][2], x[0][3])), 0), wanted);
+  __syncwarp();
+  int found = 0;
+#pragma unroll
+  for (int turn = 0; turn < 2; ++turn) {
+    if (turn * kAtOnce >= count) break;
+    each_that_reaches(x[turn], low, found, [&](int e, int place) {
+      shared.numbers[place] = x[turn][e];
+      shared.blocks[place] = block[turn] + e;
+    });
+  }
+  return found;
+}
+
+// All that count, a token's own blocks apart: see piece_candidates. `low`: what the candidates reach.
 __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin, int wanted, int& low,
-                                              int2* candidates) {
+                                              WarpTop& shared) {
   constexpr int kAtATime = 4;  // groups of 128 weights whose heads are added up
   const NsaParams& p = row.p;
   const int lane = threadIdx.x % 32, end = row.end, rows = p.fused ? p.group : 1;
@@ -236,7 +331,10 @@ __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int taken = reaches >> e & 1;
-      if (taken && place < 32) candidates[place] = make_int2(x[e], group + lane * 4 + e);
+      if (taken && place < 32) {
+        shared.numbers[place] = x[e];
+        shared.blocks[place] = group + lane * 4 + e;
+      }
       place += taken;
     }
   });
@@ -263,20 +361,24 @@ __device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& sh
   const BlockWeights row{p, static_cast<int>(warp), end};
   const uint32 before = (1u << lane) - 1;
 
-  // A number that a few more than are wanted reach, and those. Seldom are there more than 32: they are sorted out by
+  // What reaches a number that a few more than are wanted reach. Seldom are there more than 32: they are sorted out by
   // halving what is left between their least and their most.
-  int2* candidates = shared.candidates[threadIdx.x / 32];
+  WarpTop& mine = shared.of_warp[threadIdx.x / 32];
   int low = 0;
-  int found = step_candidates(p, row.row, begin, end, wanted, low, candidates, shared.steps[threadIdx.x / 32]);
-  if (found > 32) found = all_candidates(row, begin, wanted, low, candidates);
+  int found = piece_candidates(p, row.row, begin, end, wanted, mine);
+  if (found > 32) found = all_candidates(row, begin, wanted, low, mine);
   if (found <= 32) {
+    if (lane >= found) mine.numbers[lane] = 0;
     __syncwarp();
-    const int2 candidate = lane < found ? candidates[lane] : make_int2(-1, 0);
-    const int mine = candidate.x, least = reached_by(mine, low, wanted, 0);
-    const uint32 above = __ballot_sync(kFullWarp, mine > least), same = __ballot_sync(kFullWarp, mine == least);
-    const bool taken = mine > least || (mine == least && __popc(above) + __popc(same & before) < wanted);
+    const int number = mine.numbers[lane];
+    bool taken = greater_than(mine.numbers, number, found) < wanted && lane < found;
+    if (__popc(__ballot_sync(kFullWarp, taken)) > wanted) {  // the last ones are equals, of which the first are taken
+      const int least = __reduce_min_sync(kFullWarp, taken ? number : 0x7fffffff);
+      const uint32 above = __ballot_sync(kFullWarp, number > least), same = __ballot_sync(kFullWarp, number == least);
+      taken = number > least || (number == least && __popc(above) + __popc(same & before) < wanted);
+    }
     const uint32 lanes = __ballot_sync(kFullWarp, taken);
-    if (taken) chosen[p.first + __popc(lanes & before)] = candidate.y;
+    if (taken) chosen[p.first + __popc(lanes & before)] = mine.blocks[lane];
     return;
   }
 

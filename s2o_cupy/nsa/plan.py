@@ -76,7 +76,7 @@ class NsaPlan:
     workspace: Workspace
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
     choice_tokens: int = 0  # of a round of choosing them, which has its memory before
-    fused: bool = False  # compressed attention leaves weights of blocks, of each head and relative to step_tops
+    fused: bool = False  # compressed attention leaves weights of blocks, of each head and relative to step_bases
     tops: bool = False  # of each step of compressed keys the largest weight is known
     item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
@@ -224,7 +224,7 @@ def round_tokens(plan: NsaPlan, bytes_each: int) -> int:
 def _bytes_each(plan: NsaPlan) -> tuple[int, int]:
     """Of a token: weights of blocks, and parts."""
     rows = plan.problem.batch * plan.problem.heads * plan.slots
-    of_row = plan.weight_stride + 2 * plan.step_stride * plan.tops + plan.fused
+    of_row = plan.weight_stride + (4 * plan.tops + plan.fused) * plan.step_stride + plan.fused
     return 4 * plan.kv_rows * plan.weight_rows * of_row, rows * (2 * plan.inputs.head_dim + 4)
 
 
@@ -242,9 +242,9 @@ def _workspace(plan: NsaPlan, compresses: bool, attends: bool) -> Workspace:
         of_rows = (kv_rows, plan.choice_tokens, plan.weight_rows)
         of_choice.append(("weights", (*of_rows, plan.weight_stride), "float32"))
         if plan.tops:
-            of_choice.append(("step_tops", (*of_rows, plan.step_stride, 2), "float32"))
+            of_choice.append(("step_tops", (*of_rows, plan.step_stride, 4), "float32"))
         if plan.fused:
-            of_choice.append(("head_lse", of_rows, "float32"))
+            of_choice += [("step_bases", (*of_rows, plan.step_stride), "float32"), ("head_lse", of_rows, "float32")]
     if attends:
         slots = (kv_rows, plan.tokens, plan.slots, plan.group)
         of_parts += [("parts", (*slots, width), "uint16"), ("part_lse", slots, "float32")]
