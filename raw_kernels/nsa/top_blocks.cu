@@ -261,7 +261,7 @@ __device__ __forceinline__ int piece_candidates(const NsaParams& p, int row, int
 // All that count, a token's own blocks apart: see piece_candidates. `low`: what the candidates reach.
 __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin, int wanted, int& low,
                                               WarpTop& shared) {
-  constexpr int kAtATime = 4;  // groups of 128 weights whose heads are added up
+  constexpr int kAtATime = 2;  // groups of 128 weights whose heads are added up
   const NsaParams& p = row.p;
   const int lane = threadIdx.x % 32, end = row.end, rows = p.fused ? p.group : 1;
   const auto numbers = [&](int group, const float4& w) {
