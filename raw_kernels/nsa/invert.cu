@@ -3,14 +3,16 @@
 //
 //   chosen [KV rows, seqlen_q, top]
 //   -> nsa_count: counts [KV rows, chunks, blocks], the tokens of a chunk that chose each block
-//      nsa_places: counts, those in the chunks before; begins, items, item_counts
+//      nsa_totals: counts, those in the chunks before; begins, of each block how many in all
+//      nsa_places: begins, items, item_counts
 //      nsa_scatter: entries [KV rows, tokens * slots], of each block in turn, by token
 #include "nsa/params.cuh"
 
 namespace s2o {
 
-constexpr int kAhead = 16;  // counts that a thread has under way
-constexpr int kChunkTokens = 512, kInvertThreads = 512, kPlaceThreads = 1024;
+constexpr int kAhead = 32;  // counts that a thread has under way
+constexpr int kChunkTokens = 512;
+constexpr int kCountThreads = 512, kTotalThreads = 128, kPlaceThreads = 1024, kScatterThreads = 256;
 
 // A chunk's tokens of the round.
 struct ChunkTokens {
@@ -28,16 +30,36 @@ struct CountShared {
 // Block: a chunk of tokens of a KV row.
 __device__ __forceinline__ void nsa_count(const NsaParams& p, CountShared& shared) {
   const ChunkTokens tokens(p);
-  for (int c = threadIdx.x; c < p.blocks; c += kInvertThreads) shared.counts[c] = 0;
+  for (int c = threadIdx.x; c < p.blocks; c += kCountThreads) shared.counts[c] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < tokens.count * p.slots; i += kInvertThreads) {
+  for (int i = threadIdx.x; i < tokens.count * p.slots; i += kCountThreads) {
     const int token = i / p.slots;
     const int block = p.block_of(tokens.kv_row, p.first_token + tokens.first + token, i - token * p.slots);
     if (block >= 0) atomicAdd(&shared.counts[block], 1);
   }
   __syncthreads();
   int* counts = p.counts + static_cast<int64>(blockIdx.x) * p.blocks;
-  for (int c = threadIdx.x; c < p.blocks; c += kInvertThreads) counts[c] = shared.counts[c];
+  for (int c = threadIdx.x; c < p.blocks; c += kCountThreads) counts[c] = shared.counts[c];
+}
+
+// Block: some blocks of keys of a KV row, p.tiles of which have them all.
+__device__ __forceinline__ void nsa_totals(const NsaParams& p) {
+  const int kv_row = blockIdx.x / p.tiles, c = (blockIdx.x - kv_row * p.tiles) * kTotalThreads + threadIdx.x;
+  if (c >= p.blocks) return;
+  int* counts = p.counts + (static_cast<int64>(kv_row) * p.chunks * p.blocks + c);
+  int total = 0;
+  for (int chunk = 0; chunk < p.chunks; chunk += kAhead) {
+    int here[kAhead];  // in flight together
+#pragma unroll
+    for (int x = 0; x < kAhead; ++x)
+      here[x] = chunk + x < p.chunks ? counts[static_cast<int64>(chunk + x) * p.blocks] : 0;
+#pragma unroll
+    for (int x = 0; x < kAhead; ++x) {
+      if (chunk + x < p.chunks) counts[static_cast<int64>(chunk + x) * p.blocks] = total;
+      total += here[x];
+    }
+  }
+  p.begins[static_cast<int64>(kv_row) * p.blocks + c] = total;
 }
 
 struct PlacesShared {
@@ -47,25 +69,11 @@ struct PlacesShared {
 // Block: a KV row.
 __device__ __forceinline__ void nsa_places(const NsaParams& p, PlacesShared& shared) {
   const int kv_row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int* counts = p.counts + static_cast<int64>(kv_row) * p.chunks * p.blocks;
+  int* begins = p.begins + static_cast<int64>(kv_row) * p.blocks;
   BlockItem* items = p.items + static_cast<int64>(kv_row) * p.most_items;
   int entries = 0, made = 0;  // of the blocks before
   for (int first = 0; first < p.blocks; first += kPlaceThreads) {
-    const int c = first + threadIdx.x;
-    int total = 0;
-    if (c < p.blocks) {
-      for (int chunk = 0; chunk < p.chunks; chunk += kAhead) {
-        int here[kAhead];  // in flight together
-#pragma unroll
-        for (int x = 0; x < kAhead; ++x)
-          here[x] = chunk + x < p.chunks ? counts[static_cast<int64>(chunk + x) * p.blocks + c] : 0;
-#pragma unroll
-        for (int x = 0; x < kAhead; ++x) {
-          if (chunk + x < p.chunks) counts[static_cast<int64>(chunk + x) * p.blocks + c] = total;
-          total += here[x];
-        }
-      }
-    }
+    const int c = first + threadIdx.x, total = c < p.blocks ? begins[c] : 0;
     const int own_items = (total + p.item_tokens - 1) / p.item_tokens;
     int sum[2] = {total, own_items};  // up to this block's
 #pragma unroll
@@ -80,6 +88,7 @@ __device__ __forceinline__ void nsa_places(const NsaParams& p, PlacesShared& sha
     int of_all[2] = {0, 0};
 #pragma unroll
     for (int which = 0; which < 2; ++which)
+#pragma unroll 4
       for (int w = 0; w < kPlaceThreads / 32; ++w) {
         const int of_warp = shared.sums[which][w];
         if (w < warp) sum[which] += of_warp;
@@ -87,7 +96,7 @@ __device__ __forceinline__ void nsa_places(const NsaParams& p, PlacesShared& sha
       }
     const int begin = entries + sum[0] - total, first_item = made + sum[1] - own_items;
     if (c < p.blocks) {
-      p.begins[static_cast<int64>(kv_row) * p.blocks + c] = begin;
+      begins[c] = begin;
       const int each = own_items ? (total + own_items - 1) / own_items : 0;  // of equal sizes
       for (int i = 0; i < own_items; ++i)
         items[first_item + i] = {c, begin + i * each, min(each, total - i * each), kv_row};
@@ -111,40 +120,49 @@ __device__ __forceinline__ void nsa_scatter(const NsaParams& p, ScatterShared& s
   int* next = reinterpret_cast<int*>(chosen_by + p.blocks);
   const int* begins = p.begins + static_cast<int64>(tokens.kv_row) * p.blocks;
   const int* counts = p.counts + static_cast<int64>(blockIdx.x) * p.blocks;
-  for (int c = threadIdx.x; c < p.blocks; c += kInvertThreads) {
+#pragma unroll 1
+  for (int c = threadIdx.x; c < p.blocks; c += kScatterThreads) {
     chosen_by[c] = 0;
     next[c] = begins[c] + counts[c];
   }
   int* entries = p.entries + static_cast<int64>(tokens.kv_row) * p.tokens * p.slots;
-  // Slots are no more than 32: of 32 tokens two of a thread.
+  constexpr int kOwn = 32 * 32 / kScatterThreads;  // of 32 tokens' slots, as many as those may be
+  int own[kOwn];                                   // as entries have them
+#pragma unroll
+  for (int x = 0; x < kOwn; ++x) {
+    const int i = threadIdx.x + x * kScatterThreads, token = i / p.slots;
+    own[x] = token << kSlotBits | (i - token * p.slots);
+  }
   const auto load = [&](int first, int x) {
-    const int i = threadIdx.x + x * kInvertThreads, token = i / p.slots;
+    const int token = own[x] >> kSlotBits;
     if (token >= 32 || first + token >= tokens.count) return -1;
-    return p.block_of(tokens.kv_row, p.first_token + tokens.first + first + token, i - token * p.slots);
+    return p.block_of(tokens.kv_row, p.first_token + tokens.first + first + token, own[x] & ((1 << kSlotBits) - 1));
   };
-  int later[2] = {load(0, 0), load(0, 1)};
+  int later[kOwn];
+#pragma unroll
+  for (int x = 0; x < kOwn; ++x) later[x] = load(0, x);
+#pragma unroll 1
   for (int first = 0; first < tokens.count; first += 32) {
-    int block[2], rank[2], all[2];
+    int block[kOwn], rank[kOwn], all[kOwn];
     __syncthreads();
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
+    for (int x = 0; x < kOwn; ++x) {
       block[x] = later[x];
       later[x] = load(first + 32, x);  // under way while these are placed
-      if (block[x] >= 0) atomicOr(&chosen_by[block[x]], 1u << (threadIdx.x + x * kInvertThreads) / p.slots);
+      if (block[x] >= 0) atomicOr(&chosen_by[block[x]], 1u << (own[x] >> kSlotBits));
     }
     __syncthreads();
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
+    for (int x = 0; x < kOwn; ++x) {
       if (block[x] < 0) continue;
-      const int i = threadIdx.x + x * kInvertThreads, token = i / p.slots;
       const uint32 who = chosen_by[block[x]];
-      rank[x] = __popc(who & ((1u << token) - 1));
+      rank[x] = __popc(who & ((1u << (own[x] >> kSlotBits)) - 1));
       all[x] = __popc(who);
-      entries[next[block[x]] + rank[x]] = (tokens.first + first + token) << kSlotBits | (i - token * p.slots);
+      entries[next[block[x]] + rank[x]] = ((tokens.first + first) << kSlotBits) + own[x];
     }
     __syncthreads();
 #pragma unroll
-    for (int x = 0; x < 2; ++x)
+    for (int x = 0; x < kOwn; ++x)
       if (block[x] >= 0 && rank[x] == 0) {
         next[block[x]] += all[x];
         chosen_by[block[x]] = 0;

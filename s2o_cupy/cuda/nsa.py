@@ -37,6 +37,7 @@ Strides = tuple[int, int, int]
 Observer = Callable[[str], None]
 NO_REMAINDER = 1 << 30
 SOME_BYTES = 256
+MAX_GRID_ROWS = 65535
 
 
 class Pair(NamedTuple):
@@ -224,12 +225,12 @@ class Call:
             self.params[name] = place
         self.before_merge: Callable[[], None] | None = None  # once
 
-    def launch(self, kernel: Kernel, blocks: int, stream: int | None = None) -> None:
-        """``stream``: if not the call's."""
+    def launch(self, kernel: Kernel, blocks: int, stream: int | None = None, *, rows: int = 1) -> None:
+        """``stream``: if not the call's. ``rows``: of a grid in two dimensions, as many as it may have at most."""
         if blocks:
             driver.launchKernel(
-                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes,
-                self.stream if stream is None else stream, self.at.ctypes.data, 0,
+                self.functions[kernel].ptr, blocks, min(rows, MAX_GRID_ROWS), 1, kernel.threads, 1, 1,
+                kernel.shared_bytes, self.stream if stream is None else stream, self.at.ctypes.data, 0,
             )  # fmt: skip
         if self.observe:
             self.observe(kernel.function)
@@ -259,7 +260,7 @@ class Call:
         params["q"] = tensor(q)
         params["tiles"] = tiles = -(-tokens // (kernels.ROWS if plan.fused else kernels.block_weight_tokens(kernel)))
         self.launch(kernel, plan.kv_rows * plan.weight_rows * tiles)
-        self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
+        self.launch(kernels.top_blocks(), -(-tokens // 4), rows=plan.kv_rows)
 
     def attend_blocks(self, q: Operand, keys: Pair, out: Operand, first: int, tokens: int) -> None:
         """A round's tokens to their blocks, and the sum of the branches where there are gates."""
@@ -281,6 +282,8 @@ class Call:
         if "chosen" not in self.places:  # of the caller's a block may stand twice in a row, which leaves a gap
             runtime.memsetAsync(self.places["entries"], 255, plan.workspace.places["entries"].nbytes, self.stream)
         self.launch(kernels.count(plan.blocks), plan.kv_rows * plan.chunks)
+        self.params["tiles"] = tiles = -(-plan.blocks // kernels.TOTAL_BLOCKS)
+        self.launch(kernels.totals(), plan.kv_rows * tiles)
         self.launch(kernels.places(), plan.kv_rows)
         self.launch(kernels.scatter(plan.blocks), plan.kv_rows * plan.chunks)
 

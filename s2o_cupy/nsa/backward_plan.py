@@ -37,7 +37,7 @@ def make_backward_plan(problem: Problem, config: NSAConfig, limits: DeviceLimits
     rows, width = problem.batch * problem.heads, inputs.head_dim
     plan = NsaPlan(problem, config, inputs, group, config.top, False, 0, (), lay_out((), ()), item_rows=ITEM_ROWS)
     launched = (
-        kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks),
+        kernels.count(plan.blocks), kernels.totals(), kernels.places(), kernels.scatter(plan.blocks),
         kernels.selected_backward(inputs), *kernels.backward_sums(inputs),
     )  # fmt: skip
     most = max(kernel.shared_bytes for kernel in launched)

@@ -9,9 +9,9 @@ from ..plan.paths import HOPPER
 
 __all__ = [
     "BLOCKS", "CHUNK_TOKENS", "COMPRESSED_KEYS", "FUSED_GROUP", "GRADIENT_KEYS", "ITEM_ROWS", "MAX_GROUP",
-    "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "backward_sums", "block_weight_tokens", "block_weights",
-    "catalogue", "compressed", "count", "merge_parts", "places", "scatter", "selected", "selected_backward",
-    "top_blocks", "window", "window_rows",
+    "MAX_HEAD_DIM", "MAX_SLOTS", "MERGE_TOKENS", "ROWS", "TOTAL_BLOCKS", "backward_sums", "block_weight_tokens",
+    "block_weights", "catalogue", "compressed", "count", "merge_parts", "places", "scatter", "selected",
+    "selected_backward", "top_blocks", "totals", "window", "window_rows",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 128
@@ -30,6 +30,7 @@ STEP = 64  # keys of a step, of a tile
 ITEM_ROWS = 1024  # (token, head) pairs of a block of nsa_selected, at most
 CHUNK_TOKENS = 512  # whose blocks a thread block of the counting sort reads (kChunkTokens)
 MERGE_TOKENS = 4  # of a warp (kMergeTokens)
+TOTAL_BLOCKS = 128  # of keys, of a block of threads of nsa_totals (kTotalThreads)
 OPEN = 32 * 4  # bytes of an open array that a Shared has
 
 GRADIENT_KEYS = 64  # of a block of threads of nsa_selected_backward (kGradientKeys)
@@ -64,8 +65,9 @@ LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90)  # step_tops
 TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 7, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
-    for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 512, 2))
+    for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 256, 4))
 )
+TOTALS = Family("nsa_totals", "nsa/invert.cu", "NsaParams", TOTAL_BLOCKS, 2)
 SELECTED_BACKWARD = Family(
     "nsa_selected_backward", "nsa/selected_backward.cu", "NsaBackwardParams", 128, 2,
     "BackwardTraits<{element}, {head_dim}>",
@@ -144,6 +146,10 @@ def places() -> Kernel:
     return Kernel(PLACES, shared_bytes=2 * 32 * 4)
 
 
+def totals() -> Kernel:
+    return Kernel(TOTALS)
+
+
 def scatter(blocks: int) -> Kernel:
     return Kernel(SCATTER, shared_bytes=8 * _room(blocks), open_bytes=8 * _room(blocks) - OPEN)
 
@@ -170,7 +176,8 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     """Those of a dtype and a padded head_dim on a device."""
     if inputs.head_dim > MAX_HEAD_DIM:
         return
-    yield from (window(inputs, 0), merge_parts(inputs), top_blocks(), count(0), places(), scatter(0))
+    yield from (window(inputs, 0), merge_parts(inputs), top_blocks(), count(0), totals(), places(),
+                scatter(0))
     yield from (selected_backward(inputs), *backward_sums(inputs))
     yield from (selected(inputs, block, 0) for block in BLOCKS)
     yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))

@@ -202,7 +202,7 @@ def _kernels(plan: NsaPlan, capability: int, compresses: bool, attends: bool, ga
         weights = kernels.block_weights(plan.inputs, plan.group, capability)
         found += [kernels.compressed(plan.inputs) if plan.fused else weights, kernels.top_blocks()]
     if attends and plan.slots:
-        found += [kernels.count(plan.blocks), kernels.places(), kernels.scatter(plan.blocks)]
+        found += [kernels.count(plan.blocks), kernels.totals(), kernels.places(), kernels.scatter(plan.blocks)]
         found.append(kernels.selected(plan.inputs, plan.config.block, capability))
     if attends:
         found.append(kernels.merge_parts(plan.inputs))
