@@ -12,7 +12,7 @@ namespace s2o {
 
 constexpr int kAhead = 32;  // counts that a thread has under way
 constexpr int kChunkTokens = 512;
-constexpr int kCountThreads = 512, kTotalThreads = 128, kPlaceThreads = 1024, kScatterThreads = 256;
+constexpr int kInvertThreads = 512, kTotalThreads = 128, kPlaceThreads = 1024;
 
 // A chunk's tokens of the round.
 struct ChunkTokens {
@@ -30,16 +30,16 @@ struct CountShared {
 // Block: a chunk of tokens of a KV row.
 __device__ __forceinline__ void nsa_count(const NsaParams& p, CountShared& shared) {
   const ChunkTokens tokens(p);
-  for (int c = threadIdx.x; c < p.blocks; c += kCountThreads) shared.counts[c] = 0;
+  for (int c = threadIdx.x; c < p.blocks; c += kInvertThreads) shared.counts[c] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < tokens.count * p.slots; i += kCountThreads) {
+  for (int i = threadIdx.x; i < tokens.count * p.slots; i += kInvertThreads) {
     const int token = i / p.slots;
     const int block = p.block_of(tokens.kv_row, p.first_token + tokens.first + token, i - token * p.slots);
     if (block >= 0) atomicAdd(&shared.counts[block], 1);
   }
   __syncthreads();
   int* counts = p.counts + static_cast<int64>(blockIdx.x) * p.blocks;
-  for (int c = threadIdx.x; c < p.blocks; c += kCountThreads) counts[c] = shared.counts[c];
+  for (int c = threadIdx.x; c < p.blocks; c += kInvertThreads) counts[c] = shared.counts[c];
 }
 
 // Block: some blocks of keys of a KV row, p.tiles of which have them all.
@@ -120,49 +120,40 @@ __device__ __forceinline__ void nsa_scatter(const NsaParams& p, ScatterShared& s
   int* next = reinterpret_cast<int*>(chosen_by + p.blocks);
   const int* begins = p.begins + static_cast<int64>(tokens.kv_row) * p.blocks;
   const int* counts = p.counts + static_cast<int64>(blockIdx.x) * p.blocks;
-#pragma unroll 1
-  for (int c = threadIdx.x; c < p.blocks; c += kScatterThreads) {
+  for (int c = threadIdx.x; c < p.blocks; c += kInvertThreads) {
     chosen_by[c] = 0;
     next[c] = begins[c] + counts[c];
   }
   int* entries = p.entries + static_cast<int64>(tokens.kv_row) * p.tokens * p.slots;
-  constexpr int kOwn = 32 * 32 / kScatterThreads;  // of 32 tokens' slots, as many as those may be
-  int own[kOwn];                                   // as entries have them
-#pragma unroll
-  for (int x = 0; x < kOwn; ++x) {
-    const int i = threadIdx.x + x * kScatterThreads, token = i / p.slots;
-    own[x] = token << kSlotBits | (i - token * p.slots);
-  }
+  // Slots are no more than 32: of 32 tokens two of a thread.
   const auto load = [&](int first, int x) {
-    const int token = own[x] >> kSlotBits;
+    const int i = threadIdx.x + x * kInvertThreads, token = i / p.slots;
     if (token >= 32 || first + token >= tokens.count) return -1;
-    return p.block_of(tokens.kv_row, p.first_token + tokens.first + first + token, own[x] & ((1 << kSlotBits) - 1));
+    return p.block_of(tokens.kv_row, p.first_token + tokens.first + first + token, i - token * p.slots);
   };
-  int later[kOwn];
-#pragma unroll
-  for (int x = 0; x < kOwn; ++x) later[x] = load(0, x);
-#pragma unroll 1
+  int later[2] = {load(0, 0), load(0, 1)};
   for (int first = 0; first < tokens.count; first += 32) {
-    int block[kOwn], rank[kOwn], all[kOwn];
+    int block[2], rank[2], all[2];
     __syncthreads();
 #pragma unroll
-    for (int x = 0; x < kOwn; ++x) {
+    for (int x = 0; x < 2; ++x) {
       block[x] = later[x];
       later[x] = load(first + 32, x);  // under way while these are placed
-      if (block[x] >= 0) atomicOr(&chosen_by[block[x]], 1u << (own[x] >> kSlotBits));
+      if (block[x] >= 0) atomicOr(&chosen_by[block[x]], 1u << (threadIdx.x + x * kInvertThreads) / p.slots);
     }
     __syncthreads();
 #pragma unroll
-    for (int x = 0; x < kOwn; ++x) {
+    for (int x = 0; x < 2; ++x) {
       if (block[x] < 0) continue;
+      const int i = threadIdx.x + x * kInvertThreads, token = i / p.slots;
       const uint32 who = chosen_by[block[x]];
-      rank[x] = __popc(who & ((1u << (own[x] >> kSlotBits)) - 1));
+      rank[x] = __popc(who & ((1u << token) - 1));
       all[x] = __popc(who);
-      entries[next[block[x]] + rank[x]] = ((tokens.first + first) << kSlotBits) + own[x];
+      entries[next[block[x]] + rank[x]] = (tokens.first + first + token) << kSlotBits | (i - token * p.slots);
     }
     __syncthreads();
 #pragma unroll
-    for (int x = 0; x < kOwn; ++x)
+    for (int x = 0; x < 2; ++x)
       if (block[x] >= 0 && rank[x] == 0) {
         next[block[x]] += all[x];
         chosen_by[block[x]] = 0;

@@ -106,7 +106,7 @@ __device__ __forceinline__ int greater_than(const int* numbers, int mine, int co
     const int4 x = reinterpret_cast<const int4*>(numbers)[i];
     const int of[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) found[e] += static_cast<uint32>(mine - of[e]) >> 31;  // the sign, as nothing overflows
+    for (int e = 0; e < 4; ++e) found[e % 4] += static_cast<uint32>(mine - of[e]) >> 31;  // the sign, as nothing overflows
   }
   return (found[0] + found[1]) + (found[2] + found[3]);
 }
@@ -120,42 +120,43 @@ __device__ __forceinline__ int largest_but(int* numbers, int mine, int wanted) {
   return __reduce_min_sync(kFullWarp, greater < wanted ? mine : 0x7fffffff);
 }
 
-// Of kNumbers of each lane, neighbours, those that reach `low`: use(i, place) of the lane's, `found` and those of lanes
-// before before them; `found` becomes how many there are with these.
+// kNumbers of each lane, neighbours: how many reach `low` in all, and use(i, place) of those of the lane that do, with
+// `found` and those of lanes before before them.
 template <int kNumbers, class Use>
 __device__ __forceinline__ void each_that_reaches(const int (&x)[kNumbers], int low, int& found, const Use& use) {
   const uint32 before = (1u << threadIdx.x % 32) - 1;
   int place = found;
 #pragma unroll
-  for (int i = 0; i < kNumbers; ++i) place += __popc(__ballot_sync(kFullWarp, x[i] >= low) & before);
+  for (int i = 0; i < kNumbers; ++i) {
+    const uint32 lanes = __ballot_sync(kFullWarp, x[i] >= low);
+    place += __popc(lanes & before);
+    found += __popc(lanes);
+  }
 #pragma unroll
   for (int i = 0; i < kNumbers; ++i) {
     const bool reaches = x[i] >= low;
     if (reaches & (place < 32)) use(i, place);
     place += reaches;
   }
-  found = __shfl_sync(kFullWarp, place, 31);
 }
 
 // A row's pieces of eight blocks that may have one of those of most weight, kOwn of each lane: how many, and a number
 // that the weights of `wanted` blocks reach, or 0. Up to 32 are listed, in order.
 //
-// The largest weight of a piece that has blocks which do not count may be one of these; so lanes with such a piece say
-// nothing of `low`.
+// The largest weight of a piece that has blocks which do not count may be one of these; so it says nothing of `low`.
 template <int kOwn>
-__device__ __forceinline__ int list_pieces(const NsaParams& p, uint32 row, int begin, int end, int wanted, int& low,
+__device__ __forceinline__ int list_pieces(const NsaParams& p, int row, int begin, int end, int wanted, int& low,
                                            WarpTop& shared) {
   constexpr int kSteps = (kOwn + 3) / 4;  // of 128 compressed keys
-  const int first = threadIdx.x % 32 * kOwn;
-  const bool there = first * kPiece < end, whole = first * kPiece >= begin && (first + kOwn) * kPiece <= end;
-  const uint64 steps = static_cast<uint64>(row) * static_cast<uint32>(p.step_stride);
+  const int first = threadIdx.x % 32 * kOwn, pieces = (end + kPiece - 1) / kPiece;
+  const int whole = (begin + kPiece - 1) / kPiece, wholes = end / kPiece - whole;
+  const float* tops = p.step_tops + (static_cast<int64>(row) * p.step_stride * 4 + first);
   float top[kOwn], share[kSteps];
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) top[i] = -1.f;
+  for (int i = 0; i < kOwn; ++i) top[i] = 0.f;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) share[i] = 1.f;
-  if (there) {
-    const float* tops = p.step_tops + (steps * 4 + first);
+  if (first < pieces) {
     if constexpr (kOwn == 1) {
       top[0] = *tops;
     } else if constexpr (kOwn == 2) {
@@ -165,7 +166,6 @@ __device__ __forceinline__ int list_pieces(const NsaParams& p, uint32 row, int b
     } else {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if ((first + 4 * i) * kPiece >= end) break;  // nobody has written that step
         const float4 x = reinterpret_cast<const float4*>(tops)[i];
         top[4 * i] = x.x;
         top[4 * i + 1] = x.y;
@@ -175,19 +175,18 @@ __device__ __forceinline__ int list_pieces(const NsaParams& p, uint32 row, int b
     }
     if (p.fused) {
       const float lse = p.head_lse[row];
-      const float* bases = p.step_bases + (steps + first / 4);
+      const float* bases = p.step_bases + (static_cast<int64>(row) * p.step_stride + first / 4);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-        if ((first + 4 * i) * kPiece < end) share[i] = exp2_approx(bases[i] - lse);
+      for (int i = 0; i < kSteps; ++i) share[i] = exp2_approx(bases[i] - lse);
     }
   }
   int x[kOwn], most = 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    x[i] = __float_as_int(top[i] * share[i / 4]);
-    most = max(most, x[i]);
+    x[i] = first + i < pieces ? __float_as_int(top[i] * share[i / 4]) : -1;
+    if (static_cast<uint32>(first + i - whole) < static_cast<uint32>(max(wholes, 0))) most = max(most, x[i]);
   }
-  low = largest_but(shared.numbers, whole ? most : 0, wanted);
+  low = largest_but(shared.numbers, most, wanted);
   int count = 0;
   each_that_reaches(x, low, count, [&](int i, int place) {
     shared.pieces[place] = make_int2((first + i) * kPiece, __float_as_int(share[i / 4]));
@@ -200,7 +199,7 @@ __device__ __forceinline__ int list_pieces(const NsaParams& p, uint32 row, int b
 // have one of the most.
 //
 // Candidates, as in nsa_top_blocks, and how many; more than 32: it takes another way.
-__device__ __forceinline__ int piece_candidates(const NsaParams& p, uint32 row, int begin, int end, int wanted,
+__device__ __forceinline__ int piece_candidates(const NsaParams& p, int row, int begin, int end, int wanted,
                                                 WarpTop& shared) {
   constexpr int kNone = 33, kAtOnce = 16;  // pieces
   const int lane = threadIdx.x % 32, pieces = (end + kPiece - 1) / kPiece;
@@ -217,8 +216,7 @@ __device__ __forceinline__ int piece_candidates(const NsaParams& p, uint32 row, 
   }
   if (count > 32) return kNone;
   // Two lanes read a piece. A product of floats is NaN with the bits that are the most.
-  const float* weights =
-      p.weights + (static_cast<uint64>(row) * static_cast<uint32>(p.weight_stride) + lane % 2 * 4);
+  const float* weights = p.weights + (static_cast<int64>(row) * p.weight_stride + lane % 2 * 4);
   int block[2], x[2][4];
   float4 w[2];
   float share[2];
@@ -226,8 +224,8 @@ __device__ __forceinline__ int piece_candidates(const NsaParams& p, uint32 row, 
   for (int turn = 0; turn < 2; ++turn) {
     const int at = turn * kAtOnce + lane / 2;
     w[turn] = make_float4(0.f, 0.f, 0.f, 0.f);
-    block[turn] = begin;
-    share[turn] = -1.f;  // of no piece: 0, but negative
+    block[turn] = end;
+    share[turn] = 0.f;
     if (at < count) {
       const int2 piece = shared.pieces[at];
       w[turn] = *reinterpret_cast<const float4*>(weights + piece.x);
@@ -235,20 +233,14 @@ __device__ __forceinline__ int piece_candidates(const NsaParams& p, uint32 row, 
       share[turn] = __int_as_float(piece.y);
     }
   }
-  bool all_count = true;
 #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const float of[4] = {w[turn].x, w[turn].y, w[turn].z, w[turn].w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[turn][e] = __float_as_int(of[e] * share[turn]);
-    all_count = all_count && block[turn] >= begin && block[turn] + 4 <= end;
-  }
-  if (!__all_sync(kFullWarp, all_count)) {
-#pragma unroll
-    for (int turn = 0; turn < 2; ++turn)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (static_cast<uint32>(block[turn] + e - begin) >= static_cast<uint32>(end - begin)) x[turn][e] = -1;
+    for (int e = 0; e < 4; ++e) {
+      const bool counts = static_cast<uint32>(block[turn] + e - begin) < static_cast<uint32>(end - begin);
+      x[turn][e] = counts ? __float_as_int(of[e] * share[turn]) : -1;
+    }
   }
   // Few pieces, all listed: lanes have more numbers than there are pieces.
   if (low == 0 && count <= kAtOnce)
@@ -349,9 +341,13 @@ __device__ __forceinline__ int all_candidates(const BlockWeights& row, int begin
   return found;
 }
 
-// Of a token of the round.
-__device__ __forceinline__ void top_blocks_of(const NsaParams& p, int kv_row, int of_round, WarpTop& mine) {
-  const int lane = threadIdx.x % 32, token = p.first_token + of_round, own = p.own_block(token);
+// A warp for each token of a KV row: p.tiles warps.
+__device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& shared) {
+  const int lane = threadIdx.x % 32;
+  const uint32 warp = blockIdx.x * (kTopThreads / 32) + threadIdx.x / 32;
+  if (warp >= static_cast<uint32>(p.q_tiles) * p.tokens) return;  // KV rows
+  const int kv_row = warp / p.tokens, of_round = warp - kv_row * p.tokens;
+  const int token = p.first_token + of_round, own = p.own_block(token);
   int* chosen = p.chosen + (static_cast<int64>(kv_row) * p.geometry.seqlen_q + token) * p.top;
   if (own + 1 <= p.top) {
     if (lane < p.top) chosen[lane] = lane <= own ? lane : -1;
@@ -362,11 +358,12 @@ __device__ __forceinline__ void top_blocks_of(const NsaParams& p, int kv_row, in
   if (lane < p.first) chosen[lane] = lane;
   if (lane < p.local) chosen[p.first + wanted + lane] = end + lane;
   if (wanted == 0) return;
-  const BlockWeights row{p, kv_row * p.tokens + of_round, end};
+  const BlockWeights row{p, static_cast<int>(warp), end};
   const uint32 before = (1u << lane) - 1;
 
   // What reaches a number that a few more than are wanted reach. Seldom are there more than 32: they are sorted out by
   // halving what is left between their least and their most.
+  WarpTop& mine = shared.of_warp[threadIdx.x / 32];
   int low = 0;
   int found = piece_candidates(p, row.row, begin, end, wanted, mine);
   if (found > 32) found = all_candidates(row, begin, wanted, low, mine);
@@ -441,17 +438,6 @@ __device__ __forceinline__ void top_blocks_of(const NsaParams& p, int kv_row, in
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (taken >> e & 1) chosen[p.first + place++] = at + e;
-  }
-}
-
-// A warp for each token, blockIdx.y and others for KV rows.
-__device__ __forceinline__ void nsa_top_blocks(const NsaParams& p, TopShared& shared) {
-  const int of_round = blockIdx.x * (kTopThreads / 32) + threadIdx.x / 32;
-  if (of_round >= p.tokens) return;
-#pragma unroll 1
-  for (int kv_row = blockIdx.y; kv_row < p.q_tiles; kv_row += gridDim.y) {
-    top_blocks_of(p, kv_row, of_round, shared.of_warp[threadIdx.x / 32]);
-    __syncwarp();
   }
 }
 

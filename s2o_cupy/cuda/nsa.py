@@ -37,7 +37,6 @@ Strides = tuple[int, int, int]
 Observer = Callable[[str], None]
 NO_REMAINDER = 1 << 30
 SOME_BYTES = 256
-MAX_GRID_ROWS = 65535
 
 
 class Pair(NamedTuple):
@@ -225,12 +224,12 @@ class Call:
             self.params[name] = place
         self.before_merge: Callable[[], None] | None = None  # once
 
-    def launch(self, kernel: Kernel, blocks: int, stream: int | None = None, *, rows: int = 1) -> None:
-        """``stream``: if not the call's. ``rows``: of a grid in two dimensions, as many as it may have at most."""
+    def launch(self, kernel: Kernel, blocks: int, stream: int | None = None) -> None:
+        """``stream``: if not the call's."""
         if blocks:
             driver.launchKernel(
-                self.functions[kernel].ptr, blocks, min(rows, MAX_GRID_ROWS), 1, kernel.threads, 1, 1,
-                kernel.shared_bytes, self.stream if stream is None else stream, self.at.ctypes.data, 0,
+                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes,
+                self.stream if stream is None else stream, self.at.ctypes.data, 0,
             )  # fmt: skip
         if self.observe:
             self.observe(kernel.function)
@@ -260,7 +259,7 @@ class Call:
         params["q"] = tensor(q)
         params["tiles"] = tiles = -(-tokens // (kernels.ROWS if plan.fused else kernels.block_weight_tokens(kernel)))
         self.launch(kernel, plan.kv_rows * plan.weight_rows * tiles)
-        self.launch(kernels.top_blocks(), -(-tokens // 4), rows=plan.kv_rows)
+        self.launch(kernels.top_blocks(), -(-plan.kv_rows * tokens // 4))
 
     def attend_blocks(self, q: Operand, keys: Pair, out: Operand, first: int, tokens: int) -> None:
         """A round's tokens to their blocks, and the sum of the branches where there are gates."""

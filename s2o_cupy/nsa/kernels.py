@@ -65,7 +65,7 @@ LEAVE_TOPS = (BLOCK_WEIGHTS_SM90, COMPRESSED_SM90)  # step_tops
 TOP_BLOCKS = Family("nsa_top_blocks", "nsa/top_blocks.cu", "NsaParams", 128, 7, shared="s2o::TopShared")
 COUNT, PLACES, SCATTER = (
     Family(f"nsa_{name}", "nsa/invert.cu", "NsaParams", threads, blocks, shared=f"s2o::{name.title()}Shared")
-    for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 256, 4))
+    for name, threads, blocks in (("count", 512, 2), ("places", 1024, 1), ("scatter", 512, 2))
 )
 TOTALS = Family("nsa_totals", "nsa/invert.cu", "NsaParams", TOTAL_BLOCKS, 2)
 SELECTED_BACKWARD = Family(
