@@ -233,6 +233,7 @@ def test_quality(tmp_path):
             block_m=32, block_n=32, **{n: row[n] for n in ("rank", "pooled_queries", "window", "segment", "unit")}
         )
         o, stats = s2o_attention(q, k, v, config=config, tau=row["tau"], return_stats=True)
+        assert row["head_estimate"] == stats.error_per_head[0].tolist()
         exact = dense_attention(q, k, v)[0]
         assert row["density"] == stats.density
         assert row["rel_l2"] == pytest.approx(metrics.rel_l2(o, exact), rel=1e-3, abs=1e-6)
