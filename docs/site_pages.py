@@ -36,7 +36,6 @@ GUIDES = {
     "guides/batches.md": Guide(
         "docs/integrations.md", "Packed and paged batches", ("Packed sequences", "Prefill in chunks", "Paged caches")
     ),
-    "guides/several_gpus.md": Guide("docs/integrations.md", "Several GPUs", ("Many GPUs",)),
     "guides/jax.md": Guide("docs/integrations.md", "JAX", ("JAX",)),
     "figures.md": Guide("README.md", "Figures", ("Figures",)),
 }

@@ -84,7 +84,7 @@ def test_a_section_becomes_a_page_and_links_follow_it(site, pages):
             code = re.findall(r"^```.*?^```$", whole.split(f"\n## {name}\n")[1].split("\n## ")[0], re.M | re.S)
             assert all(block in page and block not in origin for block in code)
     assert "](guides/batches.md#paged-caches)" in pages["interop.md"]
-    assert "](guides/several_gpus.md)" in pages["index.md"]
+    assert "](several_gpus.md)" in pages["index.md"]
 
 
 def test_a_section_that_is_gone_is_an_error(site, monkeypatch):
