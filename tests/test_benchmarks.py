@@ -209,8 +209,7 @@ def test_quality(tmp_path):
     text = succeed(
         "quality.py", "--input", "trace", "slashes", "--heads", 2, "--kv-heads", 1, "--head-dim", 32, *arguments,
         "--block-n", 32, "--dtype", "float32", "--device", "cpu", "--per-head", "--estimate", "--json",
-        tmp_path / "q.json",
-        "--plot", tmp_path / "q.png",
+        tmp_path / "q.json", "--plot", tmp_path / "q.png",
     )  # fmt: skip
     result = json.loads((tmp_path / "q.json").read_text())
     assert result["commit"] == "here"

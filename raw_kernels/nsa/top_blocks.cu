@@ -106,7 +106,7 @@ __device__ __forceinline__ int greater_than(const int* numbers, int mine, int co
     const int4 x = reinterpret_cast<const int4*>(numbers)[i];
     const int of[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) found[e % 4] += static_cast<uint32>(mine - of[e]) >> 31;  // the sign, as nothing overflows
+    for (int e = 0; e < 4; ++e) found[e] += static_cast<uint32>(mine - of[e]) >> 31;  // the sign: nothing overflows
   }
   return (found[0] + found[1]) + (found[2] + found[3]);
 }
@@ -120,8 +120,8 @@ __device__ __forceinline__ int largest_but(int* numbers, int mine, int wanted) {
   return __reduce_min_sync(kFullWarp, greater < wanted ? mine : 0x7fffffff);
 }
 
-// kNumbers of each lane, neighbours: how many reach `low` in all, and use(i, place) of those of the lane that do, with
-// `found` and those of lanes before before them.
+// Of kNumbers of each lane, neighbours, those that reach `low`: use(i, place) of the lane's, behind `found` others and those
+// of lanes before, as far as place is below 32. `found` becomes how many there are with these.
 template <int kNumbers, class Use>
 __device__ __forceinline__ void each_that_reaches(const int (&x)[kNumbers], int low, int& found, const Use& use) {
   const uint32 before = (1u << threadIdx.x % 32) - 1;
@@ -140,10 +140,10 @@ __device__ __forceinline__ void each_that_reaches(const int (&x)[kNumbers], int 
   }
 }
 
-// A row's pieces of eight blocks that may have one of those of most weight, kOwn of each lane: how many, and a number
-// that the weights of `wanted` blocks reach, or 0. Up to 32 are listed, in order.
+// A row's pieces of eight blocks that may have one of those of most weight, kOwn of each lane: how many, of which up to 32
+// are listed, in order. `low`: a number that the weights of `wanted` blocks reach, or 0.
 //
-// The largest weight of a piece that has blocks which do not count may be one of these; so it says nothing of `low`.
+// The largest weight of a piece some of whose blocks do not count may be theirs; so it says nothing of `low`.
 template <int kOwn>
 __device__ __forceinline__ int list_pieces(const NsaParams& p, int row, int begin, int end, int wanted, int& low,
                                            WarpTop& shared) {

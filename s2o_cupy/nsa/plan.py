@@ -77,7 +77,7 @@ class NsaPlan:
     kernels: tuple[Kernel, ...] = ()  # that are launched, but for pass 1
     choice_tokens: int = 0  # of a round of choosing them, which has its memory before
     fused: bool = False  # compressed attention leaves weights of blocks, of each head and relative to step_bases
-    tops: bool = False  # of each step of compressed keys the largest weight is known
+    tops: bool = False  # of each quarter of a step of compressed keys the largest weight is known
     item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
     def kernel(self, function: str) -> Kernel:
