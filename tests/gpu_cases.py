@@ -141,6 +141,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
       for last in (1, 300, 900)),
     {"options": {"dense_last": 100, "rank": "mean"}, "seqlen_q": 500, "seqlen_k": 9000, "tau": 0.2},
     {"options": {"dense_last": 100}, "is_causal": False, "seqlen_q": 500, "seqlen_k": 777, "tau": 0.2},
+    {"options": {"dense_last": 200}, "is_causal": False, "batch": 2, "seqlen_q": 500, "seqlen_k": 9000},
+    {"options": {"dense_last": 200}, "heads": 2, "kv_heads": 1, "seqlen_q": 300, "seqlen_k": 70_000, "head_dim": 64},
+    {"options": {"dense_last": 200}, "batch": 4, "heads": 4, "kv_heads": 2, "seqlen_q": 500, "seqlen_k": 5000},
     {"options": {"dense_last": 1500, **_ROUNDS["options"]}, "batch": 2, "seqlen_q": 4000, "head_dim": 16},
     # Heads.
     {"batch": 2, "heads": 8, "kv_heads": 1, "seqlen_q": 300},

@@ -228,9 +228,14 @@ FAULTS = [
         ("the short unit is the one before", "key order", "= row.short_unit;", "= row.short_unit - 1;"),
     ),
     *_faults(
-        "key_order_head", replace(UNITS, options={"unit": 8, "dense_last": 1}),
-        ("the last queries' keys go by score", "key order", "by_position(segment >= p.dense_from)",
-         "by_position(segment > p.dense_from)"),
+        "part_lists", replace(UNITS, options={"unit": 8, "dense_last": 1}),
+        ("the last queries miss a key", "lse", "before - begin)));", "before - begin))) - 1;"),
+    ),
+    *_faults(
+        "merge_last", replace(UNITS, options={"unit": 8, "dense_last": 1}),
+        ("the last queries' own keys weigh nothing", "output", "total += own_weight;", ""),
+        ("they have the wrong base", "lse", "(base + log2f(total)) * kLn2", "(base + log2f(total))"),
+        ("they are not counted", "stop", "if (of_segment % p.block_m == 0)", "if (of_segment < 0)"),
     ),
     *_faults(
         "pass2", replace(UNITS, tau=0.0),

@@ -120,7 +120,11 @@ def test_200_repeats_on_two_streams_of_a_busy_gpu(path_config, gpu):
     assert all(map(bool, equal))
 
 
-@pytest.mark.parametrize("changes", [{"unit": 1}, {"segment": 32}, {"rank": "mean", "tail": "first_order"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"unit": 1}, {"segment": 32}, {"rank": "mean", "tail": "first_order"}, {"dense_last": 300}, {"dense_last": 1500}],
+    ids=str,
+)
 def test_results_do_not_depend_on_the_rounds(path_config, gpu, changes):
     """However many rounds the workspace makes of it, a head's result is the same."""
     q, k, v = gpu(1500, heads=16, kv_heads=4, batch=4)

@@ -39,12 +39,20 @@ def test_every_case_can_be_launched(name):
         assert stages[0] == "pass1" and stages.count("pass2") == len(plan.chunks)
         assert all(step.blocks > 0 for step in steps)
         by_weight = plan.chunks and case.config().rank == "weight"
+        last = plan.method.last
+        assert ("part_lists" in stages) == (last is not None)
+        assert stages.count("merge_last") == (len(last.pieces) if last else 0)
+        assert stages.count("last_queries") >= stages.count("merge_last")
         assert ("unit_weights" in stages) == bool(by_weight)
         assert ("unit_keys" in stages) == bool(by_weight and plan.geometry.units)
         assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
         assert ("add_tail" in stages) == bool(plan.chunks and case.config().adds_tail)
 
 
+def rounds(plan: LaunchPlan) -> int:
+    return len(plan.chunks) + (len(plan.method.last.pieces) if plan.method.last else 0)
+
+
 def test_some_cases_take_many_rounds():
     many = [case for case in NAMED.values() if "workspace_bytes" in case.options]
-    assert len(many) > 5 and all(len(launched(case, "portable")[0].chunks) > 1 for case in many)
+    assert len(many) > 5 and all(rounds(launched(case, "portable")[0]) > 1 for case in many)

@@ -12,7 +12,7 @@ struct AttentionParams {
   float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
   float* lse;              // [batch * heads, seqlen_q], or null
   const int* q_order;      // [batch * heads, segments, segment]
-  const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first, or by position
+  const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first
   int* visited;            // [batch * heads, segments, tiles]
   int* next_q_tile;        // the launch's next q tile, 0 at its start; null: blocks are dealt theirs (Hopper)
   const float* taus;       // [batch * heads] of each head, or null: tau is of all
@@ -26,16 +26,11 @@ struct AttentionParams {
   uint32 sign_mask;        // 0x80008000 turns q to -q where scale < 0
   float tau;
   float tau_falls;         // segments with more candidates than 1 / this have a tau less by the square root; 0: none
-  int dense_from;          // segments from here on visit all candidates
-  uint32 dense_tiles;      // pass 2: q tiles of these
-  uint32 near_dense_tiles;  // q tiles of these, of near_heads heads
-  uint32 near_tiles;       // all q tiles of near_heads heads
   float cap_scale;         // |scale| / softcap, the factor of the dot product inside the tanh
   Pages pages;             // of a paged cache
 
-  // The share of the mass below which q tiles of a flattened head and a segment stop, which has so many candidates.
-  __device__ __forceinline__ float tau_of(int head, int segment, int candidates) const {
-    if (segment >= dense_from) return 0.f;
+  // The share of the mass below which q tiles of a flattened head stop that have so many candidates.
+  __device__ __forceinline__ float tau_of(int head, int candidates) const {
     return taus ? taus[head] : tau * fminf(1.f, rsqrtf(static_cast<float>(candidates) * tau_falls));
   }
 };

@@ -55,7 +55,6 @@ struct ListedRows : VisitingRows {
     const int64 of_segment = list_head * p.chunk.segments + (segment - p.chunk.first_segment);
     return p.lists.per_tile ? of_segment * p.tiles + tile : of_segment;
   }
-  static __device__ __forceinline__ uint32 coming(const ListedAttentionParams&, uint32 n) { return n; }
   // The query of a row is `begin` more than this; `order`: the tile's.
   static __device__ __forceinline__ int query(const int* order, int r) { return order ? order[r] : r; }
   __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }

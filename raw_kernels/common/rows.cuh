@@ -97,17 +97,6 @@ struct OrderedRows : VisitingRows {
         order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
         begin(p.geometry.query_begin(segment)),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
-  // The q tile that comes n-th. Those that visit all candidates come first, of all heads: one of a long sequence may take
-  // as long as all others of near heads do together (docs/notebook/accuracy.md).
-  static __device__ __forceinline__ uint32 coming(const AttentionParams& p, uint32 n) {
-    if (p.dense_tiles == 0) return n;
-    const bool dense = n < p.dense_tiles;
-    const uint32 others = dense ? p.near_tiles - p.near_dense_tiles : p.near_dense_tiles;  // of near heads
-    if (!dense) n += p.near_dense_tiles - p.dense_tiles;
-#pragma unroll 1  // a division takes registers that pass 2 has not
-    for (uint32 end = dense ? p.near_dense_tiles : p.near_tiles; n >= end; end += p.near_tiles) n += others;
-    return n;
-  }
   // The query of a row is `begin` more than this; `order`: the tile's.
   static __device__ __forceinline__ int query(const int* order, int r) { return order[r]; }
   __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }
@@ -125,7 +114,7 @@ struct OrderedRows : VisitingRows {
   // Whether anything is to be written: pass 1 has written the rows of a tile without candidates.
   __device__ __forceinline__ bool has_work(const AttentionParams& p) const { return keys(p.geometry) > 0; }
 
-  // Units of the candidates, most important first, or of dense segments by position.
+  // Units of the candidates, most important first.
   __device__ __forceinline__ const int* key_order(const AttentionParams& p) const {
     return p.k_order + p.chunk.place(head, segment);
   }

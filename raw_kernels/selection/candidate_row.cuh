@@ -11,7 +11,6 @@ struct CandidateRow {
   int count;    // candidates
   int dense_begin, dense_keys;
   int short_unit = -1;  // the last of the keys where it is a candidate and not whole, else -1
-  bool by_position = false;  // its order is that of positions
 
   // Candidates that stand side by side.
   __device__ __forceinline__ CandidateRow(int64 row, int64 place, int count)
@@ -22,8 +21,7 @@ struct CandidateRow {
         count(p.geometry.ranked(segment)),
         dense_begin(p.geometry.dense_begin(segment) >> p.geometry.unit_shift),
         dense_keys(p.geometry.units() - count),
-        short_unit(p.geometry.candidates(segment) & p.geometry.unit_mask() ? p.geometry.units() : -1),
-        by_position(segment >= p.dense_from) {}
+        short_unit(p.geometry.candidates(segment) & p.geometry.unit_mask() ? p.geometry.units() : -1) {}
   // Longer rows first: `index` counts (head, segment) pairs from the chunk's last segment on, heads fastest.
   __device__ __forceinline__ CandidateRow(const RankKeysParams& p, uint32 index)
       : CandidateRow(p, p.chunk.first_head + static_cast<int>(index % p.chunk.heads),

@@ -158,12 +158,12 @@ __device__ __forceinline__ void sort_strata(const StrataTask& task, int first_pa
 }
 
 __device__ __forceinline__ bool has_middle(const CandidateRow& row) {
-  return row.count > spec::kMiddleFrom && !row.by_position;
+  return row.count > spec::kMiddleFrom;
 }
 
 // Blocks that a row takes.
 __device__ __forceinline__ int strata_blocks(const CandidateRow& row) {
-  if (row.count <= spec::kOrderHead || row.by_position) return 0;
+  if (row.count <= spec::kOrderHead) return 0;
   return (Strata(row.count).pairs + kBlockPairs - 1) / kBlockPairs;
 }
 
@@ -258,10 +258,6 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
   if (row.count <= 0) return;
   const uint16* scores = p.scores + row.place;
   int* order = p.k_order + row.place;
-  if (row.by_position) {
-    for (int i = threadIdx.x; i < row.count; i += kSortThreads) order[i] = row.key(i);
-    return;
-  }
   if (row.count <= spec::kOrderHead) {
     if (row.count <= 8 * kSortThreads) {
       sort_row<8>(row, scores, nullptr, shared);

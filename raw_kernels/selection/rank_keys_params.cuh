@@ -20,7 +20,6 @@ struct RankKeysParams {
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys
   int strata_blocks;       // blocks of key_strata that cover a long and a short row
-  int dense_from;          // segments from here on visit all candidates, which stay in the order of their positions
   float scale_log2;        // |scale| * log2(e)
   Pages pages;             // of a paged cache
 };

@@ -21,7 +21,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
   AttentionTile<Traits> attention(shared, params);
   int visited;
   {
-    const Rows rows(params, Rows::coming(params, block_index()));
+    const Rows rows(params, block_index());
     const int count = rows.keys(params.geometry);
     if (rows.count <= 0 || !rows.has_work(params)) return;
     attention.load_queries(rows);
@@ -29,11 +29,11 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if constexpr (kSkipsValues<Traits>)
       attention.values.start(params.values, rows.head_in_batch(params.heads), rows.visited_index(params));
     attention.point_to_keys(rows, 0, rows.key_order(params));
-    if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head, rows.segment, count);  // read after walk's first barrier
+    if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head, count);  // read after walk's first barrier
     visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
                                                    rows.count);
   }
-  const Rows rows(params, Rows::coming(params, block_index()));
+  const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
   attention.template store<false>(rows);
   if constexpr (Rows::kListed) {

@@ -78,7 +78,7 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
   shared.next.begin = rows.begin;
   shared.next.keys = rows.keys(params.geometry);
   shared.next.rows = rows.count;
-  shared.next.tau = params.tau_of(rows.head, rows.segment, shared.next.keys);
+  shared.next.tau = params.tau_of(rows.head, shared.next.keys);
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as

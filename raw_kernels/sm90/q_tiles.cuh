@@ -27,9 +27,8 @@ __device__ __forceinline__ int q_tile_from(const Params& params, int q_tile, Tak
     if (q_tile >= params.q_tiles) return -1;
     if (!Rows::kMayBeEmpty) return q_tile;
     if constexpr (Rows::kOrdered) {
-      const int coming = Rows::coming(params, q_tile);
-      const Rows rows(params, coming);
-      if (rows.count > 0 && rows.has_work(params)) return coming;
+      const Rows rows(params, q_tile);
+      if (rows.count > 0 && rows.has_work(params)) return q_tile;
     } else {
       if (Rows(params, q_tile).count > 0) return q_tile;
     }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from .array_info import ArrayInfo
 from .frameworks import framework_of
 
-__all__ = ["ITEM_BYTES", "Operand", "Paging", "address", "axes", "operand"]
+__all__ = ["ENTRY_BYTES", "ITEM_BYTES", "Operand", "Paging", "address", "axes", "operand"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
 ENTRY_BYTES = 4  # of a page table

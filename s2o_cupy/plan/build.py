@@ -126,10 +126,11 @@ class Builder:
 
     def launch(
         self, stage: str, kernel: Kernel, blocks: int, values: Mapping[str, Any], chunk: Chunk | None = None,
-        **further: int,
+        further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING,
     ) -> Launch:  # fmt: skip
-        """``values``: parameters by name. ``further``: bytes into the array that a pointer of this name reads."""
-        return make_launch(stage, kernel, blocks, values, BASES, self.memory, chunk, further)
+        """``values``: parameters by name. ``further``: bytes into the array that a pointer of this name reads.
+        ``read``: as of `make_launch`."""
+        return make_launch(stage, kernel, blocks, values, BASES, self.memory, chunk, further, read)
 
 
 def make_launch(

@@ -107,7 +107,9 @@ def launches(
     errors = [max(head_taus.as_float32(x), TINY) for x in config.errors(problem.heads)]
     found = head_taus.written(errors, 1, memory, {"taus": "errors"})  # a graph holds them
     found.append(_choose(build, plan, problem, sample, 0))
-    found.append(attention_launch(build, plan, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles))
+    found.append(
+        attention_launch(build, plan.blocks, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
+    )
     found += _sizes(build, plan, problem)
     if plan.chunks:
         found += plan.method.before_rounds(build)
@@ -144,7 +146,7 @@ def _ladder(
     heads = problem.batch * problem.heads
     counter = 4 * (1 + done * len(plan.chunks) + i)
     launch = attention_launch(
-        build, plan, problem, config, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk, plan.tiles,
+        build, plan.blocks, problem, config, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk, plan.tiles,
         counter=counter, further={"ladders": 4 * done * heads * LADDER}, is_first=done == 0,
     )  # fmt: skip
     return replace(launch, blocks=_blocks(plan, chunk))

@@ -5,7 +5,7 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
@@ -29,13 +29,13 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
     counters: list[Array] = []
     if plan.counts_q_tiles:
         counters.append(("next_q_tile", (1 + len(plan.chunks),), "int32"))  # one for each launch of pass 1 or 2
-    if plan.chunks:
+    if plan.method.visits:
         counters.append(("visited", problem.visited_shape(config), "int32"))  # where the caller does not ask for it
     others: list[Array] = []
     if plan.keeps_state:
         heads = problem.batch * problem.heads
         others.append(("state", (heads, problem.seqlen_q, 2), "float32"))  # (m in log2 units, l)
-    if plan.chunks:
+    if plan.method.visits:
         others += [*plan.method.arrays(), *head_taus.arrays(problem, config)]
     if plan.collect_pages is not None:
         collected = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
@@ -54,14 +54,18 @@ def launches(
     """All launches of a call in order; for the arguments see `Builder`."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
     found = [_collect_pages(build, plan.collect_pages, problem)] if plan.collect_pages else []
-    found.append(attention_launch(build, plan, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles))
-    if plan.chunks:
+    found.append(
+        attention_launch(build, plan.blocks, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
+    )
+    if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             counter = 4 * (1 + i)
             found.append(
-                attention_launch(build, plan, problem, config, "pass2", plan.pass2, chunk, plan.tiles, counter=counter)
+                attention_launch(
+                    build, plan.blocks, problem, config, "pass2", plan.pass2, chunk, plan.tiles, counter=counter
+                )
             )
             found += plan.method.after_pass2(build, chunk)
     return tuple(found)
@@ -73,7 +77,9 @@ def packed_launch(
 ) -> Launch:  # fmt: skip
     """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(build, plan, problem, config, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0)
+    return attention_launch(
+        build, plan.blocks, problem, config, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0
+    )
 
 
 def listed_launch(
@@ -83,8 +89,7 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    more = {**more, "dense_from": plan.geometry.segments}  # a schedule says itself what is dense
-    return attention_launch(build, plan, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
+    return attention_launch(build, plan.blocks, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
 def packed_collect_launch(
@@ -96,15 +101,13 @@ def packed_collect_launch(
 
 
 def attention_launch(
-    build: Builder, plan: LaunchPlan, problem: Problem, config: S2OConfig, stage: str, kernel: Kernel, chunk: Chunk,
-    tiles: int, counter: int = 0, further: Mapping[str, int] = NOTHING, **more: Any,
+    build: Builder, blocks: Callable[[int], int], problem: Problem, config: S2OConfig, stage: str, kernel: Kernel,
+    chunk: Chunk, tiles: int, counter: int = 0, further: Mapping[str, int] = NOTHING,
+    read: Mapping[str, str] = NOTHING, **more: Any,
 ) -> Launch:  # fmt: skip
-    """A launch of a pass. ``counter``: where among the bytes of next_q_tile the launch has its own. ``further``: as of
-    `Builder.launch`. ``more``: further parameters."""
+    """A launch of a pass. ``blocks``: for so many q tiles. ``counter``: where among the bytes of next_q_tile the launch
+    has its own. ``further``, ``read``: as of `Builder.launch`. ``more``: further parameters."""
     p, q_tiles = problem, chunk.rows * tiles
-    dense_from = config.dense_from(plan.geometry)
-    end = chunk.first_segment + chunk.segments
-    dense_segments = max(0, end - max(dense_from, chunk.first_segment))
     values: dict[str, Any] = {
         **build.tensors,
         "geometry": build.geometry,
@@ -117,15 +120,12 @@ def attention_launch(
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
         **head_taus.of_all(config),
-        "dense_from": dense_from,
-        "dense_tiles": dense_segments * chunk.heads * tiles,
-        "near_dense_tiles": dense_segments * chunk.near_heads * tiles,
-        "near_tiles": chunk.segments * chunk.near_heads * tiles,
         "cap_scale": min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
         "pages": build.pages,
         **more,
     }
-    return build.launch(stage, kernel, plan.blocks(q_tiles), values, chunk, next_q_tile=counter, **further)
+    further = {"next_q_tile": counter, **further}
+    return build.launch(stage, kernel, blocks(q_tiles), values, chunk, further, read)
 
 
 def _collect_pages(build: Builder, kernel: Kernel, problem: Problem, **more: int) -> Launch:

@@ -50,6 +50,10 @@ class Method(Protocol):
         """The rounds, each of which is ordered and then attended by pass 2; none: no segment has a candidate."""
 
     @property
+    def visits(self) -> bool:
+        """Whether any q tile visits keys after pass 1."""
+
+    @property
     def largest_grid(self) -> int:
         """Blocks of its largest launch, that of a round apart."""
 

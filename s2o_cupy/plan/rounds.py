@@ -100,16 +100,17 @@ def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
 
 
 def rounds(
-    problem: Problem, geometry: Geometry, chunk_bytes: Callable[[Chunk], int], budget: int
+    problem: Problem, geometry: Geometry, chunk_bytes: Callable[[Chunk], int], budget: int, end: int | None = None
 ) -> tuple[Chunk, ...]:
-    """Rounds from the last segment to the first, each within ``budget`` by ``chunk_bytes`` if one row fits.
+    """Rounds from the last segment (before ``end``) to the first, each within ``budget`` by ``chunk_bytes`` if one row
+    fits.
 
     Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
     that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit in
     equal turns, or as many segments as fit of the heads that share a KV head, or of one head.
     """
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
-    kv_heads, end = heads // group, geometry.segments
+    kv_heads, end = heads // group, geometry.segments if end is None else end
     first = next((n for n in range(end) if geometry.candidates(n) > 0), end)
 
     def chunk(first_head: int, heads: int, begin: int, end: int) -> Chunk:

@@ -117,6 +117,7 @@ class NothingChosen:
     """The method (method.py) of a call that is pass 1 alone: its lists come from elsewhere."""
 
     chunks: tuple[Chunk, ...] = ()
+    visits = False
     largest_grid = 0
 
     def __init__(self, setting: Setting) -> None:

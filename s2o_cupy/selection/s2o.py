@@ -3,7 +3,7 @@
 reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
 queries and pool them, or pool_queries only pools them; rank="weight" takes two keys that stand for each unit. In each
 round unit_weights, or key_scores, score the candidates of its rows, and key_strata, key_middle and key_order_head order
-them.
+them. The last queries need no order where they attend to all keys (plan/last_queries.py).
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -16,6 +16,8 @@ from typing import Any
 
 from ..plan.build import Array, Builder, Launch
 from ..plan.kernels import Inputs, Kernel, Path
+from ..plan.last_queries import LastQueries
+from ..plan.last_queries import kernels as last_queries
 from ..plan.method import Setting
 from ..plan.rounds import MAX_GRID, Chunk, rounds
 from ..plan.tail import Tail
@@ -26,6 +28,7 @@ from .s2o_kernels import BLOCK_PAIRS, UNIT_KEYS_OF_BLOCK, score_blocks, unit_wei
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32, a unit's number
+LAST_PART = 4  # part of the workspace's size that the last queries may take besides
 SMALLEST_SCALE = 1e-30  # of unit_weights: times 0 what is left out, minus infinity, would be NaN
 
 
@@ -70,7 +73,11 @@ class S2O:
         self.orders_queries = setting.geometry.block_count(config.block_m) > 1
         # No grid has more blocks than a round has elements.
         budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)
-        self.chunks = rounds(problem, setting.geometry, chunk_bytes, budget)
+        geometry = setting.geometry
+        last = config.dense_from(geometry)
+        self.chunks = rounds(problem, geometry, chunk_bytes, budget, last)
+        first = next((n for n in range(last, geometry.segments) if geometry.candidates(n) > 0), None)
+        self.last = None if first is None else LastQueries(setting, first, config.workspace_bytes // LAST_PART)
 
     # What a dense call does not ask for is not made.
 
@@ -128,11 +135,17 @@ class S2O:
                 yield kernels.unit_weights(replace(inputs, paged=False), path, pooled_queries)
         yield from (kernels.key_scores(inputs, path, pooled_queries) for pooled_queries in (1, 2))
         yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
+        yield from last_queries(inputs)
+
+    @property
+    def visits(self) -> bool:
+        return bool(self.chunks or self.last)
 
     @property
     def largest_grid(self) -> int:
         kv_heads = self.setting.kv_heads
-        return max(2 * kv_heads, kv_heads * self._unit_blocks if self.by_weight else 0)
+        of_last = self.last.largest_grid if self.last else 0
+        return max(2 * kv_heads, kv_heads * self._unit_blocks if self.by_weight else 0, of_last)
 
     @property
     def elements(self) -> int:
@@ -162,6 +175,8 @@ class S2O:
             ("middle", (self.middle_rows, MIDDLE), "int32"),
             ("middle_scores", (self.middle_rows, MIDDLE), "float16"),
         ]
+        if self.last:
+            found += self.last.arrays()
         if self.tail:
             found += self.tail.arrays()
         if self.by_weight:
@@ -183,7 +198,11 @@ class S2O:
             "pages": build.pages,
         }
         rows = s.heads * geometry.segments
-        found = [self.tail.before_rounds(build)] if self.tail else []
+        found = self.last.launches(build) if self.last else []
+        if not self.chunks:
+            return found
+        if self.tail:
+            found.append(self.tail.before_rounds(build))
         if self.orders_queries:
             found += [
                 build.launch("guides", self.guides, s.kv_heads * 2, values),
@@ -212,7 +231,6 @@ class S2O:
             "row_blocks": 0,
             "key_blocks": 0,
             "strata_blocks": strata_blocks(chunk),
-            "dense_from": self.setting.config.dense_from(self.setting.geometry),
             "scale_log2": self._scale_log2,
             "pages": build.pages,
         }

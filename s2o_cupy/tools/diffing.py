@@ -39,8 +39,8 @@ class GpuStages:
     pooled: Array  # [B, H, N, R, D]
     q_order: Array  # int32 [B, H, N, S]
     unit_keys: Array | None  # [B, Hkv, U, 2, D], of rank="weight"
-    scores: list[Array]  # N times [B, H, W] float16, of whole units
-    k_order: list[Array]  # N times int32 [B, H, W or W + 1], units: a short one is the last
+    scores: list[Array]  # of each segment but those of dense_last [B, H, W] float16, of whole units
+    k_order: list[Array]  # likewise int32 [B, H, W or W + 1], units: a short one is the last
     o1: Array  # [B, H, Lq, D], of the input's dtype
     m1: Array  # [B, H, Lq], natural log
     l1: Array  # [B, H, Lq]
@@ -191,14 +191,15 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     config = replace(config, dense_up_to=0)  # every stage is to be seen
     geometry = problem.geometry(config)
     batch, heads, segments = problem.batch, problem.heads, geometry.segments
+    ordered = config.dense_from(geometry)
     pooled_queries, kv_heads = config.pooled_queries, problem.kv_heads
     head_dim = problem.head_dim
     stages = GpuStages(
         pooled=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
-        q_order=np.full((batch, heads, segments, geometry.segment), -1, np.int32),
+        q_order=np.tile(np.arange(geometry.segment, dtype=np.int32), (batch, heads, segments, 1)),
         unit_keys=None,
-        scores=[np.empty((batch, heads, geometry.ranked(n)), np.float16) for n in range(segments)],
-        k_order=[np.empty((batch, heads, _listed(n, geometry)), np.int32) for n in range(segments)],
+        scores=[np.empty((batch, heads, geometry.ranked(n)), np.float16) for n in range(ordered)],
+        k_order=[np.empty((batch, heads, _listed(n, geometry)), np.int32) for n in range(ordered)],
         o1=None,
         m1=None,
         l1=None,
@@ -226,7 +227,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
         elif stage == "pass2" and config.adds_tail:
             if stages.before_tail is None:
-                stages.before_tail = BeforeTail(stages.o1.copy(), cupy.asnumpy(lse))
+                stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
             stages.before_tail.take(arrays["chunk"], geometry, cupy.asnumpy(out), cupy.asnumpy(lse))
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
@@ -328,7 +329,7 @@ def compare(
     present = counts > 0  # [N, R]
     magnitude = s2o.pooled_queries(np.abs(q), geometry, config)[0]
     allowed = magnitude * (unit + UNIT32 * (config.run + 2)) + smallest
-    ordered = any(geometry.candidates(n) for n in range(segments))
+    ordered = any(geometry.candidates(n) for n in range(len(stages.k_order)))
     if ordered:
         rows.floats("pooled_queries", stages.pooled[:, :, present], pooled[:, :, present], allowed[:, :, present])
     step()
@@ -349,8 +350,8 @@ def compare(
     # float16 in the end. Weights are relative to a norm, which is off by no more than the scores are, and by what
     # float32 and its exp2 and log2 make of a sum of W numbers.
     to_log2 = scale * LOG2E
-    worst_part: list[Array] = []
-    for n in range(segments):
+    worst_part: list[Array] = [np.zeros((problem.batch, problem.heads, 0))]
+    for n in range(len(stages.scores)):
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
         if by_weight:
             keys = np.zeros((problem.batch, problem.kv_heads, 0, 2, head_dim))  # of a call without a whole unit
@@ -376,8 +377,8 @@ def compare(
     rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, unit]" if flat.size else "")
 
     # Key order given the GPU's scores: equal.
-    parts = []
-    for n in range(segments):
+    parts = [np.zeros((problem.batch, problem.heads, 0))]
+    for n in range(len(stages.k_order)):
         want = s2o.ordered_units(stages.scores[n], n, geometry, config)
         if want.shape[-1] < _listed(n, geometry):
             want = np.concatenate([want, np.full((*want.shape[:-1], 1), geometry.units)], axis=-1)
@@ -405,6 +406,9 @@ def compare(
     keys_in_order = [
         s2o.unit_positions(units[..., : geometry.ranked(n)], n, geometry) for n, units in enumerate(stages.k_order)
     ]
+    for n in range(len(keys_in_order), segments):  # all of them, in any order
+        units = np.broadcast_to(s2o.ranked_units(n, geometry), (problem.batch, problem.heads, geometry.ranked(n)))
+        keys_in_order.append(s2o.unit_positions(units, n, geometry))
     arguments = (state1, stages.q_order, keys_in_order, geometry)
     lag = STOP_LAG[stages.path]
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])

@@ -1,0 +1,27 @@
+// How the candidates of a segment of the last queries are cut into parts (s2o_cupy/plan/last_queries.py).
+#pragma once
+#include "common/geometry.cuh"
+
+namespace s2o {
+
+constexpr int kPartKeys = 4096, kMostParts = 16;
+
+// Part number `part` of `parts`: of the keys before the segment's dense ones as many equal parts as they need, each of
+// kPartKeys or twice, four times, ... as many; without causality the last part is of the keys after them.
+struct KeyPart {
+  int begin, keys;
+  __device__ __forceinline__ KeyPart(const Geometry& g, int segment, int part, int parts) {
+    const int before = g.dense_begin(segment), after = g.dense_end(segment);
+    if (!g.is_causal && part == parts - 1) {
+      begin = after;
+      keys = g.seqlen_k - after;
+      return;
+    }
+    int64 each = kPartKeys;
+    while (each * kMostParts < before) each *= 2;
+    begin = static_cast<int>(min(part * each, static_cast<int64>(before)));
+    keys = static_cast<int>(min(each, static_cast<int64>(before - begin)));
+  }
+};
+
+}  // namespace s2o

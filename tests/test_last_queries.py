@@ -1,0 +1,199 @@
+"""The last queries of a call, which attend to all their keys: how they are cut, and what is launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.last_queries import MOST_PARTS, PART_KEYS, parts_of
+from s2o_cupy.plan.launches import launches, workspace
+from s2o_cupy.problem import Problem
+from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.spec import Geometry
+
+CONFIG = S2OConfig(dense_up_to=0)
+
+
+def problem_of(seqlen_q, seqlen_k=None, heads=8, kv_heads=2, batch=1, is_causal=True):
+    return Problem(batch, heads, kv_heads, seqlen_q, seqlen_k or seqlen_q, 128, "bfloat16", is_causal, 0.1)
+
+
+def planned(problem, config, page_size=0):
+    return make_plan(problem, config, DeviceLimits.of_architecture(90), True, page_size=page_size)
+
+
+def launched(problem, config, paging=None):
+    """The plan, the workspace and the launches, of contiguous arrays or pages."""
+    plan, dim = planned(problem, config, paging.page_size if paging else 0), problem.head_dim
+    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, dim)
+    if paging:
+        of_k = (paging.pages, problem.kv_heads, paging.page_size, dim)
+    q, k = (
+        Operand(0, (n, heads, rows, d), (heads * rows * d, rows * d, d))
+        for n, heads, rows, d in ((problem.batch, problem.heads, problem.seqlen_q, dim), of_k)
+    )
+    memory = workspace(plan, problem, config)
+    return plan, memory, launches(plan, problem, config, {"q": q, "k": k, "v": k, "out": q}, memory, paging)
+
+
+def pointer(launch, name):
+    """(base, bytes from it) of a pointer of a launch's parameters, or None if it is null."""
+    (at,) = (offset for field, offset in launch.kernel.family.params.pointers if field == name)
+    found = [(base, further) for offset, base, further in launch.pointers if offset == at]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("rank", ["weight", "mean"])
+@pytest.mark.parametrize("tail", ["none", "first_order"])
+def test_they_come_after_pass_1_and_are_not_ordered(rank, tail):
+    config = replace(CONFIG, rank=rank, tail=tail, dense_last=300)
+    plan, _, steps = launched(problem_of(16384), config)
+    assert [x.stage for x in steps[:4]] == ["pass1", "part_lists", "last_queries", "merge_last"]
+    first = config.dense_from(plan.geometry)
+    assert first == (16384 - 300) // config.segment
+    assert all(x.first_segment + x.segments <= first for x in plan.chunks)
+    assert sum(x.rows for x in plan.chunks) == 8 * (first - 1)  # the first segment has no candidate
+
+
+@pytest.mark.parametrize("tail", ["none", "first_order"])
+def test_nothing_is_ordered_where_all_queries_are_last(tail):
+    _, memory, steps = launched(problem_of(4096), replace(CONFIG, tail=tail, dense_last=9999))
+    assert [x.stage for x in steps] == ["pass1", "part_lists", "last_queries", "merge_last"]
+    assert "visited" in memory.places
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (problem_of(16384), replace(CONFIG, dense_last=0)),
+        (problem_of(4096), CONFIG),  # shorter than those whose last queries are dense by default
+        (problem_of(128), replace(CONFIG, segment=128, dense_last=128)),  # no candidate
+        (problem_of(16384), S2OConfig(dense_up_to=16384, dense_last=256)),
+    ],
+    ids=["none", "short", "no candidate", "dense"],
+)
+def test_calls_without(problem, config):
+    plan, memory, steps = launched(problem, config)
+    assert plan.method.last is None and "part_out" not in memory.places
+    assert "last_queries" not in [x.stage for x in steps]
+
+
+@given(before=st.integers(0, 3_000_000))
+def test_parts_of_a_segment(before):
+    """At most 16, of 4,096 keys or the least power of two more; they depend on the keys before it alone."""
+    geometry = Geometry(128, before + 128, 128)
+    parts = parts_of(geometry, 0)
+    assert parts <= MOST_PARTS
+    each = PART_KEYS
+    while each * parts < before:
+        each *= 2
+    assert (parts - 1) * each < before <= parts * each or parts == before == 0
+    assert each == PART_KEYS or parts > MOST_PARTS // 2
+    longer = Geometry(256, before + 256, 128)
+    assert parts_of(longer, 0) == parts
+
+
+@settings(max_examples=25)
+@given(
+    seqlen_q=st.integers(1, 3000),
+    more=st.integers(0, 9000),
+    batch=st.sampled_from([1, 2, 7]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (40, 8)]),
+    segment=st.sampled_from([64, 97, 256]),
+    unit=st.sampled_from([1, 16]),
+    last=st.integers(0, 4000),
+    is_causal=st.booleans(),
+    workspace_bytes=st.sampled_from([1 << 20, 1 << 22, 1 << 28]),
+)
+def test_each_pair_is_ordered_or_among_the_last_once(
+    seqlen_q, more, batch, heads, segment, unit, last, is_causal, workspace_bytes
+):
+    """Of segments with candidates, whatever the workspace; a piece's outputs fit in a quarter of it, or it is one
+    segment of the heads of a KV head. Launches are as many as there are sequences or parts, whichever is less."""
+    problem = problem_of(seqlen_q, seqlen_q + more, *heads, batch, is_causal)
+    config = replace(CONFIG, segment=segment, unit=unit, dense_last=last, workspace_bytes=workspace_bytes)
+    plan, memory, steps = launched(problem, config)
+    geometry, first = plan.geometry, config.dense_from(plan.geometry)
+    ordered = [
+        (x.first_head + h, x.first_segment + n) for x in plan.chunks for h in range(x.heads) for n in range(x.segments)
+    ]
+    pieces = plan.method.last.pieces if plan.method.last else []
+    dense = [
+        ((x.sequence + b) * problem.heads + x.first_head + h, x.first_segment + n)
+        for x in pieces for b in range(x.sequences) for h in range(x.heads) for n in range(x.segments)
+    ]  # fmt: skip
+    assert all(n < first for _, n in ordered) and all(n >= first for _, n in dense)
+    found = sorted(pair for pair in ordered + dense if geometry.candidates(pair[1]) > 0)
+    assert found == [
+        (h, n) for h in range(batch * heads[0]) for n in range(geometry.segments) if geometry.candidates(n) > 0
+    ]
+    group = heads[0] // heads[1]
+    if pieces and (pieces[0].segments > 1 or pieces[0].heads > group or pieces[0].sequences > 1):
+        assert memory.places["part_out"].nbytes + memory.places["part_lse"].nbytes <= workspace_bytes // 4
+    assert all(x.first_head % group == x.heads % group == 0 for x in pieces)
+    if pieces and workspace_bytes == 1 << 28:
+        attends = [x.stage for x in steps].count("last_queries")
+        assert attends == len({x.first_segment for x in pieces}) * min(batch, plan.method.last.parts)
+
+
+def test_pieces_read_their_own_heads_rows_and_lists():
+    """Where each begins: of sequence 1, from head 4 on, the second of the last segments."""
+    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=2)
+    config = replace(CONFIG, segment=256, dense_last=500, workspace_bytes=1 << 20)
+    plan, memory, steps = launched(problem, config)
+    last, places = plan.method.last, memory.places
+    assert (last.first, last.parts, last.segments_each, last.heads_each) == (1, 3, 1, 4)
+    attends = [x for x in steps if x.stage == "last_queries"]
+    assert [x.params["chunk"]["heads"] for x in attends] == [3 * 4] * (3 * 2 * 2)
+    i = last.pieces.index((1, 1, 4, 4, 2, 1))
+    step, row = attends[i], 2 * 128
+    assert pointer(step, "q") == ("q", row * (1000 * 8 + 1000 * 4 + 512))
+    assert pointer(step, "k") == ("k", row * (9000 * 2 + 9000)) == ("k", pointer(step, "v")[1])
+    assert pointer(step, "lists.begins") == ("workspace", places["part_begins"].offset + 8 * 3)
+    assert pointer(step, "lists.keys") == ("workspace", places["part_keys"].offset + 4 * 3)
+    assert pointer(step, "next_q_tile") == ("workspace", places["part_counters"].offset + 4 * i)
+    assert pointer(step, "out") == ("workspace", places["part_out"].offset)
+    assert pointer(step, "state") is pointer(step, "taus") is pointer(step, "lists.q_order") is None
+    assert float(step.params["tau"]) == 0 and int(step.params["q"]["batch"]) == int(step.params["k"]["batch"]) == 0
+    geometry = step.params["geometry"]
+    assert (geometry["seqlen_q"], geometry["seqlen_k"], geometry["segment"]) == (256, 9000, 256)
+    short = attends[last.pieces.index((1, 1, 4, 4, 3, 1))].params["geometry"]
+    assert short["seqlen_q"] == 1000 - 768
+
+
+def test_pieces_of_a_paged_cache():
+    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=2)
+    config = replace(CONFIG, segment=256, dense_last=500, workspace_bytes=1 << 20)
+    plan, _, steps = launched(problem, config, Paging(0, 600, 16, 1200))
+    attends = [x for x in steps if x.stage == "last_queries"]
+    step = attends[plan.method.last.pieces.index((1, 1, 4, 4, 2, 1))]
+    assert pointer(step, "k") == ("k", 2 * 128 * 16)  # KV head 1 of the first page
+    assert pointer(step, "pages") == ("pages", 4 * 600) and int(step.params["pages"]["stride"]) == 0
+    assert int(step.params["k"]["batch"]) == 2 * 16 * 128  # from page to page
+    assert int(step.params["lists"]["table_heads"]) == 3 * 4  # all heads and parts have one row of the table
+
+
+@pytest.mark.parametrize("paging", [None, Paging(0, 600, 16, 3000)], ids=["arrays", "pages"])
+def test_many_sequences_take_a_part_at_a_time(paging):
+    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=5)
+    plan, memory, steps = launched(problem, replace(CONFIG, segment=256, dense_last=500), paging)
+    (piece,), places = plan.method.last.pieces, memory.places
+    assert piece == (0, 5, 0, 8, 1, 3)
+    for part, step in enumerate(x for x in steps if x.stage == "last_queries"):
+        rows = 5 * 8 * (1000 - 256)
+        assert pointer(step, "q") == ("q", 2 * 128 * 256) and pointer(step, "k") == ("k", 0)
+        assert pointer(step, "pages") == ("pages", 0)
+        assert int(step.params["pages"]["stride"]) == (600 if paging else 0)
+        assert pointer(step, "out") == ("workspace", places["part_out"].offset + 2 * 128 * part * rows)
+        assert pointer(step, "lse") == ("workspace", places["part_lse"].offset + 4 * part * rows)
+        assert pointer(step, "lists.begins") == ("workspace", places["part_begins"].offset + 8 * part * 3)
+        lists = step.params["lists"]
+        assert (int(lists["shared_heads"]), int(lists["table_heads"])) == (40, 8)
+        assert int(step.params["q"]["batch"]) == 8 * 1000 * 128
+    assert part == 2
