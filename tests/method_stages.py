@@ -218,13 +218,14 @@ def choices(found: Found, config: Any) -> tuple[Any, Any]:
     w = blocks.softmax(scores, blocks.visible_columns(grid) & (True if fixed is None else ~fixed[:, :, None]))
     rule = config.rule
     thresholds = np.broadcast_to(np.asarray(config.threshold, np.float64), (p.heads,))
+    ends = (0.0, 0.0) if rule == "largest" else (-CHOICE, CHOICE)  # of so many columns no sum is off
     low, high = (
         blocks.choose(scores, grid, rule, np.where(thresholds < 1, np.minimum(thresholds * (1 + e), 1 - 1e-12), 1.0),
-                      **forced) for e in (-CHOICE, CHOICE)
+                      **forced) for e in ends
     )  # fmt: skip
     low_free, high_free = (
         getattr(blocks, rule)(w, np.where(thresholds < 1, np.minimum(thresholds * (1 + e), 1 - 1e-12), 1.0)[:, None])
-        for e in (-CHOICE, CHOICE)
+        for e in ends
     )
     best_left = np.where(low_free, -np.inf, w).max(axis=-1, keepdims=True)
     least_taken = np.where(high_free, w, np.inf).min(axis=-1, keepdims=True)

@@ -58,6 +58,7 @@ METHODS = (
     (PBSConfig(share="kv_head"), 128),
     (PBSConfig(scores="antidiagonal", stride=8, share="kv_head", threshold=0.7), 256),
     (SpargeConfig(tau=0.7, theta=0.32), 128),
+    (SpargeConfig(topk=0.2, theta=0.32), 256),
     (XAttentionConfig(), 128),
     (XAttentionConfig(stride=16, path="portable"), 64),
     (FlexPrefillConfig(gamma=0.6, tau=0.9, min_blocks=2), 128),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from gpu_cases import CASES, SANITIZED, Case
@@ -50,7 +51,8 @@ def test_every_case_can_be_launched(name):
 
 
 def rounds(plan: LaunchPlan) -> int:
-    return len(plan.chunks) + (len(plan.method.last.pieces) if plan.method.last else 0)
+    method: Any = plan.method
+    return len(plan.chunks) + (len(method.last.pieces) if method.last else 0)
 
 
 def test_some_cases_take_many_rounds():

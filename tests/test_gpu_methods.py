@@ -37,6 +37,8 @@ CONFIGS = {
     "PBS 1024": PBSConfig(segment=1024),
     "Sparge": SpargeConfig(tau=0.9, theta=-0.1),
     "Sparge judged": SpargeConfig(tau=0.7, theta=0.32, keep_first=True),
+    "Sparge topk": SpargeConfig(topk=0.1, theta=0.32),
+    "Sparge topk of heads": SpargeConfig(topk=(0.02, 0.3, 0.6, 1.0), theta=-0.1),
     "PBS+": PBSConfig(scores="antidiagonal"),
     "PBS+ 8": PBSConfig(scores="antidiagonal", stride=8, share="kv_head", threshold=0.7),
     "XAttention": XAttentionConfig(),

@@ -25,6 +25,7 @@ from s2o_cupy.selection.catalogue import kernels_for
 
 XATTENTION, PORTABLE = XAttentionConfig(), XAttentionConfig(stride=16, path="portable")
 FLEX, LINES = FlexPrefillConfig(gamma=0.6, tau=0.9, min_blocks=2), VerticalSlashConfig(verticals=100, slashes=60)
+TOPK = SpargeConfig(topk=0.4, theta=-1)
 MEAN, PBS, SPARGE = MeanPoolingConfig(threshold=0.7), PBSConfig(share="kv_head"), SpargeConfig(tau=0.8, theta=0.39)
 
 
@@ -66,6 +67,8 @@ FAULTS = [
     Fault("choose_blocks", "what crosses is left out", "choice", "ties = max(1, min(", "ties = 0 * max(1, min("),
     Fault("choose_blocks", "what crosses is taken", "choice", "x > limit : x >= limit; };",
           "x >= limit * 1.2f : x >= limit; };", SPARGE),
+    Fault("choose_blocks", "one too few is taken", "choice", "p.counted ? 1.f : total), rest",
+          "p.counted ? 0.9f : total), rest", TOPK),
     Fault("choose_blocks", "weights are of another base", "choice", "exp2_approx(w[i] - base)",
           "exp2_approx(0.7f * (w[i] - base))"),
     Fault("choose_blocks", "own blocks do not compete", "choice", "visible = g.visible(row)",

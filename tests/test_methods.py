@@ -37,6 +37,7 @@ CONFIGS = {
     "PBS": PBSConfig(),
     "PBS 64": PBSConfig(block=64, segment=192, share="kv_head", threshold=0.5),
     "Sparge": SpargeConfig(tau=0.9, theta=-0.1),
+    "Sparge topk": SpargeConfig(topk=0.3, theta=0.3),
     "XAttention": XAttentionConfig(),
     "FlexPrefill": FlexPrefillConfig(),
     "vertical-slash": VerticalSlashConfig(verticals=40, slashes=50),
@@ -391,6 +392,32 @@ def test_thresholds_of_each_head(rng):
         np.testing.assert_array_equal(found[:, h], alone[:, h])
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("topk", [0.01, 0.1, 0.5, (0.05, 0.2, 0.99, 1.0)], ids=str)
+def test_topk_takes_as_many_blocks_in_each_row(rng, topk, is_causal):
+    """Of those that a row sees the highest scores, own blocks among them, and all where it sees no more."""
+    q, k, _ = draw(rng, 1000)
+    config = SpargeConfig(topk=topk, theta=-1)
+    grid = config.grid(replace(_problem(q, k), is_causal=is_causal))
+    found = columns_of(select(q, k, config, is_causal=is_causal))
+    means = [blocks.block_means(x, n) for x, n in ((q, 128), (k, 64))]
+    scores = blocks.block_scores(*means, 0.25)
+    visible, listed = blocks.visible_columns(grid), blocks.listed_columns(grid)
+    for h, row in np.ndindex(4, grid.rows):
+        most = max(1, int(np.float64(topk if isinstance(topk, float) else topk[h]) * 16))
+        best = np.argsort(np.where(visible[row], -scores[0, h, row], np.inf))[:most]
+        expected = np.isin(np.arange(16), best) & listed[row]
+        np.testing.assert_array_equal(found[0, h, row], expected)
+
+
+def test_topk_leaves_out_what_weighs_nothing(rng):
+    """Beside a score that is larger by more than 126 in log2 units others have no order."""
+    w = np.array([[1.0, 2.0**-125, 2.0**-127, 0.0, 0.5, 2.0**-126, 0.5, 0.25]])
+    np.testing.assert_array_equal(np.flatnonzero(blocks.largest(w, 1.0)), [0, 1, 4, 5, 6, 7])
+    np.testing.assert_array_equal(np.flatnonzero(blocks.largest(w, 0.3)), [0, 4])  # the first of equal ones
+    assert blocks.largest(np.array([[0.5, np.nan]]), 0.5).all() and not blocks.largest(np.zeros((1, 2)), 0.5).any()
+
+
 def _problem(q, k):
     from s2o_cupy.problem import validate
 
@@ -448,6 +475,9 @@ def test_tokens_of_a_grid_are_attended_to_in_place(rng):
         (PBSConfig, {"workspace_bytes": 1}, ValueError, r"PBSConfig: workspace_bytes is 1; accepted"),
         (SpargeConfig, {"tau": 1.5, "theta": 0}, ValueError, r"SpargeConfig: tau is 1.5"),
         (SpargeConfig, {"tau": (0.5, 2), "theta": 0}, ValueError, r"tau\[1\] is 2; accepted"),
+        (SpargeConfig, {"topk": 0, "theta": 0}, ValueError, r"SpargeConfig: topk is 0"),
+        (SpargeConfig, {"theta": 0}, TypeError, r"tau and topk are both missing; accepted: one of them"),
+        (SpargeConfig, {"tau": 0.5, "topk": 0.1, "theta": 0}, TypeError, r"tau and topk are both given; accepted"),
         (SpargeConfig, {"tau": np.array(0.5), "theta": 0}, TypeError, r"tau is array\(0.5\) \(ndarray\); accepted"),
         (SpargeConfig, {"tau": 0.5, "theta": ()}, ValueError, r"theta is empty; accepted: a number, or one for each"),
         (SpargeConfig, {"tau": 0.5, "theta": float("nan")}, ValueError, r"theta is nan; accepted: a finite number"),
@@ -466,6 +496,7 @@ def test_configurations_that_are_refused(config, fields, error, message):
         ({"config": None}, TypeError, r"config is a NoneType; accepted: .*MeanPoolingConfig, PBSConfig, SpargeConfig"),
         ({"config": PBSConfig(), "is_causal": False}, ValueError, r"PBSConfig: is_causal is False; accepted: True"),
         ({"config": SpargeConfig(tau=(0.5, 0.6), theta=0)}, ValueError, r"tau has 2 numbers; accepted: one, or 4"),
+        ({"config": SpargeConfig(topk=(0.5, 0.6), theta=0)}, ValueError, r"topk has 2 numbers; accepted: one, or 4"),
         ({"config": SpargeConfig(tau=0.5, theta=0, permutation=(1, 2, 3))}, ValueError, r"is_causal is True; accepted"),
         ({"config": SpargeConfig(tau=0.5, theta=0, permutation=(9, 9, 9)), "is_causal": False}, ValueError,
          r"permutation has 729 tokens, seqlen_q is 200"),

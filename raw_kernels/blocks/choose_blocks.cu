@@ -4,8 +4,8 @@
 //   choose_long: longer rows, a block each, with their weights in shared memory
 //
 //   w = softmax of a row's visible scores. reach: the shortest prefix of the descending order of w whose sum reaches
-//   threshold * sum(w); within: the longest whose sum does not exceed it, one entry at least. Equal weights count by
-//   column. A row with a score that is NaN or +infinity chooses all, and so does every row at a threshold of 1, whether
+//   threshold * sum(w); within: the longest whose sum does not exceed it, one entry at least; counted: so many of the
+//   largest as the threshold says, but none that is 0 beside the largest. Equal weights count by column. A row with a score that is NaN or +infinity chooses all, and so does every row at a threshold of 1, whether
 //   its weights have underflowed to 0 or not.
 //
 // No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums are added up in one
@@ -34,6 +34,7 @@ struct ChooseBlocksParams {
   int heads;                  // of a sequence
   int64 list_entries;         // places of the lists of a head
   int within;                 // or reach
+  int counted;                // a threshold is a number of columns: each counts 1 towards it, not its weight
   int keep_first;             // the column of key 0 is chosen
   int forced_count;           // it and the columns that are not listed count towards the threshold, before all others
   int thresholds, thetas;     // how many there are: one for all heads, or one for each
@@ -65,7 +66,7 @@ struct ChoiceRow {
     theta = p.theta[p.thetas > 1 ? of_sequence : 0];
     scores = p.scores + (static_cast<int64>(head) * rows + row) * p.pitch;
     similar = p.k_similarity ? p.k_similarity + static_cast<int64>(shared_head) * g.columns() : nullptr;
-    all = threshold >= 1.f;
+    all = threshold >= (p.counted ? static_cast<float>(visible) : 1.f);
     if (p.q_similarity) all |= p.q_similarity[static_cast<int64>(flat) * rows + row] < theta;
   }
   // Of what counts towards the threshold before all others.
@@ -92,8 +93,9 @@ struct Bound {
   bool every_tie = false;
 
   // Of `found` weights that equal the bound those that the limit has room for; `above`: the sum of greater ones.
-  __device__ __forceinline__ void take_ties(bool within, float limit, float above, int found) {
-    const float left = (limit - above) / bound;
+  // each: what one of them counts.
+  __device__ __forceinline__ void take_ties(bool within, float limit, float above, int found, float each) {
+    const float left = (limit - above) / each;
     if (within) {
       ties = min(static_cast<int>(fminf(floorf(left), 1e9f)), found);
       if (above == 0.f) ties = max(ties, 1);
@@ -106,7 +108,8 @@ struct Bound {
 
 // `sum_from(bits)` adds up the weights whose bits are no smaller; `count(x)` how many are x.
 template <class SumFrom, class Count>
-__device__ __forceinline__ Bound find_bound(bool within, float limit, const SumFrom& sum_from, const Count& count) {
+__device__ __forceinline__ Bound find_bound(bool within, bool counted, float limit, const SumFrom& sum_from,
+                                            const Count& count) {
   Bound b;
   uint32 low = 0, high = __float_as_uint(1.f) + 1;  // the sum from `low` on crosses, that from `high` on does not
   float above = 0.f;                                // the latter
@@ -123,7 +126,7 @@ __device__ __forceinline__ Bound find_bound(bool within, float limit, const SumF
   }
   b.bound = __uint_as_float(low);
   if (b.bound == 0.f) return b;  // a threshold so near 1 that all of the sum does not cross it
-  b.take_ties(within, limit, above, count(b.bound));
+  b.take_ties(within, limit, above, count(b.bound), counted ? 1.f : b.bound);
   return b;
 }
 
@@ -164,7 +167,8 @@ __device__ __forceinline__ void store_between(uint32& to, float w, uint32 low, u
 // are counted, and when there is one for each lane of the warp each lane adds up those that are no smaller than its own.
 template <int kOfLane>
 __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLane], int columns, bool within,
-                                                         float limit, float total, WarpChoiceShared& shared) {
+                                                         bool counted, float limit, float total,
+                                                         WarpChoiceShared& shared) {
   const int lane = threadIdx.x % 32;
   const auto crosses = [&](float x) { return within ? x > limit : x >= limit; };
   int of_lane;  // weights that the last sum has of the lane
@@ -174,11 +178,12 @@ __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLan
     of_lane = 0;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) add_from(part[i % 4], of_lane, w[i], least);
+    if (counted) return static_cast<float>(__reduce_add_sync(kFullWarp, of_lane));
     return warp_sum((part[0] + part[1]) + (part[2] + part[3]));
   };
   // All weights below the bound and the bound itself make up what the limit leaves, so that it is no smaller than their
   // mean; half of that is out of the reach of rounding unless the limit is next to all. No weight is between 0 and 2^-126.
-  const float below = limit < 0.999f * total ? 0.5f * (total - limit) / columns : 0.f;
+  const float below = !counted && limit < 0.999f * total ? 0.5f * (total - limit) / columns : 0.f;
   const uint32 least = __float_as_uint(fmaxf(below, 0x1p-126f));
   uint32 low = least, high = __float_as_uint(1.f) + 1;  // the sum from `low` on crosses, that from `high` on does not
   float above = 0.f;                                    // the latter
@@ -225,7 +230,7 @@ __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLan
 #pragma unroll 8
     for (int j = 0; j < 32; ++j) {
       const float other = __shfl_sync(kFullWarp, mine, j);
-      x += other >= mine ? other : 0.f;
+      x += other >= mine ? (counted ? 1.f : other) : 0.f;
     }
     // The sum from the least on crosses, whatever the order of adding up makes of it.
     const uint32 bits = lane < left ? __float_as_uint(mine) : 0xffffffffu;
@@ -234,9 +239,9 @@ __device__ __forceinline__ Bound find_bound_in_registers(const float (&w)[kOfLan
     b.bound = __uint_as_float(bound);
     const uint32 equal = __ballot_sync(kFullWarp, bits == bound);
     ties = __popc(equal);
-    above += warp_sum(mine > b.bound ? mine : 0.f);
+    above += warp_sum(mine > b.bound ? (counted ? 1.f : mine) : 0.f);
   }
-  b.take_ties(within, limit, above, ties);
+  b.take_ties(within, limit, above, ties, counted ? 1.f : b.bound);
   return b;
 }
 
@@ -275,7 +280,7 @@ __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p,
     sum[i % 4] += w[i];
   }
   const float total = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  float limit = row.threshold * total, rest = total;
+  float limit = row.threshold * (p.counted ? 1.f : total), rest = total;
   if (p.forced_count) {
     float forced = 0.f;
 #pragma unroll
@@ -292,7 +297,7 @@ __device__ __forceinline__ void choose_in_registers(const ChooseBlocksParams& p,
   if (p.forced_count && !(limit > 0.f)) {
     b.bound = infinity();
   } else if (total > 0.f && !all) {
-    b = find_bound_in_registers(w, row.visible, p.within, limit, rest, shared);
+    b = find_bound_in_registers(w, row.visible, p.within, p.counted, limit, rest, shared);
   }
 
   // What is chosen in any case is made infinite, so that one comparison tells.
@@ -389,7 +394,7 @@ __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceS
     weights[c] = is_forced ? 0.f : w;
   }
   const float total = block.sum(sum);
-  const float limit = row.threshold * total - block.sum(forced);
+  const float limit = row.threshold * (p.counted ? 1.f : total) - block.sum(forced);
   Bound b;
   if (p.forced_count && !(limit > 0.f)) {
     b.bound = infinity();
@@ -398,7 +403,10 @@ __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceS
       const float least = __uint_as_float(bits);
       float part = 0.f;
 #pragma unroll 4
-      for (int c = tid; c < row.visible; c += kChoiceThreads) part += weights[c] >= least ? weights[c] : 0.f;
+      for (int c = tid; c < row.visible; c += kChoiceThreads) {
+        const float w = weights[c];
+        part += w >= least ? (p.counted ? 1.f : w) : 0.f;
+      }
       return block.sum(part);
     };
     const auto count = [&](float x) {
@@ -406,7 +414,7 @@ __device__ __forceinline__ void choose_long(const ChooseBlocksParams& p, ChoiceS
       for (int c = tid; c < row.visible; c += kChoiceThreads) equal += weights[c] == x ? 1.f : 0.f;
       return static_cast<int>(block.sum(equal));
     };
-    b = find_bound(p.within, limit, sum_from, count);
+    b = find_bound(p.within, p.counted, limit, sum_from, count);
   }
 
   int* list = p.entries + row.begin(p);

@@ -99,6 +99,18 @@ def within(w: Array, threshold: float | Array) -> Array:
     return _prefix(w, threshold, lambda sums, limit: np.maximum(1, (sums <= limit).sum(axis=-1)))
 
 
+def largest(w: Array, share: float | Array) -> Array:
+    """Likewise the largest w, as many as ``share`` of all columns, rounded down, at least one; none of less than 2^-126
+    of the largest, which float32 holds as 0 beside it."""
+    columns = w.shape[-1]
+    order = np.argsort(-w, axis=-1, kind="stable")
+    count = np.broadcast_to(np.maximum(1, np.floor(np.asarray(share) * columns)), w.shape[:-1])[..., None]
+    taken = np.zeros(w.shape, bool)
+    np.put_along_axis(taken, order, np.arange(columns) < count, axis=-1)
+    most = w.max(axis=-1, keepdims=True, initial=0)
+    return np.where(np.isnan(most), True, taken & (w > 0) & (w >= most * 2.0**-126))
+
+
 def _prefix(w: Array, threshold: float | Array, length: Callable[[Array, Array], Array]) -> Array:
     order = np.argsort(-w, axis=-1, kind="stable")
     sums = np.cumsum(np.take_along_axis(w, order, axis=-1), axis=-1)
@@ -117,15 +129,18 @@ def choose(
 ) -> Array:  # fmt: skip
     """Columns that each row's list holds, bool [B, H, R, C], by scores [B, H, R, C].
 
-    ``rule``: "reach" or "within", of a softmax over the visible columns; ``threshold``: a number, or one for each head,
-    of which 1 takes every column that is listed, whatever its weight.
+    ``rule``: "reach", "within" or "largest", of a softmax over the visible columns; ``threshold``: a number, or one for
+    each head. One that takes as many columns as a row sees takes every one that is listed, whatever its weight: 1.
     Chosen whatever their weight: column ``kept`` [B, H] of all rows, all columns of ``whole_rows`` [B, H, R], and
     ``fixed`` columns [B, H, C], which are out of the softmax.
     """
     visible = visible_columns(grid) & np.ones(scores.shape, bool)
     w = softmax(scores, visible if fixed is None else visible & ~fixed[:, :, None])
-    of_head = np.asarray(threshold, w.dtype)[..., None]  # [H, 1], or [1]
-    taken = {"reach": reach, "within": within}[rule](w, of_head) | (of_head >= 1)[..., None]
+    of_head = np.asarray(threshold, np.float64 if rule == "largest" else w.dtype)[..., None]  # [H, 1], or [1]
+    taken = {"reach": reach, "within": within, "largest": largest}[rule](w, of_head) | (of_head >= 1)[..., None]
+    if rule == "largest":
+        count = np.maximum(1, np.floor(of_head * grid.columns))
+        taken = taken | (count >= visible_columns(grid).sum(axis=-1))[..., None]
     if kept is not None:
         taken = taken | (np.arange(grid.columns) == kept[..., None])[:, :, None]
     if fixed is not None:

@@ -30,5 +30,5 @@ def chosen(q: Array, k: Array, config: SpargeConfig, grid: BlockGrid, scale: flo
     scores = block_scores(block_means(q, grid.block_q), block_means(k, grid.block_k), scale)  # [B, H, R, C]
     whole_rows, fixed = unlike(q, k, config, grid)
     kept = np.zeros(q.shape[:2], int) if config.keep_first else None
-    columns = choose(scores, grid, config.rule, config.tau, kept=kept, whole_rows=whole_rows, fixed=fixed)
+    columns = choose(scores, grid, config.rule, config.threshold, kept=kept, whole_rows=whole_rows, fixed=fixed)
     return Chosen(columns, k_order, q_order)

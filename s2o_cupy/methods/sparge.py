@@ -28,13 +28,16 @@ LARGEST = 1e30  # theta, either way
 @dataclass(frozen=True, kw_only=True)
 class SpargeConfig(MethodConfig):
     """How SpargeAttn chooses blocks of 64 keys for blocks of 128 queries. Its thresholds are to be tuned for each layer
-    or head; there are no defaults.
+    or head; there are no defaults. Either ``tau`` or ``topk`` is given.
 
     Parameters
     ----------
-    tau : float, or one for each query head
+    tau : float, or one for each query head, optional
         The most blocks are chosen whose share of a softmax over the scores of all visible ones does not exceed it: a
         number above 0, up to 1. At 1 all are.
+    topk : float, or one for each query head, optional
+        The blocks of the highest scores are chosen, as many as this share of all blocks of keys, visible or not, one at
+        least: a number above 0, up to 1. So early queries of a causal call see nearly all of theirs.
     theta : float, or one for each query head
         A block of keys, or of queries, whose rows have a smaller mean cosine is not judged by its mean: the keys are
         attended to by all, or the queries attend to all. A finite number; mean cosines are 0 to 1, so that a negative
@@ -58,19 +61,23 @@ class SpargeConfig(MethodConfig):
         A field has a wrong type or value; the message names the field and what is accepted.
     """
 
-    tau: float | tuple[float, ...]
+    tau: float | tuple[float, ...] | None = None
+    topk: float | tuple[float, ...] | None = None
     theta: float | tuple[float, ...]
     value_skip: float | tuple[float, ...] | None = None  # type: ignore[misc]  # no class variable here
     permutation: tuple[int, int, int] | None = None
     keep_first: bool = False
 
     reference: ClassVar[str] = "sparge"
-    rule: ClassVar[str] = "within"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         owner = type(self).__name__
-        self._set("tau", checked_numbers("tau", self.tau, 0, 1, "a number above 0, up to 1", owner))
+        if (self.tau is None) == (self.topk is None):
+            given = "both given" if self.topk is not None else "both missing"
+            raise TypeError(f"{owner}: tau and topk are {given}; accepted: one of them")
+        name = "tau" if self.topk is None else "topk"
+        self._set(name, checked_numbers(name, getattr(self, name), 0, 1, "a number above 0, up to 1", owner))
         self._set("theta", checked_numbers("theta", self.theta, -LARGEST, LARGEST, "a finite number", owner))
         self._set("value_skip", check_value_skip(self.value_skip, owner))
         if self.permutation is not None:
@@ -82,15 +89,22 @@ class SpargeConfig(MethodConfig):
         checked_bool("keep_first", self.keep_first, owner)
 
     @property
+    def rule(self) -> str:  # type: ignore[override]  # no class variable here
+        return "within" if self.topk is None else "largest"
+
+    @property
     def threshold(self) -> float | tuple[float, ...]:
-        return self.tau
+        found = self.tau if self.topk is None else self.topk
+        assert found is not None
+        return found
 
     @property
     def block_q(self) -> int:
         return BLOCK_Q
 
     def check(self, problem: Problem) -> None:
-        for name, x in (("tau", self.tau), ("theta", self.theta), ("value_skip", self.value_skip)):
+        for name in ("tau", "topk", "theta", "value_skip"):
+            x = getattr(self, name)
             if isinstance(x, tuple) and len(x) != problem.heads:
                 raise ValueError(
                     f"SpargeConfig: {name} has {len(x)} numbers; accepted: one, or {problem.heads}, one for each head"
@@ -131,7 +145,7 @@ class SpargeConfig(MethodConfig):
         return [
             *order,
             BlockMeans(site, kv_heads, ordered, ordered, similarity=True, one_order=True),
-            Choice(site, kv_heads, self.rule, self.tau, self.keep_first, self.theta),
+            Choice(site, kv_heads, self.rule, self.threshold, self.keep_first, self.theta),
         ]
 
 

@@ -148,8 +148,8 @@ class Choice:
 
     site: Site
     key_heads: int  # of a sequence, that have mean keys
-    rule: str  # "reach" or "within"
-    threshold: float | tuple[float, ...]  # a number, or one for each query head
+    rule: str  # "reach", "within" or "largest"
+    threshold: float | tuple[float, ...]  # a number, or one for each query head; of "largest" a share of the columns
     keep_first: bool
     theta: float | tuple[float, ...] | None = None  # similarity below which a block is attended to whole
     scores: Scores | None = None  # in place of those of mean keys
@@ -157,7 +157,7 @@ class Choice:
 
     def check(self) -> None:
         """Raise ValueError where no kernel takes it."""
-        for name, x in (("tau", self.threshold), ("theta", self.theta)):
+        for name, x in (("topk" if self.rule == "largest" else "tau", self.threshold), ("theta", self.theta)):
             if isinstance(x, tuple) and len(x) > MOST_HEADS:
                 raise ValueError(f"select: {name} has {len(x)} numbers; accepted on the GPU: up to {MOST_HEADS}")
         most = 1 << ((self.site.limits.shared_per_block - 256) // 4).bit_length() - 1
@@ -198,7 +198,9 @@ class Choice:
 
     def _choose(self, memory: Workspace, first: int, heads: int) -> Launch:
         site, grid = self.site, self.site.grid
-        numbers = {name: np.atleast_1d(x) for name, x in (("threshold", self.threshold), ("theta", self.theta or 0.0))}
+        of_sum = self.rule != "largest"
+        thresholds = self.threshold if of_sum else np.maximum(1, np.floor(np.multiply(self.threshold, grid.columns)))
+        numbers = {name: np.atleast_1d(x) for name, x in (("threshold", thresholds), ("theta", self.theta or 0.0))}
         values = {
             "grid": grid.params(),
             "first_head": first,
@@ -207,6 +209,7 @@ class Choice:
             "heads": site.problem.heads,
             "list_entries": grid.entries,
             "within": int(self.rule == "within"),
+            "counted": int(not of_sum),
             "keep_first": int(self.keep_first),
             "forced_count": int(self.forced_count),
             "thresholds": len(numbers["threshold"]),

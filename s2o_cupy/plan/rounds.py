@@ -100,9 +100,9 @@ def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
 
 
 def rounds(
-    problem: Problem, geometry: Geometry, chunk_bytes: Callable[[Chunk], int], budget: int, end: int | None = None
+    problem: Problem, geometry: Geometry, chunk_bytes: Callable[[Chunk], int], budget: int, before: int | None = None
 ) -> tuple[Chunk, ...]:
-    """Rounds from the last segment (before ``end``) to the first, each within ``budget`` by ``chunk_bytes`` if one row
+    """Rounds from the last segment (of those ``before``) to the first, each within ``budget`` by ``chunk_bytes`` if one row
     fits.
 
     Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
@@ -110,7 +110,8 @@ def rounds(
     equal turns, or as many segments as fit of the heads that share a KV head, or of one head.
     """
     heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
-    kv_heads, end = heads // group, geometry.segments if end is None else end
+    kv_heads = heads // group
+    end = geometry.segments if before is None else before
     first = next((n for n in range(end) if geometry.candidates(n) > 0), end)
 
     def chunk(first_head: int, heads: int, begin: int, end: int) -> Chunk:
