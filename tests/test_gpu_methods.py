@@ -38,7 +38,6 @@ CONFIGS = {
     "Sparge": SpargeConfig(tau=0.9, theta=-0.1),
     "Sparge judged": SpargeConfig(tau=0.7, theta=0.32, keep_first=True),
     "Sparge topk": SpargeConfig(topk=0.1, theta=0.32),
-    "Sparge topk of heads": SpargeConfig(topk=(0.02, 0.3, 0.6, 1.0), theta=-0.1),
     "PBS+": PBSConfig(scores="antidiagonal"),
     "PBS+ 8": PBSConfig(scores="antidiagonal", stride=8, share="kv_head", threshold=0.7),
     "XAttention": XAttentionConfig(),
@@ -107,6 +106,7 @@ def test_a_threshold_of_1_takes_blocks_whose_weight_underflows(rng, monkeypatch,
 def test_thresholds_of_each_head(rng):
     q, k, _ = draw(rng, "bfloat16", 900, 900, batch=2)
     assert_stages(q, k, SpargeConfig(tau=(0.3, 0.6, 0.9, 1.0), theta=(-1.0, 0.2, 0.4, 2.0)))
+    assert_stages(q, k, SpargeConfig(topk=(0.02, 0.3, 0.6, 1.0), theta=(-1.0, 0.2, 0.4, 2.0)))
 
 
 @pytest.mark.parametrize("config", [CONFIGS["Sparge"], CONFIGS["Sparge judged"], CONFIGS["MeanPooling"]], ids=str)
