@@ -102,8 +102,8 @@ def row_lengths(geometry: Geometry, begin: int, end: int) -> tuple[int, int]:
 def rounds(
     problem: Problem, geometry: Geometry, chunk_bytes: Callable[[Chunk], int], budget: int, before: int | None = None
 ) -> tuple[Chunk, ...]:
-    """Rounds from the last segment (of those ``before``) to the first, each within ``budget`` by ``chunk_bytes`` if one row
-    fits.
+    """Rounds from the last segment to the first, each within ``budget`` by ``chunk_bytes`` if one row fits; of the
+    segments ``before`` one, or of all.
 
     Few heads and many segments: their keys are read once for all of them, and the last tiles of a round are short, so
     that few multiprocessors wait for its end. A round takes all segments that are left, of as many heads as fit in
