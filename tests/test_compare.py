@@ -13,6 +13,7 @@ from schedules import FRAMEWORKS
 from s2o_cupy import (
     MeanPoolingConfig,
     S2OConfig,
+    SpargeConfig,
     VerticalSlashConfig,
     XAttentionConfig,
     compare,
@@ -180,3 +181,11 @@ def test_on_a_gpu(qkv):
     on_torch = compare(*arrays, configs, repeats=1)
     for mine, other in zip(found.rows, on_torch.rows, strict=True):
         np.testing.assert_allclose(mine.error, other.error, rtol=1e-3, atol=1e-6)
+
+
+def test_spargeattn_by_one_of_its_rules():
+    assert tool.parse_method("sparge", "--method") == SpargeConfig(tau=0.9, theta=-0.1)
+    assert tool.parse_method("sparge:tau=0.5,theta=0.2", "--method") == SpargeConfig(tau=0.5, theta=0.2)
+    assert tool.parse_method("sparge:topk=0.1", "--method") == SpargeConfig(topk=0.1, theta=-0.1)
+    with pytest.raises(TypeError, match="tau and topk are both given"):
+        tool.parse_method("sparge:topk=0.1,tau=0.5", "--method")

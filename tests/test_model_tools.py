@@ -18,12 +18,12 @@ transformers = pytest.importorskip("transformers", "5.16")
 from tiny_llama import LENGTH, SIZES, llama, logits_of, prompt  # noqa: E402
 
 from s2o_cupy.__main__ import main  # noqa: E402
-from s2o_cupy.integrations import model_tuning  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
 from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens, text_losses  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 from s2o_cupy.plan import launch_plan  # noqa: E402
+from s2o_cupy.tools import tune_layers  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
 from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
 
@@ -119,7 +119,7 @@ def test_an_error_is_that_of_what_the_layers_get(model, ids):
 
 @pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_tuning, "COARSER_ADDS", 1.0)  # of so few keys larger units are many
+    monkeypatch.setattr(tune_layers, "ORDERING", 4.0)  # of so few keys larger units are many
     dense = loss_of(model, ids, "sdpa")
     register(config=replace(CONFIG, tau=1.0), min_seqlen=100)
     most = float((loss_of(model, ids, "s2o") - dense).mean())
@@ -134,15 +134,16 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert float(off.mean()) == pytest.approx(found.loss.loss_difference, abs=1e-5) and float(off.mean()) <= target
     assert found.loss.standard_error == pytest.approx(off.std() / (LENGTH - 1) ** 0.5, rel=1e-3)
     assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
-    # The next sparser choice was tried, and is too much; or there is none.
-    fine = [x for x in found.trials if not x.coarse]
-    chosen = min((x for x in fine if x.at_most <= target), key=lambda x: x.density)
-    assert chosen.at_most == chosen.loss_difference + 2 * chosen.standard_error
-    sparser = [x for x in fine if x.density < chosen.density]
-    assert sparser and max(sparser, key=lambda x: x.density).at_most > target
-    # As many layers have larger units as can, and their curves are of these.
-    assert found.coarse and found.coarse == found.loss.coarse and "units of 32" in found.table()
-    assert all(x.at_most > target for x in found.trials if len(x.coarse) > len(found.coarse))
+    # The next faster choice was tried, and is too much; or there is none.
+    chosen = min((x for x in found.trials if x.at_most <= target), key=lambda x: x.work)
+    assert chosen is found.loss and chosen.at_most == chosen.loss_difference + 2 * chosen.standard_error
+    faster = [x for x in found.trials if x.work < chosen.work]
+    assert faster and max(faster, key=lambda x: x.work).at_most > target
+    # Some layers have larger units, and their curves are of these; not so where heads have taus of their own.
+    assert found.coarse == found.loss.coarse and bool(found.coarse) == ("units of 32" in found.table())
+    assert bool(found.coarse) == (by == "layer")
+    of_ordering = [4 / (32 if layer in found.coarse else 8) for layer in range(3)]
+    assert chosen.work == pytest.approx(chosen.density + np.mean(of_ordering))
     for key, config in found.per_layer.items():
         assert config.unit == (32 if (key if isinstance(key, int) else key[0]) in found.coarse else 8)
     larger = tune_model(model, ids, error=1.0, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
@@ -158,8 +159,9 @@ def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
     for config in (replace(CONFIG, unit=64), replace(CONFIG, rank="mean", unit=1, pooled_queries=1)):
         found = tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
         assert not found.coarse and not found.per_layer
-    monkeypatch.setattr(model_tuning, "COARSER_ADDS", -1.0)  # a layer's density would grow by more
-    assert not tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **OPTIONS).coarse
+    for ordering, coarse in ((0.0, ()), (1e3, (0, 1, 2))):  # a layer's density grows by more, or by less
+        monkeypatch.setattr(tune_layers, "ORDERING", ordering)
+        assert tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
 
 
 def test_layers_that_matter_little_get_larger_taus(ids):

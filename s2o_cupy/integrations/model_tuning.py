@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from ..tools.progress import Report
 from ..tools.sampled import check_segments
 from ..tools.tune import parse_target, parse_taus
 from ..tools.tune_layers import (
-    COARSER_ADDS,
     LAYER_TAUS,
+    Step,
     Trial,
     TunedLayers,
+    Units,
     by_density,
     by_error,
     can_be_coarser,
@@ -27,6 +28,7 @@ from ..tools.tune_layers import (
     choose,
     coarser,
     mean_density,
+    ordering,
     steps_of,
 )  # fmt: skip
 from .head_groups import LayerConfigs
@@ -38,9 +40,8 @@ from .transformers import Asked, S2OAttention
 __all__ = ["tune_model"]
 
 Tensor = Any  # torch.Tensor
-Choice = TypeVar("Choice")
 
-PROBES = 3  # taus at which a layer is tried alone
+PROBES = 4  # taus at which a layer is tried alone
 TINY = 1e-30
 
 
@@ -64,11 +65,12 @@ def tune_model(
 
     Of every layer that S2O takes, error and density are estimated at each tau of the grid, on the q, k and v that dense
     layers give it, from a sample of its segments (`error_per_head`). For a ``loss`` or a ``density`` each layer is then
-    tried alone, at three taus of the grid, to see how far the model's predictions move: that is what its error costs.
+    tried alone, at four taus of the grid, to see how far the model's predictions move: that is what its error costs.
     One price of it for all layers and heads decides every tau: where a smaller tau saves much of it for few pairs it is
     taken, elsewhere not. For a loss the price is bisected, the model's loss measured with S2O in all layers each time;
-    so is one tau for all layers, which is what is found where it is as sparse. Then as many layers as the loss bears,
-    those first whose predictions move least, are ordered by units `COARSER` times as large.
+    so is one tau for all layers, which is what is found where it takes no more time. Then the price also decides which
+    layers are ordered by units `COARSER` times as large, where ordering takes less time and errors are larger; heads
+    with taus of their own keep their units.
 
     Parameters
     ----------
@@ -117,8 +119,8 @@ def tune_model(
     check_segments(here, segments)
     layers = model.config.get_text_config().num_hidden_layers
     probes = layers * min(PROBES, len(grid))
-    coarse = layers * (2 + len(grid)) + 8
-    steps = {"error": 0, "density": probes, "loss": probes + 16 + coarse}[target.name]
+    larger = (probes + layers * (1 + len(grid))) * (can_be_coarser(config) and by != "head")
+    steps = {"error": 0, "density": probes, "loss": probes + larger + 18}[target.name]
     count = _Count(progress, layers * (1 + len(grid)) + steps)
     search = _Search(model, ids, inputs, config, min_seqlen, count)
 
@@ -131,7 +133,7 @@ def tune_model(
         )
     if target.name == "error":
         return choose(config, target, by, curves, by_error(curves, target.value, by))
-    costs = search.costs(curves, hidden)
+    costs = search.costs(curves, hidden, config)
     if target.name == "density":
         return choose(config, target, by, curves, by_density(here, curves, costs, target.value, by))
     return search.by_loss(target, by, curves, costs, hidden, measure)
@@ -194,9 +196,10 @@ class _Search:
             )
         return [found[layer] for layer in sorted(found)], hidden
 
-    def costs(self, curves: Sequence[LayerCurves], dense: Tensor) -> list[np.ndarray]:
+    def costs(self, curves: Sequence[LayerCurves], dense: Tensor, config: S2OConfig) -> list[np.ndarray]:
         """Of each layer [taus, heads] what S2O in that layer alone moves the predictions by (`divergence`), shared out
-        to its heads by their squared errors. Measured at PROBES taus, the largest among them."""
+        to its heads by their squared errors. Measured at PROBES taus, the largest among them. ``config``: of the
+        curves."""
         found = []
         for layer in curves:
             count = len(layer.taus)
@@ -204,8 +207,8 @@ class _Search:
             moved = []
             for n in probed:
                 tau = layer.taus[n]
-                moved.append(self._moved_alone(layer.layer, self._s2o({layer.layer: self.config.with_tau(tau)}), dense))
-                self.step(f"layer {layer.layer} alone, tau {tau:g}")
+                moved.append(self._moved_alone(layer.layer, self._s2o({layer.layer: config.with_tau(tau)}), dense))
+                self.step(f"layer {layer.layer} alone, units of {config.unit}, tau {tau:g}")
             found.append(shared_out(layer, probed, moved))
         return found
 
@@ -221,52 +224,41 @@ class _Search:
         self, target: Any, by: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], hidden: Tensor,
         of: CurvesOf,
     ) -> TunedLayers:  # fmt: skip
-        """The sparsest choice that the loss allows, of those by ``by`` and of those with one tau for all; then with
-        larger units in as many layers as it allows."""
+        """The choice that takes the least time of those that the loss allows, by ``by`` or with one tau for all."""
         dense = self._losses(hidden)
         trials: list[Trial] = []
-        larger: dict[int, LayerCurves] = {}  # of layers with larger units
+        sizes = [Units(curves, costs, ordering(self.config))]
+        if can_be_coarser(self.config) and by != "head":  # heads of one call have one order of units
+            config = coarser(self.config)
+            larger = self.curves(config, of)[0]
+            sizes.append(Units(larger, self.costs(larger, hidden, config), ordering(config)))
 
         def curves_with(coarse: tuple[int, ...]) -> list[LayerCurves]:
-            return [larger[x.layer] if x.layer in coarse else x for x in curves]
+            return [sizes[x.layer in coarse].curves[n] for n, x in enumerate(curves)]
 
-        def s2o_of(taus: list[np.ndarray], coarse: tuple[int, ...]) -> S2OAttention:
-            chosen = choose(self.config, target, by, curves, taus, coarse)
-            return S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
-
-        def measure(taus: list[np.ndarray], coarse: tuple[int, ...] = ()) -> Trial:
-            s2o = s2o_of(taus, coarse)
+        def measure(step: Step) -> Trial:
+            chosen = choose(self.config, target, by, curves, *step)
+            s2o = S2OAttention(LayerConfigs.parse(chosen.config, chosen.per_layer), self.min_seqlen)
             # As it will run: also layers that S2O takes and that have no curve.
             more = self._losses(self._run(s2o, lambda asked: asked.s2o() if asked.reason is None else asked.ordinary()))
             off = more - dense
-            density = mean_density(curves_with(coarse), taus)
-            trials.append(Trial(density, float(off.mean()), float(off.std() / np.sqrt(off.size)), coarse))
+            density = mean_density(curves_with(step.coarse), step.taus)
+            work = density + float(np.mean([sizes[x.layer in step.coarse].ordering for x in curves]))
+            error = float(off.std() / np.sqrt(off.size))
+            trials.append(Trial(density, work, float(off.mean()), error, step.coarse))
             self.step(f"loss at density {density:.3f}: {trials[-1].loss_difference:+.4f}")
             return trials[-1]
 
-        found = [
-            _first_within(steps_of(curves, costs, kind), target.value, measure) for kind in dict.fromkeys((by, "model"))
-        ]
-        taus, loss = min((x for x in found if x is not None), key=lambda x: x[1].density, default=(None, None))
-        if taus is None or loss is None:
+        found = [_first_within(steps_of(sizes, kind), target.value, measure) for kind in dict.fromkeys((by, "model"))]
+        best = min((x for x in found if x is not None), key=lambda x: x[1].work, default=None)
+        if best is None:
             raise ValueError(
                 f"tune_model: no taus of the grid have {target}; the smallest have {trials[0].at_most:.4g} with two "
                 "standard errors; accepted: at least that, smaller taus, or a longer text"
             )
-        if can_be_coarser(self.config):
-            larger |= {x.layer: x for x in self.curves(coarser(self.config), of)[0]}
-            moved = {}
-            for x, of_heads in zip(curves, taus, strict=True):
-                self.step(f"layer {x.layer} alone, larger units")
-                added = mean_density([larger[x.layer]], [of_heads]) - mean_density([x], [of_heads])
-                if added <= COARSER_ADDS:
-                    moved[x.layer] = self._moved_alone(x.layer, s2o_of(taus, (x.layer,)), hidden)
-            least_first = sorted(moved, key=moved.__getitem__)
-            choices = [tuple(sorted(least_first[:n])) for n in range(len(moved), -1, -1)]
-            within = _first_within(choices, target.value, lambda coarse: measure(taus, coarse), loss)
-            loss = within[1] if within is not None else loss
+        (taus, coarse), loss = best
         return choose(
-            self.config, target, by, curves_with(loss.coarse), taus, loss.coarse, dense_loss=float(dense.mean()),
+            self.config, target, by, curves_with(coarse), taus, coarse, dense_loss=float(dense.mean()),
             trials=tuple(trials), loss=loss,
         )  # fmt: skip
 
@@ -286,12 +278,12 @@ class _Search:
 
 
 def _first_within(
-    choices: list[Choice], most: float, measure: Callable[[Choice], Trial], last: Trial | None = None
-) -> tuple[Choice, Trial] | None:
-    """Of choices from the sparsest to the most exact one the first that loses `at_most` so much, by bisection; None if
-    the last, whose trial may be known, loses more."""
+    choices: list[Step], most: float, measure: Callable[[Step], Trial]
+) -> tuple[Step, Trial] | None:
+    """Of choices from the fastest to the most exact one the first that loses `at_most` so much, by bisection; None if
+    the last loses more."""
     low, high = 0, len(choices) - 1
-    best = last or measure(choices[high])
+    best = measure(choices[high])
     if best.at_most > most:
         return None
     while low < high:

@@ -156,6 +156,8 @@ def parse_method(text: str, option: str) -> Config:
         if not equals:
             raise ValueError(f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas")
         given[field.strip()] = _value(value.strip())
+    if "topk" in given and "tau=" not in rest:  # SpargeAttn takes one of them
+        given.pop("tau", None)
     return method(**given)
 
 

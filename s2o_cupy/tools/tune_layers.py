@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
-LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002)
-COARSER_ADDS = 0.01  # to a layer's density, at most: about what ordering with the default units takes of dense time
+LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.007, 0.005, 0.002)
+ORDERING = 0.16  # over the unit: about what ordering takes of dense attention's time, 0.01 with the default's
 COARSER = 4  # times as large are the units of a layer that bears it: as many fewer scores, and less to put in order
 
 
@@ -33,6 +33,7 @@ class Trial:
     """A choice of taus with which the model's loss was measured."""
 
     density: float  # mean of the tuned layers
+    work: float  # the same with what ordering takes: a part of dense attention's time
     loss_difference: float  # mean over the predictions, nats
     standard_error: float  # predictions taken for independent
     coarse: tuple[int, ...] = ()  # layers whose units are COARSER times as large
@@ -206,6 +207,11 @@ def coarser(config: S2OConfig) -> S2OConfig:
     return replace(config, unit=config.unit * COARSER)
 
 
+def ordering(config: S2OConfig) -> float:
+    """About its part of dense attention's time."""
+    return ORDERING / config.unit
+
+
 def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.ndarray]:
     """The largest tau of the grid with at most that error: of each head, of each layer, or of all layers at once."""
     found = []
@@ -220,9 +226,25 @@ def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.nd
     return found
 
 
-def steps_of(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], by: str) -> list[list[np.ndarray]]:
-    """Taus of all heads, [heads] for each layer, from the sparsest choice to the most exact one. ``costs`` of a layer,
-    [taus, heads], are what is to be small in sum."""
+class Units(NamedTuple):
+    """What the taus of a grid give with units of one size."""
+
+    curves: Sequence[LayerCurves]
+    costs: Sequence[np.ndarray]  # of each layer [taus, heads], what is to be small in sum
+    ordering: float = 0.0  # of each layer, a part of dense attention's time
+
+
+class Step(NamedTuple):
+    """A choice."""
+
+    taus: list[np.ndarray]  # [heads] for each layer
+    coarse: tuple[int, ...] = ()  # layers with the second size of units
+
+
+def steps_of(sizes: Sequence[Units], by: str) -> list[Step]:
+    """From the choice that takes the least time to the most exact one. ``sizes``: one, or with larger units too, which
+    are then those of a layer's heads together: ``by`` is not "head"."""
+    curves = sizes[0].curves
     places: list[tuple[tuple[int, ...], int | slice]] = []  # of each unit its layers, and its heads in them
     everything = tuple(range(len(curves)))
     if by == "model":
@@ -231,17 +253,20 @@ def steps_of(curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], by: str
         for n in everything:
             places += [((n,), h) for h in range(curves[n].heads)] if by == "head" else [((n,), slice(None))]
     units = []
+    count = len(curves[0].taus)  # of every layer
     for layers, heads in places:
-        density = sum(curves[n].density[:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
-        cost = sum(costs[n][:, heads].reshape(len(curves[n].taus), -1).sum(1) for n in layers)
-        units.append(Unit(np.asarray(density), np.asarray(cost)))
+        over_heads = lambda x, heads=heads: x[:, heads].reshape(count, -1).sum(1)  # noqa: E731
+        work = [sum(over_heads(x.curves[n].density + x.ordering) for n in layers) for x in sizes]
+        cost = [sum(over_heads(x.costs[n]) for n in layers) for x in sizes]
+        units.append(Unit(np.concatenate(work), np.concatenate(cost)))
     found = []
     for choice in ladder(units):
-        taus = [np.zeros(layer.heads) for layer in curves]
-        for (layers, heads), tau in zip(places, choice, strict=True):
+        taus, coarse = [np.zeros(layer.heads) for layer in curves], []
+        for (layers, heads), place in zip(places, choice, strict=True):
             for n in layers:
-                taus[n][heads] = curves[n].taus[tau]
-        found.append(taus)
+                taus[n][heads] = curves[n].taus[place % count]
+                coarse += [curves[n].layer] * (place // count)
+        found.append(Step(taus, tuple(sorted(coarse))))
     return found
 
 
@@ -258,7 +283,7 @@ def by_density(
     function: str, curves: Sequence[LayerCurves], costs: Sequence[np.ndarray], density: float, by: str
 ) -> list[np.ndarray]:
     """The most exact choice with at most that mean density."""
-    choices = steps_of(curves, costs, by)
+    choices = [step.taus for step in steps_of([Units(curves, costs)], by)]
     least = mean_density(curves, choices[0])
     if least > density:
         raise ValueError(
