@@ -32,7 +32,8 @@ from s2o_cupy.tools.info import gpu_problem  # noqa: E402
 
 # Stages of a call that end a part of it. No event after each stage, as it keeps the next kernel from starting at once.
 PART_ENDS = {
-    "pass1": "pass1", "key_moments": "tail", "rank_keys": "ordering", "pass2": "pass2", "add_tail": "tail",
+    "pass1": "pass1", "merge_last": "pass2", "key_moments": "tail", "rank_keys": "ordering", "pass2": "pass2",
+    "add_tail": "tail",
 }  # fmt: skip
 
 

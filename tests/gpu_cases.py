@@ -302,6 +302,9 @@ SANITIZED = (
     Case(seqlen_q=200, segment=100, head_dim=256, options={"unit": 64, "pooled_queries": 50}),
     Case(seqlen_q=300, seqlen_k=430, head_dim=33, arrange="odd row stride", options={"unit": 4}),
     Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1, **_KEYS),
+    # The last queries: all parts of a sequence, and a part of all sequences at a time.
+    Case(seqlen_q=300, seqlen_k=4500, head_dim=128, options={"dense_last": 150}),
+    Case(seqlen_q=150, seqlen_k=4300, head_dim=33, batch=3, options={"dense_last": 999}),
 )
 
 

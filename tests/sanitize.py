@@ -31,6 +31,7 @@ from pages import differing, fits_pages
 from s2o_cupy import (
     FlexPrefillConfig,
     MeanPoolingConfig,
+    NSAConfig,
     PBSConfig,
     S2OConfig,
     SpargeConfig,
@@ -109,6 +110,12 @@ def wrong_nsa(path: str, head_dim: int) -> list[str]:
     return nsa_cases.choice_problems(blocks, x, config) + nsa_cases.whole_problems(o, x, blocks, config)
 
 
+def wrong_long_choice(group: int, length: int) -> list[str]:
+    """NSA's choice among so many blocks that a lane of a warp has several pieces of them."""
+    x = nsa_cases.draw(np.random.default_rng(0), DTYPES["bfloat16"], 40, length, heads=group, kv_heads=1)
+    return nsa_cases.choice_problems(test_gpu_nsa.attend(x, NSAConfig())[1], x, NSAConfig())
+
+
 def checks() -> Iterator[Check]:
     paths = ("portable", "hopper") if has_hopper() else ("portable",)
     for case, path in itertools.product(SANITIZED, paths):
@@ -128,6 +135,8 @@ def checks() -> Iterator[Check]:
         yield "", f"selection, head_dim={head_dim}, {config}", partial(wrong_selection, config, head_dim)
     for path, head_dim in itertools.product(paths, (80, 128)):
         yield path, f"NSA, head_dim={head_dim}", partial(wrong_nsa, path, head_dim)
+    for group, length in ((1, 30_000), (2, 60_000)):
+        yield "", f"NSA, {length} keys of {group} heads", partial(wrong_long_choice, group, length)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
     for path in paths:
         yield path, "dense, in small pages", partial(differing, dense, path, page_size=8)
