@@ -199,7 +199,9 @@ class S2OConfig:
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits. A dense call copies keys and values from small pages only within it.
+        one segment of one head always fits. A dense call copies keys and values from small pages only within it. The
+        last queries of a prompt (``dense_last``) take up to a quarter more, or what one segment of a KV head's query
+        heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.

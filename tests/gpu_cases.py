@@ -144,6 +144,10 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"dense_last": 200}, "is_causal": False, "batch": 2, "seqlen_q": 500, "seqlen_k": 9000},
     {"options": {"dense_last": 200}, "heads": 2, "kv_heads": 1, "seqlen_q": 300, "seqlen_k": 70_000, "head_dim": 64},
     {"options": {"dense_last": 200}, "batch": 4, "heads": 4, "kv_heads": 2, "seqlen_q": 500, "seqlen_k": 5000},
+    *({"options": {"dense_last": 200}, "batch": 2, "seqlen_q": 500, "seqlen_k": 4500, "head_dim": 128, **more}
+      for more in ({"softcap": 3.0}, {"arrange": "sequence backwards"}, {"arrange": "one element in"},
+                   {"arrange": "one element in", "softcap": 3.0}, {"poison": ("v", 4200, NAN)},
+                   {"poison": ("k", 100, INF)})),
     {"options": {"dense_last": 1500, **_ROUNDS["options"]}, "batch": 2, "seqlen_q": 4000, "head_dim": 16},
     # Heads.
     {"batch": 2, "heads": 8, "kv_heads": 1, "seqlen_q": 300},

@@ -187,5 +187,6 @@ def test_spargeattn_by_one_of_its_rules():
     assert tool.parse_method("sparge", "--method") == SpargeConfig(tau=0.9, theta=-0.1)
     assert tool.parse_method("sparge:tau=0.5,theta=0.2", "--method") == SpargeConfig(tau=0.5, theta=0.2)
     assert tool.parse_method("sparge:topk=0.1", "--method") == SpargeConfig(topk=0.1, theta=-0.1)
-    with pytest.raises(TypeError, match="tau and topk are both given"):
-        tool.parse_method("sparge:topk=0.1,tau=0.5", "--method")
+    for text in ("sparge:topk=0.1,tau=0.5", "sparge:topk=0.1,tau =0.5"):
+        with pytest.raises(TypeError, match="tau and topk are both given"):
+            tool.parse_method(text, "--method")

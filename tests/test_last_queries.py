@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.plan.build import added_to_addresses
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.last_queries import MOST_PARTS, PART_KEYS, parts_of
 from s2o_cupy.plan.launches import launches, workspace
@@ -28,14 +30,14 @@ def planned(problem, config, page_size=0):
     return make_plan(problem, config, DeviceLimits.of_architecture(90), True, page_size=page_size)
 
 
-def launched(problem, config, paging=None):
-    """The plan, the workspace and the launches, of contiguous arrays or pages."""
+def launched(problem, config, paging=None, sign=1):
+    """The plan, the workspace and the launches, of contiguous arrays or pages; all axes descend with a sign of -1."""
     plan, dim = planned(problem, config, paging.page_size if paging else 0), problem.head_dim
     of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, dim)
     if paging:
         of_k = (paging.pages, problem.kv_heads, paging.page_size, dim)
     q, k = (
-        Operand(0, (n, heads, rows, d), (heads * rows * d, rows * d, d))
+        Operand(0, (n, heads, rows, d), (sign * heads * rows * d, sign * rows * d, sign * d))
         for n, heads, rows, d in ((problem.batch, problem.heads, problem.seqlen_q, dim), of_k)
     )
     memory = workspace(plan, problem, config)
@@ -165,6 +167,18 @@ def test_pieces_read_their_own_heads_rows_and_lists():
     assert (geometry["seqlen_q"], geometry["seqlen_k"], geometry["segment"]) == (256, 9000, 256)
     short = attends[last.pieces.index((1, 1, 4, 4, 3, 1))].params["geometry"]
     assert short["seqlen_q"] == 1000 - 768
+
+
+def test_axes_may_descend():
+    """Then what is read first lies before where an array begins."""
+    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=2)
+    config = replace(CONFIG, segment=256, dense_last=500, workspace_bytes=1 << 20, path="portable")
+    plan, _, steps = launched(problem, config, sign=-1)
+    i = plan.method.last.pieces.index((1, 1, 4, 4, 2, 1))
+    base, before = pointer([x for x in steps if x.stage == "last_queries"][i], "q")
+    assert (base, before) == ("q", -2 * 128 * (1000 * 8 + 1000 * 4 + 512))
+    address = np.array([1 << 40], np.uint64) + added_to_addresses([before])
+    assert address.tolist() == [(1 << 40) + before]
 
 
 def test_pieces_of_a_paged_cache():

@@ -51,6 +51,8 @@ def test_then_values_are_left_out(rng, is_causal, per_head):
         _, stats = sparse_attention(q, k, v, config=found.config, is_causal=is_causal, return_stats=True)
         of_call.append(stats.value_density)
     assert found.value_density.mean() == pytest.approx(np.mean(of_call))
+    other = SpargeConfig(topk=0.2, theta=0.5)  # both thresholds are found, whichever these were
+    assert tune_sparge(examples, rel_l1=0.15, value_skips=(), config=other, **grid).config == plain.config
     none = tune_sparge(examples, rel_l1=1e-9, value_rel_l1=1e-9, value_skips=(-0.2,), **grid)
     assert none.config.value_skip is None and (none.value_density == 1).all()
 

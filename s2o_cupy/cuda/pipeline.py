@@ -18,6 +18,7 @@ from cupy.cuda import driver, runtime
 
 from ..arrays.operand import Operand, Paging
 from ..caches import remembered
+from ..plan.build import added_to_addresses
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
 from ..plan.launch_plan import LaunchPlan
@@ -277,7 +278,7 @@ class _Program:
             )  # fmt: skip
             self.steps.append((launch, self.addresses.ctypes.data + 8 * i, step))
         self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)
-        self.delta = np.array(delta, np.uint64)
+        self.delta = added_to_addresses(delta)
         # Where in the buffer pass 1 on Hopper has its three tensor maps; none: it takes none.
         mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self.map_place = int(offsets[mapped[0]]) // 8 if mapped else None

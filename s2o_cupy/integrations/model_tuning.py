@@ -120,7 +120,7 @@ def tune_model(
     layers = model.config.get_text_config().num_hidden_layers
     probes = layers * min(PROBES, len(grid))
     larger = (probes + layers * (1 + len(grid))) * (can_be_coarser(config) and by != "head")
-    steps = {"error": 0, "density": probes, "loss": probes + larger + 18}[target.name]
+    steps = {"error": 0, "density": probes, "loss": probes + larger + 24}[target.name]
     count = _Count(progress, layers * (1 + len(grid)) + steps)
     search = _Search(model, ids, inputs, config, min_seqlen, count)
 

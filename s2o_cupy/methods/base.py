@@ -72,7 +72,7 @@ class MethodConfig:
 
     reference: ClassVar[str]  # the module in reference/methods
     causal_only: ClassVar[bool] = False
-    rule: ClassVar[str] = "reach"  # that ends a choice: "reach" or "within"
+    rule: ClassVar[str] = "reach"  # that ends a choice: "reach", "within" or "largest"
     long_lists: ClassVar[bool] = False  # of single keys: heads take turns in `sparse_attention`
     value_skip: ClassVar[Any] = None  # of its schedules; a field where a method has it
 

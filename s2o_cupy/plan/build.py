@@ -6,7 +6,7 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from .kernels import Kernel
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "Launch", "Place", "Workspace", "geometry_of", "lay_out",
-    "make_launch",
+    "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "Launch", "Place", "Workspace", "added_to_addresses",
+    "geometry_of", "lay_out", "make_launch",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
@@ -85,6 +85,11 @@ class Launch:
     params: Params
     pointers: tuple[tuple[int, str, int], ...]
     chunk: Chunk | None = None
+
+
+def added_to_addresses(numbers: Sequence[int]) -> Any:
+    """Bytes from a base, which a descending axis makes negative, as uint64 numbers that wrap around."""
+    return np.array(numbers, np.int64).view(np.uint64)
 
 
 def geometry_of(geometry: Geometry, head_dim: int) -> dict[str, int]:

@@ -184,6 +184,6 @@ class Path:
         """Of a launch of that; each block has room for what it keeps."""
         raise NotImplementedError
 
-    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
-        """Its kernels that a call with such inputs may choose. ``packed``, ``listed``: with those kernels too."""
+    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, skips_values: bool) -> Iterator[Kernel]:
+        """Its kernels that a call with such inputs may choose. ``packed``, ``skips_values``: with those kernels too."""
         raise NotImplementedError

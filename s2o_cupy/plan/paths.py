@@ -82,12 +82,11 @@ class _Portable(Path):
         return replace(pass1, family=PASS1_PACKED)
 
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
-        if not skips_values:
-            return replace(pass2, family=PASS2_LISTED)
+        kernel = replace(pass2, family=PASS2_SKIPPING if skips_values else PASS2_LISTED)
         if pass2.aligned or (pass2.head_dim, pass2.block_m) != (128, 128):
-            return replace(pass2, family=PASS2_SKIPPING)
-        # Copies without alignment, scores of 64 keys and their largest one are more than the registers of sm_120 hold.
-        return self._with_short_steps(replace(pass2, family=PASS2_SKIPPING))
+            return kernel
+        # Copies without alignment and scores of 64 keys are more than the registers of sm_120 hold, capped of any.
+        return self._with_short_steps(kernel)
 
     @staticmethod
     def _with_short_steps(kernel: Kernel) -> Kernel:
@@ -103,7 +102,7 @@ class _Portable(Path):
         each = blocks_that_fit(kernel.head_dim, kernel.block_m, kernel.stages, limits, kernel.step)
         return min(q_tiles, each * limits.multiprocessors)
 
-    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
+    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, skips_values: bool) -> Iterator[Kernel]:
         pass1 = self.pass1(inputs, limits, maps=False)
         yield pass1
         if packed:
@@ -111,8 +110,8 @@ class _Portable(Path):
         for block_m in GPU_BLOCK_M:
             pass2 = self.pass2(inputs, limits, block_m)
             yield pass2
-            if listed:
-                yield self.listed(pass2)
+            yield self.listed(pass2)  # of the last queries
+            if skips_values:
                 yield self.listed(pass2, skips_values=True)
 
     @staticmethod
@@ -233,7 +232,7 @@ class _Hopper(Path):
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
         return replace(pass2, family=PASS2_SKIPPING_SM90 if skips_values else PASS2_LISTED_SM90)
 
-    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, listed: bool) -> Iterator[Kernel]:
+    def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, skips_values: bool) -> Iterator[Kernel]:
         if not inputs.aligned:
             return
         firsts = [self.pass1(inputs, limits, maps=True)]
@@ -247,8 +246,8 @@ class _Hopper(Path):
                 yield self.packed(pass1)
         pass2 = self.pass2(inputs, limits, HOPPER_BLOCK)
         yield pass2
-        if listed:
-            yield self.listed(pass2)
+        yield self.listed(pass2)  # of the last queries
+        if skips_values:
             yield self.listed(pass2, skips_values=True)
 
     @staticmethod

@@ -154,7 +154,7 @@ def order_lists(
     chunks: Sequence[Chunk], geometry: Geometry, heads: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """S2O's own schedule, in its units: the lists that its key orders are, where those of all rounds stand one behind
-    the other.
+    the other. Segments in no round, as those of `S2OConfig.dense_last` are, have none.
 
     ``heads``: batch times query heads. Returns begins, int64 [heads, segments], and keys, int32 [heads, segments].
     """

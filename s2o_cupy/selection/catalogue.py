@@ -26,8 +26,8 @@ SAMPLE = ("bfloat16", 128)
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Every kernel that a call may choose on an architecture. Of two of these together, unaligned rows, capped scores,
-    a paged cache, packed sequences and listed keys, which do what each does alone, only those of bfloat16 and head_dim
-    128."""
+    a paged cache, packed sequences and values left out, which do what each does alone, only those of bfloat16 and
+    head_dim 128."""
     return tuple(dict.fromkeys(_kernels(DeviceLimits.of_architecture(compute_capability))))
 
 
@@ -44,8 +44,8 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
             inputs = Inputs(dtype, head_dim, aligned, paged, softcap)
             for path in paths:
                 packed = sample or (aligned and not softcap)
-                listed = packed and (plain or not softcap)  # not three together
-                yield from path.catalogue(inputs, limits, packed, listed)
+                skips_values = packed and (plain or not softcap)  # not three together
+                yield from path.catalogue(inputs, limits, packed, skips_values)
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
                 if not paged:
@@ -84,7 +84,7 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     """
     limits, own = DeviceLimits.of_architecture(compute_capability), path_of(compute_capability)
     passes = {
-        path: {x.function for x in path.catalogue(Inputs(*SAMPLE), limits, packed=True, listed=True)}
+        path: {x.function for x in path.catalogue(Inputs(*SAMPLE), limits, packed=True, skips_values=True)}
         for path in PATHS
         if path.runs_on(compute_capability)
     }

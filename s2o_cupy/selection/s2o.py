@@ -163,6 +163,8 @@ class S2O:
         return max((chunk.rows for chunk in self.chunks if middle_blocks(chunk)), default=0)
 
     def arrays(self) -> list[Array]:
+        if not self.chunks:
+            return self.last.arrays() if self.last else []
         s, geometry = self.setting, self.setting.geometry
         width, segments = s.inputs.head_dim, geometry.segments
         found: list[Array] = [

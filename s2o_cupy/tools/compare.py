@@ -151,14 +151,15 @@ def parse_method(text: str, option: str) -> Config:
         raise ValueError(f"{option} has {name!r}; accepted: {', '.join(methods)}")
     method = methods[name]
     given: dict[str, Any] = {"dense_up_to": 0} if method is S2OConfig else dict(UNTUNED.get(method, {}))
+    named: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         field, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas")
-        given[field.strip()] = _value(value.strip())
-    if "topk" in given and "tau=" not in rest:  # SpargeAttn takes one of them
+        named[field.strip()] = _value(value.strip())
+    if "topk" in named:  # SpargeAttn takes it in place of tau
         given.pop("tau", None)
-    return method(**given)
+    return method(**{**given, **named})
 
 
 def _value(text: str) -> Any:

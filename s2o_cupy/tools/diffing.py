@@ -350,7 +350,7 @@ def compare(
     # float16 in the end. Weights are relative to a norm, which is off by no more than the scores are, and by what
     # float32 and its exp2 and log2 make of a sum of W numbers.
     to_log2 = scale * LOG2E
-    worst_part: list[Array] = [np.zeros((problem.batch, problem.heads, 0))]
+    worst_part: list[Array] = []
     for n in range(len(stages.scores)):
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
         if by_weight:
@@ -377,7 +377,7 @@ def compare(
     rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, unit]" if flat.size else "")
 
     # Key order given the GPU's scores: equal.
-    parts = [np.zeros((problem.batch, problem.heads, 0))]
+    parts = []
     for n in range(len(stages.k_order)):
         want = s2o.ordered_units(stages.scores[n], n, geometry, config)
         if want.shape[-1] < _listed(n, geometry):
@@ -454,7 +454,7 @@ def _largest_products(pooled: Array, counts: Array, keys: Array, n: int, geometr
 
 def _flatten(parts: list[Array]) -> Array:
     """Ragged [N][B, H, W] as one array [N, B, H, W], 0 where a segment has no such unit."""
-    width = max(x.shape[2] for x in parts)
+    width = max((x.shape[2] for x in parts), default=0)
     if width == 0:
         return np.zeros(0)
     return np.stack([np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in parts])

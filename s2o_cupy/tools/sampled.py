@@ -1,7 +1,7 @@
 """Error and density of a call from a sample of its segments.
 
 A segment's order depends on its own queries and the keys up to its end alone, so a call on the sampled segments gives
-the very rows that the whole call would give.
+the very rows that the whole call would give; on a GPU those of `S2OConfig.dense_last` within rounding.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def tune_sparge(
     skips = _numbers("value_skips", value_skips, -LARGEST, -1 / LARGEST, "numbers below 0", may_be_empty=True)
     pairs = [DENSE, *itertools.product(taus, thetas)]
     plain = replace(config, value_skip=None) if skips else config
-    candidates = [replace(plain, tau=tau, theta=theta) for tau, theta in pairs]
+    candidates = [replace(plain, tau=tau, topk=None, theta=theta) for tau, theta in pairs]
     options: dict[str, Any] = {"scale": scale, "layout": layout}
     heads = _heads(inputs, candidates[0], {"is_causal": is_causal, "softcap": softcap, **options})
     density, values, error = (np.zeros((len(inputs), len(pairs), heads)) for _ in range(3))
@@ -127,7 +127,7 @@ def tune_sparge(
     best = _sparsest(density, error < rel_l1 if per_head else error.mean(axis=1) < rel_l1)  # [heads]
     each = np.arange(heads)
     thresholds = [_of_heads([pairs[p][j] for p in best], per_head) for j in range(2)]
-    found = replace(plain, tau=thresholds[0], theta=thresholds[1])
+    found = replace(plain, tau=thresholds[0], topk=None, theta=thresholds[1])
     if not skips:
         return SpargeTuning(found, density[best, each], values[best, each], error[best, each])
 
