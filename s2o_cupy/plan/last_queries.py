@@ -46,10 +46,10 @@ OF_PARTS = {
 def kernels(inputs: Inputs) -> Iterator[Kernel]:
     """Those that are of nothing else."""
     yield PART_LISTS
-    yield _merge(inputs)
+    yield merge_last(inputs)
 
 
-def _merge(inputs: Inputs) -> Kernel:
+def merge_last(inputs: Inputs) -> Kernel:
     return Kernel(MERGE_LAST, inputs.dtype, inputs.head_dim)
 
 
@@ -83,7 +83,7 @@ class LastQueries:
         self.parts = max(parts_of(geometry, n) for n in range(first, geometry.segments)) + (not problem.is_causal)
         rows = min(geometry.segment, problem.seqlen_q)
         fits = budget // (self.parts * rows * (setting.inputs.head_dim * ITEM_BYTES + 4))  # segments of one head
-        group = problem.heads // problem.kv_heads
+        self.group = group = problem.heads // problem.kv_heads
         # Of many sequences one part at a time, or else all parts of one sequence: q has no stride for both.
         self.by_part = problem.batch > self.parts and fits // problem.batch >= group
         sequences = problem.batch if self.by_part else 1
@@ -152,53 +152,63 @@ class LastQueries:
     def _attend(self, build: Builder, piece: Piece, part: int, counter: int) -> Launch:
         """Of one part the output of all sequences, or of one sequence that of all parts, as if these were sequences
         with one q, k and v. ``counter``: where among the bytes of part_counters it has its own."""
-        s, rows, width, by_part = self.setting, self._rows(piece), self.setting.inputs.head_dim, self.by_part
-        group, batch = s.problem.heads // s.problem.kv_heads, piece.sequences if by_part else self.parts
+        s, rows, segment = self.setting, self._rows(piece), self.setting.geometry.segment
+        batch = piece.sequences if self.by_part else self.parts
         problem = replace(
-            s.problem, batch=batch, heads=piece.heads, kv_heads=piece.heads // group, seqlen_q=rows, is_causal=False
-        )
-        geometry = Geometry(rows, problem.seqlen_k, s.geometry.segment, is_causal=False)
-        q, k, v = (build.tensors[name] for name in "qkv")
-        begin, kv_head = s.geometry.queries(piece.first_segment)[0], piece.first_head // group
-        before = {"q": piece.sequence * q["batch"] + piece.first_head * q["head"] + begin * q["row"]}
-        for name, x in (("k", k), ("v", v)):
-            before[name] = kv_head * x["head"] + (0 if s.inputs.paged else piece.sequence * x["batch"])
-        further = {name: ITEM_BYTES * elements for name, elements in before.items()}
-        further["pages"] = ENTRY_BYTES * piece.sequence * build.pages["stride"]
+            s.problem, batch=batch, heads=piece.heads, kv_heads=piece.heads // self.group, seqlen_q=rows,
+            is_causal=False,
+        )  # fmt: skip
         heads = batch * piece.heads
-        of_part = heads * rows if by_part else 0  # rows of a part's output
-        further |= {"out": ITEM_BYTES * part * of_part * width, "lse": 4 * part * of_part}
-        list_before = self.parts * (piece.first_segment - self.first) + part * piece.segments
-        further |= {"lists.begins": 8 * list_before, "lists.keys": 4 * list_before}
-
-        of_parts = copy.copy(build)
-        of_parts.geometry = geometry_of(geometry, problem.head_dim)
-        if not by_part:
-            of_parts.pages = {**build.pages, "stride": 0}
-            q = {**q, "batch": 0}
-            if not s.inputs.paged:  # a cache's is from page to page
-                k, v = {**k, "batch": 0}, {**v, "batch": 0}
-        out = {"batch": piece.heads * rows * width, "head": rows * width, "row": width}
-        of_parts.tensors = {"q": q, "k": k, "v": v, "out": out}
-        chunk = Chunk(0, heads, 0, piece.segments, group, near_heads(problem, heads), 0, 0)
-        shape = ScheduleShape(1, segment=geometry.segment, table_heads=piece.heads if by_part else heads)
-        lists = shape.params(problem)
-        if by_part:
+        lists = ScheduleShape(1, segment=segment, table_heads=piece.heads if self.by_part else heads).params(problem)
+        if self.by_part:
             lists["shared_heads"] = heads
         return attention_launch(
-            of_parts, lambda q_tiles: s.path.blocks(q_tiles, s.limits), problem, s.config, "last_queries",
-            s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)), chunk, self.tiles, counter=counter,
-            further=further, read=OF_PARTS, tau=0.0, tau_falls=0.0, lists=lists,
+            self._of_parts(build, piece), lambda q_tiles: s.path.blocks(q_tiles, s.limits), problem, s.config,
+            "last_queries", s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)),
+            Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0), self.tiles,
+            counter=counter, further=self._further(build, piece, part), read=OF_PARTS, tau=0.0, tau_falls=0.0,
+            lists=lists,
         )  # fmt: skip
+
+    def _of_parts(self, build: Builder, piece: Piece) -> Builder:
+        """With the strides of a piece's parts."""
+        s, rows, width = self.setting, self._rows(piece), self.setting.inputs.head_dim
+        found = copy.copy(build)
+        geometry = Geometry(rows, s.problem.seqlen_k, s.geometry.segment, is_causal=False)
+        found.geometry = geometry_of(geometry, s.problem.head_dim)
+        found.tensors = {
+            **build.tensors,
+            "out": {"batch": piece.heads * rows * width, "head": rows * width, "row": width},
+        }
+        if not self.by_part:
+            found.pages = {**build.pages, "stride": 0}
+            for name in "q" if s.inputs.paged else "qkv":  # a cache's is from page to page
+                found.tensors[name] = {**build.tensors[name], "batch": 0}
+        return found
+
+    def _further(self, build: Builder, piece: Piece, part: int) -> dict[str, int]:
+        """Bytes from where arrays begin to what the launch reads and writes first."""
+        rows, kv_head = self._rows(piece), piece.first_head // self.group
+        begin = self.setting.geometry.queries(piece.first_segment)[0]
+        q = build.tensors["q"]
+        found = {"q": piece.sequence * q["batch"] + piece.first_head * q["head"] + begin * q["row"]}
+        for name in "kv":
+            x = build.tensors[name]
+            found[name] = kv_head * x["head"] + (0 if self.setting.inputs.paged else piece.sequence * x["batch"])
+        found = {name: ITEM_BYTES * elements for name, elements in found.items()}
+        found["pages"] = ENTRY_BYTES * piece.sequence * build.pages["stride"]
+        before = piece.sequences * piece.heads * rows * part if self.by_part else 0  # rows of other parts
+        found |= {"out": ITEM_BYTES * before * self.setting.inputs.head_dim, "lse": 4 * before}
+        lists = self.parts * (piece.first_segment - self.first) + part * piece.segments  # of other pieces and parts
+        return found | {"lists.begins": 8 * lists, "lists.keys": 4 * lists}
 
     def _merge(self, build: Builder, piece: Piece) -> Launch:
         s, rows = self.setting, self._rows(piece)
         values: dict[str, Any] = {
             "out": build.tensors["out"], "geometry": build.geometry, "heads": s.problem.heads,
             "sequence": piece.sequence, "sequences": piece.sequences, "first_head": piece.first_head,
-            "piece_heads": piece.heads,
-            "first_segment": piece.first_segment, "rows": rows, "parts": self.parts, "tiles": self.tiles,
-            "block_m": s.config.block_m, "block_n": s.config.block_n,
+            "piece_heads": piece.heads, "first_segment": piece.first_segment, "rows": rows, "parts": self.parts,
+            "tiles": self.tiles, "block_m": s.config.block_m, "block_n": s.config.block_n,
         }  # fmt: skip
         blocks = -(-piece.sequences * piece.heads * rows // MERGE_ROWS)
-        return build.launch("merge_last", _merge(s.inputs), blocks, values)
+        return build.launch("merge_last", merge_last(s.inputs), blocks, values)
