@@ -164,15 +164,15 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
   "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 #define S2O_ACCUMULATORS_96                                                                           \
   S2O_ACCUMULATORS_64,                                                                                \
-  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),\
-  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),\
-  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),\
+  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
+  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
+  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
   "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
 #define S2O_ACCUMULATORS_128                                                                          \
   S2O_ACCUMULATORS_96,                                                                                \
-  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),\
-  "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),\
-  "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),\
+  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
+  "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
+  "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 // d[64, N] (+)= a[64, 16] b[16, N]. SS: a and b in shared memory, both with K contiguous. RS: a in registers, b in
@@ -180,7 +180,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 #define S2O_WGMMA_SS_N192(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %98, 0;\n"                                 \
-      "mov.b64 da, {%96, %99};\nmov.b64 db, {%97, %100};\n"    \
+      "mov.b64 da, {%96, %99};\nmov.b64 db, {%97, %100};\n"                                           \
       "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_96 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
       : S2O_ACCUMULATORS_96                                                                           \
@@ -189,7 +189,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 #define S2O_WGMMA_SS_N128(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"                                 \
-      "mov.b64 da, {%64, %67};\nmov.b64 db, {%65, %68};\n"    \
+      "mov.b64 da, {%64, %67};\nmov.b64 db, {%65, %68};\n"                                            \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_64 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
       : S2O_ACCUMULATORS_64                                                                           \
@@ -198,7 +198,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 #define S2O_WGMMA_SS_N64(TYPE)                                                                        \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %34, 0;\n"                                 \
-      "mov.b64 da, {%32, %35};\nmov.b64 db, {%33, %36};\n"    \
+      "mov.b64 da, {%32, %35};\nmov.b64 db, {%33, %36};\n"                                            \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
       "{" S2O_NUMBERS_32 "}, da, db, p, 1, 1, 0, 0;\n}"                                               \
       : S2O_ACCUMULATORS_32                                                                           \
@@ -207,7 +207,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 #define S2O_WGMMA_RS_N256(TYPE)                                                                       \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %133, 0;\n"                                    \
-      "mov.b64 db, {%132, %134};\n"                                                \
+      "mov.b64 db, {%132, %134};\n"                                                                   \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_128 "}, {%128, %129, %130, %131}, db, p, 1, 1, 1;\n}"                           \
       : S2O_ACCUMULATORS_128                                                                          \
@@ -217,7 +217,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 #define S2O_WGMMA_RS_N128(TYPE, TRANSPOSED)                                                           \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %69, 0;\n"                                     \
-      "mov.b64 db, {%68, %70};\n"                                                 \
+      "mov.b64 db, {%68, %70};\n"                                                                     \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                \
       "{" S2O_NUMBERS_64 "}, {%64, %65, %66, %67}, db, p, 1, 1, " TRANSPOSED ";\n}"                   \
       : S2O_ACCUMULATORS_64                                                                           \
@@ -226,7 +226,7 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 #define S2O_WGMMA_RS_N64(TYPE)                                                                        \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %37, 0;\n"                                     \
-      "mov.b64 db, {%36, %38};\n"                                                 \
+      "mov.b64 db, {%36, %38};\n"                                                                     \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
       "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, p, 1, 1, 1;\n}"                                \
       : S2O_ACCUMULATORS_32                                                                           \
@@ -235,38 +235,38 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
 template <class Element>
 struct Wgmma;
 
-#define S2O_WGMMA(ELEMENT, TYPE)                                                                             \
-  template <>                                                                                                \
-  struct Wgmma<ELEMENT> {                                                                                    \
-    template <int kEightRowsOfB = kEightRows>                                                                \
-    static __device__ __forceinline__ void ss(float (&d)[96], uint32 a, uint32 b, int accumulate) {           \
-      S2O_WGMMA_SS_N192(TYPE);                                                                               \
-    }                                                                                                        \
-    template <int kEightRowsOfB = kEightRows>                                                                \
-    static __device__ __forceinline__ void ss(float (&d)[64], uint32 a, uint32 b, int accumulate) {           \
-      S2O_WGMMA_SS_N128(TYPE);                                                                               \
-    }                                                                                                        \
-    template <int kEightRowsOfB = kEightRows>                                                                \
-    static __device__ __forceinline__ void ss(float (&d)[32], uint32 a, uint32 b, int accumulate) {           \
-      S2O_WGMMA_SS_N64(TYPE);                                                                                \
-    }                                                                                                        \
-    template <int kEightRowsOfB = kEightRows>                                                                \
+#define S2O_WGMMA(ELEMENT, TYPE)                                                                      \
+  template <>                                                                                         \
+  struct Wgmma<ELEMENT> {                                                                             \
+    template <int kEightRowsOfB = kEightRows>                                                         \
+    static __device__ __forceinline__ void ss(float (&d)[96], uint32 a, uint32 b, int accumulate) {   \
+      S2O_WGMMA_SS_N192(TYPE);                                                                        \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
+    static __device__ __forceinline__ void ss(float (&d)[64], uint32 a, uint32 b, int accumulate) {   \
+      S2O_WGMMA_SS_N128(TYPE);                                                                        \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
+    static __device__ __forceinline__ void ss(float (&d)[32], uint32 a, uint32 b, int accumulate) {   \
+      S2O_WGMMA_SS_N64(TYPE);                                                                         \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[128], const uint32 (&a)[4], uint32 b, int accumulate) { \
-      S2O_WGMMA_RS_N256(TYPE);                                                                               \
-    }                                                                                                        \
-    template <int kEightRowsOfB = kEightRows>                                                                \
+      S2O_WGMMA_RS_N256(TYPE);                                                                        \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[64], const uint32 (&a)[4], uint32 b, int accumulate) { \
-      S2O_WGMMA_RS_N128(TYPE, "1");                                                                          \
-    }                                                                                                        \
-    template <int kEightRowsOfB = kEightRows>                                                                \
-    static __device__ __forceinline__ void rs_rows(float (&d)[64], const uint32 (&a)[4], uint32 b,            \
-                                                   int accumulate) {                                         \
-      S2O_WGMMA_RS_N128(TYPE, "0");                                                                          \
-    }                                                                                                        \
-    template <int kEightRowsOfB = kEightRows>                                                                \
+      S2O_WGMMA_RS_N128(TYPE, "1");                                                                   \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
+    static __device__ __forceinline__ void rs_rows(float (&d)[64], const uint32 (&a)[4], uint32 b,    \
+                                                   int accumulate) {                                  \
+      S2O_WGMMA_RS_N128(TYPE, "0");                                                                   \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
-      S2O_WGMMA_RS_N64(TYPE);                                                                                \
-    }                                                                                                        \
+      S2O_WGMMA_RS_N64(TYPE);                                                                         \
+    }                                                                                                 \
   };
 S2O_WGMMA(Float16, "f16")
 S2O_WGMMA(Bfloat16, "bf16")
