@@ -141,7 +141,8 @@ def test_each_pair_is_ordered_or_among_the_last_once(
     assert all(x.first_head % group == x.heads % group == 0 for x in pieces)
     if pieces and workspace_bytes == 1 << 28:
         attends = [x.stage for x in steps].count("last_queries")
-        assert attends == len({x.first_segment for x in pieces}) * min(batch, plan.method.last.parts)
+        places = {(x.first_segment, x.first_head) for x in pieces}
+        assert attends == len(places) * min(batch, plan.method.last.parts)
 
 
 def test_pieces_read_their_own_heads_rows_and_lists():
