@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig
@@ -101,7 +101,6 @@ def test_parts_of_a_segment(before):
     assert parts_of(longer, 0) == parts
 
 
-@settings(max_examples=25)
 @given(
     seqlen_q=st.integers(1, 3000),
     more=st.integers(0, 9000),
