@@ -230,6 +230,9 @@ def choices(found: Found, config: Any) -> tuple[Any, Any]:
     best_left = np.where(low_free, -np.inf, w).max(axis=-1, keepdims=True)
     least_taken = np.where(high_free, w, np.inf).min(axis=-1, keepdims=True)
     unsure = (w <= best_left * (1 + CHOICE)) & ~_always(forced, low) & (thresholds < 1)[:, None, None]
+    if rule == "largest":  # sure is a row that sees no more, whatever its weights
+        sees = blocks.visible_columns(grid).sum(axis=-1)
+        unsure &= (np.maximum(1, np.floor(thresholds * grid.columns))[:, None] < sees)[..., None]
     may = blocks.listed_columns(grid) & (w >= least_taken * (1 - CHOICE)) & (w > 0)
     return low & ~unsure, high | may
 

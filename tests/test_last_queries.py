@@ -1,4 +1,4 @@
-"""The last queries of a call, which attend to all their keys: how they are cut, and what is launched."""
+"""The last queries of a call, which attend to all their keys: how they are cut, what is launched and compiled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.last_queries import MOST_PARTS, PART_KEYS, parts_of
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
+from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.spec import Geometry
 
@@ -49,6 +50,34 @@ def pointer(launch, name):
     (at,) = (offset for field, offset in launch.kernel.family.params.pointers if field == name)
     found = [(base, further) for offset, base, further in launch.pointers if offset == at]
     return found[0] if found else None
+
+
+@pytest.mark.parametrize("compute_capability", [80, 86, 90, 120])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("head_dim", [33, 64, 128, 256])
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_their_kernels_are_compiled_ahead(compute_capability, aligned, head_dim, block_m, softcap):
+    """All but capped scores of unaligned rows, of which there is a sample, as of the passes."""
+    problem = replace(problem_of(5000), head_dim=head_dim, softcap=softcap)
+    config = replace(CONFIG, block_m=block_m, dense_last=200)
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(compute_capability), aligned)
+    operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1, 8, 5000, head_dim), (0, 5000 * 256, 256)))
+    steps = launches(plan, problem, config, operands, workspace(plan, problem, config))
+    kernels = [x.kernel for x in steps if x.stage in ("part_lists", "last_queries", "merge_last")]
+    assert len(kernels) == 3
+    ahead = {kernel.name for kernel in kernels_for(compute_capability)}
+    for kernel in kernels:
+        left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
+        assert (kernel.name in ahead) is not left_out
+
+
+def test_memory_of_a_long_call():
+    """131,072 tokens, 32 heads over 8: a quarter of the workspace at most, and less than half a GiB with all else."""
+    problem = problem_of(131072, heads=32, kv_heads=8)
+    _, memory, _ = launched(problem, CONFIG)
+    assert memory.places["part_out"].nbytes + memory.places["part_lse"].nbytes <= CONFIG.workspace_bytes // 4
+    assert memory.nbytes < 0.5 * 2**30
 
 
 @pytest.mark.parametrize("rank", ["weight", "mean"])

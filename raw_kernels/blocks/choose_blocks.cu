@@ -5,8 +5,9 @@
 //
 //   w = softmax of a row's visible scores. reach: the shortest prefix of the descending order of w whose sum reaches
 //   threshold * sum(w); within: the longest whose sum does not exceed it, one entry at least; counted: so many of the
-//   largest as the threshold says, but none that is 0 beside the largest. Equal weights count by column. A row with a score that is NaN or +infinity chooses all, and so does every row at a threshold of 1, whether
-//   its weights have underflowed to 0 or not.
+//   largest as the threshold says, but none that is 0 beside the largest. Equal weights count by column. A row with a
+//   score that is NaN or +infinity chooses all, and so does every row at a threshold of 1, or of as many columns as it
+//   sees, whether its weights have underflowed to 0 or not.
 //
 // No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums are added up in one
 // order on every run and do not fall when entries come in.
@@ -92,8 +93,8 @@ struct Bound {
   int ties = 0;
   bool every_tie = false;
 
-  // Of `found` weights that equal the bound those that the limit has room for; `above`: the sum of greater ones.
-  // each: what one of them counts.
+  // Of `found` weights that equal the bound those that the limit has room for; `above`: the sum of greater ones;
+  // `each`: what one of them counts.
   __device__ __forceinline__ void take_ties(bool within, float limit, float above, int found, float each) {
     const float left = (limit - above) / each;
     if (within) {

@@ -421,7 +421,7 @@ def compare(
     rows.integers("stop", np.where(outside, np.inf, 0.0), int(outside.sum()), note)
     step()
 
-    # Output given orders and stops: as pass 1, and the hand-over rounds once more.
+    # Output given orders and stops: as pass 1, and what it or parts of the last queries hand over rounds once more.
     further = (*arguments[1:], replace(config, tail="none"), scale, softcap)
     o, lse = s2o.finish(s2o.pass2(q, k, v, state1, *further, visited=stages.visited)[0])
     absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
