@@ -2,6 +2,7 @@
 //
 //   out, state of pass 1; part_out, part_lse -> out, lse, visited
 #include "common/geometry.cuh"
+#include "common/part_weights.cuh"
 
 namespace s2o {
 
@@ -48,16 +49,7 @@ __device__ __forceinline__ void merge_last(const MergeLastParams& p) {
   const float of_part = lane < p.parts ? p.part_lse[lane * part_rows + warp] * kLog2E : -infinity();
   const float2 state = p.state[head_of_all * g.seqlen_q + query];
   const float own = state.y == 0.f ? -infinity() : state.x + log2f(state.y);
-  float top = fmaxf(of_part, own);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
-  const float base = top == -infinity() ? 0.f : top;
-  const float weight = exp2f(of_part - base), own_weight = exp2f(own - base);
-  float total = weight;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kFullWarp, total, step);
-  total += own_weight;
-  const float inverse = total == 0.f ? 0.f : 1.f / total;
+  const PartWeights weights(of_part, own);
 
   float o[2 * Traits::kPairs] = {};
   uint16* out = p.out.at(sequence, head) + query * p.out.row;
@@ -65,14 +57,14 @@ __device__ __forceinline__ void merge_last(const MergeLastParams& p) {
   if (own != -infinity()) {
 #pragma unroll
     for (int i = 0; i < Traits::kPairs; ++i) {
-      if (column(i) < g.head_dim) o[2 * i] = own_weight * inverse * Element::to_float(out[column(i)]);
-      if (column(i) + 1 < g.head_dim) o[2 * i + 1] = own_weight * inverse * Element::to_float(out[column(i) + 1]);
+      if (column(i) < g.head_dim) o[2 * i] = weights.own_weight * Element::to_float(out[column(i)]);
+      if (column(i) + 1 < g.head_dim) o[2 * i + 1] = weights.own_weight * Element::to_float(out[column(i) + 1]);
     }
   }
 #pragma unroll 4
   for (int s = 0; s < p.parts; ++s) {
     const bool there = __shfl_sync(kFullWarp, of_part, s) != -infinity();
-    const float share = __shfl_sync(kFullWarp, weight, s) * inverse;
+    const float share = __shfl_sync(kFullWarp, weights.weight, s);
     const uint16* x = p.part_out + (s * part_rows + warp) * Traits::kHeadDim;
 #pragma unroll
     for (int i = 0; i < Traits::kPairs; ++i) {
@@ -89,7 +81,7 @@ __device__ __forceinline__ void merge_last(const MergeLastParams& p) {
     if (column(i) + 1 < g.head_dim) out[column(i) + 1] = static_cast<uint16>(pair >> 16);
   }
   if (lane > 0) return;
-  if (p.lse) p.lse[head_of_all * g.seqlen_q + query] = total == 0.f ? -infinity() : (base + log2f(total)) * kLn2;
+  if (p.lse) p.lse[head_of_all * g.seqlen_q + query] = weights.lse * kLn2;
   const int n = p.first_segment + row / g.segment, of_segment = row % g.segment;
   if (of_segment % p.block_m == 0)
     p.visited[(head_of_all * g.segments() + n) * p.tiles + of_segment / p.block_m] =

@@ -162,7 +162,7 @@ __device__ __forceinline__ void nsa_block_weights(const NsaParams& p, typename T
     }
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      write_block_weights(p, sum[n], carried[n], step * 64 + t * 16, visible[n], weights[n]);
+      write_block_weights(BlockShape(p), sum[n], carried[n], step * 64 + t * 16, visible[n], weights[n]);
     }
     __syncthreads();  // every warp is done with this step's keys
   }

@@ -13,7 +13,9 @@ namespace s2o {
 template <class Element_, int kHeadDim_>
 struct CompressedTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kThreads = 256;
+  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8;
+  // Two warpgroups attend; one copies keys and values.
+  static constexpr int kConsumers = 256, kCopiers = 128, kThreads = kConsumers + kCopiers;
   static constexpr int kTokens = 128, kTile = 128, kStages = 3;  // of a block; compressed keys of a step
   static constexpr int kKeyTiles = kTile / 8, kDimTiles = kHeadDim / 8;
   struct Shared {
@@ -24,6 +26,38 @@ struct CompressedTraits {
     uint64 full[2][kStages], empty[2][kStages];
     uint32 nonfinite[kStages][kTile / 32];  // bits of a step's rows of v with values that are not finite
   };
+};
+
+// Copies of rows of a tile by kThreads threads. Rows slot + i * kAtATime are a thread's, keys that are kAtATime / 4 apart.
+template <class Traits, int kThreads>
+struct RowCopies {
+  static constexpr int kTile = Traits::kTile, kChunks = Traits::kChunks, kAtATime = kThreads / kChunks;
+  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+  const NsaParams& p;
+  int chunk, slot, own_key;
+  uint32 own_place;
+  bool inside;
+
+  __device__ __forceinline__ RowCopies(const NsaParams& p_, int thread)
+      : p(p_), chunk(thread % kChunks), slot(thread / kChunks), own_key(key_of_row(slot)),
+        own_place(atom_chunk<kTile>(0, slot, chunk)), inside(chunk * 8 < p_.geometry.head_dim) {}
+  // Of a step's keys, or values, from `rows` to shared memory.
+  __device__ __forceinline__ void load(uint32 tile, const Tensor<const uint16>& x, const uint16* rows, int step) const {
+    const uint32 to = tile + own_place;
+    const int key = step * kTile + own_key;
+    const uint16* from = rows + key * x.row + chunk * 8;
+    const int64 apart = kAtATime / 4 * x.row;
+    if ((step + 1) * kTile <= p.compressed && p.geometry.head_dim == Traits::kHeadDim) {
+#pragma unroll
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) cp_async_16(to + i * kAtATime * 128, from);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) {
+        const bool present = inside && key + i * (kAtATime / 4) < p.compressed;
+        cp_async_16_or_zeros(to + i * kAtATime * 128, present ? from : rows, present);
+      }
+    }
+  }
 };
 
 // A warpgroup's rows and their online softmax.
@@ -41,7 +75,8 @@ struct CompressedRows {
   const float scale;
 
   __device__ __forceinline__ explicit CompressedRows(const NsaParams& p_)
-      : p(p_), scale(p_.scale_log2 > 0.f ? p_.scale_log2 : 1.f) {
+      : p(p_), scale(p_.scale_log2 > 0.f ? p_.scale_log2 : 1.f) {}
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) acc[i] = 0.f;
 #pragma unroll
@@ -69,9 +104,10 @@ struct CompressedRows {
     }
     wgmma_commit();
   }
-  // Scores of a thread's 32 keys, from first_key on, become weights. `masked`: not every row sees all of the step.
-  __device__ __forceinline__ void softmax(int first_key, const int (&visible)[2], bool masked) {
-    if (!(p.scale_log2 > 0.f)) {
+  // Scores of a thread's 32 keys, from first_key on, become weights. `masked`: not every row sees all of the step;
+  // `rising`: scale is positive.
+  __device__ __forceinline__ void softmax(int first_key, const int (&visible)[2], bool masked, bool rising) {
+    if (!rising) {
 #pragma unroll
       for (int i = 0; i < kTile / 2; ++i) s[i] *= p.scale_log2;
     }
@@ -122,52 +158,59 @@ template <class Traits>
 __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
   constexpr int kHeadDim = Traits::kHeadDim, kTile = Traits::kTile, kStages = Traits::kStages;
-  constexpr int kChunks = Traits::kChunks, kAtATime = Traits::kThreads / kChunks;
+  constexpr int kChunks = Traits::kChunks, kConsumers = Traits::kConsumers, kMeet = 1;  // kMeet: a named barrier
+  using Copies = RowCopies<Traits, kConsumers>;
   const int heads = p.q_tiles * p.group, of_all = blockIdx.x % heads, kv_row = of_all / p.group;
   const int of_group = of_all - kv_row * p.group, batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads;
   const int head = kv_head * p.group + of_group, head_dim = p.geometry.head_dim;
   const int first_token = p.first_token + (p.tiles - 1 - static_cast<int>(blockIdx.x / heads)) * Traits::kTokens;
   const int end_token = min(first_token + Traits::kTokens, p.first_token + p.tokens);
-  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
-  const int chunk = threadIdx.x % kChunks, slot = threadIdx.x / kChunks;
-  const bool inside = chunk * 8 < head_dim;
   const uint16* k = p.k_cmp.at(batch, kv_head);
   const uint16* v = p.v_cmp.at(batch, kv_head);
   const int ratio = p.ratio();
   const int keys = max(p.visible_compressed(end_token - 1), max(0, p.own_block(end_token - 1) - p.local + 1) * ratio);
   const int steps = (keys + kTile - 1) / kTile;
   if (steps == 0) return;
-  // What a thread copies of a step: rows slot + i * kAtATime of a tile, keys that are kAtATime / 4 apart.
-  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
-  const int own_key = key_of_row(slot);
-  const uint32 own_place = atom_chunk<kTile>(0, slot, chunk);
-  const auto load = [&](uint16 (&tiles)[kStages][kTile * kHeadDim], const Tensor<const uint16>& x, const uint16* rows,
-                        int step) {
-    const uint32 to = shared_address(tiles[step % kStages]) + own_place;
-    const int key = step * kTile + own_key;
-    const uint16* from = rows + key * x.row + chunk * 8;
-    const int64 apart = kAtATime / 4 * x.row;
-    if ((step + 1) * kTile <= p.compressed && head_dim == kHeadDim) {
-#pragma unroll
-      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) cp_async_16(to + i * kAtATime * 128, from);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) {
-        const bool present = inside && key + i * (kAtATime / 4) < p.compressed;
-        cp_async_16_or_zeros(to + i * kAtATime * 128, present ? from : rows, present);
-      }
+  enum { kKeys, kValues };
+  const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
+  const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2 * kStages; ++i) {
+      barrier_init(shared.full[0][i], Traits::kCopiers);
+      barrier_init(shared.empty[0][i], kConsumers / 32);
     }
-  };
-  {
+  __syncthreads();
+  if (threadIdx.x >= kConsumers) {
+    registers_shrink<24>();
+    const RowCopies<Traits, Traits::kCopiers> copies(p, threadIdx.x - kConsumers);
     const uint16* q = p.q.at(batch, head);
-#pragma unroll
-    for (int i = 0; i < Traits::kTokens / kAtATime; ++i) {
-      const int row = slot + i * kAtATime, token = first_token + row;
-      const bool present = inside && token < end_token;
-      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64]), row % 64, chunk),
-                           present ? q + token * p.q.row + chunk * 8 : q, present);
+#pragma unroll 1
+    for (int row = copies.slot; row < Traits::kTokens; row += copies.kAtATime) {
+      const int token = first_token + row;
+      const bool present = copies.inside && token < end_token;
+      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64]), row % 64, copies.chunk),
+                           present ? q + token * p.q.row + copies.chunk * 8 : q, present);
     }
+    const auto bring = [&](int what, int step) {
+      const int stage = step % kStages;
+      if (step >= kStages) barrier_wait(shared.empty[what][stage], (step / kStages - 1) & 1);
+      if (what == kKeys)
+        copies.load(k_tile(step), p.k_cmp, k, step);
+      else
+        copies.load(v_tile(step), p.v_cmp, v, step);
+      barrier_arrive_after_copies(shared.full[what][stage]);
+    };
+#pragma unroll 1
+    for (int step = 0; step <= steps; ++step) {  // with the first keys, q
+      if (step < steps) bring(kKeys, step);
+      if (step > 0) bring(kValues, step - 1);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    return;
   }
+  registers_grow<240>();
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
   const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
   const uint32 q_tile = shared_address(shared.q[warpgroup]);
   const int least = p.visible_compressed(first_token + warpgroup * 64);
@@ -179,33 +222,15 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     visible[h] = p.visible_compressed(token);
     places[h] = token < end_token ? (kv_row * p.tokens + (token - p.first_token)) * p.group + of_group : -1;
   }
-  const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
-  const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
-  if (threadIdx.x == 0)
-    for (int i = 0; i < 2 * kStages; ++i) {
-      barrier_init(shared.full[0][i], Traits::kThreads);
-      barrier_init(shared.empty[0][i], Traits::kThreads / 32);
-    }
-  __syncthreads();
   // The warpgroups go their own ways, a step or so apart, so that products of one run under the softmax of the other.
   //
-  // A second time, in step and with values that are not finite taken out of products, only where one has come in, seen
-  // or not.
-#pragma unroll 1
-  for (bool careful = false;; careful = true) {
-    CompressedRows<Traits> rows(p);
+  // careful: in step, and with values that are not finite taken out of products. A second time so only where one has come
+  // in, seen or not.
+  CompressedRows<Traits> rows(p);
+  const auto attend = [&](const auto& shape, bool rising, bool careful) {
+    rows.clear();
     if (careful)
-      for (int i = threadIdx.x; i < kStages * kTile / 32; i += Traits::kThreads) shared.nonfinite[0][i] = 0;
-    enum { kKeys, kValues };
-    const auto load_when_free = [&](int what, int step) {
-      if (step >= steps) return;
-      if (!careful && step >= kStages) barrier_wait(shared.empty[what][step % kStages], (step / kStages - 1) & 1);
-      if (what == kKeys)
-        load(shared.k, p.k_cmp, k, step);
-      else
-        load(shared.v, p.v_cmp, v, step);
-      if (!careful) barrier_arrive_after_copies(shared.full[what][step % kStages]);
-    };
+      for (int i = threadIdx.x; i < kStages * kTile / 32; i += kConsumers) shared.nonfinite[0][i] = 0;
     const auto expect = [&](int what, int step) {
       if (!careful) barrier_wait(shared.full[what][step % kStages], step / kStages & 1);
     };
@@ -213,34 +238,38 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       __syncwarp();
       if (!careful && lane == 0) barrier_arrive(shared.empty[what][step % kStages]);
     };
-    load_when_free(kKeys, 0);
-    cp_async_commit();
-    load_when_free(kKeys, 1);
-    load_when_free(kValues, 0);
-    cp_async_commit();
-    if (careful) __syncthreads();
     // Where care is taken: this thread's copies for `step` are there, its keys, and the values of the step before.
     const auto landed = [&](int step) {
       if (!careful) return;
       cp_async_wait<1>();
       if (step > 0) {
+        const Copies copies(p, threadIdx.x);
 #pragma unroll 1
-        for (int r = slot; r < kTile; r += kAtATime)
-          take_nonfinite<Element>(atom_chunk<kTile>(v_tile(step - 1), r, chunk), r,
+        for (int r = copies.slot; r < kTile; r += Copies::kAtATime)
+          take_nonfinite<Element>(atom_chunk<kTile>(v_tile(step - 1), r, copies.chunk), r,
                                   shared.nonfinite[(step - 1) % kStages]);
       }
       fence_for_wgmma();
     };
     // And everybody's; everybody is done with those of the step before.
     const auto meet = [&] {
-      if (careful) __syncthreads();
+      if (careful) named_sync(kMeet, kConsumers);
     };
     const auto load_next = [&](int step) {
-      load_when_free(kKeys, step + 2);
-      load_when_free(kValues, step + 1);
+      if (!careful) return;
+      const Copies copies(p, threadIdx.x);
+      if (step + 2 < steps) copies.load(k_tile(step + 2), p.k_cmp, k, step + 2);
+      if (step + 1 < steps) copies.load(v_tile(step + 1), p.v_cmp, v, step + 1);
       cp_async_commit();
-      if (careful && threadIdx.x < kTile / 32) shared.nonfinite[(step + 1) % kStages][threadIdx.x] = 0;
+      if (threadIdx.x < kTile / 32) shared.nonfinite[(step + 1) % kStages][threadIdx.x] = 0;
     };
+    if (careful) {
+      const Copies copies(p, threadIdx.x);
+      copies.load(k_tile(0), p.k_cmp, k, 0);
+      cp_async_commit();
+      load_next(-1);
+    }
+    meet();
     const auto add_taken = [&](int step) {
       if (careful)
         add_taken_values<Element, kHeadDim>(
@@ -251,7 +280,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     // Scores become weights, of which blocks have theirs.
     const auto weigh = [&](int step) {
       const int first_key = step * kTile + lane % 4 * (kTile / 4);
-      rows.softmax(first_key, visible, (step + 1) * kTile > least);
+      rows.softmax(first_key, visible, (step + 1) * kTile > least, rising);
       landed(step + 1);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -261,9 +290,8 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
 #pragma unroll
         for (int i = 0; i < kTile / 16; ++i) sum[i % 2] += four[i];
         rows.l[h] += sum[0] + sum[1];
-        const float most = write_visible_weights<kTile / 4>(
-            p, weight, four, rows.carried[h], first_key,
-            weights_of(p, places[h]));
+        const float most = write_visible_weights<kTile / 4>(shape, weight, four, rows.carried[h], first_key,
+                                                            weights_of(p, places[h]));
         write_step_top(p, places[h], step, most);
         if (places[h] >= 0 && lane % 4 == 0)
           p.step_bases[static_cast<int64>(places[h]) * p.step_stride + step] = rows.top(h);
@@ -276,6 +304,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     rows.issue_scores(q_tile, k_tile(0));
     load_next(0);
     wgmma_wait<0>();
+    finished(rows.s);
     leave(kKeys, 0);
     weigh(0);
     rows.rescale_and_pack();
@@ -289,9 +318,11 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       rows.issue_output(v_tile(step - 1));
       load_next(step);
       wgmma_wait<1>();
+      finished(rows.s);
       leave(kKeys, step);
       weigh(step);
       wgmma_wait<0>();
+      finished(rows.acc);
       leave(kValues, step - 1);
       rows.rescale_and_pack();
     }
@@ -302,33 +333,43 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     wgmma_wait<0>();
     finished(rows.acc);
     cp_async_wait<0>();
-    if (__syncthreads_or(!careful && any_nonfinite(rows.acc))) continue;
+  };
+  const bool rising = p.scale_log2 > 0.f;
+  bool usual = rising && UsualBlockShape::is_of(p), careful = false;
+#pragma unroll 1
+  while (true) {
+    if (usual)
+      attend(UsualBlockShape(), true, false);
+    else
+      attend(BlockShape(p), rising, careful);
+    if (named_count(kMeet, kConsumers, !careful && any_nonfinite(rows.acc)) == 0) break;
+    usual = false;
+    careful = true;
+  }
 
-    float total[2];
+  float total[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      total[h] = row_sum(rows.l[h]);
-      const float inverse = total[h] == 0.f ? 0.f : 1.f / total[h];
-      keep_finite<Element, kHeadDim / 4>([&](int e) -> float& { return rows.acc[e / 2 * 4 + 2 * h + e % 2]; },
-                                         total[h]);
-      if (places[h] >= 0 && lane % 4 == 0)
-        p.head_lse[places[h]] = total[h] == 0.f ? -infinity() : rows.top(h) + __log2f(total[h]);
+  for (int h = 0; h < 2; ++h) {
+    total[h] = row_sum(rows.l[h]);
+    const float inverse = total[h] == 0.f ? 0.f : 1.f / total[h];
+    keep_finite<Element, kHeadDim / 4>([&](int e) -> float& { return rows.acc[e / 2 * 4 + 2 * h + e % 2]; },
+                                       total[h]);
+    if (places[h] >= 0 && lane % 4 == 0)
+      p.head_lse[places[h]] = total[h] == 0.f ? -infinity() : rows.top(h) + __log2f(total[h]);
 #pragma unroll
-      for (int d = 0; d < Traits::kDimTiles; ++d)
-        store_shared_4(atom_chunk<64>(q_tile, (own_row + 8 * h) % 64, d) + lane % 4 * 4,
-                       Element::pack(rows.acc[d * 4 + 2 * h] * inverse, rows.acc[d * 4 + 2 * h + 1] * inverse));
-    }
-    __syncwarp();
-    uint16* out = p.cmp_out + (static_cast<int64>(batch) * p.heads + head) * p.geometry.seqlen_q * head_dim;
-    const int warp_row = own_row - lane / 4, of_row = lane % kChunks;
+    for (int d = 0; d < Traits::kDimTiles; ++d)
+      store_shared_4(atom_chunk<64>(q_tile, (own_row + 8 * h) % 64, d) + lane % 4 * 4,
+                     Element::pack(rows.acc[d * 4 + 2 * h] * inverse, rows.acc[d * 4 + 2 * h + 1] * inverse));
+  }
+  __syncwarp();
+  uint16* out = p.cmp_out + (static_cast<int64>(batch) * p.heads + head) * p.geometry.seqlen_q * head_dim;
+  const int warp_row = own_row - lane / 4, of_row = lane % kChunks;
 #pragma unroll
-    for (int x = 0; x < kChunks / 2; ++x) {
-      const int r = warp_row + x * (32 / kChunks) + lane / kChunks, token = first_token + r;
-      const uint4 o = load_shared_16(atom_chunk<64>(q_tile, r % 64, of_row));
-      if (token < end_token && of_row * 8 < head_dim)
-        store_global_16(out + static_cast<int64>(token) * head_dim + of_row * 8, o.x, o.y, o.z, o.w);
-    }
-    return;
+  for (int x = 0; x < kChunks / 2; ++x) {
+    const int r = warp_row + x * (32 / kChunks) + lane / kChunks, token = first_token + r;
+    const uint4 o = load_shared_16(atom_chunk<64>(q_tile, r % 64, of_row));
+    if (token < end_token && of_row * 8 < head_dim)
+      store_global_16(out + static_cast<int64>(token) * head_dim + of_row * 8, o.x, o.y, o.z, o.w);
   }
 }
 

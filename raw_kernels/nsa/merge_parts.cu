@@ -3,6 +3,7 @@
 //   parts, part_lse, of the slots that have a block; near_out, near_lse, where they are not null
 //   -> out: their merge, lse: its natural logarithm, where that is not null
 //      with gates: out = gates[0] * cmp_out + gates[1] * their merge + gates[2] * out
+#include "common/part_weights.cuh"
 #include "nsa/params.cuh"
 
 namespace s2o {
@@ -63,23 +64,14 @@ __device__ __forceinline__ void merge_row(const NsaParams& p, int64 row, int tok
   const uint32 present = __ballot_sync(kFullWarp, there);
   const float of_slot = there ? found : -infinity();
   const float near = p.near_out ? p.near_lse[row] : -infinity();
-  float top = fmaxf(of_slot, near);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
-  const float base = top == -infinity() ? 0.f : top;
-  const float weight = exp2_approx(of_slot - base), near_weight = exp2_approx(near - base);
-  float total = weight;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kFullWarp, total, step);
-  total += near_weight;
-  const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
+  const PartWeights weights(of_slot, near);
 
   float o[8] = {};
   const auto kept = [&](int slot, const uint4& part) {
     return slot < 32 && (present >> slot & 1) ? part : make_uint4(0, 0, 0, 0);
   };
   const auto add_part = [&](int slot, const uint4& part) {
-    add_row<Traits>(o, __shfl_sync(kFullWarp, weight, slot % 32) * inverse, part);
+    add_row<Traits>(o, __shfl_sync(kFullWarp, weights.weight, slot % 32), part);
   };
   if (__popc(present) != p.slots) {  // seldom is there one without a block
 #pragma unroll
@@ -95,8 +87,8 @@ __device__ __forceinline__ void merge_row(const NsaParams& p, int64 row, int tok
   for (int step = kLanes; step < 32; step *= 2)
 #pragma unroll
     for (int e = 0; e < 8; ++e) o[e] += __shfl_xor_sync(kFullWarp, o[e], step);
-  if (p.near_out) add_row<Traits>(o, near_weight * inverse, of_near);
-  if (p.lse && lane == 0) p.lse[row] = total == 0.f ? -infinity() : (base + __log2f(total)) * 0.69314718055994531f;
+  if (p.near_out) add_row<Traits>(o, weights.own_weight, of_near);
+  if (p.lse && lane == 0) p.lse[row] = weights.lse * 0.69314718055994531f;
   if (lane >= kLanes || !inside) return;
   if (sums) {
 #pragma unroll

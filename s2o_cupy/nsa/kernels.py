@@ -48,7 +48,7 @@ BLOCK_WEIGHTS_SM90 = Family(
     "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
 )  # fmt: skip
 COMPRESSED_SM90 = Family(
-    "nsa_compressed_sm90", "nsa/compressed_sm90.cu", "NsaParams", 256, 1, "CompressedTraits<{element}, {head_dim}>",
+    "nsa_compressed_sm90", "nsa/compressed_sm90.cu", "NsaParams", 384, 1, "CompressedTraits<{element}, {head_dim}>",
     path=HOPPER,
 )  # fmt: skip
 SELECTED = Family(
@@ -92,14 +92,15 @@ def window_rows(kernel: Kernel) -> int:
 
 
 def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel:
-    """Of Hopper up to 8 query heads of a KV head, whose queries shared memory holds."""
+    """Of Hopper 2 to 8 query heads of a KV head, whose queries shared memory holds; of one `compressed` has them."""
     queries = ROWS * inputs.head_dim * 2  # of a turn
-    if HOPPER.runs_on(compute_capability) and group <= MAX_HOPPER_GROUP:
+    if HOPPER.runs_on(compute_capability) and FUSED_GROUP < group <= MAX_HOPPER_GROUP:
         group = 1 << (group - 1).bit_length()
-        turns = max(1, group // 2)
-        shared = turns * queries + HOPPER_STAGES * ROWS * inputs.head_dim * 2 + turns * ROWS * 4
-        shared += 8 + 2 * HOPPER_STAGES * 8  # the address of keys, barriers
-        return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared)
+        threads = 512 if group == 2 else 256  # more have queries of more turns, for which shared memory has less room
+        shared = group // 2 * threads // 2 * (inputs.head_dim * 2 + 4)  # queries and their lse
+        shared += HOPPER_STAGES * (COMPRESSED_KEYS * inputs.head_dim * 2 + 2 * 8) + 8  # keys, barriers, an address
+        return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared,
+                      own_threads=threads)  # fmt: skip
     heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
     more = (-(-group // heads) - 1) * queries
@@ -117,7 +118,9 @@ def compressed(inputs: Inputs) -> Kernel:
 
 def block_weight_tokens(kernel: Kernel) -> int:
     """Of a block (kTokens)."""
-    return ROWS // (min(2, kernel.group) if kernel.family is BLOCK_WEIGHTS_SM90 else kernel.group)
+    if kernel.family is BLOCK_WEIGHTS:
+        return ROWS // kernel.group
+    return kernel.threads // 4  # a warpgroup has 64 rows: two heads
 
 
 def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
@@ -183,5 +186,5 @@ def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
     yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))
     if HOPPER.runs_on(compute_capability):
         yield selected(inputs, STEP, compute_capability)
-        yield from (block_weights(inputs, group, compute_capability) for group in (1, 2, 4, 8))
+        yield from (block_weights(inputs, group, compute_capability) for group in (2, 4, 8))
         yield from (window(inputs, compute_capability), compressed(inputs))

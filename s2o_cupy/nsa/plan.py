@@ -199,8 +199,11 @@ def _kernels(plan: NsaPlan, capability: int, compresses: bool, attends: bool, ga
     if gates or not (compresses or attends):
         found.append(kernels.window(plan.inputs, capability))
     if compresses:
-        weights = kernels.block_weights(plan.inputs, plan.group, capability)
-        found += [kernels.compressed(plan.inputs) if plan.fused else weights, kernels.top_blocks()]
+        if plan.fused:
+            found.append(kernels.compressed(plan.inputs))
+        else:
+            found.append(kernels.block_weights(plan.inputs, plan.group, capability))
+        found.append(kernels.top_blocks())
     if attends and plan.slots:
         found += [kernels.count(plan.blocks), kernels.totals(), kernels.places(), kernels.scatter(plan.blocks)]
         found.append(kernels.selected(plan.inputs, plan.config.block, capability))

@@ -82,6 +82,7 @@ class Kernel:
     open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
     group: int = 1  # query heads of a KV head among the rows of a thread
     drawn: bool = False  # may attend to a part of the segments (Geometry.drawn)
+    own_threads: int = 0  # of a block, where they are not its family's
 
     @property
     def function(self) -> str:
@@ -91,7 +92,7 @@ class Kernel:
     def threads(self) -> int:
         """Of a block. A warp of the portable passes holds the accumulators of 32 rows of 128, or of 16 of 256."""
         wide = "{block_m}" in (self.family.traits or "") and self.head_dim * self.block_m > 128 * 128
-        return self.family.threads * (2 if wide else 1)
+        return self.own_threads or self.family.threads * (2 if wide else 1)
 
     @property
     def name(self) -> str:
