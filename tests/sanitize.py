@@ -103,9 +103,10 @@ def wrong_selection(config: Any, head_dim: int) -> list[str]:
     return wrong_of_method(selected(q, k, config), q, k, config)
 
 
-def wrong_nsa(path: str, head_dim: int) -> list[str]:
+def wrong_nsa(path: str, head_dim: int, heads: int) -> list[str]:
     config = replace(nsa_cases.SMALL, path=path)
-    x = nsa_cases.draw(np.random.default_rng(0), DTYPES["bfloat16"], 333, heads=4, head_dim=head_dim, config=config)
+    x = nsa_cases.draw(np.random.default_rng(0), DTYPES["bfloat16"], 333, heads=heads, kv_heads=2, head_dim=head_dim,
+                       config=config)  # fmt: skip
     o, blocks = test_gpu_nsa.attend(x, config)
     return nsa_cases.choice_problems(blocks, x, config) + nsa_cases.whole_problems(o, x, blocks, config)
 
@@ -133,8 +134,8 @@ def checks() -> Iterator[Check]:
         yield from checks_of_lists(path)
     for config, head_dim in METHODS:
         yield "", f"selection, head_dim={head_dim}, {config}", partial(wrong_selection, config, head_dim)
-    for path, head_dim in itertools.product(paths, (80, 128)):
-        yield path, f"NSA, head_dim={head_dim}", partial(wrong_nsa, path, head_dim)
+    for path, head_dim, heads in itertools.product(paths, (80, 128), (2, 4)):
+        yield path, f"NSA, head_dim={head_dim}, {heads} heads", partial(wrong_nsa, path, head_dim, heads)
     for group, length in ((1, 30_000), (2, 60_000)):
         yield "", f"NSA, {length} keys of {group} heads", partial(wrong_long_choice, group, length)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
