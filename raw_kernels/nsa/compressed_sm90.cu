@@ -6,6 +6,7 @@
 #include "common/keep_finite.cuh"
 #include "nsa/block_sums.cuh"
 #include "nsa/compressed_keys.cuh"
+#include "nsa/row_copies.cuh"
 #include "nsa/tile_sm90.cuh"
 
 namespace s2o {
@@ -28,35 +29,18 @@ struct CompressedTraits {
   };
 };
 
-// Copies of rows of a tile by kThreads threads. Rows slot + i * kAtATime are a thread's, keys that are kAtATime / 4 apart.
+// Copies of a step's compressed keys, or values, by kThreads threads.
 template <class Traits, int kThreads>
-struct RowCopies {
-  static constexpr int kTile = Traits::kTile, kChunks = Traits::kChunks, kAtATime = kThreads / kChunks;
-  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+struct StepCopies : RowCopies<Traits::kHeadDim, Traits::kTile, kThreads> {
+  using Base = RowCopies<Traits::kHeadDim, Traits::kTile, kThreads>;
   const NsaParams& p;
-  int chunk, slot, own_key;
-  uint32 own_place;
-  bool inside;
+  int own_key;  // of the thread's first row
 
-  __device__ __forceinline__ RowCopies(const NsaParams& p_, int thread)
-      : p(p_), chunk(thread % kChunks), slot(thread / kChunks), own_key(key_of_row(slot)),
-        own_place(atom_chunk<kTile>(0, slot, chunk)), inside(chunk * 8 < p_.geometry.head_dim) {}
-  // Of a step's keys, or values, from `rows` to shared memory.
-  __device__ __forceinline__ void load(uint32 tile, const Tensor<const uint16>& x, const uint16* rows, int step) const {
-    const uint32 to = tile + own_place;
-    const int key = step * kTile + own_key;
-    const uint16* from = rows + key * x.row + chunk * 8;
-    const int64 apart = kAtATime / 4 * x.row;
-    if ((step + 1) * kTile <= p.compressed && p.geometry.head_dim == Traits::kHeadDim) {
-#pragma unroll
-      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) cp_async_16(to + i * kAtATime * 128, from);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kTile / kAtATime; ++i, from += apart) {
-        const bool present = inside && key + i * (kAtATime / 4) < p.compressed;
-        cp_async_16_or_zeros(to + i * kAtATime * 128, present ? from : rows, present);
-      }
-    }
+  __device__ __forceinline__ StepCopies(const NsaParams& p_, int thread)
+      : Base(thread, p_.geometry.head_dim), p(p_), own_key(key_of_row(Base::slot)) {}
+  __device__ __forceinline__ void bring(uint32 tile, const Tensor<const uint16>& x, const uint16* rows, int step) const {
+    const bool whole = (step + 1) * Traits::kTile <= p.compressed && p.geometry.head_dim == Traits::kHeadDim;
+    Base::load(tile, x, rows, step * Traits::kTile + own_key, Base::kAtATime / 4, p.compressed, whole);
   }
 };
 
@@ -159,7 +143,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
   using Element = typename Traits::Element;
   constexpr int kHeadDim = Traits::kHeadDim, kTile = Traits::kTile, kStages = Traits::kStages;
   constexpr int kChunks = Traits::kChunks, kConsumers = Traits::kConsumers, kMeet = 1;  // kMeet: a named barrier
-  using Copies = RowCopies<Traits, kConsumers>;
+  using Copies = StepCopies<Traits, kConsumers>;
   const int heads = p.q_tiles * p.group, of_all = blockIdx.x % heads, kv_row = of_all / p.group;
   const int of_group = of_all - kv_row * p.group, batch = kv_row / p.kv_heads, kv_head = kv_row - batch * p.kv_heads;
   const int head = kv_head * p.group + of_group, head_dim = p.geometry.head_dim;
@@ -182,12 +166,12 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
     registers_shrink<24>();
-    const RowCopies<Traits, Traits::kCopiers> copies(p, threadIdx.x - kConsumers);
+    const StepCopies<Traits, Traits::kCopiers> copies(p, threadIdx.x - kConsumers);
     const uint16* q = p.q.at(batch, head);
 #pragma unroll 1
     for (int row = copies.slot; row < Traits::kTokens; row += copies.kAtATime) {
       const int token = first_token + row;
-      const bool present = copies.inside && token < end_token;
+      const bool present = copies.inside() && token < end_token;
       cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64]), row % 64, copies.chunk),
                            present ? q + token * p.q.row + copies.chunk * 8 : q, present);
     }
@@ -195,9 +179,9 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
       const int stage = step % kStages;
       if (step >= kStages) barrier_wait(shared.empty[what][stage], (step / kStages - 1) & 1);
       if (what == kKeys)
-        copies.load(k_tile(step), p.k_cmp, k, step);
+        copies.bring(k_tile(step), p.k_cmp, k, step);
       else
-        copies.load(v_tile(step), p.v_cmp, v, step);
+        copies.bring(v_tile(step), p.v_cmp, v, step);
       barrier_arrive_after_copies(shared.full[what][stage]);
     };
 #pragma unroll 1
@@ -210,7 +194,10 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     return;
   }
   registers_grow<240>();
-  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+  // Kept in a register, not read from the thread's index at each step; and one that is known to be the warp's.
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
   const int own_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and 8 more
   const uint32 q_tile = shared_address(shared.q[warpgroup]);
   const int least = p.visible_compressed(first_token + warpgroup * 64);
@@ -258,14 +245,14 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     const auto load_next = [&](int step) {
       if (!careful) return;
       const Copies copies(p, threadIdx.x);
-      if (step + 2 < steps) copies.load(k_tile(step + 2), p.k_cmp, k, step + 2);
-      if (step + 1 < steps) copies.load(v_tile(step + 1), p.v_cmp, v, step + 1);
+      if (step + 2 < steps) copies.bring(k_tile(step + 2), p.k_cmp, k, step + 2);
+      if (step + 1 < steps) copies.bring(v_tile(step + 1), p.v_cmp, v, step + 1);
       cp_async_commit();
       if (threadIdx.x < kTile / 32) shared.nonfinite[(step + 1) % kStages][threadIdx.x] = 0;
     };
     if (careful) {
       const Copies copies(p, threadIdx.x);
-      copies.load(k_tile(0), p.k_cmp, k, 0);
+      copies.bring(k_tile(0), p.k_cmp, k, 0);
       cp_async_commit();
       load_next(-1);
     }

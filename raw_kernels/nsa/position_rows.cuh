@@ -41,17 +41,26 @@ struct WindowSteps {
   }
 };
 
+// A window without sinks, as NSA has it, known to the compiler. What follows is for it, or for the parameters themselves.
+struct PlainWindow {
+  int window;
+  static constexpr int sinks = 0;
+};
+
 // Whether the query at a position sees a key.
-__device__ __forceinline__ bool window_sees(const NsaParams& p, int position, int key) {
+template <class Window>
+__device__ __forceinline__ bool window_sees(const Window& p, int position, int key) {
   const int back = position - key;
   return (static_cast<uint32>(back) < static_cast<uint32>(p.window)) | ((back >= 0) & (key < p.sinks));
 }
 
 // Of the rows from `first` to `last`: whether one sees a key of a step, and whether one does not see all of them.
-__device__ __forceinline__ bool window_reaches(const NsaParams& p, int first, int last, int first_key) {
+template <class Window>
+__device__ __forceinline__ bool window_reaches(const Window& p, int first, int last, int first_key) {
   return first_key <= last && (first_key + kWindowStep - 1 > first - p.window || first_key < p.sinks);
 }
-__device__ __forceinline__ bool window_cuts(const NsaParams& p, int first, int last, int first_key) {
+template <class Window>
+__device__ __forceinline__ bool window_cuts(const Window& p, int first, int last, int first_key) {
   const int end_key = first_key + kWindowStep;
   return end_key - 1 > first || (first_key <= last - p.window && end_key > p.sinks);
 }

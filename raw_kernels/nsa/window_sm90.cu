@@ -1,6 +1,7 @@
 // nsa_window on Hopper: by wgmma, a warpgroup 64 rows.
 #include "common/keep_finite.cuh"
 #include "nsa/position_rows.cuh"
+#include "nsa/row_copies.cuh"
 #include "nsa/tile_sm90.cuh"
 
 namespace s2o {
@@ -8,7 +9,9 @@ namespace s2o {
 template <class Element_, int kHeadDim_>
 struct WindowSm90Traits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_, kGroups = 3, kThreads = kGroups * 128, kChunks = kHeadDim / 8;
+  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8;
+  // Three warpgroups attend; one copies keys and values.
+  static constexpr int kGroups = 3, kConsumers = kGroups * 128, kCopiers = 128, kThreads = kConsumers + kCopiers;
   // Steps of keys in shared memory: one that comes, two that copies are under way for, and one whose values still wait.
   static constexpr int kStages = 4;
   using Rows = PositionRows<kGroups * 64>;
@@ -18,9 +21,6 @@ struct WindowSm90Traits {
     uint16 v[kStages][kWindowStep * kHeadDim];
     uint16 zeros[kWindowStep * kHeadDim];  // values of weights that have met theirs
     uint64 full[kStages], empty[kStages];  // barriers: a step's copies have come; all warps are done with it
-    // What only copies need is read back for each step: the registers belong to the accumulators.
-    const uint16 *k_rows, *v_rows;
-    int steps[4];  // WindowSteps
     uint32 nonfinite[kStages][kWindowStep / 32];  // bits of the step's keys with values that are not finite
   };
 };
@@ -36,7 +36,8 @@ struct WindowRows {
   float m[2], l[2];                // running maximum of scores, to be scaled; this thread's part of the sum
   uint32 w[kWindowStep / 8][2];    // weights that wait for their product with values, packed in pairs of keys
 
-  __device__ __forceinline__ explicit WindowRows(const NsaParams& p_) : p(p_) {
+  __device__ __forceinline__ explicit WindowRows(const NsaParams& p_) : p(p_) {}
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) acc[i] = 0.f;
 #pragma unroll
@@ -64,12 +65,13 @@ struct WindowRows {
     finished(acc);
   }
   // A step of keys, whose weights wait then; those that wait meet their values, `v_tile`, under the softmax.
-  // `edge`: some row of the warpgroup does not see some key. `nonfinite`: bits of keys of this step whose values that are
-  // not finite were taken out of the product; null: none were. `meanwhile` runs under the products.
-  template <class Meanwhile>
-  __device__ __forceinline__ void attend(uint32 q_tile, uint32 k_tile, uint32 v_tile, int first_position, int first_key,
-                                         bool edge, const uint32* nonfinite, const uint16* v_rows,
-                                         const Meanwhile& meanwhile) {
+  // `edge`: some row of the warpgroup does not see some key; `rising`: scale is positive. `nonfinite`: bits of keys of this
+  // step whose values that are not finite were taken out of the product; null: none were. `meanwhile` runs under the
+  // products.
+  template <class Window, class Meanwhile>
+  __device__ __forceinline__ void attend(const Window& window, uint32 q_tile, uint32 k_tile, uint32 v_tile,
+                                         int first_position, int first_key, bool edge, bool rising,
+                                         const uint32* nonfinite, const uint16* v_rows, const Meanwhile& meanwhile) {
     const int lane = threadIdx.x % 32;
     float s[kWindowStep / 2], rescale_by[2];
     {
@@ -83,17 +85,18 @@ struct WindowRows {
     issue_output(v_tile);
     meanwhile();
     wgmma_wait<1>();
+    finished(s);
     // Of a scale that is not positive scores are multiplied before they are compared.
-    const float scale = p.scale_log2 > 0.f ? p.scale_log2 : 1.f;
-    if (!(p.scale_log2 > 0.f)) {
+    const float scale = rising ? p.scale_log2 : 1.f;
+    if (!rising) {
 #pragma unroll
       for (int i = 0; i < kWindowStep / 2; ++i) s[i] *= p.scale_log2;
     }
     if (edge) {  // in one piece, without a branch for each key
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int last = first_position + 8 * h - first_key - lane % 4 * 2, first = last - p.window + 1;
-        const int sinks = p.sinks - first_key - lane % 4 * 2;
+        const int last = first_position + 8 * h - first_key - lane % 4 * 2, first = last - window.window + 1;
+        const int sinks = window.sinks - first_key - lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kWindowStep / 4; ++i) {
           const int key = i / 2 * 8 + i % 2;  // from the thread's first on
@@ -119,7 +122,8 @@ struct WindowRows {
       m[h] = highest;
       l[h] = l[h] * rescale_by[h] + (sum[0] + sum[1]);
     }
-    wgmma_wait<0>();
+    wgmma_wait_behind(l[0] + l[1]);
+    finished(acc);
     if (__any_sync(kFullWarp, rescale_by[0] != 1.f || rescale_by[1] != 1.f)) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) acc[i] *= rescale_by[i / 2 % 2];
@@ -194,142 +198,140 @@ struct WindowRows {
 // Block: 192 positions of a head.
 template <class Traits>
 __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Traits::Shared& shared) {
-  const int chunk = threadIdx.x % Traits::kChunks, slot = threadIdx.x / Traits::kChunks;
-  constexpr int kAtATime = Traits::kThreads / Traits::kChunks;  // rows of a tile that the block copies
-  constexpr int kStages = Traits::kStages;
-  constexpr int kHeadDim = Traits::kHeadDim;
+  constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
+  constexpr int kMeet = 1;          // a named barrier
+  constexpr int kCarefully = 256;   // threads that copy where care is taken
   using Rows = typename Traits::Rows;
-  if (threadIdx.x == 0) {
-    const Rows rows(p, block_index());
-    const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
-    shared.k_rows = p.k.at(batch, kv_head);
-    shared.v_rows = p.v.at(batch, kv_head);
-    reinterpret_cast<WindowSteps&>(shared.steps) = WindowSteps(p, rows);
+  using Copies = RowCopies<kHeadDim, kWindowStep, Traits::kCopiers>;
+  using CarefulCopies = RowCopies<kHeadDim, kWindowStep, kCarefully>;
+  if (threadIdx.x == 0)
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared.full[i], Traits::kThreads);
-      barrier_init(shared.empty[i], Traits::kThreads / 32);
+      barrier_init(shared.full[i], Traits::kCopiers);
+      barrier_init(shared.empty[i], kConsumers / 32);
     }
-  }
   for (int i = threadIdx.x; i < kWindowStep * Traits::kChunks; i += Traits::kThreads)
     store_shared_16(shared_address(shared.zeros) + i * 16, make_uint4(0, 0, 0, 0));
   if (threadIdx.x < kStages * kWindowStep / 32) shared.nonfinite[0][threadIdx.x] = 0;
   fence_for_wgmma();
   __syncthreads();
-  const WindowSteps& steps = reinterpret_cast<const WindowSteps&>(shared.steps);
-  const bool inside = chunk * 8 < p.geometry.head_dim;
-  // What a thread copies of a step: rows slot + i * kAtATime.
-  static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
-  const uint32 own_place = atom_chunk<64>(shared_address(shared.k), slot, chunk);
-  const auto load = [&](int step) {
-    if (step < steps.count) {
-      const int key = steps.first_key(step) + slot;
-      const uint32 to = own_place + step % kStages * (kWindowStep * kHeadDim * 2);
-      const uint16 *k = shared.k_rows + key * p.k.row + chunk * 8, *v = shared.v_rows + key * p.v.row + chunk * 8;
-      const bool whole = key - slot + kWindowStep <= p.geometry.seqlen_k && p.geometry.head_dim == kHeadDim;
-#pragma unroll
-      for (int i = 0; i < kWindowStep; i += kAtATime) {
-        if (slot + i < kWindowStep) {
-          const uint32 k_place = to + i * 128, v_place = k_place + kStages * kWindowStep * kHeadDim * 2;
-          if (whole) {
-            cp_async_16(k_place, k);
-            cp_async_16(v_place, v);
-          } else {
-            const bool present = inside && key + i < p.geometry.seqlen_k;
-            cp_async_16_or_zeros(k_place, present ? k : shared.k_rows, present);
-            cp_async_16_or_zeros(v_place, present ? v : shared.v_rows, present);
-          }
-        }
-        k += kAtATime * p.k.row;
-        v += kAtATime * p.v.row;
-      }
-    }
+  const Rows rows(p, blockIdx.x);
+  const WindowSteps steps(p, rows);
+  const int batch = rows.batch(p.heads), kv_head = rows.kv_head(p.heads, p.kv_heads);
+  const uint16 *k_rows = p.k.at(batch, kv_head), *v_rows = p.v.at(batch, kv_head);
+  const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
+  const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+  const auto load = [&](const auto& copies, int step) {
+    const int first_key = steps.first_key(step), end = p.geometry.seqlen_k;
+    const bool whole = first_key + kWindowStep <= end && p.geometry.head_dim == kHeadDim;
+    copies.load(k_tile(step), p.k, k_rows, first_key + copies.slot, copies.kAtATime, end, whole);
+    copies.load(v_tile(step), p.v, v_rows, first_key + copies.slot, copies.kAtATime, end, whole);
   };
-  {
-    const Rows rows(p, block_index());
-    const uint16* q = p.q.at(rows.batch(p.heads), rows.head_in_batch(p.heads));
-#pragma unroll
-    for (int i = 0; i < Traits::Rows::kRows / kAtATime; ++i) {
-      const int row = slot + i * kAtATime, token = rows(row);
-      const bool present = inside && token >= 0;
-      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64]), row % 64, chunk),
-                           present ? q + token * p.q.row + chunk * 8 : q, present);
+  if (threadIdx.x >= kConsumers) {
+    registers_shrink<40>();
+    const Copies copies(threadIdx.x - kConsumers, p.geometry.head_dim);
+    const uint16* q = p.q.at(batch, rows.head_in_batch(p.heads));
+#pragma unroll 1
+    for (int row = copies.slot; row < Rows::kRows; row += copies.kAtATime) {
+      const int token = rows(row);
+      const bool present = copies.inside() && token >= 0;
+      cp_async_16_or_zeros(atom_chunk<64>(shared_address(shared.q[row / 64]), row % 64, copies.chunk),
+                           present ? q + token * p.q.row + copies.chunk * 8 : q, present);
     }
+#pragma unroll 1
+    for (int step = 0; step < steps.count; ++step) {  // with the first, q
+      if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
+      load(copies, step);
+      barrier_arrive_after_copies(shared.full[step % kStages]);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    return;
   }
-  const int group = threadIdx.x / 128, row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // and 8 more
+  registers_grow<152>();
+  // Kept in a register, not read from the thread's index at each step; and one that is known to be the warp's.
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0), group = warp / 4;
+  const int row = warp * 16 + lane / 4;  // and 8 more
+  const auto own_row = [] { return static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4; };
   const uint32 q_tile = shared_address(shared.q[group]);
   // Positions of the warpgroup's rows; all are of one block of keys.
-  const int tile_first = Rows(p, block_index()).first, first = tile_first + group * 64, last = first + 63;
+  const int first = rows.first + group * 64, last = first + 63, near_key = p.near_out ? near_begin(p, first) : -1;
+  WindowRows<Traits> state(p);
   // Warpgroups go their own ways, a step or so apart, so that products of one run under the softmax of another.
   //
-  // A second time, in step and with values that are not finite taken out of products, only where one has come in, seen
-  // or not.
-#pragma unroll 1
-  for (bool careful = false;; careful = true) {
-    const auto load_when_free = [&](int step) {
-      if (careful) {
-        load(step);
-        cp_async_commit();
-      } else if (step < steps.count) {
-        if (step >= kStages) barrier_wait(shared.empty[step % kStages], (step / kStages - 1) & 1);
-        load(step);
-        barrier_arrive_after_copies(shared.full[step % kStages]);
-      }
-    };
-    load_when_free(0);
-    load_when_free(1);
-    WindowRows<Traits> state(p);
+  // careful: in step, and with values that are not finite taken out of products. A second time so only where one has come
+  // in, seen or not.
+  const auto attend = [&](const auto& window, bool rising, bool careful) {
+    state.clear();
     int waiting = -1;  // the step whose weights wait for their values
-    const auto v_tile = [&](int step) { return shared_address(shared.v[step % kStages]); };
+    const auto load_carefully = [&](int step) {
+      if (!careful) return;
+      if (threadIdx.x < kCarefully && step < steps.count) load(CarefulCopies(threadIdx.x, p.geometry.head_dim), step);
+      cp_async_commit();
+    };
     const auto leave = [&](int step) {  // the warp reads no more of a step
       __syncwarp();
-      if (step >= 0 && !careful && threadIdx.x % 32 == 0) barrier_arrive(shared.empty[step % kStages]);
+      if (step >= 0 && !careful && lane == 0) barrier_arrive(shared.empty[step % kStages]);
     };
     const auto flush = [&] {
       if (waiting >= 0) state.flush(v_tile(waiting));
       leave(waiting);
       waiting = -1;
     };
+    load_carefully(0);
+    load_carefully(1);
 #pragma unroll 1
     for (int step = 0; step < steps.count; ++step) {
       const int first_key = steps.first_key(step);
-      const bool reaches = window_reaches(p, first, last, first_key);
+      const bool reaches = window_reaches(window, first, last, first_key);
       uint32* nonfinite = shared.nonfinite[step % kStages];
       if (careful) {
         cp_async_wait<1>();
+        const CarefulCopies copies(threadIdx.x, p.geometry.head_dim);
+        if (threadIdx.x < kCarefully)
 #pragma unroll 1
-        for (int r = slot; r < kWindowStep; r += kAtATime)  // its copies
-          take_nonfinite<typename Traits::Element>(
-              atom_chunk<64>(shared_address(shared.v[step % kStages]), r, chunk), r, nonfinite);
+          for (int r = copies.slot; r < kWindowStep; r += copies.kAtATime)  // its copies
+            take_nonfinite<typename Traits::Element>(atom_chunk<64>(v_tile(step), r, copies.chunk), r, nonfinite);
         fence_for_wgmma();
-        __syncthreads();  // and everybody is done with the step before
+        named_sync(kMeet, kConsumers);  // and everybody is done with the step before
         if (threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
       } else if (reaches) {
         barrier_wait(shared.full[step % kStages], step / kStages & 1);
       }
       if (reaches) {
-        state.attend(q_tile, shared_address(shared.k[step % kStages]),
-                     waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros), tile_first + row, first_key,
-                     window_cuts(p, first, last, first_key), careful ? nonfinite : nullptr, shared.v_rows,
-                     [&] { load_when_free(step + 2); });
+        const uint32 of_waiting = waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros);
+        state.attend(window, q_tile, k_tile(step), of_waiting, rows.first + row, first_key,
+                     window_cuts(window, first, last, first_key), rising, careful ? nonfinite : nullptr, v_rows,
+                     [&] { load_carefully(step + 2); });
         leave(waiting);
         waiting = step;
       } else {
         flush();
         leave(step);
-        load_when_free(step + 2);
+        load_carefully(step + 2);
       }
-      if (p.near_out && first_key == near_begin(p, first)) {
+      if (first_key == near_key) {
         flush();
-        state.keep_near(Rows(p, block_index()), row);
+        state.keep_near(Rows(p, block_index()), own_row());
       }
     }
     flush();
     cp_async_wait<0>();
-    if (!__syncthreads_or(!careful && any_nonfinite(state.acc))) {
-      state.store(Rows(p, block_index()), q_tile, row);
-      return;
-    }
+  };
+  const bool rising = p.scale_log2 > 0.f;
+  bool plain = rising && p.sinks == 0, careful = false;
+#pragma unroll 1
+  while (true) {
+    if (plain)
+      attend(PlainWindow{p.window}, true, false);
+    else
+      attend(p, rising, careful);
+    if (named_count(kMeet, kConsumers, !careful && any_nonfinite(state.acc)) == 0) break;
+    plain = false;
+    careful = true;
   }
+  state.store(Rows(p, block_index()), shared_address(shared.q[threadIdx.x / 128]), own_row());
 }
 
 }  // namespace s2o

@@ -230,10 +230,11 @@ struct Consumer : Products<Traits> {
         release_k();
         if constexpr (kFirst) {
           softmax<true>(limit - tile * kBlockN);
+          await_output();
         } else {
           moved = settled_softmax(limit - tile * kBlockN, rows, tile);
+          wgmma_wait<0>();
         }
-        wgmma_wait<0>();
       });
       release_v();
       if (moved) rescale();
@@ -247,6 +248,15 @@ struct Consumer : Products<Traits> {
     if (kFirst && unstored) store_last(nth - 1);
     if (kFirst) guard(limit - (tile - 1) * kBlockN, nth);
     return tile;
+  }
+  // Of pass 1. Behind the softmax only where head_dim is 256: with less, whose products are shorter, waiting before the
+  // exponentials, as ptxas has it, is up to 3 % faster, as the other warpgroup's products run under them anyway.
+  __device__ __forceinline__ void await_output() {
+    if constexpr (Traits::kHeadDim == 256) {
+      wgmma_wait_behind(mass[0] + mass[1]);
+    } else {
+      wgmma_wait<0>();
+    }
   }
   __device__ __forceinline__ void guard(int limit, uint32 nth) {
     if (limit < kBlockN) guard_values(limit, nth);
@@ -290,7 +300,7 @@ struct Consumer : Products<Traits> {
       wgmma_wait<1>();
       release_k();
       softmax<true>(q_tile_at(nth).limit);
-      wgmma_wait<0>();
+      await_output();
       release_v();
       if (!kStoresLate) store_last(nth - 1);
       pack();

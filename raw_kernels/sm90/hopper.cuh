@@ -117,6 +117,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// wgmma_wait<0> behind the arithmetic that `result`, which is never negative, comes from: the products run under that.
+// ptxas moves a wait before arithmetic that does not need it, but not past a branch; this one is never taken.
+__device__ __forceinline__ void wgmma_wait_behind(float result) {
+  if (result < 0.f) __syncwarp();
+  wgmma_wait<0>();
+}
+
 // What describes a tile in shared memory to wgmma, in two halves. The high one: the 128-byte swizzle, rows of 64 16-bit
 // elements, and the bytes from 8 rows to the next 8, kEightRows where they do not follow each other. The low one is the
 // address, in units of 16 bytes, and `atom_stride` (bytes), which leads to the next 64 columns where those are the

@@ -37,7 +37,7 @@ GRADIENT_KEYS = 64  # of a block of threads of nsa_selected_backward (kGradientK
 
 WINDOW = Family("nsa_window", "nsa/window.cu", "NsaParams", 128, 2, "WindowTraits<{element}, {head_dim}>")
 WINDOW_SM90 = Family(
-    "nsa_window_sm90", "nsa/window_sm90.cu", "NsaParams", 384, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
+    "nsa_window_sm90", "nsa/window_sm90.cu", "NsaParams", 512, 1, "WindowSm90Traits<{element}, {head_dim}>", path=HOPPER
 )
 BLOCK_WEIGHTS = Family(
     "nsa_block_weights", "nsa/block_weights.cu", "NsaParams", 128, 2,
@@ -80,7 +80,7 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 
 def window(inputs: Inputs, compute_capability: int) -> Kernel:
     if HOPPER.runs_on(compute_capability):
-        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 8 * 8 + 2 * 8 + 4 * 4 + 8 * 4
+        shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 8 * 8 + 8 * 4  # barriers, bits of keys
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
     return Kernel(WINDOW, inputs.dtype, inputs.head_dim, shared_bytes=shared)
