@@ -234,7 +234,7 @@ FAULTS = [
     *_faults(
         "merge_last", replace(UNITS, options={"unit": 8, "dense_last": 1}),
         ("the last queries' own keys weigh nothing", "output", "total += own_weight;", ""),
-        ("they have the wrong base", "lse", "(base + log2f(total)) * kLn2", "(base + log2f(total))"),
+        ("they have the wrong base", "lse", "weights.lse * kLn2", "weights.lse"),
         ("they are not counted", "stop", "if (of_segment % p.block_m == 0)", "if (of_segment < 0)"),
     ),
     *_faults(
