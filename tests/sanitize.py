@@ -111,6 +111,20 @@ def wrong_nsa(path: str, head_dim: int, heads: int) -> list[str]:
     return nsa_cases.choice_problems(blocks, x, config) + nsa_cases.whole_problems(o, x, blocks, config)
 
 
+def wrong_window(sinks: int) -> list[str]:
+    x = nsa_cases.draw(np.random.default_rng(0), DTYPES["float16"], 300, 777, head_dim=128)
+    return test_gpu_nsa.window_problems(x, 200, sinks)
+
+
+def wrong_beside_infinite(heads: int) -> list[str]:
+    """Values that are not finite are taken out of products, and rows before them keep their bits."""
+    x = nsa_cases.draw(np.random.default_rng(0), DTYPES["float16"], 700, heads=heads, kv_heads=2, head_dim=128)
+    before = test_gpu_nsa.attend(x, nsa_cases.SMALL)[0][:, :, :400]
+    x.v_cmp[:, :, 30, 7] = x.v[:, :, 500, 9] = np.inf
+    after = test_gpu_nsa.attend(x, nsa_cases.SMALL)[0][:, :, :400]
+    return [] if before.tobytes() == after.tobytes() else ["rows that see no value that is not finite"]
+
+
 def wrong_long_choice(group: int, length: int) -> list[str]:
     """NSA's choice among so many blocks that a lane of a warp has several pieces of them."""
     x = nsa_cases.draw(np.random.default_rng(0), DTYPES["bfloat16"], 40, length, heads=group, kv_heads=1)
@@ -136,8 +150,12 @@ def checks() -> Iterator[Check]:
         yield "", f"selection, head_dim={head_dim}, {config}", partial(wrong_selection, config, head_dim)
     for path, head_dim, heads in itertools.product(paths, (80, 128), (2, 4)):
         yield path, f"NSA, head_dim={head_dim}, {heads} heads", partial(wrong_nsa, path, head_dim, heads)
-    for group, length in ((1, 30_000), (2, 60_000)):
+    for group, length in ((1, 30_000), (2, 60_000), (8, 20_000)):
         yield "", f"NSA, {length} keys of {group} heads", partial(wrong_long_choice, group, length)
+    for sinks in (0, 130):
+        yield "", f"NSA's window, {sinks} sinks", partial(wrong_window, sinks)
+    for heads in (2, 4):
+        yield "", f"NSA, values that are not finite, {heads} heads", partial(wrong_beside_infinite, heads)
     dense = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, options={"dense_up_to": 1000})
     for path in paths:
         yield path, "dense, in small pages", partial(differing, dense, path, page_size=8)

@@ -148,17 +148,20 @@ def test_selected_alone(rng, block, group):
     assert branch_problems(cupy.asnumpy(o), cupy.asnumpy(lse), exact, weight, x, 2) == []
 
 
+def window_problems(x, window, sinks):
+    import cupy
+
+    o, lse = window_attention(*map(to_gpu, x[:3]), window, sinks, return_lse=True)
+    q, k, v = wide(*x[:3])
+    exact, weight = nsa.window(q, k, v, window, sinks=sinks), nsa.window(q, k, np.abs(v), window, sinks=sinks)[0]
+    return branch_problems(cupy.asnumpy(o), cupy.asnumpy(lse), exact, weight, x, 1)
+
+
 @pytest.mark.parametrize("window", [1, 64, 200, 10_000])
 @pytest.mark.parametrize("sinks", [0, 5, 130])
 @pytest.mark.parametrize("lengths", [(500, 500), (300, 777)])
 def test_window_alone(rng, window, sinks, lengths):
-    import cupy
-
-    x = draw(rng, DTYPES["float16"], *lengths, head_dim=128)
-    o, lse = window_attention(*map(to_gpu, x[:3]), window, sinks, return_lse=True)
-    q, k, v = wide(*x[:3])
-    exact, weight = nsa.window(q, k, v, window, sinks=sinks), nsa.window(q, k, np.abs(v), window, sinks=sinks)[0]
-    assert branch_problems(cupy.asnumpy(o), cupy.asnumpy(lse), exact, weight, x, 1) == []
+    assert window_problems(draw(rng, DTYPES["float16"], *lengths, head_dim=128), window, sinks) == []
 
 
 @pytest.mark.parametrize("branch", [0, 1, 2])

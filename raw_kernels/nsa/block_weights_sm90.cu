@@ -1,6 +1,6 @@
 // nsa_block_weights on Hopper, by wgmma. A warpgroup takes 64 rows, (token, head) pairs, a turn, and 128 compressed keys
-// a step. Four of them keep the products of one under the exponentials of others; where shared memory holds the queries
-// of two alone, each has the product of the next (step, turn) under its own exponentials.
+// a step. With two query heads of a KV head four of them have the products of one under the exponentials of others. With
+// more, shared memory has room for the queries of two warpgroups: each has the next product under its own exponentials.
 #include "nsa/block_sums.cuh"
 #include "nsa/compressed_keys.cuh"
 #include "nsa/tile_sm90.cuh"
@@ -112,7 +112,7 @@ __device__ __forceinline__ void nsa_block_weights_sm90(const NsaParams& p, typen
     asm volatile("" : "+r"(row));
     return token_of(row);
   };
-  // The warpgroups go their own ways, a step or so apart, so that products of one run under the exponentials of the other.
+  // The warpgroups go their own ways, a step or so apart, so that products of one run under the exponentials of others.
   const auto expect = [&](int step) {  // a step's copies, while those of the next one set off
     load(step + 1);
     barrier_wait(shared.full[step % kStages], step / kStages & 1);

@@ -17,6 +17,9 @@ struct CompressedTraits {
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8;
   // Two warpgroups attend; one copies keys and values.
   static constexpr int kConsumers = 256, kCopiers = 128, kThreads = kConsumers + kCopiers;
+  static constexpr int kConsumerRegisters = 240, kCopierRegisters = 24;
+  static_assert(kConsumers * kConsumerRegisters + kCopiers * kCopierRegisters <= kRegistersOfBlock<kThreads>,
+                "one would wait forever");
   static constexpr int kTokens = 128, kTile = 128, kStages = 3;  // of a block; compressed keys of a step
   static constexpr int kKeyTiles = kTile / 8, kDimTiles = kHeadDim / 8;
   struct Shared {
@@ -165,7 +168,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     }
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
-    registers_shrink<24>();
+    registers_shrink<Traits::kCopierRegisters>();
     const StepCopies<Traits, Traits::kCopiers> copies(p, threadIdx.x - kConsumers);
     const uint16* q = p.q.at(batch, head);
 #pragma unroll 1
@@ -193,7 +196,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     cp_async_wait<0>();
     return;
   }
-  registers_grow<240>();
+  registers_grow<Traits::kConsumerRegisters>();
   // Kept in a register, not read from the thread's index at each step; and one that is known to be the warp's.
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
@@ -214,7 +217,7 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
   // careful: in step, and with values that are not finite taken out of products. A second time so only where one has come
   // in, seen or not.
   CompressedRows<Traits> rows(p);
-  const auto attend = [&](const auto& shape, bool rising, bool careful) {
+  const auto walk = [&](const auto& shape, bool rising, bool careful) {
     rows.clear();
     if (careful)
       for (int i = threadIdx.x; i < kStages * kTile / 32; i += kConsumers) shared.nonfinite[0][i] = 0;
@@ -319,16 +322,16 @@ __device__ __forceinline__ void nsa_compressed_sm90(const NsaParams& p, typename
     rows.issue_output(v_tile(steps - 1));
     wgmma_wait<0>();
     finished(rows.acc);
-    cp_async_wait<0>();
+    if (careful) cp_async_wait<0>();
   };
   const bool rising = p.scale_log2 > 0.f;
   bool usual = rising && UsualBlockShape::is_of(p), careful = false;
 #pragma unroll 1
   while (true) {
     if (usual)
-      attend(UsualBlockShape(), true, false);
+      walk(UsualBlockShape(), true, false);
     else
-      attend(BlockShape(p), rising, careful);
+      walk(BlockShape(p), rising, careful);
     if (named_count(kMeet, kConsumers, !careful && any_nonfinite(rows.acc)) == 0) break;
     usual = false;
     careful = true;

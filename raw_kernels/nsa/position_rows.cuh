@@ -41,7 +41,7 @@ struct WindowSteps {
   }
 };
 
-// A window without sinks, as NSA has it, known to the compiler. What follows is for it, or for the parameters themselves.
+// A window without sinks, as NSA has it, known to the compiler. In what follows Window is this, or the parameters.
 struct PlainWindow {
   int window;
   static constexpr int sinks = 0;

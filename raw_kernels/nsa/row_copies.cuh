@@ -10,6 +10,7 @@ template <int kHeadDim, int kTile, int kThreads>
 struct RowCopies {
   static constexpr int kChunks = kHeadDim / 8, kAtATime = kThreads / kChunks;
   static_assert(kAtATime % 8 == 0, "neighbours among a thread's rows would be swizzled differently");
+  static_assert(kTile % kAtATime == 0, "the last rows would be left out");
   int chunk, slot, head_dim;
   uint32 place;  // of the thread's first row, from the tile's begin
 

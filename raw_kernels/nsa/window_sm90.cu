@@ -12,7 +12,11 @@ struct WindowSm90Traits {
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8;
   // Three warpgroups attend; one copies keys and values.
   static constexpr int kGroups = 3, kConsumers = kGroups * 128, kCopiers = 128, kThreads = kConsumers + kCopiers;
-  // Steps of keys in shared memory: one that comes, two that copies are under way for, and one whose values still wait.
+  static constexpr int kConsumerRegisters = 152, kCopierRegisters = 40;
+  static_assert(kConsumers * kConsumerRegisters + kCopiers * kCopierRegisters <= kRegistersOfBlock<kThreads>,
+                "one would wait forever");
+  // Steps of keys in shared memory. Where care is taken: the one that is attended to, two that copies are under way for,
+  // and one whose values still wait.
   static constexpr int kStages = 4;
   using Rows = PositionRows<kGroups * 64>;
   struct Shared {
@@ -199,8 +203,8 @@ struct WindowRows {
 template <class Traits>
 __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
-  constexpr int kMeet = 1;          // a named barrier
-  constexpr int kCarefully = 256;   // threads that copy where care is taken
+  constexpr int kMeet = 1;         // a named barrier
+  constexpr int kCarefully = 256;  // threads that copy where care is taken, each as many rows as the others
   using Rows = typename Traits::Rows;
   using Copies = RowCopies<kHeadDim, kWindowStep, Traits::kCopiers>;
   using CarefulCopies = RowCopies<kHeadDim, kWindowStep, kCarefully>;
@@ -227,7 +231,7 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
     copies.load(v_tile(step), p.v, v_rows, first_key + copies.slot, copies.kAtATime, end, whole);
   };
   if (threadIdx.x >= kConsumers) {
-    registers_shrink<40>();
+    registers_shrink<Traits::kCopierRegisters>();
     const Copies copies(threadIdx.x - kConsumers, p.geometry.head_dim);
     const uint16* q = p.q.at(batch, rows.head_in_batch(p.heads));
 #pragma unroll 1
@@ -247,12 +251,13 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
     cp_async_wait<0>();
     return;
   }
-  registers_grow<152>();
+  registers_grow<Traits::kConsumerRegisters>();
   // Kept in a register, not read from the thread's index at each step; and one that is known to be the warp's.
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0), group = warp / 4;
   const int row = warp * 16 + lane / 4;  // and 8 more
+  // The same, worked out anew where registers are short.
   const auto own_row = [] { return static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4; };
   const uint32 q_tile = shared_address(shared.q[group]);
   // Positions of the warpgroup's rows; all are of one block of keys.
@@ -262,10 +267,10 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
   //
   // careful: in step, and with values that are not finite taken out of products. A second time so only where one has come
   // in, seen or not.
-  const auto attend = [&](const auto& window, bool rising, bool careful) {
+  const auto walk = [&](const auto& window, bool rising, bool careful) {
     state.clear();
     int waiting = -1;  // the step whose weights wait for their values
-    const auto load_carefully = [&](int step) {
+    const auto load_if_careful = [&](int step) {
       if (!careful) return;
       if (threadIdx.x < kCarefully && step < steps.count) load(CarefulCopies(threadIdx.x, p.geometry.head_dim), step);
       cp_async_commit();
@@ -279,8 +284,8 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
       leave(waiting);
       waiting = -1;
     };
-    load_carefully(0);
-    load_carefully(1);
+    load_if_careful(0);
+    load_if_careful(1);
 #pragma unroll 1
     for (int step = 0; step < steps.count; ++step) {
       const int first_key = steps.first_key(step);
@@ -296,20 +301,22 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
         fence_for_wgmma();
         named_sync(kMeet, kConsumers);  // and everybody is done with the step before
         if (threadIdx.x < kWindowStep / 32) shared.nonfinite[(step + 2) % kStages][threadIdx.x] = 0;
-      } else if (reaches) {
+      } else {
+        // Also for a step that it does not reach: no warp is then so far ahead that it leaves a stage twice before another
+        // has left it once.
         barrier_wait(shared.full[step % kStages], step / kStages & 1);
       }
       if (reaches) {
         const uint32 of_waiting = waiting >= 0 ? v_tile(waiting) : shared_address(shared.zeros);
         state.attend(window, q_tile, k_tile(step), of_waiting, rows.first + row, first_key,
                      window_cuts(window, first, last, first_key), rising, careful ? nonfinite : nullptr, v_rows,
-                     [&] { load_carefully(step + 2); });
+                     [&] { load_if_careful(step + 2); });
         leave(waiting);
         waiting = step;
       } else {
         flush();
         leave(step);
-        load_carefully(step + 2);
+        load_if_careful(step + 2);
       }
       if (first_key == near_key) {
         flush();
@@ -317,16 +324,16 @@ __device__ __forceinline__ void nsa_window_sm90(const NsaParams& p, typename Tra
       }
     }
     flush();
-    cp_async_wait<0>();
+    if (careful) cp_async_wait<0>();
   };
   const bool rising = p.scale_log2 > 0.f;
   bool plain = rising && p.sinks == 0, careful = false;
 #pragma unroll 1
   while (true) {
     if (plain)
-      attend(PlainWindow{p.window}, true, false);
+      walk(PlainWindow{p.window}, true, false);
     else
-      attend(p, rising, careful);
+      walk(p, rising, careful);
     if (named_count(kMeet, kConsumers, !careful && any_nonfinite(state.acc)) == 0) break;
     plain = false;
     careful = true;

@@ -98,6 +98,10 @@ __device__ __forceinline__ uint32 named_count(int barrier, int count, bool mine)
   return found;
 }
 
+// Registers that a block of so many threads has, to be shared out anew.
+template <int kThreads>
+constexpr int kRegistersOfBlock = 65536 / kThreads / 8 * 8 * kThreads;
+
 template <int kRegisters>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

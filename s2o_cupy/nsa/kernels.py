@@ -44,7 +44,7 @@ BLOCK_WEIGHTS = Family(
     "BlockWeightTraits<{element}, {head_dim}, {group}>",
 )  # fmt: skip
 BLOCK_WEIGHTS_SM90 = Family(
-    "nsa_block_weights_sm90", "nsa/block_weights_sm90.cu", "NsaParams", 256, 1,
+    "nsa_block_weights_sm90", "nsa/block_weights_sm90.cu", "NsaParams", 512, 1,
     "BlockWeightsTraits<{element}, {head_dim}, {group}>", path=HOPPER,
 )  # fmt: skip
 COMPRESSED_SM90 = Family(
@@ -96,11 +96,11 @@ def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel
     queries = ROWS * inputs.head_dim * 2  # of a turn
     if HOPPER.runs_on(compute_capability) and FUSED_GROUP < group <= MAX_HOPPER_GROUP:
         group = 1 << (group - 1).bit_length()
-        threads = 512 if group == 2 else 256  # more have queries of more turns, for which shared memory has less room
-        shared = group // 2 * threads // 2 * (inputs.head_dim * 2 + 4)  # queries and their lse
+        own_threads = 256 if group > 2 else 0  # their queries take turns, for which shared memory has less room
+        shared = group // 2 * (own_threads or BLOCK_WEIGHTS_SM90.threads) // 2 * (inputs.head_dim * 2 + 4)  # with lse
         shared += HOPPER_STAGES * (COMPRESSED_KEYS * inputs.head_dim * 2 + 2 * 8) + 8  # keys, barriers, an address
         return Kernel(BLOCK_WEIGHTS_SM90, inputs.dtype, inputs.head_dim, group=group, shared_bytes=shared,
-                      own_threads=threads)  # fmt: skip
+                      own_threads=own_threads)  # fmt: skip
     heads = 1 if group == 1 else 2 if group == 2 else 4  # among the four rows of a thread
     shared = 2 * STEP * inputs.head_dim * 2 + 4 * ROWS * 4 + queries
     more = (-(-group // heads) - 1) * queries

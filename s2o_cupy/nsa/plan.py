@@ -123,8 +123,8 @@ class NsaPlan:
 
     @property
     def weight_stride(self) -> int:
-        """Weights of a token: what two steps of compressed keys count for is written whole."""
-        return -(-self.blocks // 64) * 64 + 64
+        """Weights of a token: what a step of compressed keys counts for, 32 blocks at most, is written whole."""
+        return (self.blocks // 32 + 1) * 32
 
     @property
     def weight_rows(self) -> int:

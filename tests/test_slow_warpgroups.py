@@ -1,0 +1,75 @@
+"""Warpgroups of NSA's Hopper kernels go their own ways and meet at barriers in memory: however slow one of them is, be
+it the one that copies, a call has the same bits. A delay is planted in each in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from conftest import has_gpu, has_hopper
+from nsa_cases import draw
+from test_gpu_nsa import DTYPES, attend
+
+from s2o_cupy import NSAConfig
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.cuda import compiler
+from s2o_cupy.selection.catalogue import kernels_for
+
+NANOSECONDS = 5000  # of a step; one takes some 2,000
+LENGTH = 9000  # five steps of compressed keys, of which three are in shared memory
+CONFIG = NSAConfig(window=1024)  # more than 16 steps of keys, of which four are in shared memory
+
+
+@dataclass(frozen=True)
+class Delay:
+    function: str
+    before: str  # which line of the source it is
+    who: str  # condition in CUDA C++; "": the warpgroup that copies
+    heads: int = 1  # of a KV head
+
+    def plant(self, text: str) -> str:
+        assert text.count(self.before) == 1, f"{self.before}: gone, or no longer the only one"
+        wait = f"__nanosleep({NANOSECONDS});\n"
+        return text.replace(self.before, (f"if ({self.who}) {wait}" if self.who else wait) + self.before)
+
+
+DELAYS = [
+    *(Delay("nsa_window_sm90", "state.attend(window, q_tile", f"group == {i}") for i in range(3)),
+    Delay("nsa_window_sm90", "load(copies, step);", ""),
+    *(Delay("nsa_compressed_sm90", "load_next(step);\n      wgmma_wait<1>", f"warpgroup == {i}") for i in range(2)),
+    Delay("nsa_compressed_sm90", "if (step < steps) bring(kKeys, step);", ""),
+    *(Delay("nsa_block_weights_sm90", "weigh(d[0], 0);", f"warpgroup == {i}", heads=2) for i in (0, 3)),
+    *(Delay("nsa_block_weights_sm90", "weigh(d[turn % 2], turn);", f"warpgroup == {i}", heads=4) for i in range(2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("delay", DELAYS, ids=str)
+def test_every_delay_has_its_place(delay):
+    """Without a GPU: the sources still hold the lines that delays stand before."""
+    kernel = next(kernel for kernel in kernels_for(90) if kernel.function == delay.function)
+    assert delay.plant(compiler.render(kernel)) != compiler.render(kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delay", DELAYS, ids=str)
+def test_a_slow_warpgroup_changes_no_bit(delay, monkeypatch):
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    x = draw(np.random.default_rng(0), DTYPES["bfloat16"], LENGTH, heads=delay.heads, kv_heads=1, head_dim=128)
+    expected = attend(x, CONFIG)
+    good = compiler.render
+    monkeypatch.setattr(
+        compiler, "render",
+        lambda kernel: delay.plant(good(kernel)) if kernel.function == delay.function else good(kernel),
+    )  # fmt: skip
+    monkeypatch.setattr(compiler, "_loaded", {})
+    clear_cache()
+    try:
+        found = attend(x, CONFIG)
+    finally:
+        clear_cache()
+    for one, other in zip(expected, found, strict=True):
+        assert one.tobytes() == other.tobytes()
