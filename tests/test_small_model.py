@@ -95,4 +95,16 @@ def test_what_it_was_trained_on():
         first = row[:128].astype(np.uint8).tobytes()
         begins = np.flatnonzero(np.diff(copied.astype(int)) == 1) + 1
         assert all(row[b : b + 20].astype(np.uint8).tobytes() in first for b in begins if copied[b : b + 20].all())
-    assert len(train.docstrings()) > 500_000
+
+
+def test_docstrings(tmp_path):
+    train = _sources.module_of(str(FOLDER / "train.py"))
+    for name, text in {
+        "b.py": 'def f():\n    """Of a function."""\n\nclass C:\n    """Of a class."""\n    def g(self): pass\n',
+        "a/a.py": '"""Of a module."""\n',
+        "test/c.py": '"""Of a test."""\n',
+        "broken.py": '"""Of nothing"""\n1 +\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert train.docstrings(tmp_path) == b"Of a module.\n\nOf a function.\n\nOf a class."

@@ -39,9 +39,8 @@ SIZES = {
 }  # fmt: skip
 
 
-def docstrings() -> bytes:
-    """Of the standard library's modules, without its tests, in the order of their paths."""
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
+def docstrings(root: pathlib.Path) -> bytes:
+    """Of the modules in a folder, such as the standard library, without its tests, in the order of their paths."""
     found = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -133,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", default=str(HERE / "weights.npz"), help="the file to write (default: the one here)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    model = train(np.frombuffer(docstrings(), np.uint8), args.seed)
+    model = train(np.frombuffer(docstrings(pathlib.Path(sysconfig.get_path("stdlib"))), np.uint8), args.seed)
     weights = {name: x.detach().half().numpy() for name, x in model.named_parameters()}
     np.savez_compressed(args.out, **weights)
     print(f"{args.out}: {pathlib.Path(args.out).stat().st_size / 1e6:.2f} MB")

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api.lengths import check_lengths, check_packed_keys, check_packed_queries
 from ..api.run import parse_config
@@ -77,7 +76,14 @@ def scaled_dot_product_attention(
     _check_dropout(function, "dropout_p", dropout_p)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     lower_right = False
-    if isinstance(attn_mask, CausalBias):
+    if attn_mask is not None:
+        from torch.nn.attention.bias import CausalBias, CausalVariant  # which takes seconds to import
+
+        if not isinstance(attn_mask, CausalBias):
+            raise ValueError(
+                f"{function}: attn_mask is a {type(attn_mask).__name__}, and S2O takes no mask; accepted: None, "
+                "is_causal=True, or causal_lower_right of torch.nn.attention.bias (for padding: flash_attn_varlen_func)"
+            )
         if is_causal:
             raise ValueError(f"{function}: attn_mask and is_causal=True came together; accepted: one of them")
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
@@ -86,11 +92,6 @@ def scaled_dot_product_attention(
                 f"accepted: for {seqlen_q} and {seqlen_k}, those of query and key"
             )
         is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
-    elif attn_mask is not None:
-        raise ValueError(
-            f"{function}: attn_mask is a {type(attn_mask).__name__}, and S2O takes no mask; accepted: None, "
-            "is_causal=True, or causal_lower_right of torch.nn.attention.bias (for padding: flash_attn_varlen_func)"
-        )
     if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{function}: query has {query.shape[-3]} heads, key has {key.shape[-3]}; accepted: as many, "

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -159,7 +158,11 @@ class Asked(NamedTuple):
         if isinstance(mask, CausalMask):
             # None is sdpa's own way to say so, where there are as many queries as keys.
             seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-            mask = None if seqlen_q == seqlen_k else causal_lower_right(seqlen_q, seqlen_k)
+            mask = None
+            if seqlen_q != seqlen_k:
+                from torch.nn.attention.bias import causal_lower_right  # which takes seconds to import
+
+                mask = causal_lower_right(seqlen_q, seqlen_k)
         options = {"dropout": self.dropout, "scaling": self.scale, "is_causal": self.is_causal}
         return sdpa_attention_forward(self.module, query, key, value, mask, **options, **self.options)[0]
 
