@@ -78,8 +78,8 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
 
     Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and more
     as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone; with 256
-    a paged cache. Of that
-    of the fastest path so too what all share; of anything else one kernel of each function. Of another architecture one
+    a paged cache. Of that of the fastest path so too what all share; of anything else one kernel of each function. So
+    too of passes over packed sequences: they differ from the others in how a tile is found. Of another architecture one
     kernel of each pass: what differs there is how many registers and how much shared memory they take.
     """
     limits, own = DeviceLimits.of_architecture(compute_capability), path_of(compute_capability)
@@ -96,6 +96,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
         whole = {name for path, names in passes.items() if path is own for name in names}
         whole |= shared if own is PATHS[0] else set()
         once |= shared
+    packed = {kernel.function for kernel in kernels if kernel.function.startswith("pass1_packed")}
+    whole -= packed
+    once |= packed
     sample: dict[tuple[object, ...], Kernel] = {}
     plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
     for kernel in kernels:
