@@ -96,9 +96,10 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
         whole = {name for path, names in passes.items() if path is own for name in names}
         whole |= shared if own is PATHS[0] else set()
         once |= shared
-    packed = {kernel.function for kernel in kernels if kernel.function.startswith("pass1_packed")}
-    whole -= packed
-    once |= packed
+    for path in passes:
+        of_packed = _functions(path, limits, packed=True) - _functions(path, limits, packed=False)
+        whole -= of_packed
+        once |= of_packed
     sample: dict[tuple[object, ...], Kernel] = {}
     plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
     for kernel in kernels:
@@ -110,6 +111,11 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
         elif kernel.function in once and not variants and (kernel.dtype, kernel.head_dim) == SAMPLE:
             sample[(kernel.function,)] = kernel
     return tuple(sample.values())
+
+
+def _functions(path: Path, limits: DeviceLimits, packed: bool) -> set[str]:
+    inputs = (Inputs(*SAMPLE, paged=paged) for paged in (False, True))
+    return {x.function for of in inputs for x in path.catalogue(of, limits, packed=packed, skips_values=True)}
 
 
 def _variants(kernel: Kernel) -> set[str]:
