@@ -116,7 +116,7 @@ def head_counts(text: str) -> list[tuple[int, int]]:
 def add_s2o(parser: argparse.ArgumentParser) -> None:
     """Options of every call but tau."""
     parser.add_argument(
-        "--orders", type=orders, default=orders(S2OConfig.rank),
+        "--orders", type=orders, default=orders(S2OConfig().rank),
         help="comma-separated rank[:pooled_queries[:window[:segment[:unit]]]]",
     )  # fmt: skip
     parser.add_argument("--tail", choices=TAILS, default=S2OConfig.tail)
@@ -149,7 +149,7 @@ def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 # Arguments that are paths, of which a result keeps the names, in its command.
-FILES = ("models", "hugging_face", "text", "tokens", "haystack")
+FILES = ("models", "hugging_face", "text", "tokens", "haystack", "weights")
 
 
 def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

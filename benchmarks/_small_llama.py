@@ -1,5 +1,7 @@
 """Llamas for benchmarks: a small trained one as a Hugging Face model, and one layer of a large one.
 
+Qwen3s as well: Llamas that normalise queries and keys by head, which their weights show.
+
 The small one comes as a Python file, the loader, with HEADS, KV_HEADS, ROPE_THETA and ``load(path)``, which gives the
 weights by their Hugging Face names in the dtype and on the device to run in. Its ``nll(weights, ids, targets)``, the
 loss of each token under dense attention by code of its own, is a check where there is one.
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -23,10 +25,14 @@ NORM_EPS = 1e-5  # Llama's; transformers' default is another
 
 
 def convert(weights: Mapping[str, Tensor], heads: int, kv_heads: int, rope_theta: float) -> Any:
-    """LlamaForCausalLM with these weights, in their dtype and on their device; other sizes are read from them."""
+    """LlamaForCausalLM with these weights, in their dtype and on their device; other sizes are read from them.
+
+    Qwen3ForCausalLM where queries and keys have norms.
+    """
     table, gate = weights["model.embed_tokens.weight"], weights["model.layers.0.mlp.gate_proj.weight"]
     tied = "lm_head.weight" not in weights
-    config = LlamaConfig(
+    normed = "model.layers.0.self_attn.q_norm.weight" in weights
+    config = (Qwen3Config if normed else LlamaConfig)(
         vocab_size=table.shape[0], hidden_size=table.shape[1], intermediate_size=gate.shape[0],
         num_hidden_layers=1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers.")),
         num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -34,10 +40,11 @@ def convert(weights: Mapping[str, Tensor], heads: int, kv_heads: int, rope_theta
         **_shared(rope_theta),
     )  # fmt: skip
     # Not by .to(dtype), which would round the frequencies of the rotary embedding as well.
-    model = LlamaForCausalLM._from_config(config, dtype=table.dtype).to(table.device).eval()
+    made = Qwen3ForCausalLM if normed else LlamaForCausalLM
+    model = made._from_config(config, dtype=table.dtype).to(table.device).eval()
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if tied else set()):
-        raise ValueError(f"weights: not those of a Llama; missing {missing}, unexpected {unexpected}")
+        raise ValueError(f"weights: not those of a Llama or Qwen3; missing {missing}, unexpected {unexpected}")
     return model
 
 

@@ -8,13 +8,13 @@
 --small: the small model of benchmarks/small_model, which comes with its text. Without a GPU loss and errors alone, of
 4,096 tokens, by the NumPy reference.
 
---models: small trained Llamas, each NAME=LOADER:WEIGHTS:TOKENS. The loader is a .py with load(path), HEADS, KV_HEADS
-and ROPE_THETA, the tokens a .npy of ids. --hugging-face: a pretrained model, which reads --text by its own tokenizer,
-or --tokens. Of every length and every kind of attention, by --parts:
+--models: small trained Llamas and Qwen3s, each NAME=LOADER:WEIGHTS:TOKENS. The loader is a .py with load(path), HEADS,
+KV_HEADS and ROPE_THETA, the tokens a .npy of ids. --hugging-face: a pretrained model, which reads --text by its own
+tokenizer, or --tokens. Of every length and every kind of attention, by --parts:
 
 - loss: nats per token and its difference to dense attention, over the text and over eight equal parts of it; how often
   the likeliest next token is the one that came; and both at tokens that the text copies from far away
-  (`_copies.far_copies`), which is where attention that misses keys would show first.
+  (`s2o_cupy.tools.far_copies`), which is where attention that misses keys would show first.
 - error: in every layer, on the q, k and v that dense layers give it, the error of attention (pooled rel_l2), of its
   rows (median, 99 %, 99.9 %, and the share that is more than half wrong), and the density.
 - time: of a prefill (with a KV cache, up to the logits of the last token) and of its attention in all layers, in turns
@@ -22,7 +22,8 @@ or --tokens. Of every length and every kind of attention, by --parts:
 
 Attention is dense (transformers' "sdpa", held to one of PyTorch's kernels) or S2O, configured by --base and by every
 --set, and tuned to the model on top of --base by every --tune: on the tokens that follow the measured ones, or on these
-where the text ends before. Differences and ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy,
+where the text ends before. --measure second has it the other way round: it measures the tokens that follow the first
+ones, and tunes on the first. Differences and ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy,
 transformers.
 """
 
@@ -32,7 +33,7 @@ import argparse
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,10 +42,10 @@ import _kinds
 import _pretrained
 import _sources
 import numpy as np
-from _copies import far_copies
 from _kinds import Kind, attention, described, kinds, told
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.tools.far_copies import far_copies
 from s2o_cupy.tools.progress import Report, progress
 from s2o_cupy.tools.tune_layers import TunedLayers
 
@@ -63,6 +64,7 @@ COLUMNS: list[_common.Column] = [
     ("±", "loss_difference_sem", ".5f"),
     ("loader's own", "loader_loss", ".5f"),
     ("of text tuned on", "tuned_loss_difference", "+.5f"),
+    ("held back worse by", "tuned_held_back_worse", "+.5f"),
     ("copies: nats to dense", "copies_loss_difference", "+.5f"),
     ("copies: hits", "copies_accuracy", ".4f"),
     ("worst layer's rel_l2", "worst_rel_l2", ".4f"),
@@ -139,6 +141,8 @@ def add_loss(case: Case, rows: list[Row], step: Any) -> None:
             row["copies_loss_difference"] = (loss - dense)[copied].mean()
         if isinstance(kind, TunedLayers) and kind.loss is not None:
             row["tuned_loss_difference"] = kind.loss.loss_difference
+            if kind.loss.held_back_worse is not None:
+                row["tuned_held_back_worse"] = kind.loss.held_back_worse
         row |= {key: float(value) for key, value in row.items() if isinstance(value, np.floating)}
     if subject.nll is not None:
         rows[0]["loader_loss"] = float(subject.nll(ids, targets).double().mean())
@@ -183,14 +187,10 @@ MEASURES = {"loss": add_loss, "error": add_errors, "time": add_times}
 # ---------------------------------------------------------------- the run
 
 
-def tuned(args: argparse.Namespace, subject: Subject, length: int, step: Callable[[str], None], ids: Any) -> list[Kind]:
-    """What each --tune finds, on the tokens behind the measured ones."""
-    import _small_llama
-
+def tuned(args: argparse.Namespace, subject: Subject, step: Callable[[str], None], ids: Any) -> list[Kind]:
+    """What each --tune finds on these tokens."""
     from s2o_cupy.integrations.model_tools import tune_model
 
-    if len(subject.text) > 2 * length:
-        ids, _ = _small_llama.tokens(subject.text[length:], length, ids.device)
     config = S2OConfig(**args.base)
     subject.model.set_attn_implementation("sdpa")
     return [
@@ -202,6 +202,16 @@ def tuned(args: argparse.Namespace, subject: Subject, length: int, step: Callabl
     ]  # fmt: skip
 
 
+def halves(text: np.ndarray, length: int, measure: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where the measured tokens of a text begin, and where those that are tuned on do."""
+    enough = len(text) > 2 * length
+    if measure == "second" and not enough:
+        raise ValueError(f"--measure second: a text of {len(text):,} tokens; accepted: {2 * length + 1:,} or more")
+    if measure == "second":
+        return text[length:], text
+    return text, text[length:] if enough else text
+
+
 def run_models(args: argparse.Namespace, step: Callable[[str], None], device: str = "") -> Iterator[list[Row]]:
     """The rows of each model and length."""
     import _small_llama
@@ -210,9 +220,12 @@ def run_models(args: argparse.Namespace, step: Callable[[str], None], device: st
     for subject in subjects(args, device):
         for length in args.lengths:
             _pretrained.check_length(subject.model, length)
-            ids, targets = _small_llama.tokens(subject.text, length, device)
+            measured, other = halves(subject.text, length, args.measure)
+            ids, targets = _small_llama.tokens(measured, length, device)
+            tune_on, _ = _small_llama.tokens(other, length, device)
             report = lambda what: step(f"{subject.name}, {length:,}: {what}")  # noqa: B023, E731
-            case = Case(args, subject, ids, targets, [*kinds(args), *tuned(args, subject, length, step, ids)])
+            found = [*kinds(args), *tuned(args, subject, step, tune_on)]
+            case = Case(args, replace(subject, text=measured), ids, targets, found)
             rows = [{"model": subject.name, "length": length, **described(kind, length)} for kind in case.kinds]
             for part in args.parts:
                 MEASURES[part](case, rows, report)
@@ -284,6 +297,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tune", type=tuning, action="append", default=[], metavar="loss=NUMBER[,by=head]",
         help="a configuration tuned to the model, for a loss, an error or a density; as often as wanted",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measure", choices=("first", "second"), default="first",
+        help="the first tokens of the text, and tune on those that follow; or the other way round (default: first)",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", help="write the result here")

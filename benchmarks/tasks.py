@@ -1,10 +1,19 @@
-"""Whether a pretrained language model still finds what a long text says, with S2O in every layer, on one GPU.
+"""Whether a language model still finds what a long text says, with S2O in every layer, on one GPU.
 
+    python benchmarks/tasks.py --retrieval --lengths 32768,65536,131072 --set tau=0.005 --json retrieval.json
     python benchmarks/tasks.py --hugging-face smollm2.gguf --lengths 4096,8192 --samples 100 --json tasks.json
 
-Needles and chains of variables in the style of RULER (`_tasks`). The text and its right answer are read at once, and
-each answer token must be the likeliest after those before it, as it would be by greedy generation. S2O is configured by
---base, by default dense_up_to=0, and by every --set. Needs PyTorch with CUDA, CuPy, transformers.
+--retrieval: the model of benchmarks/retrieval_model, which was trained on texts with hundreds of statements and
+questions. Right answers and right tokens by task, by distance, and of questions in the middle and at the end, with
+dense attention, S2O and every published method, or those of --method; beside them density and time of attention.
+Without a GPU 2,048 tokens by the NumPy reference, S2O and the methods of --method, and no time.
+
+--hugging-face: a pretrained model. Needles and chains of variables in the style of RULER (`_tasks`), with --base by
+default dense_up_to=0.
+
+A text and its right answers are read at once, and each answer token must be the likeliest after those before it, as it
+would be by greedy generation. S2O is configured by --base and by every --set. Needs PyTorch with CUDA, CuPy,
+transformers.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ from typing import Any
 import _common
 import _kinds
 import _pretrained
+import _retrieval
 import _tasks
 import numpy as np
 from _kinds import attention, described, kinds, told
@@ -99,21 +109,16 @@ def run(args: argparse.Namespace, report: Report) -> list[Row]:
 
     done = itertools.count()
     total = 1 + len(args.tasks) * len(args.lengths) * len(kinds(args))
+    total = _retrieval.steps(args) if args.retrieval else total
+    run_any = _retrieval.run_retrieval if args.retrieval else run_tasks
     rows: list[Row] = []
     with torch.inference_mode():
-        for found in run_tasks(args, lambda what: report(next(done), total, what)):
+        for found in run_any(args, lambda what: report(next(done), total, what)):
             rows += found
             # After each length, so that an interrupted run leaves what it has measured.
-            result = _common.provenance() | {"transformers": transformers.__version__}
+            result = _common.provenance(args.device) | {"transformers": transformers.__version__}
             _common.write_json(args.json, {**result, "settings": _common.settings(args, rows), "rows": rows})
     return rows
-
-
-def tasks(text: str) -> list[str]:
-    found = _common.names(text)
-    if not found or set(found) - set(_tasks.TASKS):
-        raise argparse.ArgumentTypeError(f"{text}: accepted: one or more of {', '.join(_tasks.TASKS)}")
-    return found
 
 
 def sentences(path: str) -> list[str]:
@@ -124,19 +129,37 @@ def sentences(path: str) -> list[str]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hugging-face", required=True, metavar="PATH", help=_pretrained.HELP)
-    parser.add_argument("--tasks", type=tasks, default=list(_tasks.TASKS), help=f"default: {','.join(_tasks.TASKS)}")
-    parser.add_argument("--lengths", type=_common.integers, default=[8192], help="tokens (default: 8192)")
-    parser.add_argument("--samples", type=int, default=100, help="texts for each task and length (default: 100)")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--retrieval", action="store_true", help="the model of benchmarks/retrieval_model")
+    which.add_argument("--hugging-face", metavar="PATH", help=_pretrained.HELP)
+    parser.add_argument("--tasks", type=_common.names, help="default: all")
+    default = "(default: 8192; of --retrieval 32768,65536,131072, or 2048)"
+    parser.add_argument("--lengths", type=_common.integers, help=f"tokens {default}")
+    default = "(default: 100; of --retrieval 8, or 2, for each length)"
+    parser.add_argument("--samples", type=int, help=f"texts for each task and length {default}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--haystack", help="a text file to hide needles in (default: RULER's noise)")
+    parser.add_argument("--haystack", help="of --hugging-face: a text file to hide needles in (default: RULER's noise)")
+    _retrieval.add_arguments(parser)
     _kinds.add_arguments(parser)
-    parser.set_defaults(base={"dense_up_to": 0})
+    parser.set_defaults(base=None)
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args(argv)
+    if args.base is None:
+        args.base = {} if args.retrieval else {"dense_up_to": 0}
     _kinds.check(parser, args)
-    if not _common.has_gpu():
-        parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
+    known = _retrieval.texts().KINDS if args.retrieval else tuple(_tasks.TASKS)
+    args.tasks = [*known] if args.tasks is None else args.tasks
+    if not args.tasks or set(args.tasks) - {*known}:
+        parser.error(f"--tasks: {','.join(args.tasks)}; accepted: one or more of {', '.join(known)}")
+    gpu = _common.has_gpu()
+    args.device = "cuda" if gpu else "cpu"
+    if args.haystack if args.retrieval else args.weights:
+        parser.error("--haystack, --weights: accepted: --haystack with --hugging-face, --weights with --retrieval")
+    if args.retrieval:
+        _retrieval.settle(parser, args, gpu)
+    elif not gpu:
+        parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA, but for --retrieval")
+    args.lengths, args.samples = args.lengths or [8192], args.samples or 100
     return args
 
 
@@ -144,7 +167,7 @@ def main() -> None:
     args = parse()
     with progress("tasks") as report:
         rows = run(args, report)
-    print(_common.table(rows, COLUMNS))
+    print(_common.table(rows, _retrieval.COLUMNS if args.retrieval else COLUMNS))
 
 
 if __name__ == "__main__":

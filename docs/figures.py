@@ -78,6 +78,7 @@ VIEWS: dict[str, list[Column]] = {
         ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
         ("A's nats to dense", _key("loss_of_A"), "+.4f"),
         ("B's nats to dense", _key("loss_of_B"), "+.4f"),
+        ("C's", _key("loss_of_C"), "+.4f"),
         ("rel_l2", _key("rel_l2"), "error"),
         ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
         ("extra GiB", _key("extra_gib"), ".2f"),
@@ -133,10 +134,9 @@ VIEWS: dict[str, list[Column]] = {
         ("attention", _kind, "s"),
         *(
             (heading.format(model), _key(f"{key}_of_{model}"), form)
-            for model in "AB"
+            for model in "ABC"
             for heading, key, form in (
                 ("{}: nats more than dense", "loss_difference", "+.4f"),
-                ("±", "loss_difference_sem", ".4f"),
                 ("{}: where text is copied", "copies_loss_difference", "+.4f"),
                 ("{}: of dense attention's time", "x_attention", ".3f"),
             )
@@ -177,6 +177,15 @@ VIEWS: dict[str, list[Column]] = {
         ("right answers", _key("right"), ".1%"),
         ("right tokens", _key("right_tokens"), ".1%"),
         ("answered as by dense", _key("as_dense"), ".1%"),
+    ],
+    # Answers of the retrieval model, from benchmarks/tasks.py --retrieval.
+    "answers": [
+        *_MODEL[1:],
+        ("density", _key("density"), ".3f"),
+        ("right answers", _key("right"), ".1%"),
+        ("right tokens", _key("right_tokens"), ".1%"),
+        ("over 32,768 tokens away", _key("right_beyond"), ".1%"),
+        ("of dense attention's time", _key("x_attention"), ".3f"),
     ],
     # Calls that wait for each other on the GPU, and how long a call keeps the host busy.
     "queued": [
@@ -321,6 +330,7 @@ def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = sorted(rows, key=lambda row: (models.index(row.get("model")), row["length"] if row.get("model") else 0))
     rows = _side_by_side(rows) if view == "models" else rows
+    rows = [row for row in rows if row["task"] == "all"] if view == "answers" else rows
     varied = [c for c in _CONDITIONS if len({c[1](row) for row in rows}) > 1]
     columns = [c for c in (*varied, *VIEWS[view]) if any(c[1](row) is not None for row in rows)]
     lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|" + " ---: |" * len(columns)]

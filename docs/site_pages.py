@@ -57,6 +57,7 @@ API = {
         [
             f"{INTEGRATIONS}.model_tools",
             *(f"{PACKAGE}.tools.tune_layers.{name}" for name in ("TunedLayers", "tune_layers")),
+            *(f"{PACKAGE}.tools.{name}" for name in ("loss_search.Trial", "must_hold.Part", "must_hold.Bound")),
             *(f"{INTEGRATIONS}.model_report.{name}" for name in ("ModelReport", "LayerReport")),
             *(f"{PACKAGE}.{name}" for name in ("tune", "tools.tune.TuneResult")),
             *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate", "attention_within")),

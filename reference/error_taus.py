@@ -104,11 +104,11 @@ class _Piece:
         self.q, self.k, self.v = q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen]
         self.geometry = replace(whole, seqlen_q=end - begin, seqlen_k=seen)
         self.config, self.scores, self.stop_lag = config, (scale, softcap), stop_lag
+        self.state = pass1(self.q, self.k, self.v, self.geometry, scale, softcap)
         self.orders = (
             query_order(self.q, self.k, self.geometry, config.block_m),
-            key_order(self.q, self.k, self.geometry, config, scale),
+            key_order(self.q, self.k, self.geometry, config, scale, finish(self.state)[1]),
         )  # fmt: skip
-        self.state = pass1(self.q, self.k, self.v, self.geometry, scale, softcap)
         self.dense = dense_attention(
             self.q, self.k, self.v, scale=scale, softcap=softcap, is_causal=whole.is_causal
         )[0]  # fmt: skip

@@ -2,6 +2,7 @@
 
     pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
     pooled_queries, unit_keys -> unit_weights -> order_keys         the same with rank="weight"
+    unit_clusters, query_norms -> query_weights -> order_keys       the same with rank="query"
     query_order                                                      Algorithm 1 (i)
 
 Shapes are those of `reference.s2o`. U is the number of whole units of keys, W of those among a segment's candidates.
@@ -10,10 +11,11 @@ Shapes are those of `reference.s2o`. U is the number of whole units of keys, W o
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import LOG2E, MAX_SEGMENT, OUTLIER_SHIFT, Geometry, S2OConfig
+from ..spec import BLOCK_UNITS, LOG2E, MAX_SEGMENT, OUTLIER_SHIFT, Geometry, S2OConfig
 from .dense import Array, quiet
 from .key_order import log_weights, order_keys
 
@@ -25,8 +27,12 @@ __all__ = [
     "ordered_units",
     "outlier_distances",
     "pooled_queries",
+    "Clusters",
+    "query_norms",
     "query_order",
+    "query_weights",
     "ranked_units",
+    "unit_clusters",
     "unit_keys",
     "unit_positions",
     "unit_weights",
@@ -179,6 +185,111 @@ def unit_weights(pooled: Array, counts: Array, of_units: Array, n: int, geometry
     return weights.max(axis=-2).reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 
 
+class Clusters(NamedTuple):
+    """Whole units of keys as groups of keys that lie close together, C of each."""
+
+    keys: Array  # [B, Hkv, U, C, D] their means; 0 where a group has no key
+    shares: Array  # [B, Hkv, U, C] their part of the unit's keys
+    means: Array  # [B, Hkv, U, D] of all keys of a unit
+
+
+@quiet
+def unit_clusters(k: Array, geometry: Geometry, clusters: int) -> Clusters:
+    """The first centre is the key furthest from the unit's mean, each further one the key furthest from all centres
+    before it, of equally far ones the first; a key belongs to the centre nearest to it, of equally near ones the first.
+    So a key unlike its neighbours, which a query may look for, hardly shares its group's mean with others."""
+    batch, kv_heads, _, head_dim = k.shape
+    keys = k[:, :, : geometry.units * geometry.unit].reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim)
+    mean = keys.mean(axis=3, keepdims=True)  # [B, Hkv, U, 1, D]
+    furthest = outlier_distances(keys, mean).argmax(axis=3)  # [B, Hkv, U]
+    nearest = np.full(keys.shape[:4], np.inf, keys.dtype)  # squared distances to the nearest centre so far
+    group = np.zeros(keys.shape[:4], np.int8)
+    for c in range(clusters):
+        centre = np.take_along_axis(keys, furthest[..., None, None], axis=3)
+        distance = np.square(keys - centre).sum(axis=-1)
+        nearer = (distance < nearest) | (c == 0)
+        group[nearer], nearest = c, np.where(nearer, distance, nearest)
+        furthest = np.where(np.isnan(nearest), -1, nearest).argmax(axis=3)
+    belongs = [(group == c)[..., None] for c in range(clusters)]
+    sizes = np.stack([x.sum(axis=3)[..., 0] for x in belongs], axis=-1)  # [B, Hkv, U, C]
+    sums = np.stack([np.where(x, keys, 0).sum(axis=3) for x in belongs], axis=3)  # [B, Hkv, U, C, D]
+    return Clusters(sums / np.maximum(sizes, 1)[..., None].astype(k.dtype), sizes / geometry.unit, mean[:, :, :, 0])
+
+
+def whole_blocks(n: int, geometry: Geometry) -> tuple[Array, Array]:
+    """Blocks of BLOCK_UNITS neighbouring units that are all candidates of segment ``n``, and its units in none of
+    them, both ascending: int32."""
+    units = ranked_units(n, geometry)
+    blocks, counts = np.unique(units // BLOCK_UNITS, return_counts=True)
+    blocks = blocks[counts == BLOCK_UNITS].astype(np.int32)
+    return blocks, units[~np.isin(units // BLOCK_UNITS, blocks)]
+
+
+def block_keys(means: Array) -> Array:
+    """Of each BLOCK_UNITS neighbouring whole units the mean of their means [B, Hkv, U, D]: [B, Hkv, blocks, D]."""
+    batch, kv_heads, units, head_dim = means.shape
+    whole = units // BLOCK_UNITS * BLOCK_UNITS
+    return means[:, :, :whole].reshape(batch, kv_heads, -1, BLOCK_UNITS, head_dim).mean(axis=3)
+
+
+@quiet
+def query_norms(
+    q: Array, means: Array, blocks: Array, own: Array, geometry: Geometry, scale: float, centre: Array | None = None
+) -> Array:
+    """log2 of each query's softmax mass, in units of one unit of keys.
+
+    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, and ``own`` [B, H, Lq]
+    the natural log of what pass 1 has found (its lse). Beside it count the segment's candidates: each whole block of
+    BLOCK_UNITS units as many times as it has units by its mean key, and units in no such block by their own. Means hide
+    a key that a query looks for, so that its norm comes out too small and that key's weight too large: it comes first.
+    A norm that is not finite is 0. ``centre`` [B, Hkv, D]: that of keys less it.
+
+    Returns [B, H, Lq]; of segments without a candidate 0.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads = means.shape[1]
+    norms = np.zeros((batch, heads, seqlen_q), q.dtype)
+    for n in range(geometry.segments):
+        (first, end), (which, units) = geometry.queries(n), whole_blocks(n, geometry)
+        if len(which) + len(units) == 0:
+            continue
+        rows = q[:, :, first:end].reshape(batch, kv_heads, heads // kv_heads, end - first, head_dim)
+        keys = [blocks[:, :, which], means[:, :, units]]
+        parts = [rows @ x[:, :, None].swapaxes(-1, -2) * (scale * LOG2E) for x in keys]
+        parts[0] = parts[0] + math.log2(BLOCK_UNITS)
+        found = own[:, :, first:end].reshape(rows.shape[:-1])[..., None] * LOG2E - math.log2(geometry.unit)
+        x = np.concatenate([*parts, found], axis=-1)  # [B, Hkv, G, rows, blocks + units + 1]
+        top = x.max(axis=-1, keepdims=True, initial=-np.inf)
+        top = np.where(np.isneginf(top), 0, top)
+        norm = (top + np.log2(np.exp2(x - top).sum(axis=-1, keepdims=True)))[..., 0]
+        if centre is not None:
+            norm = norm - (rows @ centre[:, :, None, :, None])[..., 0] * (scale * LOG2E)
+        norms[:, :, first:end] = np.where(np.isfinite(norm), norm, 0).reshape(batch, heads, end - first)
+    return norms
+
+
+@quiet
+def query_weights(
+    q: Array, norms: Array, keys: Array, shares: Array, n: int, geometry: Geometry, scale: float
+) -> Array:
+    """log2 of the largest part of its softmax mass that a single query of segment ``n`` gives a group of a unit's keys.
+
+    Takes the arrays of :func:`query_norms` and :func:`unit_clusters`. NaN wins.
+
+    Returns float32 [B, H, W], units in ascending position.
+    """
+    batch, heads, _, head_dim = q.shape
+    kv_heads, units, (first, end) = keys.shape[1], ranked_units(n, geometry), geometry.queries(n)
+    rows = q[:, :, first:end].reshape(batch, kv_heads, heads // kv_heads, end - first, head_dim)
+    norms = norms[:, :, first:end].reshape(rows.shape[:-1])[..., None]  # [B, Hkv, G, rows, 1]
+    weights = np.full((batch, kv_heads, heads // kv_heads, len(units)), -np.inf, rows.dtype)  # [B, Hkv, G, W]
+    for c in range(keys.shape[3]):
+        scores = rows @ keys[:, :, None, units, c].swapaxes(-1, -2) * (scale * LOG2E)  # [B, Hkv, G, rows, W]
+        scores = scores + np.log2(shares[:, :, None, None, units, c])
+        weights = np.maximum(weights, (scores - norms).max(axis=-2))
+    return weights.reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
+
+
 def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
     """Segment ``n``'s units by their float16 scores [B, H, W], most important first: int32 [B, H, W].
 
@@ -189,18 +300,30 @@ def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) 
 
 
 @quiet
-def key_order(q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float) -> list[Array]:
+def key_order(
+    q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float, own: Array | None = None
+) -> list[Array]:
     """Candidates of each segment, most important first (Algorithm 1, lines 15-20).
+
+    ``own`` [B, H, Lq], the lse that pass 1 has found, is what ``rank="query"`` needs.
 
     Returns N arrays int32 [B, H, C] of absolute key positions.
     """
-    pooled, counts = pooled_queries(q, geometry, config)
-    of_units = unit_keys(k, geometry) if config.rank == "weight" else k
+    if config.rank == "query":
+        if own is None:
+            raise ValueError("key_order: own is None; accepted with rank='query': the lse of pass 1, [B, H, Lq]")
+        of_units = unit_clusters(k, geometry, config.clusters)
+        norms = query_norms(q, of_units.means, block_keys(of_units.means), own, geometry, scale)
+    else:
+        pooled, counts = pooled_queries(q, geometry, config)
+        keys = unit_keys(k, geometry) if config.rank == "weight" else k
     orders = []
     for n in range(geometry.segments):
-        if config.rank == "weight":
-            scores = unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16)
+        if config.rank == "query":
+            scores = query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale).astype(np.float16)
+        elif config.rank == "weight":
+            scores = unit_weights(pooled, counts, keys, n, geometry, scale).astype(np.float16)
         else:
-            scores = log_weights(key_scores(pooled, counts, k, n, geometry), scale)
+            scores = log_weights(key_scores(pooled, counts, keys, n, geometry), scale)
         orders.append(unit_positions(ordered_units(scores, n, geometry, config), n, geometry))
     return orders

@@ -275,7 +275,7 @@ def s2o(
     geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, is_causal, config.unit)
 
     q_order = query_order(q, k, geometry, config.block_m)
-    k_order = key_order(q, k, geometry, config, scale)
     state1 = pass1(q, k, v, geometry, scale, softcap)
+    k_order = key_order(q, k, geometry, config, scale, finish(state1)[1])
     state2, visited = pass2(q, k, v, state1, q_order, k_order, geometry, config, scale, softcap, progress=progress)
     return Result(*finish(state2), visited, q_order, k_order, state1)

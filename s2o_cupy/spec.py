@@ -76,14 +76,21 @@ TAILS = ("none", "first_order")
 MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
 MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
-RANKS = ("weight", "max", "mean")
+RANKS = ("query", "weight", "max", "mean")
+UNIT_RANKS = ("query", "weight")  # that order units of several keys
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
 DENSE_LAST = 256  # queries at the end of a call that attend to all their keys
 DENSE_LAST_PART = 32  # where they are at most one in so many
 # An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
+BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query's norm
+CLUSTERS = (2, 4)  # groups of keys of a unit that rank="query" may tell apart
+CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
+# Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
+KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
+DEFAULT_TAU_WITH_TAIL = 0.05  # the same with rank="query", where the tail counts what is left
 LONG_FROM = 1 << 15
 # How an error finds its taus (reference.error_taus is the definition).
 FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
@@ -111,6 +118,10 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
     "kOutlierShift": OUTLIER_SHIFT,
+    "kBlockUnits": BLOCK_UNITS,
+    "kKeyExponent": KEY_EXPONENT,
+    "kQueryExponent": QUERY_EXPONENT,
+    "kMostExponent": MOST_EXPONENT,
     "kLadder": len(FIRST_LADDER),
     "kErrorSegments": ERROR_SEGMENTS,
     "kDrawStep": DRAW_STEP,
@@ -174,27 +185,35 @@ class S2OConfig:
     Parameters
     ----------
     segment : int, optional
-        Queries per segment, which share one order of keys; default 128, with ``rank="mean"`` or "max" 1024. A segment's
-        own keys are attended densely; every earlier key is a candidate.
+        Queries per segment, which share one order of keys; default 128, with ``rank="mean"`` or "max" 1,024. A
+        segment's own keys are attended densely; every earlier key is a candidate.
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call. Default: 0.02 for segments with up to 32,768 earlier keys,
-        beyond less by the square root of their number, as errors grow with it: 0.01 for 131,072 (`tau_of`).
+        heads, or one for each query head, all in one call. Default: 0.05 where the rest counts (``tail``), else 0.02,
+        for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as errors grow with
+        it: half as much for 131,072 (`tau_of`).
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128
         Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024, the CPU of 16.
-    rank : {"weight", "max", "mean"}, default "weight"
-        A key's score: "weight", the largest softmax weight that any of the segment's pooled queries gives it; "max",
-        the largest dot product with one of them; "mean" (the paper, Algorithm 1), its dot product with the mean of all
-        of the segment's queries.
+    rank : {"query", "weight", "max", "mean"}, default "query", with pooled_queries "weight"
+        A key's score: "query", the largest softmax weight that any single query of the segment gives it; "weight", that
+        any of its pooled queries does, which is cheaper and loses what one query alone looks for; "max", the largest
+        dot product with a pooled query; "mean" (the paper, Algorithm 1), its dot product with the mean of all of the
+        segment's queries.
     unit : int, optional
-        Neighbouring keys scored together, by their mean and the key furthest from it, and visited together: a power of
-        two up to 128 with ``rank="weight"``, default 16. The other ranks order single keys, as the paper does: 1.
+        Neighbouring keys scored together, by the means of their groups (``clusters``), with "weight" by their mean and
+        the key furthest from it, and visited together: a power of two up to 128 with ``rank="query"`` and "weight",
+        default 16. The others order single keys, as the paper does: 1.
     pooled_queries : int, optional
         How many pooled queries a segment has, each the mean of a run of consecutive queries; default with "weight" one
-        for each 8 queries, up to 256, with "max" 16 (at most a segment's queries), with "mean" 1.
+        for each 8 queries, up to 256, with "max" 16 (at most a segment's queries), with "mean" 1. With "query" each
+        query is one, and no other number is accepted.
+    clusters : int, optional
+        Of ``rank="query"``: the keys of a unit are told apart as so many groups of keys that lie close together, each
+        scored by its mean. 4, the default, or 2, which takes half the time and finds fewer of the single keys that a
+        query may look for.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
@@ -209,13 +228,16 @@ class S2OConfig:
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default: 8192, as was measured, and any length at tau 0, which is dense by definition. 0: never. The reference
         on the CPU ignores it.
-    tail : {"none", "first_order"}, default "none"
+    tail : {"none", "first_order"}, optional
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
         "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
+        Default: "first_order" with ``rank="query"`` and no error, else "none". What is sampled speaks for the rest only
+        where the order has found what single queries look for.
     dense_last : int, optional
         Queries at the end that attend to all their keys, rounded up to whole segments: a prompt ends with what is
-        asked of it, and single rows there decide what is generated. Default, with rank "weight" in a causal call of a
-        whole prompt (seqlen_q is seqlen_k): 256, or a longer segment, where they are at most one in 32; else 0.
+        asked of it, and single rows there decide what is generated. Default, with rank "query" or "weight" in a causal
+        call of a whole prompt (seqlen_q is seqlen_k): 256, or a longer segment, where they are at most one in 32; else
+        0.
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
         head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
@@ -233,33 +255,39 @@ class S2OConfig:
     tau: float | Sequence[float] | None = None  # a number, or a tuple; None with an error and by default
     block_m: int = 128
     block_n: int = 128
-    rank: str = "weight"
+    rank: str = None  # type: ignore[assignment]
     unit: int = None  # type: ignore[assignment]
     pooled_queries: int = None  # type: ignore[assignment]
     window: int = 0
     workspace_bytes: int = 256 << 20
     path: str = "auto"
     dense_up_to: int | None = None
-    tail: str = "none"
+    tail: str | None = None
     error: float | Sequence[float] | None = None
     dense_last: int | None = None
+    clusters: int = None  # type: ignore[assignment]  # of rank="query" alone; otherwise 0
 
     def __post_init__(self) -> None:
+        if self.rank is None:
+            pools = self.pooled_queries is not None and not isinstance(self.pooled_queries, _Default)
+            self._set("rank", "weight" if pools else "query")
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
-        by_weight = self.rank == "weight"
-        self._default("segment", 128 if by_weight else 1024)
+        self._default("segment", 128 if self.orders_units else 1024)
         self._set("segment", checked_int("segment", self.segment, 1, MAX_SEGMENT))
         self._set_tau()
         self._set("block_m", checked_int("block_m", self.block_m, 1, 1024))
         self._set("block_n", checked_int("block_n", self.block_n, 1, 1024))
-        self._default("unit", 16 if by_weight else 1)
+        self._default("unit", 16 if self.orders_units else 1)
         self._set("unit", checked_int("unit", self.unit, 1))
-        if self.unit not in (UNITS if by_weight else (1,)):
-            accepted = ", ".join(map(str, UNITS)) if by_weight else "1, or rank='weight'"
+        if self.unit not in (UNITS if self.orders_units else (1,)):
+            accepted = ", ".join(map(str, UNITS)) if self.orders_units else "1, or rank='query' or 'weight'"
             raise ValueError(f"S2OConfig: unit is {self.unit} with rank={self.rank!r}; accepted: {accepted}")
         most = MAX_POOLED_QUERIES.get(self.rank)
-        few = {"mean": 1, "max": 16, "weight": min(-(-self.segment // WEIGHT_RUN), MAX_POOLED_QUERIES["weight"])}
+        few = {
+            "mean": 1, "max": 16, "weight": min(-(-self.segment // WEIGHT_RUN), MAX_POOLED_QUERIES["weight"]),
+            "query": self.segment,
+        }  # fmt: skip
         self._default("pooled_queries", min(few[self.rank], self.segment))
         self._set("pooled_queries", checked_int("pooled_queries", self.pooled_queries, 1, most))
         if self.rank == "mean" and self.pooled_queries != 1:
@@ -267,13 +295,24 @@ class S2OConfig:
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
                 "accepted: 1, or rank='weight' or 'max'"
             )
+        if self.rank == "query" and self.pooled_queries != self.segment:
+            raise ValueError(
+                f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='query', where each of the segment's "
+                f"{self.segment} queries is one; accepted: none, or rank='weight' or 'max'"
+            )
+        by_query = self.rank == "query"
+        self._default("clusters", CLUSTERS[-1] if by_query else 0)
+        self._set("clusters", checked_int("clusters", self.clusters, 0))
+        if self.clusters not in (CLUSTERS if by_query else (0,)):
+            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "none, or rank='query'"
+            raise ValueError(f"S2OConfig: clusters is {self.clusters} with rank={self.rank!r}; accepted: {accepted}")
         self._set("window", checked_int("window", self.window, 0))
         self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
         if self.dense_up_to is not None:
             self._set("dense_up_to", checked_int("dense_up_to", self.dense_up_to, 0))
         if self.dense_last is not None:
             self._set("dense_last", checked_int("dense_last", self.dense_last, 0))
-        if self.tail not in TAILS:
+        if self.tail is not None and self.tail not in TAILS:
             raise ValueError(f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
         if self.path not in PATHS:
             raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
@@ -313,6 +352,11 @@ class S2OConfig:
         return hash(self.values)
 
     @property
+    def orders_units(self) -> bool:
+        """Whether units of several keys are ordered, by softmax weights."""
+        return self.rank in UNIT_RANKS
+
+    @property
     def run(self) -> int:
         """Queries behind one pooled query: equal runs, the last may be shorter."""
         return -(-self.segment // self.pooled_queries)
@@ -325,14 +369,20 @@ class S2OConfig:
     @property
     def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
-        return self.tail != "none" and not self.never_stops
+        by_default = self.rank == "query" and self.error is None
+        return (by_default if self.tail is None else self.tail != "none") and not self.never_stops
+
+    @property
+    def default_tau(self) -> float:
+        """tau of a segment with few earlier keys, where none is given."""
+        return DEFAULT_TAU_WITH_TAIL if self.rank == "query" and self.adds_tail else DEFAULT_TAU
 
     def tau_of(self, candidates: int) -> float | tuple[float, ...]:
         """tau of a segment with so many earlier keys, of a config without an error: the one given, or the default."""
         if self.error is not None:
             raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
         if self.tau is None:
-            return DEFAULT_TAU * math.sqrt(LONG_FROM / max(candidates, LONG_FROM))
+            return self.default_tau * math.sqrt(LONG_FROM / max(candidates, LONG_FROM))
         return self.tau  # type: ignore[return-value]  # a sequence is a tuple from __post_init__ on
 
     def taus(self, heads: int, candidates: int) -> tuple[float, ...]:
@@ -345,7 +395,7 @@ class S2OConfig:
         if self.dense_last is not None:
             return self.dense_last
         last = max(DENSE_LAST, self.segment)
-        return last if self.rank == "weight" and seqlen >= DENSE_LAST_PART * last else 0
+        return last if self.orders_units and seqlen >= DENSE_LAST_PART * last else 0
 
     def dense_from(self, geometry: Geometry) -> int:
         """The first of the segments at the end that never stop, by `dense_last`; if none does, how many there are."""
@@ -372,8 +422,10 @@ class S2OConfig:
         return self.with_error(self.error[begin:end]) if isinstance(self.error, tuple) else self
 
     def with_tau(self, tau: float | Sequence[float] | None) -> S2OConfig:
-        """The same with this tau, or the default, whatever tau or error it had."""
-        return replace(self, tau=tau, error=None)
+        """The same with this tau, or the default, whatever tau or error it had. With the taus that an error has found
+        it is the same call: what no tile has visited counts for nothing there, unless `tail` says otherwise."""
+        found = tau is not None and self.error is not None and self.tail is None
+        return replace(self, tau=tau, error=None, tail="none" if found else self.tail)
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:
         """The same with this error in the place of its tau."""
@@ -466,6 +518,13 @@ class Geometry:
     def ranked(self, n: int) -> int:
         """How many whole units are among them: these are put in order. A short one comes last."""
         return self.candidates(n) // self.unit
+
+    @property
+    def leading_units(self) -> int:
+        """Units that the centre of rank="query" is the mean of: of at most CENTRE_KEYS first keys, all of them before
+        each segment that has candidates. At least 1, where nothing is ordered too."""
+        first = next((self.ranked(n) for n in range(self.segments) if self.ranked(n) > 0), 1)
+        return max(1, min(CENTRE_KEYS // self.unit, first if self.is_causal else self.units))
 
     def moment_group(self, n: int) -> int:
         """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""

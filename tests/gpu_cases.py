@@ -199,6 +199,24 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"pooled_queries": 256}, "segment": 20, "seqlen_q": 311},
     {"options": {"pooled_queries": 40}, "segment": 320, "seqlen_q": 1500, "head_dim": 128},  # several tiles of them
     {"options": {"pooled_queries": 256}, "segment": 1024, "seqlen_q": 2500, "head_dim": 256},
+    *({"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": head_dim} for head_dim in (64, 128, 256)),
+    {"options": {"rank": "weight"}, "seqlen_q": 500, "seqlen_k": 777, "is_causal": False, "scale": -0.1},
+    {"options": {"rank": "weight", "tail": "first_order", "unit": 4}, "seqlen_q": 1300, "head_dim": 128},
+    # Each query by itself: two groups of keys or four, segments of up to 128 queries and longer, short last ones,
+    # more blocks of units than one, and without causality units between them on three sides.
+    *({"options": {"clusters": 2}, "segment": 128, "seqlen_q": 900, "head_dim": size} for size in (64, 96, 256)),
+    *({"segment": 128, "seqlen_q": 2900, "head_dim": head_dim, "tau": 0.1} for head_dim in (64, 128, 256)),
+    *({"segment": 128, "seqlen_q": 300, "seqlen_k": 5000 + more, "is_causal": False, "head_dim": 128, "dtype": dtype}
+      for more in (0, 33) for dtype in DTYPES),
+    {"segment": 100, "heads": 6, "kv_heads": 2, "batch": 2, "seqlen_q": 777, "seqlen_k": 2003, "head_dim": 40},
+    {"segment": 128, "scale": -0.2, "seqlen_q": 700, "head_dim": 128},
+    {"segment": 128, "scale": 30.0, "seqlen_q": 700, "head_dim": 64},
+    {"segment": 128, "scale": 1e-5, "seqlen_q": 700, "head_dim": 128},
+    *({"segment": 128, "poison": (name, 200, value), "seqlen_q": 700, "head_dim": 128}
+      for name in "qk" for value in (NAN, INF)),
+    {"segment": 128, "seqlen_q": 700, "head_dim": 72, "arrange": "one element in"},
+    {"segment": 128, "options": {"unit": 1}, "seqlen_q": 500, "head_dim": 128},
+    {"segment": 128, "options": {"unit": 128, "window": 40}, "seqlen_q": 900, "head_dim": 64},
     # Units of keys: a key, more of them than a segment or a key tile has queries or keys, and lengths around them.
     *(
         {"options": {"unit": unit}, "seqlen_q": 700, "head_dim": head_dim}

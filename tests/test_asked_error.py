@@ -45,7 +45,7 @@ def test_errors_come_near_what_was_asked_for(device, qkv, length, error):
     stopped = np.isfinite(taus)
     assert stopped.any() or error == 0.1  # which all heads keep to after Hopper's two key tiles
     assert not stopped.any() or (found[stopped] > 0.4 * error).any()
-    expected = s2o_attention(*arrays, config=device.config.with_tau(taus.tolist()))
+    expected = s2o_attention(*arrays, config=stats.config.with_tau(taus.tolist()))
     np.testing.assert_array_equal(bits(o), bits(expected))
 
 

@@ -17,6 +17,15 @@ def unseen(device, tau, spot):
     return slice(0, spot if tau == 0 else spot // device.config.segment * device.config.segment)
 
 
+def assert_same_rows(device, o, expected, rows):
+    """Bits of earlier segments. Rows of the key's own segment share an order with later ones, whose mass it is part
+    of: where all keys are visited, another order rounds otherwise."""
+    begin = rows.stop // device.config.segment * device.config.segment
+    np.testing.assert_array_equal(o[:, :, :begin], expected[:, :, :begin])
+    unit = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}[device.dtype.name]
+    np.testing.assert_allclose(o[:, :, begin : rows.stop], expected[:, :, begin : rows.stop], rtol=0, atol=unit)
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e4])
 @pytest.mark.parametrize("tau", [0, 0.05])
@@ -28,7 +37,7 @@ def test_a_key_changes_only_the_rows_that_may_see_it(device, qkv, config, name, 
     o = device.attend(q, k, v, tau=tau)
     np.testing.assert_array_equal(o[:, :2], expected[:, :2])  # heads of the other KV head
     rows = unseen(device, tau, spot)
-    np.testing.assert_array_equal(o[:, 2:, rows], expected[:, 2:, rows])
+    assert_same_rows(device, o[:, 2:], expected[:, 2:], rows)
     assert (o[:, 2:, spot] != expected[:, 2:, spot]).any()
 
 
@@ -54,7 +63,7 @@ def test_the_future_is_not_seen(device, qkv, value, tau, spot):
     expected = device.attend(q, k, v, tau=tau)
     k[:, :, spot:], v[:, :, spot:] = value, value
     rows = unseen(device, tau, spot)
-    np.testing.assert_array_equal(device.attend(q, k, v, tau=tau)[:, :, rows], expected[:, :, rows])
+    assert_same_rows(device, device.attend(q, k, v, tau=tau), expected, rows)
 
 
 def test_more_keys_before_the_queries_are_not_the_future(device, qkv):

@@ -43,7 +43,8 @@ def succeed(script, *arguments):
 
 
 def test_orders():
-    assert _common.orders("mean,max:4:128:512,weight:8:0:64:32") == [
+    assert _common.orders("query,mean,max:4:128:512,weight:8:0:64:32") == [
+        {"rank": "query"},
         {"rank": "mean"},
         {"rank": "max", "pooled_queries": 4, "window": 128, "segment": 512},
         {"rank": "weight", "pooled_queries": 8, "window": 0, "segment": 64, "unit": 32},
@@ -53,7 +54,7 @@ def test_orders():
         "tau": 0.5, "tau_falls": False,
     }  # fmt: skip
     default = _common.describe(S2OConfig(), 131_072)
-    assert (default["tau"], default["tau_falls"], _common.describe(S2OConfig(error=0.1))["tau"]) == (0.01, True, None)
+    assert (default["tau"], default["tau_falls"], _common.describe(S2OConfig(error=0.1))["tau"]) == (0.025, True, None)
     for text, message in (
         ("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:1:5", "accepted: rank"),
         ("mean:1:0:64:16", "unit is 16 with rank='mean'"),

@@ -55,7 +55,8 @@ def test_same_bits_in_whole_segments(device, qkv):
     """With chunks of whole segments a sparse result is that of one call too, orders and stops included."""
     q, k, v = qkv(LENGTH, heads=4, kv_heads=2)
     for changes in (
-        {}, {"window": 50}, {"segment": 64, "unit": 64}, {"unit": 1, "pooled_queries": 5}, {"tail": "first_order"},
+        {}, {"window": 50}, {"segment": 64, "unit": 64}, {"unit": 1, "clusters": 2},
+        {"rank": "weight", "unit": 1, "pooled_queries": 5}, {"tail": "first_order"},
         {"rank": "mean", "tail": "first_order"}, {"rank": "mean", "window": 50}, {"rank": "max"},
     ):  # fmt: skip
         config = replace(device.config, **changes)

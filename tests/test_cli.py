@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -304,14 +305,19 @@ def test_diff_on_the_gpu():
 
 
 def test_progress_of_long_work(capsys):
-    """A log gets a line now and then, and nothing of quick work."""
+    """A log gets a line now and then, with the time that is left, and nothing of quick work."""
     from s2o_cupy.tools import progress
 
     with progress.progress("quick") as report:
         report(1, 2)
     assert capsys.readouterr().err == ""
     with progress.progress("slow") as report:
-        report.__self__.last -= 60
-        report(1, 2, "part")
-        report(2, 2)
-    assert capsys.readouterr().err == "slow: 1/2 part\n"
+        line = report.__self__
+        for seconds, done in ((40, 2), (400, 2), (40000, 4), (400, 5)):
+            line.begin, line.last = time.monotonic() - seconds, time.monotonic() - 60
+            report(done, 5, "part")
+            report(done, 5)
+    assert capsys.readouterr().err.splitlines() == [
+        "slow: 2/5, 60 s left, part", "slow: 2/5, 10 min left, part", "slow: 4/5, 2 h 47 min left, part",
+        "slow: 5/5, part",
+    ]  # fmt: skip

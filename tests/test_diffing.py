@@ -6,6 +6,7 @@ Right stages pass; a fault planted in one stage is reported at that stage and at
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,14 +15,18 @@ from gpu_cases import CASES
 
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
-from s2o_cupy.reference import key_order, s2o
+from s2o_cupy.reference import key_order, ordering, s2o
+from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT
+from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "unit means", "outliers", "key scores", "key order",
+    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "8-bit rows", "norms",
+    "8-bit scales", "outliers", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
+    "query": S2OConfig(segment=24, tau=0.05, block_m=16, block_n=32, unit=4, tail="none"),
     "paper": S2OConfig(segment=64, tau=0.05, block_m=16, block_n=32, rank="mean"),
     "weight": S2OConfig(segment=24, tau=0.05, block_m=16, block_n=32, unit=8, pooled_queries=5),
     "max": S2OConfig(segment=48, tau=0.02, block_m=32, block_n=32, rank="max", pooled_queries=5, window=20),
@@ -29,8 +34,9 @@ CONFIGS = {
 }
 
 
-def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
-    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype."""
+def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = False) -> GpuStages:
+    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype. ``in_bytes``: queries
+    and groups of keys are multiplied in 8 bits."""
     dtype = q.dtype
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = problem.scale
@@ -39,10 +45,19 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
     geometry = problem.geometry(config)
     pooled, counts = s2o.pooled_queries(q, geometry, config)
     q_order = s2o.query_order(q, k, geometry, config.block_m)
+    state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
+    own = s2o.finish(state1)[1]
+    of_query = query_stages(q, k, own, geometry, config, scale, in_bytes) if config.rank == "query" else None
     of_units = s2o.unit_keys(k, geometry) if config.rank == "weight" else None
     scores, k_order, positions = [], [], []
     for n in range(geometry.segments):
-        if of_units is None:
+        if of_query is not None and in_bytes:
+            scores.append(scores_of_bytes(q, of_query, n, geometry))
+        elif of_query is not None:
+            shares = np.exp2(of_query.shares.astype(np.float32))
+            found = ordering.query_weights(q, of_query.norms, of_query.keys, shares, n, geometry, scale)
+            scores.append(found.astype(np.float16))
+        elif of_units is None:
             scores.append(key_order.log_weights(s2o.key_scores(pooled, counts, k, n, geometry), scale))
         else:
             scores.append(s2o.unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16))
@@ -50,20 +65,75 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig) -> GpuStages:
         positions.append(s2o.unit_positions(units, n, geometry))
         short = int(geometry.candidates(n) % geometry.unit > 0)
         k_order.append(np.pad(units, ((0, 0), (0, 0), (0, short)), constant_values=geometry.units))
-    state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
     state2, visited = s2o.pass2(q, k, v, resumed, q_order, positions, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
-    return GpuStages(pooled, q_order, of_units, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse)
+    return GpuStages(
+        pooled, q_order, of_units, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse,
+        query=of_query,
+    )  # fmt: skip
 
 
-def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0):
+def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, in_bytes: bool) -> QueryStages:
+    """Of rank="query"."""
+    found = ordering.unit_clusters(k, geometry, config.clusters)
+    with np.errstate(divide="ignore"):
+        shares = np.log2(found.shares).astype(np.float16)
+    centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
+    blocks = ordering.block_keys(found.means)
+    norms = ordering.query_norms(q, found.means, blocks, own, geometry, scale, centre[:, :, 0] if in_bytes else None)
+    stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), norms)
+    return with_bytes(stages, q, geometry, scale) if in_bytes else stages
+
+
+def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
+    """Rows and scales such that the first keys are shorter than 2^(KEY_EXPONENT + 1), queries than 2^(QUERY_EXPONENT +
+    1)."""
+    off_centre = stages.keys - stages.blocks[:, :, :1, None]
+    leading = np.square(off_centre[:, :, : geometry.leading_units]).sum(axis=-1).max(axis=(2, 3))
+    exponents = KEY_EXPONENT - half_exponent(leading)  # [B, Hkv]
+    rows = as_e4m3(off_centre * np.exp2(exponents)[:, :, None, None, None])
+    rows[np.isneginf(stages.shares)] = 0
+    of_heads = exponents.repeat(q.shape[1] // exponents.shape[1], axis=1)
+    scales = np.zeros((*q.shape[:2], geometry.segments, 2), np.float32)
+    for n in range(geometry.segments):
+        squared = np.square(q[:, :, slice(*geometry.queries(n))]).sum(axis=-1).max(axis=-1) * (scale * LOG2E) ** 2
+        exponent = np.minimum(QUERY_EXPONENT - half_exponent(squared), MOST_EXPONENT - of_heads)  # [B, H]
+        scales[:, :, n, 0], scales[:, :, n, 1] = scale * LOG2E * np.exp2(exponent), np.exp2(exponent + of_heads)
+    return replace(stages, rows=rows, exponents=exponents, scales=scales)
+
+
+def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:
+    """What products of 8 bits make of segment ``n``'s units."""
+    (first, end), units = geometry.queries(n), ordering.ranked_units(n, geometry)
+    group = q.shape[1] // stages.rows.shape[1]
+    rows, shares = (x[:, :, units].repeat(group, axis=1).astype(np.float32) for x in (stages.rows, stages.shares))
+    rounded = as_e4m3(q[:, :, first:end] * stages.scales[:, :, n, :1, None])  # [B, H, queries, D]
+    products = np.einsum("bhqd,bhucd->bhucq", rounded, rows) / stages.scales[:, :, n, 1][..., None, None, None]
+    weights = products + shares[..., None] - stages.norms[:, :, None, None, first:end]
+    return weights.max(axis=(3, 4)).astype(np.float16)
+
+
+def make(
+    config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0,
+    in_bytes: bool = False,
+):  # fmt: skip
     rng = np.random.default_rng(7)
     q = rng.standard_normal((2, 4, 200, 24)).astype(dtype)
     k, v = (rng.standard_normal((2, 2, 230, 24)).astype(dtype) for _ in range(2))
     problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale, softcap)
-    return stand_in(q, k, v, problem, config), (q, k, v, problem, config)
+    return stand_in(q, k, v, problem, config, in_bytes), (q, k, v, problem, config)
+
+
+def is_of(stage: str, rank: str) -> bool:
+    """Whether a report on the portable path has it."""
+    ranks = {
+        "pooled_queries": ("weight", "max", "mean"), "unit means": ("weight", "query"), "outliers": ("weight",),
+        "groups": ("query",), "shares": ("query",), "block means": ("query",), "norms": ("query",),
+        "8-bit rows": (), "8-bit scales": (),
+    }  # fmt: skip
+    return rank in ranks.get(stage, (rank,))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -72,13 +142,20 @@ def make(config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_cau
 def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     stages, problem = make(config, dtype, is_causal=is_causal)
     report = compare(stages, *problem)
-    assert [row.stage for row in report.rows] == [
-        s for s in STAGES if s not in ("unit means", "outliers") or config.rank == "weight"
-    ]
+    assert [row.stage for row in report.rows] == [s for s in STAGES if is_of(s, config.rank)]
     assert report.ok, report.table()
     assert 0 < report.density <= 1
     assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)
     assert "\npath portable\ndensity" in report.table()
+
+
+@pytest.mark.parametrize("clusters", [2, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_right_stages_of_8_bits_agree(clusters: int, is_causal: bool) -> None:
+    stages, problem = make(replace(CONFIGS["query"], clusters=clusters), is_causal=is_causal, in_bytes=True)
+    report = compare(stages, *problem)
+    assert {"8-bit rows", "8-bit scales"} < {row.stage for row in report.rows}
+    assert report.ok, report.table()
 
 
 SMALL_CASES = {
@@ -92,7 +169,7 @@ SMALL_CASES = {
 def test_cases_for_a_gpu_agree(name: str) -> None:
     """What test_gpu.py compares, here with a stand-in for the GPU: no comparison that nothing could pass."""
     case = SMALL_CASES[name]
-    arrays, problem, config = case.arrays(), case.problem(), case.config("portable")
+    arrays, problem, config = case.arrays(), case.problem(), replace(case.config("portable"), tail="none")
     report = compare(stand_in(*arrays, problem, config), *arrays, problem, config)
     assert report.ok, report.table()
 
@@ -151,9 +228,15 @@ def larger(x: np.ndarray, at: tuple[int, ...]) -> None:
 FAULTS = {
     "pooled_queries": lambda s: larger(s.pooled, (1, 2, 1, 0)),
     "query order": lambda s: swap(s.q_order, (0, 1, 2, 3), (0, 1, 2, 40)),
-    "unit means": lambda s: larger(s.unit_keys, (1, 1, 20, 0, 2)),
+    "unit means": lambda s: larger(s.unit_keys[:, :, :, 0] if s.query is None else s.query.means, (1, 1, 20, 2)),
+    "groups": lambda s: larger(s.query.keys, (1, 1, 20, 0, 2)),
+    "shares": lambda s: s.query.shares.__setitem__((1, 1, 20, 0), s.query.shares[1, 1, 20, 0] + 1),
+    "block means": lambda s: larger(s.query.blocks, (1, 1, 0, 2)),
+    "8-bit rows": lambda s: larger(s.query.rows, (1, 1, 20, 0, 2)),
+    "norms": lambda s: larger(s.query.norms, (1, 2, 100)),
+    "8-bit scales": lambda s: s.query.scales.__setitem__((1, 2, 3, 1), s.query.scales[1, 2, 3, 1] * 2),
     "outliers": lambda s: swap(s.unit_keys, (1, 1, 20, 1), (1, 1, 21, 1)),
-    "key scores": lambda s: larger(s.scores[2], (1, 3, 17)),
+    "key scores": lambda s: s.scores[2].__setitem__((1, 3, 17), s.scores[2][1, 3, 17] + 1),
     "key order": lambda s: swap(s.k_order[2], (0, 0, 1), (0, 0, 60)),
     "pass 1 state": lambda s: larger(s.l1, (0, 3, 11)),
     "pass 1 output": lambda s: larger(s.o1, (1, 1, 199, 5)),
@@ -163,9 +246,21 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_fault_is_found_where_it_is(stage: str) -> None:
-    stages, problem = make(CONFIGS["weight" if stage in ("unit means", "outliers") else "paper"])
+OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit rows", "norms", "8-bit scales", "key scores")
+OF_UNITS = ("unit means", "outliers")
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "in_bytes"),
+    [
+        *((stage, "weight" if stage in OF_UNITS else "paper", False) for stage in STAGES
+          if stage in OF_UNITS or stage not in OF_QUERIES[:-1]),
+        *((stage, "query", False) for stage in OF_QUERIES if not stage.startswith("8-bit")),
+        *((stage, "query", True) for stage in OF_QUERIES),
+    ],
+)  # fmt: skip
+def test_a_fault_is_found_where_it_is(stage: str, config: str, in_bytes: bool) -> None:
+    stages, problem = make(CONFIGS[config], in_bytes=in_bytes)
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)

@@ -220,8 +220,13 @@ def test_numbers_of_the_definition():
     assert f"a power of two up to {spec.UNITS[-1]}." in reference
     default = S2OConfig()
     assert f"segments of {default.segment}. The keys before" in readme and f"units of {default.unit} " in readme
-    told = f"a segment has {default.segment} queries, one q tile, each {default.run} of them have a pooled query"
-    assert f"{told}, and a unit has {default.unit} keys" in page
+    told = f"By default a segment has {default.segment} queries, one q tile, and a unit has {default.unit} keys"
+    told += f'; with `"weight"` each {S2OConfig(rank="weight").run} queries have a pooled query.'
+    page = " ".join(page.split())
+    assert told in page
+    assert f"as `clusters` groups of keys that lie close together, {default.clusters} by default" in page
+    assert f"sum over whole blocks of {spec.BLOCK_UNITS} units of {spec.BLOCK_UNITS} * 2 **" in page
+    assert f"keys less the mean of the first {spec.CENTRE_KEYS} keys" in page
 
 
 def test_rounds_of_the_workspace():
@@ -326,8 +331,12 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
     assert "`python benchmarks/speed.py --input qkv.npz --json 'a b.json'`" in lines[7]
     assert "figures:none -->\nNot measured yet.\n" in text
     assert "400" in figures.table("speed", "parts", tmp_path)
-    for view in set(figures.VIEWS) - {"models"}:
+    for view in set(figures.VIEWS) - {"models", "answers"}:
         assert figures.table("speed", view, tmp_path).startswith("| ")
+    asked = [{"attention": "s2o", "task": task, "right": right} for task, right in (("all", 0.75), ("one", 0.5))]
+    (tmp_path / "retrieval.json").write_text(json.dumps(result | {"rows": asked}))
+    lines = figures.table("retrieval", "answers", tmp_path).splitlines()
+    assert "75.0%" in lines[2] and "50.0%" not in "".join(lines)  # of all tasks together
     model = {
         "attention": "s2o",
         "config": "tau=0.02",

@@ -1,19 +1,11 @@
-"""benchmarks/_copies.py: which tokens a text copies from far away."""
+"""Which tokens a text repeats, and which it copies from far away."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-if not BENCHMARKS.exists():
-    pytest.skip("needs a source checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
-
-from _copies import far_copies  # noqa: E402
+from s2o_cupy.tools.far_copies import far_copies
 
 
 def by_definition(ids, n, distance):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
+from query_faults import BYTES, ON_HOPPER, QUERY, QUERY_AROUND, QUERY_FAULTS
 
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
@@ -28,7 +29,8 @@ class Fault:
 
     @property
     def path(self) -> str:
-        return "hopper" if self.functions[0].endswith("sm90") else "portable"
+        of_hopper = self.functions[0].endswith("sm90") or self.case in ON_HOPPER
+        return "hopper" if of_hopper else "portable"
 
     def plant(self, text: str) -> str:
         assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
@@ -42,9 +44,11 @@ TAIL = replace(MEAN, tau=1000.0, options={"rank": "mean", "window": 30, "tail": 
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "pooled_queries": 3})  # fmt: skip
 # Several steps of units, two tiles of pooled queries in each segment, and a last segment of few queries.
-UNITS = Case(heads=4, kv_heads=2, seqlen_q=1100, segment=256, block_m=64, block_n=64, options={"unit": 8})
+UNITS = Case(heads=4, kv_heads=2, seqlen_q=1100, segment=256, block_m=64, block_n=64,
+             options={"unit": 8, "rank": "weight"})  # fmt: skip
 # Several tiles of units and blocks of segments of the kernel for up to 16 pooled queries.
-HOPPER_UNITS = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128, options={"unit": 8})
+HOPPER_UNITS = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128,
+                    options={"unit": 8, "rank": "weight"})  # fmt: skip
 HOPPER_AROUND = replace(HOPPER_UNITS, seqlen_q=600, seqlen_k=1100 + 3, is_causal=False)
 ONE_TILE = Case(heads=4, kv_heads=2, seqlen_q=700, segment=60, head_dim=72, block_m=64, block_n=64,
                 options={"pooled_queries": 9})  # fmt: skip
@@ -141,18 +145,20 @@ FAULTS = [
     ),
     *_faults(
         "unit_weights", UNITS,
-        ("a norm is left out", "key scores", "weight(i, j, 0) - norm[0],", "weight(i, j, 0),"),
-        ("half of the pooled queries do not count", "key scores", "weight(i, j, 1) - norm[1])",
-         "weight(i, j, 0) - norm[0])"),
+        ("a norm is left out", "key scores", "weight(i, j, 0) - norms[0],", "weight(i, j, 0),"),
+        ("half of the pooled queries do not count", "key scores", "weight(i, j, 1) - norms[1])",
+         "weight(i, j, 0) - norms[0])"),
         ("an outlier is a unit", "key scores", "-static_cast<float>(p.geometry.unit_shift + spec::kOutlierShift)",
          "0.f"),
-        ("norms are of outliers too", "key scores", "(3 - kRows) * Traits::kHeadDim", "Traits::kHeadDim"),
+        ("norms are of outliers too", "key scores", "kUnitKeys / kRows * Traits::kHeadDim",
+         "Traits::kHeadDim"),
         ("the last tile of pooled queries is skipped", "key scores", "further < tiles;", "further < tiles - 1;"),
-        ("another tile's norms are taken", "key scores", "+ tile * kPooledTile + lane / 4;", "+ lane / 4;"),
+        ("another tile's norms are taken", "key scores", "r = tile * kPooledTile + lane / 4;",
+         "r = lane / 4;"),
         ("a pooled query's columns are mixed up", "key scores", "from[e % 2][c * 8 + e / 2 * 4]",
          "from[e / 2][c * 8 + e % 2 * 4]"),
-        ("scores go to the neighbours", "key scores", "step * kPairs + lane;",
-         "step * kPairs + (lane ^ 1);"),
+        ("scores go to the neighbours", "key scores", "at = step * kUnits + lane;",
+         "at = step * kUnits + (lane ^ 1);"),
         ("lanes keep their maxima", "key scores",
          "larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 4 * kHalf))",
          "mine"),
@@ -164,10 +170,10 @@ FAULTS = [
         ("half of a norm's scores are natural", "key scores",
          "sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2,",
          "sum += exp2_approx(fmaf(s[i][j][2 * h], p.scale_log2 * 0.6931f,"),
-        ("a segment has its neighbour's norms", "key scores", "shared.norms[warp * kOfWarp + i] + tile",
-         "shared.norms[warp * kOfWarp + (i ^ 1)] + tile"),
-        ("every head has the first one's units", "key scores", "static_cast<int64>(kv_head) * p.geometry.units()",
-         "static_cast<int64>(0) * p.geometry.units()"),
+        ("a segment has its neighbour's norms", "key scores", "return shared.norms[warp * kOfWarp + i]",
+         "return shared.norms[warp * kOfWarp + (i ^ 1)]"),
+        ("every head has the first one's units", "key scores", "p.unit_keys + kv_head() *",
+         "p.unit_keys + 0 *"),
     ),
     *_faults(
         "unit_weights", replace(UNITS, options={"unit": 8, "pooled_queries": 5}),
@@ -205,8 +211,8 @@ FAULTS = [
          "sum[j % 4] += exp2_approx(fmaf(s[j * 4 + 2 * h], p.scale_log2,",
          "sum[j % 4] += exp2_approx(fmaf(s[j * 4 + 2 * h], p.scale_log2 * 0.6931f,"),
         ("a pooled query has another's norm", "key scores", "- norm[h];", "- norm[1 - h];"),
-        ("every head has the first one's units", "key scores", "static_cast<int64>(kv_head) * p.geometry.units()",
-         "static_cast<int64>(0) * p.geometry.units()"),
+        ("every head has the first one's units", "key scores", "p.unit_keys + kv_head() *",
+         "p.unit_keys + 0 *"),
         ("a tile is copied over the next", "key scores", "load(tile + kStages - 1);", "load(tile + kStages);"),
     ),
     *_faults(
@@ -345,19 +351,22 @@ FAULTS = [
     ),
     *_faults(
         "add_tail", TAIL,
-        ("unvisited keys are counted once", "tail output", "sum * scale * left * carrying", "sum * scale * carrying"),
-        ("one sample is as good as many", "tail output", "carrying / (carrying + spec::kTailDoubt)", "1.f"),
+        ("unvisited keys are counted once", "tail output", "sum * factor * left * carrying", "sum * factor * carrying"),
+        ("one sample is as good as many", "tail output", "carrying + spec::kTailDoubt", "carrying"),
         ("scores are spread like a normal distribution", "tail output",
-         "fminf(fmaxf(weighted / (sum * variance), 0.f), 1.f)", "1.f"),
-        ("visited keys are sampled", "tail output", "g.candidates(tile.segment) - left + static_cast<int>",
-         "static_cast<int>"),
-        ("lse is without the tail", "tail lse", "lse[h] + log1pf(mass[h])", "lse[h]"),
+         "fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f)", "1.f"),
+        ("visited keys are sampled", "tail output", "work.visited + sample_place(", "sample_place("),
+        ("lse is without the tail", "tail lse", "+= log1pf(mass[h])", "+= 0.f"),
         ("each segment has the first one's moments", "tail output",
          "moment_group(p.geometry, tile.segment) - p.first_group", "0"),
+        ("odd rows of samples stand as even ones", "tail output", "const uint32 odd = lane / 4 % 2 * 64",
+         "const uint32 odd = 0"),
+        ("values stand as they are copied", "tail output", "return (d & ~30) | (d & 6) << 2 | (d >> 2 & 6)",
+         "return d"),
     ),
     *_faults(
         "key_moments", TAIL,
-        ("means are not taken off", "tail output", " - mean_value * (key_sums[j][e] * share)", ""),
+        ("means are not taken off", "tail output", " - row_mean * column_mean", ""),
         ("keys are those of the first group", "tail output", "moment_keys(p.first_group + group)",
          "moment_keys(p.first_group)"),
     ),
@@ -415,6 +424,7 @@ FAULTS = [
         ("a score above the ceiling is overlooked", "output", "above |= top != highest;", "above |= false;"),
     ),
 ]  # fmt: skip
+FAULTS += [fault for function, case, rows in QUERY_FAULTS for fault in _faults(function, case, *rows)]
 
 
 def kernel_of(function: str) -> Kernel:
@@ -456,8 +466,9 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND],
-    ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around"],
+    [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, BYTES],
+    ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around", "query",
+         "query around", "bytes"],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():

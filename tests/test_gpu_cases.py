@@ -39,7 +39,7 @@ def test_every_case_can_be_launched(name):
         stages = [step.stage for step in steps]
         assert stages[0] == "pass1" and stages.count("pass2") == len(plan.chunks)
         assert all(step.blocks > 0 for step in steps)
-        by_weight = plan.chunks and case.config().rank == "weight"
+        by_weight = plan.chunks and case.config().orders_units
         last = plan.method.last
         assert ("part_lists" in stages) == (last is not None)
         assert stages.count("merge_last") == (len(last.pieces) if last else 0)
@@ -47,7 +47,9 @@ def test_every_case_can_be_launched(name):
         assert ("unit_weights" in stages) == bool(by_weight)
         assert ("unit_keys" in stages) == bool(by_weight and plan.geometry.units)
         assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
-        assert ("add_tail" in stages) == bool(plan.chunks and case.config().adds_tail)
+        adds_tail = bool(plan.chunks and case.config().adds_tail)
+        assert ("key_moments" in stages) == adds_tail
+        assert ("add_tail" in stages) == adds_tail
 
 
 def rounds(plan: LaunchPlan) -> int:

@@ -152,10 +152,10 @@ def test_the_default_tau_falls_with_the_earlier_keys():
     """From 32,768 of them on by the square root; what is given stays."""
     config = S2OConfig()
     assert config.tau is None and not config.never_stops
-    assert [config.tau_of(n) for n in (0, 1, 8192, 32768)] == [0.02] * 4
-    assert config.tau_of(131_072) == 0.01 and config.tau_of(524_288) == 0.005
-    assert config.tau_of(65_536) == pytest.approx(0.02 / 2**0.5) and config.tau_of(32_769) < 0.02
-    assert config.taus(3, 131_072) == (0.01,) * 3
+    assert [config.tau_of(n) for n in (0, 1, 8192, 32768)] == [0.05] * 4
+    assert config.tau_of(131_072) == 0.025 and config.tau_of(524_288) == 0.0125
+    assert config.tau_of(65_536) == pytest.approx(0.05 / 2**0.5) and config.tau_of(32_769) < 0.05
+    assert config.taus(3, 131_072) == (0.025,) * 3
     for tau in (0.02, (0.1, 0.2)):
         assert S2OConfig(tau=tau).tau_of(1 << 20) == tau
     with pytest.raises(ValueError, match=r"error is 0\.1, whose taus a call finds"):
@@ -188,10 +188,10 @@ def test_segments_have_the_default_of_their_keys(device, rng):
         part = (q[:, :, rows], k[:, :, :keys], v[:, :, :keys])
         own = config.tau_of(keys - 64)
         # A GPU's reciprocal square root may be off by a factor of 2^-20, which decides nothing here.
-        for tau, same in ((own, True), (own * (1 + 2**-20), True), (0.02, False)):
+        for tau, same in ((own, True), (own * (1 + 2**-20), True), (4 * own, False)):
             alone = s2o_attention(*part, config=config.with_tau(tau))
             assert np.array_equal(device.host(alone), device.host(o[:, :, rows])) == same
-    larger = s2o_attention(q, k, v, config=config.with_tau(0.02), return_stats=True)[1]
+    larger = s2o_attention(q, k, v, config=config.with_tau(4 * config.tau_of(first)), return_stats=True)[1]
     assert stats.density > larger.density
 
 

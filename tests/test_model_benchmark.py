@@ -187,8 +187,8 @@ def test_a_converted_model_keeps_its_dtype_but_not_in_the_rotary_embedding(torch
     llama = small_llama.load(loader, weights)
     assert {x.dtype for x in llama.parameters()} == {torch.bfloat16}
     assert llama.model.rotary_emb.inv_freq.dtype == torch.float32
-    weights["model.layers.0.self_attn.q_norm.weight"] = weights.pop("model.norm.weight")
-    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'.*unexpected \['model.layers.0.self_attn.q_n"):
+    weights["model.layers.0.self_attn.q_proj.bias"] = weights.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'.*unexpected \['model.layers.0.self_attn.q_p"):
         small_llama.load(loader, weights)
 
 
@@ -260,10 +260,33 @@ def test_a_tuned_model(no_gpu_needed, small_llama, folder):
     assert [row.get("config") for row in rows[3:]] == ["tuned, loss=0.5,by=head", "tuned, error=0.1,by=layer"]
     by_loss, by_error = rows[3:]
     assert by_loss["tuned_loss_difference"] <= 0.5 and "tuned_loss_difference" not in by_error
+    assert abs(by_loss["tuned_held_back_worse"]) < 0.5 and "tuned_held_back_worse" not in by_error
     assert by_loss["tuned_loss_difference"] != pytest.approx(by_loss["loss_difference"], abs=1e-6)  # of other tokens
     assert max(by_error["rel_l2_by_layer"]) < 0.2 and len(by_error["taus"]) == 2
     assert 0 < by_loss["density"] < by_error["density"] < 1
     assert by_loss["attention_ms"] == 2
+
+
+@pytest.mark.parametrize("measure", ["first", "second"])
+def test_both_ways_round(torch, no_gpu_needed, small_llama, folder, measure, monkeypatch):
+    """Which tokens are measured, and which are tuned on."""
+    from s2o_cupy.integrations import model_tools
+
+    text, seen = np.load(folder / "tokens.npy"), []
+    monkeypatch.setattr(model_tools, "tune_model", lambda model, ids, **options: seen.append(ids) or S2OConfig(tau=0))
+    more = ("--lengths", "190", "--parts", "loss", "--tune", "loss=0.5", "--measure", measure)
+    dense = model.run(model.parse(arguments(folder, *more)), lambda *told: None)[0]
+    first, second = text[:190], text[190:380]
+    assert (seen[0][0].numpy() == (second if measure == "first" else first)).all()
+    loader = _sources.module_of(str(folder / "loader.py"))
+    begin = 0 if measure == "first" else 190
+    ids, targets = small_llama.tokens(text[begin:], 190, CPU)
+    with torch.inference_mode():
+        expected = loader.nll(loader.load(folder / "weights.npz"), ids, targets).mean()
+    assert dense["loss"] == pytest.approx(float(expected), rel=1e-4)
+    with pytest.raises(ValueError, match="--measure second: a text of 400 tokens; accepted: 401 or more"):
+        model.halves(text, 200, "second")
+    assert model.halves(text, 200, "first")[1] is text
 
 
 def test_parts_of_a_model(no_gpu_needed, small_llama, folder):

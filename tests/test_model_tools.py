@@ -20,7 +20,7 @@ from tiny_llama import LENGTH, SIZES, llama, logits_of, prompt  # noqa: E402
 from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
-from s2o_cupy.integrations.next_tokens import divergence, last_hidden, next_tokens, text_losses  # noqa: E402
+from s2o_cupy.integrations.next_tokens import changes, last_hidden, next_tokens, text_losses  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 from s2o_cupy.plan import launch_plan  # noqa: E402
 from s2o_cupy.tools import tune_layers  # noqa: E402
@@ -69,19 +69,49 @@ def test_losses_in_chunks(name, ids):
         next_tokens(model.base_model, ids, ids)
 
 
-def test_divergence(model, ids):
-    """Of the predictions as the definition has it; 0 of the same."""
+def test_changes(model, ids):
+    """Of the predictions as the definitions have it; none of the same."""
     hidden = last_hidden(model, ids)
-    other = hidden + 0.1 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
-    p, q = (torch.log_softmax(model.lm_head(x).double(), -1) for x in (hidden, other))
+    other = hidden + torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    p, q = (torch.log_softmax(model.lm_head(x).double(), -1)[:, :-1] for x in (hidden, other))
+    losses = [-x.gather(2, ids[:, 1:, None])[..., 0] for x in (p, q)]
+    right = [(x.argmax(-1) == ids[:, 1:]).to(torch.int8) for x in (p, q)]
+    # A loss is a sum of float32 roundings of its logits and of their logarithm.
+    rounding = {"rtol": 1e-4, "atol": 8 * 2**-24 * float(p.abs().max())}
     for chunk in (70, LENGTH):
-        assert divergence(model, hidden, other, ids, chunk=chunk) == pytest.approx(
-            float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4
-        )
-    assert divergence(model, hidden, hidden, ids) == 0
-    mask = (torch.arange(LENGTH) > 99).long()[None]  # padding counts neither here nor in losses
-    of_text = float((p.exp() * (p - q)).sum(-1)[:, 100:].mean())
-    assert divergence(model, hidden, other, ids, mask) == pytest.approx(of_text, rel=1e-4)
+        found = changes(model, hidden, other, ids, chunk)
+        np.testing.assert_allclose(found.before, losses[0], **rounding)
+        np.testing.assert_allclose(found.loss, losses[1] - losses[0], **rounding)
+        np.testing.assert_allclose(found.moved, (p.exp() * (p - q)).sum(-1), **rounding)
+        np.testing.assert_allclose(found.entropy, -(p.exp() * p).sum(-1), **rounding)
+        np.testing.assert_array_equal(found.right, right[1] - right[0])
+        assert set(np.unique(found.right)) == {-1, 0, 1} and found.moved.min() >= 0
+    same = changes(model, hidden, hidden, ids)
+    assert not same.loss.any() and not same.moved.any() and not same.right.any()
+
+
+def test_changes_of_a_model_that_rules_tokens_out(model, ids):
+    """Its logits of them are minus infinity: they count for nothing."""
+    hidden = last_hidden(model, ids)
+    other = hidden + torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    ids = ids % 90
+
+    def ruled_out(module, args, logits):
+        logits[..., 90:] = -torch.inf
+        return logits
+
+    hook = model.lm_head.register_forward_hook(ruled_out)
+    found = changes(model, hidden, other, ids)
+    hook.remove()
+    p, q = (torch.log_softmax(model.lm_head(x).double()[..., :90], -1)[:, :-1] for x in (hidden, other))
+    np.testing.assert_allclose(found.moved, (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found.entropy, -(p.exp() * p).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_losses_of_a_text(model, ids):
+    """Padding counts nowhere."""
+    hidden = last_hidden(model, ids)
+    mask = (torch.arange(LENGTH) > 99).long()[None]
     expected = next_tokens(model, ids[:, :-1], ids[:, 1:]).loss[0]
     # A token less is other shapes, whose products float32 may sum in another order: n roundings of a logit of n terms.
     logits = model.lm_head(hidden)
@@ -119,31 +149,32 @@ def test_an_error_is_that_of_what_the_layers_get(model, ids):
 
 @pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_layers, "ORDERING", 4.0)  # of so few keys larger units are many
-    dense = loss_of(model, ids, "sdpa")
-    register(config=replace(CONFIG, tau=1.0), min_seqlen=100)
-    most = float((loss_of(model, ids, "s2o") - dense).mean())
-    assert most > 0.01
-    target = most / 3
+    monkeypatch.setattr(tune_layers, "ORDERING", 1.0)  # of so few keys larger units are many
+    dense, target = loss_of(model, ids, "sdpa"), 0.3
     seen = []
     found = tune_model(model, ids, loss=target, by=by, taus=TAUS, progress=lambda *x: seen.append(x), **OPTIONS)
     found.save(tmp_path / "tuned.json")
-    s2o = register("s2o", tmp_path / "tuned.json", min_seqlen=100)
-    off = loss_of(model, ids, "s2o") - dense
-    assert s2o.calls["s2o"] == 3
+    s2o = register("s2o", tmp_path / "tuned.json")
+    off = (loss_of(model, ids, "s2o") - dense).ravel()
+    assert s2o.calls["s2o"] == 3 and s2o.min_seqlen == found.min_seqlen == 100
     assert float(off.mean()) == pytest.approx(found.loss.loss_difference, abs=1e-5) and float(off.mean()) <= target
-    assert found.loss.standard_error == pytest.approx(off.std() / (LENGTH - 1) ** 0.5, rel=1e-3)
+    sums = [(run - off.mean()).sum() for run in np.split(off, [127, 255, 383])]  # the first is of tokens 1 to 127
+    assert found.loss.standard_error == pytest.approx((np.square(sums).sum() * 4 / 3) ** 0.5 / (LENGTH - 1), rel=1e-3)
     assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
-    # The next faster choice was tried, and is too much; or there is none.
-    chosen = min((x for x in found.trials if x.at_most <= target), key=lambda x: x.work)
-    assert chosen is found.loss and chosen.at_most == chosen.loss_difference + 2 * chosen.standard_error
+    parts = found.loss.chosen_on, found.loss.held_back
+    assert sum(part.tokens for part in parts) == LENGTH - 1
+    of_all = sum(part.tokens * part.loss_difference for part in parts) / (LENGTH - 1)
+    assert of_all == pytest.approx(found.loss.loss_difference)
+    # The next faster choice was tried, and does not hold; or there is none.
+    chosen = min((x for x in found.trials if x.holds), key=lambda x: x.work)
+    assert chosen is found.loss and chosen.held_back.holds and chosen.chosen_on.value <= target
     faster = [x for x in found.trials if x.work < chosen.work]
-    assert faster and max(faster, key=lambda x: x.work).at_most > target
+    assert faster and not any(x.holds for x in faster)
     # Some layers have larger units, and their curves are of these; not so where heads have taus of their own.
     assert found.coarse == found.loss.coarse and bool(found.coarse) == ("units of 32" in found.table())
     assert bool(found.coarse) == (by == "layer")
-    of_ordering = [4 / (32 if layer in found.coarse else 8) for layer in range(3)]
-    assert chosen.work == pytest.approx(chosen.density + np.mean(of_ordering))
+    ordered = [bool(taus.any()) / (32 if n in found.coarse else 8) for n, taus in enumerate(found.taus)]
+    assert chosen.work == pytest.approx(chosen.density + np.mean(ordered))
     for key, config in found.per_layer.items():
         assert config.unit == (32 if (key if isinstance(key, int) else key[0]) in found.coarse else 8)
     larger = tune_model(model, ids, error=1.0, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
@@ -157,11 +188,11 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
 
 def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
     for config in (replace(CONFIG, unit=64), replace(CONFIG, rank="mean", unit=1, pooled_queries=1)):
-        found = tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
+        found = tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
         assert not found.coarse and not found.per_layer
-    for ordering, coarse in ((0.0, ()), (1e3, (0, 1, 2))):  # a layer's density grows by more, or by less
+    for ordering, coarse in ((0.0, ()), (3.0, (0, 1, 2))):  # a layer's density grows by more, or by less
         monkeypatch.setattr(tune_layers, "ORDERING", ordering)
-        assert tune_model(model, ids, loss=5.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
+        assert tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
 
 
 def test_layers_that_matter_little_get_larger_taus(ids):
@@ -196,12 +227,14 @@ def test_padded_rows_and_sliding_windows(ids):
 
 
 def test_what_tune_model_refuses(model, ids):
-    for match, changes in (
+    for match, other in (
         ("neither error, density nor loss is given; accepted: one of them", {}),
         ("error and loss are given", {"error": 0.1, "loss": 0.1}),
         ("loss is 0; accepted: a finite number above 0", {"loss": 0}),
         (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 1, "min_seqlen": 501}),
-        (r"no taus of the grid have loss at most 1e-09; the smallest have", {"loss": 1e-9, "taus": (1.0, 0.5)}),
+        ("no taus of the grid have loss at most 1e-12, nor has dense attention", {"loss": 1e-12, "taus": (1.0,)}),
+        ("held_back is 'x'", {"loss": 1, "held_back": "x"}),
+        ("held_back is 0.6; accepted: a number from 0 to 0.5", {"error": 1, "held_back": 0.6}),
         (r"no tau of the grid has density at most 0.01; the least is", {"density": 0.01}),
         ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 1, "min_seqlen": "x"}),
         ("segments is 1; accepted: an integer >= 2", {"error": 1, "segments": 1}),
@@ -210,7 +243,7 @@ def test_what_tune_model_refuses(model, ids):
         ("config is a dict; accepted: S2OConfig or None", {"error": 1, "config": {}}),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^tune_model: {match}"):
-            tune_model(model, ids, **{**OPTIONS, "taus": TAUS, **changes})
+            tune_model(model, ids, **{**OPTIONS, "taus": TAUS, **other})
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -221,6 +254,7 @@ def test_ids_are_checked_before_the_model_runs(model, ids, function, monkeypatch
     for kind, came, given in (
         (TypeError, "is a ndarray", ids.numpy()),
         (TypeError, "is a list", ids.tolist()),
+        (TypeError, "is a list", []),
         (TypeError, "is of float32", ids.float()),
         (ValueError, r"has shape \(500,\)", ids[0]),
         (ValueError, r"has shape \(1, 1\)", ids[:, :1]),
@@ -299,16 +333,16 @@ def test_a_sample_has_a_standard_error(model, ids):
 
 def test_the_table_the_json_and_the_picture(model, ids, tmp_path):
     register(config=replace(CONFIG, tau=0.1), per_layer={1: None, (2, 1): CONFIG}, min_seqlen=100)
-    found = report(model, ids)
+    found, tau = report(model, ids), CONFIG.tau_of(LENGTH)
     lines = found.table().splitlines()
     assert lines[0] == "500 tokens, 3 calls of attention, 2 by S2O" and lines[1].startswith("loss ")
-    assert lines[6].split() == ["1", "layer"] and lines[7].endswith("   0.1 0.02 0.1 0.1") and "2." in lines[7]
+    assert lines[6].split() == ["1", "layer"] and lines[7].endswith(f"   0.1 {tau:g} 0.1 0.1") and "2." in lines[7]
     assert lines[-2:] == ["     2  s2o: S2O", "     1  layer: per_layer says None for the layer"]
     assert " ms" not in found.table()
     timed = replace(found, layers=tuple(replace(x, ms=2.0, dense_ms=3.0) for x in found.layers)).table()
     assert "dense ms" in timed and timed.splitlines()[8].split() == ["all", "6.00", "9.00", "1.50", "x"]
     plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["layers"][2]["heads"]["2.1"]["tau"] == 0.02 and plain["layers"][1]["heads"] == {}
+    assert plain["layers"][2]["heads"]["2.1"]["tau"] == tau and plain["layers"][1]["heads"] == {}
     assert plain["loss"]["difference"] == found.loss.difference and plain["calls"] == {"s2o": 2, "layer": 1}
     pytest.importorskip("matplotlib")
     found.draw(tmp_path / "report.png")
@@ -373,11 +407,11 @@ def test_the_commands(folder, capsys, monkeypatch):
     arguments = ["tune-model", *where, "--error", "0.2", "--taus", "0.5,0.05", "--out", tuned, *COMMAND]
     assert main(arguments) == 0
     assert "error at most 0.2, a tau for each layer" in capsys.readouterr().out
-    _, per_layer = read_settings(tuned)
-    assert [*per_layer] == [0, 1, 2]
+    _, per_layer, min_seqlen = read_settings(tuned)
+    assert [*per_layer] == [0, 1, 2] and min_seqlen == 100
     picture = str(folder / "report.png")
     pytest.importorskip("matplotlib")
-    arguments = ["report", *where, "--settings", tuned, "--min-seqlen", "100", "--json", "--plot", picture]
+    arguments = ["report", *where, "--settings", tuned, "--json", "--plot", picture]
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert [x["heads"][f"{x['layer']}.0"]["tau"] for x in found["layers"]] == [x.tau for x in per_layer.values()]

@@ -17,9 +17,12 @@ from s2o_cupy.selection.methods import make_plan
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_keys", "key_scores",
+    "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_keys", "unit_clusters", "key_scores",
 )
-STAGES = (*READERS, "rank_queries", "pool_queries", "unit_weights", "key_strata", "key_middle", "key_order_head")
+STAGES = (
+    *READERS, "rank_queries", "pool_queries", "unit_weights", "unit_rows", "query_norms", "query_weights", "key_strata",
+    "key_middle", "key_order_head",
+)  # fmt: skip
 
 
 def kernel_of(plan, stage):
@@ -27,8 +30,9 @@ def kernel_of(plan, stage):
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
-def test_what_the_kernels_get(path):
-    config = S2OConfig(path=path, dense_up_to=0, tail="first_order")
+@pytest.mark.parametrize("rank", ["query", "weight"])
+def test_what_the_kernels_get(path, rank):
+    config = S2OConfig(path=path, dense_up_to=0, tail="first_order", rank=rank)
     plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
     of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
     operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
@@ -37,7 +41,8 @@ def test_what_the_kernels_get(path):
     steps = launches(plan, PROBLEM, config, operands, workspace(plan, PROBLEM, config), paging)
     for step in steps:
         params, shift = step.params, 0
-        if step.kernel.function == "pool_queries":  # reads no keys
+        if step.kernel.function in ("pool_queries", "unit_rows", "query_norms"):  # read no keys
+            assert not step.kernel.paged
             continue
         if "attention" in params.dtype.fields:
             params, shift = params["attention"], params.dtype.fields["attention"][1]
@@ -65,6 +70,9 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
     for stage in STAGES:
         kernel = kernel_of(plan, stage)
+        if kernel is None:  # pass 2 adds the tail
+            assert stage == "add_tail" and plan.pass2.function == "pass2_tail_sm90"
+            continue
         assert kernel.name in ahead
         assert kernel.paged == (stage in READERS)
         assert kernel.paged or kernel == kernel_of(other, stage)

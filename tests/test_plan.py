@@ -433,12 +433,13 @@ def test_capped_scores_among_the_parameters(scale):
     for stage in ("pass1", "pass2"):  # cap_scale * q.k is what tanh takes, and scale_log2 its factor
         assert found[stage]["scale_log2"] == pytest.approx(4 * LOG2E)
         assert found[stage]["cap_scale"] == pytest.approx(abs(scale) / 4)
-    assert found["unit_weights"]["scale_log2"] == pytest.approx(abs(scale) * LOG2E)
+    assert found["unit_weights"]["scale_log2"] == pytest.approx(scale * LOG2E)  # with its sign: q is read as it is
 
 
-def test_moments_of_the_groups_that_segments_have():
+@pytest.mark.parametrize("path", ["portable", "hopper"])
+def test_moments_of_the_groups_that_segments_have(path):
     """A chunk makes those of its own segments alone, of as many leading keys as the whole prompt's would."""
-    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="first_order")
+    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="first_order", path=path)
     plan = plan_of(problem, config)
     of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
     operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
@@ -448,12 +449,28 @@ def test_moments_of_the_groups_that_segments_have():
     assert groups == [moment_group(18_000), moment_group(19_900)]
     for stage in ("key_moments", "add_tail"):
         assert (steps[stage].params["first_group"], steps[stage].params["groups"]) == (groups[0], 2)
-    assert steps["key_moments"].blocks == 2 * 2 * 2  # KV heads, groups, halves of the values
+    assert steps["key_moments"].blocks == 2 * 2  # KV heads, groups
     assert memory.places["covariances"].shape == (2, 2, 128, 128)
     bases = {place: name for place, name, _ in steps["add_tail"].pointers}
-    assert bases[steps["add_tail"].params.dtype.fields["lse"][1]] == "lse"
-    plain = S2OConfig(tail="none")
-    assert "lse" in memory.places and "lse" not in workspace(plan_of(problem, plain), problem, plain).places
+    fields = steps["add_tail"].params.dtype.fields
+    assert bases[fields["lse"][1]] == "lse" and bases[fields["covariances"][1]] == "workspace"
+    assert "lse" in memory.places  # where nobody asks for it
+    plain = S2OConfig(tail="none", path=path)
+    assert "covariances" not in workspace(plan_of(problem, plain), problem, plain).places
+
+
+@pytest.mark.parametrize(("compute_capability", "head_dim", "buffers"), [
+    (80, 128, 2), (86, 128, 1), (86, 64, 2), (90, 128, 2), (90, 256, 1), (120, 128, 1),
+])  # fmt: skip
+def test_where_covariances_come_with_samples(compute_capability, head_dim, buffers):
+    """Where a multiprocessor has room for two blocks of add_tail even so."""
+    config = S2OConfig(tail="first_order", path="portable")
+    problem = a_problem(seqlen_q=9000, head_dim=head_dim)
+    kernel = plan_of(problem, config, compute_capability).method.tail.add_tail
+    limits = LIMITS[compute_capability]
+    assert kernel.stages == buffers and kernel.shared_bytes <= limits.shared_per_block
+    if head_dim <= 128:
+        assert 2 * (kernel.shared_bytes + 1024) <= limits.shared_per_multiprocessor
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)

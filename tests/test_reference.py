@@ -195,7 +195,7 @@ def test_capped_scores(softcap, is_causal):
 
 
 def test_orders_do_not_depend_on_softcap_and_stops_do():
-    q, k, v, config = make(Case(seqlen_q=200, seqlen_k=200, config={"tau": 0.1}))
+    q, k, v, config = make(Case(seqlen_q=200, seqlen_k=200, config={"tau": 0.1, "rank": "weight"}))
     plain, capped = s2o.s2o(q, k, v, config, scale=2.0), s2o.s2o(q, k, v, config, scale=2.0, softcap=0.5)
     np.testing.assert_array_equal(plain.q_order, capped.q_order)
     for x, y in zip(plain.k_order, capped.k_order, strict=True):
@@ -389,7 +389,7 @@ def test_key_scores_are_the_largest_over_pooled_queries(is_causal):
 
 
 def test_key_order_is_absolute_and_skips_the_dense_keys():
-    q, k, _, config = make(Case(config={"window": 3}))
+    q, k, _, config = make(Case(config={"window": 3, "rank": "weight"}))
     geometry = Geometry(40, 40, 16, 3, is_causal=False)
     order = s2o.key_order(q, k, geometry, config, q.shape[-1] ** -0.5)
     for n, keys in enumerate(order):

@@ -57,6 +57,9 @@ def test_settings_of_a_file_that_tune_wrote(tmp_path):
     assert ServingSettings.parse(path, "here") == ServingSettings.parse({"settings": path}, "here") == expected
     given = {"settings": path, "min_seqlen": 4096, "backend": "fa3"}
     assert ServingSettings.parse(given, "here") == replace(expected, min_seqlen=4096, backend="fa3")
+    Path(path).write_text(json.dumps(written | {"min_seqlen": 1000}))  # of the file, unless it is given
+    assert ServingSettings.parse(path, "here").min_seqlen == 1000
+    assert ServingSettings.parse(given, "here").min_seqlen == 4096
     with pytest.raises(ValueError, match=r"^here: settings and tau came together; accepted: settings, min_seqlen and"):
         ServingSettings.parse({"settings": path, "tau": 0.1}, "here")
     Path(path).write_text(json.dumps({"config": {}, "per_layer": {"3.2": {"tau": 0.1}}}))

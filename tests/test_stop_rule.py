@@ -119,7 +119,9 @@ def test_keys_behind_a_stop_do_not_matter():
     """NaN among them, or a higher maximum than that of the keys before, is not seen."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((1, 1, 64, 4)) for _ in range(3))
-    geometry, config = Geometry(64, 64, 8, 0, True, 1), S2OConfig(segment=8, tau=1e9, block_m=8, block_n=8, unit=1)
+    geometry, config = Geometry(64, 64, 8, 0, True, 1), S2OConfig(
+        segment=8, tau=1e9, block_m=8, block_n=8, unit=1, tail="none"
+    )
     q_order = np.tile(np.arange(8, dtype=np.int32), (1, 1, 8, 1))
     k_order = [np.arange(8 * n, dtype=np.int32)[None, None] for n in range(8)]
     state = s2o.pass1(q, k, v, geometry, 0.5)

@@ -75,7 +75,7 @@ def errors_of(layers, tau):
 @pytest.mark.parametrize("by", ["layer", "head", "model"])
 def test_the_largest_taus_of_an_error(layers, by):
     """What each layer, each head, or every layer at one tau does, by calls of error_per_head."""
-    target = 0.3
+    target = 0.11
     found = tune_layers(layers, error=target, by=by, **options())
     at = {tau: errors_of(layers, tau) for tau in TAUS}
     if by == "head":
@@ -178,12 +178,12 @@ def test_a_folder_of_layers(layers, tmp_path):
 def test_settings_are_read_as_written(layers, tmp_path):
     found = tune_layers(layers, error=0.3, by="head", **options())
     found.save(tmp_path / "tuned.json")
-    assert read_settings(tmp_path / "tuned.json") == (found.config, found.per_layer)
+    assert read_settings(tmp_path / "tuned.json") == (found.config, found.per_layer, None)
     per_layer = {3: None, (1, 2): S2OConfig(tau=0.1), 1: S2OConfig(rank="mean"), (1, 10): S2OConfig(tau=0)}
     base = S2OConfig(tau=0.3)
     plain = {"config": plain_config(base), "per_layer": plain_per_layer(base, per_layer)}
     (tmp_path / "a.json").write_text(json.dumps(plain))
-    assert read_settings(tmp_path / "a.json") == (base, per_layer)
+    assert read_settings(tmp_path / "a.json") == (base, per_layer, None)
     assert list(plain["per_layer"]) == ["1", "1.2", "1.10", "3"] and plain["per_layer"]["1.2"] == {"tau": 0.1}
 
 
@@ -196,6 +196,7 @@ def test_settings_are_read_as_written(layers, tmp_path):
         ('{"config": {}, "per_layer": {"a": {}}}', ValueError, "per_layer has 'a'; accepted: a layer such as"),
         ('{"config": {}, "per_layer": {"1": 2}}', ValueError, "per_layer has 2 for 1; accepted: fields of S2OConfig"),
         ('{"config": {"taw": 1}, "per_layer": {"0": {}}}', TypeError, "config: S2OConfig: taw is not a field; did you"),
+        ('{"config": {}, "min_seqlen": true}', ValueError, "min_seqlen is True; accepted: an integer >= 0, or null"),
         ('{"config": {}, "per_layer": {"0": {"tua": 1}}}', TypeError, r"per_layer\[0\]: S2OConfig: tua is not a field"),
         ('{"config": {}, "per_layer": {"1.2": {"tau": -1}}}', ValueError, r"per_layer\[1.2\]: S2OConfig: tau is -1;"),
     ],
@@ -225,7 +226,7 @@ def test_the_command(file, capsys, tmp_path):
     assert cli.main(["tune", file, "--error", "0.3", "--by", "layer", "--json", *COMMAND]) == cli.OK
     text = capsys.readouterr().out
     (tmp_path / "tuned.json").write_text(text)
-    config, per_layer = read_settings(tmp_path / "tuned.json")
+    config, per_layer, _ = read_settings(tmp_path / "tuned.json")
     assert config.segment == 32 and [*per_layer] == [0, 3, 5]
     assert json.loads(text)["heads"]["3.1"]["tau"] == per_layer[3].tau
     # Without --by the input is one, and its heads are named.

@@ -1,4 +1,5 @@
-"""``rank="weight"``: units of neighbouring keys, ordered by the softmax weight that pooled queries give them."""
+"""Units of neighbouring keys, ordered by the softmax weight that pooled queries give them (``rank="weight"``);
+test_query_rank.py has single queries."""
 
 from __future__ import annotations
 
@@ -41,6 +42,11 @@ def weights_of(q, k, geometry, config, scale):
     return [s2o.unit_weights(pooled, counts, of_units, n, geometry, scale) for n in range(geometry.segments)]
 
 
+def own_mass(q, k, geometry, scale):
+    """What pass 1 finds, as rank="query" takes it."""
+    return s2o.finish(s2o.pass1(q, k, np.repeat(k[..., :1], q.shape[-1], axis=-1), geometry, scale))[1]
+
+
 # ---------------------------------------------------------------- the definition, by hand
 
 
@@ -76,7 +82,7 @@ def test_a_score_is_the_largest_log_weight(rng, is_causal):
 
 def test_units_go_by_their_score_and_stay_together(rng):
     q, k = rng.standard_normal((2, 1, 1, 200, 8)) * 2
-    config, geometry = S2OConfig(segment=50, unit=4), Geometry(200, 200, 50, unit=4)
+    config, geometry = S2OConfig(segment=50, unit=4, rank="weight"), Geometry(200, 200, 50, unit=4)
     order = s2o.key_order(q, k, geometry, config, 1.0)
     for n, scores in enumerate(weights_of(q, k, geometry, config, 1.0)):
         begin, _ = geometry.dense_keys(n)
@@ -108,7 +114,7 @@ def test_unit_1_is_single_keys(rng):
 def test_a_unit_that_is_not_finite(rng, value):
     """NaN and +inf come first; beside -inf a unit counts by its first key. The others are ordered as ever."""
     q, k = abs(rng.standard_normal((1, 1, 100, 4))), rng.standard_normal((1, 1, 100, 4))
-    config, geometry = S2OConfig(segment=50, unit=8), Geometry(100, 100, 50, unit=8)
+    config, geometry = S2OConfig(segment=50, unit=8, rank="weight"), Geometry(100, 100, 50, unit=8)
     others = np.setdiff1d(np.arange(geometry.ranked(1)), [3])
     k[0, 0, 27, 2] = value
     scores = weights_of(q, k, geometry, config, 0.5)[1][0, 0]
@@ -130,15 +136,16 @@ def test_a_unit_that_is_not_finite(rng, value):
 @given(
     seqlen_q=st.integers(1, 70), more=st.integers(-69, 90), segment=st.integers(1, 50), unit=st.sampled_from(UNITS),
     window=st.sampled_from([0, 1, 9, 200]), is_causal=st.booleans(), seed=st.integers(0, 2**32 - 1),
+    rank=st.sampled_from(["query", "weight"]),
 )  # fmt: skip
-def test_an_order_is_all_candidates_in_units(seqlen_q, more, segment, unit, window, is_causal, seed):
+def test_an_order_is_all_candidates_in_units(seqlen_q, more, segment, unit, window, is_causal, seed, rank):
     """Whole units in any order, then what there is of a short one."""
     seqlen_k = max(1, seqlen_q + (abs(more) if is_causal else more))
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((1, 2, seqlen_q, 4)), rng.standard_normal((1, 1, seqlen_k, 4))
-    config = S2OConfig(segment=segment, unit=unit, window=window)
+    config = S2OConfig(segment=segment, unit=unit, window=window, rank=rank)
     geometry = Geometry(seqlen_q, seqlen_k, segment, window, is_causal, unit)
-    for n, order in enumerate(s2o.key_order(q, k, geometry, config, 0.5)):
+    for n, order in enumerate(s2o.key_order(q, k, geometry, config, 0.5, own_mass(q, k, geometry, 0.5))):
         assert order.shape == (1, 2, geometry.candidates(n)) and order.dtype == np.int32
         for row in order[0]:
             np.testing.assert_array_equal(np.sort(row), s2o.candidate_positions(n, geometry))
@@ -152,10 +159,12 @@ def test_a_short_unit_at_the_end_comes_last(rng):
     q, k = np.ones((1, 1, 96, 4)), rng.standard_normal((1, 1, 203, 4))
     k[0, 0, 192:] = 100
     geometry = Geometry(96, 203, 32, is_causal=False, unit=16)
-    first, second, last = s2o.key_order(q, k, geometry, S2OConfig(segment=32), 1.0)
-    for order in (first, second):
-        assert order[0, 0, -11:].tolist() == list(range(192, 203))
-    assert geometry.dense_keys(2) == (160, 203) and last.max() < 160  # whose own keys they are
+    for rank in ("query", "weight"):
+        config, own = S2OConfig(segment=32, rank=rank), own_mass(q, k, geometry, 1.0)
+        first, second, last = s2o.key_order(q, k, geometry, config, 1.0, own)
+        for order in (first, second):
+            assert order[0, 0, -11:].tolist() == list(range(192, 203))
+        assert geometry.dense_keys(2) == (160, 203) and last.max() < 160  # whose own keys they are
 
 
 def test_units_larger_than_the_sequence(device, qkv):
@@ -201,10 +210,10 @@ def test_fewer_keys_are_visited(device, slash, config):
 @pytest.mark.parametrize("changes", [{}, {"unit": 64}, {"segment": 100, "unit": 32}, {"unit": 1}], ids=str)
 def test_no_key_of_the_future_decides(device, qkv, config, changes):
     """Keys from a segment's first on change neither its order nor that of any before it."""
-    q, k, v = qkv(1100, heads=4, kv_heads=2)
+    q, k, v = qkv(700, heads=2, kv_heads=1)
     config = replace(config, **{"segment": 128, "tau": 0.1} | changes)
     before = device.attend(q, k, v, config=config)
-    for first in (300, 640, 641):
+    for first in (300, 512, 513):
         later, values = k.copy(), v.copy()
         later[:, :, first:] = 3 * later[:, :, first:][:, :, ::-1]
         values[:, :, first:] += 1

@@ -193,7 +193,7 @@ INDEX = {field.name: n for n, field in enumerate(fields(S2OConfig))}
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("kind", [np.int64, np.uint32])
 def test_integers_of_numpy_become_python_s(name, kind):
-    value = {"workspace_bytes": 1 << 20}.get(name, 64)
+    value = {"workspace_bytes": 1 << 20, "clusters": 2}.get(name, 64)
     config = S2OConfig(**{name: kind(value)})
     assert config == S2OConfig(**{name: value})
     assert type(config.values[INDEX[name]]) is int
@@ -392,30 +392,53 @@ def test_errors_are_of_three_kinds():
 
 def test_a_default_follows_the_rank_and_a_given_value_stays():
     fields_of = lambda config: (config.segment, config.unit, config.pooled_queries)  # noqa: E731
-    assert fields_of(S2OConfig()) == (128, 16, 16)
+    assert fields_of(S2OConfig()) == (128, 16, 128) and fields_of(S2OConfig(segment=512)) == (512, 16, 512)
     for config in (S2OConfig(), S2OConfig(rank="max"), S2OConfig(rank="mean")):
         ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
         assert ranks == [(128, 16, 16), (1024, 1, 16), (1024, 1, 1)]
     config = S2OConfig(segment=512)
     ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
     assert ranks == [(512, 16, 64), (512, 1, 16), (512, 1, 1)]
+    config = S2OConfig(rank="weight")
     assert [replace(config, segment=n).pooled_queries for n in (1, 8, 9, 100, 2048, 8192)] == [1, 1, 2, 13, 256, 256]
     assert replace(S2OConfig(rank="max"), segment=10).pooled_queries == 10
     with pytest.raises(ValueError, match="pooled_queries is 256 with rank='mean'"):
         replace(S2OConfig(pooled_queries=256), rank="mean")
-    with pytest.raises(ValueError, match="unit is 16 with rank='max'; accepted: 1, or rank='weight'"):
+    with pytest.raises(ValueError, match="unit is 16 with rank='max'; accepted: 1, or rank='query' or 'weight'"):
         replace(S2OConfig(unit=16), rank="max")
+
+
+def test_each_query_by_itself_unless_means_are_asked_for():
+    assert (S2OConfig().rank, S2OConfig(pooled_queries=16).rank) == ("query", "weight")
+    with pytest.raises(ValueError, match="pooled_queries is 16 with rank='query', where each of the segment's 128"):
+        S2OConfig(rank="query", pooled_queries=16)
+    assert [S2OConfig(rank=rank).clusters for rank in ("query", "weight", "max", "mean")] == [4, 0, 0, 0]
+    with pytest.raises(ValueError, match="clusters is 3 with rank='query'; accepted: 2 or 4"):
+        S2OConfig(clusters=3)
+    with pytest.raises(ValueError, match="clusters is 4 with rank='weight'; accepted: none, or rank='query'"):
+        S2OConfig(rank="weight", clusters=4)
+
+
+def test_the_rest_counts_by_default_where_each_query_is_by_itself():
+    """And tau is then larger; a number that is given stays."""
+    adds = {rank: S2OConfig(rank=rank).adds_tail for rank in ("query", "weight", "mean")}
+    assert adds == {"query": True, "weight": False, "mean": False}
+    assert not S2OConfig(error=0.1).adds_tail and not S2OConfig(tau=0).adds_tail
+    assert (S2OConfig().tau_of(100), S2OConfig().tau_of(1 << 17)) == (0.05, 0.025)
+    assert S2OConfig(tail="none").tau_of(100) == S2OConfig(rank="weight").tau_of(100) == 0.02
+    assert S2OConfig(rank="weight", tail="first_order").tau_of(100) == 0.02
+    assert S2OConfig(tau=0.3).tau_of(1 << 17) == 0.3
 
 
 @pytest.mark.parametrize("unit", [3, 48, 256, 1 << 40])
 def test_units_are_powers_of_two(unit):
-    match = rf"unit is {unit} with rank='weight'; accepted: 1, 2, 4, 8, 16, 32, 64, 128$"
+    match = rf"unit is {unit} with rank='query'; accepted: 1, 2, 4, 8, 16, 32, 64, 128$"
     with pytest.raises(ValueError, match=match):
         S2OConfig(unit=unit)
 
 
 def test_the_rank_of_before_is_refused():
-    with pytest.raises(ValueError, match="rank is 'auto'; accepted: 'weight', 'max', 'mean'"):
+    with pytest.raises(ValueError, match="rank is 'auto'; accepted: 'query', 'weight', 'max', 'mean'"):
         S2OConfig(rank="auto")
 
 

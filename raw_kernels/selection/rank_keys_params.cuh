@@ -5,9 +5,16 @@
 namespace s2o {
 
 struct RankKeysParams {
+  Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim], of rank="query"
   Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
   const uint16* means;     // [batch * heads, segments, pooled queries, kHeadDim]
-  const uint16* unit_keys;  // [batch * kv_heads, units, 2, kHeadDim], of unit_weights: mean, outlier
+  const uint16* unit_keys;  // [batch * kv_heads, units, 2, kHeadDim], of unit_weights: mean, outlier; of query_weights
+                            // [batch * kv_heads, units, clusters, kHeadDim] (unit_clusters.cu)
+  const uint16* cluster_shares;  // [batch * kv_heads, units, clusters], of query_weights
+  const uint32* unit_rows;    // [batch * kv_heads, tiles, 64, kHeadDim / 4], of rank="query" in 8 bits (unit_rows.cu)
+  const uint16* row_shares;   // [batch * kv_heads, tiles, 64], likewise
+  const float* norms;         // [batch * heads, seqlen_q], of rank="query" (query_norms.cu)
+  const float2* query_scales; // [batch * heads, segments], in 8 bits: of queries, of products
   uint16* scores;          // rows of the chunk (Chunk::place) by unit: float16, in log2 of a softmax weight
   int* k_order;            // rows of the chunk: units
   uint16* order_head_scores;  // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order
@@ -20,7 +27,8 @@ struct RankKeysParams {
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys
   int strata_blocks;       // blocks of key_strata that cover a long and a short row
-  float scale_log2;        // |scale| * log2(e)
+  int aligned;             // every row of q starts on 16 bytes
+  float scale_log2;        // |scale| * log2(e); of rank="query" with the sign of the scale
   Pages pages;             // of a paged cache
 };
 

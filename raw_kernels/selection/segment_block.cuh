@@ -5,7 +5,7 @@
 
 namespace s2o {
 
-template <int kSegments, int kHeadDim>
+template <int kSegments, int kHeadDim, int kUnitKeys = 2>
 struct SegmentBlock {
   const RankKeysParams& p;
   int head;
@@ -27,10 +27,12 @@ struct SegmentBlock {
   __device__ __forceinline__ int units_of(int n) const {
     return p.geometry.is_causal ? p.geometry.ranked(n) : p.geometry.units();
   }
-  // The head's, [units, 2, kHeadDim].
+  __device__ __forceinline__ int64 kv_head() const {
+    return head / p.heads * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+  }
+  // The head's, [units, kUnitKeys, kHeadDim].
   __device__ __forceinline__ const uint16* unit_keys() const {
-    const int batch = head / p.heads, kv_head = batch * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
-    return p.unit_keys + static_cast<int64>(kv_head) * p.geometry.units() * 2 * kHeadDim;
+    return p.unit_keys + kv_head() * p.geometry.units() * kUnitKeys * kHeadDim;
   }
   // Pooled query r of segment n, [kHeadDim]. What is not there, or an empty run, is stood in for by the first, which
   // changes no maximum.

@@ -3,8 +3,7 @@
 //
 //   k [batch, kv_heads, seqlen_k, head_dim] or pages -> unit_keys [batch * kv_heads, units, 2, kHeadDim], of whole
 //                                                       units alone, 0 past head_dim
-#include "common/pages.cuh"
-#include "common/row_sums.cuh"
+#include "selection/key_block.cuh"
 
 namespace s2o {
 
@@ -18,47 +17,20 @@ struct UnitKeysParams {
   Pages pages;             // of a paged cache
 };
 
-template <class Element, int kHeadDim, bool kPaged_>
-struct UnitKeysTraits : RowTraits<Element, kHeadDim> {
-  static constexpr bool kPaged = kPaged_;
-  static constexpr int kBlockKeys = 128;  // of a block: a multiple of every unit
-  struct Shared {
-    int64 offsets[kBlockKeys];      // of their rows, in elements
-    uint16 rows[kBlockKeys * kHeadDim];
-  };
+template <class Element, int kHeadDim, bool kPaged>
+struct UnitKeysTraits : KeyBlockTraits<Element, kHeadDim, kPaged, 128> {
+  using Shared = KeyBlockShared<KeyBlockTraits<Element, kHeadDim, kPaged, 128>>;
 };
 
-// Block: a KV head and kBlockKeys keys, whose rows all threads copy; then a thread has eight elements of a unit.
+// Block: a KV head and kKeys keys, whose rows all threads copy; then a thread has eight elements of a unit.
 template <class Traits>
 __device__ __forceinline__ void unit_keys(const UnitKeysParams& p, typename Traits::Shared& shared) {
   using Element = typename Traits::Element;
-  constexpr int kKeys = Traits::kBlockKeys, kLanes = Traits::kLanes;
+  constexpr int kKeys = Traits::kKeys, kLanes = Traits::kLanes;
   const Geometry& g = p.geometry;
   const int kv_head = blockIdx.x / p.head_blocks, begin = blockIdx.x % p.head_blocks * kKeys;
-  const int batch = kv_head / p.kv_heads;
-  const uint16* k = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
-  const int count = min(kKeys, (g.units() << g.unit_shift) - begin);
-  if (threadIdx.x < count) {
-    if constexpr (Traits::kPaged) {
-      shared.offsets[threadIdx.x] = PagedRows{p.k, p.pages, batch, 0}.offset(begin + threadIdx.x);
-    } else {
-      shared.offsets[threadIdx.x] = (begin + static_cast<int>(threadIdx.x)) * p.k.row;
-    }
-  }
-  __syncthreads();
+  const int count = load_key_block<Traits>(p, kv_head, begin, shared);
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
-#pragma unroll 4
-  for (int r = slot; r < count; r += Traits::kRows) {
-    const uint16* row = k + shared.offsets[r];
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (p.aligned && lane * 8 + 8 <= g.head_dim) {
-      x = *reinterpret_cast<const uint4*>(row + lane * 8);
-    } else {
-      x = load_unaligned(row, lane * 8, g.head_dim);
-    }
-    *reinterpret_cast<uint4*>(shared.rows + r * Traits::kHeadDim + lane * 8) = x;
-  }
-  __syncthreads();
   const float factor = 1.f / (1 << g.unit_shift);  // of each key, as a sum of large ones may be too large
   const int units = count >> g.unit_shift;
   for (int first = 0; first < units; first += Traits::kRows) {

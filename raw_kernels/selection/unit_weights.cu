@@ -1,7 +1,8 @@
-// Scores of units of keys by the weight that pooled queries give them.
+// Scores of units of keys by the weight that pooled queries give them, or that queries do by themselves.
 //
 //   unit_weights: scores[row, unit] = log2 of the largest softmax weight that a pooled query of row's segment gives the
 //                 unit, of all units that are candidates of the segment; in float16
+//   query_weights: the same of single queries, by the norms that query_norms.cu has found
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
@@ -20,16 +21,19 @@ constexpr int kUnitStep = 64;       // rows of unit_keys of a step: mean keys, o
 constexpr int kWeightThreads = 128;
 constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, int kClusters_ = 0>
 struct WeightTraits {
   using Element = Element_;
+  static constexpr bool kByQuery = kClusters_ > 0;  // each query by itself is a pooled query
+  static constexpr int kUnitKeys = kByQuery ? kClusters_ : 2;  // rows of unit_keys
   static constexpr int kHeadDim = kHeadDim_, kStep = kUnitStep, kThreads = kWeightThreads;
   static constexpr bool kAligned = true, kPaged = false;
   static constexpr int kOfWarp = kHeadDim > 128 ? 1 : 2;              // segments of a warp
   static constexpr int kSegments = kWeightThreads / 32 * kOfWarp;     // of a block
   struct Shared {
     uint16 units[2][kStep * kHeadDim];
-    float norms[kSegments][spec::kMostPooled];  // log2 of the sum of a pooled query's weights; 0 where it is not finite
+    // log2 of the sum of a pooled query's weights; 0 where it is not finite
+    float norms[kByQuery ? 1 : kSegments][kByQuery ? 1 : spec::kMostPooled];
     int first_key;
   };
 };
@@ -59,14 +63,16 @@ template <class Traits>
 struct UnitWeights {
   using Element = typename Traits::Element;
   static constexpr int kOfWarp = Traits::kOfWarp, kDims = Traits::kHeadDim / 16, kUnitTiles = kUnitStep / 16;
-  static constexpr int kPairs = kUnitStep / 2;  // units of a step that takes both rows
+  static constexpr int kUnitKeys = Traits::kUnitKeys;
+  static constexpr int kUnits = kUnitStep / kUnitKeys;  // of a step that takes all their rows
 
   const RankKeysParams& p;
   typename Traits::Shared& shared;
-  SegmentBlock<Traits::kSegments, Traits::kHeadDim> block;
+  SegmentBlock<Traits::kSegments, Traits::kHeadDim, Traits::kUnitKeys> block;
   int lane, warp;
   int segment[kOfWarp];
   uint32 a[kOfWarp][kDims][4];    // fragments of a tile of pooled queries
+  uint32 shares[kUnitTiles];      // of single queries: log2 of what part of a unit's keys rows are
   float s[kOfWarp][kUnitTiles][4];  // products [pooled queries lane / 4 and 8 more, rows of half a step]
 
   __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
@@ -74,7 +80,30 @@ struct UnitWeights {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) segment[i] = block.segment(warp * kOfWarp + i);
   }
+  // Of a segment.
+  __device__ __forceinline__ int pooled_queries() const {
+    return Traits::kByQuery ? min(p.geometry.segment, p.geometry.seqlen_q) : p.pooled_queries;
+  }
+  // Of the segment's query r, or of the first where there is none: two elements, zeros past head_dim.
+  __device__ __forceinline__ uint32 query_pair(int i, int r, int column) const {
+    const Geometry& g = p.geometry;
+    const int at = g.query_begin(segment[i]) + (r < g.query_count(segment[i]) ? r : 0);
+    const uint16* from = p.q.at(block.head / p.heads, block.head % p.heads) + at * p.q.row + column;
+    if (p.aligned) return column < g.head_dim ? *reinterpret_cast<const uint32*>(from) : 0u;
+    return (column < g.head_dim ? from[0] : 0u) | (column + 1 < g.head_dim ? from[1] : 0u) << 16;
+  }
   __device__ __forceinline__ void load_pooled(int tile) {
+    if constexpr (Traits::kByQuery) {
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+        for (int c = 0; c < kDims; ++c)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            a[i][c][e] =
+                query_pair(i, tile * kPooledTile + e % 2 * 8 + lane / 4, c * 16 + e / 2 * 8 + lane % 4 * 2);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
       const uint32* from[2];
@@ -111,12 +140,12 @@ struct UnitWeights {
         }
       }
   }
-  // Multiplies the mean keys of all units, or with kRows == 2 both rows, half a step at a time, and calls
+  // Multiplies the mean keys of all units, or with kRows == kUnitKeys all rows, half a step at a time, and calls
   // done(step, half) after each.
   template <int kRows, class Done>
   __device__ __forceinline__ void walk(const Done& done) {
     const int rows = kRows * block.end, steps = (rows + kUnitStep - 1) / kUnitStep;
-    const Tensor<const uint16> units = {p.unit_keys, 0, 0, (3 - kRows) * Traits::kHeadDim};
+    const Tensor<const uint16> units = {p.unit_keys, 0, 0, kUnitKeys / kRows * Traits::kHeadDim};
     const uint16* data = block.unit_keys();
     const ContiguousKeys<Traits> source{shared, rows, p.pages};
     const auto load = [&](int step) {
@@ -137,11 +166,33 @@ struct UnitWeights {
     }
     cp_async_wait<0>();
   }
-  // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is.
+  // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is. Of single
+  // queries and units of four groups, that of two of these.
   __device__ __forceinline__ float weight(int i, int j, int h) const {
+    if constexpr (Traits::kByQuery) {
+      return larger_or_nan(fmaf(s[i][j][2 * h], p.scale_log2, Float16::low(shares[j])),
+                           fmaf(s[i][j][2 * h + 1], p.scale_log2, Float16::high(shares[j])));
+    }
     return larger_or_nan(__fmul_rn(s[i][j][2 * h], p.scale_log2),
                          fmaf(s[i][j][2 * h + 1], p.scale_log2,
                               -static_cast<float>(p.geometry.unit_shift + spec::kOutlierShift)));
+  }
+  // Shares of the groups of half a step, two each; of what is past the end any.
+  __device__ __forceinline__ void load_shares(int first) {
+    const int rows = p.geometry.units() * kUnitKeys;
+    const uint16* of_head = p.cluster_shares + block.kv_head() * rows;
+#pragma unroll
+    for (int j = 0; j < kUnitTiles; ++j)
+      shares[j] = *reinterpret_cast<const uint32*>(of_head + min(first + j * 8 + lane % 4 * 2, rows - 2));
+  }
+  __device__ __forceinline__ float norm(int i, int r) const {
+    if constexpr (Traits::kByQuery) {
+      const Geometry& g = p.geometry;
+      const int at = g.query_begin(segment[i]) + (r < g.query_count(segment[i]) ? r : 0);
+      return p.norms[static_cast<int64>(block.head) * g.seqlen_q + at];
+    } else {
+      return shared.norms[warp * kOfWarp + i][r];
+    }
   }
 
   __device__ __forceinline__ void find_norms() {
@@ -224,8 +275,9 @@ struct UnitWeights {
   }
 
   __device__ __forceinline__ void find_scores() {
-    const int tiles = (p.pooled_queries + kPooledTile - 1) / kPooledTile;
+    const int tiles = (pooled_queries() + kPooledTile - 1) / kPooledTile;
     int loaded = tiles - 1;  // by find_norms
+    if (Traits::kByQuery) load_pooled(loaded);
     int row_end[kOfWarp];
     int64 row_place[kOfWarp];
 #pragma unroll
@@ -237,17 +289,18 @@ struct UnitWeights {
     const auto take = [&](int tile, bool is_first, auto half) {
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
-        const float* norms = shared.norms[warp * kOfWarp + i] + tile * kPooledTile + lane / 4;
-        const float norm[2] = {norms[0], norms[8]};
+        const int r = tile * kPooledTile + lane / 4;
+        const float norms[2] = {norm(i, r), norm(i, r + 8)};
 #pragma unroll
         for (int j = 0; j < kUnitTiles; ++j) {
-          const float of_both = larger_or_nan(weight(i, j, 0) - norm[0], weight(i, j, 1) - norm[1]);
+          const float of_both = larger_or_nan(weight(i, j, 0) - norms[0], weight(i, j, 1) - norms[1]);
           float& so_far = best[i][half.kFirst + j];
           so_far = is_first ? of_both : larger_or_nan(so_far, of_both);
         }
       }
     };
-    walk<2>([&](int step, auto half) {
+    walk<kUnitKeys>([&](int step, auto half) {
+      if constexpr (Traits::kByQuery) load_shares(step * kUnitStep + half.kFirst * 8);
       take(loaded, true, half);
       for (int further = 1; further < tiles; ++further) {
         loaded = loaded + 1 == tiles ? 0 : loaded + 1;
@@ -262,8 +315,15 @@ struct UnitWeights {
         share_largest<4>(best[i]);
         share_largest<2>(best[i]);
         share_largest<1>(best[i]);
-        const int at = step * kPairs + lane;
-        store_if(at < row_end[i], p.scores + row_place[i] + at, Float16::pack(best[i][0], 0.f));
+        int at = step * kUnits + lane;
+        bool stores = true;
+        if constexpr (kUnitKeys == 4) {  // two lanes have a unit
+          best[i][0] = larger_or_nan(best[i][0], __shfl_xor_sync(kFullWarp, best[i][0], 1));
+          at = step * kUnits + lane / 2;
+          stores = lane % 2 == 0;
+        }
+        const int64 place = Traits::kByQuery ? p.chunk.place(block.head, segment[i]) : row_place[i];
+        store_if(stores && at < row_end[i], p.scores + place + at, Float16::pack(best[i][0], 0.f));
       }
     });
   }
@@ -278,6 +338,14 @@ __device__ __forceinline__ void unit_weights(const RankKeysParams& p, typename T
   if (weights.block.end <= 0) return;
   weights.find_norms();
   weights.find_scores();
+}
+
+template <class Traits>
+__device__ __forceinline__ void query_weights(const RankKeysParams& p, typename Traits::Shared& shared) {
+  if (threadIdx.x == 0) shared.first_key = 0;
+  __syncthreads();
+  UnitWeights<Traits> weights(p, shared);
+  if (weights.block.end > 0) weights.find_scores();
 }
 
 }  // namespace s2o

@@ -68,6 +68,7 @@ def render(kernel: Kernel) -> str:
         "paged": str(kernel.paged).lower(),
         "step": kernel.step,
         "group": kernel.group,
+        "clusters": kernel.clusters,
         "threads": kernel.threads,
     }
     traits = f"s2o::{family.traits.format(**fields)}" if family.traits else "void"

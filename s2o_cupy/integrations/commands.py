@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..spec import S2OConfig
 from ..tools import cli
-from ..tools.layer_settings import BY
+from ..tools.layer_settings import BY, MIN_SEQLEN
 
 __all__ = ["add"]
 
 MODEL_HELP = """\
 input:
   MODEL is a folder or a name that transformers' from_pretrained reads, in the dtype that it is stored in; on the GPU
-  where there is one. TEXT is a text file for the model's tokenizer, or a .npy file of token ids.
+  where there is one. TEXT is a text file for the model's tokenizer, or a .npy file of token ids. tune-model
+  takes several, best of different kinds.
 """
 
 
@@ -24,53 +27,90 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """The two commands."""
     does = "a tau for each layer or head of a model, for a loss, an error or a density"
     tune = command("tune-model", _tune_model, does, MODEL_HELP, allow_abbrev=False)
-    _add_model(tune)
+    _add_model(tune, "+")
     target = tune.add_mutually_exclusive_group(required=True)
-    loss = "at most so many nats a token more than dense attention, two standard errors included"
-    target.add_argument("--loss", type=float, help=loss)
+    target.add_argument(
+        "--loss", type=float, help="at most so many nats a token more than dense attention; twice as many where it is "
+        "hardest, and four times as many where text is copied from far away and in answers",
+    )  # fmt: skip
     target.add_argument("--error", type=float, help="at most this rel_l2 of each layer or head")
     target.add_argument("--density", type=float, help="at most this share of pairs computed, mean over the heads")
     tune.add_argument("--by", choices=BY, default="layer", help="what has a tau of its own (default: %(default)s)")
     tune.add_argument("--taus", help="the taus to choose from, separated by commas")
+    tune.add_argument(
+        "--held-back", type=float, default=0.25, metavar="SHARE",
+        help="of --loss: the share of each text, up to 0.5, that taus are not chosen on and then must hold on "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--answers", action="append", metavar="FILE",
+        help="of --loss: which tokens answer something that a text asks, a .npy file of as many booleans as the text "
+        "has tokens; once for each TEXT, in their order",
+    )  # fmt: skip
     tune.add_argument("--out", help="write what register() and `s2o report --settings` take to this JSON file")
     tune.add_argument("--plot", help="a picture to write: tau, density and error by layer and head")
     cli.add_config(tune, S2OConfig(), found=("tau",))
 
     does = "density, error and time of a model's layers, and what S2O left and why"
     report = command("report", _report, does, MODEL_HELP)
-    _add_model(report)
+    _add_model(report, None)
     report.add_argument("--settings", help="a JSON file of `s2o tune-model --out`, instead of the options of S2O")
     report.add_argument("--no-loss", action="store_true", help="leave the model's loss out")
     report.add_argument("--plot", help="a picture to write: density and error by layer and head")
     cli.add_config(report, S2OConfig())
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, texts: str | None) -> None:
+    """``texts``: how many, as argparse says it."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("text", metavar="TEXT")
-    parser.add_argument("--length", type=int, help="tokens to take (default: the text's, at most 32768)")
-    parser.add_argument("--min-seqlen", type=int, default=8192, help="fewer keys are not S2O's (default: %(default)s)")
+    parser.add_argument("text", metavar="TEXT", nargs=texts)
+    parser.add_argument("--length", type=int, help="tokens to take of a text (default: all, at most 32768)")
+    default = "(default: that of --settings, or 8192)" if texts is None else "(default: 8192)"
+    parser.add_argument("--min-seqlen", type=int, help=f"fewer keys are not S2O's {default}")
     parser.add_argument("--segments", type=int, default=16, help="segments of each layer to take (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="of their draw (default: 0)")
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model, and ids (1, length), on the GPU where there is one."""
-    import numpy as np
+def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
+    """The model, and ids (1, length) of each text, on the GPU where there is one."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    if args.text.endswith(".npy"):
-        ids = np.load(args.text, allow_pickle=False).astype(np.int64).reshape(-1)
-    else:
-        text = Path(args.text).read_text(encoding="utf-8")
-        ids = np.array(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"], np.int64)
-    length = min(len(ids), 32768) if args.length is None else args.length
-    if not 1 < length <= len(ids):
-        raise ValueError(f"--length is {length}; accepted: 2 to {len(ids)}, the tokens of {args.text}")
+    found = [_ids(args, text) for text in texts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
-    return model, torch.from_numpy(ids[None, :length]).to(device)
+    return model, [torch.from_numpy(ids[None]).to(device) for ids in found]
+
+
+def _ids(args: argparse.Namespace, text: str) -> Any:
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    if text.endswith(".npy"):
+        ids = np.load(text, allow_pickle=False).astype(np.int64).reshape(-1)
+    else:
+        ids = np.array(AutoTokenizer.from_pretrained(args.model)(Path(text).read_text(encoding="utf-8"))["input_ids"])
+    length = min(len(ids), 32768) if args.length is None else args.length
+    if not 1 < length <= len(ids):
+        raise ValueError(f"--length is {length}; accepted: 2 to {len(ids)}, the tokens of {text}")
+    return ids[:length].astype(np.int64)
+
+
+def _answers(args: argparse.Namespace, ids: list[Any]) -> list[Any] | None:
+    import numpy as np
+    import torch
+
+    if args.answers is None:
+        return None
+    if len(args.answers) != len(ids):
+        raise ValueError(f"--answers came {len(args.answers)} times with {len(ids)} texts; accepted: once for each")
+    found = []
+    for path, text in zip(args.answers, ids, strict=True):
+        marked = np.load(path, allow_pickle=False).reshape(-1)
+        if marked.dtype != bool or len(marked) < text.shape[1]:
+            raise ValueError(f"{path}: {len(marked)} of {marked.dtype}; accepted: bool, {text.shape[1]} or more")
+        found.append(torch.from_numpy(marked[None, : text.shape[1]]).to(text.device))
+    return found
 
 
 def _tune_model(args: argparse.Namespace) -> int:
@@ -81,17 +121,22 @@ def _tune_model(args: argparse.Namespace) -> int:
     taus, config = cli.taus_of(args, LAYER_TAUS), cli.config_of(args)
     from .model_tools import tune_model
 
-    model, ids = _load(args)
-    with progress("tune-model") as told:
+    model, ids = _load(args, args.text)
+    with progress("tune-model") as told, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are among the result's notes
         found = tune_model(
             model, ids, loss=args.loss, error=args.error, density=args.density, by=args.by, taus=taus, config=config,
-            min_seqlen=args.min_seqlen, segments=args.segments, seed=args.seed, progress=told,
+            min_seqlen=MIN_SEQLEN if args.min_seqlen is None else args.min_seqlen, answers=_answers(args, ids),
+            held_back=args.held_back, segments=args.segments, seed=args.seed, progress=told,
         )  # fmt: skip
+    for note in found.notes if args.json else ():  # the table has them
+        print(f"s2o {args.command}: note: {note}", file=sys.stderr)
     if args.out is not None:
         found.save(args.out)
     if args.plot is not None:
         found.draw(args.plot)
-    about = {"model": args.model, "text": args.text, "tokens": ids.shape[1], "picture": args.plot}
+    tokens = [text.shape[1] for text in ids]
+    about = {"model": args.model, "texts": args.text, "tokens": tokens, "picture": args.plot}
     cli.print_result(args, found.to_dict() | about, lambda _: found.table())
     return cli.OK
 
@@ -104,7 +149,7 @@ def _report(args: argparse.Namespace) -> int:
     from .transformers import register
 
     s2o = register("s2o", args.settings or cli.config_of(args), min_seqlen=args.min_seqlen)
-    model, ids = _load(args)
+    model, (ids,) = _load(args, [args.text])
     with progress("report") as told:
         found = report(
             model, ids, s2o, loss=not args.no_loss, segments=args.segments, seed=args.seed, progress=told

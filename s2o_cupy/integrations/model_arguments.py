@@ -11,16 +11,16 @@ __all__ = ["check_min_seqlen", "parse_ids"]
 Tensor = Any  # torch.Tensor
 
 
-def parse_ids(function: str, ids: Any) -> Tensor:
-    """``input_ids`` of ``function`` as int64 [batch, seqlen], as losses need them; TypeError or ValueError says what
-    came and what is accepted."""
+def parse_ids(function: str, ids: Any, name: str = "input_ids") -> Tensor:
+    """The argument ``name`` of ``function`` as int64 [batch, seqlen], as losses need them; TypeError or ValueError says
+    what came and what is accepted."""
     accepted = "a PyTorch tensor (batch, seqlen) of int32 or int64, with at least 1 row and 2 tokens"
     if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"{function}: input_ids is a {type(ids).__name__}; accepted: {accepted}")
+        raise TypeError(f"{function}: {name} is a {type(ids).__name__}; accepted: {accepted}")
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{function}: input_ids is of {str(ids.dtype).removeprefix('torch.')}; accepted: {accepted}")
+        raise TypeError(f"{function}: {name} is of {str(ids.dtype).removeprefix('torch.')}; accepted: {accepted}")
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
-        raise ValueError(f"{function}: input_ids has shape {tuple(ids.shape)}; accepted: {accepted}")
+        raise ValueError(f"{function}: {name} has shape {tuple(ids.shape)}; accepted: {accepted}")
     return ids.long()
 
 

@@ -69,21 +69,37 @@ def text_losses(model: Any, hidden: Tensor, ids: Tensor, attention_mask: Tensor 
     return loss[(attention_mask[:, :-1] * attention_mask[:, 1:]).bool().cpu().numpy()]
 
 
-def divergence(
-    model: Any, hidden: Tensor, other: Tensor, ids: Tensor, attention_mask: Tensor | None = None, chunk: int = CHUNK
-) -> float:
-    """How far the predictions from ``other`` are from those from ``hidden``: the Kullback-Leibler divergence in nats,
-    mean over tokens, padding left out. Where the model's probabilities are right it is what the loss grows by, without
-    the noise of a loss."""
-    counted = torch.ones_like(ids) if attention_mask is None else attention_mask
-    total = 0.0
-    for (part, exact), (_, changed) in zip(
-        _logits(model, hidden, ids, chunk), _logits(model, other, ids, chunk), strict=True
+class Changes(NamedTuple):
+    """Of every prediction [batch, seqlen - 1], from one output of the layers to another."""
+
+    before: np.ndarray  # float64, nats: the loss of the first
+    loss: np.ndarray  # float64, nats: how much larger that of the other is
+    moved: np.ndarray  # float64, nats, at least 0: the Kullback-Leibler divergence
+    right: np.ndarray  # int8: 1 where the likeliest token came only of the other, -1 where only of the first, else 0
+    entropy: np.ndarray  # float64, nats: how unsure the first is
+
+
+def changes(model: Any, hidden: Tensor, other: Tensor, ids: Tensor, chunk: int = CHUNK // 4) -> Changes:
+    """What becomes of the predictions of a text's tokens but the first, where ``other`` is what the layers give in the
+    place of ``hidden``. Where the model's probabilities are right, ``moved`` is what the loss grows by, without the
+    noise of a loss."""
+    found: list[tuple[Tensor, ...]] = []
+    given, expected = ids[:, :-1], ids[:, 1:]
+    for (part, first), (_, second) in zip(
+        _logits(model, hidden[:, :-1], given, chunk), _logits(model, other[:, :-1], given, chunk), strict=True
     ):
-        exact, changed = exact.log_softmax(-1), changed.log_softmax(-1)
-        of_tokens = (exact.exp() * (exact - changed)).sum(-1).double()  # [batch, chunk]
-        total += float(of_tokens[counted[:, part].bool().to(of_tokens.device)].sum())
-    return total / int(counted.sum())
+        wanted = expected[:, part].to(first.device)
+        both = (first, second)
+        before, after = (
+            torch.nn.functional.cross_entropy(x.transpose(1, 2), wanted, reduction="none").double() for x in both
+        )
+        hits = [(x.argmax(-1) == wanted).to(torch.int8) for x in both]
+        p, q = (x.log_softmax(-1) for x in both)
+        never = p == -torch.inf  # tokens that the model rules out
+        moved = (p.exp() * (p - q)).masked_fill(never, 0).sum(-1).clamp(min=0).double()  # [batch, chunk]
+        entropy = -(p.exp() * p).masked_fill(never, 0).sum(-1).double()
+        found.append(tuple(x.cpu() for x in (before, after - before, moved, hits[1] - hits[0], entropy)))
+    return Changes(*(torch.cat(x, 1).numpy() for x in zip(*found, strict=True)))
 
 
 def _logits(model: Any, hidden: Tensor, ids: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:

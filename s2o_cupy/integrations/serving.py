@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
 from ..spec import MAX_HEAD_DIM, S2OConfig
-from ..tools.layer_settings import config_of, read_settings
+from ..tools.layer_settings import MIN_SEQLEN, config_of, read_settings
 from .fallbacks import CallCounts, Kinds
 
 __all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "why_not_shape"]
@@ -72,7 +72,7 @@ class ServingSettings:
     """Which prompts are S2O's, and how it attends."""
 
     config: S2OConfig
-    min_seqlen: int = 8192  # with fewer keys the engine's own attention runs
+    min_seqlen: int = MIN_SEQLEN  # with fewer keys the engine's own attention runs
     per_layer: Mapping[int, S2OConfig | None] = field(default_factory=dict)
     backend: str | None = None  # SGLang's attention that takes the rest
 
@@ -87,14 +87,16 @@ class ServingSettings:
             given = _parse_text(given, owner)
         if not isinstance(given, Mapping):
             raise TypeError(f"{owner} is a {type(given).__name__}; accepted: a JSON object, or the path of a file")
-        min_seqlen, backend = given.get("min_seqlen", 8192), given.get("backend")
+        min_seqlen, backend = given.get("min_seqlen", MIN_SEQLEN), given.get("backend")
         if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
             raise ValueError(f"{owner}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")
         if not isinstance(backend, str | None):
             raise TypeError(f"{owner}: backend is {backend!r}; accepted: a name of SGLang's attention backends")
+        named = "min_seqlen" in given
         given = {name: value for name, value in given.items() if name not in ("min_seqlen", "backend")}
         if "settings" in given:
-            config, per_layer = _of_file(given, owner)
+            config, per_layer, of_file = _of_file(given, owner)
+            min_seqlen = min_seqlen if named or of_file is None else of_file
         else:
             layers = given.pop("per_layer", None) or {}
             config, per_layer = _config(given, owner), _layers(given, layers, owner)
@@ -121,7 +123,7 @@ def _parse_text(text: str, owner: str) -> Any:
     return found
 
 
-def _of_file(given: Mapping[str, Any], owner: str) -> tuple[S2OConfig, dict[int, S2OConfig | None]]:
+def _of_file(given: Mapping[str, Any], owner: str) -> tuple[S2OConfig, dict[int, S2OConfig | None], int | None]:
     if len(given) > 1:
         others = ", ".join(name for name in given if name != "settings")
         raise ValueError(f"{owner}: settings and {others} came together; accepted: settings, min_seqlen and backend")
@@ -130,11 +132,11 @@ def _of_file(given: Mapping[str, Any], owner: str) -> tuple[S2OConfig, dict[int,
         raise TypeError(f"{owner}: settings is {path!r}; accepted: the path of a file that tune_model wrote")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{owner}: no file {str(path)!r}; accepted: a JSON object, or the path of a file")
-    config, per_layer = read_settings(path)
+    config, per_layer, min_seqlen = read_settings(path)
     layers = {key: value for key, value in per_layer.items() if isinstance(key, int)}
     if len(layers) < len(per_layer):
         raise ValueError(f'{owner}: {path} names heads; accepted: layers, as of by="layer"')
-    return config, layers
+    return config, layers, min_seqlen
 
 
 def _layers(base: Mapping[str, Any], layers: Any, owner: str) -> dict[int, S2OConfig | None]:

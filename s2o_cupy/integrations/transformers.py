@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
-from ..tools.layer_settings import read_settings
+from ..tools.layer_settings import MIN_SEQLEN, read_settings
 from .autocast import autocast_dtype, to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
@@ -45,7 +45,7 @@ def register(
     name: str = "s2o",
     config: S2OConfig | str | os.PathLike[str] | None = None,
     per_layer: Mapping[int | tuple[int, int], S2OConfig | None] | None = None,
-    min_seqlen: int = 8192,
+    min_seqlen: int | None = None,
 ) -> S2OAttention:
     """Make S2O an attention implementation of transformers, under ``name``.
 
@@ -58,13 +58,14 @@ def register(
         Registering a name again replaces what it stood for, also in models that use it.
     config : S2OConfig or path, optional
         Of all layers and heads that ``per_layer`` does not name. A path: the JSON file that ``tune_model(...).save`` or
-        ``s2o tune --json`` wrote, with both.
+        ``s2o tune --json`` wrote, with both and perhaps with ``min_seqlen``.
     per_layer : mapping, optional
         ``{layer: S2OConfig}`` or ``{(layer, head): S2OConfig}``, counted from 0; both may be mixed, and the head
         decides. None instead of a layer's config leaves that layer to the ordinary attention. Heads of a layer that
         differ in more than tau take several calls; so do those with the default tau and others.
-    min_seqlen : int, default 8192
-        With fewer keys than this the ordinary attention runs: ordering keys would cost more than it saves.
+    min_seqlen : int, optional
+        With fewer keys than this the ordinary attention runs: ordering keys would cost more than it saves. Default:
+        what the file says, else 8192.
 
     Returns
     -------
@@ -84,12 +85,14 @@ def register(
             f"register: name is {name!r}; accepted: letters, digits, '_', '-' and '.', "
             "and not a name that transformers has given already"
         )
-    check_min_seqlen("register", min_seqlen)
+    if min_seqlen is not None:
+        check_min_seqlen("register", min_seqlen)
     if isinstance(config, str | os.PathLike):
         if per_layer is not None:
             raise ValueError(f"register: per_layer came with the file {str(config)!r}; accepted: one of them")
-        config, per_layer = read_settings(config)
-    registered = S2OAttention(LayerConfigs.parse(config, per_layer), min_seqlen)
+        config, per_layer, of_file = read_settings(config)
+        min_seqlen = of_file if min_seqlen is None else min_seqlen
+    registered = S2OAttention(LayerConfigs.parse(config, per_layer), MIN_SEQLEN if min_seqlen is None else min_seqlen)
     AttentionInterface.register(name, registered)
     AttentionMaskInterface.register(name, causal_mask)
     return registered

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..problem import Problem
-from ..spec import DEFAULT_TAU, LONG_FROM, S2OConfig
+from ..spec import LONG_FROM, S2OConfig
 from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch
 from .kernels import Family, Kernel
 
@@ -31,7 +31,7 @@ def as_float32(tau: float) -> float:
 def of_all(config: S2OConfig) -> dict[str, float]:
     """Parameters of the tau that all heads share, if they do."""
     if config.tau is None and config.error is None:
-        return {"tau": DEFAULT_TAU, "tau_falls": 1 / LONG_FROM}
+        return {"tau": config.default_tau, "tau_falls": 1 / LONG_FROM}
     return {"tau": as_float32(config.tau) if isinstance(config.tau, float) else 0.0, "tau_falls": 0.0}
 
 

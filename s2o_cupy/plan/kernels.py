@@ -82,6 +82,7 @@ class Kernel:
     open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
     group: int = 1  # query heads of a KV head among the rows of a thread
     drawn: bool = False  # may attend to a part of the segments (Geometry.drawn)
+    clusters: int = 0  # groups of keys of a unit that are told apart, by rank="query"
     own_threads: int = 0  # of a block, where they are not its family's
 
     @property
@@ -108,6 +109,8 @@ class Kernel:
             parts.append(f"k{self.step}")
         if "{group}" in traits:
             parts.append(f"g{self.group}")
+        if self.clusters:
+            parts.append(f"c{self.clusters}")
         if "{aligned}" in traits and not self.aligned:
             parts.append("unaligned")
         if self.softcap:

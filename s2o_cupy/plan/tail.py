@@ -9,33 +9,60 @@ from typing import Any
 
 from ..spec import TAIL_SAMPLES
 from .build import Array, Builder, Launch
+from .device import DeviceLimits
 from .kernels import Family, Inputs, Kernel
 from .method import Setting
 from .rounds import Chunk
 
-__all__ = ["Tail", "kernels"]
+__all__ = ["Tail", "catalogue"]
 
-MOMENT_SLICE = 64  # dimensions of values of a block of key_moments (kMomentSlice)
-MOMENT_STEP = 64  # keys of its step (kMomentStep)
+MOMENT_STEP = 64  # keys of a step of key_moments (kMomentStep)
 KEY_MOMENTS = Family(
     "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
     "MomentTraits<{element}, {head_dim}, {paged}>",
 )  # fmt: skip
 ADD_TAIL = Family(
     "add_tail", "tail/add_tail.cu", "AddTailParams", 256, "({head_dim} > 128 ? 1 : 2)",
-    "TailTraits<{element}, {head_dim}, {paged}>",
+    "TailTraits<{element}, {head_dim}, {stages}, {aligned}, {paged}>",
 )  # fmt: skip
 
-def kernels(inputs: Inputs) -> tuple[Kernel, Kernel]:
-    """key_moments and add_tail."""
-    head_dim = inputs.head_dim
-    pitch, slice_pitch = head_dim + 8, MOMENT_SLICE + 8
-    of_moments = 2 * MOMENT_STEP * (pitch + slice_pitch) * 2 + MOMENT_SLICE * 4 + 4  # sizeof(MomentTraits::Shared)
-    of_tail = TAIL_SAMPLES * (pitch * 2 + 8)  # sizeof(TailTraits::Shared)
-    return (
-        Kernel(KEY_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=of_moments),
-        Kernel(ADD_TAIL, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=of_tail),
-    )
+
+def moment_rows(head_dim: int) -> int:
+    """Of a covariance, that a block finds (MomentTraits::kRows)."""
+    return 128 if head_dim == 128 else 64
+
+
+def key_moments(inputs: Inputs) -> Kernel:
+    head_dim, rows = inputs.head_dim, moment_rows(inputs.head_dim)
+    # sizeof(MomentTraits::Shared)
+    shared = 2 * MOMENT_STEP * (head_dim + 8 + rows + 8) * 2 + (head_dim + rows) * 4 + 4
+    return Kernel(KEY_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=shared)
+
+
+def tail_shared(head_dim: int, buffers: int) -> int:
+    """sizeof(TailTraits::Shared)."""
+    pointers, work = 4 * 8, 8 * 8 + 6 * 4
+    return TAIL_SAMPLES * (buffers * head_dim * 2 + pointers) + head_dim * 4 + work
+
+
+def buffers_for(head_dim: int, limits: DeviceLimits) -> int:
+    """2, so that samples and covariances are on their way together, where a multiprocessor holds two such blocks."""
+    reserved = 1024  # of each block, by the driver
+    fits = 2 * (tail_shared(head_dim, 2) + reserved) <= limits.shared_per_multiprocessor
+    return 2 if head_dim <= TAIL_SAMPLES and fits else 1
+
+
+def add_tail(inputs: Inputs, limits: DeviceLimits) -> Kernel:
+    buffers = buffers_for(inputs.head_dim, limits)
+    return Kernel(
+        ADD_TAIL, inputs.dtype, inputs.head_dim, inputs.aligned, stages=buffers, softcap=inputs.softcap,
+        paged=inputs.paged, shared_bytes=tail_shared(inputs.head_dim, buffers),
+    )  # fmt: skip
+
+
+def catalogue(inputs: Inputs, limits: DeviceLimits) -> tuple[Kernel, Kernel]:
+    """What calls with such inputs may choose."""
+    return key_moments(inputs), add_tail(inputs, limits)
 
 
 class Tail:
@@ -43,7 +70,8 @@ class Tail:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.key_moments, self.add_tail = kernels(setting.inputs)
+        self.key_moments = key_moments(setting.inputs)
+        self.add_tail = add_tail(setting.inputs, setting.limits)
         geometry = setting.geometry
         self.first_group = geometry.moment_group(0)  # groups ascend with segments
         self.groups = geometry.moment_group(geometry.segments - 1) - self.first_group + 1
@@ -60,8 +88,9 @@ class Tail:
     def before_rounds(self, build: Builder) -> Launch:
         """Moments, which need keys and values alone."""
         s = self.setting
-        values = {"k": build.tensors["k"], "v": build.tensors["v"], "kv_heads": s.problem.kv_heads}
-        blocks = s.kv_heads * self.groups * (s.inputs.head_dim // MOMENT_SLICE)
+        values: dict[str, Any] = {name: build.tensors[name] for name in ("k", "v")}
+        values |= {"kv_heads": s.problem.kv_heads, "aligned": s.inputs.aligned}
+        blocks = s.kv_heads * self.groups * (s.inputs.head_dim // moment_rows(s.inputs.head_dim))
         return build.launch("key_moments", self.key_moments, blocks, values | self._shared(build))
 
     def after_pass2(self, build: Builder, chunk: Chunk) -> Launch:
@@ -82,10 +111,5 @@ class Tail:
         return build.launch("add_tail", self.add_tail, chunk.rows * tiles, values | self._shared(build), chunk)
 
     def _shared(self, build: Builder) -> dict[str, Any]:
-        return {
-            "geometry": build.geometry,
-            "groups": self.groups,
-            "first_group": self.first_group,
-            "aligned": self.setting.inputs.aligned,
-            "pages": build.pages,
-        }
+        groups = {"groups": self.groups, "first_group": self.first_group}
+        return {"geometry": build.geometry, "pages": build.pages, **groups}

@@ -50,7 +50,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
                 if not paged:
                     yield from _of_sampled_segments(inputs, path, limits)
-        yield from tail.kernels(Inputs(dtype, head_dim, paged=paged))
+            yield from tail.catalogue(inputs, limits)
         yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
         yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), HOPPER in paths)

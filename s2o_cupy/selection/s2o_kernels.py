@@ -14,9 +14,10 @@ from ..plan.rounds import STEP, Chunk
 from ..spec import MAX_POOLED_QUERIES, ORDER_HEAD, STRATUM
 
 __all__ = [
-    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "UNIT_KEYS_OF_BLOCK", "guides", "key_middle",
-    "key_order_head", "key_scores", "key_strata", "pool_queries", "rank_queries", "score_blocks", "unit_keys",
-    "unit_weight_blocks", "unit_weights",
+    "BLOCK_PAIRS", "HOPPER_SCORE_KEYS", "HOPPER_SCORE_ROWS", "NORM_QUERIES", "TILE_ROWS", "UNIT_KEYS_OF_BLOCK",
+    "cluster_keys_of_block", "guides", "key_middle", "key_order_head", "key_scores", "key_strata", "pool_queries",
+    "query_norms", "query_weights", "rank_queries", "score_blocks", "takes_bytes", "unit_clusters", "unit_keys",
+    "unit_row_tiles", "unit_rows", "unit_rows_blocks", "unit_weight_blocks", "unit_weights",
 ]  # fmt: skip
 
 THREADS = 256
@@ -128,7 +129,7 @@ UNIT_WEIGHTS_SM90 = Family(
     "unit_weights_sm90", "selection/unit_weights_sm90.cu", "RankKeysParams", 512, 1,
     "WeightSm90Traits<{element}, {head_dim}>", path=HOPPER,
 )  # fmt: skip
-UNIT_KEYS_OF_BLOCK = 128  # keys of a block of unit_keys (kBlockKeys)
+UNIT_KEYS_OF_BLOCK = 128  # keys of a block of unit_keys (kKeys)
 HOPPER_WEIGHT_ROWS = 128  # rows of unit_keys of a tile of unit_weights_sm90 (kTile)
 HOPPER_WEIGHT_STAGES = 4  # tiles of these in its shared memory
 HOPPER_MOST_POOLED = 16  # pooled queries of a segment: rows of a warp's product
@@ -153,6 +154,7 @@ def unit_weights(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
 
 
 def unit_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
+    """Of unit_weights and query_weights."""
     return chunk.heads * -(-chunk.segments // _weight_segments(kernel))
 
 
@@ -160,7 +162,84 @@ def _weight_segments(kernel: Kernel) -> int:
     """Segments of a block (kSegments of its traits)."""
     if kernel.family is UNIT_WEIGHTS_SM90:
         return _HOPPER_SEGMENTS
+    if kernel.family is QUERY_WEIGHTS_SM90:
+        return 2
     return 4 if kernel.head_dim > 128 else 8
+
+
+# --- Units of keys by the weight that single queries give them ---
+UNIT_CLUSTERS = Family(
+    "unit_clusters", "selection/unit_clusters.cu", "UnitClustersParams", THREADS, "({head_dim} > 128 ? 1 : 2)",
+    "ClusterTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
+)  # fmt: skip
+UNIT_ROWS = Family(
+    "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 2,
+    "UnitRowsTraits<{element}, {head_dim}, {clusters}>", knows_segments=False,
+)  # fmt: skip
+QUERY_NORMS = Family(
+    "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
+    "({head_dim} > 128 ? 1 : {head_dim} > 64 ? 2 : 3)", "NormTraits<{element}, {head_dim}>",
+)  # fmt: skip
+QUERY_WEIGHTS = Family(
+    "query_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2,
+    "WeightTraits<{element}, {head_dim}, {clusters}>",
+)  # fmt: skip
+QUERY_WEIGHTS_SM90 = Family(
+    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, 3,
+    "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
+)  # fmt: skip
+SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
+TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
+HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
+NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
+_QUERY_STAGES = 4
+
+
+def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
+    """Whether queries and keys are multiplied in 8 bits."""
+    return inputs.aligned and inputs.head_dim <= path.wgmma_head_dim and segment <= HOPPER_QUERIES
+
+
+def cluster_keys_of_block(head_dim: int) -> int:
+    """Keys of a block of unit_clusters (kKeys)."""
+    return 128 if head_dim > 128 else 256
+
+
+def unit_clusters(inputs: Inputs, clusters: int) -> Kernel:
+    shared = cluster_keys_of_block(inputs.head_dim) * (8 + inputs.head_dim * 2 + 4 + 4)  # sizeof(ClusterTraits::Shared)
+    return Kernel(
+        UNIT_CLUSTERS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared, clusters=clusters
+    )
+
+
+def unit_rows(inputs: Inputs, clusters: int) -> Kernel:
+    return Kernel(UNIT_ROWS, inputs.dtype, inputs.head_dim, clusters=clusters)
+
+
+def unit_rows_blocks(units: int) -> int:
+    """Blocks of unit_rows for a KV head."""
+    return -(-units // SUPER_UNITS)
+
+
+def unit_row_tiles(units: int, clusters: int) -> int:
+    """Tiles of a KV head's rows of 8 bits."""
+    return unit_rows_blocks(units) * SUPER_UNITS * clusters // TILE_ROWS
+
+
+def query_norms(inputs: Inputs) -> Kernel:
+    threads = THREADS if inputs.head_dim > 64 else 128
+    shared = 2 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
+    return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
+
+
+def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Kernel:
+    head_dim = inputs.head_dim
+    if takes_bytes(inputs, path, segment):
+        tiles = (_QUERY_STAGES * TILE_ROWS + 2 * HOPPER_QUERIES) * head_dim + _QUERY_STAGES * (TILE_ROWS * 2 + 2 * 8)
+        shared = -(-tiles // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
+        return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
+    shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
+    return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
 
 
 # --- Orders ---

@@ -366,8 +366,8 @@ CONFIG_HELP = {
     "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
     "block_m": "queries that stop together",
     "block_n": "keys between two stop checks",
-    "rank": "score of a key: largest weight that pooled queries give it; their largest product; the mean query's",
-    "unit": "neighbouring keys that are scored by their mean and visited together, of --rank weight",
+    "rank": "score of a key: largest weight that a query, or a pooled one, gives it; their largest product; the mean's",
+    "unit": "neighbouring keys that are scored and visited together, of --rank query or weight",
     "pooled_queries": "means of runs of a segment's queries, of --rank weight or max",
     "window": "keys before the segment that are attended densely too",
     "workspace_bytes": "bound on the GPU memory of scores and key orders",
@@ -375,6 +375,7 @@ CONFIG_HELP = {
     "tail": "what unvisited keys count for: nothing, or what a sample of them says, to first order",
     "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
     "dense_last": "queries at the end that attend to all their keys",
+    "clusters": "groups of a unit's keys that are scored apart, of --rank query",
 }
 
 
@@ -382,7 +383,9 @@ CONFIG_HELP = {
 BY_RANK = {
     "segment": "128, with --rank max or mean 1024",
     "unit": "16, with --rank max or mean 1",
-    "pooled_queries": "one for 8 queries, 16 with --rank max, 1 with mean",
+    "pooled_queries": "all of a segment, with --rank weight one for 8 queries, with max 16, with mean 1",
+    "clusters": f"{spec.CLUSTERS[-1]}",
+    "tail": "first_order with --rank query, else none",
 }
 
 
@@ -399,14 +402,15 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
         if field.name in BY_RANK:
             default, said = None, BY_RANK[field.name]
         if default is None:
-            kind = int
+            kind = str if field.name in CHOICES else int
         if field.name == "tau":
             kind = float
-            said = f"{spec.DEFAULT_TAU}, behind over {spec.LONG_FROM:,} keys less by the square root of their number"
+            said = f"{spec.DEFAULT_TAU_WITH_TAIL}, where the rest counts for nothing {spec.DEFAULT_TAU}; over "
+            said += f"{spec.LONG_FROM:,} keys less by the square root of their number"
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"
         if field.name == "dense_last" and default is None:
-            said = f"{spec.DENSE_LAST} of {spec.DENSE_LAST * spec.DENSE_LAST_PART} or more, with --rank weight"
+            said = f"{spec.DENSE_LAST} of {spec.DENSE_LAST * spec.DENSE_LAST_PART} or more, with --rank query or weight"
         options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
         if field.name in CHOICES:
             options["choices"] = CHOICES[field.name]

@@ -150,7 +150,7 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     of_rank = S2OConfig(rank=config["rank"])
     of_segment = replace(of_rank, segment=config["segment"])
     default = {field.name: getattr(of_rank, field.name) for field in fields(S2OConfig)}
-    default |= {"rank": S2OConfig.rank, "pooled_queries": of_segment.pooled_queries}
+    default |= {"rank": S2OConfig().rank, "pooled_queries": of_segment.pooled_queries}
     default["tau"] = of_rank.tau_of(seqlen_k)
     changed = [
         f"{name} {config[name]} instead of {value}"

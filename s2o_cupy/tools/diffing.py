@@ -17,6 +17,7 @@ from ..api.attention import s2o_attention
 from ..arrays.lazy_cupy import import_cupy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
+from . import diff_query_weights as by_query
 from .diff_queries import query_order_parts
 from .diff_tail import BeforeTail, with_tail
 from .diff_units import wrong_means, wrong_outliers
@@ -47,7 +48,9 @@ class GpuStages:
     visited: Array  # int32 [B, H, N, T]
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # [B, H, Lq]
-    before_tail: BeforeTail | None = None  # of a call with a tail
+    before_tail: BeforeTail | None = None  # of a call with a tail that is added after pass 2
+    pass2_adds_tail: bool = False
+    query: by_query.QueryStages | None = None  # of rank="query"
     path: str = "portable"  # which kernels ran
     path_reason: str | None = None  # S2OStats.path_reason
 
@@ -192,7 +195,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     geometry = problem.geometry(config)
     batch, heads, segments = problem.batch, problem.heads, geometry.segments
     ordered = config.dense_from(geometry)
-    pooled_queries, kv_heads = config.pooled_queries, problem.kv_heads
+    pooled_queries = 0 if config.rank == "query" else config.pooled_queries
+    kv_heads = problem.kv_heads
     head_dim = problem.head_dim
     stages = GpuStages(
         pooled=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
@@ -217,6 +221,10 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
             if "state" in arrays:
                 state = host("state").reshape(batch, heads, problem.seqlen_q, 2)
                 stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
+        elif config.rank == "query" and stage in ("unit_keys", "unit_rows", "query_norms"):
+            stages.query = by_query.capture(stages.query, stage, host, arrays, q.dtype, problem, config)
+        elif stage == "rank_queries" and config.rank == "query":
+            stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "rank_queries":
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
                 means = host("means").view(q.dtype).astype(np.float32)
@@ -225,6 +233,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
         elif stage == "unit_keys":
             of_units = host("unit_keys").view(q.dtype).astype(np.float32)
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
+        elif stage == "pass2" and config.adds_tail and arrays["plan"].pass2.function == "pass2_tail_sm90":
+            stages.pass2_adds_tail = True
         elif stage == "pass2" and config.adds_tail:
             if stages.before_tail is None:
                 stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
@@ -325,12 +335,16 @@ def compare(
     step = (lambda: progress(next(done), total)) if progress else (lambda: None)
 
     # Pooled queries: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
-    pooled, counts = s2o.pooled_queries(q, geometry, config)
+    if config.rank == "query":
+        pooled, counts, magnitude = np.zeros((1, 1, 1, 1, 1)), np.zeros((1, 1), int), np.zeros((1, 1, 1, 1, 1))
+    else:
+        pooled, counts = s2o.pooled_queries(q, geometry, config)
+        magnitude = s2o.pooled_queries(np.abs(q), geometry, config)[0]
     present = counts > 0  # [N, R]
-    magnitude = s2o.pooled_queries(np.abs(q), geometry, config)[0]
     allowed = magnitude * (unit + UNIT32 * (config.run + 2)) + smallest
     ordered = any(geometry.candidates(n) for n in range(len(stages.k_order)))
-    if ordered:
+    is_by_query = config.rank == "query"
+    if ordered and not is_by_query:
         rows.floats("pooled_queries", stages.pooled[:, :, present], pooled[:, :, present], allowed[:, :, present])
     step()
 
@@ -338,6 +352,14 @@ def compare(
     if ordered:
         rows.integers("query order", *query_order_parts(stages.q_order, q, k, geometry, config.block_m))
     step()
+
+    # The means that stand for each unit, and what queries' weights are shares of.
+    if is_by_query and ordered and geometry.units and stages.query is not None:
+        by_query.compare_groups(rows, stages.query, k, geometry, config.clusters, unit, smallest)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            own = stages.m1.astype(np.float64) + np.log(stages.l1.astype(np.float64))
+            own = np.where(stages.l1 == 0, -np.inf, own)
+        by_query.compare_norms(rows, stages.query, q, own, problem, geometry, scale)
 
     # The two keys that stand for each unit.
     by_weight = config.rank == "weight"
@@ -352,6 +374,11 @@ def compare(
     to_log2 = scale * LOG2E
     worst_part: list[Array] = []
     for n in range(len(stages.scores)):
+        if is_by_query and stages.query is not None:
+            sign = -1.0 if problem.scale < 0 else 1.0
+            want, bound = by_query.scores_and_bounds(stages.query, q, n, problem, geometry, scale, sign)
+            worst_part.append(_parts(stages.scores[n], want, bound))
+            continue
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
         if by_weight:
             keys = np.zeros((problem.batch, problem.kv_heads, 0, 2, head_dim))  # of a call without a whole unit
@@ -367,12 +394,7 @@ def compare(
             bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry) * rounding + 1e-30
             bound = bound * to_log2 * (1 + 2 * UNIT32)
         bound = bound + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
-        with np.errstate(invalid="ignore", over="ignore"):
-            rounded = want.astype(np.float16)
-            off = np.abs(stages.scores[n].astype(np.float64) - want)
-            part = off / bound
-        part[(stages.scores[n] == rounded) | (np.isnan(stages.scores[n]) & np.isnan(want))] = 0
-        worst_part.append(np.where(np.isnan(part), np.inf, part))
+        worst_part.append(_parts(stages.scores[n], want, bound))
     flat = _flatten(worst_part)
     rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, unit]" if flat.size else "")
 
@@ -426,19 +448,32 @@ def compare(
     o, lse = s2o.finish(s2o.pass2(q, k, v, state1, *further, visited=stages.visited)[0])
     absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
     weight = s2o.finish(s2o.pass2(q, k, np.abs(v), absolute1, *further, visited=stages.visited)[0])[0]
-    before = stages.before_tail or BeforeTail(stages.o, stages.lse)
-    rows.floats("output", before.o, o, weight * (error1 + unit) + smallest)
-    rows.floats("lse", before.lse, lse, _lse_allowed(lse, reach))
-    if stages.before_tail is not None:
+    off = weight * (error1 + unit) + smallest, _lse_allowed(lse, reach)
+    before = BeforeTail(o, lse)  # nobody sees it where pass 2 adds the tail
+    if not stages.pass2_adds_tail:
+        before = stages.before_tail or BeforeTail(stages.o, stages.lse)
+        rows.floats("output", before.o, o, off[0])
+        rows.floats("lse", before.lse, lse, off[1])
+        off = smallest, _lse_allowed(lse, 0 * reach)
+    if stages.pass2_adds_tail or stages.before_tail is not None:
         o, lse, allowed_o, allowed_lse = with_tail(
             before, stages.visited, stages.q_order, keys_in_order, q, k, v, problem, config, reach, unit
         )
-        rows.floats("tail output", stages.o, o, allowed_o + smallest)
-        rows.floats("tail lse", stages.lse, lse, allowed_lse + _lse_allowed(lse, 0 * reach))
+        rows.floats("tail output", stages.o, o, allowed_o + off[0])
+        rows.floats("tail lse", stages.lse, lse, allowed_lse + off[1])
     step()
     ran = stages.path, stages.path_reason
     density = S2OStats(stages.visited, problem, config, *ran).density
     return DiffReport(tuple(rows.rows), density, problem, config, *ran)
+
+
+def _parts(scores: Array, want: Array, bound: Array) -> Array:
+    """By what share of ``bound`` float16 scores are off; infinite where one alone is NaN."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        rounded = want.astype(np.float16)
+        part = np.abs(scores.astype(np.float64) - want) / bound
+    same = (scores == rounded) | (np.isnan(scores) & np.isnan(want)) | np.broadcast_to(np.isinf(bound), want.shape)
+    return np.where(same, 0, np.where(np.isnan(part), np.inf, part))
 
 
 def _largest_products(pooled: Array, counts: Array, keys: Array, n: int, geometry: Geometry) -> Array:

@@ -12,7 +12,7 @@ from ..plan import launch_plan
 from ..spec import S2OConfig
 from .sampled import NO_STEP, Sample
 
-__all__ = ["LayerCurves", "measure_layer"]
+__all__ = ["LayerCurves", "measure_layer", "merged"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,4 +92,21 @@ def measure_layer(
     return LayerCurves(
         layer, tuple(taus), np.stack(errors), np.stack(densities), share, len(sample.segments),
         sample.geometry.segments, problem.seqlen_k, launch_plan.is_dense(problem, config.with_tau(max(taus))),
+    )  # fmt: skip
+
+
+def merged(curves: Sequence[LayerCurves]) -> LayerCurves:
+    """Of one layer on several texts: each counts by its pairs of queries and keys."""
+    if len(curves) == 1:
+        return curves[0]
+    pairs = np.array([float(x.seqlen_k) ** 2 for x in curves])
+    weight = pairs / pairs.sum()
+    over_texts = lambda values: np.tensordot(weight, np.stack(values), 1)  # noqa: E731
+    share = over_texts([x.share for x in curves])  # [heads]
+    squared = over_texts([x.squared for x in curves])  # [taus, heads]
+    error = np.sqrt(squared / np.where(share > 0, share, 1))
+    return LayerCurves(
+        curves[0].layer, curves[0].taus, error, over_texts([x.density for x in curves]), share,
+        sum(x.segments for x in curves), sum(x.segments_total for x in curves), max(x.seqlen_k for x in curves),
+        any(x.plain_dense for x in curves),
     )  # fmt: skip

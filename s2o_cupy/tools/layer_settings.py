@@ -1,9 +1,10 @@
 """Configurations by layer and head as a JSON file.
 
-    {"config": {"tau": 0.02, ...}, "per_layer": {"0": {"tau": 0.1}, "3": null, "7.2": {"tau": 0.005}}}
+    {"config": {"tau": 0.02, ...}, "min_seqlen": 8192, "per_layer": {"0": {"tau": 0.1}, "3": null, "7.2": {"tau": 1}}}
 
 ``config`` has the fields of S2OConfig, all or some. ``per_layer`` says what differs from it: of a layer, or of a head
-as layer.head, both counted from 0; null leaves a layer to the model's own attention.
+as layer.head, both counted from 0; null leaves a layer to the model's own attention. With fewer keys than
+``min_seqlen`` that runs in all layers.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..spec import S2OConfig
 
-__all__ = ["BY", "PerLayer", "config_of", "head_name", "plain_config", "plain_per_layer", "read_settings"]
+__all__ = [
+    "BY", "MIN_SEQLEN", "PerLayer", "Settings", "config_of", "head_name", "plain_config", "plain_per_layer",
+    "read_settings",
+]  # fmt: skip
 
+MIN_SEQLEN = 8192  # keys of a call, if nobody says: up to so many a call on a GPU is plain dense attention
 BY = ("model", "layer", "head")  # what may have a tau of its own
 PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
+
+
+class Settings(NamedTuple):
+    """What a file says, as `s2o_cupy.integrations.transformers.register` takes it."""
+
+    config: S2OConfig
+    per_layer: dict[int | tuple[int, int], S2OConfig | None]
+    min_seqlen: int | None = None  # None: it does not say
 
 
 def head_name(layer: int, head: int) -> str:
@@ -52,8 +65,8 @@ def config_of(settings: Mapping[str, Any], where: str) -> S2OConfig:
         raise type(error)(f"{where}: {error}") from error
 
 
-def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | tuple[int, int], S2OConfig | None]]:
-    """``config`` and ``per_layer`` of a file, as `s2o_cupy.integrations.transformers.register` takes them.
+def read_settings(path: str | os.PathLike[str]) -> Settings:
+    """``config``, ``per_layer`` and ``min_seqlen`` of a file.
 
     Raises
     ------
@@ -66,7 +79,9 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | t
         raise ValueError(f"{path}: not JSON ({error}); accepted: a file that tune_model or s2o tune wrote") from error
     if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):
         raise ValueError(f'{path}: no object with "config"; accepted: a file that tune_model or s2o tune wrote')
-    base, entries = found["config"], found.get("per_layer") or {}
+    base, entries, min_seqlen = found["config"], found.get("per_layer") or {}, found.get("min_seqlen")
+    if min_seqlen is not None and (isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0):
+        raise ValueError(f"{path}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0, or null")
     config = config_of(base, f"{path}: config")
     if not isinstance(entries, Mapping):
         raise ValueError(f"{path}: per_layer is a {type(entries).__name__}; accepted: an object")
@@ -80,4 +95,4 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[S2OConfig, dict[int | t
             raise ValueError(f"{path}: per_layer has {changes!r} for {name}; accepted: fields of S2OConfig, or null")
         where = f"{path}: per_layer[{name}]"
         per_layer[key] = None if changes is None else config_of({**base, **changes}, where)
-    return config, per_layer
+    return Settings(config, per_layer, min_seqlen)

@@ -18,7 +18,7 @@ def progress(title: str) -> Iterator[Report]:
     """A function ``report(done, total)`` for the ``progress=`` of long calls.
 
     Nothing is written before the first report. A terminal gets a bar or a line rewritten in place; a
-    log gets one line every ten seconds.
+    log gets one line every ten seconds. Each says how long the rest would take at the speed so far.
     """
     bar = _tqdm(title) or _Line(title)
     try:
@@ -55,14 +55,16 @@ class _Tqdm:
 class _Line:
     def __init__(self, title: str) -> None:
         self.title, self.in_place = title, sys.stderr.isatty()
-        self.last, self.open = time.monotonic(), False
+        self.begin = self.last = time.monotonic()
+        self.open = False
 
     def report(self, done: int, total: int, what: Any = None) -> None:
         now = time.monotonic()
         if now - self.last < (0.2 if self.in_place else 10.0):
             return
         self.last, self.open = now, self.in_place
-        line = f"{self.title}: {done}/{total}" + (f" {what}" if what is not None else "")
+        left = f", {_told((now - self.begin) / done * (total - done))} left" if 0 < done < total else ""
+        line = f"{self.title}: {done}/{total}{left}" + (f", {what}" if what is not None else "")
         print(
             f"\r{line:<78}" if self.in_place else line,
             end="" if self.in_place else "\n",
@@ -73,3 +75,11 @@ class _Line:
     def close(self) -> None:
         if self.open:
             print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
+
+
+def _told(seconds: float) -> str:
+    """A time as a person says it."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

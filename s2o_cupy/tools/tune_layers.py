@@ -17,6 +17,7 @@ from . import inputs
 from .layer_curves import LayerCurves, measure_layer
 from .layer_files import load_layers
 from .layer_settings import BY, head_name, plain_config, plain_per_layer
+from .loss_search import Trial
 from .progress import Report
 from .tau_ladder import Unit, ladder
 from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
@@ -26,23 +27,6 @@ __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.007, 0.005, 0.002)
 ORDERING = 0.16  # over the unit: about what ordering takes of dense attention's time, 0.01 with the default's
 COARSER = 4  # times as large are the units of a layer that bears it: as many fewer scores, and less to put in order
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A choice of taus with which the model's loss was measured."""
-
-    density: float  # mean of the tuned layers
-    work: float  # the same with what ordering takes: a part of dense attention's time
-    loss_difference: float  # mean over the predictions, nats
-    standard_error: float  # predictions taken for independent
-    coarse: tuple[int, ...] = ()  # layers whose units are COARSER times as large
-
-    @property
-    def at_most(self) -> float:
-        """With two standard errors more: of many trials the one that just reaches a target owes some to chance, and
-        another text loses more."""
-        return self.loss_difference + 2 * self.standard_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +52,17 @@ class TunedLayers:
     trials : tuple of Trial
         In the order that they were made.
     loss : Trial or None
-        Of ``taus`` and ``coarse``.
+        Of ``taus`` and ``coarse``. Its ``chosen_on`` and ``held_back`` say of each part of the texts what must hold and
+        what was measured, and ``held_back_worse`` by how many nats a token the part held back is worse.
     coarse : tuple of int
         Layers ordered by units `COARSER` times as large as config's, so that ordering takes less. Their curves are of
         these units.
+    min_seqlen : int or None
+        With fewer keys than this S2O is not to run, as it was tuned.
+    interrupted : bool
+        Whether the search was interrupted: there may be faster taus that hold.
+    notes : tuple of str
+        What was warned of.
     """
 
     config: S2OConfig
@@ -84,6 +75,9 @@ class TunedLayers:
     trials: tuple[Trial, ...] = ()
     loss: Trial | None = None
     coarse: tuple[int, ...] = ()
+    min_seqlen: int | None = None
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def density(self) -> float:
@@ -114,6 +108,8 @@ class TunedLayers:
                 f"loss {self.dense_loss + self.loss.loss_difference:.4f} nats a token, dense attention "
                 f"{self.dense_loss:.4f}: {self.loss.loss_difference:+.4f} +- {self.loss.standard_error:.4f}"
             )
+            lines += self.loss.table()
+        lines += [f"note: {note}" for note in self.notes]
         first = self.curves[0]
         lines += [
             f"error and density by {first.segments:,} of {first.segments_total:,} segments; error is rel_l2 of a layer "
@@ -130,15 +126,10 @@ class TunedLayers:
                 told += f", units of {coarser(self.config).unit}"
             lines.append(f"{curves.layer:>6} {density.mean():>9.3f} {error:>9.3g}   {told}")
         if any((taus == 0).any() for taus in self.taus):
-            lines.append("tau 0 is dense attention: no tau of the grid has so small an error there")
+            lines.append("tau 0 is dense attention: no tau of the grid errs so little there")
         if self.trials:
-            lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8}   (what was tried)"]
-            lines += [
-                f"{x.density:>9.3f} {x.loss_difference:>+14.4f} {x.standard_error:>8.4f}"
-                + (f"   {len(x.coarse)} layers with larger units" if x.coarse else "")
-                + ("   chosen" if x is self.loss else "")
-                for x in self.trials
-            ]
+            lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (what was tried)"]
+            lines += [x.line() + ("   chosen" if x is self.loss else "") for x in self.trials]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,14 +145,17 @@ class TunedLayers:
         return {
             "config": plain_config(self.config),
             "per_layer": plain_per_layer(self.config, self.per_layer),
+            "min_seqlen": self.min_seqlen,
             "target": asdict(self.target),
             "by": self.by,
             "density": self.density,
             "error_by_layer": dict(zip(map(str, layers), self.errors(), strict=True)),
             "heads": heads,
             "dense_loss": self.dense_loss,
-            "loss": None if self.loss is None else asdict(self.loss),
-            "trials": [asdict(x) for x in self.trials],
+            "loss": None if self.loss is None else self.loss.to_dict(),
+            "trials": [x.to_dict() for x in self.trials],
+            "interrupted": self.interrupted,
+            "notes": [*self.notes],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -182,9 +176,9 @@ class TunedLayers:
 
 def choose(
     config: S2OConfig, target: Target, by: str, curves: Sequence[LayerCurves], taus: Sequence[np.ndarray],
-    coarse: tuple[int, ...] = (), **loss: Any,
+    coarse: tuple[int, ...] = (), **more: Any,
 ) -> TunedLayers:  # fmt: skip
-    """The result for the tau of every head of the layers."""
+    """The result for the tau of every head of the layers, with ``more`` of its fields."""
     per_layer: dict[int | tuple[int, int], S2OConfig | None] = {}
     if by == "model":
         config = config.with_tau(float(taus[0][0]))
@@ -196,11 +190,11 @@ def choose(
                 per_layer[layer.layer] = own.with_tau(float(of_heads[0]))
             else:
                 per_layer |= {(layer.layer, h): own.with_tau(float(tau)) for h, tau in enumerate(of_heads)}
-    return TunedLayers(config, per_layer, target, by, tuple(curves), tuple(taus), coarse=coarse, **loss)
+    return TunedLayers(config, per_layer, target, by, tuple(curves), tuple(taus), coarse=coarse, **more)
 
 
 def can_be_coarser(config: S2OConfig) -> bool:
-    return config.rank == "weight" and config.unit * COARSER in UNITS
+    return config.orders_units and config.unit * COARSER in UNITS
 
 
 def coarser(config: S2OConfig) -> S2OConfig:
@@ -241,9 +235,10 @@ class Step(NamedTuple):
     coarse: tuple[int, ...] = ()  # layers with the second size of units
 
 
-def steps_of(sizes: Sequence[Units], by: str) -> list[Step]:
+def steps_of(sizes: Sequence[Units], by: str, dense: bool = False) -> list[Step]:
     """From the choice that takes the least time to the most exact one. ``sizes``: one, or with larger units too, which
-    are then those of a layer's heads together: ``by`` is not "head"."""
+    are then those of a layer's heads together: ``by`` is not "head". ``dense``: tau 0 too, so that the last choice is
+    dense attention everywhere."""
     curves = sizes[0].curves
     places: list[tuple[tuple[int, ...], int | slice]] = []  # of each unit its layers, and its heads in them
     everything = tuple(range(len(curves)))
@@ -258,21 +253,39 @@ def steps_of(sizes: Sequence[Units], by: str) -> list[Step]:
         over_heads = lambda x, heads=heads: x[:, heads].reshape(count, -1).sum(1)  # noqa: E731
         work = [sum(over_heads(x.curves[n].density + x.ordering) for n in layers) for x in sizes]
         cost = [sum(over_heads(x.costs[n]) for n in layers) for x in sizes]
+        if dense:
+            work.append(np.array([sum(curves[n].share[heads].size for n in layers)], float))
+            cost.append(np.zeros(1))
         units.append(Unit(np.concatenate(work), np.concatenate(cost)))
     found = []
     for choice in ladder(units):
         taus, coarse = [np.zeros(layer.heads) for layer in curves], []
         for (layers, heads), place in zip(places, choice, strict=True):
             for n in layers:
-                taus[n][heads] = curves[n].taus[place % count]
-                coarse += [curves[n].layer] * (place // count)
+                if place < count * len(sizes):
+                    taus[n][heads] = curves[n].taus[place % count]
+                    coarse += [curves[n].layer] * (place // count)
         found.append(Step(taus, tuple(sorted(coarse))))
     return found
 
 
+def curves_with(sizes: Sequence[Units], step: Step) -> list[LayerCurves]:
+    """Of every layer those of its units."""
+    return [sizes[x.layer in step.coarse].curves[n] for n, x in enumerate(sizes[0].curves)]
+
+
+def work_of(sizes: Sequence[Units], step: Step) -> float:
+    """About the time of a choice, as a part of dense attention's."""
+    orders = [
+        sizes[x.layer in step.coarse].ordering if taus.any() else 0.0
+        for x, taus in zip(sizes[0].curves, step.taus, strict=True)
+    ]
+    return mean_density(curves_with(sizes, step), step.taus) + float(np.mean(orders))
+
+
 def mean_density(curves: Sequence[LayerCurves], taus: Sequence[np.ndarray]) -> float:
     values = [
-        layer.density[layer.taus.index(tau), h]
+        layer.density[layer.taus.index(tau), h] if tau else 1.0
         for layer, of_heads in zip(curves, taus, strict=True)
         for h, tau in enumerate(of_heads)
     ]

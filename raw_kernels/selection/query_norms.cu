@@ -1,0 +1,312 @@
+// How much softmax mass each query has, in units of one unit of keys: what the weights of rank="query" are shares of.
+//
+//   norms[head, query] = log2( sum over whole blocks of its segment's candidates of kBlockUnits exp2(x(block's mean key))
+//                              + sum over candidates in no whole block of exp2(x(unit's mean key))
+//                              + what pass 1 has found / keys of a unit )
+//
+//   x(key) = scale_log2 * query . key. Less x(centre) where unit_rows has keys less the centre. A norm that is not finite
+//   is 0. For these also, of each segment: how its queries are scaled to 8 bits.
+//
+// Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
+// for too large: it comes first.
+#include "sm80/attention.cuh"
+#include "selection/unit_tile.cuh"
+
+namespace s2o {
+
+struct QueryNormsParams {
+  Tensor<const uint16> q;    // [batch, heads, seqlen_q, head_dim]
+  const uint16* block_keys;  // [batch * kv_heads, 1 + blocks, kHeadDim]
+  const uint16* unit_means;  // [batch * kv_heads, units, kHeadDim]
+  const float2* state;       // [batch * heads, seqlen_q] (m in log2 units, l) of pass 1
+  const int* key_exponents;  // [batch * kv_heads]
+  float* norms;              // [batch * heads, seqlen_q]
+  float2* query_scales;      // [batch * heads, segments]: what queries are multiplied by, and what products are; or null
+  Geometry geometry;
+  int heads, kv_heads;
+  int tiles;                 // of a full segment's queries
+  int aligned;               // every row of q starts on 16 bytes
+  float scale_log2;          // scale * log2(e), with its sign
+  Pages pages;               // of no use here: rows lie in arrays
+};
+
+constexpr float kBlockShift = 6.f;  // log2 of kBlockUnits
+static_assert(kBlockUnits == 64, "and as many rows of a step");
+
+template <class Element_, int kHeadDim_>
+struct NormTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kStep = kBlockUnits, kThreads = kHeadDim > 64 ? 256 : 128;
+  static constexpr bool kAligned = true, kPaged = false;
+  static constexpr int kOfWarp = kHeadDim > 64 ? 1 : 2;  // fragments of 16 queries
+  static constexpr int kQueries = 128;                   // of a block
+  struct Shared {
+    uint16 rows[2][kStep * kHeadDim];
+    float longest[kThreads / 32];
+    int first_key;
+  };
+};
+
+// Units that are candidates and in no whole block of candidates: some before the segment's own keys; without causality
+// also behind these, and at the end of all. Fewer than kBlockUnits each.
+struct UnitsBetween {
+  int first[3], end[3];
+  __device__ __forceinline__ UnitsBetween(const Geometry& g, int segment) {
+    constexpr int kMask = kBlockUnits - 1;
+    const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
+    const int behind = begin + (units - g.ranked(segment)), whole = units & ~kMask;
+    first[0] = begin & ~kMask, end[0] = begin;
+    first[1] = behind, end[1] = min(behind + kMask & ~kMask, units);
+    first[2] = whole, end[2] = whole >= (behind + kMask & ~kMask) ? units : whole;
+  }
+};
+
+// As load_step asks for rows: those of one part.
+struct UnitsOfPart {
+  int first, end;
+  __device__ __forceinline__ int at(int row) const { return first + row < end ? first + row : -1; }
+  __device__ __forceinline__ int4 quad(int, int r4) const {
+    return make_int4(at(r4 * 4), at(r4 * 4 + 1), at(r4 * 4 + 2), at(r4 * 4 + 3));
+  }
+};
+
+template <class Traits>
+struct QueryNorms {
+  using Element = typename Traits::Element;
+  static constexpr int kOfWarp = Traits::kOfWarp, kDims = Traits::kHeadDim / 16, kRowTiles = Traits::kStep / 8;
+
+  const QueryNormsParams& p;
+  typename Traits::Shared& shared;
+  int lane, warp, head, segment, first, count;  // `first`: of the block's queries, in the segment
+  uint32 a[kOfWarp][kDims][4];   // fragments of queries
+  float s[kOfWarp][kRowTiles][4];  // products [queries lane / 4 and 8 more, rows of a step]
+  float m[kOfWarp][2], l[kOfWarp][2], centre[kOfWarp][2];
+
+  __device__ __forceinline__ QueryNorms(const QueryNormsParams& p_, typename Traits::Shared& shared_)
+      : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
+    const int of_head = p.geometry.segments() * p.tiles;
+    head = blockIdx.x / of_head;
+    segment = blockIdx.x % of_head / p.tiles;
+    first = blockIdx.x % p.tiles * Traits::kQueries;
+    count = p.geometry.query_count(segment);
+  }
+  __device__ __forceinline__ int row(int i, int h) const { return first + (warp * kOfWarp + i) * 16 + lane / 4 + h * 8; }
+  // Two elements of a query of the segment, zeros past head_dim; past the last query of the last one.
+  __device__ __forceinline__ uint32 pair(const uint16* queries, int r, int column) const {
+    const uint16* from = queries + static_cast<int64>(min(r, count - 1)) * p.q.row + column;
+    const int head_dim = p.geometry.head_dim;
+    if (p.aligned) return column < head_dim ? *reinterpret_cast<const uint32*>(from) : 0u;
+    return (column < head_dim ? from[0] : 0u) | (column + 1 < head_dim ? from[1] : 0u) << 16;
+  }
+  __device__ __forceinline__ void load_queries() {
+    const uint16* queries =
+        p.q.at(head / p.heads, head % p.heads) + static_cast<int64>(p.geometry.query_begin(segment)) * p.q.row;
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int c = 0; c < kDims; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][c][e] = pair(queries, row(i, e % 2), c * 16 + e / 2 * 8 + lane % 4 * 2);
+  }
+  __device__ __forceinline__ void multiply(uint32 rows) {
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = 0.f;
+#pragma unroll
+    for (int c = 0; c < kDims; ++c)
+#pragma unroll
+      for (int j = 0; j < kRowTiles; j += 2) {
+        uint32 x[4];
+        ldmatrix_x4(x, chunk_address<Traits>(rows, j * 8 + lane % 8 + lane / 16 * 8, c * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i) {
+          Element::mma(s[i][j], a[i][c], x[0], x[1]);
+          Element::mma(s[i][j + 1], a[i][c], x[2], x[3]);
+        }
+      }
+  }
+  // Adds the weights of a step's rows to the sums; `counts(row)`: whether a row does; `shift`: log2 of what it stands for.
+  template <class Counts>
+  __device__ __forceinline__ void add(float shift, bool all, const Counts& counts) {
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool is_in = all || counts(j * 8 + lane % 4 * 2 + e);
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float& x = s[i][j][2 * h + e];
+            x = is_in ? fmaf(x, p.scale_log2, shift) : -infinity();
+          }
+      }
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = m[i][h];
+#pragma unroll
+        for (int j = 0; j < kRowTiles; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+        const float base = top == -infinity() ? 0.f : top;
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < kRowTiles; ++j)
+          sum += exp2_approx(s[i][j][2 * h] - base) + exp2_approx(s[i][j][2 * h + 1] - base);
+        l[i][h] = l[i][h] * exp2_approx(m[i][h] - base) + sum;
+        m[i][h] = top;
+      }
+  }
+  __device__ __forceinline__ int64 kv_head() const {
+    return head / p.heads * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
+  }
+  // Scores of the centre.
+  __device__ __forceinline__ void find_centre() {
+    const int blocks = p.geometry.units() / kBlockUnits;
+    const uint16* row = p.block_keys + kv_head() * (1 + blocks) * Traits::kHeadDim + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) centre[i][0] = centre[i][1] = 0.f;
+#pragma unroll
+    for (int c = 0; c < kDims; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32 of = *reinterpret_cast<const uint32*>(row + c * 16 + e / 2 * 8);
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i)
+          centre[i][e % 2] = fmaf(Element::low(a[i][c][e]), Element::low(of),
+                                  fmaf(Element::high(a[i][c][e]), Element::high(of), centre[i][e % 2]));
+      }
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        centre[i][h] += __shfl_xor_sync(kFullWarp, centre[i][h], 1);
+        centre[i][h] += __shfl_xor_sync(kFullWarp, centre[i][h], 2);
+        centre[i][h] *= p.scale_log2;
+      }
+  }
+  __device__ __forceinline__ void walk() {
+    const Geometry& g = p.geometry;
+    const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
+    const int behind = begin + (units - g.ranked(segment)), blocks = units / kBlockUnits;
+    const int last = g.is_causal ? begin / kBlockUnits : blocks;  // blocks that may count
+    const uint16* of_blocks = p.block_keys + (kv_head() * (1 + blocks) + 1) * Traits::kHeadDim;  // behind the centre
+    const uint16* of_units = p.unit_means + kv_head() * units * Traits::kHeadDim;
+    const Tensor<const uint16> blocks_at = {of_blocks, 0, 0, Traits::kHeadDim};
+    const Tensor<const uint16> units_at = {of_units, 0, 0, Traits::kHeadDim};
+    const ContiguousKeys<Traits> source{shared, last, p.pages};
+    const UnitsBetween between(g, segment);
+    const int steps = (last + Traits::kStep - 1) / Traits::kStep;
+    const int all = steps + (g.is_causal ? between.first[0] < between.end[0] : 3);
+    const auto part = [&](int step) {
+      const int i = step - steps;
+      return UnitsOfPart{i == 0 ? between.first[0] : i == 1 ? between.first[1] : between.first[2],
+                         i == 0 ? between.end[0] : i == 1 ? between.end[1] : between.end[2]};
+    };
+    const auto load = [&](int step) {
+      const uint32 to = shared_address(shared.rows[step % 2]);
+      if (step < steps) {
+        load_step<Traits>(to, of_blocks, blocks_at, Traits::kHeadDim, source, step);
+      } else if (step < all) {
+        load_step<Traits>(to, of_units, units_at, Traits::kHeadDim, part(step), 0);
+      }
+      cp_async_commit();
+    };
+    load(0);
+    for (int step = 0; step < all; ++step) {
+      load(step + 1);
+      cp_async_wait<1>();
+      __syncthreads();
+      multiply(shared_address(shared.rows[step % 2]));
+      if (step < steps) {
+        const int row = step * Traits::kStep;
+        const bool whole = (row + Traits::kStep) * kBlockUnits <= begin;
+        add(kBlockShift, whole, [&](int r) {
+          const int block = row + r;
+          return block < last && ((block + 1) * kBlockUnits <= begin || block * kBlockUnits >= behind);
+        });
+      } else {
+        add(0.f, false, [&](int r) { return part(step).at(r) >= 0; });
+      }
+      __syncthreads();  // every warp is done with this buffer
+    }
+    cp_async_wait<0>();
+  }
+  __device__ __forceinline__ void store() const {
+    const Geometry& g = p.geometry;
+    const int64 of_head = static_cast<int64>(head) * g.seqlen_q + g.query_begin(segment);
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = m[i][h];
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+        const int r = row(i, h);
+        const float2 own = r < count ? p.state[of_head + r] : make_float2(0.f, 0.f);
+        const float of_own = own.y == 0.f ? -infinity() : own.x - g.unit_shift;
+        const float base_of = fmaxf(top, of_own), base = base_of == -infinity() ? 0.f : base_of;
+        float sum = l[i][h] * exp2_approx(m[i][h] - base);
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        sum += own.y * exp2_approx(of_own - base);
+        const float norm = base + __log2f(sum) - (p.query_scales ? centre[i][h] : 0.f);
+        if (r < count && lane % 4 == 0) p.norms[of_head + r] = fabsf(norm) < infinity() ? norm : 0.f;
+      }
+  }
+  // A segment is one block's where queries are taken to 8 bits.
+  __device__ __forceinline__ void store_scale() {
+    float longest = 0.f;
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float length = 0.f;
+#pragma unroll
+        for (int c = 0; c < kDims; ++c)
+#pragma unroll
+          for (int e = h; e < 4; e += 2) {
+            const float low = Element::low(a[i][c][e]), high = Element::high(a[i][c][e]);
+            length = fmaf(low, low, fmaf(high, high, length));
+          }
+        length += __shfl_xor_sync(kFullWarp, length, 1);
+        length += __shfl_xor_sync(kFullWarp, length, 2);
+        length *= p.scale_log2 * p.scale_log2;
+        if (length < infinity()) longest = fmaxf(longest, length);
+      }
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) longest = fmaxf(longest, __shfl_xor_sync(kFullWarp, longest, step));
+    if (lane == 0) shared.longest[warp] = longest;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+#pragma unroll
+    for (int w = 1; w < Traits::kThreads / 32; ++w) longest = fmaxf(longest, shared.longest[w]);
+    const int of_keys = p.key_exponents[kv_head()];
+    const int exponent = min(kQueryExponent - half_exponent(longest), kMostExponent - of_keys);
+    p.query_scales[static_cast<int64>(head) * p.geometry.segments() + segment] =
+        make_float2(p.scale_log2 * power_of_two(exponent), power_of_two(exponent + of_keys));
+  }
+};
+
+// Block: kQueries of a segment.
+template <class Traits>
+__device__ __forceinline__ void query_norms(const QueryNormsParams& p, typename Traits::Shared& shared) {
+  QueryNorms<Traits> norms(p, shared);
+  if (p.geometry.ranked(norms.segment) <= 0 || norms.first >= norms.count) return;
+  if (threadIdx.x == 0) shared.first_key = 0;
+  __syncthreads();
+  norms.load_queries();
+#pragma unroll
+  for (int i = 0; i < Traits::kOfWarp; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) norms.m[i][h] = -infinity(), norms.l[i][h] = 0.f;
+  if (p.query_scales) norms.store_scale();
+  norms.walk();
+  if (p.query_scales) norms.find_centre();  // late: registers are few
+  norms.store();
+}
+
+}  // namespace s2o

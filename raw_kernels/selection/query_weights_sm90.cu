@@ -1,0 +1,245 @@
+// Scores of units of keys by the weight that any single query of a segment gives them, of segments of up to 128 queries.
+//
+//   scores[row, unit] = max over queries r and the unit's groups of keys c of
+//                       scale_log2 * r . mean(c) + log2(share(c)) - norm(r), in float16
+//
+//   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
+//
+// Products are of 8-bit floats, e4m3, and their sums float16: twice as many at a time as of 16-bit numbers, and pairs of
+// them are what instructions of float16 take. A product has 64 rows of unit_rows (unit_rows.cu), the groups of a few
+// units, and 256 columns, the queries of two neighbouring segments: a thread has two groups of a unit and 64 queries, so
+// that the largest is found without leaving the thread but for the last two or three steps.
+//
+// A warpgroup multiplies and finds maxima, one more warp has the copy engine bring tiles. Three such blocks share a
+// multiprocessor: while one finds maxima, another's products run.
+#include "selection/segment_block.cuh"
+#include "selection/unit_tile.cuh"
+#include "sm90/hopper.cuh"
+
+namespace s2o {
+
+template <class Element_, int kHeadDim_, int kClusters_>
+struct QueryWeightTraits {
+  using Element = Element_;
+  static constexpr int kClusters = kClusters_;  // groups of keys of a unit
+  static constexpr int kHeadDim = kHeadDim_, kThreads = 160, kConsumers = 128;
+  static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
+  static constexpr int kStages = 4;
+  static constexpr int kTileBytes = kTileRows * kHeadDim;
+  struct alignas(1024) Shared {
+    unsigned char units[kStages][kTileBytes];
+    unsigned char queries[kSegments * kQueries * kHeadDim];
+    uint16 shares[kStages][kTileRows];
+    uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all warps are done with it
+  };
+};
+
+// The number of 32-bit registers that hold the products of a thread, two float16 each.
+constexpr int kProducts = 64;
+
+// d[64, 256] (+)= a[64, 32] b[32, 256] of e4m3, both with K contiguous; float16 sums. kHigh: upper half of descriptors.
+template <uint32 kHigh>
+__device__ __forceinline__ void multiply_e4m3(uint32 (&d)[kProducts], uint32 a, uint32 b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"
+      "mov.b64 da, {%64, %67};\nmov.b64 db, {%65, %67};\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f16.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+      "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+      "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "da, db, p, 1, 1;\n}"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
+        "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
+        "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
+        "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31]), "+r"(d[32]),
+        "+r"(d[33]), "+r"(d[34]), "+r"(d[35]), "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39]), "+r"(d[40]),
+        "+r"(d[41]), "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]), "+r"(d[48]),
+        "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55]), "+r"(d[56]),
+        "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63])
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kHigh));
+}
+
+// Starts the copy of `bytes` neighbouring bytes to shared memory, which `barrier` is told of.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, uint32 bytes, uint64& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ uint32 product_of_pairs(uint32 a, uint32 b) {
+  uint32 y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ uint32 sum_of_pairs(uint32 a, uint32 b) {
+  uint32 y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+// Takes the block's queries to 8 bits in shared memory, and returns what their products are less: -norm of the thread's
+// columns, in pairs. Past a segment's last query, and where there is no second segment, the first stands in.
+template <class Traits>
+struct BlockQueries {
+  using Element = typename Traits::Element;
+  static constexpr int kHeadDim = Traits::kHeadDim, kLanes = kHeadDim / 8;
+  static constexpr int kAtOnce = Traits::kConsumers / kLanes;
+
+  template <class Block>
+  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block, unsigned char* queries) {
+    const Geometry& g = p.geometry;
+    const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
+    const uint16* of_head = p.q.at(block.head / p.heads, block.head % p.heads);
+    const bool there = lane * 8 < g.head_dim;
+#pragma unroll 1
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      const int n = block.segment(s), count = g.query_count(n);
+      const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].x;
+      const uint16* rows = of_head + static_cast<int64>(g.query_begin(n)) * p.q.row + lane * 8;
+#pragma unroll 8
+      for (int r = slot; r < Traits::kQueries; r += kAtOnce) {
+        const uint4 x = load_16_or_zeros(rows + static_cast<int64>(r < count ? r : 0) * p.q.row, there);
+        const auto scaled = [&](uint32 low, uint32 high) {
+          return pack_e4m3(Element::low(low) * factor, Element::high(low) * factor, Element::low(high) * factor,
+                           Element::high(high) * factor);
+        };
+        *reinterpret_cast<uint2*>(queries + byte_of_row<kHeadDim>(s * Traits::kQueries + r, lane * 8)) =
+            make_uint2(scaled(x.x, x.y), scaled(x.z, x.w));
+      }
+    }
+  }
+
+  // less[16 * s + j]: of queries 8 * j + lane % 4 * 2 and the next of segment s.
+  template <class Block>
+  static __device__ __forceinline__ void norms(const RankKeysParams& p, const Block& block,
+                                               uint32 (&less)[kProducts / 2]) {
+    const Geometry& g = p.geometry;
+#pragma unroll
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      const int n = block.segment(s), count = g.query_count(n);
+      const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
+      const float* norms = p.norms + static_cast<int64>(block.head) * g.seqlen_q + g.query_begin(n);
+      const auto of = [&](int r) { return -norms[r < count ? r : 0] * factor; };
+#pragma unroll
+      for (int j = 0; j < kProducts / 4; ++j) {
+        const int r = 8 * j + threadIdx.x % 4 * 2;
+        less[s * (kProducts / 4) + j] = Float16::pack(of(r), of(r + 1));
+      }
+    }
+  }
+};
+
+// Block: two neighbouring segments of a head.
+template <class Traits>
+__device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
+  constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kOfSegment = kProducts / 4;
+  const Geometry& g = p.geometry;
+  using Row = UnitRow<Traits::kClusters>;
+  const SegmentBlock<Traits::kSegments, kHeadDim> block(p);
+  if (block.end <= 0) return;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(shared.full[s], 1);
+      barrier_init(shared.empty[s], Traits::kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int tiles = (block.end + kSuperUnits - 1) / kSuperUnits * Row::kTiles;
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp == Traits::kConsumers / 32) {
+    if (lane != 0) return;
+    const int supers = (g.units() + kSuperUnits - 1) / kSuperUnits;
+    const int64 first = block.kv_head() * supers * Row::kTiles;
+    const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Traits::kTileBytes;
+    const uint16* shares = p.row_shares + first * kTileRows;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int stage = tile % kStages;
+      if (tile >= kStages) barrier_wait(shared.empty[stage], tile / kStages - 1 & 1);
+      barrier_expect(shared.full[stage], Traits::kTileBytes + kTileRows * 2);
+      copy_bytes(shared.units[stage], from + static_cast<int64>(tile) * Traits::kTileBytes, Traits::kTileBytes,
+                 shared.full[stage]);
+      copy_bytes(shared.shares[stage], shares + static_cast<int64>(tile) * kTileRows, kTileRows * 2,
+                 shared.full[stage]);
+    }
+    return;
+  }
+
+  uint32 less[kProducts / 2];
+  BlockQueries<Traits>::load(p, block, shared.queries);
+  BlockQueries<Traits>::norms(p, block, less);
+  fence_for_wgmma();
+  named_sync(1, Traits::kConsumers);
+
+  // Descriptors: eight rows to the next eight, and the swizzle of a row's length.
+  constexpr uint32 kHigh = (kHeadDim == 128 ? 0x40000000u : 0x80000000u) | 8 * kHeadDim >> 4;
+  const uint32 b = tile_descriptor(shared_address(shared.queries), 0);
+  int row_end[Traits::kSegments];
+  uint16* scores[Traits::kSegments];
+  float back[Traits::kSegments];  // from products to scores
+  uint32 onto[Traits::kSegments];  // from log2 of a share to products
+#pragma unroll
+  for (int s = 0; s < Traits::kSegments; ++s) {
+    const int n = block.segment(s);
+    const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
+    row_end[s] = block.there(s) ? block.units_of(n) : 0;
+    scores[s] = p.scores + p.chunk.place(block.head, n);
+    back[s] = 1.f / factor;
+    const float normal = fmaxf(factor, 6.1035156e-5f);  // times minus infinity it stays that
+    onto[s] = Float16::pack(normal, normal);
+  }
+
+  uint32 d[kProducts];  // [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next]: d[2 j + h]
+  uint32 kept = 0;      // scores of both segments for the unit that the lane writes
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int stage = tile % kStages;
+    barrier_wait(shared.full[stage], tile / kStages & 1);
+    const uint32 a = tile_descriptor(shared_address(shared.units[stage]), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 32; ++c)
+      multiply_e4m3<kHigh>(d, descriptor_at(a, c * 32), descriptor_at(b, c * 32), c > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
+    uint32 share[2];  // twice
+#pragma unroll
+    for (int h = 0; h < 2; ++h) share[h] = shared.shares[stage][warp * 16 + h * 8 + lane / 4] * 0x10001u;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.empty[stage]);
+
+    uint32 best[Traits::kSegments];
+#pragma unroll
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      uint32 of[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        of[h] = sum_of_pairs(d[s * 2 * kOfSegment + h], less[s * kOfSegment]);
+#pragma unroll
+        for (int j = 1; j < kOfSegment; ++j)
+          of[h] = Float16::larger_or_nan(of[h], sum_of_pairs(d[s * 2 * kOfSegment + 2 * j + h], less[s * kOfSegment + j]));
+      }
+      best[s] = Float16::larger_or_nan(sum_of_pairs(of[0], product_of_pairs(share[0], onto[s])),
+                                       sum_of_pairs(of[1], product_of_pairs(share[1], onto[s])));
+    }
+    // Both columns of a pair; then the first segment's in the lower half, the second's in the upper.
+    uint32 x = Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
+    x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 1));
+    x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 2));
+    if (Traits::kClusters == 4) x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 4));
+    if (tile % Row::kTiles == Row::kept_tile(lane)) kept = x;
+    if (tile % Row::kTiles == Row::kTiles - 1) {
+      const int unit = tile / Row::kTiles * kSuperUnits + warp * 32 + Row::kept_unit(lane);
+      if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(kept) * back[0], 0.f));
+      if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(kept) * back[1], 0.f));
+      __syncwarp();
+    }
+  }
+}
+
+}  // namespace s2o

@@ -1,0 +1,124 @@
+// What rank="query" multiplies queries with, made of the means of each unit's groups of keys (unit_clusters.cu).
+//
+//   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
+//              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
+//   unit_rows  [batch * kv_heads, tiles, 64, kHeadDim] e4m3, for wgmma: cluster_keys less the centre and times a power of
+//              two; rows stand in the order and the swizzle in which query_weights_sm90.cu reads them (unit_tile.cuh)
+//   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
+//   key_exponents [batch * kv_heads]: that power of two
+//
+// The centre moves all scores of a query alike, so that it changes no weight; without it keys that lie far from zero, all
+// on one side, would share few of the steps of 8 bits. It comes of the first keys, which every segment with candidates
+// has before it: no later key changes a bit of an earlier segment's order.
+#include "common/row_sums.cuh"
+#include "selection/unit_tile.cuh"
+
+namespace s2o {
+
+struct UnitRowsParams {
+  const uint16* unit_means;      // [batch * kv_heads, units, kHeadDim]
+  const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]
+  const uint16* cluster_shares;  // [batch * kv_heads, units, clusters]
+  uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
+  uint32* unit_rows;             // [batch * kv_heads, tiles, 64, kHeadDim / 4]: four numbers each; null: not wanted
+  uint16* row_shares;            // [batch * kv_heads, tiles, 64]
+  int* key_exponents;            // [batch * kv_heads]
+  Geometry geometry;
+  int leading;              // units that the centre is the mean of
+  int head_blocks;          // blocks that cover a KV head's units
+};
+
+template <class Element, int kHeadDim, int kClusters_>
+struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
+  static constexpr int kClusters = kClusters_;
+};
+
+// Block: kSuperUnits neighbouring units of a KV head. A row is that of a few neighbouring threads, eight elements each.
+template <class Traits>
+__device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
+  using Element = typename Traits::Element;
+  constexpr int kLanes = Traits::kLanes, kHeadDim = Traits::kHeadDim, kClusters = Traits::kClusters;
+  const Geometry& g = p.geometry;
+  const int kv_head = blockIdx.x / p.head_blocks, first = blockIdx.x % p.head_blocks * kSuperUnits, units = g.units();
+  const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
+  const int64 of_head = static_cast<int64>(kv_head) * units;
+  const auto read_mean = [&](float (&x)[8], int unit) {
+    read_row<Traits>(x, p.unit_means + (of_head + unit) * kHeadDim, lane, kHeadDim, true);
+  };
+  const auto read = [&](float (&x)[8], int row) {  // of cluster_keys
+    read_row<Traits>(x, p.cluster_keys + (of_head * kClusters + row) * kHeadDim, lane, kHeadDim, true);
+  };
+  const auto write = [&](int row, const float (&x)[8]) {
+    uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + lane * 8;
+    store_global_16(to, Element::pack(x[0], x[1]), Element::pack(x[2], x[3]), Element::pack(x[4], x[5]),
+                    Element::pack(x[6], x[7]));
+  };
+  float x[8], centre[8] = {};
+  for (int u = 0; u < p.leading; ++u) {
+    read_mean(x, u);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) centre[e] += x[e];
+  }
+  const float share = 1.f / p.leading;
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    const uint32 pair = Element::pack(centre[e] * share, centre[e + 1] * share);
+    centre[e] = Element::low(pair);
+    centre[e + 1] = Element::high(pair);
+  }
+  if (first == 0 && slot == 0) write(0, centre);
+  // Means of blocks: a slot has one of those that begin here.
+  for (int i = slot; i < kSuperUnits / kBlockUnits; i += Traits::kRows) {
+    const int block = first / kBlockUnits + i;
+    if ((block + 1) * kBlockUnits > units) break;
+    float mean[8] = {};
+#pragma unroll 4
+    for (int u = 0; u < kBlockUnits; ++u) {
+      read_mean(x, block * kBlockUnits + u);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) mean[e] += x[e] * (1.f / kBlockUnits);
+    }
+    write(1 + block, mean);
+  }
+  if constexpr (kHeadDim > 128) return;  // there is no kernel that reads them
+  if (p.unit_rows == nullptr) return;
+
+  // The longest of the first rows says how all are scaled.
+  float longest = 0.f;
+  for (int r = 0; r < kClusters * p.leading; ++r) {
+    read(x, r);
+    float length = 0.f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
+    if (length < infinity()) longest = fmaxf(longest, length);
+  }
+  const int exponent = kKeyExponent - half_exponent(longest);
+  if (first == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
+  const float factor = power_of_two(exponent);
+  using Row = UnitRow<kClusters>;
+  const int64 first_tile = (static_cast<int64>(kv_head) * p.head_blocks + first / kSuperUnits) * Row::kTiles;
+  char* tiles = reinterpret_cast<char*>(p.unit_rows) + first_tile * (kTileRows * kHeadDim);
+  uint16* shares = p.row_shares + first_tile * kTileRows;
+#pragma unroll 2
+  for (int r = slot; r < kClusters * kSuperUnits; r += Traits::kRows) {
+    const int unit = r / kClusters;
+    uint32 packed[2] = {};
+    uint16 share = 0xfc00;  // minus infinity
+    if (first + unit < units) {
+      read(x, first * kClusters + r);
+      share = p.cluster_shares[of_head * kClusters + first * kClusters + r];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] = share == 0xfc00 ? 0.f : (x[e] - centre[e]) * factor;
+      packed[0] = pack_e4m3(x[0], x[1], x[2], x[3]);
+      packed[1] = pack_e4m3(x[4], x[5], x[6], x[7]);
+    }
+    const Row at(unit, r % kClusters);
+    const uint32 place = at.tile * (kTileRows * kHeadDim) + byte_of_row<kHeadDim == 64 ? 64 : 128>(at.row, lane * 8);
+    *reinterpret_cast<uint2*>(tiles + place) = make_uint2(packed[0], packed[1]);
+    if (lane == 0) shares[at.tile * kTileRows + at.row] = share;
+  }
+}
+
+}  // namespace s2o

@@ -1,0 +1,111 @@
+// What a sample of unvisited candidates says of a query: how much they all weigh, and how far weighting moves their score.
+// reference/tail.py (tail_weights) is the definition.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace s2o {
+
+constexpr int kTailSamples = spec::kTailSamples;
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLargestSum = 1e12f;    // of weights, in units of what a row has found: their squares are finite
+constexpr float kLargestScale = 100.f;  // log2 of a mass beside which nothing of the row's own is left
+
+// Of products of queries and keys.
+struct TailScores {
+  float scale_log2;  // with spec::kSoftcap softcap * log2(e), the factor of the tanh
+  float cap_scale;   // then the factor of the product inside of it
+
+  // log2 of exp(score), over 2^base
+  __device__ __forceinline__ float size(float product, float base) const {
+    return fmaf(spec::kSoftcap ? tanh_approx(product * cap_scale) : product, scale_log2, -base);
+  }
+};
+
+// Of two rows of which a thread has a quarter each, and the rest its neighbours, lanes 4 i .. 4 i + 3. Of samples number
+// 8 j + lane % 4 * 2 + e from any multiple of 8 on it has product(j, h, e) with row h.
+struct SampleSums {
+  float base[2];      // log2 of what weights are multiples of
+  float middle[2];    // some product in their midst, so that squares of distances from it are exact enough
+  float weights[2], squares[2], weighted[2], mean[2], variance[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) weights[h] = squares[h] = weighted[h] = mean[h] = variance[h] = 0.f;
+  }
+  static __device__ __forceinline__ float of_quad(float x) {
+    x += __shfl_xor_sync(kFullWarp, x, 1);
+    return x + __shfl_xor_sync(kFullWarp, x, 2);
+  }
+  // Of products with kTiles * 8 samples.
+  template <int kTiles, class Product>
+  __device__ __forceinline__ void find_middle(const Product& product) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) sum += product(j, h, 0) + product(j, h, 1);
+      middle[h] = of_quad(sum) * (1.f / (kTiles * 8));
+    }
+  }
+  // Adds kTiles * 8 samples from number `first` on. Sample i stands for a share of (2 i + 1) / kTailSamples^2.
+  template <int kTiles, class Product>
+  __device__ __forceinline__ void add(int first, const TailScores& scores, const Product& product) {
+    constexpr float kOne = 1.f / (kTailSamples * kTailSamples);
+    const float first_share = static_cast<float>(2 * first + static_cast<int>(threadIdx.x) % 4 * 4 + 1) * kOne;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float share = first_share + (16 * j + 2 * e) * kOne;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float x = product(j, h, e), off = x - middle[h], part = share * off;
+          const float weight = share * exp2_approx(scores.size(x, base[h]));
+          weights[h] += weight;
+          squares[h] = fmaf(weight, weight, squares[h]);
+          weighted[h] = fmaf(weight, off, weighted[h]);
+          mean[h] += part;
+          variance[h] = fmaf(part, off, variance[h]);
+        }
+      }
+  }
+  // Whether some weight of the warp is too large, or not finite. Then base is to be raised: a row's by its own samples
+  // alone, in two steps, from -infinity in `top` on.
+  __device__ __forceinline__ bool overflow() const {
+    return __any_sync(kFullWarp, !(weights[0] < kLargestSum && weights[1] < kLargestSum));
+  }
+  template <int kTiles, class Product>
+  __device__ __forceinline__ void find_top(float (&top)[2], const TailScores& scores, const Product& product) const {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        top[h] = fmaxf(top[h], fmaxf(scores.size(product(j, h, 0), base[h]), scores.size(product(j, h, 1), base[h])));
+  }
+  __device__ __forceinline__ void raise_base(const float (&top)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = fmaxf(top[h], __shfl_xor_sync(kFullWarp, top[h], 1));
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+      base[h] += fmaxf(most, 0.f);
+    }
+  }
+  // Of all samples, which stand for `left` candidates: their mass as a multiple of what the row has found, whose log2 is
+  // `found`, and tilt; mass 0 where one is not finite.
+  __device__ __forceinline__ void finish(int left, float scale, const float (&found)[2], float (&mass)[2],
+                                         float (&tilt)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = of_quad(weights[h]), mean_off = of_quad(mean[h]);
+      const float spread = of_quad(variance[h]) - mean_off * mean_off;
+      const float moved = __fdividef(of_quad(weighted[h]), sum) - mean_off;
+      const float carrying = __fdividef(sum * sum, of_quad(squares[h]));  // samples, by how evenly weights are spread
+      const float factor = exp2_approx(fminf(base[h] - found[h], kLargestScale));
+      mass[h] = __fdividef(sum * factor * left * carrying, carrying + spec::kTailDoubt);
+      tilt[h] = spread > 0.f ? fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f) : 0.f;
+      if (!(fabsf(found[h]) < infinity()) || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
+    }
+  }
+};
+
+}  // namespace s2o

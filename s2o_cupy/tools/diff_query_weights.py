@@ -1,0 +1,251 @@
+"""Reference against GPU: what ``rank="query"`` scores, from groups of keys to weights.
+
+Every stage is given the GPU's own numbers of the stage before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..problem import Problem
+from ..spec import BLOCK_UNITS, LOG2E, Geometry, S2OConfig
+
+__all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "scores_and_bounds"]
+
+Array = Any  # numpy.ndarray
+UNIT32 = 2.0**-24
+UNIT16 = 2.0**-11  # of float16
+LARGEST_E4M3 = 448.0
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+@dataclass
+class QueryStages:
+    """What the GPU found. Floats are float32 unless said."""
+
+    keys: Array  # [B, Hkv, U, C, D] means of groups
+    shares: Array  # [B, Hkv, U, C] float16, log2 of their part of the unit
+    means: Array  # [B, Hkv, U, D] of units
+    blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
+    norms: Array  # [B, H, Lq]
+    rows: Array | None = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these
+    exponents: Array | None = None  # int32 [B, Hkv], of their scale
+    scales: Array | None = None  # [B, H, N, 2]: of queries, of products
+
+
+def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype: Any, problem: Problem,
+            config: S2OConfig) -> QueryStages:  # fmt: skip
+    """Adds what the stage has left in the workspace. ``host(name)`` copies an array."""
+    geometry, clusters = problem.geometry(config), config.clusters
+    batch, kv_heads, head_dim, units = problem.batch, problem.kv_heads, problem.head_dim, geometry.units
+    stages = stages or QueryStages(*[None] * 5)
+    as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
+    if stage == "unit_keys":
+        stages.keys = as_floats("cluster_keys").reshape(batch, kv_heads, units, clusters, -1)[..., :head_dim]
+        stages.shares = host("cluster_shares").reshape(batch, kv_heads, units, clusters)
+        stages.means = as_floats("unit_means").reshape(batch, kv_heads, units, -1)[..., :head_dim]
+    elif stage == "unit_rows":
+        blocks = as_floats("block_keys").reshape(batch, kv_heads, 1 + units // BLOCK_UNITS, -1)
+        stages.blocks = blocks[..., :head_dim]
+        if "unit_rows" in names:
+            rows = _in_order(host("unit_rows"), units, clusters).reshape(batch, kv_heads, units, clusters, -1)
+            stages.rows = rows[..., :head_dim]
+            stages.exponents = host("key_exponents").reshape(batch, kv_heads)
+    elif stage == "query_norms":
+        stages.norms = host("norms").reshape(batch, problem.heads, problem.seqlen_q)
+        if "query_scales" in names:
+            stages.scales = host("query_scales").reshape(batch, problem.heads, geometry.segments, 2)
+    return stages
+
+
+def _in_order(rows: Array, units: int, clusters: int) -> Array:
+    """Rows of 8 bits [kv_heads, tiles, 64, D] by unit and group, as float32 [kv_heads, units, clusters, D]
+    (raw_kernels/selection/unit_tile.cuh)."""
+    kv_heads, _, tile_rows, width = rows.shape
+    unit, cluster = np.arange(units)[:, None], np.arange(clusters)[None]
+    of_warp = 16 // clusters
+    tile = unit // 128 * 2 * clusters + unit % 32 // of_warp
+    row = unit % 128 // 32 * 16 + cluster % 2 * 8 + unit % of_warp * (clusters // 2) + cluster // 2
+    column = np.arange(width)
+    swizzle = row & 7 if width == 128 else row >> 1 & 3
+    place = (column // 16 ^ swizzle[..., None]) * 16 + column % 16  # [units, clusters, D]
+    flat = rows.reshape(kv_heads, -1, width)[:, tile * tile_rows + row]  # [kv_heads, units, clusters, D]
+    found = np.take_along_axis(flat, np.broadcast_to(place, flat.shape), axis=-1)
+    return found.view(E4M3).astype(np.float32)
+
+
+def as_e4m3(x: Array) -> Array:
+    """float32 rounded to the nearest e4m3, at most its largest; what is not finite is NaN. As float32."""
+    with np.errstate(invalid="ignore"):
+        rounded = np.clip(x, -LARGEST_E4M3, LARGEST_E4M3).astype(np.float32).astype(E4M3).astype(np.float32)
+    return np.where(np.isfinite(x), rounded, np.float32(np.nan))
+
+
+def half_exponent(squared: Array) -> Array:
+    """Half the exponent of squared lengths, rounded down, as unit_tile.cuh has it."""
+    with np.errstate(divide="ignore"):
+        exponent = np.where(squared > 0, np.floor(np.log2(np.maximum(squared, 1e-45))), -127)
+    return np.clip(exponent, -60, 120).astype(np.int64) >> 1
+
+
+def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, clusters: int, unit: float,
+                   smallest: float) -> None:  # fmt: skip
+    """Groups of keys, means of blocks and rows of 8 bits. ``rows`` collects; k [B, Hkv, Lk, D] in float64; ``unit`` of
+    the dtype."""
+    from ..reference import ordering
+
+    absolute = np.abs(k)
+    want, clear = ordering.unit_clusters(k, geometry, clusters), _are_clear(k, geometry, clusters)
+    magnitude = ordering.unit_clusters(absolute, geometry, 1).means
+    sums = UNIT32 * (geometry.unit + 2)
+    rows.floats("unit means", got.means, want.means, magnitude * (unit + sums) + smallest)
+    largest = absolute[:, :, : geometry.units * geometry.unit].reshape(*want.means.shape[:3], geometry.unit, k.shape[3])
+    allowed = largest.max(axis=3)[:, :, :, None] * (unit + sums) * np.ones_like(want.keys) + smallest
+    rows.floats("groups", got.keys[clear], want.keys[clear], allowed[clear],
+                f"{int((~clear).sum())} units have keys as far as others, to rounding")  # fmt: skip
+    with np.errstate(divide="ignore"):
+        shares = np.log2(want.shares)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(got.shares.astype(np.float64) - shares)[clear]
+    off = np.where(got.shares[clear] == shares[clear], 0, off / (np.abs(shares[clear]) * UNIT16 + 2.0**-20))
+    off = np.where(np.isnan(off), np.inf, off)
+    rows.integers("shares", off, int((off > 1).sum()))
+    means = got.means.astype(np.float64)
+    lead = geometry.leading_units
+    if lead <= geometry.units:
+        blocks, size = (
+            np.concatenate([x[:, :, :lead].mean(axis=2, keepdims=True), ordering.block_keys(x)], axis=2)
+            for x in (means, np.abs(means))
+        )
+        rows.floats("block means", got.blocks, blocks, size * (unit + UNIT32 * (BLOCK_UNITS + 4)) + smallest)
+    if got.rows is None:
+        return
+    centre = got.blocks[:, :, :1, None].astype(np.float32)  # [B, Hkv, 1, 1, D]
+    with np.errstate(invalid="ignore", over="ignore"):
+        off_centre = got.keys - centre
+        exact = as_e4m3(off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None])
+    exact = np.where(np.isneginf(got.shares.astype(np.float32))[..., None], np.float32(0), exact)
+    different = (exact != got.rows) & ~(np.isnan(exact) & np.isnan(got.rows))
+    rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")
+
+
+def _are_clear(k: Array, geometry: Geometry, clusters: int) -> Array:
+    """Units [B, Hkv, U] of which no key is, up to rounding, as far from or as near to a centre as another."""
+    batch, kv_heads, _, head_dim = k.shape
+    keys = k[:, :, : geometry.units * geometry.unit].reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = keys.mean(axis=3, keepdims=True)
+        distance = np.square(keys - mean).sum(axis=-1)  # [B, Hkv, U, unit]
+        off = np.abs(keys).max(axis=(3, 4)) * UNIT32 * (geometry.unit + 2)
+        slack = 4 * (distance.max(axis=3) * (head_dim + 8) * UNIT32 + np.sqrt(distance.max(axis=3) * head_dim) * off)
+        clear = np.isfinite(slack) & (distance.max(axis=3) < np.finfo(np.float32).max / 4)
+        nearest = np.full(distance.shape, np.inf)
+        for c in range(clusters):
+            clear &= _gap(distance if c == 0 else nearest) > slack
+            furthest = np.where(np.isnan(distance), -1, distance if c == 0 else nearest).argmax(axis=3)
+            centre = np.take_along_axis(keys, furthest[..., None, None], axis=3)
+            to_centre = np.square(keys - centre).sum(axis=-1)
+            equal = np.abs(to_centre - nearest) <= 4 * slack[..., None]
+            clear &= ~np.where(np.isinf(nearest) | (nearest == 0), False, equal).any(axis=3)  # a centre is its own
+            nearest = np.minimum(nearest, to_centre)
+    return clear
+
+
+def _gap(distance: Array) -> Array:
+    """From the largest to the second largest of the last axis; of one alone, or where all are 0, infinite."""
+    if distance.shape[-1] < 2:
+        return np.full(distance.shape[:-1], np.inf)
+    two = np.partition(distance, -2, axis=-1)
+    return np.where(two[..., -1] == 0, np.inf, two[..., -1] - two[..., -2])
+
+
+def compare_norms(rows: Any, got: QueryStages, q: Array, own: Array, problem: Problem, geometry: Geometry,
+                  scale: float) -> None:  # fmt: skip
+    """Norms given the GPU's means and what pass 1 has left, own [B, H, Lq] in nats; and the scales of 8 bits."""
+    from ..reference import ordering
+
+    means, blocks = got.means.astype(np.float64), got.blocks.astype(np.float64)
+    centre = None if got.rows is None else blocks[:, :, 0]
+    want = ordering.query_norms(q, means, blocks[:, :, 1:], own, geometry, scale, centre)
+    group = problem.heads // problem.kv_heads
+    finite = lambda x: np.where(np.isfinite(x), x, 0)  # noqa: E731
+    longest = np.linalg.norm(finite(np.concatenate([means, blocks], axis=2)), axis=-1).max(axis=-1)  # [B, Hkv]
+    reach = np.linalg.norm(finite(q), axis=-1) * np.repeat(longest, group, axis=1)[..., None] * scale * LOG2E
+    bound = 3 * reach * (problem.head_dim + 8) * UNIT32 + 2.0**-16 + geometry.units * UNIT32
+    bound = bound + (np.abs(finite(own)) + np.abs(finite(want))) * 8 * UNIT32
+    ordered = np.zeros(problem.seqlen_q, bool)
+    for n in range(geometry.segments):
+        ordered[slice(*geometry.queries(n))] = geometry.ranked(n) > 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        inside = ordered & (reach < np.finfo(np.float32).max / 4)  # as float32 has it
+    rows.floats("norms", np.where(inside, got.norms, 0), np.where(inside, want, 0), bound)
+    if got.scales is None:
+        return
+    _compare_scales(rows, got, q, problem, geometry, scale)
+
+
+def _compare_scales(
+    rows: Any, got: QueryStages, q: Array, problem: Problem, geometry: Geometry, scale: float
+) -> None:
+    """Each a power of two, and the one of the segment's longest query, or its neighbour within rounding."""
+    from ..spec import MOST_EXPONENT, QUERY_EXPONENT
+
+    off = []
+    to_log2 = max(float(np.float32(scale * LOG2E)), 1e-30)  # the smallest that kernels are given
+    exponents = np.repeat(got.exponents, problem.heads // problem.kv_heads, axis=1)  # [B, H]
+    for n in (n for n in range(geometry.segments) if geometry.ranked(n) > 0):
+        with np.errstate(over="ignore", invalid="ignore"):
+            squared = np.square(q[:, :, slice(*geometry.queries(n))]).sum(axis=-1) * to_log2**2
+        longest = np.where(squared < np.finfo(np.float32).max, squared, 0).max(axis=-1)  # [B, H]
+        ends = [longest * (1 + s * (problem.head_dim + 8) * UNIT32) for s in (-1, 1)]
+        low, high = (np.minimum(QUERY_EXPONENT - half_exponent(x), MOST_EXPONENT - exponents) for x in ends[::-1])
+        found = np.log2(got.scales[:, :, n, 1].astype(np.float64)) - exponents
+        of_query = np.abs(got.scales[:, :, n, 0]) / np.exp2(found) / to_log2
+        off.append((found < low) | (found > high) | (np.abs(of_query - 1) > 4 * UNIT32))
+    wrong = np.stack(off) if off else np.zeros(0, bool)
+    rows.integers("8-bit scales", np.where(wrong, np.inf, 0.0), int(wrong.sum()))
+
+
+def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geometry: Geometry, scale: float,
+                      sign: float) -> tuple[Array, Array]:  # fmt: skip
+    """Scores of segment ``n``'s units [B, H, W] given the GPU's groups and norms, and what theirs may be off by.
+
+    q is that of a positive scale, ``sign`` times the caller's.
+    """
+    from ..reference import ordering
+
+    shares = np.exp2(got.shares.astype(np.float64))
+    units, (first, end) = ordering.ranked_units(n, geometry), geometry.queries(n)
+    group = problem.heads // problem.kv_heads
+    finite = lambda x: np.abs(np.where(np.isfinite(x), x, 0))  # noqa: E731
+    norms = got.norms.astype(np.float64)
+    largest_norm = finite(norms[:, :, first:end]).max(axis=-1, initial=0)[..., None]  # [B, H, 1]
+    if got.rows is None:
+        keys = got.keys.astype(np.float64)
+        want = ordering.query_weights(q, norms, keys, shares, n, geometry, scale).astype(np.float64)
+        queries = finite(q[:, :, first:end]).max(axis=2)  # [B, H, D]
+        largest = np.repeat(finite(keys[:, :, units]).max(axis=(2, 3), initial=0), group, axis=1)  # [B, H, D]
+        reach = (queries * largest).sum(axis=-1, keepdims=True) * scale * LOG2E  # [B, H, 1]
+        bound = 2 * reach * (problem.head_dim + 8) * UNIT32 + (largest_norm + 8) * 4 * UNIT32
+        return want, bound + np.abs(want) * (UNIT16 + UNIT32) + 2.0**-25
+    scales = got.scales[:, :, n]  # [B, H, 2]
+    factor = (sign * np.abs(scales[..., 0])).astype(np.float32)
+    rounded = as_e4m3((sign * q[:, :, first:end]).astype(np.float32) * factor[..., None, None]).astype(np.float64)
+    back = 1 / scales[..., 1].astype(np.float64)  # [B, H]
+    in_place = np.zeros(q.shape)
+    in_place[:, :, first:end] = rounded * back[..., None, None]
+    keys = got.rows.astype(np.float64)
+    want = ordering.query_weights(in_place, norms, keys, shares, n, geometry, 1 / LOG2E).astype(np.float64)
+    # Sums of e4m3 products round to float16 four times at most, and lose what is 2^-12 below their largest part; norm,
+    # share and what they are added to round once each.
+    steps = max(2, -(-problem.head_dim // 32)) + 2
+    queries = finite(rounded).max(axis=2)  # [B, H, D]
+    largest = np.repeat(finite(keys[:, :, units]).max(axis=(2, 3), initial=0), group, axis=1)  # [B, H, D]
+    sums = (queries * largest).sum(axis=-1, keepdims=True)  # [B, H, 1]
+    bound = (sums * steps * 2 * UNIT16 + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16
+    bound = bound + np.abs(want) * 2 * UNIT16 + 2.0**-24
+    return want, np.where(sums > 60000, np.inf, bound)  # a sum may be more than float16 holds

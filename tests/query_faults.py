@@ -1,0 +1,134 @@
+"""Faults for the kernels of ``rank="query"``, as test_faults.py has them: kernels, a case, and rows of name, stage, old
+and new text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpu_cases import Case
+
+# Several steps of units in and between whole blocks of them, and a last segment of few queries.
+QUERY = Case(heads=4, kv_heads=2, seqlen_q=1100, segment=256, block_m=64, block_n=64,
+             options={"unit": 8, "tail": "none"})  # fmt: skip
+# Units on three sides of a segment are in no whole block of candidates.
+QUERY_AROUND = replace(QUERY, seqlen_q=600, seqlen_k=2000 + 3, is_causal=False)
+# Products of 8 bits: several tiles of units, an even number of segments and a short one.
+BYTES = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128, options={"unit": 8, "tail": "none"})
+ON_HOPPER = (BYTES,)
+
+Rows = tuple[tuple[str, str, str, str], ...]
+QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
+    (
+        "unit_clusters", QUERY,
+        (
+            ("a mean is half of it", "unit means", "from[e] += x[e] * factor;", "from[e] += x[e] * factor * 0.5f;"),
+            ("units of a block stand the other way round", "unit means", "(begin >> g.unit_shift) + u;",
+             "(begin >> g.unit_shift) + (units - 1 - u);"),
+            ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
+             "(p.k, batch, 0)"),
+            ("the last key is in no group", "groups", "const int mine = is_unit ?",
+             "const int mine = r == end_row - 1 ? -1 : is_unit ?"),
+            ("the nearest key is the first centre", "groups",
+             "const float d = distance(r, from);\n      if (d > furthest)",
+             "const float d = distance(r, from);\n      if (furthest < 0.f || d < furthest)"),
+            ("all keys stay with the first centre", "groups", "c == 0 || d < so_far", "c == 0"),
+            ("a centre is far from the one before alone", "groups", "if (!nearer) d = so_far;", ";"),
+            ("a lane has its own distance", "groups", "found += __shfl_xor_sync(kFullWarp, found, step);", ";"),
+            ("a group's sum is divided by all keys", "groups", "size[c] ? 1.f / share : 0.f", "size[c] ? 1.f : 0.f"),
+            ("a share is in natural units", "shares", "__log2f(share)", "__logf(share)"),
+        ),
+    ),
+    (
+        "unit_clusters", replace(QUERY, options={"unit": 1, "tail": "none"}),
+        (("a group without a key has a share", "shares", "__log2f(share) : -infinity()", "__log2f(share) : 0.f"),),
+    ),
+    (
+        "unit_rows", QUERY,
+        (
+            ("a block leaves out its last unit", "block means", "u < kBlockUnits; ++u", "u < kBlockUnits - 1; ++u"),
+            ("two blocks are exchanged", "block means", "write(1 + block, mean)", "write(1 + (block ^ 1), mean)"),
+            ("the centre is a sum", "block means", "1.f / p.leading", "1.f"),
+        ),
+    ),
+    (
+        "unit_rows", BYTES,
+        (
+            ("the centre is not taken off", "8-bit rows", "0.f : (x[e] - centre[e]) * factor", "0.f : x[e] * factor"),
+            ("rows are not swizzled", "8-bit rows", "column >> 4 ^ swizzle", "column >> 4"),
+            ("two groups are exchanged", "8-bit rows", "cluster % 2 * 8", "(1 - cluster % 2) * 8"),
+            ("rows are half as long", "8-bit rows", "power_of_two(exponent);", "power_of_two(exponent - 1);"),
+            ("shares stand with other rows", "key scores", "kTileRows + at.row] = share",
+             "kTileRows + (at.row ^ 1)] = share"),
+        ),
+    ),
+    (
+        "query_norms", QUERY,
+        (
+            ("what pass 1 has found counts for nothing", "norms", "sum += own.y * exp2_approx(of_own - base);", ";"),
+            ("it counts in keys, not in units", "norms", "own.x - g.unit_shift", "own.x"),
+            ("a block counts once", "norms", "add(kBlockShift, whole,", "add(0.f, whole,"),
+            ("units in no block do not count", "norms",
+             "steps + (g.is_causal ? between.first[0] < between.end[0] : 3)", "steps"),
+            ("the sum is not rescaled", "norms", "l[i][h] * exp2_approx(m[i][h] - base) + sum", "l[i][h] + sum"),
+            ("a norm lacks what other lanes found", "norms",
+             "- base);\n        sum += __shfl_xor_sync(kFullWarp, sum, 1);", "- base);"),
+        ),
+    ),
+    (
+        "query_norms", QUERY_AROUND,
+        (
+            ("a block counts that is no candidate as a whole", "norms", "((block + 1) * kBlockUnits <= begin",
+             "(block * kBlockUnits <= begin"),
+            ("units behind a segment do not count", "norms", "min(behind + kMask & ~kMask, units);", "behind;"),
+        ),
+    ),
+    (
+        "query_norms", BYTES,
+        (
+            ("the centre's score is left in", "norms", "(p.query_scales ? centre[i][h] : 0.f)", "0.f"),
+            ("products are scaled by half", "8-bit scales", "power_of_two(exponent + of_keys)",
+             "power_of_two(exponent + of_keys - 1)"),
+        ),
+    ),
+    (
+        "query_weights", QUERY,
+        (
+            ("half of the queries do not count", "key scores", "weight(i, j, 1) - norms[1])",
+             "weight(i, j, 0) - norms[0])"),
+            ("a share is left out", "key scores", "Float16::low(shares[j])", "0.f"),
+            ("shares are those of the step's first half", "key scores",
+             "load_shares(step * kUnitStep + half.kFirst * 8)", "load_shares(step * kUnitStep)"),
+            ("two of four groups do not count", "key scores",
+             "larger_or_nan(best[i][0], __shfl_xor_sync(kFullWarp, best[i][0], 1))", "best[i][0]"),
+            ("the last tile of queries is skipped", "key scores", "further < tiles;", "further < tiles - 1;"),
+            ("every query has the first one's norm", "key scores", "g.seqlen_q + at];",
+             "g.seqlen_q + g.query_begin(segment[i])];"),
+            ("a query's columns are mixed up", "key scores", "e % 2 * 8 + lane / 4, c * 16 + e / 2 * 8",
+             "e / 2 * 8 + lane / 4, c * 16 + e % 2 * 8"),
+            ("scores go to the neighbours", "key scores", "step * kUnits + lane / 2;",
+             "step * kUnits + (lane / 2 ^ 1);"),
+        ),
+    ),
+    (
+        "query_weights_sm90", BYTES,
+        (
+            ("a norm is left out", "key scores", "sum_of_pairs(d[s * 2 * kOfSegment + h], less[s * kOfSegment])",
+             "d[s * 2 * kOfSegment + h]"),
+            ("half of the queries do not count", "key scores", "j = 1; j < kOfSegment; ++j",
+             "j = 1; j < kOfSegment / 2; ++j"),
+            ("a share is left out", "key scores", "product_of_pairs(share[1], onto[s])", "0u"),
+            ("the second segment's queries take the first one's place", "key scores",
+             "s * Traits::kQueries + r, lane * 8", "r, lane * 8"),
+            ("lanes keep their maxima", "key scores",
+             "x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 1));", ";"),
+            ("two of four groups do not count", "key scores", "if (Traits::kClusters == 4) x =", "if (false) x ="),
+            ("a column is read twice", "key scores", "descriptor_at(b, c * 32)", "descriptor_at(b, 0)"),
+            ("a segment has its neighbour's scores", "key scores", "Float16::low(kept) * back[0]",
+             "Float16::high(kept) * back[0]"),
+            ("every head has the first one's units", "key scores", "first = block.kv_head() * supers",
+             "first = 0 * supers"),
+            ("scores go to the neighbours", "key scores", "warp * 32 + Row::kept_unit(lane)",
+             "warp * 32 + (Row::kept_unit(lane) ^ 1)"),
+        ),
+    ),
+]  # fmt: skip

@@ -1,0 +1,115 @@
+"""``rank="query"``: units of neighbouring keys, by the softmax weight that any single query gives a group of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_unit_order import own_mass
+
+from s2o_cupy import S2OConfig
+from s2o_cupy.reference import ordering, s2o
+from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, Geometry
+
+LOG2E = math.log2(math.e)
+
+
+@given(
+    units=st.integers(1, 5), unit=st.sampled_from([1, 2, 4, 16]), clusters=st.sampled_from(CLUSTERS),
+    kinds=st.integers(1, 6), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
+    """Shares sum to 1, and the groups' means to the unit's; keys of few kinds are groups of one kind each."""
+    rng = np.random.default_rng(seed)
+    directions = 10 * rng.standard_normal((kinds, 3))
+    k = directions[rng.integers(0, kinds, units * unit)][None, None]  # [1, 1, Lk, 3]
+    found = ordering.unit_clusters(k, Geometry(8, units * unit, 8, is_causal=False, unit=unit), clusters)
+    assert found.keys.shape == (1, 1, units, clusters, 3)
+    np.testing.assert_allclose(found.shares.sum(axis=-1), 1)
+    np.testing.assert_allclose((found.shares[..., None] * found.keys).sum(axis=3), found.means, atol=1e-9)
+    assert (found.keys[found.shares == 0] == 0).all()
+    of_units = k.reshape(units, unit, 3)
+    for u in range(units):
+        there = len(np.unique(of_units[u], axis=0))
+        assert (found.shares[0, 0, u] > 0).sum() == min(there, clusters)
+        if there <= clusters:  # each a kind of its own
+            for mean in found.keys[0, 0, u][found.shares[0, 0, u] > 0]:
+                assert np.isclose(of_units[u], mean).all(axis=1).any()
+
+
+def test_a_key_unlike_its_neighbours_is_a_group(rng):
+    k = 0.1 * rng.standard_normal((1, 1, 32, 8))
+    k[0, 0, 21] += 5
+    found = ordering.unit_clusters(k, Geometry(8, 32, 8, is_causal=False, unit=16), 4)
+    alone = found.shares[0, 0, 1] == 1 / 16
+    assert any(np.array_equal(mean, k[0, 0, 21]) for mean in found.keys[0, 0, 1][alone])
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal):
+    """Written out for single queries: whole blocks by their mean, other units by theirs, and what pass 1 has found."""
+    length, unit = 64 * 6, 2
+    q, k = rng.standard_normal((1, 2, length, 8)), rng.standard_normal((1, 1, length + 7, 8))
+    geometry, scale = Geometry(length, length + 7, 64, is_causal=is_causal, unit=unit), 0.4
+    means = ordering.unit_clusters(k, geometry, 2).means
+    own = own_mass(q, k, geometry, scale)
+    found = ordering.query_norms(q, means, ordering.block_keys(means), own, geometry, scale)
+    weight = lambda row, key: math.exp(scale * float(row @ key))  # noqa: E731
+    for n, i in ((1, 64), (3, 200), (5, 383)):
+        begin, behind = geometry.dense_keys(n)
+        units = [u for u in range(geometry.units) if (u + 1) * unit <= begin or (not is_causal and u * unit >= behind)]
+        blocks = [b for b in range(geometry.units // BLOCK_UNITS)
+                  if set(range(b * BLOCK_UNITS, (b + 1) * BLOCK_UNITS)) <= {*units}]  # fmt: skip
+        single = [u for u in units if u // BLOCK_UNITS not in blocks]
+        block = lambda b: k[0, 0, b * BLOCK_UNITS * unit : (b + 1) * BLOCK_UNITS * unit].mean(axis=0)  # noqa: E731
+        mass = sum(BLOCK_UNITS * weight(q[0, 1, i], block(b)) for b in blocks)
+        mass += sum(weight(q[0, 1, i], k[0, 0, u * unit : (u + 1) * unit].mean(axis=0)) for u in single)
+        mass += math.exp(own[0, 1, i]) / unit
+        assert found[0, 1, i] == pytest.approx(math.log2(mass))
+    if is_causal:
+        assert (found[:, :, :64] == 0).all() or geometry.offset  # a segment without a candidate
+
+
+def test_a_norm_that_is_not_finite_is_0(rng):
+    q, k = rng.standard_normal((2, 1, 1, 64, 4))
+    q[0, 0, 40] = np.nan
+    geometry = Geometry(64, 64, 32, unit=4)
+    means = ordering.unit_clusters(k, geometry, 2).means
+    norms = ordering.query_norms(q, means, ordering.block_keys(means), own_mass(q, k, geometry, 0.5), geometry, 0.5)
+    assert norms[0, 0, 40] == 0 and np.isfinite(norms).all()
+
+
+@pytest.mark.parametrize("place", [200])
+@pytest.mark.parametrize("clusters", CLUSTERS)
+def test_what_one_query_alone_looks_for_comes_first(rng, place, clusters):
+    """One query of 128 gives one key of 1,024 nearly all its mass; those beside it look the other way, so that the mean
+    of eight queries shows nothing."""
+    q, k = 0.3 * rng.standard_normal((2, 1, 1, 1152, 32))
+    k[0, 0, place] *= 7 / np.linalg.norm(k[0, 0, place])
+    q[0, 0, 1024 + 72 : 1024 + 80] -= 3 * k[0, 0, place] / 7
+    q[0, 0, 1024 + 77] = 3 * k[0, 0, place]
+    geometry, scale = Geometry(1152, 1152, 128, unit=16), 0.1
+    scores = q[0, 0, 1024 + 77] @ k[0, 0, : 1024 + 78].T * scale
+    assert np.exp(scores[place]) / np.exp(scores).sum() > 0.9
+    own = own_mass(q, k, geometry, scale)
+    first = {}
+    for config in (S2OConfig(clusters=clusters), S2OConfig(rank="weight")):
+        order = s2o.key_order(q, k, geometry, config, scale, own)[8][0, 0]
+        first[config.rank] = int(np.flatnonzero(order == place)[0]) // 16  # units before its own
+    assert first["query"] == 0 and first["weight"] > 4, first
+
+
+def test_the_centre_is_of_keys_before_every_segment_that_is_ordered():
+    assert Geometry(4096, 4096, 128, unit=16).leading_units == CENTRE_KEYS // 16
+    assert Geometry(4096, 4096, 32, unit=16).leading_units == 2  # segment 1 has 32 keys before it
+    assert Geometry(4096, 4096 + 40, 128, unit=16).leading_units == 2  # segment 0 has 40
+    assert Geometry(100, 100, 128, unit=16).leading_units == 1  # nothing is ordered
+
+
+def test_pass_1_s_mass_is_asked_for(rng):
+    q, k = rng.standard_normal((2, 1, 1, 64, 4))
+    with pytest.raises(ValueError, match="own is None; accepted with rank='query': the lse of pass 1"):
+        s2o.key_order(q, k, Geometry(64, 64, 32, unit=16), S2OConfig(segment=32), 0.5)
