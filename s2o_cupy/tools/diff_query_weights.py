@@ -32,9 +32,9 @@ class QueryStages:
     means: Array  # [B, Hkv, U, D] of units
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
     norms: Array  # [B, H, Lq]
-    rows: Array | None = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these
-    exponents: Array | None = None  # int32 [B, Hkv], of their scale
-    scales: Array | None = None  # [B, H, N, 2]: of queries, of products
+    rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None
+    exponents: Any = None  # int32 [B, Hkv], of their scale
+    scales: Any = None  # [B, H, N, 2]: of queries, of products
 
 
 def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype: Any, problem: Problem,
