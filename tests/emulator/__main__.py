@@ -17,7 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
     parser.add_argument("--capability", type=int, default=80, choices=(80, 90), help="compute capability times ten")
     parser.add_argument("--path", choices=("portable", "hopper"), help="that of the capability unless said")
-    parser.add_argument("-k", default="", help="cases whose name has this; several with commas, all of them with '+'")
+    parser.add_argument("-k", default="", help="cases whose name has this; several with semicolons, all of them with '+'")
     parser.add_argument("--sanitized", action="store_true", help="gpu_cases.SANITIZED instead of CASES")
     parser.add_argument("--every", type=int, default=1, help="of the cases only each so-many-th")
     parser.add_argument("--first", type=int, default=0, help="with --every: the first one's place")
@@ -38,7 +38,7 @@ def main() -> int:
     if options.sanitized:
         cases = {repr(case): case for case in gpu_cases.SANITIZED}
     path = options.path or ("hopper" if options.capability == 90 else "portable")
-    wanted = [x.split("+") for x in options.k.split(",")]
+    wanted = [x.split("+") for x in options.k.split(";")]
     cases = {
         name: case for name, case in cases.items()
         if any(all(y in name for y in x) for x in wanted) and (path == "portable" or case.hopper)

@@ -536,20 +536,20 @@ class _Assembler:
         d, _, p = o[0].partition("|")
         rows = [self.row(d, 32), self.row(p, 1) if p else self.constant(1, 0)]
         rows += [self.row(y, 32) for y in o[1:4]]
-        self.emit(x, f"shfl_{parts[1]}", rows, 0, SYNC_MASK, self.row(o[4], 32), aux=bool(p))
+        self.emit(x, f"shfl_{parts[1]}", rows, 2, SYNC_MASK, self.row(o[4], 32), aux=bool(p))
 
     def do_vote(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         mode = parts[1]
         negated = o[1].startswith("!")
         mask = self.row(o[2], 32)
         rows = [self.row(o[0], 32 if mode == "ballot" else 1), self.row(o[1].lstrip("!"), 1), mask]
-        self.emit(x, f"vote_{mode}", rows, 0, SYNC_MASK, mask, aux=negated)
+        self.emit(x, f"vote_{mode}", rows, -1, SYNC_MASK, mask, aux=negated)
 
     def do_redux(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         op, t = parts[1], parts[-1]
         kind = t if op in ("min", "max") else "u32"
         mask = self.row(o[2], 32)
-        self.emit(x, f"redux_{op}_{kind}", [self.row(o[0], 32), self.row(o[1], 32), mask], 0, SYNC_MASK, mask)
+        self.emit(x, f"redux_{op}_{kind}", [self.row(o[0], 32), self.row(o[1], 32), mask], 1, SYNC_MASK, mask)
 
     def do_match(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         mask = self.row(o[2], 32)

@@ -55,6 +55,35 @@ static void wake(Warp* w) {
   for (int k = 0; k < w->others; ++k) w->groups[k].slept = 0;
 }
 
+// Groups of lanes that wait for each other at several copies of one instruction, which exchanges values: all copies run.
+// False: they wait at different ones.
+u32 brought(Warp* w, const Ins* i, int l);
+static int meet(Warp* w) {
+  const Ins* code = machine.kernel->code;
+  const Ins* first = code + w->groups[0].pc;
+  u32 there = 0;
+  for (int k = 0; k < w->others; ++k) {
+    const Ins* i = code + w->groups[k].pc;
+    if (i->kind != SYNC_MASK || i->run != first->run || i->guard >= 0) return 0;
+    there |= w->groups[k].mask;
+    EACH if (ON(w->groups[k].mask, l)) machine.values[l] = i->imm ? brought(w, i, l) : 0;
+  }
+  for (int k = 0; k < w->others; ++k)
+    EACH if (ON(w->groups[k].mask, l)) {
+      const u32 mask = *(u32*)(w->regs + code[w->groups[k].pc].member + 4 * l);
+      if (mask & w->live & ~there) return 0;
+    }
+  machine.together = there;
+  for (int k = 0; k < w->others; ++k) {
+    Group* g = w->groups + k;
+    machine.at = code + g->pc;
+    machine.at->run(w, machine.at, g->mask);
+    g->pc += 1, g->parked = 0;
+  }
+  machine.together = 0;
+  return choose_lanes(w);
+}
+
 // --- barriers of a block ---
 static void release(Block* b, int id) {
   Barrier* x = b->barriers + id;
@@ -217,8 +246,14 @@ static int run_warp(Warp* w, s64 budget) {
           put_back(w, w->pc, w->active, 1, 0);
           if (!choose_lanes(w)) {
             wake(w);
-            if (!choose_lanes(w)) fail("lanes %08x wait for lanes %08x of their warp, which wait elsewhere", w->active, need);
-            goto out;
+            if (!choose_lanes(w) && !meet(w)) {
+              char where[160] = "";
+              for (int k = 0; k < w->others; ++k)
+                snprintf(where + strlen(where), sizeof where - strlen(where), " %08x at PTX line %d", w->groups[k].mask,
+                         code[w->groups[k].pc].line + 1);
+              fail("lanes that must come together wait at different places:%s", where);
+            }
+            break;
           }
           break;
         }
@@ -350,7 +385,7 @@ static void free_clusters(void) {
 // Runs a grid of `blocks` in clusters of `cluster`, so many `at_once`. 0, or 1: machine.message says why not.
 int machine_launch(const Kernel* kernel, u32 blocks, u32 threads, u32 shared_bytes, u32 cluster, const u8* params,
                    u32 at_once) {
-  machine.kernel = kernel, machine.now = 0, machine.at = 0, machine.executed = 0;
+  machine.kernel = kernel, machine.now = 0, machine.together = 0, machine.at = 0, machine.executed = 0;
   memset(machine.last, 0, sizeof machine.last);
   const u32 mode = _mm_getcsr();
   if (setjmp(machine.failed)) {

@@ -134,6 +134,8 @@ typedef struct Machine {
   const Kernel* kernel;
   Warp* now;
   const Ins* at;
+  u32 together;         // lanes of an exchange whose instruction a compiler has put in two places; 0: it is one
+  u32 values[LANES];    // that these bring
 } Machine;
 
 extern Machine machine;

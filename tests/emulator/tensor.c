@@ -136,9 +136,31 @@ OP(wgmma) {
 }
 
 // --- between lanes ---
+// What lanes bring to an exchange, and which lanes are in it. A compiler may copy such an instruction into both branches
+// of a condition; then each group of lanes has its own (machine.c's meet).
+static u32 bring(Warp* w, const Ins* i, u32 m, u32* values) {
+  memcpy(values, machine.together ? machine.values : ROW(u32, i->imm), LANES * sizeof(u32));
+  return machine.together ? machine.together : m;
+}
+static u32 bring_votes(Warp* w, const Ins* i, u32 m, u32* votes) {
+  u32 values[LANES];
+  if (!machine.together) {
+    *votes = i->aux & 1 ? ~PRED(1) : PRED(1);
+    return m;
+  }
+  bring(w, i, m, values);
+  *votes = 0;
+  EACH *votes |= values[l] << l;
+  return machine.together;
+}
+// What lane l brings, for machine.c.
+u32 brought(Warp* w, const Ins* i, int l) {
+  if (i->imm < 0) return i->aux & 1 ? !ON(PRED(1), l) : ON(PRED(1), l);
+  return ROW(u32, i->imm)[l];
+}
 static void shuffle(Warp* w, const Ins* i, u32 m, int mode) {  // rows: d, predicate, a, b, c
   u32 from[LANES], d[LANES], valid = 0;
-  memcpy(from, ROW(u32, 2), sizeof from);
+  const u32 there = bring(w, i, m, from);
   EACH if (ON(m, l)) {
     const u32 b = ROW(u32, 3)[l] & 31, c = ROW(u32, 4)[l], clamp = c & 31, segment = c >> 8 & 31;
     const int most = (l & segment) | (clamp & ~segment), least = l & segment;
@@ -146,7 +168,7 @@ static void shuffle(Warp* w, const Ins* i, u32 m, int mode) {  // rows: d, predi
     int ok = mode == 1 ? j >= most : j <= most;
     if (!ok) j = l;
     else valid |= 1u << l;
-    if (!ON(m, j)) fail("shfl.sync: lane %d reads of lane %d, which is not there", l, j);
+    if (!ON(there, j)) fail("shfl.sync: lane %d reads of lane %d, which is not there", l, j);
     d[l] = from[j];
   }
   EACH if (ON(m, l)) ROW(u32, 0)[l] = d[l];
@@ -159,10 +181,10 @@ OP(shfl_bfly) { shuffle(w, i, m, 3); }
 // Rows: d, predicate, mask. A lane's vote is of those in its mask.
 #define VOTE(name, E)                                                   \
   OP(vote_##name) {                                                     \
-    const u32 p = i->aux & 1 ? ~PRED(1) : PRED(1);                      \
-    u32 y = 0;                                                          \
+    u32 p, y = 0;                                                       \
+    const u32 there = bring_votes(w, i, m, &p);                         \
     EACH if (ON(m, l)) {                                                \
-      const u32 mask = ROW(u32, 2)[l] & m;                              \
+      const u32 mask = ROW(u32, 2)[l] & there;                          \
       if (E) y |= 1u << l;                                              \
     }                                                                   \
     PRED(0) = (PRED(0) & ~m) | y;                                       \
@@ -171,18 +193,21 @@ VOTE(any, p & mask)
 VOTE(all, (p & mask) == mask)
 VOTE(uni, (p & mask) == mask || !(p & mask))
 OP(vote_ballot) {
-  const u32 p = i->aux & 1 ? ~PRED(1) : PRED(1);
-  EACH if (ON(m, l)) ROW(u32, 0)[l] = p & m & ROW(u32, 2)[l];
+  u32 p;
+  const u32 there = bring_votes(w, i, m, &p);
+  EACH if (ON(m, l)) ROW(u32, 0)[l] = p & there & ROW(u32, 2)[l];
 }
 #define REDUX(name, T, first, E)                        \
   OP(redux_##name) {                                    \
     T d[LANES];                                         \
+    u32 values[LANES];                                  \
+    const u32 there = bring(w, i, m, values);           \
     EACH if (ON(m, l)) {                                \
-      const u32 mask = ROW(u32, 2)[l] & m;              \
+      const u32 mask = ROW(u32, 2)[l] & there;          \
       T y = first;                                      \
       for (int j = 0; j < LANES; ++j)                   \
         if (ON(mask, j)) {                              \
-          const T x = ROW(T, 1)[j];                     \
+          const T x = (T)values[j];                     \
           y = (E);                                      \
         }                                               \
       d[l] = y;                                         \
