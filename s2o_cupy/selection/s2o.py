@@ -199,7 +199,7 @@ class S2O:
         width, segments = s.inputs.head_dim, geometry.segments
         found: list[Array] = [
             ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
-            ("means", (s.heads, segments, 0 if self.by_query else s.config.pooled_queries, width), "uint16"),
+            ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
             ("scores", (self.elements,), "float16"),  # rows of a chunk
             ("k_order", (self.elements,), "int32"),  # likewise
@@ -239,8 +239,8 @@ class S2O:
             "geometry": build.geometry,
             "heads": problem.heads,
             "kv_heads": problem.kv_heads,
-            "pooled_queries": self.setting.config.pooled_queries,
-            "run": s.config.run,
+            "pooled_queries": self._pooled_queries,
+            "run": geometry.segment if self.by_query else s.config.run,
             "sort_slots": self.sort_slots,
             "sign": self._sign,
             "pages": build.pages,
@@ -259,7 +259,6 @@ class S2O:
         else:
             names = ("q", "geometry", "heads", "pooled_queries", "run", "sign")
             of_runs = {name: values[name] for name in names}
-            of_runs |= {"pooled_queries": 0} if self.by_query else {}
             found.append(build.launch("rank_queries", self.pool_queries, rows, of_runs))
         if self.by_weight and self._unit_blocks > 0:
             of_units = {name: values[name] for name in ("k", "geometry", "kv_heads", "pages")}
@@ -335,6 +334,12 @@ class S2O:
         geometry = self.setting.geometry
         keys = kernels.cluster_keys_of_block(self.setting.inputs.head_dim) if self.by_query else UNIT_KEYS_OF_BLOCK
         return -(-geometry.units * geometry.unit // keys)
+
+    @property
+    def _pooled_queries(self) -> int:
+        """Means of queries that rank_queries or pool_queries leaves of a segment. Nobody reads those of rank="query":
+        pool_queries then makes none, and rank_queries one, as it scores queries run by run."""
+        return int(self.orders_queries) if self.by_query else self.setting.config.pooled_queries
 
     @property
     def _leading_units(self) -> int:
