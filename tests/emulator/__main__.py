@@ -10,7 +10,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+from s2o_cupy._source_tree import SourceTreeFinder  # noqa: E402
+
 from . import device, fake_cupy  # noqa: E402
+
+sys.meta_path.insert(0, SourceTreeFinder)  # this tree's kernels, whatever is installed
 
 
 def main() -> int:
