@@ -63,18 +63,35 @@ static u32 swizzled(u32 address, u64 descriptor) {
     default: return address ^ (address >> 7 & 1) << 4;
   }
 }
-// The 16-bit element (row, k) of an operand whose rows have k contiguous, or, transposed, whose k have rows contiguous.
-static u32 element_at(u64 descriptor, u32 row, u32 k_byte, u32 k, int transposed) {
+// 16 bytes of an operand: elements k .. of a row, or, transposed, rows .. of one k.
+static const u8* chunk_at(Warp* w, u64 descriptor, u32 row, u32 k, u32 element_bytes, int transposed) {
   const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
-            stride = (descriptor >> 32 & 0x3fff) << 4;
-  if (descriptor >> 62 != 1) fail("wgmma: a descriptor without the 128-byte swizzle, 0x%llx", (unsigned long long)descriptor);
+            stride = (descriptor >> 32 & 0x3fff) << 4, swizzle = descriptor >> 62;
+  if (swizzle == 0 || (transposed && swizzle != 1) || descriptor >> 49 & 7)
+    fail("wgmma: a descriptor 0x%llx, of a kind that is not known here", (unsigned long long)descriptor);
+  const u32 row_bytes = 256 >> swizzle;  // 128, 64 or 32
+  if (!transposed && k * element_bytes >= row_bytes) fail("wgmma: k past the end of a row");
   const u32 offset = transposed ? row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
-                                : row / 8 * stride + row % 8 * 128 + k_byte;
-  return swizzled(start + offset, descriptor);
+                                : row / 8 * stride + row % 8 * row_bytes + k * element_bytes;
+  return shared_at(w, swizzled(start + offset, descriptor), 16);
 }
 #define MOST_COLUMNS 256
 static f32 e4m3_values[256];
 static int e4m3_known;
+// to[k][row], or with `by_rows` to[row][k], of an operand of so many rows.
+static void decode(Warp* w, f32* to, u64 descriptor, u32 first, u32 rows, u32 k, int eight, FromHalf value, int transposed,
+                   int by_rows) {
+  const u32 bytes = eight ? 1 : 2, each = 16 / bytes;
+  for (u32 r = 0; r < rows; r += transposed ? 8 : 1)
+    for (u32 x = 0; x < k; x += transposed ? 1 : each) {
+      const u8* chunk = chunk_at(w, descriptor, first + r, x, bytes, transposed);
+      for (u32 e = 0; e < each; ++e) {
+        const f32 y = eight ? e4m3_values[chunk[e]] : value(((const u16*)chunk)[e]);
+        const u32 row = transposed ? r + e : r, column = transposed ? x : x + e;
+        to[by_rows ? row * k + column : column * rows + row] = y;
+      }
+    }
+}
 // `imm`: columns; `aux`: 1 a in registers, 2 a transposed, 4 b transposed, 8 e4m3, 16 float16 results, 32 bfloat16.
 // Rows: results, a (4 registers or a descriptor), b's descriptor, predicate.
 OP(wgmma) {
@@ -99,19 +116,11 @@ OP(wgmma) {
   } else {
     const u64* of = ROW(u64, kept);
     for (int l = 1; l < LANES; ++l) if (of[l] != of[0]) fail("wgmma: lanes differ in a's descriptor");
-    for (int r = 0; r < 16; ++r)
-      for (int x = 0; x < k; ++x) {
-        if (eight) a[r * k + x] = e4m3_values[*shared_at(w, element_at(of[0], first + r, x, x, 0), 1)];
-        else a[r * k + x] = value(*(u16*)shared_at(w, element_at(of[0], first + r, 2 * x, x, i->aux & 2), 2));
-      }
+    decode(w, a, of[0], first, 16, k, eight, value, i->aux & 2, 1);
   }
   const u64* of = ROW(u64, at_b);
   for (int l = 1; l < LANES; ++l) if (of[l] != of[0]) fail("wgmma: lanes differ in b's descriptor");
-  for (int c = 0; c < columns; ++c)
-    for (int x = 0; x < k; ++x) {
-      if (eight) b[x * columns + c] = e4m3_values[*shared_at(w, element_at(of[0], c, x, x, 0), 1)];
-      else b[x * columns + c] = value(*(u16*)shared_at(w, element_at(of[0], c, 2 * x, x, i->aux & 4), 2));
-    }
+  decode(w, b, of[0], 0, columns, k, eight, value, i->aux & 4, 0);
   if (!p) memset(d, 0, 16 * columns * sizeof(f32));
   else EACH for (int j = 0; j < columns / 8; ++j)
     for (int e = 0; e < 4; ++e) {
