@@ -151,7 +151,7 @@ class S2O:
         width, segments = s.inputs.head_dim, geometry.segments
         found: list[Array] = [
             ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
-            ("means", (s.heads, segments, s.config.pooled_queries if self.order.pools else 0, width), "uint16"),
+            ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
             ("scores", (self.elements,), "float16"),  # rows of a chunk
             ("k_order", (self.elements,), "int32"),  # likewise
@@ -173,8 +173,8 @@ class S2O:
             "geometry": build.geometry,
             "heads": problem.heads,
             "kv_heads": problem.kv_heads,
-            "pooled_queries": self.setting.config.pooled_queries,
-            "run": s.config.run,
+            "pooled_queries": self._pooled_queries,
+            "run": s.config.run if self.order.pools else geometry.segment,
             "sort_slots": self.sort_slots,
             "sign": self._sign,
             "pages": build.pages,
@@ -193,7 +193,6 @@ class S2O:
         else:
             names = ("q", "geometry", "heads", "pooled_queries", "run", "sign")
             of_runs = {name: values[name] for name in names}
-            of_runs |= {} if self.order.pools else {"pooled_queries": 0}
             found.append(build.launch("rank_queries", self.pool_queries, rows, of_runs))
         return found + self.order.before_rounds(build)
 
@@ -227,6 +226,12 @@ class S2O:
 
     def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         return [self.tail.after_pass2(build, chunk)] if self.tail else []
+
+    @property
+    def _pooled_queries(self) -> int:
+        """Means of queries that rank_queries or pool_queries leaves of a segment. Nobody reads those of an order that
+        pools none: pool_queries then makes none, and rank_queries one, as it scores queries run by run."""
+        return self.setting.config.pooled_queries if self.order.pools else int(self.orders_queries)
 
     @property
     def _sign(self) -> float:
