@@ -36,7 +36,6 @@ def main() -> int:
     fake_cupy.install()
 
     import gpu_cases
-    import numpy as np
 
     cases = gpu_cases.CASES
     if options.sanitized:

@@ -114,7 +114,7 @@ class _Assembler:
             fresh = written.group() if written and not x.guard and not x.opcode.startswith(("wgmma", "st", "red")) else None
             for name in names:
                 if name not in blocks:
-                    alone = name == fresh and names.count(name) == 1 or self._is_result(x, name, names)
+                    alone = (name == fresh and names.count(name) == 1) or self._is_result(x, name, names)
                     blocks[name] = block if alone else -1
                     first[name] = index
                 elif blocks[name] != block:
@@ -251,9 +251,7 @@ class _Assembler:
         if t in _FLOATS and head not in ("cvt",):
             parts = [p for p in parts if p not in ("rn", "approx", "full")]
         if head in _PLAIN_INTEGER or (head == "mul" and "lo" in parts) or (head == "mad" and "lo" in parts):
-            if t == "pred":
-                pass
-            elif head in ("popc", "clz", "brev"):
+            if t == "pred" or head in ("popc", "clz", "brev"):
                 pass
             elif t not in _FLOATS or head in ("selp", "mov"):
                 parts[-1] = _unsigned(t)
@@ -306,7 +304,7 @@ class _Assembler:
         if len(o) != 3 or "|" in o[0]:
             raise ValueError("a setp with more than a predicate and two operands")
         compare = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(compare, compare)
-        kind = t if t in _FLOATS or compare not in ("eq", "ne") and t[0] == "s" else _unsigned(t)
+        kind = t if t in _FLOATS or (compare not in ("eq", "ne") and t[0] == "s") else _unsigned(t)
         self.emit(x, f"setp_{compare}_{kind}", [self.row(o[0], 1), *(self.row(y, _bits(t)) for y in o[1:])])
 
     def do_cvt(self, x: Instruction, parts: list[str], o: list[str]) -> None:

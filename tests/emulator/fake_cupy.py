@@ -37,7 +37,7 @@ class UnownedMemory:
         self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
 
 
-class ndarray(np.ndarray):  # noqa: N801 - CuPy's name
+class ndarray(np.ndarray):
     """In memory that kernels may touch once its address has been asked for."""
 
     def __new__(cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C") -> Any:
@@ -258,7 +258,7 @@ def encode_tensor_map(
     """As machine.h's TensorMap, where cuTensorMapEncodeTiled would write its own form. Refuses what that refuses."""
     steps, boxes = list(strides), list(box)
     ok = pointer.value % 16 == 0 and all(s % 16 == 0 and s < 1 << 40 for s in steps) and all(0 < b <= 256 for b in boxes)
-    if not ok or boxes[0] * 2 > 128 and swizzle == 3 or any(not 0 < n <= 1 << 32 for n in sizes):
+    if not ok or (boxes[0] * 2 > 128 and swizzle == 3) or any(not 0 < n <= 1 << 32 for n in sizes):
         return 1
     record = np.zeros(1, [("mark", "u8"), ("pointer", "u8"), ("axes", "u4"), ("swizzle", "u4"), ("strides", "u8", 4),
                           ("sizes", "u4", 5), ("box", "u2", 5)])  # fmt: skip

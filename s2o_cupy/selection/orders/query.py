@@ -22,7 +22,10 @@ from ...spec import BLOCK_UNITS, CLUSTERS
 from .base import Order
 from .weight import portable_segments
 
-__all__ = ["NORM_QUERIES", "TILE_ROWS", "QueryOrder", "query_weight_blocks", "takes_bytes", "unit_row_tiles"]
+__all__ = [
+    "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "query_weight_blocks", "takes_bytes",
+    "unit_row_tiles",
+]  # fmt: skip
 
 THREADS = 256
 UNIT_CLUSTERS = Family(
