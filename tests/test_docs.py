@@ -202,7 +202,9 @@ def test_the_table_of_arguments():
 
 
 def test_numbers_of_the_definition():
-    page = text_of(ROOT / "docs" / "algorithm.md")
+    page, limits, readme = (
+        " ".join(text_of(ROOT / name).split()) for name in ("docs/algorithm.md", "docs/limits.md", "README.md")
+    )
     assert f"Up to {spec.ORDER_HEAD:,} candidates are ordered by {spec.KEY_BUCKETS:,} buckets" in page
     assert f"*strata* of at most {spec.STRATUM}," in page
     assert f"Of more than {spec.MIDDLE_FROM:,}" in page and f"the first {spec.MIDDLE:,} are dealt" in page
@@ -210,8 +212,7 @@ def test_numbers_of_the_definition():
     assert f"the first {spec.ORDER_HEAD:,} of this order are ordered again, by {spec.KEY_BUCKETS:,} buckets" in page
     lag = spec.STOP_LAG
     assert f'The lag is {lag["hopper"]} on path `"hopper"` and {lag["portable"]} on path `"portable"`' in page
-    readme = " ".join(text_of(ROOT / "README.md").split())
-    assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in text_of(ROOT / "docs" / "limits.md")
+    assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in limits
     reference = text_of(REFERENCE)
     assert f"1 to {spec.MAX_SEGMENT}." in reference
     most, few = spec.MAX_POOLED_QUERIES, S2OConfig(rank="max").pooled_queries
@@ -225,7 +226,6 @@ def test_numbers_of_the_definition():
     assert f'`rank="{default.rank}"`' in readme
     told = f"By default a segment has {default.segment} queries, one q tile, and a unit has {default.unit} keys"
     told += f'; with `"weight"` each {S2OConfig(rank="weight").run} queries have a pooled query.'
-    page = " ".join(page.split())
     assert told in page
     assert f"as `clusters` groups of keys that lie close together, {default.clusters} by default" in page
     assert f"sum over whole blocks of {spec.BLOCK_UNITS} units of {spec.BLOCK_UNITS} * 2 **" in page
