@@ -77,7 +77,7 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
     from matplotlib import pyplot as plt
 
     answers = [row for row in rows.get("retrieval", []) if row["task"] == "all"]
-    figure, axes = plt.subplots(1, 2 + bool(answers), figsize=(9.6 + 4.6 * bool(answers), 3.9), layout="constrained")
+    figure, axes = plt.subplots(1, 2 + bool(answers), figsize=(8 + 4 * bool(answers), 3.5), layout="constrained")
     time, loss = axes[:2]
 
     calls = sorted((r for r in rows["speed_trace"] if r["rank"] == "weight"), key=lambda row: row["length"])
@@ -90,7 +90,7 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
             textcoords="offset points", color=BLUE, fontsize=9,
         )  # fmt: skip
     time.axvspan(lengths[0] / 1.3, 8192 * 1.15, color="#888888", alpha=0.12, lw=0)
-    time.text(lengths[0] / 1.2, 200, "up to 8K:\nplain dense\nattention", fontsize=9, color=GREY, va="top")
+    time.text(lengths[0] / 1.2, 200, "up to 8K:\ndense", fontsize=9, color=GREY, va="top")
     time.set(yscale="log", ylabel="ms", title="Time of a call; beside it S2O / cuDNN")
     time.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.8), ylim=(0.05, 600))
     time.legend(frameon=False, loc="lower right")
@@ -104,7 +104,7 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
             yerr=[2 * row["loss_difference_sem"] for row in line], capsize=3, label=f"model {model}",
         )  # fmt: skip
     loss.axhline(0, color=GREY, ls="--", lw=1, label="dense")
-    loss.set(ylabel="nats a token", title="Loss minus dense attention's, ± 2 standard errors", ylim=(-0.01, 0.01))
+    loss.set(ylabel="nats a token", title="Loss minus dense, ± 2 standard errors", ylim=(-0.01, 0.01))
     loss.legend(frameon=False)
     _tokens(loss)
     loss.margins(x=0.12)
