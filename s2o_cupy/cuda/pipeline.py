@@ -1,7 +1,7 @@
 """The GPU backend: order, pass 1 and pass 2, launched on the current device.
 
 What depends on the problem alone is made once and cached; a call fills in addresses and launches. One of many launches
-that comes again with the same addresses is a graph by then (graphs.py).
+that comes again with the same addresses is a graph by then (replay.py).
 """
 
 from __future__ import annotations
