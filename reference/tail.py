@@ -51,7 +51,7 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> tuple[Array
     is not finite, and where a sample weighs more than 2 ** TAIL_REACH times all that the row has found.
     """
     share, size = _shares(t), capped(t, softcap) - lse[:, None]  # [TAIL_SAMPLES], [M, TAIL_SAMPLES]
-    above = np.fmax(size.max(axis=1, keepdims=True), 0)  # [M, 1]: weights are in units of it, so that squares are finite
+    above = np.fmax(size.max(axis=1, keepdims=True), 0)  # [M, 1], the unit of weights: squares are finite
     weight = share * np.exp(size - above)  # [M, TAIL_SAMPLES]
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
