@@ -524,9 +524,18 @@ class Geometry:
     @property
     def leading_units(self) -> int:
         """Units that the centre of rank="query" is the mean of: of at most CENTRE_KEYS first keys, all of them before
-        each segment that has candidates. At least 1, where nothing is ordered too."""
-        first = next((self.ranked(n) for n in range(self.segments) if self.ranked(n) > 0), 1)
-        return max(1, min(CENTRE_KEYS // self.unit, first if self.is_causal else self.units))
+        each segment that has candidates. At least 1, where nothing is ordered too.
+
+        A call of some whole segments of a causal prompt has as many as that of all its segments, and so the same bits:
+        what counts is where the first segment with a candidate would begin, had the call its neighbours before it."""
+        if not self.is_causal:
+            return max(1, min(CENTRE_KEYS // self.unit, self.units))
+        n = next((n for n in range(self.segments) if self.ranked(n) > 0), None)
+        if n is None:
+            return 1
+        keys = self.queries(n)[0] + self.offset - self.window  # before the segment and its window
+        keys -= (keys - self.unit) // self.segment * self.segment  # before the first one that has a whole unit of them
+        return max(1, min(CENTRE_KEYS, keys) // self.unit)
 
     def moment_group(self, n: int) -> int:
         """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""

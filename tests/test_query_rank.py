@@ -12,7 +12,7 @@ from test_unit_order import own_mass
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.reference import ordering, s2o
-from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, Geometry
+from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, UNITS, Geometry
 
 LOG2E = math.log2(math.e)
 
@@ -49,11 +49,12 @@ def test_a_key_unlike_its_neighbours_is_a_group(rng):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal):
+@pytest.mark.parametrize("offset", [0, 7])
+def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
     """Written out for single queries: whole blocks by their mean, other units by theirs, and what pass 1 has found."""
     length, unit = 64 * 6, 2
-    q, k = rng.standard_normal((1, 2, length, 8)), rng.standard_normal((1, 1, length + 7, 8))
-    geometry, scale = Geometry(length, length + 7, 64, is_causal=is_causal, unit=unit), 0.4
+    q, k = rng.standard_normal((1, 2, length, 8)), rng.standard_normal((1, 1, length + offset, 8))
+    geometry, scale = Geometry(length, length + offset, 64, is_causal=is_causal, unit=unit), 0.4
     means = ordering.unit_clusters(k, geometry, 2).means
     own = own_mass(q, k, geometry, scale)
     found = ordering.query_norms(q, means, ordering.block_keys(means), own, geometry, scale)
@@ -69,8 +70,8 @@ def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal):
         mass += sum(weight(q[0, 1, i], k[0, 0, u * unit : (u + 1) * unit].mean(axis=0)) for u in single)
         mass += math.exp(own[0, 1, i]) / unit
         assert found[0, 1, i] == pytest.approx(math.log2(mass))
-    if is_causal:
-        assert (found[:, :, :64] == 0).all() or geometry.offset  # a segment without a candidate
+    without = is_causal and offset == 0  # a candidate is the first segment then
+    assert (found[:, :, :64] == 0).all() == without
 
 
 def test_a_norm_that_is_not_finite_is_0(rng):
@@ -107,6 +108,23 @@ def test_the_centre_is_of_keys_before_every_segment_that_is_ordered():
     assert Geometry(4096, 4096, 32, unit=16).leading_units == 2  # segment 1 has 32 keys before it
     assert Geometry(4096, 4096 + 40, 128, unit=16).leading_units == 2  # segment 0 has 40
     assert Geometry(100, 100, 128, unit=16).leading_units == 1  # nothing is ordered
+
+
+@given(
+    segment=st.integers(1, 300), unit=st.sampled_from(UNITS), window=st.integers(0, 200), offset=st.integers(0, 300),
+    length=st.integers(1, 3000), cut=st.tuples(st.integers(0, 40), st.integers(1, 40)),
+)  # fmt: skip
+def test_a_chunk_of_whole_segments_has_the_centre_of_the_whole(segment, unit, window, offset, length, cut):
+    """Products of 8 bits are of keys less the centre: with another one a chunk, or what a GPU of several computes,
+    would have other bits. A chunk in which nothing is ordered needs none."""
+    begin = min(cut[0], (length - 1) // segment) * segment
+    end = min(begin + cut[1] * segment, length)
+    whole = Geometry(length, length + offset, segment, window, unit=unit)
+    chunk = Geometry(end - begin, end + offset, segment, window, unit=unit)
+    if any(chunk.ranked(n) for n in range(chunk.segments)):
+        assert chunk.leading_units == whole.leading_units
+    last = whole.segments - 1
+    assert whole.leading_units <= next((whole.ranked(n) for n in range(last + 1) if whole.ranked(n)), 1)
 
 
 def test_pass_1_s_mass_is_asked_for(rng):
