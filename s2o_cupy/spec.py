@@ -146,14 +146,25 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
-    number = value if isinstance(value, int) else int(value)  # a _Default stays one
+    number = value if isinstance(value, int) else int(value)  # a default stays one
     if number < low or (high is not None and number > high):
         raise ValueError(f"{owner}: {name} is {number}; accepted: {accepted}")
     return number
 
 
-class _Default(int):
-    """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
+class _Default:
+    """Of a field's value: it was not given but found, and may be found anew. ``dataclasses.replace`` passes on whatever
+    the attributes hold, so that a value itself must say it; `S2OConfig.values` are plain."""
+
+    __slots__ = ()
+
+
+class _DefaultInt(_Default, int):
+    __slots__ = ()
+
+
+class _DefaultText(_Default, str):
+    __slots__ = ()
 
 
 _Class = TypeVar("_Class")
@@ -181,6 +192,9 @@ def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
 @dataclass(frozen=True)
 class S2OConfig:
     """How S2O orders keys and when it stops.
+
+    A field that is None, or not given, has a default that follows the fields that are given; ``dataclasses.replace``
+    finds it anew. What is given stays, or is refused beside another rank.
 
     Parameters
     ----------
@@ -268,9 +282,7 @@ class S2OConfig:
     clusters: int = None  # type: ignore[assignment]  # of rank="query" alone; otherwise 0
 
     def __post_init__(self) -> None:
-        if self.rank is None:
-            pools = self.pooled_queries is not None and not isinstance(self.pooled_queries, _Default)
-            self._set("rank", "weight" if pools else "query")
+        self._default("rank", "weight" if self._is_given("pooled_queries") else "query")
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         self._default("segment", 128 if self.orders_units else 1024)
@@ -298,13 +310,13 @@ class S2OConfig:
         if self.rank == "query" and self.pooled_queries != self.segment:
             raise ValueError(
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='query', where each of the segment's "
-                f"{self.segment} queries is one; accepted: none, or rank='weight' or 'max'"
+                f"{self.segment} queries is one; accepted: None, or rank='weight' or 'max'"
             )
         by_query = self.rank == "query"
         self._default("clusters", CLUSTERS[-1] if by_query else 0)
         self._set("clusters", checked_int("clusters", self.clusters, 0))
         if self.clusters not in (CLUSTERS if by_query else (0,)):
-            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "none, or rank='query'"
+            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "None, or rank='query'"
             raise ValueError(f"S2OConfig: clusters is {self.clusters} with rank={self.rank!r}; accepted: {accepted}")
         self._set("window", checked_int("window", self.window, 0))
         self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
@@ -333,16 +345,21 @@ class S2OConfig:
         elif self.tau is not None:
             self._set("tau", check_tau(self.tau))
 
-    def _default(self, name: str, value: int) -> None:
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and not isinstance(value, _Default)
+
+    def _default(self, name: str, value: int | str) -> None:
         """Of a field that was not given, or whose value is a default found before."""
-        if getattr(self, name) is None or isinstance(getattr(self, name), _Default):
-            self._set(name, _Default(value))
+        if not self._is_given(name):
+            self._set(name, _DefaultText(value) if isinstance(value, str) else _DefaultInt(value))
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:
-        """The fields in order, a default that was not given as a plain int."""
+        """The fields in order, those that were not given as plain numbers and names too."""
+        plain = {_DefaultInt: int, _DefaultText: str}
         values = (getattr(self, field.name) for field in fields(self))
-        return tuple(int(x) if type(x) is _Default else x for x in values)
+        return tuple(plain[type(x)](x) if isinstance(x, _Default) else x for x in values)
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -350,6 +367,18 @@ class S2OConfig:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(self.values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: that of a name is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @property
+    def without_choice(self) -> tuple[str, ...]:
+        """Fields of which the rank leaves one value alone, of the segment at most."""
+        return {
+            "query": ("pooled_queries",), "weight": ("clusters",), "max": ("unit", "clusters"),
+            "mean": ("unit", "pooled_queries", "clusters"),
+        }[self.rank]  # fmt: skip
 
     @property
     def orders_units(self) -> bool:

@@ -31,9 +31,9 @@ BACKENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", ["weight", "mean", "max"])
+@pytest.mark.parametrize("rank", [None, "weight", "mean", "max"])
 def test_a_graph_is_given_plain_numbers(rank):
-    """Some versions of PyTorch put no subclass of int into a graph, as a default that was not given is one."""
+    """Some versions of PyTorch put no subclass of int or str into a graph, as a default that was not given is one."""
     values = S2OConfig(rank=rank).values
     assert {type(x) for x in values} <= {int, float, str, type(None)}
     assert values == tuple(getattr(S2OConfig(rank=rank), field.name) for field in fields(S2OConfig))
@@ -140,6 +140,13 @@ def test_a_whole_graph(tensors, backend):
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     options = {"tau": 0.5, "scale": 0.3, "softcap": 2.0, "is_causal": False, "layout": "BSHD", "return_lse": True}
     assert_equal(compiled(*turned, **options), model(*turned, **options))
+
+
+def test_a_graph_with_a_config_of_defaults(tensors):
+    q, k, v = tensors(200)
+    for config in (None, S2OConfig(), S2OConfig(rank="mean")):
+        compiled = torch.compile(Layer(config), fullgraph=True, backend="eager")
+        assert_equal(compiled(q, k, v), Layer(config)(q, k, v))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

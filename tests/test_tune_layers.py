@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, error_per_head, inputs
 from s2o_cupy.plan import launch_plan
+from s2o_cupy.spec import RANKS
 from s2o_cupy.tools import cli
 from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
 from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
@@ -185,6 +186,14 @@ def test_settings_are_read_as_written(layers, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(plain))
     assert read_settings(tmp_path / "a.json") == (base, per_layer, None)
     assert list(plain["per_layer"]) == ["1", "1.2", "1.10", "3"] and plain["per_layer"]["1.2"] == {"tau": 0.1}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_another_segment_may_be_written_into_a_file(rank, tmp_path):
+    """What follows from it is not in the file; the rest stays."""
+    base = S2OConfig(rank=rank)
+    (tmp_path / "a.json").write_text(json.dumps({"config": plain_config(base), "per_layer": {"1": {"segment": 64}}}))
+    assert read_settings(tmp_path / "a.json").per_layer == {1: replace(S2OConfig(**plain_config(base)), segment=64)}
 
 
 @pytest.mark.parametrize(

@@ -379,8 +379,9 @@ CONFIG_HELP = {
 }
 
 
-# Defaults that depend on the rank.
+# Defaults that depend on the rank, and its own, which depends on what else is given.
 BY_RANK = {
+    "rank": "query, with --pooled-queries weight",
     "segment": "128, with --rank max or mean 1024",
     "unit": "16, with --rank max or mean 1",
     "pooled_queries": "all of a segment, with --rank weight one for 8 queries, with max 16, with mean 1",
