@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
+import zipfile
 from dataclasses import fields, replace
 
 import numpy as np
@@ -184,6 +186,23 @@ def test_export(tensors, tmp_path):
     torch.export.save(exported, tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2").module()
     assert_equal(loaded(q, k, v), Layer(SMALL)(q, k, v))
+
+
+def test_a_graph_that_was_exported_before_clusters(tensors, tmp_path):
+    """Its file has all arguments but that one, which came after."""
+    q, k, v = tensors(200)
+    model = Layer(replace(SMALL, rank="weight"))
+    torch.export.save(torch.export.export(model, (q, k, v)), tmp_path / "now.pt2")
+    with zipfile.ZipFile(tmp_path / "now.pt2") as now, zipfile.ZipFile(tmp_path / "before.pt2", "w") as before:
+        for name in now.namelist():
+            data = now.read(name)
+            if name.endswith("model.json"):
+                graph = json.loads(data)
+                for node in graph["graph_module"]["graph"]["nodes"]:
+                    node["inputs"] = [x for x in node["inputs"] if x["name"] != "clusters"]
+                data = json.dumps(graph).encode()
+            before.writestr(name, data)
+    assert_equal(torch.export.load(tmp_path / "before.pt2").module()(q, k, v), model(q, k, v))
 
 
 def test_shapes_without_data(tensors):
