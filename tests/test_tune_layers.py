@@ -18,7 +18,7 @@ from s2o_cupy.tools import cli
 from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
 from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
 from s2o_cupy.tools.tau_ladder import Unit, ladder
-from s2o_cupy.tools.tune_layers import tune_layers
+from s2o_cupy.tools.tune_layers import ordering, tune_layers
 
 CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
 TAUS = (0.5, 0.1, 0.02)
@@ -214,6 +214,14 @@ def test_settings_that_are_refused(text, error, message, tmp_path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(error, match=f"a.json: {message}"):
         read_settings(tmp_path / "a.json")
+
+
+def test_what_ordering_takes():
+    """As was measured of the default at 131,072 tokens: 11 ms for scores, 1.6 for norms and 0.37 for orders beside 252
+    of dense attention. It is that of each group of keys, and less of larger units."""
+    assert ordering(S2OConfig()) == pytest.approx((11 + 1.6 + 0.37) / 252, rel=0.05)
+    assert ordering(S2OConfig(clusters=2)) == ordering(S2OConfig(unit=32)) == ordering(S2OConfig()) / 2
+    assert ordering(S2OConfig(rank="weight")) == 0.01
 
 
 # ---------------------------------------------------------------- the command and the picture
