@@ -204,7 +204,7 @@ class S2OConfig:
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call. Default: 0.05 where the rest counts (``tail``), else 0.02,
+        heads, or one for each query head, all in one call. Default: 0.05 with rank "query" and its ``tail``, else 0.02,
         for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as errors grow with
         it: half as much for 131,072 (`tau_of`).
     block_m : int, default 128
@@ -227,14 +227,15 @@ class S2OConfig:
     clusters : int, optional
         Of ``rank="query"``: the keys of a unit are told apart as so many groups of keys that lie close together, each
         scored by its mean. 4, the default, or 2, which takes half the time and finds fewer of the single keys that a
-        query may look for.
+        query may look for. Units of 1 or 2 keys have 2 groups.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits. A dense call copies keys and values from small pages only within it. The
-        last queries of a prompt (``dense_last``) take up to a quarter more, or what one segment of a KV head's query
-        heads takes.
+        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 14
+        bytes for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call
+        copies keys and values from small pages only within it. The last queries of a prompt (``dense_last``) take up to
+        a quarter more, or what one segment of a KV head's query heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
@@ -384,6 +385,12 @@ class S2OConfig:
     def orders_units(self) -> bool:
         """Whether units of several keys are ordered, by softmax weights."""
         return self.rank in UNIT_RANKS
+
+    @property
+    def groups(self) -> int:
+        """Of rank="query": groups that the keys of a unit are parted into, by kernels that know 2 or 4; with fewer keys
+        than `clusters` the others would have none."""
+        return min(self.clusters, max(CLUSTERS[0], self.unit))
 
     @property
     def run(self) -> int:

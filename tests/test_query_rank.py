@@ -40,6 +40,23 @@ def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
                 assert np.isclose(of_units[u], mean).all(axis=1).any()
 
 
+@pytest.mark.parametrize("unit", [1, 2, 4])
+def test_no_more_groups_than_keys(rng, unit):
+    """Others would be empty, take memory and decide nothing. Kernels know 2 or 4."""
+    q, k = rng.standard_normal((2, 1, 1, 96, 8))
+    geometry, config = Geometry(96, 96, 32, unit=unit), S2OConfig(segment=32, unit=unit)
+    assert config.groups == (4 if unit == 4 else 2) and config.clusters == 4
+    own = own_mass(q, k, geometry, 0.5)
+    orders = s2o.key_order(q, k, geometry, config, 0.5, own)
+    found = ordering.unit_clusters(k, geometry, 4)
+    norms = ordering.query_norms(q, found.means, ordering.block_keys(found.means), own, geometry, 0.5)
+    for n in range(3):
+        with np.errstate(divide="ignore"):
+            scores = ordering.query_weights(q, norms, found.keys, found.shares, n, geometry, 0.5)
+        units = s2o.ordered_units(scores.astype(np.float16), n, geometry, config)
+        np.testing.assert_array_equal(orders[n], s2o.unit_positions(units, n, geometry))
+
+
 def test_a_key_unlike_its_neighbours_is_a_group(rng):
     k = 0.1 * rng.standard_normal((1, 1, 32, 8))
     k[0, 0, 21] += 5
@@ -131,3 +148,11 @@ def test_pass_1_s_mass_is_asked_for(rng):
     q, k = rng.standard_normal((2, 1, 1, 64, 4))
     with pytest.raises(ValueError, match="own is None; accepted with rank='query': the lse of pass 1"):
         s2o.key_order(q, k, Geometry(64, 64, 32, unit=16), S2OConfig(segment=32), 0.5)
+
+
+@pytest.mark.parametrize(("rank", "depends"), [("query", True), ("weight", False), ("max", False)])
+def test_a_cap_reaches_the_order_by_what_pass_1_has_found(rng, rank, depends):
+    q, k, v = 3 * rng.standard_normal((3, 1, 1, 128, 8))
+    config = S2OConfig(rank=rank, segment=32, unit=4 if rank != "max" else 1, block_m=16, block_n=16, tail="none")
+    without, capped = (s2o.s2o(q, k, v, config, softcap=softcap).k_order for softcap in (0.0, 2.0))
+    assert any((x != y).any() for x, y in zip(without, capped, strict=True)) == depends

@@ -112,11 +112,11 @@ class S2O:
 
     @functools.cached_property
     def unit_rows(self) -> Kernel:
-        return kernels.unit_rows(self.setting.inputs, self.setting.config.clusters)
+        return kernels.unit_rows(self.setting.inputs, self.setting.config.groups)
 
     @functools.cached_property
     def unit_clusters(self) -> Kernel:
-        return kernels.unit_clusters(self.setting.inputs, self.setting.config.clusters)
+        return kernels.unit_clusters(self.setting.inputs, self.setting.config.groups)
 
     @functools.cached_property
     def query_norms(self) -> Kernel:
@@ -125,7 +125,7 @@ class S2O:
     @functools.cached_property
     def query_weights(self) -> Kernel:
         config = self.setting.config
-        return kernels.query_weights(self.setting.inputs, self.setting.path, config.segment, config.clusters)
+        return kernels.query_weights(self.setting.inputs, self.setting.path, config.segment, config.groups)
 
     @functools.cached_property
     def key_scores(self) -> Kernel:
@@ -212,10 +212,10 @@ class S2O:
         if self.tail:
             found += self.tail.arrays()
         if self.by_query:
-            clusters, tiles = s.config.clusters, kernels.unit_row_tiles(geometry.units, s.config.clusters)
+            groups, tiles = s.config.groups, kernels.unit_row_tiles(geometry.units, s.config.groups)
             found += [
-                ("cluster_keys", (s.kv_heads, geometry.units, clusters, width), "uint16"),
-                ("cluster_shares", (s.kv_heads, geometry.units, clusters), "float16"),
+                ("cluster_keys", (s.kv_heads, geometry.units, groups, width), "uint16"),
+                ("cluster_shares", (s.kv_heads, geometry.units, groups), "float16"),
                 ("unit_means", (s.kv_heads, geometry.units, width), "uint16"),
                 ("block_keys", (s.kv_heads, 1 + geometry.units // BLOCK_UNITS, width), "uint16"),
                 ("norms", (s.heads, s.problem.seqlen_q), "float32"),
