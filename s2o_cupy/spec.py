@@ -149,14 +149,25 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
-    number = value if isinstance(value, int) else int(value)  # a _Default stays one
+    number = value if isinstance(value, int) else int(value)  # a default stays one
     if number < low or (high is not None and number > high):
         raise ValueError(f"{owner}: {name} is {number}; accepted: {accepted}")
     return number
 
 
-class _Default(int):
-    """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
+class _Default:
+    """Of a field's value: it was not given but found, and may be found anew. ``dataclasses.replace`` passes on whatever
+    the attributes hold, so that a value itself must say it; `S2OConfig.values` are plain."""
+
+    __slots__ = ()
+
+
+class _DefaultInt(_Default, int):
+    __slots__ = ()
+
+
+class _DefaultText(_Default, str):
+    __slots__ = ()
 
 
 _Class = TypeVar("_Class")
@@ -185,6 +196,9 @@ def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
 class S2OConfig:
     """How S2O orders keys and when it stops.
 
+    A field that is None, or not given, has a default that follows the fields that are given; ``dataclasses.replace``
+    finds it anew. What is given stays, or is refused beside another rank.
+
     Parameters
     ----------
     segment : int, optional
@@ -193,7 +207,7 @@ class S2OConfig:
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call. Default: 0.05 where the rest counts (``tail``), else 0.02,
+        heads, or one for each query head, all in one call. Default: 0.05 with rank "query" and its ``tail``, else 0.02,
         for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as errors grow with
         it: half as much for 131,072 (`tau_of`).
     block_m : int, default 128
@@ -216,14 +230,15 @@ class S2OConfig:
     clusters : int, optional
         Of ``rank="query"``: the keys of a unit are told apart as so many groups of keys that lie close together, each
         scored by its mean. 4, the default, or 2, which takes half the time and finds fewer of the single keys that a
-        query may look for.
+        query may look for. Units of 1 or 2 keys have 2 groups.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits. A dense call copies keys and values from small pages only within it. The
-        last queries of a prompt (``dense_last``) take up to a quarter more, or what one segment of a KV head's query
-        heads takes.
+        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 14
+        bytes for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call
+        copies keys and values from small pages only within it. The last queries of a prompt (``dense_last``) take up to
+        a quarter more, or what one segment of a KV head's query heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
@@ -271,9 +286,7 @@ class S2OConfig:
     clusters: int = None  # type: ignore[assignment]  # of rank="query" alone; otherwise 0
 
     def __post_init__(self) -> None:
-        if self.rank is None:
-            pools = self.pooled_queries is not None and not isinstance(self.pooled_queries, _Default)
-            self._set("rank", "weight" if pools else "query")
+        self._default("rank", "weight" if self._is_given("pooled_queries") else "query")
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         self._default("segment", 128 if self.orders_units else 1024)
@@ -301,13 +314,13 @@ class S2OConfig:
         if self.rank == "query" and self.pooled_queries != self.segment:
             raise ValueError(
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='query', where each of the segment's "
-                f"{self.segment} queries is one; accepted: none, or rank='weight' or 'max'"
+                f"{self.segment} queries is one; accepted: None, or rank='weight' or 'max'"
             )
         by_query = self.rank == "query"
         self._default("clusters", CLUSTERS[-1] if by_query else 0)
         self._set("clusters", checked_int("clusters", self.clusters, 0))
         if self.clusters not in (CLUSTERS if by_query else (0,)):
-            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "none, or rank='query'"
+            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "None, or rank='query'"
             raise ValueError(f"S2OConfig: clusters is {self.clusters} with rank={self.rank!r}; accepted: {accepted}")
         self._set("window", checked_int("window", self.window, 0))
         self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
@@ -336,16 +349,21 @@ class S2OConfig:
         elif self.tau is not None:
             self._set("tau", check_tau(self.tau))
 
-    def _default(self, name: str, value: int) -> None:
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and not isinstance(value, _Default)
+
+    def _default(self, name: str, value: int | str) -> None:
         """Of a field that was not given, or whose value is a default found before."""
-        if getattr(self, name) is None or isinstance(getattr(self, name), _Default):
-            self._set(name, _Default(value))
+        if not self._is_given(name):
+            self._set(name, _DefaultText(value) if isinstance(value, str) else _DefaultInt(value))
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:
-        """The fields in order, a default that was not given as a plain int."""
+        """The fields in order, those that were not given as plain numbers and names too."""
+        plain = {_DefaultInt: int, _DefaultText: str}
         values = (getattr(self, field.name) for field in fields(self))
-        return tuple(int(x) if type(x) is _Default else x for x in values)
+        return tuple(plain[type(x)](x) if isinstance(x, _Default) else x for x in values)
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -354,10 +372,28 @@ class S2OConfig:
     def _hash(self) -> int:
         return hash(self.values)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: that of a name is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @property
+    def without_choice(self) -> tuple[str, ...]:
+        """Fields of which the rank leaves one value alone, of the segment at most."""
+        return {
+            "query": ("pooled_queries",), "weight": ("clusters",), "max": ("unit", "clusters"),
+            "mean": ("unit", "pooled_queries", "clusters"),
+        }[self.rank]  # fmt: skip
+
     @property
     def orders_units(self) -> bool:
         """Whether units of several keys are ordered, by softmax weights."""
         return self.rank in UNIT_RANKS
+
+    @property
+    def groups(self) -> int:
+        """Of rank="query": groups that the keys of a unit are parted into, by kernels that know 2 or 4; with fewer keys
+        than `clusters` the others would have none."""
+        return min(self.clusters, max(CLUSTERS[0], self.unit))
 
     @property
     def run(self) -> int:
@@ -527,9 +563,18 @@ class Geometry:
     @property
     def leading_units(self) -> int:
         """Units that the centre of rank="query" is the mean of: of at most CENTRE_KEYS first keys, all of them before
-        each segment that has candidates. At least 1, where nothing is ordered too."""
-        first = next((self.ranked(n) for n in range(self.segments) if self.ranked(n) > 0), 1)
-        return max(1, min(CENTRE_KEYS // self.unit, first if self.is_causal else self.units))
+        each segment that has candidates. At least 1, where nothing is ordered too.
+
+        A call of some whole segments of a causal prompt has as many as that of all its segments, and so the same bits:
+        what counts is where the first segment with a candidate would begin, had the call its neighbours before it."""
+        if not self.is_causal:
+            return max(1, min(CENTRE_KEYS // self.unit, self.units))
+        n = next((n for n in range(self.segments) if self.ranked(n) > 0), None)
+        if n is None:
+            return 1
+        keys = self.queries(n)[0] + self.offset - self.window  # before the segment and its window
+        keys -= (keys - self.unit) // self.segment * self.segment  # before the first one that has a whole unit of them
+        return max(1, min(CENTRE_KEYS, keys) // self.unit)
 
     def moment_group(self, n: int) -> int:
         """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""

@@ -54,6 +54,10 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         "unit_rows", BYTES,
         (
             ("the centre is not taken off", "8-bit rows", "0.f : (x[e] - centre[e]) * factor", "0.f : x[e] * factor"),
+            ("rows are scaled by more", "8-bit exponents", "kKeyExponent - half_exponent(longest)",
+             "kKeyExponent + 5 - half_exponent(longest)"),
+            ("groups are compared with the first one alone", "8-bit exponents", "longest = fmaxf(longest, length)",
+             "longest = r ? longest : length * 0.01f"),
             ("rows are not swizzled", "8-bit rows", "column >> 4 ^ swizzle", "column >> 4"),
             ("two groups are exchanged", "8-bit rows", "cluster % 2 * 8", "(1 - cluster % 2) * 8"),
             ("rows are half as long", "8-bit rows", "power_of_two(exponent);", "power_of_two(exponent - 1);"),

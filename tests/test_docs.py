@@ -229,11 +229,12 @@ def test_numbers_of_the_definition():
     assert told in page
     assert f"as `clusters` groups of keys that lie close together, {default.clusters} by default" in page
     assert f"sum over whole blocks of {spec.BLOCK_UNITS} units of {spec.BLOCK_UNITS} * 2 **" in page
-    assert f"keys less the mean of the first {spec.CENTRE_KEYS} keys" in page
+    assert f"keys less the mean of the whole units among the first {spec.CENTRE_KEYS} keys that stand before" in page
 
 
 def test_rounds_of_the_workspace():
     from s2o_cupy.plan.device import DeviceLimits
+    from s2o_cupy.plan.launches import workspace
     from s2o_cupy.problem import Problem
     from s2o_cupy.selection.methods import make_plan
 
@@ -246,7 +247,19 @@ def test_rounds_of_the_workspace():
     )
     assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
     assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments)) <= spec.ORDER_HEAD  # as the page says
+    page = " ".join(page.split())
     assert f"makes {len(plan.chunks)} rounds" in page
+
+    def gib(rank, unit):
+        config = S2OConfig(rank=rank, unit=unit)
+        plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True)
+        return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
+
+    whole, four, single = (gib("query", unit) for unit in (16, 4, 1))
+    told = f"The case above takes {whole} GiB in all, with units of 4 {four} GiB and with single keys {single}; with"
+    whole_by_weight, four, single = (gib("weight", unit) for unit in (16, 4, 1))
+    assert f'{told} `"weight"` {whole_by_weight}, {four} and {single}.' in page
+    assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 
 
 # ---------------------------------------------------------------- links and pictures

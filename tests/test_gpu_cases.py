@@ -47,6 +47,8 @@ def test_every_case_can_be_launched(name):
         assert ("unit_weights" in stages) == bool(by_weight)
         assert ("unit_keys" in stages) == bool(by_weight and plan.geometry.units)
         assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
+        by_query = plan.chunks and case.config().rank == "query" and plan.geometry.units
+        assert [stages.count(name) for name in ("unit_rows", "query_norms")] == [int(bool(by_query))] * 2
         adds_tail = bool(plan.chunks and case.config().adds_tail)
         assert ("key_moments" in stages) == adds_tail
         assert ("add_tail" in stages) == adds_tail

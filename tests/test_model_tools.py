@@ -47,6 +47,13 @@ def loss_of(model, ids, implementation):
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double().numpy()
 
 
+def standard_error(off):
+    """Of the mean of a prompt's predictions, runs of 128 tokens taken for independent; the first is of tokens 1 to
+    127."""
+    sums = [(run - off.mean()).sum() for run in np.split(off, [127, 255, 383])]
+    return (np.square(sums).sum() * 4 / 3) ** 0.5 / (LENGTH - 1)
+
+
 # ---------------------------------------------------------------- losses
 
 
@@ -149,7 +156,7 @@ def test_an_error_is_that_of_what_the_layers_get(model, ids):
 
 @pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_layers, "ORDERING", 1.0)  # of so few keys larger units are many
+    monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", 0.25)  # of so few keys larger units are many
     dense, target = loss_of(model, ids, "sdpa"), 0.3
     seen = []
     found = tune_model(model, ids, loss=target, by=by, taus=TAUS, progress=lambda *x: seen.append(x), **OPTIONS)
@@ -158,8 +165,7 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     off = (loss_of(model, ids, "s2o") - dense).ravel()
     assert s2o.calls["s2o"] == 3 and s2o.min_seqlen == found.min_seqlen == 100
     assert float(off.mean()) == pytest.approx(found.loss.loss_difference, abs=1e-5) and float(off.mean()) <= target
-    sums = [(run - off.mean()).sum() for run in np.split(off, [127, 255, 383])]  # the first is of tokens 1 to 127
-    assert found.loss.standard_error == pytest.approx((np.square(sums).sum() * 4 / 3) ** 0.5 / (LENGTH - 1), rel=1e-3)
+    assert found.loss.standard_error == pytest.approx(standard_error(off), rel=1e-3)
     assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
     parts = found.loss.chosen_on, found.loss.held_back
     assert sum(part.tokens for part in parts) == LENGTH - 1
@@ -191,7 +197,7 @@ def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
         found = tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
         assert not found.coarse and not found.per_layer
     for ordering, coarse in ((0.0, ()), (3.0, (0, 1, 2))):  # a layer's density grows by more, or by less
-        monkeypatch.setattr(tune_layers, "ORDERING", ordering)
+        monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", ordering / 4)
         assert tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
 
 
@@ -322,6 +328,7 @@ def test_report_is_what_runs(model, ids):
     assert found.loss.s2o == pytest.approx(float(loss.mean()), abs=1e-5)
     assert found.loss.difference == pytest.approx(float((loss - exact).mean()), abs=1e-5)
     assert abs(found.loss.difference) > 1e-5
+    assert found.loss.standard_error == pytest.approx(standard_error((loss - exact).ravel()), rel=1e-2)
 
 
 def test_a_sample_has_a_standard_error(model, ids):

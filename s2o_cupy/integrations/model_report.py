@@ -15,11 +15,12 @@ from transformers import AttentionInterface
 from ..plan import launch_plan
 from ..spec import S2OConfig
 from ..tools.layer_settings import head_name
+from ..tools.must_hold import mean_and_error, runs
 from ..tools.progress import Report
 from ..tools.sampled import Sample, check_segments
 from .fallbacks import WORDS
 from .model_arguments import parse_ids
-from .next_tokens import last_hidden, text_losses
+from .next_tokens import last_hidden, predicted, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
 
@@ -76,7 +77,7 @@ class LossReport:
     s2o: float
     dense: float
     difference: float
-    standard_error: float  # of the difference, predictions taken for independent
+    standard_error: float  # of the difference, runs of 128 tokens taken for independent
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +308,7 @@ def _loss(model: Any, ids: Tensor, s2o: S2OAttention, hidden: Tensor, inputs: di
         dense_hidden = last_hidden(model, ids, **inputs)
     mask = inputs.get("attention_mask")
     ours, dense = (text_losses(model, x, ids, mask) for x in (hidden, dense_hidden))
-    off = ours - dense
-    return LossReport(
-        float(ours.mean()), float(dense.mean()), float(off.mean()), float(off.std() / np.sqrt(max(1, off.size)))
-    )
+    sequence, place = np.indices((ids.shape[0], ids.shape[1] - 1))
+    there = slice(None) if mask is None else predicted(mask)
+    difference, standard_error = mean_and_error(ours - dense, runs(sequence, place + 1)[there].ravel())
+    return LossReport(float(ours.mean()), float(dense.mean()), difference, standard_error)

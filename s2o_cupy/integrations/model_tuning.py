@@ -85,14 +85,16 @@ def tune_model(
     A loss L must hold in several ways at once. Of a group of tokens that is the larger of two means: of the loss beyond
     dense attention's, and of how far predictions move (the Kullback-Leibler divergence from dense attention's).
 
-    - All tokens: at most L, two standard errors of the loss included.
-    - The hardest of the equal parts, 4 to 16, that each text is cut into: at most 2 L, of the loss only what is beyond
-      two standard errors, as below.
+    - All tokens: at most L, on the part chosen on two standard errors of the loss included.
+    - The hardest of the equal parts, 4 to 16, that each text is cut into: at most 2 L.
     - Tokens that the model is unsure of, with dense attention, by 1 nat of entropy or more: at most 2 L. On an ordinary
       text they lose some twice as much as all tokens; on one that the model foretells, as one that repeats itself, they
       are the few that show what a harder text would lose. At least a hundredth of the tokens are looked at.
-    - Tokens that a text copies from far away, over 4,096 tokens or an eighth of the text: at most 4 L.
+    - Tokens that a text copies from far away, over 4,096 tokens or an eighth of the text: at most 4 L, if there are 32
+      or more.
     - ``answers``: at most 4 L, and at most one in a hundred fewer of them are the likeliest token.
+
+    Of the loss in all but the first two standard errors are taken off, so that noise decides nothing.
 
     The fastest taus for which all of it holds on the part of the texts that they are chosen on are then checked on the
     part that was held back; where it does not hold there, closer ones are taken until it does. A UserWarning says of a
@@ -122,7 +124,8 @@ def tune_model(
     answers : bool Tensor, (batch, seqlen), or a sequence of such and None, optional
         Beside each tensor of ids: which tokens answer something that the text asks. Of a loss.
     held_back : float, default 0.25
-        The share of each text, from 0 to 0.5, that taus are not chosen on, of a loss: stretches of it, evenly spaced.
+        The share of each text, from 0 to 0.5, that taus are not chosen on, of a loss: stretches of it, evenly spaced,
+        if above 0 at least one of all.
     segments, seed : optional
         How many segments of each layer to take, and of their draw.
     progress : callable, optional
@@ -316,10 +319,10 @@ class _Search:
                 "that was verified by then, and there may be faster ones"
             )
         if best is None:
-            bound = tried[-1][1].chosen_on.tightest
+            last = tried[-1][1]
             raise ValueError(
                 f"tune_model: no taus of the grid have {target}, nor has dense attention in S2O's place, by rounding: "
-                f"{bound.value:.4g} ({bound.name}); accepted: a larger loss"
+                f"{last.missed.value:.4g} ({last.missed.name}{last.of_held_back}); accepted: a larger loss"
             )
         step, trial = best
         if not any(taus.any() for taus in step.taus) and not all(x.holds for _, x in tried):

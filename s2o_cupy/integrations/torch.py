@@ -264,7 +264,8 @@ def _config(*scalars: Any) -> S2OConfig:
 @functools.lru_cache(maxsize=256)
 def _known_config(*scalars: Any) -> S2OConfig:
     one = lambda x: x[0] if isinstance(x, tuple) and len(x) == 1 else x  # noqa: E731
-    return S2OConfig(**{name: one(x) for name, x in zip(_NAMES, scalars, strict=True)})
+    # PyTorch leaves out arguments at the end that are their default.
+    return S2OConfig(**{name: one(x) for name, x in zip(_NAMES, scalars, strict=False)})
 
 
 # ---------------------------------------------------------------- the operator
@@ -410,7 +411,8 @@ def _backend(q: Tensor) -> str:
 
 
 _library = torch.library.Library("s2o_cupy", "DEF")
-_CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
+_LATER = {"clusters": "=0"}  # fields that graphs exported before do not have; it is 0 with every rank of then
+_CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}{_LATER.get(name, '')}" for name in _NAMES)
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, float softcap, bool is_causal, str layout, bool return_lse, "
     f"{_CONFIG}) -> (Tensor o, Tensor lse)",

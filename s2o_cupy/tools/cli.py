@@ -379,8 +379,9 @@ CONFIG_HELP = {
 }
 
 
-# Defaults that depend on the rank.
+# Defaults that depend on the rank, and its own, which depends on what else is given.
 BY_RANK = {
+    "rank": "query, with --pooled-queries weight",
     "segment": "128, with --rank max or mean 1024",
     "unit": "16, with --rank max or mean 1",
     "pooled_queries": "all of a segment, with --rank weight one for 8 queries, with max 16, with mean 1",
@@ -405,7 +406,7 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             kind = str if field.name in CHOICES else int
         if field.name == "tau":
             kind = float
-            said = f"{spec.DEFAULT_TAU_WITH_TAIL}, where the rest counts for nothing {spec.DEFAULT_TAU}; over "
+            said = f"{spec.DEFAULT_TAU_WITH_TAIL} with --rank query and its tail, else {spec.DEFAULT_TAU}; over "
             said += f"{spec.LONG_FROM:,} keys less by the square root of their number"
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"

@@ -352,7 +352,7 @@ def compare(
 
     # The means that stand for each unit, and what queries' weights are shares of.
     if is_by_query and ordered and geometry.units and stages.query is not None:
-        by_query.compare_groups(rows, stages.query, k, geometry, config.clusters, unit, smallest)
+        by_query.compare_groups(rows, stages.query, k, geometry, config.groups, unit, smallest)
         with np.errstate(divide="ignore", invalid="ignore"):
             own = stages.m1.astype(np.float64) + np.log(stages.l1.astype(np.float64))
             own = np.where(stages.l1 == 0, -np.inf, own)
@@ -370,6 +370,7 @@ def compare(
     # float32 and its exp2 and log2 make of a sum of W numbers.
     to_log2 = scale * LOG2E
     worst_part: list[Array] = []
+    not_compared = 0
     for n in range(len(stages.scores)):
         if is_by_query and stages.query is None:  # no segment has a whole unit to score
             worst_part.append(np.zeros(stages.scores[n].shape))
@@ -378,6 +379,7 @@ def compare(
             sign = -1.0 if problem.scale < 0 else 1.0
             want, bound = by_query.scores_and_bounds(stages.query, q, n, problem, geometry, scale, sign)
             worst_part.append(_parts(stages.scores[n], want, bound))
+            not_compared += int(np.isinf(bound).sum())
             continue
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
         if by_weight:
@@ -396,7 +398,9 @@ def compare(
         bound = bound + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
         worst_part.append(_parts(stages.scores[n], want, bound))
     flat = _flatten(worst_part)
-    rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, unit]" if flat.size else "")
+    note = "[segment, batch, head, unit]" if flat.size else ""
+    note += f"; {not_compared} not compared: sums beyond float16" if not_compared else ""
+    rows.integers("key scores", flat, int((flat > 1).sum()), note)
 
     # Key order given the GPU's scores: equal.
     parts = []

@@ -119,11 +119,11 @@ class QueryOrder(Order):
 
     @functools.cached_property
     def unit_rows(self) -> Kernel:
-        return unit_rows(self.setting.inputs, self.setting.config.clusters)
+        return unit_rows(self.setting.inputs, self.setting.config.groups)
 
     @functools.cached_property
     def unit_clusters(self) -> Kernel:
-        return unit_clusters(self.setting.inputs, self.setting.config.clusters)
+        return unit_clusters(self.setting.inputs, self.setting.config.groups)
 
     @functools.cached_property
     def query_norms(self) -> Kernel:
@@ -132,7 +132,7 @@ class QueryOrder(Order):
     @functools.cached_property
     def kernel(self) -> Kernel:
         config = self.setting.config
-        return query_weights(self.setting.inputs, self.setting.path, config.segment, config.clusters)
+        return query_weights(self.setting.inputs, self.setting.path, config.segment, config.groups)
 
     @staticmethod
     def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
@@ -157,11 +157,11 @@ class QueryOrder(Order):
         return self.setting.kv_heads * self.head_blocks
 
     def arrays(self) -> list[Array]:
-        s, units, clusters = self.setting, self.setting.geometry.units, self.setting.config.clusters
-        width, tiles = s.inputs.head_dim, unit_row_tiles(units, clusters)
+        s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
+        width, tiles = s.inputs.head_dim, unit_row_tiles(units, groups)
         found: list[Array] = [
-            ("cluster_keys", (s.kv_heads, units, clusters, width), "uint16"),
-            ("cluster_shares", (s.kv_heads, units, clusters), "float16"),
+            ("cluster_keys", (s.kv_heads, units, groups, width), "uint16"),
+            ("cluster_shares", (s.kv_heads, units, groups), "float16"),
             ("unit_means", (s.kv_heads, units, width), "uint16"),
             ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, width), "uint16"),
             ("norms", (s.heads, s.problem.seqlen_q), "float32"),
