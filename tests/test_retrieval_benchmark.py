@@ -18,6 +18,7 @@ import _sources  # noqa: E402
 import tasks  # noqa: E402
 
 from s2o_cupy.methods.registry import METHODS  # noqa: E402
+from s2o_cupy.own.method import IN_ARRAY_CODE  # noqa: E402
 from s2o_cupy.tools.compare import parse_method  # noqa: E402
 
 KINDS = _retrieval.texts().KINDS
@@ -142,7 +143,7 @@ def test_defaults_on_a_gpu(weights, monkeypatch):
     pretend_a_gpu(monkeypatch, [])
     args = tasks.parse(["--retrieval", "--weights", weights])
     assert args.lengths == [32768, 65536, 131072] and args.base == {} and args.samples == 8
-    assert {type(parse_method(x, "--method")) for x in args.method} == {*METHODS}
+    assert {type(parse_method(x, "--method")) for x in args.method} == {*METHODS, *IN_ARRAY_CODE}
     assert args.tasks == [*KINDS]
     args = tasks.parse(["--hugging-face", "x"])
     assert (args.lengths, args.base, args.samples, args.method) == ([8192], {"dense_up_to": 0}, 100, [])
