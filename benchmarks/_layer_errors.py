@@ -21,7 +21,9 @@ from s2o_cupy.tools.tune_layers import TunedLayers
 RUNS = 64  # of neighbouring rows, where not all are looked at
 
 
-def _sparse(kind: AnyMethod | TunedLayers, layer: int, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, float]:
+def _sparse(
+    kind: AnyMethod | TunedLayers, layer: int, q: Any, k: Any, v: Any, scale: float | None
+) -> tuple[Any, float]:
     """[batch, heads, seqlen, head_dim] and the density of a layer."""
     configs = LayerConfigs.parse(*(kind.config, kind.per_layer) if isinstance(kind, TunedLayers) else (kind, None))
     out, densities = None, []

@@ -340,12 +340,13 @@ def _s2o(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: _Call, config: S2OConfig, scale: float | None, softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, config: AnyMethod, scale: float | None, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """[batch, seqlen, heads, head_dim], or [total, heads, head_dim] of packed sequences."""
     options: dict[str, Any] = {"config": config, "scale": scale, "softcap": softcap}
     if call.window is not None:
+        options["config"] = kernels_config(config)
         o, lse = window_attention(q, k, v, call.lengths, call.window, **options)
         return o if sinks is None else _with_sinks(o, lse, sinks)
     if sinks is not None:

@@ -97,7 +97,8 @@ class OwnMethod:
             try:
                 made.check()
             except ValueError as error:
-                raise ValueError(f"{where}: {name} returned a Schedule with a mistake: {error}") from error
+                mistake = str(error).removeprefix("Schedule.check: ")
+                raise ValueError(f"{where}: {name} returned a Schedule with a mistake: {mistake}") from error
         return made
 
 

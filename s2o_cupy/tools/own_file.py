@@ -40,11 +40,16 @@ def own_method(place: OwnPlace, fields: dict[str, Any], option: str) -> AnyMetho
     found = getattr(module, place.name, None)
     if found is None:
         raise ValueError(f"{option} has {place.name}, which {place.file} does not define; accepted: what it defines")
-    if isinstance(found, type):
-        found = found(**fields)
-    elif fields:
-        inspect.signature(found).bind(None, None, is_causal=True, scale=1.0, **fields)  # raises for one it has not
-        found = functools.partial(found, **fields)
+    try:
+        if isinstance(found, type):
+            found = found(**fields)
+        elif inspect.isfunction(found):
+            inspect.signature(found).bind(None, None, is_causal=True, scale=1.0, **fields)
+            found = functools.partial(found, **fields) if fields else found
+        elif fields:
+            raise TypeError("it is made already, and takes no fields")
+    except TypeError as error:
+        raise TypeError(f"{option} has {place.name}: {error}") from error
     as_method(found, f"{option}: {place.name}")
     return found
 
