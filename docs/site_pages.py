@@ -80,7 +80,7 @@ API = {
                 "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "select", "MeanPoolingConfig",
                 "PBSConfig", "SpargeConfig", "tune_sparge",
                 "tools.tune_sparge.SpargeTuning", "XAttentionConfig", "FlexPrefillConfig", "VerticalSlashConfig",
-                "AShapeConfig", "compare", "tools.compare.Comparison", "tools.compare.Compared",
+                "AShapeConfig", "BLASSTConfig", "own.method.Method", "compare", "tools.compare.Comparison", "tools.compare.Compared",
             )
         ],
     ),

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", "5.16")
 from tiny_llama import LENGTH, llama, logits_of, prompt  # noqa: E402
 
 from s2o_cupy import MeanPoolingConfig, S2OConfig, compare, select  # noqa: E402
-from s2o_cupy.integrations.model_tools import report  # noqa: E402
+from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 
 POOLED = MeanPoolingConfig(threshold=0.3, keep_first=False)
@@ -123,6 +123,36 @@ def test_the_report(model, ids):
     plain = report(model, ids, everywhere)
     assert plain.calls == {"method": 3} and plain.table().splitlines()[4].endswith("   method")
     assert plain.loss is not None and abs(plain.loss.difference) < 1e-5
+
+
+def test_beside_what_is_tuned(model, ids):
+    """Each method's loss is that of the model with it, whatever was tuned for."""
+    options = {"config": S2OConfig(segment=32, block_m=16, block_n=16, unit=8), "min_seqlen": 100, "taus": (0.3,)}
+    steps: list = []
+    found = tune_model(
+        model, ids, error=1, **options, beside=[LargestKeys(0.3), POOLED, S2OConfig(tau=0)],
+        progress=lambda *x: steps.append(x),
+    )  # fmt: skip
+    assert [(x.name, x.settings) for x in found.beside] == [
+        ("largestkeys", "share=0.3"), ("meanpooling", "threshold=0.3, keep_first=False"), ("s2o", "tau=0")
+    ]  # fmt: skip
+    assert [done for done, *_ in steps] == list(range(1, steps[0][1] + 1))
+    for x, method in zip(found.beside, (LargestKeys(0.3), POOLED), strict=False):
+        s2o = register(config=method, min_seqlen=100)
+        model.set_attn_implementation("s2o")
+        expected = report(model, ids, s2o)
+        assert x.loss_difference == pytest.approx(expected.loss.difference, abs=1e-5)
+        assert abs(x.loss_difference) > 1e-4 and x.moved > 1e-4
+        assert x.density == pytest.approx(np.mean([layer.mean_density for layer in expected.layers]), rel=1e-5)
+    assert found.beside[2].density == 1 and abs(found.beside[2].loss_difference) < 1e-5
+    assert any(line.endswith("largestkeys (share=0.3)") for line in found.table().splitlines())
+    assert json.loads(json.dumps(found.to_dict()))["beside"][0]["density"] == found.beside[0].density
+    for match, beside in (
+        (r"beside is a LargestKeys; accepted: a list or tuple of methods", LargestKeys()),
+        (r"beside\[1\] is the class LargestKeys; accepted: an instance", [POOLED, LargestKeys]),
+    ):
+        with pytest.raises(TypeError, match=f"^tune_model: {match}"):
+            tune_model(model, ids, error=1, **options, beside=beside)
 
 
 def test_torch_compile(qkv):
