@@ -12,6 +12,7 @@ from schedules import FRAMEWORKS, masked_attention, meant
 
 from s2o_cupy import BLASSTConfig, compare, select, sparse_attention
 from s2o_cupy.reference.methods.blasst import attended
+from s2o_cupy.tools.compare import parse_method
 
 THRESHOLDS = (0.0, 1e-3, 0.05, 0.3, 1.0)
 
@@ -64,6 +65,16 @@ def test_by_hand():
     assert listed(np.concatenate((q, other), axis=2)) == [True] * 5
 
 
+def test_a_scale_factor_is_over_the_number_of_keys():
+    q, k, _ = drawn(300, 700, 1)
+    both = BLASSTConfig(scale_factor=70), BLASSTConfig(threshold=0.1)
+    of_server, plain = (meant(select(q, k, config), 1, 4) for config in both)
+    assert np.array_equal(of_server, plain) and plain.sum() < 4 * np.tri(300, 700, 400).sum()
+    assert BLASSTConfig(scale_factor=1000).threshold_of(500) == 1
+    assert parse_method("blasst", "--method") == BLASSTConfig(scale_factor=1000)
+    assert parse_method("blasst:threshold=0.1", "--method") == BLASSTConfig(threshold=0.1)
+
+
 def test_what_is_not_finite_is_kept():
     q, k, _ = drawn(300, 700, 1)
     k[0, 0, 5] = np.nan  # of the first block of KV head 0: of every running maximum after it
@@ -94,7 +105,9 @@ def test_half_precision_is_scored_in_float32():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "threshold"),
+        ({}, "BLASSTConfig: neither threshold nor scale_factor is given; accepted: threshold or scale_factor"),
+        ({"threshold": 0.1, "scale_factor": 3}, "BLASSTConfig: both are given; accepted: threshold or scale_factor"),
+        ({"scale_factor": -1}, "BLASSTConfig: scale_factor is -1; accepted: 0 or more"),
         ({"threshold": -0.1}, "BLASSTConfig: threshold is -0.1; accepted: a number from 0 to 1"),
         ({"threshold": 1.1}, "BLASSTConfig: threshold is 1.1; accepted: a number from 0 to 1"),
         ({"threshold": "x"}, "BLASSTConfig: threshold is 'x'"),

@@ -272,7 +272,7 @@ def test_the_command(capsys):
     arguments = ["compare", "slash", "--length", "600", "--head-dim", "32", "--repeats", "1", "--method"]
     assert cli.main([*arguments, f"{FILE}:LargestKeys:share=0.4", "--method", "blasst"]) == cli.OK
     told = capsys.readouterr().out
-    assert "\nlargestkeys (share=0.4) " in told and "\nblasst (threshold=0.001) " in told
+    assert "\nlargestkeys (share=0.4) " in told and "\nblasst (scale_factor=1000) " in told
     assert cli.main([*arguments, f"{FILE}:NOT_A_METHOD"]) == cli.UNABLE
     assert "NOT_A_METHOD is a int" in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ def attended(q: Array, k: Array, config: BLASSTConfig, is_causal: bool, scale: f
                 largest = scores[:, block].max(1)
                 running = np.maximum(running, largest)
                 with np.errstate(divide="ignore"):
-                    skipped = largest - running < np.log(config.threshold)
+                    skipped = largest - running < np.log(config.threshold_of(seqlen_k))
                 mask[b, h, query, block] = not skipped.all()
             own = (key >= dense_from) & (key <= query[:, None] + offset)
             mask[b, h, query] |= own & is_causal

@@ -26,10 +26,12 @@ class BLASSTConfig:
 
     Parameters
     ----------
-    threshold : float
+    threshold : float, optional
         lambda, from 0 to 1. What a left-out key would weigh is below this share of the largest weight so far. At 0
-        nothing is left out. Servers take a scale factor, which they divide by the number of keys: at 32,768 keys a
-        scale factor of 100 is a threshold of 0.003.
+        nothing is left out. This or ``scale_factor`` must be given.
+    scale_factor : float, optional
+        In place of the threshold, as servers take it: the threshold is this over the number of keys, up to 1. vLLM's
+        example has 1000 for prefill.
     block : 64 or 128, default 128
         Keys of a block.
     block_m : 64 or 128, default 128
@@ -49,23 +51,35 @@ class BLASSTConfig:
     density and error are those of the rule, and time is more than dense attention's.
 
     Settled here: a causal q tile attends densely to the keys from its own block on, as of these each row sees others.
-    Blocks go from the first key to the last; kernels that go backwards leave out other ones. A block with a score that
-    is NaN is attended to, and so is every block after it.
+    Blocks go from the first key to the last, and all rows of a q tile must agree; kernels that go backwards, or let
+    fewer rows decide, leave out other ones. A block with a score that is NaN is attended to, and so is every block
+    after it.
     """
 
-    threshold: float
+    threshold: float | None = None
+    scale_factor: float | None = None
     block: int = 128
     block_m: int = 128
     workspace_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        number = checked_number("threshold", self.threshold, -1, 1, "a number from 0 to 1", "BLASSTConfig")
-        if number < 0:
-            raise ValueError(f"BLASSTConfig: threshold is {self.threshold!r}; accepted: a number from 0 to 1")
-        object.__setattr__(self, "threshold", number)
+        if (self.threshold is None) == (self.scale_factor is None):
+            came = "neither threshold nor scale_factor is given" if self.threshold is None else "both are given"
+            raise TypeError(f"BLASSTConfig: {came}; accepted: threshold or scale_factor")
+        for name, most, accepted in (("threshold", 1, "a number from 0 to 1"), ("scale_factor", math.inf, "0 or more")):
+            given = getattr(self, name)
+            if given is not None and checked_number(name, given, -math.inf, most, accepted, "BLASSTConfig") < 0:
+                raise ValueError(f"BLASSTConfig: {name} is {given!r}; accepted: {accepted}")
         for name in ("block", "block_m"):
             checked_choice(name, getattr(self, name), BLOCKS, "BLASSTConfig")
         checked_int("workspace_bytes", self.workspace_bytes, 1 << 20, owner="BLASSTConfig")
+
+    def threshold_of(self, seqlen_k: int) -> float:
+        """Of a call with so many keys."""
+        if self.threshold is not None:
+            return float(self.threshold)
+        assert self.scale_factor is not None
+        return min(1.0, self.scale_factor / max(1, seqlen_k))
 
     def __call__(self, q: Any, k: Any, *, is_causal: bool, scale: float) -> Schedule:
         """Of q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim]."""
@@ -105,13 +119,13 @@ class BLASSTConfig:
             rows = xp.astype(q[first : first + tiles * self.block_m], kind) * scale
             last = first + rows.shape[0] - 1
             end = dense_from + last // segment * segment if segment else seqlen_k
-            kept = self._kept_rows(xp, rows @ keys[:, :end])  # [rows, blocks before end]
+            kept = self._kept_rows(xp, rows @ keys[:, :end], self.threshold_of(seqlen_k))  # [rows, blocks before end]
             kept = _padded(xp, _padded(xp, kept, 1, blocks, False), 0, -(-rows.shape[0] // self.block_m) * self.block_m,
                            False)  # fmt: skip
             found.append(xp.any(xp.reshape(kept, (-1, self.block_m, blocks)), axis=1))
         return xp.concat(found)
 
-    def _kept_rows(self, xp: Any, scores: Any) -> Any:
+    def _kept_rows(self, xp: Any, scores: Any, threshold: float) -> Any:
         """Which blocks each row would attend to, bool [rows, blocks], from its scores [rows, keys]."""
         rows, keys = scores.shape
         blocks = -(-keys // self.block)
@@ -123,7 +137,7 @@ class BLASSTConfig:
         while step < blocks:  # the maximum of twice as many blocks each time
             running = xp.concat((running[:, :step], xp.maximum(running[:, step:], running[:, :-step])), axis=1)
             step *= 2
-        far = math.log(self.threshold) if self.threshold else -math.inf
+        far = math.log(threshold) if threshold else -math.inf
         return ~(largest - running < far)  # a NaN is no reason to leave anything out
 
 

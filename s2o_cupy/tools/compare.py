@@ -31,7 +31,7 @@ __all__ = [
 DENSE = S2OConfig(tau=0)
 # Of a method without defaults, which wants to be tuned.
 UNTUNED: dict[type[Any], dict[str, Any]] = {
-    SpargeConfig: {"tau": 0.9, "theta": -0.1}, BLASSTConfig: {"threshold": 1e-3},
+    SpargeConfig: {"tau": 0.9, "theta": -0.1}, BLASSTConfig: {"scale_factor": 1000},
 }  # fmt: skip
 WARMUP = 2  # calls of each that are not timed
 
@@ -170,8 +170,9 @@ def parse_method(text: str, option: str) -> AnyMethod:
     method = methods[name]
     given: dict[str, Any] = {"dense_up_to": 0} if method is S2OConfig else dict(UNTUNED.get(method, {}))
     named = _fields(rest, name, text, option)
-    if "topk" in named:  # SpargeAttn takes it in place of tau
-        given.pop("tau", None)
+    for name, other in (("topk", "tau"), ("threshold", "scale_factor")):
+        if name in named:  # SpargeAttn and BLASST take it in place of the other
+            given.pop(other, None)
     return method(**{**given, **named})
 
 
