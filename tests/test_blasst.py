@@ -30,7 +30,8 @@ def drawn(seqlen_q, seqlen_k, seed, dtype=np.float64):
     st.sampled_from((64, 128)), st.booleans(), st.integers(0, 1000),
 )  # fmt: skip
 def test_the_rule(seqlen_q, more, threshold, block, block_m, is_causal, seed):
-    """In float64 the reference's mask to the bit, as both compare the same products; and dense attention under it."""
+    """In float64 the reference's mask, as no two blocks are so alike that rounding decides; and dense attention under
+    it."""
     q, k, v = drawn(seqlen_q, seqlen_q + more, seed)
     config = BLASSTConfig(threshold=threshold, block=block, block_m=block_m, workspace_bytes=1 << 20)
     mask = attended(q, k, config, is_causal, 0.25)
@@ -51,18 +52,18 @@ def test_a_larger_threshold_leaves_out_more():
 
 
 def test_by_hand():
-    """Scores of one row whose blocks have the maxima 0, 5, 1, 3 and 6: of ln(threshold) = -3, the third is left out,
-    4 below the second; a tile of two rows keeps it where the other row does."""
-    maxima = np.array([0.0, 5, 1, 3, 6])
-    k = np.zeros((1, 1, 5 * 64, 2))
-    k[0, 0, 10::64, 0] = maxima
-    k[0, 0, :, 1] = 1
+    """Scores of one row whose blocks have the maxima 0, 5, 1, 3, 6 and, of a short last one, -1. Of ln(threshold) = -3
+    the third is left out, 4 below the second, and the last, 7 below the fifth; a tile of two rows keeps them where the
+    other row does."""
+    k = np.full((1, 1, 5 * 64 + 10, 2), -9.0)
+    k[0, 0, 5::64, 0] = 0, 5, 1, 3, 6, -1
+    k[..., 1] = 1
     q = np.array([[1.0, 0.0]])[None, None]
     config = BLASSTConfig(threshold=np.exp(-3), block=64)
     listed = lambda q: meant(select(q, k, config, is_causal=False, scale=1.0), 1, 1)[0, 0, 0, ::64].tolist()  # noqa: E731
-    assert listed(q) == [True, True, False, True, True]
+    assert listed(q) == [True, True, False, True, True, False]
     other = np.array([[0.0, 1.0]])[None, None]  # to which all keys are alike
-    assert listed(np.concatenate((q, other), axis=2)) == [True] * 5
+    assert listed(np.concatenate((q, other), axis=2)) == [True] * 6
 
 
 def test_a_scale_factor_is_over_the_number_of_keys():
@@ -94,12 +95,13 @@ def test_frameworks(name):
 
 
 def test_half_precision_is_scored_in_float32():
-    """A 16-bit product would round scores of some 20 by 2^-9 of them, and leave out other blocks."""
+    """3.25 below 256, which bfloat16 has as 3 below it, is below ln(threshold) = -3.1."""
     torch = pytest.importorskip("torch")
-    q, k, _ = (torch.from_numpy(x).bfloat16() for x in drawn(500, 500, 3))
-    config = BLASSTConfig(threshold=0.3)
-    mask = attended(*(x.double().numpy() for x in (q, k)), config, True, 0.25)
-    assert np.array_equal(meant(select(q, k, config), 1, 4), mask)
+    k = torch.zeros(1, 1, 128, 2, dtype=torch.bfloat16)
+    k[..., 0], k[:, :, 64:, 1] = 16, -3.25
+    q = torch.tensor([16.0, 1.0], dtype=torch.bfloat16)[None, None, None]
+    schedule = select(q, k, BLASSTConfig(threshold=np.exp(-3.1), block=64), is_causal=False, scale=1.0)
+    assert meant(schedule, 1, 1)[0, 0, 0, ::64].tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,14 +152,3 @@ def test_beside_what_is_tuned(model, ids):
     ):
         with pytest.raises(TypeError, match=f"^tune_model: {match}"):
             tune_model(model, ids, error=1, **options, beside=beside)
-
-
-def test_torch_compile(qkv):
-    """Compiled, a layer runs in two parts with the method between them."""
-    q, k, v = (torch.from_numpy(x) for x in qkv(300, heads=4, kv_heads=2, head_dim=16))
-    layer, s2o = SimpleNamespace(is_causal=True), register(config=pooled, min_seqlen=100)
-    call = lambda q: s2o(layer, q * 2, k, v, None)[0] + 1  # noqa: E731
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(call, backend="eager")(q), call(q))
-    assert s2o.calls == {"method": 2}
-    torch._dynamo.reset()
