@@ -422,10 +422,12 @@ class S2OConfig:
         return self.with_error(self.error[begin:end]) if isinstance(self.error, tuple) else self
 
     def with_tau(self, tau: float | Sequence[float] | None) -> S2OConfig:
-        """The same with this tau, or the default, whatever tau or error it had. With the taus that an error has found
-        it is the same call: what no tile has visited counts for nothing there, unless `tail` says otherwise."""
-        found = tau is not None and self.error is not None and self.tail is None
-        return replace(self, tau=tau, error=None, tail="none" if found else self.tail)
+        """The same with this tau, or the default, whatever tau or error it had."""
+        return replace(self, tau=tau, error=None)
+
+    def with_found_taus(self, taus: float | Sequence[float]) -> S2OConfig:
+        """The same call with the taus that its error has found: with an error the default tail is "none"."""
+        return replace(self, tau=taus, error=None, tail=self.tail or "none")
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:
         """The same with this error in the place of its tau."""

@@ -45,7 +45,7 @@ def test_errors_come_near_what_was_asked_for(device, qkv, length, error):
     stopped = np.isfinite(taus)
     assert stopped.any() or error == 0.1  # which all heads keep to after Hopper's two key tiles
     assert not stopped.any() or (found[stopped] > 0.4 * error).any()
-    expected = s2o_attention(*arrays, config=stats.config.with_tau(taus.tolist()))
+    expected = s2o_attention(*arrays, config=stats.config.with_found_taus(taus.tolist()))
     np.testing.assert_array_equal(bits(o), bits(expected))
 
 
@@ -88,7 +88,7 @@ def test_options(device, qkv, options, head_dim):
     config = asked(device, 0.1, path=path, tail="first_order")
     o, lse, stats = s2o_attention(*arrays, config=config, return_lse=True, return_stats=True, **options)
     taus = device.host(stats.tau_per_head)[0].tolist()
-    again = s2o_attention(*arrays, config=config.with_tau(taus), return_lse=True, **options)
+    again = s2o_attention(*arrays, config=config.with_found_taus(taus), return_lse=True, **options)
     for x, y in zip((o, lse), again, strict=True):
         np.testing.assert_array_equal(bits(x), bits(y))
 
@@ -97,7 +97,7 @@ def test_the_estimate_of_error_per_head_agrees(qkv):
     """More segments than are sampled, and other ones: the same rule."""
     q, k, v = qkv(4800, heads=4, kv_heads=2, head_dim=16)
     _, stats = s2o_attention(q, k, v, config=replace(SMALL, error=0.1), return_stats=True)
-    estimate = error_per_head(q, k, v, stats.config.with_tau(stats.tau_per_head[0]))
+    estimate = error_per_head(q, k, v, stats.config.with_found_taus(stats.tau_per_head[0]))
     assert len(estimate.segments) == 32 < estimate.segments_total
     between = np.isfinite(stats.tau_per_head) & (stats.tau_per_head > 0)
     assert between.any()

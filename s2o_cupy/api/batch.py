@@ -84,6 +84,12 @@ class Batch:
         self.schedule: ScheduleForm | None = None  # of gather_attention
         self._forms = forms
 
+    def with_schedule(self, schedule: ScheduleForm, forms: tuple[Form, ...]) -> Batch:
+        """The same call by a schedule, whose arrays ``forms`` has behind the others."""
+        other = copy.copy(self)
+        other.schedule, other._forms = schedule, forms
+        return other
+
     @property
     def alone(self) -> bool:
         """Whether one problem is all there is: q, k and v are used whole."""

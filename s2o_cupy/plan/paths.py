@@ -1,6 +1,6 @@
 """The paths: what each set of pass kernels can do, which problems it takes, and which kernels it runs them with.
 
-kernels.py says what a path answers; nobody but the paths compares architectures or names of kernels. A new
+kernels.py says what a path answers. Of S2O nobody but the paths compares architectures or names of kernels. A new
 architecture is a class here, its lag in spec.STOP_LAG and a folder of kernels. Pure: no array, no GPU, no CuPy.
 """
 
