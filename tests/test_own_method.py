@@ -166,6 +166,12 @@ def test_what_is_refused(method, message, qkv):
             function(*arguments, config=method)
 
 
+def test_what_was_probably_meant(qkv):
+    for config, instead in (({"tau": 0.1}, r"S2OConfig\(\*\*config\)"), (0.1, r"S2OConfig\(tau=0.1\)")):
+        with pytest.raises(TypeError, match=f"config is a .* returning a Schedule; such as {instead}$"):
+            sparse_attention(*qkv(100), config=config)
+
+
 def test_arrays_of_another_framework_are_refused(qkv):
     q, k, v = qkv(300, heads=4, kv_heads=2, head_dim=16)
     of_torch = scheduled(array=torch_array)

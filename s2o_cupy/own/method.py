@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -114,8 +115,16 @@ def as_method(config: Any, what: str, *, s2o: bool = True, also: str = "") -> An
     if isinstance(config, type):
         raise TypeError(f"{what} is the class {config.__name__}; accepted: an instance, {config.__name__}(...)")
     if isinstance(config, S2OConfig) or not callable(config):
-        raise TypeError(f"{what} is a {type(config).__name__}; accepted: {accepted}")
+        raise TypeError(f"{what} is a {type(config).__name__}; accepted: {accepted}{_meant(config) if s2o else ''}")
     return OwnMethod(config)
+
+
+def _meant(config: Any) -> str:
+    """What was probably meant, for an error."""
+    if isinstance(config, Mapping):
+        return "; such as S2OConfig(**config)"
+    is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
+    return f"; such as S2OConfig(tau={config})" if is_number else ""
 
 
 def kernels_config(config: AnyMethod) -> S2OConfig:
