@@ -41,6 +41,7 @@ __all__ = [
     "S2OError",
     "MOMENT_KEYS",
     "TAIL_DOUBT",
+    "TAIL_REACH",
     "TAIL_SAMPLES",
     "moment_group",
     "moment_keys",
@@ -99,6 +100,7 @@ DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neig
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
+TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
 MOMENT_KEYS = 4096  # keys at most that means and covariances are taken from
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -117,6 +119,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kTailSamples": TAIL_SAMPLES,
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
+    "kTailReach": TAIL_REACH,
     "kOutlierShift": OUTLIER_SHIFT,
     "kBlockUnits": BLOCK_UNITS,
     "kKeyExponent": KEY_EXPONENT,
