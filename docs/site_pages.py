@@ -40,6 +40,7 @@ API = {
             f"{INTEGRATIONS}.model_tools",
             *(f"{PACKAGE}.tools.tune_layers.{name}" for name in ("TunedLayers", "tune_layers")),
             *(f"{PACKAGE}.tools.{name}" for name in ("loss_search.Trial", "must_hold.Part", "must_hold.Bound")),
+            f"{PACKAGE}.tools.measured_method.MeasuredMethod",
             *(f"{INTEGRATIONS}.model_report.{name}" for name in ("ModelReport", "LayerReport")),
             *(f"{PACKAGE}.{name}" for name in ("tune", "tools.tune.TuneResult")),
             *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate", "attention_within")),
@@ -62,7 +63,8 @@ API = {
                 "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "select", "MeanPoolingConfig",
                 "PBSConfig", "SpargeConfig", "tune_sparge",
                 "tools.tune_sparge.SpargeTuning", "XAttentionConfig", "FlexPrefillConfig", "VerticalSlashConfig",
-                "AShapeConfig", "compare", "tools.compare.Comparison", "tools.compare.Compared",
+                "AShapeConfig", "BLASSTConfig", "own.method.Method", "compare", "tools.compare.Comparison",
+                "tools.compare.Compared",
             )
         ],
     ),

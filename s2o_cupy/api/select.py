@@ -1,4 +1,4 @@
-"""Published ways to choose keys: as schedules, and as attention."""
+"""Ways to choose keys, published ones and the caller's own: as schedules, and as attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..arrays.frameworks.base import Output
 from ..arrays.operand import address, operand
 from ..arrays.torch_compile import outside_graphs
 from ..methods.base import MethodConfig
-from ..methods.registry import METHODS
+from ..own.method import OwnMethod, as_method
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, cached_validate
 from ..schedules.schedule import Schedule
@@ -22,7 +22,7 @@ from .gather import gather_attention
 from .head_turns import in_turns
 from .own_name import errors_name
 
-__all__ = ["method_names", "select", "sparse_attention"]
+__all__ = ["select", "sparse_attention"]
 
 
 @outside_graphs
@@ -38,14 +38,16 @@ def select(
     stream: Any = None,
     backend: str = "auto",
 ) -> Schedule:
-    """The schedule that a published method chooses for q and k.
+    """The schedule that a method chooses for q and k.
 
     Parameters
     ----------
     q, k : arrays as `s2o_attention` takes them
-    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig or \
-            AShapeConfig
-        Its class says the method.
+    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig, \
+            AShapeConfig, BLASSTConfig or callable
+        Its class says the method. A callable is one of the caller's own (`s2o_cupy.own.method.Method`): it is called
+        with views of q, (batch, heads, seqlen_q, head_dim), and k, and with is_causal and scale, and returns a
+        Schedule, which is checked: its content on the CPU alone.
     is_causal, scale, layout, stream, backend : as in `s2o_attention`
 
     Returns
@@ -64,6 +66,8 @@ def select(
     -----
     Nothing waits for the GPU, and a call can be captured into a CUDA graph after one outside of the capture. Keys whose
     mean with others is not finite are chosen. Scores are products as they are: a softcap is for `gather_attention`.
+    A method of the caller's own runs on the call's device and stream; whether it waits or can be captured is up to it.
+    ``torch.compile`` breaks its graph at the call, and traces nothing of it.
 
     Examples
     --------
@@ -74,8 +78,7 @@ def select(
     >>> schedule.keys.shape
     (1, 2, 8)
     """
-    if not isinstance(config, METHODS):
-        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {method_names()}")
+    config = as_method(config, "select: config", s2o=False)
     call = Call({"q": q, "k": k}, backend, stream)
     framework, (of_q, of_k), host = call.framework, call.infos, call.host
     problem = cached_validate(
@@ -83,6 +86,11 @@ def select(
         call.backend, layout, is_causal, scale, 0.0,
     )  # fmt: skip
     config.check(problem)
+    if isinstance(config, OwnMethod):
+        if problem.empty or not problem.seqlen_k:  # nothing to choose from
+            return _fixed(call, problem, {"segment": 128, "is_causal": is_causal})
+        with call.scope(), framework.graphs_own(of_q.native, host=host):
+            return config.schedule(framework, q, k, problem, layout, of_q.device, "select")
     rules = config.fixed_rules(problem)
     if rules is not None:
         return _fixed(call, problem, rules)
@@ -125,7 +133,7 @@ def sparse_attention(
     Parameters
     ----------
     q, k, v : arrays as `s2o_attention` takes them
-    config : S2OConfig, or one that `select` takes
+    config : S2OConfig, or what `select` takes
         With an S2OConfig it is `s2o_attention`.
     is_causal, scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
 
@@ -150,18 +158,17 @@ def sparse_attention(
         "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse, "return_stats": return_stats,
         "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
-    if isinstance(config, S2OConfig):
-        return s2o_attention(q, k, v, config=config, is_causal=is_causal, **options)
-    if not isinstance(config, METHODS):
-        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
+    method = as_method(config, "sparse_attention: config")
+    if isinstance(method, S2OConfig):
+        return s2o_attention(q, k, v, config=method, is_causal=is_causal, **options)
 
     def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
         of_selection = {name: options[name] for name in ("scale", "layout", "stream", "backend")}
         schedule = select(q, k, config, is_causal=is_causal, **of_selection)
-        return gather_attention(q, k, v, schedule, path=config.path, **options)
+        return gather_attention(q, k, v, schedule, path=method.path, **options)
 
-    if config.long_lists and not return_stats:
-        found = in_turns(attend, (q, k, v), config, is_causal, options)
+    if method.long_lists and not return_stats:
+        found = in_turns(attend, (q, k, v), method, is_causal, options)
         if found is not None:
             return found
     return attend(q, k, v, **options)
@@ -182,11 +189,6 @@ def _fixed(call: Call, problem: Problem, rules: dict[str, Any]) -> Schedule:
             entries, begins, keys, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
             is_sorted=True, **rules,
         )  # fmt: skip
-
-
-def method_names() -> str:
-    """Of the configs that select takes."""
-    return ", ".join(method.__name__ for method in METHODS)
 
 
 def _outputs(call: Call, form: ScheduleForm, problem: Problem, entries: int) -> dict[str, Output]:

@@ -1,11 +1,11 @@
-"""Published methods on keys and values in the pages of a cache."""
+"""Methods on keys and values in the pages of a cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..arrays.torch_compile import outside_graphs
-from ..methods.registry import METHODS
+from ..own.method import as_method
 from ..problem import MAX_SEQLEN
 from ..spec import S2OConfig, checked_int
 from .batch import paged
@@ -13,7 +13,7 @@ from .call import Call
 from .gather import gather_attention, gather_attention_paged
 from .own_name import errors_name
 from .paged import check_rows, s2o_attention_paged
-from .select import method_names, select
+from .select import select
 
 __all__ = ["sparse_attention_paged"]
 
@@ -79,14 +79,13 @@ def sparse_attention_paged(
         "return_stats": return_stats, "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
     seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN, owner=where)
-    if isinstance(config, S2OConfig):
-        return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=config, **options)
-    if not isinstance(config, METHODS):
-        raise TypeError(f"{where}: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
+    method = as_method(config, f"{where}: config")
+    if isinstance(method, S2OConfig):
+        return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=method, **options)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     call = Call(inputs, backend, stream)
     framework, infos, host = call.framework, call.infos, call.host
-    forms, kernels = tuple([x.form for x in infos]), config.kernels_config()
+    forms, kernels = tuple([x.form for x in infos]), method.kernels_config()
     batch = paged(forms, None, seqlen_k, kernels, call.backend, layout, is_causal, scale, softcap)
     if host:
         from .on_host import check_entries
@@ -105,9 +104,9 @@ def sparse_attention_paged(
     of_selection = {"is_causal": is_causal, "scale": scale, "stream": stream, "backend": call.backend}
     schedule = select(q, k, config, **of_selection)
     if not schedule.form.order_batch:
-        return gather_attention_paged(q, k_pages, v_pages, page_table, schedule, path=config.path, **options)
+        return gather_attention_paged(q, k_pages, v_pages, page_table, schedule, path=method.path, **options)
     return gather_attention(
-        q, k, in_one_array(v_pages), schedule, path=config.path, **{**options, "layout": "BHSD"}
+        q, k, in_one_array(v_pages), schedule, path=method.path, **{**options, "layout": "BHSD"}
     )
 
 

@@ -480,8 +480,8 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     _add_input(versus, "trace", "as stored, or float32")
     versus.add_argument(
         "--method", action="append", metavar="NAME[:FIELD=VALUE,...]",
-        help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())} "
-        "(default: all, by their defaults)",
+        help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())}, "
+        "or FILE.py:NAME, one of your own (default: all with kernels of their own, by their defaults)",
     )  # fmt: skip
     versus.add_argument("--repeats", type=int, default=5, help="timed calls of each (default: %(default)s)")
     versus.add_argument("--out", dest="plot", help="a picture to write: error by time on a GPU, else by density")

@@ -18,6 +18,7 @@ from .layer_curves import LayerCurves, measure_layer
 from .layer_files import load_layers
 from .layer_settings import BY, head_name, plain_config, plain_per_layer
 from .loss_search import Trial
+from .measured_method import MeasuredMethod
 from .progress import Report
 from .tau_ladder import Unit, ladder
 from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
@@ -65,6 +66,8 @@ class TunedLayers:
         Whether the search was interrupted: there may be faster taus that hold.
     notes : tuple of str
         What was warned of.
+    beside : tuple of MeasuredMethod
+        Other methods on the same texts.
     """
 
     config: S2OConfig
@@ -80,6 +83,7 @@ class TunedLayers:
     min_seqlen: int | None = None
     interrupted: bool = False
     notes: tuple[str, ...] = ()
+    beside: tuple[MeasuredMethod, ...] = ()
 
     @property
     def density(self) -> float:
@@ -132,6 +136,9 @@ class TunedLayers:
         if self.trials:
             lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (what was tried)"]
             lines += [x.line() + ("   chosen" if x is self.loss else "") for x in self.trials]
+        if self.beside:
+            lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (other methods)"]
+            lines += [x.line() for x in self.beside]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,6 +165,7 @@ class TunedLayers:
             "trials": [x.to_dict() for x in self.trials],
             "interrupted": self.interrupted,
             "notes": [*self.notes],
+            "beside": [x.to_dict() for x in self.beside],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
