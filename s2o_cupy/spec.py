@@ -88,6 +88,7 @@ OUTLIER_SHIFT = 4
 BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query's norm
 CLUSTERS = (2, 4)  # groups of keys of a unit that rank="query" may tell apart
 CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
+CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it
 # Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
 KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
@@ -122,6 +123,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kTailReach": TAIL_REACH,
     "kOutlierShift": OUTLIER_SHIFT,
     "kBlockUnits": BLOCK_UNITS,
+    "kCentrePart": CENTRE_PART,
     "kKeyExponent": KEY_EXPONENT,
     "kQueryExponent": QUERY_EXPONENT,
     "kMostExponent": MOST_EXPONENT,

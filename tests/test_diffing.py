@@ -18,8 +18,8 @@ from gpu_cases import CASES
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, ordering, s2o
-from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT
-from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent
+from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
+from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent, longest_of_keys
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
@@ -93,8 +93,8 @@ def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
     """Rows and scales such that the first keys are shorter than 2^(KEY_EXPONENT + 1), queries than 2^(QUERY_EXPONENT +
     1)."""
     off_centre = stages.keys - stages.blocks[:, :, :1, None]
-    leading = np.square(off_centre[:, :, : geometry.leading_units]).sum(axis=-1).max(axis=(2, 3))
-    exponents = KEY_EXPONENT - half_exponent(leading)  # [B, Hkv]
+    longest = longest_of_keys(off_centre[:, :, : geometry.leading_units], stages.blocks[:, :, :1, None])
+    exponents = KEY_EXPONENT - half_exponent(longest)  # [B, Hkv]
     rows = as_e4m3(off_centre * np.exp2(exponents)[:, :, None, None, None])
     rows[np.isneginf(stages.shares)] = 0
     of_heads = exponents.repeat(q.shape[1] // exponents.shape[1], axis=1)
@@ -104,6 +104,23 @@ def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
         exponent = np.minimum(QUERY_EXPONENT - half_exponent(squared), MOST_EXPONENT - of_heads)  # [B, H]
         scales[:, :, n, 0], scales[:, :, n, 1] = scale * LOG2E * np.exp2(exponent), np.exp2(exponent + of_heads)
     return replace(stages, rows=rows, exponents=exponents, scales=scales)
+
+
+@pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10])
+def test_first_keys_that_are_alike_leave_room_for_others(rng, alike):
+    """As of repeated tokens: what later keys differ by is no multiple of what these do. The first ten units by 8 bits
+    are among the first twenty of all."""
+    q, k = rng.standard_normal((2, 1, 1, 2048, 128))
+    k[:, :, :128] = k[:, :, :1] + alike * k[:, :, :128]
+    config, scale = S2OConfig(dense_last=0), 128**-0.5
+    geometry = Geometry(2048, 2048, config.segment, unit=config.unit)
+    stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, in_bytes=True)
+    n, centre = geometry.segments - 1, stages.blocks[:, :, 0]
+    norms = stages.norms + (q @ centre[..., None])[..., 0] * (scale * LOG2E)  # of keys as they are
+    exact = ordering.query_weights(q, norms, stages.keys, np.exp2(stages.shares.astype(float)), n, geometry, scale)
+    found = scores_of_bytes(q, stages, n, geometry)
+    first = set(np.argsort(-exact[0, 0])[:20])
+    assert first.issuperset(np.argsort(-found[0, 0])[:10])
 
 
 def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:

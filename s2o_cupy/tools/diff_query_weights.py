@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from ..problem import Problem
-from ..spec import BLOCK_UNITS, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry, S2OConfig
+from ..spec import BLOCK_UNITS, CENTRE_PART, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry, S2OConfig
 
-__all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "scores_and_bounds"]
+__all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "longest_of_keys", "scores_and_bounds"]
 
 Array = Any  # numpy.ndarray
 UNIT32 = 2.0**-24
@@ -127,7 +127,7 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
     centre = got.blocks[:, :, :1, None].astype(np.float32)  # [B, Hkv, 1, 1, D]
     with np.errstate(invalid="ignore", over="ignore"):
         off_centre = got.keys - centre
-    _compare_exponents(rows, got.exponents, off_centre[:, :, :lead].astype(np.float64))
+    _compare_exponents(rows, got.exponents, off_centre[:, :, :lead].astype(np.float64), centre.astype(np.float64))
     with np.errstate(invalid="ignore", over="ignore"):
         exact = as_e4m3(off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None])
     exact = np.where(np.isneginf(got.shares.astype(np.float32))[..., None], np.float32(0), exact)
@@ -135,15 +135,21 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
     rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")
 
 
-def _compare_exponents(rows: Any, got: Array, leading: Array) -> None:
+def _compare_exponents(rows: Any, got: Array, leading: Array, centre: Array) -> None:
     """Powers of two ``got`` [B, Hkv] against the one of the longest of the ``leading`` groups less the centre [B, Hkv,
-    units, C, D], or its neighbour within rounding."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        squared = np.square(leading).sum(axis=-1)
-    longest = np.where(squared < np.finfo(np.float32).max, squared, 0).max(axis=(2, 3))
+    units, C, D], or of the part of the ``centre`` [B, Hkv, 1, 1, D] that is longer; or its neighbour, by rounding."""
+    longest = longest_of_keys(leading, centre)
     high, low = (KEY_EXPONENT - half_exponent(x) for x in _either_end(longest, leading.shape[-1]))
     wrong = (got < low) | (got > high)
     rows.integers("8-bit exponents", np.where(wrong, np.inf, 0.0), int(wrong.sum()))
+
+
+def longest_of_keys(leading: Array, centre: Array) -> Array:
+    """The squared length [B, Hkv] that keys are scaled by: as of `_compare_exponents`."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        squared, of_centre = (np.square(x).sum(axis=-1) for x in (leading, centre))
+        finite = [np.where(x < np.finfo(np.float32).max, x, 0).max(axis=(2, 3)) for x in (squared, of_centre)]
+    return np.maximum(finite[0], finite[1] / CENTRE_PART**2)
 
 
 def _either_end(squared: Array, head_dim: int) -> tuple[Array, Array]:
