@@ -220,6 +220,7 @@ def test_numbers_of_the_definition():
     assert f'with `"max"`, up to {most["max"]};' in reference
     assert f'{S2OConfig(rank="mean").segment} with rank `"max"` and `"mean"`' in reference
     assert f"a power of two up to {spec.UNITS[-1]}." in reference
+    assert f'{spec.DEFAULT_TAU_WITH_TAIL} with rank `"query"` and its tail, else {spec.DEFAULT_TAU}, for' in reference
     default = S2OConfig()
     assert f"segments of {default.segment}. The keys before" in readme and f"units of {default.unit} " in readme
     assert f"tiles of {default.block_m} queries visit {default.block_n} keys" in readme

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", "5.16")
 import _common  # noqa: E402
 import _retrieval  # noqa: E402
 import _sources  # noqa: E402
+import _turns  # noqa: E402
 import tasks  # noqa: E402
 
 from s2o_cupy.methods.registry import METHODS  # noqa: E402
@@ -105,9 +106,10 @@ def test_answers_are_read_one_token_before():
 
 def test_a_run(weights, monkeypatch, tmp_path):
     pretend_a_gpu(monkeypatch, [(_retrieval, "run_retrieval")])
+    monkeypatch.setattr(_turns.in_turns, "__defaults__", (0,))  # no warm-up of times that are made up
     args = tasks.parse([
         "--retrieval", "--weights", weights, "--lengths", "1024", "--samples", "1", "--repeats", "1", "--baselines",
-        "cudnn", "--base", "tau=0", "--set", "tau=1000,segment=128,block_n=16,block_m=16,tail=none", "--method",
+        "cudnn", "--base", "tau=0", "--set", "tau=1000,segment=128,block_n=64,block_m=64,tail=none", "--method",
         "ashape", "--method", f"{own_methods.__file__}:LargestKeys:share=0.3", "--tasks",
         "single,multi_query,frequent_words", "--json", str(tmp_path / "r.json"),
     ])  # fmt: skip

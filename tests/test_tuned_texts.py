@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,7 +72,8 @@ def pretended(monkeypatch):
 def test_several_texts(model):
     """Of different lengths: as one model runs on each, and every token counts alike."""
     texts = [prompt(300), prompt(700)[:, 200:]]
-    options = {**OPTIONS, "by": "layer", "taus": (1.0, 0.1), "segments": 100}
+    config = replace(CONFIG, segment=64, block_m=32, block_n=32)
+    options = {**OPTIONS, "by": "layer", "taus": (1.0, 0.1), "segments": 100, "config": config}
     found = tune_model(model, texts, **{**options, "loss": 0.4})
     alone = [tune_model(model, text, **{**options, "loss": None, "error": 9}) for text in texts]
     for layer, (curves, first, second) in enumerate(zip(found.curves, *(x.curves for x in alone), strict=True)):
