@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of a small product only wait for each other
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from s2o_cupy._source_tree import SourceTreeFinder  # noqa: E402

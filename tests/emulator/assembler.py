@@ -43,9 +43,36 @@ class _Kernel(ctypes.Structure):
 
 @dataclass
 class Assembled:
-    program: Program
-    kernel: _Kernel
-    keeps: tuple[Any, ...]  # what the kernel points to
+    """Of a kernel, without addresses, so that it can be kept in a file."""
+
+    name: str
+    param_bytes: int
+    cluster: int
+    shared_bytes: int  # of arrays with a size
+    local_bytes: int
+    functions: list[str]  # names of op_...
+    code: Any  # INS; `run` is an index into functions, `o` one into operands
+    operands: Any  # int32: offsets of rows
+    constants: bytes
+    register_bytes: int
+    specials: list[int]
+    local_row: int
+    param_row: int
+    places: dict[int, str]  # as of Program
+
+    def bind(self) -> tuple[_Kernel, tuple[Any, ...]]:
+        """For machine_launch, and what it points to."""
+        code, addresses = self.code.copy(), np.array([_function(name) for name in self.functions], np.uint64)
+        code["run"] = addresses[code["run"].astype(np.intp)]
+        code["o"] = self.operands.ctypes.data + 4 * code["o"]
+        constants = np.frombuffer(self.constants, np.uint8)
+        name = self.name.encode()
+        kernel = _Kernel(
+            code.ctypes.data, len(code), constants.ctypes.data, len(constants), self.register_bytes + len(constants),
+            (ctypes.c_int64 * 8)(*self.specials), self.local_bytes, self.local_row, self.shared_bytes, self.param_row,
+            name,
+        )  # fmt: skip
+        return kernel, (code, self.operands, constants, name)
 
 
 class UnknownOpcode(Exception):
@@ -84,6 +111,7 @@ class _Assembler:
         self.constant_values: list[tuple[int, int]] = []
         self.constant_bytes = 0
         self.targets: dict[str, int] = {}
+        self.functions: dict[str, int] = {"nothing": 0}
         self.operands: list[int] = []  # offsets of all instructions
         self.code: list[tuple[Any, ...]] = []  # as INS, `o` an index into operands
         self.local_row = self.param_row = -1
@@ -190,7 +218,9 @@ class _Assembler:
         guard = -1 if x.guard is None else self.rows[x.guard]
         start = len(self.operands)
         self.operands.extend(rows)
-        self.code.append((_function(function), start, imm, guard, member, x.line, kind, x.negated, aux, n))
+        _function(function)  # or it is not known
+        which = self.functions.setdefault(function, len(self.functions))
+        self.code.append((which, start, imm, guard, member, x.line, kind, x.negated, aux, n))
 
     def run(self) -> Assembled:
         self.special_rows: dict[str, int] = {}
@@ -223,21 +253,17 @@ class _Assembler:
         code = np.array(
             [(*x[:2], self.targets[x[2]], *x[3:]) if isinstance(x[2], str) else x for x in self.code], INS
         )
-        operands = np.array(self.operands or [0], np.int32)
-        code["o"] = operands.ctypes.data + 4 * code["o"]
         constants = b"".join(
             value.to_bytes(4, "little") if width == 1 else value.to_bytes(width // 8, "little") * 32
             for width, value in self.constant_values
         )
-        constants_array = np.frombuffer(constants or b"\0" * 4, np.uint8)
-        specials = (ctypes.c_int64 * 8)(*(self.special_rows.get(name, -1) for name in SPECIALS))
-        name = self.program.name.encode()
-        kernel = _Kernel(
-            code.ctypes.data, len(code), constants_array.ctypes.data, len(constants),
-            self.register_bytes + len(constants), specials, -(-self.program.local_bytes // 16) * 16, self.local_row,
-            self.program.shared_bytes, self.param_row, name,
+        program = self.program
+        return Assembled(
+            program.name, program.param_bytes, program.cluster, program.shared_bytes,
+            -(-program.local_bytes // 16) * 16, list(self.functions), code, np.array(self.operands or [0], np.int32),
+            constants or b"\0" * 4, self.register_bytes, [self.special_rows.get(name, -1) for name in SPECIALS],
+            self.local_row, self.param_row, program.places,
         )  # fmt: skip
-        return Assembled(self.program, kernel, (code, operands, constants_array, name))
 
     def instruction(self, x: Instruction) -> None:
         head, *rest = x.opcode.split(".")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import hashlib
 import os
+import pickle
 import threading
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .assembler import Assembled, assemble
-from .library import library
+from .library import folder, library
 from .ptx import parse
 
 __all__ = ["EmulatorError", "Settings", "allocate", "known", "launch", "load", "settings"]
@@ -83,22 +86,39 @@ def allocate(nbytes: int) -> np.ndarray:
 
 @dataclass
 class Loaded:
-    assembled: Assembled
     text: str
+    assembled: Assembled
+    kernel: Any  # for machine_launch
+    keeps: Any  # what that points to
 
-    @property
-    def name(self) -> str:
-        return self.assembled.program.name
+    def place(self, line: int) -> str:
+        """Of the source, for a line of the PTX."""
+        known = [x for x in self.assembled.places if x <= line + 1]
+        return self.assembled.places[max(known)] if known else "?"
 
 
 _kernels: dict[int, Loaded] = {}
 
 
+def _assembled(text: str) -> Assembled:
+    here = Path(__file__).parent
+    sources = b"".join((here / name).read_bytes() for name in ("ptx.py", "assembler.py"))
+    file = folder() / f"{hashlib.sha256(sources + text.encode()).hexdigest()[:32]}.pickle"
+    if file.exists():
+        found: Assembled = pickle.loads(file.read_bytes())
+        return found
+    found = assemble(parse(text))
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(found))
+    part.replace(file)
+    return found
+
+
 def load(text: str) -> int:
     """A handle of a kernel, of its PTX."""
-    loaded = Loaded(assemble(parse(text)), text)
+    assembled = _assembled(text)
     handle = 0x1000 + len(_kernels)
-    _kernels[handle] = loaded
+    _kernels[handle] = Loaded(text, assembled, *assembled.bind())
     return handle
 
 
@@ -106,7 +126,7 @@ def launch(handle: int, blocks: int, threads: int, shared_bytes: int, arguments:
     """``arguments``: the address of an array of the addresses of the parameters, as of cuLaunchKernel."""
     global _stale
     loaded = _kernels[handle]
-    program = loaded.assembled.program
+    program = loaded.assembled
     machine = library()
     place = ctypes.c_uint64.from_address(arguments).value
     params = np.zeros(program.param_bytes + 64, np.uint8)
@@ -123,7 +143,7 @@ def launch(handle: int, blocks: int, threads: int, shared_bytes: int, arguments:
             ctypes.c_uint64(settings.seed), int(settings.late), ctypes.c_uint64(settings.limit)
         )
         failed = machine.machine_launch(
-            ctypes.byref(loaded.assembled.kernel), blocks, threads, program.shared_bytes + shared_bytes,
+            ctypes.byref(loaded.kernel), blocks, threads, program.shared_bytes + shared_bytes,
             program.cluster, ctypes.c_void_p(params.ctypes.data + skip), settings.at_once,
         )  # fmt: skip
     settings.launches.append((program.name, machine.machine_executed()))
@@ -137,5 +157,4 @@ def launch(handle: int, blocks: int, threads: int, shared_bytes: int, arguments:
 def _explained(loaded: Loaded, line: int, what: str) -> str:
     if line < 0:
         return what
-    program: Any = loaded.assembled.program
-    return f"{what}\n  at {program.place(line)}\n  PTX line {line + 1}: {loaded.text.splitlines()[line].strip()[:200]}"
+    return f"{what}\n  at {loaded.place(line)}\n  PTX line {line + 1}: {loaded.text.splitlines()[line].strip()[:200]}"

@@ -346,7 +346,7 @@ def install() -> None:
 
     nvrtc.getVersion()  # loads the library by way of the real CuPy
     fake = build(nvrtc)
-    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx")]:
         del sys.modules[name]
     sys.modules["cupy"] = fake
     sys.modules["cupy.cuda"] = fake.cuda

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["library"]
+__all__ = ["folder", "library"]
 
 HERE = Path(__file__).parent
 SOURCES = ("arithmetic.c", "memory.c", "tensor.c", "machine.c")
@@ -18,12 +18,17 @@ OPTIONS = ("-O2", "-ftree-vectorize", "-march=native", "-fno-strict-aliasing", "
            "-fPIC", "-shared")  # fmt: skip
 
 
+def folder() -> Path:
+    """Of this user, for what takes time to make."""
+    found = Path(tempfile.gettempdir()) / f"s2o-emulator-{os.getuid()}"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     text = b"".join((HERE / name).read_bytes() for name in ("machine.h", *SOURCES)) + repr(OPTIONS).encode()
-    folder = Path(tempfile.gettempdir()) / f"s2o-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    built = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
+    built = folder() / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     if not built.exists():
         part = built.with_suffix(f".{os.getpid()}")
         command = ["gcc", *OPTIONS, "-o", str(part), *(str(HERE / name) for name in SOURCES), "-lm"]

@@ -422,7 +422,7 @@ int machine_launch(const Kernel* kernel, u32 blocks, u32 threads, u32 shared_byt
   }
   _mm_setcsr(mode | 0x8040);  // denormal numbers are zeros, of operands and results
   u32 next = 0;
-  int running;
+  int running, still = 0;  // rounds in which nothing went on; a warp that ends in a wait may have let others go on
   do {
     running = 0;
     int moved = 0;
@@ -433,8 +433,9 @@ int machine_launch(const Kernel* kernel, u32 blocks, u32 threads, u32 shared_byt
       running = 1;
       if (run_cluster(c)) moved = 1;
     }
-    if (running && !moved) {
-      for (int n = 0; n < resident_count && !moved; ++n)
+    still = moved ? 0 : still + 1;
+    if (running && still > 100) {
+      for (int n = 0; n < resident_count; ++n)
         for (int r = 0; resident[n].running && r < resident[n].size; ++r)
           for (int x = 0; x < resident[n].blocks[r].warp_count; ++x) {
             Warp* w = resident[n].blocks[r].warps + x;

@@ -53,10 +53,6 @@ class Program:
     body: list[Label | Instruction] = field(default_factory=list)
     places: dict[int, str] = field(default_factory=dict)  # line of the text: place in the source
 
-    def place(self, line: int) -> str:
-        known = [x for x in self.places if x <= line]
-        return self.places[max(known)] if known else "?"
-
 
 def split(text: str) -> list[str]:
     """Operands, at the commas outside of brackets and braces."""
