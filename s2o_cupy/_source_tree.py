@@ -12,12 +12,16 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {f"{__package__}.{name}": ROOT / name / "__init__.py" for name in ("raw_kernels", "reference")}
+HERE = Path(__file__).resolve().parent
+PACKAGES = {
+    f"{__package__}.{name}": HERE.parent / name / "__init__.py"
+    for name in ("raw_kernels", "reference")
+    if not (HERE / name).is_dir()
+}
 
 
 class SourceTreeFinder:
-    """Asked after all others, so that an installed package wins."""
+    """Asked before all others: another checkout that is installed as editable has a finder for the same two names."""
 
     @staticmethod
     def find_spec(
@@ -30,4 +34,4 @@ class SourceTreeFinder:
 
 
 if SourceTreeFinder not in sys.meta_path:
-    sys.meta_path.append(SourceTreeFinder)
+    sys.meta_path.insert(0, SourceTreeFinder)

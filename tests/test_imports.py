@@ -197,6 +197,26 @@ def test_kernels_and_reference_are_found():
     assert resources.files("s2o_cupy.raw_kernels").joinpath("common/geometry.cuh").is_file()
 
 
+def test_another_checkout_lends_nothing(tmp_path):
+    """One that is installed as editable has a finder of its own for the names of these two."""
+    (tmp_path / "__init__.py").touch()
+    finder = f"""
+import importlib.util, sys
+
+class Other:
+    def find_spec(name, path=None, target=None):
+        if name in ("s2o_cupy.raw_kernels", "s2o_cupy.reference"):
+            return importlib.util.spec_from_file_location(name, {str(tmp_path / "__init__.py")!r})
+
+sys.meta_path.append(Other)
+import s2o_cupy.raw_kernels, s2o_cupy.reference
+print(s2o_cupy.raw_kernels.__file__, s2o_cupy.reference.__file__, sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", finder], capture_output=True, text=True, check=True)
+    assert [Path(x).parent for x in done.stdout.splitlines()] == [REFERENCE.parent / "raw_kernels", REFERENCE]
+    assert REFERENCE.parent in (PACKAGE, PACKAGE.parent)
+
+
 def test_a_checkout_is_no_part_of_the_package():
     """There is one S2OConfig: no second copy of a module under another name."""
     from importlib.util import find_spec
