@@ -205,6 +205,8 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
     if tau is not None:
         of_heads = check_tau(tau, "s2o_attention")
         scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
+        if config.error is not None and config.tail is None:
+            scalars[_TAIL] = "none"  # as S2OConfig.with_tau
     return scalars
 
 
@@ -253,7 +255,7 @@ _SCHEMA_TYPES[float | Sequence[float] | None] = "float[]?"
 
 _HINTS = get_type_hints(S2OConfig)
 _NAMES = tuple(field.name for field in fields(S2OConfig))
-_TAU, _ERROR = _NAMES.index("tau"), _NAMES.index("error")
+_TAU, _ERROR, _TAIL = (_NAMES.index(name) for name in ("tau", "error", "tail"))
 _DEFAULT = S2OConfig()
 
 
