@@ -150,7 +150,8 @@ def by_words(q, k, v, config, **options):
 @pytest.mark.parametrize("options", [{"scale": 0.4}, {"scale": -0.4, "softcap": 3.0}], ids=str)
 def test_the_definition_by_whole_calls(rng, changes, options):
     """With keys before the first query, so that the first of three segments has candidates too."""
-    q, k, v = rng.standard_normal((1, 4, 180, 16)), *rng.standard_normal((2, 1, 2, 350, 16))
+    q = rng.standard_normal((1, 4, 180, 16))
+    k, v = rng.standard_normal((2, 1, 2, 350, 16))
     config = S2OConfig(error=(0.02, 0.1, 0.3, 0.05), segment=64, block_m=32, block_n=32, **changes)
     found = error_taus(q, k, v, config, range(3), [1.0] * 3, **options)
     # Sums in another order; taus that are the larger the more an error next to them moves.

@@ -173,7 +173,7 @@ def test_rows_and_blocks_by_hand():
     assert (chunk.rows, chunk.longest, chunk.elements) == (6, 128, 2 * 288)
     elements = list(range(chunk.elements))
     rows = [elements[chunk.place(head, n)] for head in (5, 6) for n in (3, 4, 5)]
-    assert [len(row) for row in rows] == [64, 96, 128] * 2 and sum(rows, []) == elements
+    assert [len(row) for row in rows] == [64, 96, 128] * 2 and list(itertools.chain(*rows)) == elements
     assert 2 * STRATUM * BLOCK_PAIRS == 16384 and ORDER_HEAD == 8192
     for segments, stride, growth, blocks in (
         (1, 8192, 0, 0),  # the head of an order is all of it
