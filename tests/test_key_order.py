@@ -59,6 +59,7 @@ def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
     order = key_order.order_keys(scores)
     assert order.dtype == np.int32
     bucket = buckets(scores)
+    assert key_order.score_buckets(scores).tolist() == bucket
     assert order.tolist() == sorted(range(len(scores)), key=lambda c: (bucket[c], c))
 
 
