@@ -5,7 +5,7 @@
 # make lint      ruff and mypy
 # make docs      the documentation site, into build/site
 # make mutants   random faults in Python that changed since the commit SINCE: which of them no test sees
-# make sanitize  small cases on a GPU under compute-sanitizer
+# make sanitize  small cases on a GPU under compute-sanitizer: memcheck, then racecheck; each is a target too
 # make torture   hostile checks on a GPU, about 4 minutes
 # make clean     remove what these commands made
 #
@@ -60,7 +60,7 @@ QUICK := -m "not slow"
 test test-all: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo loss test test-all kernels mutants lint mypy docs sanitize torture clean
+.PHONY: demo loss test test-all kernels mutants lint mypy docs sanitize memcheck racecheck torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -85,10 +85,14 @@ mutants: $(TEST)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.mutants --since $(SINCE) $(MUTANTS)
 
 # compute-sanitizer comes with the CUDA toolkit. Padding, as one array's end may else be the next one's beginning.
-sanitize: $(TEST)
-	export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}; \
-	compute-sanitizer --tool memcheck --padding 65536 --error-exitcode 1 $(RUN) tests/sanitize.py; \
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py
+sanitize: memcheck
+	$(MAKE) racecheck
+
+memcheck racecheck: $(TEST)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} compute-sanitizer --tool $@ $(PADDING) --error-exitcode 1 \
+	  $(RUN) tests/sanitize.py
+
+memcheck: PADDING := --padding 65536
 
 # With PyTorch for CUDA: that of $(PYTHON), or INTEROP=1 installs it.
 torture: $(TEST) $(FRAMEWORKS)
