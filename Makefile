@@ -4,7 +4,8 @@
 # make loss      what S2O costs the small model of benchmarks/small_model, and what it saves; with PyTorch
 # make lint      ruff and mypy
 # make docs      the documentation site, into build/site
-# make sanitize  small cases on a GPU under compute-sanitizer
+# make mutants   random faults in Python that changed since the commit SINCE: which of them no test sees
+# make sanitize  small cases on a GPU under compute-sanitizer: memcheck, then racecheck; each is a target too
 # make torture   hostile checks on a GPU, about 4 minutes
 # make clean     remove what these commands made
 #
@@ -17,6 +18,7 @@
 #   LINT=1              lint too, while kernels compile
 #   LOSS="--tune loss=0.005"   more arguments for loss
 #   PYTEST="-k paged -x"   more arguments for pytest
+#   SINCE=main  MUTANTS="--count 50"   for mutants (python -m tests.mutants --help)
 #   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)
 
 SHELL := /bin/bash
@@ -29,6 +31,8 @@ INTEROP ?= 0
 LINT ?= 0
 PYTEST ?=
 LOSS ?=
+SINCE ?= HEAD~1
+MUTANTS ?=
 SEED ?= 0
 TORTURE ?=
 
@@ -56,7 +60,7 @@ QUICK := -m "not slow"
 test test-all: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo loss test test-all kernels lint mypy docs sanitize torture clean
+.PHONY: demo loss test test-all kernels mutants lint mypy docs sanitize memcheck racecheck torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -77,11 +81,18 @@ loss: $(WITH_TORCH)
 kernels: $(TEST) $(if $(filter-out none,$(CUDA)),$(FRAMEWORKS))
 	$(RUN) -m s2o_cupy compile --arch $(ARCHITECTURES) $(KERNELS)
 
+mutants: $(TEST)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.mutants --since $(SINCE) $(MUTANTS)
+
 # compute-sanitizer comes with the CUDA toolkit. Padding, as one array's end may else be the next one's beginning.
-sanitize: $(TEST)
-	export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}; \
-	compute-sanitizer --tool memcheck --padding 65536 --error-exitcode 1 $(RUN) tests/sanitize.py; \
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py
+sanitize: memcheck
+	$(MAKE) racecheck
+
+memcheck racecheck: $(TEST)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} compute-sanitizer --tool $@ $(PADDING) --error-exitcode 1 \
+	  $(RUN) tests/sanitize.py
+
+memcheck: PADDING := --padding 65536
 
 # With PyTorch for CUDA: that of $(PYTHON), or INTEROP=1 installs it.
 torture: $(TEST) $(FRAMEWORKS)

@@ -47,7 +47,7 @@ def chosen_tau(points: dict[float, float], error: float) -> float:
         return below
     low = math.log(max(points[below], error * LEAST_ERROR))
     part = (math.log(error) - low) / (math.log(points[above]) - low)
-    return float(below * (above / below) ** min(max(part, 0.0), 1.0))
+    return float(below * (above / below) ** part)
 
 
 @quiet

@@ -38,6 +38,7 @@ LONGEST = (
 )  # fmt: skip
 
 # Tests are short, and most are about S2O: without the shortcut to dense attention unless they ask for it.
+DENSE_UP_TO = plan.DENSE_UP_TO
 plan.DENSE_UP_TO = 0
 
 # Small enough for many segments and tiles in short sequences, large enough for the GPU.

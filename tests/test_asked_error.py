@@ -14,8 +14,8 @@ from packs import bits, on_the_cpu
 
 from s2o_cupy import S2OConfig, error_per_head, inputs, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_cupy.plan.error_search import sampled
-from s2o_cupy.reference import dense_attention
-from s2o_cupy.reference.error_taus import chosen_tau, error_taus, second_ladder
+from s2o_cupy.reference import dense_attention, s2o
+from s2o_cupy.reference.error_taus import LEAST_ERROR, chosen_tau, error_taus, second_ladder
 from s2o_cupy.spec import FIRST_LADDER
 
 SMALL = S2OConfig(segment=64, block_m=64, block_n=64, unit=8, dense_up_to=0)
@@ -127,6 +127,38 @@ def test_what_is_not_finite_is_attended_densely(device, qkv):
     assert (taus[:2] > 0).all() and (taus[2:] == 0).all()
 
 
+def by_words(q, k, v, config, **options):
+    """error_taus of all segments of one sequence: whole calls, whose errors nobody samples."""
+    dense = dense_attention(q, k, v, **options)[0]
+    norm = lambda x: np.sqrt(np.square(x).sum(axis=(0, 2, 3)))  # noqa: E731
+
+    def errors(taus):  # of heads at their taus
+        call = replace(config.with_tau(taus), tail="none")
+        return norm(s2o.s2o(q, k, v, call, **options).o - dense) / norm(dense)
+
+    heads = range(q.shape[1])
+    points = [{} for _ in heads]
+    for of_heads in ([FIRST_LADDER for _ in heads], None):
+        ladders = of_heads or [second_ladder(points[h], config.errors(len(heads))[h]) for h in heads]
+        for taus in zip(*ladders, strict=True):
+            for h, error in zip(heads, errors(taus), strict=True):
+                points[h][taus[h]] = float(error)
+    return [[chosen_tau(points[h], config.errors(len(heads))[h]) for h in heads]]
+
+
+@pytest.mark.parametrize("changes", [{"unit": 8}, {"rank": "weight"}, {"rank": "max", "window": 50}], ids=str)
+@pytest.mark.parametrize("options", [{"scale": 0.4}, {"scale": -0.4, "softcap": 3.0}], ids=str)
+def test_the_definition_by_whole_calls(rng, changes, options):
+    """With keys before the first query, so that the first of three segments has candidates too."""
+    q = rng.standard_normal((1, 4, 180, 16))
+    k, v = rng.standard_normal((2, 1, 2, 350, 16))
+    config = S2OConfig(error=(0.02, 0.1, 0.3, 0.05), segment=64, block_m=32, block_n=32, **changes)
+    found = error_taus(q, k, v, config, range(3), [1.0] * 3, **options)
+    # Sums in another order; taus that are the larger the more an error next to them moves.
+    np.testing.assert_allclose(found, by_words(q, k, v, config, **options), rtol=1e-5)
+    assert len(set(found[0])) == 4 and np.isfinite(found).all() and (found > 0).all()
+
+
 def test_ladders_and_choice():
     errors = dict(zip(FIRST_LADDER, (0.4, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.0), strict=True))
     ladder = second_ladder(errors, 0.15)
@@ -138,7 +170,13 @@ def test_ladders_and_choice():
     between = math.sqrt(FIRST_LADDER[2] * FIRST_LADDER[1])
     assert chosen_tau(errors, 0.1 * math.sqrt(2)) == pytest.approx(between)  # half way, in logarithms
     assert chosen_tau({0.1: 0.0, 0.2: math.inf}, 0.1) == 0.1 == chosen_tau({0.1: 0.05, math.inf: 0.2}, 0.1)
-    assert 0.1 < chosen_tau({0.1: 0.0, 0.2: 0.2}, 0.1) < 0.2
+    start = LEAST_ERROR * 0.1  # of an interpolation whose nearer end has no error
+    for error in (0.0, start / 2, start):
+        part = math.log(1 / LEAST_ERROR) / math.log(0.2 / start)  # of the way to 0.2
+        assert chosen_tau({0.1: error, 0.2: 0.2}, 0.1) == pytest.approx(0.1 * 2**part)
+    assert chosen_tau({0.1: 0.1, 0.2: 0.2}, 0.1) == 0.1
+    almost = math.nextafter(0.2, 0)
+    assert chosen_tau({0.1: 0.1, 0.2: 0.2}, almost) == pytest.approx(0.2) and chosen_tau({0.1: 0.1}, 0.2) == 0.1
     assert chosen_tau({0.1: math.nan, 0.2: 0.05}, 0.1) == 0.2
 
 

@@ -36,11 +36,11 @@ CONFIGS = {
 }
 
 
-def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = False) -> GpuStages:
+def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = False, exact: bool = False) -> GpuStages:
     """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype. ``in_bytes``: queries
-    and groups of keys are multiplied in 8 bits."""
-    dtype = q.dtype
-    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    and groups of keys are multiplied in 8 bits. ``exact``: all in float64, and nothing is rounded but to 8 bits."""
+    dtype, half = (np.dtype(np.float64),) * 2 if exact else (q.dtype, np.dtype(np.float16))
+    q, k, v = (x.astype(np.float64 if exact else np.float32) for x in (q, k, v))
     scale = problem.scale
     if scale < 0:
         q, scale = -q, -scale
@@ -54,21 +54,22 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = Fals
     scores, k_order, positions = [], [], []
     for n in range(geometry.segments):
         if of_query is not None and in_bytes:
-            scores.append(scores_of_bytes(q, of_query, n, geometry))
+            scores.append(scores_of_bytes(q, of_query, n, geometry).astype(half))
         elif of_query is not None:
-            shares = np.exp2(of_query.shares.astype(np.float32))
+            shares = np.exp2(of_query.shares.astype(q.dtype))
             found = ordering.query_weights(q, of_query.norms, of_query.keys, shares, n, geometry, scale)
-            scores.append(found.astype(np.float16))
+            scores.append(found.astype(half))
         elif of_units is None:
-            scores.append(key_order.log_weights(s2o.key_scores(pooled, counts, k, n, geometry), scale))
+            found = s2o.key_scores(pooled, counts, k, n, geometry)
+            scores.append(found * scale * LOG2E if exact else key_order.log_weights(found, scale))
         else:
-            scores.append(s2o.unit_weights(pooled, counts, of_units, n, geometry, scale).astype(np.float16))
+            scores.append(s2o.unit_weights(pooled, counts, of_units, n, geometry, scale).astype(half))
         units = s2o.ordered_units(scores[n], n, geometry, config)
         positions.append(s2o.unit_positions(units, n, geometry))
         short = int(geometry.candidates(n) % geometry.unit > 0)
         k_order.append(np.pad(units, ((0, 0), (0, 0), (0, short)), constant_values=geometry.units))
     o1 = s2o.finish(state1)[0].astype(dtype)
-    resumed = s2o.State(state1.m, state1.l, o1.astype(np.float32) * state1.l[..., None])
+    resumed = s2o.State(state1.m, state1.l, o1.astype(q.dtype) * state1.l[..., None])
     state2, visited = s2o.pass2(q, k, v, resumed, q_order, positions, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
     return GpuStages(
@@ -81,7 +82,7 @@ def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, in_bytes:
     """Of rank="query"."""
     found = ordering.unit_clusters(k, geometry, config.groups)
     with np.errstate(divide="ignore"):
-        shares = np.log2(found.shares).astype(np.float16)
+        shares = np.log2(found.shares).astype(np.float16 if q.dtype == np.float32 else q.dtype)
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
     blocks = ordering.block_keys(found.means)
     norms = ordering.query_norms(q, found.means, blocks, own, geometry, scale, centre[:, :, 0] if in_bytes else None)
@@ -131,7 +132,7 @@ def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:
     rounded = as_e4m3(q[:, :, first:end] * stages.scales[:, :, n, :1, None])  # [B, H, queries, D]
     products = np.einsum("bhqd,bhucd->bhucq", rounded, rows) / stages.scales[:, :, n, 1][..., None, None, None]
     weights = products + shares[..., None] - stages.norms[:, :, None, None, first:end]
-    return weights.max(axis=(3, 4)).astype(np.float16)
+    return weights.max(axis=(3, 4))
 
 
 def make(

@@ -123,11 +123,12 @@ def test_the_signatures_are_flash_attns():
     assert list(ours) == ["q", "k", "v", *packed, *FLASH, "block_table"] and FLASH.items() <= ours.items()
 
 
-def exactly(q, k, v, causal, window, scale=None):
+def exactly(q, k, v, causal, window, scale=None, softcap=0.0):
     """o and lse of (seqlen, heads, head_dim), by the definition in flash-attn's docstring."""
     (n, heads, _), (m, kv_heads, _) = q.shape, k.shape
     k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     s = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
     rows, columns = torch.arange(n)[:, None] + m - n, torch.arange(m)
     right = 0 if causal else window[1]
     if window[0] >= 0:
@@ -153,6 +154,18 @@ def test_flash_attns_function(tensors, window, causal):
         assert_close(found[1][row], lse)
     o = flash_attn_func(q, k, v, 0.0, 0.2, causal, window, deterministic=True, tau=0)
     assert_close(o, found[0])
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (20, 0)])
+def test_capped_scores(tensors, packed, window):
+    """Of a call with the window's two calls, and of one without."""
+    q, k, v = (x.transpose(1, 2) for x in tensors(90, 120, heads=4, kv_heads=2))
+    options = {"softmax_scale": 1.0, "causal": True, "window_size": window, "softcap": 2.0, "config": DENSE}
+    exact = exactly(q[0], k[0], v[0], True, window, scale=1.0, softcap=2.0)
+    found = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert_close(found[0][0], exact[0])
+    assert_close(found[1][0], exact[1])
+    assert_close(flash_attn_varlen_func(q[0], k[0], v[0], [0, 90], [0, 120], **options), exact[0])
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (20, 0)])

@@ -75,6 +75,16 @@ def test_rounds_are_ordered_again_where_one_overwrites_the_last():
     assert rounds > 1 and stages.count("pass2_ladder") == stages.count("unit_weights") == 2 * rounds
 
 
+def test_every_walk_counts_q_tiles_by_itself():
+    """In an integer of its own, which is 0 before: pass 1 has the first."""
+    plan, memory, launches = planned(90, problem_of(65536), replace(CONFIG, workspace_bytes=1 << 20))
+    place = memory.places["next_q_tile"]
+    found = [offset_of(x, "next_q_tile") for x in launches if x.stage in ("pass1", "pass2_ladder")]
+    assert len(found) == 1 + 2 * len(plan.chunks) > 3
+    assert sorted(found) == [place.offset + 4 * i for i in range(len(found))]
+    assert found[-1] + 4 == place.offset + place.nbytes <= memory.zeroed
+
+
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("options", [{}, {"head_dim": 33}, {"head_dim": 256}, {"softcap": 3.0}], ids=str)
 def test_kernels_are_in_the_catalogue(capability, options):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from s2o_cupy.reference import key_order
-from s2o_cupy.spec import KEY_BUCKETS, KEY_LEVELS, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
+from s2o_cupy.spec import KEY_BUCKETS, KEY_LEVELS, LAYER_MIX, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
 
 
 def buckets(scores, count=KEY_BUCKETS):
@@ -59,6 +59,7 @@ def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
     order = key_order.order_keys(scores)
     assert order.dtype == np.int32
     bucket = buckets(scores)
+    assert key_order.score_buckets(scores).tolist() == bucket
     assert order.tolist() == sorted(range(len(scores)), key=lambda c: (bucket[c], c))
 
 
@@ -107,6 +108,26 @@ def test_strata_hold_every_candidate_once(count):
     assert (np.diff(dealt.astype(np.int64), axis=1)[there[:, 1:]] > 0).all()  # in ascending position, then nothing
     sizes = there.sum(axis=1)
     assert sizes.max() - sizes.min() <= 4
+
+
+@pytest.mark.parametrize("count", [5, 100, 1025, 5000, 20_011])
+def test_candidates_are_dealt_as_the_words_say(count):
+    """Chunks of eight neighbours to pairs of strata, layer by layer."""
+    dealt = key_order.strata(count)
+    pairs = len(dealt) // 2
+    expected = [[] for _ in dealt]
+    for layer in range(STRATUM // 4):
+        chunks = range(layer * pairs, (layer + 1) * pairs)
+        whole = (chunks[-1] + 1) * 8 <= count
+        begin = (layer**2 * LAYER_MIX % 2**32) * pairs // 2**32 if whole else 0
+        for i, chunk in enumerate(chunks):
+            pair = (i + begin) % pairs
+            turned = whole and layer // 8 % 2 == 1  # the other way round
+            for candidate in range(chunk * 8, chunk * 8 + 8):
+                expected[2 * pair + (candidate % 2 != turned)].append(candidate)
+    assert [[c for c in stratum if c >= 0] for stratum in dealt.tolist()] == [
+        [c for c in stratum if c < count] for stratum in expected
+    ]
 
 
 @pytest.mark.parametrize("count", [8_192, 65_536, 131_072])

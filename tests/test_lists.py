@@ -115,6 +115,17 @@ def test_heads_share_lists(arrays, rng, kind):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("ordered_heads", [1, 2, 4])
+def test_lists_count_keys_in_an_order(arrays, rng, ordered_heads):
+    """Of all heads, of each KV head's heads, or of each head."""
+    q, k, v = arrays(130, 300, batch=2, heads=4, kv_heads=2)
+    lists = random_lists(rng, q.shape, 300, list_heads=1, unit=1, per_tile=True)
+    order = rng.permuted(np.broadcast_to(np.arange(300), (2, ordered_heads, 300)), axis=-1)
+    found = attended(q, k, v, lists, k_order=order)
+    of_head = lambda b, h: order[b, h // (4 // ordered_heads)]  # noqa: E731
+    assert_close(found, subset(q, k, v, lambda b, h, n, t: of_head(b, h)[lists.positions(b, 0, n, t)], 128))
+
+
 def test_keys_that_are_not_listed_have_no_influence(arrays, rng):
     q, k, v = arrays(200, 300)
     lists = make_lists([[[list(range(10, 290, 3))]]], unit=1)

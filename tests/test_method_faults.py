@@ -20,7 +20,7 @@ from s2o_cupy import (
 )
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
-from s2o_cupy.methods import last_rows
+from s2o_cupy.methods import kernels, last_rows
 from s2o_cupy.selection.catalogue import kernels_for
 
 XATTENTION, PORTABLE = XAttentionConfig(), XAttentionConfig(stride=16, path="portable")
@@ -40,6 +40,8 @@ class Fault:
     is_causal: bool = True
     head_dim: int = 128
     seqlen: int = 1500
+    heads: int = 4  # of 2 KV heads
+    long_rows: bool = False  # as if rows had more blocks than a warp holds
     waves: int | None = None  # 0: all keys in one split
 
     def plant(self, text: str) -> str:
@@ -81,10 +83,18 @@ FAULTS = [
           "rows + row] < -9.f;", SPARGE),
     Fault("choose_blocks", "the short block counts as a whole one", "lists", "g.columns() * g.block_k - g.seqlen_k : 0",
           "0 : 0", is_causal=False),
+    Fault("choose_long", "half as many are taken", "choice", "row.threshold * (p.counted ? 1.f : total) - block",
+          "0.5f * row.threshold * (p.counted ? 1.f : total) - block", long_rows=True),
+    Fault("choose_long", "what is forced does not count", "choice", " - block.sum(forced);", ";", XATTENTION,
+          long_rows=True),
     Fault("last_row_sums", "a sum is not rescaled", "importance", "found[i][h].y * exp2_approx(found[i][h].x - base)",
           "found[i][h].y", PBS, head_dim=256, waves=0),
     Fault("last_row_sums_of_two_sm90", "a sum is not rescaled", "importance",
           "found[h].y * exp2_approx(found[h].x - base)", "found[h].y", PBS, waves=0),
+    Fault("last_row_sums_sm90", "a sum is not rescaled", "importance",
+          "found[h].y * exp2_approx(found[h].x - base)", "found[h].y", PBS, waves=0, heads=2),
+    Fault("column_means_sm90", "half of the queries count", "importance",
+          "j < 16; ++j) {\n      const float2 norm", "j < 8; ++j) {\n      const float2 norm", PBS, heads=2),
     Fault("column_means_of_two_sm90", "half of the queries count", "importance",
           "j < 16; ++j) {\n      const float2 norm", "j < 8; ++j) {\n      const float2 norm", PBS),
     Fault("column_means_of_two_sm90", "a split is left out", "importance", "i < p.splits; ++i) x = joined",
@@ -96,6 +106,8 @@ FAULTS = [
           "sortable(sum / p.group)", PBS),
     Fault("order_segments", "only the first head counts", "k_order", "h < p.group; ++h", "h < 1; ++h",
           PBSConfig(share="kv_head", segment=512)),
+    Fault("token_order", "keys stand as they lie", "k_order", "p.k_order[i] = token;", "p.k_order[i] = i;",
+          SpargeConfig(tau=0.8, theta=0.39, permutation=(3, 10, 50)), is_causal=False),
     Fault("antidiagonal_norms", "queries of a cell are not turned round", "scores",
           "* kStride + kStride - 1 - r;", "* kStride + r;", PORTABLE),
     Fault("antidiagonal_norms", "cells of the future are seen", "scores", "e < left - lane % 4 * 2",
@@ -159,12 +171,15 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
             else good(kernel),
         )  # fmt: skip
     monkeypatch.setattr(compiler, "_loaded", {})
+    if fault is not None and fault.long_rows:
+        monkeypatch.setattr(kernels, "MOST_OF_ROW", 0)
     if fault is not None and fault.waves is not None:
         monkeypatch.setattr(last_rows, "WAVES", dict.fromkeys(last_rows.WAVES, fault.waves))
     clear_cache()
     head_dim = fault.head_dim if fault else 128
     seqlen = fault.seqlen if fault else 1500
-    q, k, _ = draw(np.random.default_rng(0), "float16", seqlen, seqlen, head_dim=head_dim)
+    heads = fault.heads if fault else 4
+    q, k, _ = draw(np.random.default_rng(0), "float16", seqlen, seqlen, heads=heads, head_dim=head_dim)
     try:
         for config in [fault.config] if fault else [MEAN, PBS, SPARGE, XATTENTION, PORTABLE, FLEX, LINES]:
             found = selected(q, k, config, is_causal=fault.is_causal if fault else True)

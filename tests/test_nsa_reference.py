@@ -213,6 +213,12 @@ def test_inverted_lists(arrays):
             assert (blocks[b, kv].reshape(-1)[listed] == c).all()
 
 
+def test_parts_without_keys_merge_to_nothing():
+    o, lse = nsa.merge(np.ones((1, 2, 3, 4)), np.array([[[-np.inf] * 3, [0.0, -np.inf, 0.0]]]))
+    np.testing.assert_array_equal(o[0, :, 0], [0, 1])
+    np.testing.assert_array_equal(lse, [[-np.inf, np.log(2)]])
+
+
 def test_a_token_without_blocks_has_no_output(arrays):
     q, k, v = arrays(20)
     blocks = np.full((2, 2, 20, 3), -1, np.int32)

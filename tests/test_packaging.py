@@ -44,6 +44,18 @@ def test_one_version_of_one_day():
     assert (s2o_cupy.__version__, cited) == (version, {"version": version, "date-released": day})
 
 
+def test_workflows_run_on_the_promised_pythons():
+    """And what they run is there."""
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    promised = re.findall(r"Python :: (3\.\d+)$", setup, re.MULTILINE)
+    assert f"python_requires = >={promised[0]}" in setup
+    tests, gpu = ((ROOT / f".github/workflows/{name}.yml").read_text(encoding="utf-8") for name in ("tests", "gpu"))
+    assert sorted(re.findall(r'"(3\.\d+)"', tests)) == sorted(promised)
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    made = re.findall(r"run: make (\S+)", tests + gpu)
+    assert {"test", "test-all", "memcheck", "torture"} <= set(made) <= set(targets)
+
+
 def run(*command: object, cwd: Path | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(

@@ -49,6 +49,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ({"k_pages": zeros(6, 0, 2, 64), "v_pages": zeros(6, 0, 2, 64)}, ValueError, "page_size is 0 .*of two"),
         ({"page_table": np.full((2, 3), 6, np.int32)}, ValueError, r"page_table\[0, 0\] is 6; accepted: 0 to 5"),
         ({"page_table": np.full((2, 3), -1, np.int32)}, ValueError, r"page_table\[0, 0\] is -1; accepted"),
+        ({"page_table": np.array([[0, 1, 2], [3, 4, 6]], np.int32)}, ValueError, r"page_table\[1, 2\] is 6"),  # 8 keys
         ({"k_pages": zeros(0, 16, 2, 64), "v_pages": zeros(0, 16, 2, 64)}, ValueError, "k_pages 0 pages; accepted"),
         ({"seqlen_k": 49}, ValueError, "seqlen_k is 49, but page_table has 3 pages of 16 keys.*accepted: seqlen_k <= "),
         ({"seqlen_k": -1}, ValueError, "seqlen_k is or holds -1; accepted: integers >= 0"),

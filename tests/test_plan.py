@@ -15,7 +15,7 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import LaunchPlan, padded_head_dim
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.plan.paths import MAX_STAGES, attention_shared, blocks_that_fit, stages_for, step_for
-from s2o_cupy.plan.rounds import MAX_GRID, STEP, UNIT_STEP
+from s2o_cupy.plan.rounds import MAX_GRID, STEP, UNIT_STEP, Chunk
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order
 from s2o_cupy.selection.catalogue import kernels_for
@@ -32,6 +32,7 @@ from s2o_cupy.spec import (
     ORDER_HEAD,
     RANKS,
     STOP_LAG,
+    STRATUM,
     UNIT_RANKS,
     UNITS,
     S2OConfig,
@@ -180,6 +181,27 @@ def test_rows_of_a_chunk_lie_one_behind_the_other(case):
         longest = max(geometry.ranked(chunk.first_segment + n) for n in range(chunk.segments))
         if geometry.is_causal:  # no more than if all rows were as long as the longest
             assert chunk.elements <= chunk.rows * -(-longest // step) * step
+
+
+def test_rows_and_blocks_by_hand():
+    """Of two heads' rows of 64, 96 and 128 units, and of blocks that sort 16,384 units each."""
+    chunk = Chunk(5, 2, 3, 3, 1, 1, stride=64, growth=32)
+    assert (chunk.rows, chunk.longest, chunk.elements) == (6, 128, 2 * 288)
+    elements = list(range(chunk.elements))
+    rows = [elements[chunk.place(head, n)] for head in (5, 6) for n in (3, 4, 5)]
+    assert [len(row) for row in rows] == [64, 96, 128] * 2 and list(itertools.chain(*rows)) == elements
+    assert 2 * STRATUM * BLOCK_PAIRS == 16384 and ORDER_HEAD == 8192
+    for segments, stride, growth, blocks in (
+        (1, 8192, 0, 0),  # the head of an order is all of it
+        (1, 8200, 0, 1),
+        (1, 16384, 0, 1),
+        (1, 16392, 0, 2),
+        (2, 8200, 0, 3),  # of two rows one more than their units fill, as each may end in a block that is not full
+        (2, 4096, 16384, 3),
+        (3, 8192, 16384, 4),
+    ):
+        assert strata_blocks(Chunk(0, 4, 0, segments, 1, 1, stride, growth)) == blocks
+        assert row_pairs(Chunk(0, 4, 0, segments, 1, 1, stride, growth)) == 4 * (1 if segments < 3 else 2)
 
 
 def test_a_round_has_all_segments_of_a_few_heads():

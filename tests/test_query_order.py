@@ -3,6 +3,7 @@
 import numpy as np
 
 from s2o_cupy.reference import s2o
+from s2o_cupy.reference.ordering import leading_bits
 from s2o_cupy.spec import Geometry
 
 
@@ -47,6 +48,15 @@ def test_query_order_compares_leading_bits():
     k = np.ones((1, 1, 6, 1), np.float32)
     order = s2o.query_order(q, k, Geometry(6, 6, 6, is_causal=False), 2)
     assert order[0, 0, 0].tolist() == [5, 4, 0, 1, 2, 3]
+
+
+def test_leading_bits_by_hand():
+    """From the least to the greatest; both zeros are one number, and NaN is above infinity, its sign bit set or not."""
+    ascending = [-np.inf, -65504.0, -1 - 2.0**-10, -1.0, -1e-30, 0.0, 1e-30, 1.0, 1 + 2.0**-10, 65504.0, np.inf, np.nan]
+    bits = leading_bits(np.array(ascending))
+    assert (np.diff(bits) > 0).all() and bits[-1] < 2**19
+    np.testing.assert_array_equal(leading_bits(np.array([-0.0, -np.nan])), bits[[5, -1]])
+    assert leading_bits(np.float32(1 + 2.0**-10)) == leading_bits(np.float32(1)) + 1
 
 
 def test_query_order_puts_nan_first():

@@ -210,6 +210,9 @@ def test_negative_scale_orders_by_importance():
     negative, positive = s2o.s2o(q, k, v, config, scale=-0.5), s2o.s2o(-q, k, v, config, scale=0.5)
     np.testing.assert_array_equal(negative.o, positive.o)
     np.testing.assert_array_equal(negative.visited, positive.visited)
+    order = s2o.query_order(-q, k, Case().geometry(config), config.block_m)
+    np.testing.assert_array_equal(negative.q_order, order)
+    np.testing.assert_array_equal(positive.q_order, order)
 
 
 @pytest.mark.parametrize("what", ["equal keys", "zero queries", "scale 0"])

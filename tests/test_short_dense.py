@@ -1,13 +1,24 @@
-"""What a short dense call asks for beside its one launch: nothing. No GPU is needed to decide it."""
+"""Which calls are dense as they are short, and what one asks for beside its launch: nothing. No GPU decides it."""
 
 from __future__ import annotations
 
 import pytest
+from conftest import DENSE_UP_TO
 from test_plan import a_problem, plan_of
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.plan import launch_plan
 from s2o_cupy.plan.launches import launches, workspace
+
+
+@pytest.mark.parametrize(("limit", "longest"), [(None, 8192), (5000, 5000), (0, 0)])
+def test_calls_up_to_the_limit_are_dense(limit, longest, monkeypatch):
+    """By default of up to 8,192 keys, as S2OConfig says."""
+    monkeypatch.setattr(launch_plan, "DENSE_UP_TO", DENSE_UP_TO)
+    for seqlen in {max(longest, 1), longest + 1}:
+        plan = plan_of(a_problem(seqlen_q=1000 if seqlen > 1000 else 1, seqlen_k=seqlen), S2OConfig(dense_up_to=limit))
+        assert plan.dense == (seqlen <= longest)
 
 
 @pytest.mark.parametrize(("seqlen", "counts"), [(100, False), (2048, False), (4224, False), (4352, True), (8192, True)])

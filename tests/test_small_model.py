@@ -4,6 +4,7 @@ costs what a short run says."""
 from __future__ import annotations
 
 import json
+import platform
 
 import numpy as np
 import pytest
@@ -20,6 +21,15 @@ import model  # noqa: E402
 from s2o_cupy.integrations.next_tokens import next_tokens  # noqa: E402
 
 FOLDER = BENCHMARKS / "small_model"
+
+
+@pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the text is of Python 3.11.7")
+def test_the_text_is_that_of_python():
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")[196_608:][:131_073]
+    with np.load(FOLDER / "text.npz") as stored:
+        assert stored["ids"].tobytes() == text
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,18 @@ def test_without_a_tail_unvisited_keys_count_for_nothing(rng):
     assert (with_tail > before + 1).all()
 
 
+def test_a_tail_has_nothing_of_the_future(rng):
+    """Moments are those of candidates, none of which is in the segment: a later key changes no bit of a row."""
+    q, k, v = (rng.standard_normal((1, 1, 256, 8)) for _ in range(3))
+    config = S2OConfig(segment=64, tau=1e9, block_m=64, block_n=32, unit=8, tail="first_order", rank="weight")
+    o = s2o.s2o(q, k, v, config).o
+    k[:, :, 200:] += 1  # from the middle of the last segment on, whose rows have the tail of 192 candidates
+    v[:, :, 200:] += 1
+    changed = s2o.s2o(q, k, v, config).o
+    np.testing.assert_array_equal(changed[:, :, :200], o[:, :, :200])
+    assert (changed[:, :, 200:] != o[:, :, 200:]).any(axis=-1).all()
+
+
 def test_equal_keys_need_no_visit(rng):
     """Where all candidates are alike, a sample of them stands for them but for what it is doubted."""
     q, k, v = (rng.standard_normal((1, 2, 300, 8)) for _ in range(3))

@@ -204,6 +204,9 @@ def test_each_reason_by_itself(qkv):
         assert torch.equal(o, integration.sdpa_attention_forward(module, q, k, v, mask, **options)[0])
         assert s2o.calls == {reason: 1}
 
+    with torch.enable_grad():
+        for i in range(3):
+            agree("gradients", *(x.clone().requires_grad_(i == j) for j, x in enumerate((q, k, v))))
     agree("not causal", is_causal=False)
     agree("decoding", q=q[:, :, :1])
     agree("short", min_seqlen=201)

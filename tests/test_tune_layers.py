@@ -99,6 +99,16 @@ def test_the_largest_taus_of_an_error(layers, by):
         assert all(config_of(n, h) == replace(CONFIG, tau=tau) for (n, h), tau in best.items())
 
 
+@pytest.mark.parametrize("by", ["layer", "head"])
+def test_an_error_of_just_what_is_asked_for_is_taken(layers, by):
+    found = tune_layers(layers, error=0.1, by=by, **options())
+    curves = found.curves[0]
+    error = curves.error[1, 2] if by == "head" else np.sqrt(curves.squared[1].sum())  # at the second tau
+    again = tune_layers(layers, error=float(error), by=by, **options())
+    assert again.taus[0][2] >= TAUS[1]
+    assert tune_layers(layers, error=float(np.nextafter(error, 0)), by=by, **options()).taus[0][2] < again.taus[0][2]
+
+
 def test_an_error_that_no_tau_reaches_is_dense(layers, monkeypatch):
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
     found = tune_layers(layers, error=1e-9, **options())

@@ -60,6 +60,19 @@ def test_the_rule(rng, rows, block, limit):
     assert 0 < len(left_out) < skips.found[0, 0, 0, 0].size
 
 
+def test_margins_by_hand():
+    """Of a row and blocks of one key each. A margin of just the limit is left out."""
+    scores = np.array([0.0, -1, 2, 1, 1.5])
+    skips = ValueSkips(-1.0, rows=1, keys=1)
+    arrays = (x.reshape(1, 1, -1, 1) for x in (np.ones(1), scores, np.ones(5)))
+    attend_lists(*arrays, in_order(5), values=skips)
+    at, inf = (0, 0, 0, 0), np.inf
+    np.testing.assert_array_equal(skips.margins[at], [[0, -1, 0, -1, -0.5]])  # to the maximum up to there
+    np.testing.assert_array_equal(skips.from_first[at], [[inf, inf, 2, 1, 1.5]])  # to that after the first block
+    np.testing.assert_array_equal(skips.found[at], [[False, True, False, True, False]])
+    assert skips.pairs[at] == 2
+
+
 def test_sums_and_stops_count_what_is_left_out(rng):
     """The lse, and where a q tile stops, are the same with the filter and without."""
     q, k, v = rng.standard_normal((3, 1, 1, 600, 16))

@@ -1,0 +1,316 @@
+"""A fault planted in a kernel that `diff` does not run is found by what a call gives: NSA, its gradients, packed
+sequences, pages, lists of keys, the taus of an error.
+
+Each fault changes the text of one kernel, as a slip of the hand would. None makes a kernel read what nobody has written
+or what is not there: that would end the process. test_faults.py and test_method_faults.py have the other kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import packs
+import pages
+import pytest
+import sanitize
+import test_gpu_nsa
+from conftest import has_gpu, has_hopper
+from gpu_cases import DTYPES, Case
+from listed_calls import wrong_by_random_lists
+from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
+
+from s2o_cupy import S2OConfig, s2o_attention, selected_attention, selected_attention_backward
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.cuda import compiler
+from s2o_cupy.plan import collecting, launch_plan
+from s2o_cupy.plan.error_search import sampled
+from s2o_cupy.reference import nsa, nsa_backward
+from s2o_cupy.reference.error_taus import error_taus
+from s2o_cupy.selection.catalogue import kernels_for
+
+# ---------------------------------------------------------------- what a call gives otherwise than it must
+
+
+def of_nsa(path: str, heads: int = 4) -> list[str]:
+    """Of 2 KV heads; with 2 heads Hopper has another kernel for compressed attention. Several chunks of tokens. What is
+    left in memory is another call's."""
+    config, rng = replace(SMALL, path=path), np.random.default_rng(0)
+    x, other = (draw(rng, DTYPES["float16"], 1100, heads=heads, head_dim=128, config=config) for _ in range(2))
+    test_gpu_nsa.attend(other, config)
+    o, blocks = test_gpu_nsa.attend(x, config)
+    wrong = {"choice": choice_problems(blocks, x, config), "output": whole_problems(o, x, blocks, config)}
+    return [name for name, problems in wrong.items() if problems]
+
+
+def selected_case(block: int) -> tuple[Any, np.ndarray]:
+    """Blocks in any order, of which some are none and some in the future; of each several rounds of rows."""
+    rng = np.random.default_rng(0)
+    x = draw(rng, DTYPES["float16"], 1100, 1300, head_dim=128)
+    count = -(-1300 // block)
+    blocks = np.stack([rng.permutation(count)[:6] for _ in range(2 * 1100)]).reshape(1, 2, 1100, 6)
+    blocks[rng.random(blocks.shape) < 0.1] = -1
+    return x, blocks
+
+
+def of_selected(block: int) -> list[str]:
+    """On Hopper blocks of 64 keys have a kernel of their own."""
+    import cupy
+
+    x, blocks = selected_case(block)
+    q, k, v, chosen = map(test_gpu_nsa.to_gpu, (*x[:3], blocks))
+    o, lse = selected_attention(q, k, v, chosen, block, return_lse=True)
+    q, k, v = wide(*x[:3])
+    exact = nsa.selected(q, k, v, blocks, block=block)
+    weight = nsa.selected(q, k, np.abs(v), blocks, block=block)[0]
+    return branch_problems(cupy.asnumpy(o), cupy.asnumpy(lse), exact, weight, x, 2)
+
+
+def of_gradients(block: int) -> list[str]:
+    """Each sums products of two numbers that were rounded to float16, whose errors are 2^-11 of them, some twice."""
+    import cupy
+
+    x, blocks = selected_case(block)
+    do = np.random.default_rng(1).standard_normal(x.q.shape).astype(x.q.dtype)
+    q, k, v, do64 = wide(*x[:3], do)
+    attended = nsa.selected(q, k, v, blocks, block=block)
+    expected = nsa_backward.selected_backward(q, k, v, blocks, *attended, do64, block=block)
+    q, k, v, blocks, do = map(test_gpu_nsa.to_gpu, (*x[:3], blocks, do))
+    o, lse = selected_attention(q, k, v, blocks, block, return_lse=True)
+    found = selected_attention_backward(q, k, v, blocks, o, lse, do, block)
+    return [
+        name for name, mine, right in zip(("dq", "dk", "dv"), map(cupy.asnumpy, found), expected, strict=True)
+        if not np.linalg.norm(mine - right) <= 2.0**-8 * np.linalg.norm(right)
+    ]  # fmt: skip
+
+
+def of_taus(path: str) -> list[str]:
+    """Three segments, of which the first has no candidates; as test_asked_error.py compares them."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, heads, 330, 64)).astype(DTYPES["bfloat16"]) for heads in (4, 2, 2))
+    config = replace(Case().config(path), tau=None, error=(0.1, 0.03, 0.05, 0.2), dense_up_to=0)
+    _, stats = s2o_attention(*map(cupy.asarray, (q, k, v)), config=config, return_stats=True)
+    lag = 1 if stats.path == "hopper" else 0
+    sample = sampled(stats.problem, config)
+    q, k, v = wide(q, k, v)
+    segments, weights = sample
+    expected = error_taus(q, k, v, config, segments, weights, scale=stats.problem.scale, stop_lag=lag)
+    return [] if np.allclose(cupy.asnumpy(stats.tau_per_head), expected, rtol=0.1) else ["taus"]
+
+
+def of_visited() -> list[str]:
+    """A dense call visits every key tile: 64 of the keys before each 100 queries, the last tile may be short."""
+    import cupy
+
+    q, k, v = (cupy.zeros((1, 1, 500, 64), np.float16) for _ in range(3))
+    config = S2OConfig(segment=100, block_m=64, block_n=64, rank="mean", path="portable", dense_up_to=1000)
+    visited = cupy.asnumpy(s2o_attention(q, k, v, config=config, return_stats=True)[1].visited)
+    return [] if visited.tolist() == [[[[0, 0], [2, 2], [4, 4], [5, 5], [7, 7]]]] else ["visited"]
+
+
+COLLECTED = Case(seqlen_q=200, seqlen_k=333, head_dim=72, batch=2, heads=4, kv_heads=2, options={"dense_up_to": 1000})
+PAGED = Case(seqlen_q=300, seqlen_k=333, head_dim=128, batch=2, heads=4, kv_heads=2, segment=128)
+LISTED = Case(seqlen_q=150, seqlen_k=333, head_dim=128, heads=4, kv_heads=2, is_causal=False)
+
+
+def of_pages(case: Case, path: str, page_size: int) -> list[str]:
+    return pages.differing(case, path, page_size=page_size)
+
+
+def of_packed_pages(path: str, page_size: int, dense_up_to: int = 1000) -> list[str]:
+    return sanitize.ragged_differing(sanitize.ragged_on(path, dense_up_to), 128, page_size, "NHD")
+
+
+def collecting_few(check: Callable[[], list[str]]) -> list[str]:
+    """With pages that are copied to arrays though queries are few."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch_plan, collecting):
+            patch.setattr(module, "COLLECT_ROWS", 100)
+        patch.setattr(collecting, "COLLECT_PAIRS", 0)
+        clear_cache()
+        return check()
+
+
+# ---------------------------------------------------------------- the faults
+
+NSA, NSA_OF_ONE, NSA_PORTABLE = partial(of_nsa, "auto"), partial(of_nsa, "auto", 2), partial(of_nsa, "portable")
+SELECTED, SELECTED_128 = partial(of_selected, 64), partial(of_selected, 128)
+GRADIENTS = partial(of_gradients, 64)
+PACKED, PACKED_HOPPER = (partial(packs.differing_on, path, True, 64) for path in ("portable", "hopper"))
+GATHERED, WHOLE_ROWS = partial(of_pages, PAGED, "hopper", 1), partial(of_pages, PAGED, "hopper", 16)
+PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), partial(of_packed_pages, "hopper", 16)
+COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
+COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
+LISTS, LISTS_HOPPER = (partial(wrong_by_random_lists, LISTED, path, 64) for path in ("portable", "hopper"))
+LISTS_OF_KEYS = partial(wrong_by_random_lists, LISTED, "portable", 1)
+SKIPS, SKIPS_HOPPER = (
+    partial(wrong_by_random_lists, LISTED, path, 1, value_skip=-1.0) for path in ("portable", "hopper")
+)
+TAUS, TAUS_HOPPER = partial(of_taus, "portable"), partial(of_taus, "hopper")
+
+
+@dataclass(frozen=True)
+class Fault:
+    function: str
+    name: str
+    old: str
+    new: str
+    check: Callable[[], list[str]]
+    hopper: bool = False  # the check's kernels run there alone
+
+    def plant(self, text: str) -> str:
+        assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
+        return text.replace(self.old, self.new)
+
+
+FAULTS = [
+    Fault("nsa_window", "rows are one position further", "shared.first = rows.first;", "shared.first = rows.first + 1;",
+          NSA_PORTABLE),
+    Fault("nsa_window", "the window is a step shorter", "count = band + sink_end;", "count = band + sink_end - 1;",
+          NSA_PORTABLE),
+    Fault("nsa_window_sm90", "a row's latest key is not seen", "(key <= last) & ((key >= first)",
+          "(key < last) & ((key >= first)", NSA),
+    Fault("nsa_window_sm90", "the output is not rescaled", "acc[i] *= rescale_by[i / 2 % 2];", "acc[i] *= 1.f;", NSA),
+    Fault("nsa_window_sm90", "all warpgroups have the first one's rows", "q_tile = shared_address(shared.q[group]);",
+          "q_tile = shared_address(shared.q[0]);", NSA),
+    Fault("nsa_compressed_sm90", "a compressed key is seen too early", "visible[h] = p.visible_compressed(token);",
+          "visible[h] = p.visible_compressed(token) + 1;", NSA_OF_ONE),
+    Fault("nsa_compressed_sm90", "half of the weights count in the sum", "rows.l[h] += sum[0] + sum[1];",
+          "rows.l[h] += sum[0];", NSA_OF_ONE),
+    Fault("nsa_block_weights", "keys stand in other slots", "return slot % 8 / 2 * 16 + slot / 8 * 2 + slot % 2;",
+          "return slot;", NSA_PORTABLE),
+    Fault("nsa_block_weights", "rows have their neighbours' norms", "shared.lse[turn][of.warp_row + x * 8 + lane / 4]",
+          "shared.lse[turn][of.warp_row + x * 8 + (lane / 4 ^ 1)]", NSA_PORTABLE),
+    Fault("nsa_block_weights_sm90", "one head counts", "h == 0 ? weight : sum[i] + weight;",
+          "h == 0 ? weight : sum[i];", NSA),
+    Fault("nsa_block_weights_sm90", "all warpgroups have the first one's queries",
+          "tile_descriptor(shared_address(shared.q[warpgroup][turn]), 0)",
+          "tile_descriptor(shared_address(shared.q[0][turn]), 0)", NSA),
+    Fault("nsa_top_blocks", "one block before a token's own is left out", "end = own - p.local + 1, wanted",
+          "end = own - p.local, wanted", NSA),
+    Fault("nsa_top_blocks", "the lightest are taken", "greater_than(mine.numbers, number, found) < wanted &&",
+          "greater_than(mine.numbers, number, found) >= found - wanted &&", NSA),
+    Fault("nsa_count", "a chunk's last token does not count", "i < tokens.count * p.slots; i +=",
+          "i < (tokens.count - 1) * p.slots; i +=", NSA),
+    Fault("nsa_totals", "a block's last token is left out",
+          "p.begins[static_cast<int64>(kv_row) * p.blocks + c] = total;",
+          "p.begins[static_cast<int64>(kv_row) * p.blocks + c] = max(total - 1, 0);", NSA),
+    Fault("nsa_places", "items are a token short", "min(each, total - i * each), kv_row}",
+          "min(each, total - i * each) - 1, kv_row}", NSA),
+    Fault("nsa_scatter", "every entry is of the first slot", "<< kSlotBits | (i - token * p.slots);", "<< kSlotBits;",
+          NSA),
+    Fault("nsa_selected", "a key of the future is seen", "first_key + key <= shared.position[attention.row(i, h)]",
+          "first_key + key <= shared.position[attention.row(i, h)] + 1", SELECTED_128),
+    Fault("nsa_selected_sm90", "a key of the future is seen", "first_key + key <= positions[lane / 4 + 8 * h]",
+          "first_key + key <= positions[lane / 4 + 8 * h] + 1", SELECTED),
+    Fault("nsa_selected_sm90", "the second buffer's rows go to the first one's",
+          "targets = shared.target[group][buffer];", "targets = shared.target[group][0];", SELECTED),
+    Fault("nsa_merge_parts", "the window's blocks are left out", "add_row<Traits>(o, weights.own_weight, of_near);",
+          ";", NSA),
+    Fault("nsa_merge_parts", "two gates are exchanged", "add_row<Traits>(o, gate[2], of_window);",
+          "add_row<Traits>(o, gate[0], of_window);", NSA),
+    Fault("nsa_selected_backward", "delta is not taken off", "weight * (ds[j][e] - shared.delta[r])",
+          "weight * ds[j][e]", GRADIENTS),
+    Fault("nsa_selected_backward", "a key of the future has a gradient", "key <= p.position(shared.token[r])",
+          "key <= p.position(shared.token[r]) + 1", GRADIENTS),
+    Fault("nsa_deltas", "half of the columns count", " + Element::high(x) * Element::high(y);", ";", GRADIENTS),
+    Fault("nsa_query_gradients", "the last slot's part is all", "sum[i].y += x.y;", "sum[i].y = x.y;", GRADIENTS),
+    Fault("nsa_key_gradients", "the first item's part is all", "item = index; item < end; ++item",
+          "item = index; item < index + 1; ++item", GRADIENTS),
+    Fault("pass1_packed", "keys are those of the first sequence", "return kPaged ? 0 : begin_k;",
+          "return kPaged ? 0 : 0 * begin_k;", PACKED),
+    Fault("pass1_packed", "a sequence's causal limit is a key short", "sequence.seqlen_k - sequence.seqlen_q + 1) {}",
+          "sequence.seqlen_k - sequence.seqlen_q) {}", PACKED),
+    Fault("pass1_packed_sm90", "keys are those of the first sequence", "return kPaged ? 0 : begin_k;",
+          "return kPaged ? 0 : 0 * begin_k;", PACKED_HOPPER, hopper=True),
+    Fault("pass1_gathered_sm90", "every KV head has the first one's keys",
+          "k = head_rows<true>(params.k, described.batch, described.kv_head);",
+          "k = head_rows<true>(params.k, described.batch, 0);", GATHERED, hopper=True),
+    Fault("pass1_packed_gathered_sm90", "a sequence's causal limit is a key short",
+          "sequence.seqlen_k - sequence.seqlen_q + 1) {}", "sequence.seqlen_k - sequence.seqlen_q) {}", PACKED_GATHERED,
+          hopper=True),
+    Fault("pass1_whole_rows_sm90", "every KV head has the first one's rows",
+          "page * heads.page + kv_head * heads.head", "page * heads.page", WHOLE_ROWS, hopper=True),
+    Fault("pass1_packed_whole_rows_sm90", "a sequence's causal limit is a key short",
+          "sequence.seqlen_k - sequence.seqlen_q + 1) {}", "sequence.seqlen_k - sequence.seqlen_q) {}",
+          PACKED_WHOLE_ROWS, hopper=True),
+    Fault("collect_pages", "columns are a chunk further", "chunk % p.row_chunks * 8;",
+          "(chunk + 1) % p.row_chunks * 8;", COLLECT, hopper=True),
+    Fault("collect_pages", "every KV head has the first one's keys", "kv_head = head % kv_heads;",
+          "kv_head = 0 * head;", COLLECT, hopper=True),
+    Fault("collect_packed_pages", "keys are those before them", "key - first_key[n]);",
+          "max(key - first_key[n] - 1, 0));", COLLECT_PACKED, hopper=True),
+    Fault("pass2_listed", "lists begin where the first one does", "p.lists.entries + p.lists.begins[list(p)];",
+          "p.lists.entries + p.lists.begins[0];", LISTS_OF_KEYS),
+    Fault("pass2_listed", "a list's last key is not read", "listed = p.lists.keys[list(p)];",
+          "listed = max(p.lists.keys[list(p)] - 1, 0);", LISTS),
+    Fault("pass2_listed_sm90", "a unit's keys are its first one", "return (entry << unit_shift) + (i & unit_mask);",
+          "return (entry << unit_shift) + 0 * (i & unit_mask);", LISTS_HOPPER, hopper=True),
+    Fault("pass2_listed_sm90", "a list's last key is not read", "listed = p.lists.keys[list(p)];",
+          "listed = max(p.lists.keys[list(p)] - 1, 0);", LISTS_HOPPER, hopper=True),
+    Fault("pass2_skipping", "half as much is slight", "return largest - m <= limit;",
+          "return largest - m <= 2.f * limit;", SKIPS),
+    Fault("pass2_skipping_sm90", "half as much is slight", "return largest - m <= limit;",
+          "return largest - m <= 2.f * limit;", SKIPS_HOPPER, hopper=True),
+    Fault("pass2_skipping_sm90", "pairs are counted by the tile",
+          "rows = min(max(tile_rows - group * kRows, 0), kRows);", "rows = kRows;", SKIPS_HOPPER, hopper=True),
+    Fault("pass2_ladder", "a gain is half of it", "share = sum / l;", "share = sum / (2.f * l);", TAUS),
+    Fault("pass2_ladder", "a tau has the next one's sums", "sums + kLadder - 1 - b, thread, sum);",
+          "sums + kLadder - 1 - (b ^ 1), thread, sum);", TAUS),
+    Fault("pass2_ladder_sm90", "a gain is half of it", "share = sum / l;", "share = sum / (2.f * l);", TAUS_HOPPER,
+          hopper=True),
+    Fault("choose_taus", "an error is its square", "sqrtf(difference / size)", "(difference / size)", TAUS),
+    Fault("choose_taus", "every head is asked for the first one's error", "p.errors[head % p.heads]",
+          "p.errors[0 * head]", TAUS),
+    Fault("choose_taus", "the last segment does not count", "at < count; at += 32", "at < count - parts; at += 32",
+          TAUS),
+    Fault("segment_sizes", "only the first rows have a size", "i < g.query_count(n) * g.head_dim; i +=",
+          "i < g.query_count(n) * g.head_dim / 4; i +=", TAUS),
+    Fault("every_tile", "a short key tile does not count", "(p.geometry.candidates(n) + p.block_n - 1) / p.block_n",
+          "p.geometry.candidates(n) / p.block_n", of_visited),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.function}: {f.name}")
+def test_every_fault_has_its_place(fault):
+    """Without a GPU: the sources still hold what each fault changes."""
+    kernel = next(kernel for kernel in kernels_for(90) if kernel.function == fault.function)
+    text = compiler.render(kernel)
+    assert fault.plant(text) != text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.function}: {f.name}")
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if (fault.hopper or fault.function.endswith("sm90")) and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    good = compiler.render
+    monkeypatch.setattr(
+        compiler, "render", lambda kernel: fault.plant(good(kernel)) if kernel.function == fault.function
+        else good(kernel),
+    )  # fmt: skip
+    monkeypatch.setattr(compiler, "_loaded", {})
+    clear_cache()
+    try:
+        assert fault.check()
+    finally:
+        clear_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", list({f.check: f for f in FAULTS}.values()), ids=lambda f: f.function)
+def test_without_a_fault_none_is_found(check):
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if check.hopper and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    clear_cache()
+    assert check.check() == []
+    clear_cache()
