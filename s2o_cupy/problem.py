@@ -28,7 +28,6 @@ GPU_BLOCK_N_UNIT, GPU_BLOCK_N_MAX = 64, 1024
 CPU_BLOCK_UNIT, CPU_BLOCK_MAX = 16, 1024  # all that the GPU takes, and smaller tiles for short inputs
 MAX_SCALE = 1e38  # what float32 holds, and room for a factor of log2(e)
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-3, 1e6  # less leaves no score, more changes none beyond the rounding of tanh
-MANY_HEADS = 512  # more than any model has: of few queries, they are more likely to be the queries
 MAX_SEQLEN = 2**31 - 2**14  # positions are int32; kernels round them up to segments and tiles
 
 Shape = tuple[int, ...]
@@ -111,7 +110,8 @@ def validate(
         if layout == "BHSD" and _fits_bshd(problem, q, k, v):
             raise ValueError(f"{error}. Did you mean layout='BSHD'? These shapes fit it") from None
         raise
-    if layout == "BHSD" and problem.heads >= MANY_HEADS and problem.heads >= 8 * problem.seqlen_k:
+    # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
+    if layout == "BHSD" and problem.heads > problem.seqlen_k > 1 and _fits_bshd(problem, q, k, v):
         warnings.warn(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are (batch, "
             "seqlen, heads, head_dim), pass layout='BSHD'",
