@@ -13,7 +13,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
 
 from ..api.lengths import check_lengths, check_packed_keys, check_packed_queries
 from ..api.run import parse_config
@@ -139,7 +142,8 @@ def flash_attn_func(
         Aligned bottom-right; seqlen_k >= seqlen_q.
     window_size : (left, right), default (-1, -1)
         With ``causal``, or a right of 0: a query sees ``left`` keys before its own, exactly, whatever tau is; -1, as
-        many as there are. Without either only (-1, -1).
+        many as there are. ``causal`` hides the keys right of a query, whatever ``right`` says, as of flash-attn.
+        Without either only (-1, -1).
     softcap : float, default 0
         Scores become softcap * tanh(score / softcap); 0 leaves them as they are.
     alibi_slopes : None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec import S2OConfig
+from ..spec import S2OConfig, not_a_config
 
 __all__ = ["HeadGroup", "LayerConfigs", "head_groups"]
 
@@ -96,7 +96,7 @@ class LayerConfigs:
         """Raises TypeError or ValueError that names the entry, what came and what is accepted."""
         config = S2OConfig() if config is None else config
         if not isinstance(config, S2OConfig):
-            raise TypeError(f"register: config is a {type(config).__name__}; accepted: S2OConfig or None")
+            raise not_a_config("register", config)
         if per_layer is not None and not isinstance(per_layer, Mapping):
             raise TypeError(
                 f"register: per_layer is a {type(per_layer).__name__}; accepted: a mapping of layer or (layer, head) "
