@@ -129,7 +129,7 @@ _numbers = itertools.count()
 _by_number: WeakValueDictionary[int, CallCounts] = WeakValueDictionary()
 
 
-def _count(number: int, what: str, layer: int) -> None:
+def _count(number: int, what: str, layer: int = -1) -> None:
     counts = _by_number.get(number)
     if counts is not None:
         counts.add_now(what, layer=layer)
