@@ -245,6 +245,7 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
         raise ValueError(
             f"s2o_attention: q has {heads} heads, k and v have {kv_heads}; "
             "accepted: heads a multiple of kv_heads (grouped-query attention)"
+            + (", so that q has the more of them" if 0 < heads < kv_heads else "")
         )
     for name, length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
         if length > MAX_SEQLEN:
@@ -261,7 +262,7 @@ def _check_by_head(problem: Problem, config: S2OConfig) -> None:
     for name, value in (("tau", config.tau), ("error", config.error)):
         if isinstance(value, tuple) and len(value) != problem.heads:
             raise ValueError(
-                f"s2o_attention: config.{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
+                f"s2o_attention: {name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
                 "number for all heads, or one for each query head"
             )
     if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:

@@ -42,6 +42,8 @@ _SAME = {  # by another name
     "cache_seqlens": "seqlen_k",
     "seq_lens": "seqlen_k",
     "threshold": "tau",
+    "cu_seqlens": "cu_seqlens_q",
+    "cu_seq_lens_q": "cu_seqlens_q",
 }
 _HINTS = {
     **dict.fromkeys(("attn_mask", "attention_mask", "mask", "attn_bias", "key_padding_mask", "custom_mask"), _NO_MASK),
@@ -59,18 +61,31 @@ _HINTS = {
     ),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen"), "leave it out: cu_seqlens say it"),
     **dict.fromkeys(
-        ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "cu_seq_lens_q"), "packed sequences: s2o_attention_varlen"
+        ("cu_seqlens_q", "cu_seqlens_k"), "packed sequences: s2o_attention_varlen"
     ),
     "page_table": "paged caches: s2o_attention_paged",
 }
 
 
+# What an argument that must come is, where others lack it.
+_NEEDED = {
+    "cu_seqlens_q": "where each sequence begins in q, and the rows of q: [0, ..., total_q]",
+    "seqlen_k": "how many keys each sequence has in its pages: an integer, or one for each sequence",
+    "page_table": "the pages of each sequence, int32 (batch, pages_per_sequence)",
+    "schedule": "the keys that each tile of queries attends to, such as Schedule.from_block_mask(mask, block=128)",
+    "config": "an S2OConfig, or the configuration of another method",
+}
+
+
 def answers_habits(function: Function) -> Function:
-    """``function``, whose error for an argument that it has not names the one that is meant."""
+    """``function``, whose errors for an argument that it has not, or that is missing, name what is meant."""
     known = inspect.signature(function).parameters
     names = frozenset(known)
     options = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
     positional = len(known) - len(options)
+    needed = [name for name, x in known.items() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    first = len([name for name in needed if name not in options])  # of those, without a name
+    by_name = len(needed) > first
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
@@ -82,6 +97,11 @@ def answers_habits(function: Function) -> Function:
                 f"{function.__name__}: {len(arguments)} arguments come without a name; accepted: up to {positional}, "
                 f"the others by name: {', '.join(options)}"
             )
+        if by_name or len(arguments) < first:
+            for name in needed[min(len(arguments), first) :]:
+                if name not in given:
+                    what = f", {_NEEDED[name]}" if name in _NEEDED else ""
+                    raise TypeError(f"{function.__name__}: {name} is missing{what}; accepted: {', '.join(needed)}")
         return function(*arguments, **given)
 
     return cast("Function", call)
@@ -94,7 +114,7 @@ def _hint(unknown: str, known: Any) -> str:
     meant = meant or unknown
     if meant in _HINTS:
         return _HINTS[meant]
-    if meant in (field.name for field in fields(S2OConfig)):
+    if "config" in known and meant in (field.name for field in fields(S2OConfig)):
         return f"it is a field of S2OConfig: config=S2OConfig({meant}=...)"
     near = difflib.get_close_matches(unknown, known, n=1)
     return (f"did you mean {near[0]}? " if near else "") + f"accepted: {', '.join(known)}"

@@ -21,6 +21,7 @@ from ..schedules.schedule import Schedule
 from ..spec import S2OConfig
 from .attention import s2o_attention
 from .gather import gather_attention
+from .habits import answers_habits
 from .head_turns import in_turns
 from .on_gpu import load_pipeline
 from .own_name import errors_name
@@ -30,6 +31,7 @@ __all__ = ["method_names", "select", "sparse_attention"]
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention")
 def select(
     q: Any,
@@ -114,6 +116,7 @@ def select(
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention", "select", "gather_attention")
 def sparse_attention(
     q: Any,

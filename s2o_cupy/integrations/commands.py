@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -78,6 +79,14 @@ def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
         import torch
         from transformers import AutoModelForCausalLM
 
+    if not os.path.isdir(args.model) and (args.model.count("/") > 1 or args.model.startswith((".", "/", "~"))):
+        raise FileNotFoundError(
+            f"MODEL is {args.model!r}: no such folder; accepted: a folder or a name that transformers' from_pretrained "
+            "reads"
+        )
+    for text in texts:
+        if not os.path.isfile(text):
+            raise FileNotFoundError(f"TEXT is {text!r}: no such file; accepted: a text, or a .npy file of token ids")
     found = [_ids(args, text) for text in texts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
@@ -89,7 +98,10 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
     from transformers import AutoTokenizer
 
     if text.endswith(".npy"):
-        ids = np.load(text, allow_pickle=False).astype(np.int64).reshape(-1)
+        stored = np.load(text, allow_pickle=False)
+        if stored.dtype.kind not in "iu":
+            raise ValueError(f"{text}: {stored.dtype}; accepted: token ids, integers")
+        ids = stored.astype(np.int64).reshape(-1)
     else:
         ids = np.array(AutoTokenizer.from_pretrained(args.model)(Path(text).read_text(encoding="utf-8"))["input_ids"])
     length = min(len(ids), 32768) if args.length is None else args.length

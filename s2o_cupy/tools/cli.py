@@ -26,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 OK, FOUND, UNABLE = 0, 1, 2
+OLDEST = 80  # compute capability 8.0
 EXIT_STATUS = """\
 exit status:
   0  done, and nothing wrong was found
@@ -249,6 +250,10 @@ def _compile(args: argparse.Namespace) -> int:
         architectures: Sequence[str] = compiler.local_architectures() or ARCHITECTURES
     else:
         architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
+    for name in architectures:
+        number = "".join(filter(str.isdigit, name))
+        if number and int(number) < OLDEST:
+            raise ValueError(f"--arch has {name!r}; accepted: compute capability 8.0 (sm_80) or newer")
     if not architectures:
         raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
     if args.head_dim is not None and not 1 <= args.head_dim <= spec.MAX_HEAD_DIM:
@@ -342,6 +347,7 @@ def _unknown(arguments: Sequence[str], accepted: Sequence[str]) -> str:
 
 
 def _unable(args: argparse.Namespace, message: str) -> int:
+    message = " ".join(message.split()).removeprefix(f"{args.command}: ")
     if args.json:
         print(json.dumps({"error": message}))
     print(f"s2o {args.command}: {message}", file=sys.stderr)
