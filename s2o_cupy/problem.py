@@ -82,8 +82,10 @@ def validate(
     is_causal: bool = True,
     scale: float | None = None,
     softcap: float = 0.0,
+    has_layout: bool = True,
 ) -> Problem:
-    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``.
+    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller may
+    choose the layout, and is asked about it where the axes look as if they were in the other order.
 
     Raises
     ------
@@ -107,11 +109,12 @@ def validate(
     try:
         _check_sizes(problem, q, k, v)
     except ValueError as error:
-        if layout == "BHSD" and _fits_bshd(problem, q, k, v):
+        if has_layout and layout == "BHSD" and _fits_bshd(problem, q, k, v):
             raise ValueError(f"{error}. Did you mean layout='BSHD'? These shapes fit it") from None
         raise
     # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
-    if layout == "BHSD" and problem.heads > problem.seqlen_k > 1 and _fits_bshd(problem, q, k, v):
+    many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
+    if has_layout and layout == "BHSD" and many_heads and _fits_bshd(problem, q, k, v):
         warnings.warn(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are (batch, "
             "seqlen, heads, head_dim), pass layout='BSHD'",

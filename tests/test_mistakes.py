@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-overload, call-arg, arg-type"
 """Mistakes that newcomers make: each is answered by the function that was called, with the argument, what came and what
 is accepted, or what was probably meant."""
 
@@ -135,6 +136,14 @@ def test_more_heads_than_tokens_are_suspected(shape, suspected):
         s2o_attention(x, x, x, scale=0.5 + shape[1] / 1000)  # a problem of its own, as each is warned of once
     said = [str(x.message) for x in caught if "pass layout='BSHD'" in str(x.message)]
     assert len(said) == suspected and all(f"q has {shape[1]} heads of {shape[2]} queries each" in x for x in said)
+
+
+def test_other_calls_have_no_such_layout():
+    """Of a cache queries lie in one way, so nobody is asked about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        few = np.zeros((1, 16, 16, 1), np.float32)  # a page of 16 keys, 16 KV heads
+        s2o_attention_paged(np.zeros((1, 16, 2, 1), np.float32), few, few, TABLE[:, :1], seqlen_k=3)
 
 
 def test_more_query_heads_than_tokens_are_no_surprise():

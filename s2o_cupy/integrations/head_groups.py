@@ -107,7 +107,7 @@ class LayerConfigs:
         heads: dict[int, dict[int, S2OConfig]] = {}
         for key, value in (per_layer or {}).items():
             pair = key if isinstance(key, tuple) else (key,)
-            whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 0 for n in pair)
+            whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 0 for n in pair)
             if len(pair) not in (1, 2) or not whole:
                 raise ValueError(
                     f"register: per_layer has the key {key!r}; accepted: a layer or a (layer, head), counted from 0"

@@ -161,7 +161,7 @@ def _check(path: str, qkv: QKV) -> QKV:
 def looks_swapped(qkv: QKV) -> bool:
     """Whether the axes of heads and sequence are probably in the other order, though the shapes are possible."""
     (heads, seqlen_q), (kv_heads, seqlen_k) = qkv.q.shape[-3:-1], qkv.k.shape[-3:-1]
-    return heads > seqlen_k > 1 and kv_heads > seqlen_k and _go_together(seqlen_q, seqlen_k, heads, kv_heads)
+    return min(heads, kv_heads) > max(seqlen_q, seqlen_k) > 1 and _go_together(seqlen_q, seqlen_k, heads, kv_heads)
 
 
 def _shared(heads: int, kv_heads: int) -> bool:
