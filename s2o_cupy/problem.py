@@ -84,8 +84,8 @@ def validate(
     softcap: float = 0.0,
     has_layout: bool = True,
 ) -> Problem:
-    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller may
-    choose the layout, and is asked about it where the axes look as if they were in the other order.
+    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller
+    may choose the layout, and is asked about it where the axes look as if they were in the other order.
 
     Raises
     ------
