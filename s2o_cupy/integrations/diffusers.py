@@ -52,7 +52,11 @@ _UNEXPECTED = {
     "gradients": "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()",
     "context parallel": "diffusers spreads a sequence over several GPUs",
 }
-KINDS = Kinds("s2o_cupy.integrations.diffusers", "the native backend", _EXPECTED, _UNEXPECTED, {"s2o": "S2O"})
+KINDS = Kinds(
+    "s2o_cupy.integrations.diffusers", "the native backend", _EXPECTED, _UNEXPECTED, {"s2o": "S2O"},
+    frozenset({"short", "few queries"}),
+    "no calls: no model has run with this backend yet (model.set_attention_backend)",
+)  # fmt: skip
 
 
 @answers_habits
