@@ -43,6 +43,7 @@ def test_sums_are_those_of_all_pairs(queries):
     for head in (0, 3):
         total = EarlierKeys()
         for view in segment_maps(q, k, v, CONFIG, visited, head=head, scale=1 / math.sqrt(128)):
+            assert view.first == 300 - queries + 64 * view.segment
             total = total.with_more(EarlierKeys.of(view))
         expected = pair_by_pair(q, k, v, CONFIG, head)
         assert total[:3] == expected[:3] and 0 < expected[2] < expected[1]

@@ -143,7 +143,7 @@ def test_other_calls_have_no_such_layout():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         few = np.zeros((1, 16, 16, 1), np.float32)  # a page of 16 keys, 16 KV heads
-        s2o_attention_paged(np.zeros((1, 16, 2, 1), np.float32), few, few, TABLE[:, :1], seqlen_k=3)
+        s2o_attention_paged(np.zeros((1, 16, 2, 1), np.float32), few, few, TABLE[:, :1], seqlen_k=2)
 
 
 def test_more_query_heads_than_tokens_are_no_surprise():
