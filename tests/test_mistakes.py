@@ -13,8 +13,10 @@ import pytest
 from s2o_cupy import (
     S2OConfig,
     Schedule,
+    attention_within,
     gather_attention,
     gather_attention_varlen,
+    inputs,
     s2o_attention,
     s2o_attention_paged,
     s2o_attention_varlen,
@@ -103,6 +105,14 @@ MISTAKES = {
         lambda: sparse_attention(Q, K, K),
         "sparse_attention: config is missing, an S2OConfig, or the configuration of another method",
     ),
+    "tensors to save": (
+        lambda: inputs.save("nowhere.npz", inputs.QKV([1.0], Q, Q)),
+        "nowhere.npz: q is a list; accepted: a NumPy array",
+    ),
+    "no error": (
+        lambda: attention_within(Q, K, K),
+        "attention_within: error is missing, the rel_l2 against dense attention to keep to, such as 0.05",
+    ),
     "another library's name": (
         lambda: sparse_attention_varlen(*PACKED, [0, 200], config=S2OConfig(), causal=True),
         "sparse_attention_varlen: causal is not an argument; did you mean is_causal?",
@@ -115,6 +125,18 @@ def test_what_is_said(mistake):
     call, message = MISTAKES[mistake]
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+def test_names_of_other_functions():
+    """flash-attn's and PyTorch's, given to each other."""
+    torch = pytest.importorskip("torch")
+    from s2o_cupy.integrations.drop_in import flash_attn_func, scaled_dot_product_attention
+
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(TypeError, match=r"^flash_attn_func: is_causal is not an argument; did you mean causal\?"):
+        flash_attn_func(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match="^scaled_dot_product_attention: softmax_scale is not an argument; did you"):
+        scaled_dot_product_attention(x, x, x, softmax_scale=1)
 
 
 def test_a_page_table_on_another_device():

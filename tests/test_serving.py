@@ -80,7 +80,7 @@ def test_a_file_whose_name_looks_like_json(tmp_path, monkeypatch):
     [
         (3, "here is a int; accepted: a JSON object, or the path of a file"),
         ("{tau: 1}", "here is no JSON .*; accepted: a JSON object"),
-        ({"taw": 0.1}, "here: 'taw' is not a setting; accepted: min_seqlen, per_layer, settings, .*segment, tau, "),
+        ({"taw": 0.1}, r"here: 'taw' is not a setting; did you mean tau\? accepted: min_seqlen, .*segment, tau,"),
         ({"tau": -1}, "here: S2OConfig: tau is -1; accepted: a number >= 0"),
         ({"min_seqlen": "8192"}, "here: min_seqlen is '8192'; accepted: an integer >= 0"),
         ({"backend": 3}, "here: backend is 3; accepted: a name"),

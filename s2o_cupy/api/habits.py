@@ -73,6 +73,7 @@ _NEEDED = {
     "seqlen_k": "how many keys each sequence has in its pages: an integer, or one for each sequence",
     "page_table": "the pages of each sequence, int32 (batch, pages_per_sequence)",
     "schedule": "the keys that each tile of queries attends to, such as Schedule.from_block_mask(mask, block=128)",
+    "error": "the rel_l2 against dense attention to keep to, such as 0.05",
     "config": "an S2OConfig, or the configuration of another method",
 }
 

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from ..api.habits import answers_habits
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -30,6 +31,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_atte
 Tensor = Any  # torch.Tensor
 
 
+@answers_habits
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -110,6 +112,7 @@ def scaled_dot_product_attention(
     return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
 
 
+@answers_habits
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -186,6 +189,7 @@ def flash_attn_func(
     return (o, lse, None) if return_attn_probs else o
 
 
+@answers_habits
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from ..api.habits import answers_habits
 from ..plan import launch_plan
 from ..spec import S2OConfig
 from ..tools.layer_settings import head_name
@@ -167,6 +168,7 @@ class ModelReport:
         draw_heads(os.fspath(path), f"{self.tokens:,} tokens", [x.layer for x in self.layers], panels)
 
 
+@answers_habits
 def report(
     model: Any,
     input_ids: Any,

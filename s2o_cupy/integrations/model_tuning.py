@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..spec import S2OConfig
 from ..tools.layer_curves import LayerCurves, measure_layer, merged
@@ -53,6 +54,7 @@ TRIES = 24  # with S2O in all layers, about as many as it takes
 EASY, REPEATED = 0.5, 0.5  # a text is easy with a smaller loss, in nats a token, or with more repeats
 
 
+@answers_habits
 def tune_model(
     model: Any,
     input_ids: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import functools
 import itertools
 import json
@@ -159,8 +160,10 @@ def _config(settings: Mapping[str, Any], owner: str) -> S2OConfig:
     known = [x.name for x in fields(S2OConfig)]
     for name in settings:
         if name not in known:
-            accepted = ", ".join(["min_seqlen", "per_layer", "settings", "backend", *known])
-            raise ValueError(f"{owner}: {name!r} is not a setting; accepted: {accepted}")
+            accepted = ["min_seqlen", "per_layer", "settings", "backend", *known]
+            near = difflib.get_close_matches(name, accepted, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{owner}: {name!r} is not a setting; {meant}accepted: {', '.join(accepted)}")
     return config_of(settings, owner)
 
 

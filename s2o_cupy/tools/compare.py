@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..api.habits import answers_habits
 from ..api.select import sparse_attention
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
@@ -193,6 +194,7 @@ def default_configs(is_causal: bool = True) -> tuple[Config, ...]:
     return (S2OConfig(dense_up_to=0), *methods)
 
 
+@answers_habits
 def compare(
     q: Any,
     k: Any,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..api.attention import s2o_attention
+from ..api.habits import answers_habits
 from ..arrays.lazy_cupy import import_cupy
 from ..extras import remedy
 from ..problem import Problem, validate
@@ -115,6 +116,7 @@ class DiffReport:
         }
 
 
+@answers_habits
 def diff(
     q: Any,
     k: Any,

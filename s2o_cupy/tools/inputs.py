@@ -94,7 +94,8 @@ def save(path: str | os.PathLike[str], qkv: QKV, layers: Sequence[int] | None = 
         The file's ending is not accepted, or the arrays do not fit together.
     """
     target = Path(path)
-    qkv = _check(str(target), QKV(*qkv))
+    arrays_of = dict(zip("qkv", qkv, strict=True))
+    qkv = _check(str(target), QKV(**{key: _as_float(str(target), key, x) for key, x in arrays_of.items()}))
     if target.suffix == ".npz":
         arrays: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
         np.savez_compressed(target, **arrays | ({} if layers is None else {"layers": np.array(layers, np.int64)}))
@@ -123,7 +124,7 @@ def _save_safetensors(path: Path, qkv: QKV, layers: Sequence[int] | None) -> Non
 
 def _as_float(path: str, key: str, array: Any) -> np.ndarray:
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path}: {key} is a {type(array).__name__}; accepted: an array")
+        raise ValueError(f"{path}: {key} is a {type(array).__name__}; accepted: a NumPy array")
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.names is None:
         array = array.view(BFLOAT16)  # NumPy's files keep the bits of bfloat16 but not its name
     if array.dtype.name not in DTYPES:
