@@ -159,7 +159,8 @@ def table(found: dict[str, Any]) -> str:
     overall = found["overall"]
     rest = "estimates from a sample (tail)" if found["adds_tail"] else "does not count"
     lines += [
-        f"S2O chooses among the keys before each segment, which hold {overall['earlier_mass']:.1%} of softmax mass.",
+        "S2O chooses among the keys before each segment, which hold "
+        f"{overall['earlier_mass']:.1%} of the softmax mass.",
         f"Of the pairs with them {overall['earlier_pairs_computed']:.1%} were computed; the others hold "
         f"{overall['earlier_mass_left_out']:.1%} of that mass, which S2O {rest}.",
         "",
