@@ -52,6 +52,20 @@ def test_arguments_without_a_name():
         s2o_attention(X, X, X, None)
 
 
+def test_functions_that_pass_other_names_on():
+    """As a report passes a model's own inputs; what they need themselves is missed all the same."""
+
+    @habits.answers_habits
+    def function(model, ids, s2o=None, *, seed=0, **inputs):
+        return model, ids, s2o, seed, inputs
+
+    assert function(1, 2, 3, seed=4, attention_mask=5) == (1, 2, 3, 4, {"attention_mask": 5})
+    with pytest.raises(TypeError, match="function: ids is missing; accepted: model, ids"):
+        function(1, attention_mask=5)
+    with pytest.raises(TypeError, match="function: 4 arguments come without a name; accepted: up to 3, .*: seed"):
+        function(1, 2, 3, 4)
+
+
 def test_hints_name_what_exists():
     known = set()
     for function in (s2o_attention, s2o_attention_varlen, s2o_attention_paged):

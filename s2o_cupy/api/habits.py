@@ -80,17 +80,19 @@ _NEEDED = {
 
 def answers_habits(function: Function) -> Function:
     """``function``, whose errors for an argument that it has not, or that is missing, name what is meant."""
-    known = inspect.signature(function).parameters
+    every = inspect.signature(function).parameters
+    takes_others = any(x.kind is x.VAR_KEYWORD for x in every.values())
+    known = {name: x for name, x in every.items() if x.kind is not x.VAR_KEYWORD}
     names = frozenset(known)
     options = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
     positional = len(known) - len(options)
-    needed = [name for name, x in known.items() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    needed = [name for name, x in known.items() if x.default is x.empty]
     first = len([name for name in needed if name not in options])  # of those, without a name
     by_name = len(needed) > first
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
-        if not names.issuperset(given):
+        if not takes_others and not names.issuperset(given):
             unknown = next(name for name in given if name not in known)
             raise TypeError(f"{function.__name__}: {unknown} is not an argument; {_hint(unknown, known)}")
         if len(arguments) > positional:
