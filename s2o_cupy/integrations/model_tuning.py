@@ -180,7 +180,7 @@ def tune_model(
         else:
             found = search.by_loss(target, by, curves, costs, measure)
     for note in found.notes:
-        warnings.warn(f"tune_model: {note}", UserWarning, stacklevel=2)
+        warnings.warn(f"tune_model: {note}", UserWarning, stacklevel=3)
     return replace(found, min_seqlen=min_seqlen)
 
 
