@@ -47,6 +47,7 @@ __all__ = [
     "moment_keys",
     "checked_int",
     "names_unknown_fields",
+    "not_a_config",
     "tau_text",
 ]
 
@@ -191,6 +192,18 @@ def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
+
+
+def not_a_config(owner: str, config: Any) -> TypeError:
+    """What to raise where ``config`` should have been an S2OConfig, with what was probably meant."""
+    meant = ""
+    if isinstance(config, Mapping):
+        meant = ", such as S2OConfig(**config)"
+    elif isinstance(config, type):
+        meant = f", an object: {config.__name__}()"
+    elif isinstance(config, numbers.Real) and not isinstance(config, bool):
+        meant = f", such as S2OConfig(tau={config})"
+    return TypeError(f"{owner}: config is a {type(config).__name__}; accepted: S2OConfig or None{meant}")
 
 
 @names_unknown_fields

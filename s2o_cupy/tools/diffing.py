@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..api.attention import s2o_attention
+from ..api.habits import answers_habits
 from ..arrays.lazy_cupy import import_cupy
+from ..extras import remedy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 from . import diff_query_weights as by_query
@@ -113,6 +115,7 @@ class DiffReport:
         }
 
 
+@answers_habits
 def diff(
     q: Any,
     k: Any,
@@ -148,7 +151,7 @@ def diff(
     try:
         cupy = import_cupy()
     except S2OError as error:
-        raise S2OError('diff needs a GPU and CuPy: pip install "s2o_cupy[cuda12]"') from error
+        raise S2OError(f"diff needs a GPU and CuPy; remedy: {remedy('CuPy')}") from error
     if not cupy.is_available():
         raise S2OError("diff needs an NVIDIA GPU, and CuPy finds none")
     config = config or S2OConfig()
