@@ -127,6 +127,10 @@ def check_command(command):
             parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"s2o takes no such arguments: {command}")
+    elif words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+        source = text_of(ROOT / words[2].replace(".", "/") / "__main__.py")
+        for option in words[3:]:
+            assert not option.startswith("-") or f'"{option}"' in source, f"{words[2]} has no {option}"
     elif words[0] in ("python", "torchrun"):
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         source = text_of(ROOT / words[script])
