@@ -536,8 +536,11 @@ class _Assembler:
         self.emit(x, name, rows, offset, SYNC_ALL, n=len(results))
 
     def do_wgmma(self, x: Instruction, parts: list[str], o: list[str]) -> None:
-        if parts[0] != "mma_async":
+        if parts[0] == "fence":
             self.emit(x, "nothing", [], 0, SYNC_ALL)
+            return
+        if parts[0] in ("commit_group", "wait_group"):
+            self.emit(x, f"wgmma_{parts[0]}", [], int(o[0]) if o else 0, SYNC_ALL)
             return
         shape, d, a, b = parts[3:7]
         columns = int(re.fullmatch(r"m64n(\d+)k\d+", shape).group(1))  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,15 +74,16 @@ def known(pointer: int) -> bool:
         return at >= 0 and pointer < max(_ends[_starts[at]], _starts[at] + 1)
 
 
-def allocate(nbytes: int) -> np.ndarray:
-    """So many bytes, uint8, from a multiple of 512; all bits are set: NaN in every type of float."""
+def allocate(nbytes: int, pieces: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
+    """So many bytes, uint8, from a multiple of 512; all bits are set: NaN in every type of float. ``pieces``: offsets and
+    sizes of what may be touched; all unless said."""
     whole = np.full(nbytes + 2 * GUARD + 512, 0xFF, np.uint8)
     start = -(-(whole.ctypes.data + GUARD) // 512) * 512
     offset = start - whole.ctypes.data
-    found = whole[offset : offset + nbytes]
-    add_range(start, nbytes)
-    weakref.finalize(whole, drop_range, start)
-    return found
+    for at, size in [(0, nbytes)] if pieces is None else pieces:
+        add_range(start + at, size)
+        weakref.finalize(whole, drop_range, start + at)
+    return whole[offset : offset + nbytes]
 
 
 @dataclass

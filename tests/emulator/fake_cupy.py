@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ class MemoryPointer:
 
 class Memory:
     def __init__(self, nbytes: int) -> None:
-        self.array = emulated.allocate(nbytes)
+        self.array = emulated.allocate(nbytes, _workspaces.get(nbytes))
         self.ptr, self.size, self.device_id = self.array.ctypes.data, nbytes, 0
 
 
@@ -197,6 +198,32 @@ def alloc(nbytes: int) -> MemoryPointer:
     return MemoryPointer(Memory(nbytes), 0)
 
 
+# A workspace's arrays are apart by a gap that nobody may touch. Its number of bytes, which no other one has, tells the
+# allocation which it is for.
+GAP = 4096
+_workspaces: dict[int, list[tuple[int, int]]] = {}  # bytes: its arrays' offsets and sizes
+
+
+def lay_out_apart(build: Any, zeroed: Any, others: Any) -> Any:
+    """As plan.build.lay_out; those that start from 0 are one array, as they are cleared together."""
+    zeroed, others = list(zeroed), list(others)
+    places, end = {}, 0
+    for apart, arrays in ((0, zeroed), (GAP, others)):
+        for name, shape, dtype in arrays:
+            places[name] = build.Place(end, shape, dtype)
+            end += -(-places[name].nbytes // build.ALIGNMENT) * build.ALIGNMENT + apart
+        if not apart:
+            cleared = end
+            end += GAP if zeroed else 0
+    pieces = [(0, cleared)] if cleared else []
+    pieces += [(places[name].offset, places[name].nbytes) for name, _, _ in others if places[name].nbytes]
+    if end:
+        while end in _workspaces and _workspaces[end] != pieces:
+            end += build.ALIGNMENT
+        _workspaces[end] = pieces
+    return build.Workspace(places, cleared, end)
+
+
 class MemoryPool:
     def malloc(self, nbytes: int) -> MemoryPointer:
         return alloc(nbytes)
@@ -355,9 +382,16 @@ def install() -> None:
 
     from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
     from s2o_cupy.cuda import compiler, tensor_maps
+    from s2o_cupy.plan import build as build_module
+    from s2o_cupy.plan import error_search, launches  # noqa: F401 - whose workspaces are laid out apart
 
     owns = NumpyFramework.owns
     NumpyFramework.owns = lambda self, x: owns(self, x) and not isinstance(x, ndarray)  # type: ignore[method-assign]
+
+    lay_out = build_module.lay_out
+    for module in [x for name, x in sys.modules.items() if name.startswith("s2o_cupy.")]:
+        if getattr(module, "lay_out", None) is lay_out:
+            module.lay_out = functools.partial(lay_out_apart, build_module)  # type: ignore[attr-defined]
 
     options = compiler._options
 
