@@ -133,7 +133,7 @@ def by_words(q, k, v, config, **options):
     norm = lambda x: np.sqrt(np.square(x).sum(axis=(0, 2, 3)))  # noqa: E731
 
     def errors(taus):  # of heads at their taus
-        call = replace(config.with_found_taus(taus), tail="none")
+        call = replace(config.with_tau(taus), tail="none")
         return norm(s2o.s2o(q, k, v, call, **options).o - dense) / norm(dense)
 
     heads = range(q.shape[1])
