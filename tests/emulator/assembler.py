@@ -87,8 +87,8 @@ def _function(name: str) -> int:
         raise UnknownOpcode(name) from None
 
 
-_DROPPED = {"ftz", "volatile", "weak", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys", "cs", "nc", "lu",
-            "L2::128B", "L2::256B", "sync", "aligned"}  # fmt: skip
+_DROPPED = {"ftz", "volatile", "weak", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys", "cs", "nc",
+            "lu", "L2::128B", "L2::256B", "sync", "aligned"}  # fmt: skip
 _FLOATS = {"f32", "f64"}
 _PLAIN_INTEGER = {"add", "sub", "and", "or", "xor", "not", "shl", "selp", "mov", "popc", "clz", "brev"}
 BITS = {"8": 8, "16": 16, "32": 32, "64": 64}
@@ -139,10 +139,11 @@ class _Assembler:
                 names.append(x.guard)
             uses.append(names)
             written = _TOKENS.match(x.operands[0].lstrip("{")) if x.operands else None
-            fresh = written.group() if written and not x.guard and not x.opcode.startswith(("wgmma", "st", "red")) else None
+            writes = not x.guard and not x.opcode.startswith(("wgmma", "st", "red"))
+            fresh = written.group() if written and writes else None
             for name in names:
                 if name not in blocks:
-                    alone = name == fresh and names.count(name) == 1 or self._is_result(x, name, names)
+                    alone = (name == fresh and names.count(name) == 1) or self._is_result(x, name, names)
                     blocks[name] = block if alone else -1
                     first[name] = index
                 elif blocks[name] != block:
@@ -225,7 +226,7 @@ class _Assembler:
     def run(self) -> Assembled:
         self.special_rows: dict[str, int] = {}
         self.place_registers()
-        text = set()
+        text: set[str] = set()
         for x in self.program.body:
             if isinstance(x, Instruction):
                 text.update(y for o in x.operands for y in _TOKENS.findall(o))
@@ -277,9 +278,7 @@ class _Assembler:
         if t in _FLOATS and head not in ("cvt",):
             parts = [p for p in parts if p not in ("rn", "approx", "full")]
         if head in _PLAIN_INTEGER or (head == "mul" and "lo" in parts) or (head == "mad" and "lo" in parts):
-            if t == "pred":
-                pass
-            elif head in ("popc", "clz", "brev"):
+            if t == "pred" or head in ("popc", "clz", "brev"):
                 pass
             elif t not in _FLOATS or head in ("selp", "mov"):
                 parts[-1] = _unsigned(t)
@@ -332,7 +331,7 @@ class _Assembler:
         if len(o) != 3 or "|" in o[0]:
             raise ValueError("a setp with more than a predicate and two operands")
         compare = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(compare, compare)
-        kind = t if t in _FLOATS or compare not in ("eq", "ne") and t[0] == "s" else _unsigned(t)
+        kind = t if t in _FLOATS or (compare not in ("eq", "ne") and t[0] == "s") else _unsigned(t)
         self.emit(x, f"setp_{compare}_{kind}", [self.row(o[0], 1), *(self.row(y, _bits(t)) for y in o[1:])])
 
     def do_cvt(self, x: Instruction, parts: list[str], o: list[str]) -> None:
@@ -357,10 +356,9 @@ class _Assembler:
 
     def memory(self, parts: list[str]) -> tuple[str, str, int]:
         """Space, type and count of elements."""
-        space = next((p.split("::")[0] for p in parts if p.split("::")[0] in ("global", "shared", "param", "local")), "")
-        count = 4 if "v4" in parts else 2 if "v2" in parts else 1
-        names = {"global": "global", "shared": "shared", "param": "host", "local": "host", "": "global"}
-        return names[space], parts[-1], count
+        names = {"global": "global", "shared": "shared", "param": "host", "local": "host"}
+        space = next((names[p.split("::")[0]] for p in parts if p.split("::")[0] in names), "global")
+        return space, parts[-1], 4 if "v4" in parts else 2 if "v2" in parts else 1
 
     def do_ld(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         space, t, n = self.memory(parts)
