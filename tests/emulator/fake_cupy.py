@@ -287,7 +287,8 @@ def encode_tensor_map(
     """As machine.h's TensorMap, where cuTensorMapEncodeTiled would write its own form. Refuses what that refuses."""
     steps, boxes = list(strides), list(box)
     ok = pointer.value % 16 == 0 and all(s % 16 == 0 and s < 1 << 40 for s in steps)
-    if not ok or not all(0 < b <= 256 for b in boxes) or (boxes[0] * 2 > 128 and swizzle == 3) or any(not 0 < n <= 1 << 32 for n in sizes):
+    ok = ok and all(0 < b <= 256 for b in boxes) and (boxes[0] * 2 <= 128 or swizzle != 3)
+    if not ok or any(not 0 < n <= 1 << 32 for n in sizes):
         return 1
     record = np.zeros(1, [("mark", "u8"), ("pointer", "u8"), ("axes", "u4"), ("swizzle", "u4"), ("strides", "u8", 4),
                           ("sizes", "u4", 5), ("box", "u2", 5)])  # fmt: skip
