@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
     parser.add_argument("--capability", type=int, default=80, choices=(80, 90), help="compute capability times ten")
     parser.add_argument("--path", choices=("portable", "hopper"), help="that of the capability unless said")
-    parser.add_argument("-k", default="", help="cases whose name has this; several with semicolons, all of them with '+'")
+    parser.add_argument("-k", default="", help="cases whose name has this, or one of several (;), or all (+)")
     parser.add_argument("--sanitized", action="store_true", help="gpu_cases.SANITIZED instead of CASES")
     parser.add_argument("--every", type=int, default=1, help="of the cases only each so-many-th")
     parser.add_argument("--first", type=int, default=0, help="with --every: the first one's place")
@@ -39,6 +39,7 @@ def main() -> int:
     fake_cupy.install()
 
     import gpu_cases
+    import numpy as np
 
     cases = gpu_cases.CASES
     if options.sanitized:
@@ -58,7 +59,7 @@ def main() -> int:
         outputs.append(b"".join(np.ascontiguousarray(x).tobytes() for x in (stages.o, stages.lse, stages.visited)))
         return stages
 
-    gpu_cases.capture = captured
+    gpu_cases.capture = captured  # type: ignore[assignment]
     bad = 0
     for number, (name, case) in enumerate(cases.items(), 1):
         problem = case.problem()
