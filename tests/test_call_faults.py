@@ -34,12 +34,14 @@ from s2o_cupy.selection.catalogue import kernels_for
 
 # ---------------------------------------------------------------- what a call gives otherwise than it must
 
+TOKENS = 700  # of NSA: two chunks of its counting sort
+
 
 def of_nsa(path: str, heads: int = 4) -> list[str]:
     """Of 2 KV heads; with 2 heads Hopper has another kernel for compressed attention. Several chunks of tokens. What is
     left in memory is another call's."""
     config, rng = replace(SMALL, path=path), np.random.default_rng(0)
-    x, other = (draw(rng, DTYPES["float16"], 1100, heads=heads, head_dim=128, config=config) for _ in range(2))
+    x, other = (draw(rng, DTYPES["float16"], TOKENS, heads=heads, head_dim=128, config=config) for _ in range(2))
     test_gpu_nsa.attend(other, config)
     o, blocks = test_gpu_nsa.attend(x, config)
     wrong = {"choice": choice_problems(blocks, x, config), "output": whole_problems(o, x, blocks, config)}
@@ -47,11 +49,11 @@ def of_nsa(path: str, heads: int = 4) -> list[str]:
 
 
 def selected_case(block: int) -> tuple[Any, np.ndarray]:
-    """Blocks in any order, of which some are none and some in the future; of each several rounds of rows."""
+    """All blocks but one, in any order, some of them none and some in the future: of each more tokens than an item's."""
     rng = np.random.default_rng(0)
-    x = draw(rng, DTYPES["float16"], 1100, 1300, head_dim=128)
-    count = -(-1300 // block)
-    blocks = np.stack([rng.permutation(count)[:6] for _ in range(2 * 1100)]).reshape(1, 2, 1100, 6)
+    x = draw(rng, DTYPES["float16"], TOKENS, head_dim=128)
+    count = -(-TOKENS // block)
+    blocks = np.stack([rng.permutation(count)[1:] for _ in range(2 * TOKENS)]).reshape(1, 2, TOKENS, count - 1)
     blocks[rng.random(blocks.shape) < 0.1] = -1
     return x, blocks
 
