@@ -17,7 +17,9 @@ import packs
 import pages
 import pytest
 import sanitize
+import test_faults
 import test_gpu_nsa
+import test_method_faults
 from conftest import has_gpu, has_hopper
 from gpu_cases import DTYPES, Case
 from listed_calls import wrong_by_random_lists
@@ -49,9 +51,9 @@ def of_nsa(path: str, heads: int = 4) -> list[str]:
 
 
 def selected_case(block: int) -> tuple[Any, np.ndarray]:
-    """All blocks but one, in any order, some of them none and some in the future: of each more tokens than an item's."""
+    """All blocks but one, in any order, some of them none and some in the future: each has more tokens than an item."""
     rng = np.random.default_rng(0)
-    x = draw(rng, DTYPES["float16"], TOKENS, head_dim=128)
+    x = draw(rng, DTYPES["float16"], TOKENS, heads=16, head_dim=128)  # 8 of a KV head: 512 tokens are an item
     count = -(-TOKENS // block)
     blocks = np.stack([rng.permutation(count)[1:] for _ in range(2 * TOKENS)]).reshape(1, 2, TOKENS, count - 1)
     blocks[rng.random(blocks.shape) < 0.1] = -1
@@ -284,6 +286,12 @@ def test_every_fault_has_its_place(fault):
     kernel = next(kernel for kernel in kernels_for(90) if kernel.function == fault.function)
     text = compiler.render(kernel)
     assert fault.plant(text) != text
+
+
+def test_every_kernel_has_a_planted_fault():
+    planted = {x.function for x in (*FAULTS, *test_method_faults.FAULTS)}
+    planted |= {function for x in test_faults.FAULTS for function in x.functions}
+    assert planted == {kernel.function for architecture in (80, 90, 120) for kernel in kernels_for(architecture)}
 
 
 @pytest.mark.gpu
