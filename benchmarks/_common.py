@@ -155,6 +155,8 @@ FILES = ("models", "hugging_face", "text", "tokens", "haystack", "weights")
 def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The arguments, and what every row has in common."""
     kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot", *FILES)}
+    if "method" in kept:  # of a method's file the name
+        kept["method"] = [_without_folders(x) for x in kept["method"]]
     shared = (k for k in ("segment", "rank", "unit", "window") if rows and k in rows[0])
     return kept | {k: rows[0][k] for k in shared if len({row[k] for row in rows}) == 1}
 
@@ -189,8 +191,13 @@ def _machine(device: str) -> dict[str, Any]:
 def _command() -> str:
     """This run's command, as from the root of a checkout and without other folders of the machine that measured."""
     script, *arguments = sys.argv
-    plain = (re.sub(r"[^=:,]*/", "", x) for x in arguments)  # also of NAME=FILE:FILE
+    plain = map(_without_folders, arguments)
     return shlex.join(["python", f"benchmarks/{pathlib.Path(script).name}", *plain])
+
+
+def _without_folders(text: str) -> str:
+    """Also of NAME=FILE:FILE."""
+    return re.sub(r"[^=:,]*/", "", text)
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

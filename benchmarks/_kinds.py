@@ -1,5 +1,5 @@
-"""Kinds of attention that a model or a layer runs with: dense by one of PyTorch's kernels, or S2O, as configured or as
-tuned to the model."""
+"""Kinds of attention that a model or a layer runs with: dense by one of PyTorch's kernels, S2O as configured or as
+tuned to the model, or another method."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import _baselines
 import _common
 
-from s2o_cupy import S2OConfig, sparse_attention
-from s2o_cupy.methods.base import MethodConfig
-from s2o_cupy.tools.compare import method_name, parse_method, settings_of
+from s2o_cupy import S2OConfig
+from s2o_cupy.own.method import AnyMethod, method_name
+from s2o_cupy.tools.compare import parse_method, settings_of
 from s2o_cupy.tools.tune_layers import TunedLayers
 
-Kind = str | S2OConfig | MethodConfig | TunedLayers  # a baseline by its name
+Kind = str | AnyMethod | TunedLayers  # a baseline by its name
 
 # Why some layers of a model attend densely whatever the configuration.
 NOT_FOR_S2O = {"sliding window"}
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--method", type=_method, action="append", default=[], metavar="NAME[:FIELD=VALUE,...]",
-        help="another published method, such as xattention:stride=16; as often as wanted",
+        help="another method, such as xattention:stride=16, or one of your own, FILE.py:NAME; as often as wanted",
     )  # fmt: skip
     parser.add_argument("--baselines", type=_common.names, default=["cudnn", "flash2"], help="ratios: to the first")
 
@@ -80,49 +80,37 @@ def attention(kind: Kind) -> Iterator[str]:
         with sdpa_kernel(_baselines.sdpa_backends()[kind]):
             yield "sdpa"
         return
-    if isinstance(kind, MethodConfig):
-        yield _registered(kind)
-        return
     from s2o_cupy.integrations.transformers import register
 
     config, per_layer = (kind.config, kind.per_layer) if isinstance(kind, TunedLayers) else (kind, None)
     s2o = register("s2o", config, per_layer, min_seqlen=0)
     yield "s2o"
-    if set(s2o.calls) - {"s2o"} - NOT_FOR_S2O or not s2o.calls["s2o"]:
-        raise RuntimeError(f"S2O did not run throughout, so these are not its figures: {dict(s2o.calls)}")
+    ran, who = ("s2o", "S2O") if isinstance(kind, (S2OConfig, TunedLayers)) else ("method", told(kind))
+    if set(s2o.calls) - {ran} - NOT_FOR_S2O or not s2o.calls[ran]:
+        raise RuntimeError(f"{who} did not run throughout, so these are not its figures: {dict(s2o.calls)}")
 
 
-def _registered(config: MethodConfig) -> str:
-    """transformers' name for a method's attention, of whole causal sequences alone."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[Any, None]:
-        if q.shape[2] != k.shape[2] or options.get("sliding_window") is not None:
-            raise RuntimeError("a method attends to whole causal sequences; so these would not be its figures")
-        return sparse_attention(q, k, v, config=config, scale=options["scaling"]).transpose(1, 2), None
-
-    name = f"s2o-{method_name(type(config))}"
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, lambda *_, **__: None)  # no mask: the sequences are whole
-    return name
+def turns(first: Kind, kind: Kind) -> list[Kind]:
+    """Both, or one if they are the same."""
+    return [first] if kind is first else [first, kind]
 
 
 def described(kind: Kind, length: int) -> dict[str, Any]:
     """A row's part on its kind, with so many tokens."""
     if isinstance(kind, str):
         return {"attention": kind}
-    if isinstance(kind, MethodConfig):
-        return {"attention": method_name(type(kind)), "config": settings_of(kind) or "default"}
     if isinstance(kind, TunedLayers):
         found = {"config": told(kind), "default": False, "taus": [x.tolist() for x in kind.taus]}
         return {"attention": "s2o", **found, **_common.describe(kind.config, length)}
-    fields = {"config": _common.text_of_fields(kind), "default": kind == S2OConfig()}
-    return {"attention": "s2o", **fields, **_common.describe(kind, length)}
+    if isinstance(kind, S2OConfig):
+        fields = {"config": _common.text_of_fields(kind), "default": kind == S2OConfig()}
+        return {"attention": "s2o", **fields, **_common.describe(kind, length)}
+    return {"attention": method_name(kind), "config": settings_of(kind) or "default"}
 
 
 def told(kind: Kind) -> str:
-    if isinstance(kind, MethodConfig):
-        return f"{method_name(type(kind))}, {settings_of(kind) or 'default'}"
     if isinstance(kind, TunedLayers):
         return f"tuned, {kind.target.name}={kind.target.value:g},by={kind.by}"
-    return kind if isinstance(kind, str) else f"S2O, {_common.text_of_fields(kind)}"
+    if isinstance(kind, S2OConfig):
+        return f"S2O, {_common.text_of_fields(kind)}"
+    return kind if isinstance(kind, str) else f"{method_name(kind)}, {settings_of(kind) or 'default'}"

@@ -13,21 +13,23 @@ import torch
 from _kinds import Kind, attention
 from _small_llama import hooked
 
-from s2o_cupy import S2OConfig, s2o_attention, sparse_attention
+from s2o_cupy import sparse_attention
 from s2o_cupy.integrations.head_groups import LayerConfigs
-from s2o_cupy.methods.base import MethodConfig
+from s2o_cupy.own.method import AnyMethod
 from s2o_cupy.tools.tune_layers import TunedLayers
 
 RUNS = 64  # of neighbouring rows, where not all are looked at
 
 
-def _s2o(kind: S2OConfig | TunedLayers, layer: int, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, float]:
+def _sparse(
+    kind: AnyMethod | TunedLayers, layer: int, q: Any, k: Any, v: Any, scale: float | None
+) -> tuple[Any, float]:
     """[batch, heads, seqlen, head_dim] and the density of a layer."""
-    configs = LayerConfigs.parse(*(kind, None) if isinstance(kind, S2OConfig) else (kind.config, kind.per_layer))
+    configs = LayerConfigs.parse(*(kind.config, kind.per_layer) if isinstance(kind, TunedLayers) else (kind, None))
     out, densities = None, []
     for group in configs.groups(layer, q.shape[1], k.shape[1]) or ():
         part = (q[:, group.heads], k[:, group.kv_heads], v[:, group.kv_heads])
-        o, stats = s2o_attention(*part, config=group.config, scale=scale, return_stats=True)
+        o, stats = sparse_attention(*part, config=group.config, scale=scale, return_stats=True)
         if o.shape == q.shape:
             return o, stats.density
         out = torch.empty_like(q) if out is None else out
@@ -70,11 +72,7 @@ def on_dense_trajectory(model: Any, ids: Any, kinds: Sequence[Kind], rows: int |
         for kind, into in zip(kinds, found, strict=True):
             figures: dict[str, Any] = {}
             if not isinstance(kind, str):
-                if isinstance(kind, MethodConfig):
-                    o, stats = sparse_attention(q, k, v, config=kind, scale=scale, return_stats=True)
-                    figures["density"] = stats.density
-                else:
-                    o, figures["density"] = _s2o(kind, module.layer_idx, q, k, v, scale)
+                o, figures["density"] = _sparse(kind, module.layer_idx, q, k, v, scale)
             else:
                 with attention(kind):
                     o = function(module, q, k, v, *args, **options)[0].transpose(1, 2)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import _common
 import _sources
 import numpy as np
-from _kinds import attention, described, kinds, told
+from _kinds import attention, described, kinds, told, turns
 
 from s2o_cupy.tools.compare import methods_by_name
 
@@ -182,7 +182,7 @@ def run_retrieval(args: argparse.Namespace, step: Callable[[str], None], device:
             # Of the first text.
             scored[0] |= {"density": of_layers.get("density"), "rel_l2_by_layer": of_layers["rel_l2_by_layer"]}
             if args.device == "cuda":
-                times = in_turns(model, ids, list(dict.fromkeys((first, kind))), args.repeats)
+                times = in_turns(model, ids, turns(first, kind), args.repeats)
                 (_, dense_ms), (_, ms) = times[0], times[-1]
                 scored[0] |= {f"{first}_attention_ms": dense_ms, "attention_ms": ms, "x_attention": ms / dense_ms}
             rows += [{"length": length, **described(kind, length), "samples": args.samples, **row} for row in scored]

@@ -20,11 +20,11 @@ tokenizer, or --tokens. Of every length and every kind of attention, by --parts:
 - time: of a prefill (with a KV cache, up to the logits of the last token) and of its attention in all layers, in turns
   with that of the first of --baselines.
 
-Attention is dense (transformers' "sdpa", held to one of PyTorch's kernels) or S2O, configured by --base and by every
---set, and tuned to the model on top of --base by every --tune: on the tokens that follow the measured ones, or on these
-where the text ends before. --measure second has it the other way round: it measures the tokens that follow the first
-ones, and tunes on the first. Differences and ratios are to the first of --baselines. Needs PyTorch with CUDA, CuPy,
-transformers.
+Attention is dense (transformers' "sdpa", held to one of PyTorch's kernels), another method by every --method, or S2O,
+configured by --base and by every --set, and tuned to the model on top of --base by every --tune: on the tokens that
+follow the measured ones, or on these where the text ends before. --measure second has it the other way round: it
+measures the tokens that follow the first ones, and tunes on the first. Differences and ratios are to the first of
+--baselines. Needs PyTorch with CUDA, CuPy, transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import _kinds
 import _pretrained
 import _sources
 import numpy as np
-from _kinds import Kind, attention, described, kinds, told
+from _kinds import Kind, attention, described, kinds, told, turns
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.tools.far_copies import far_copies
@@ -170,8 +170,7 @@ def add_times(case: Case, rows: list[Row], step: Any) -> None:
     first, model, ids = case.kinds[0], case.subject.model, case.ids
     for kind, row in zip(case.kinds, rows, strict=True):
         step(f"time, {told(kind)}")
-        turns = dict.fromkeys((first, kind))
-        times = in_turns(model, ids, list(turns), case.args.repeats)
+        times = in_turns(model, ids, turns(first, kind), case.args.repeats)
         for (whole, part), prefix in ((times[-1], ""), (times[0], f"{first}_")):
             row |= {f"{prefix}prefill_ms": whole, f"{prefix}attention_ms": part}
         row["rest_ms"] = row["prefill_ms"] - row["attention_ms"]

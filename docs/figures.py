@@ -1,15 +1,16 @@
-"""Write the tables of measured figures in README.md and docs/*.md from benchmarks/results/*.json.
+"""Write the tables and pictures of measured figures in README.md and docs from benchmarks/results/*.json.
 
-    python docs/figures.py            rewrite every table
-    python docs/figures.py --check    exit with 1 if one is out of date
+    python docs/figures.py            rewrite every table, and draw the pictures that are out of date (matplotlib)
+    python docs/figures.py --check    exit with 1 if a table or a picture is out of date
 
 A page names a table by a pair of comments; what stands between them is replaced:
 
-    <!-- figures:NAME VIEW -->
+    <!-- figures:NAME VIEW KEY=VALUE -->
     <!-- /figures -->
 
 NAME is a file benchmarks/results/NAME.json as a script of benchmarks/ writes it, VIEW one of VIEWS below ("time" where
-it is left out). Without the file the text is "Not measured yet."
+it is left out) or "source", the line below a table alone. KEY=VALUE, as often as needed, keeps the rows of which that
+is true. Settings in which no two rows differ are said once, below the table. docs/pictures.py draws.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MISSING = "Not measured yet."
+MOST_COLUMNS = 7  # a wider table is cut off on a page
 
 _MARKED = re.compile(
-    r"(?P<begin><!-- figures:(?P<name>[\w-]+)(?: +(?P<view>\w+))? -->\n)(?P<body>.*?)(?P<end><!-- /figures -->)",
+    r"(?P<begin><!-- figures:(?P<name>[\w-]+)(?: +(?P<view>\w+))?(?P<only>(?: +\w+=\S+)*) -->\n)"
+    r"(?P<body>.*?)(?P<end><!-- /figures -->)",
     re.DOTALL,
 )
 
@@ -40,99 +42,134 @@ def _key(name: str) -> Callable[[Row], Any]:
 
 
 def _kind(row: Row) -> Any:
-    """Of rows with whole configurations: S2O's, another method's, or the name of a dense one."""
+    """Of rows with whole configurations: S2O's, which names its order, another method's, or the name of a dense one."""
     if "config" not in row:
         return row.get("attention")
-    return f"{row['attention'].replace('s2o', 'S2O')}, {row['config']}"
+    settings = [part for part in (row["config"],) if part != "default" or row["attention"] != "s2o"]
+    if row["attention"] == "s2o" and row.get("rank") and "rank=" not in row["config"]:
+        settings.insert(0, f"rank={row['rank']}")
+    return ", ".join([row["attention"].replace("s2o", "S2O"), *settings])
 
 
 def _ratio(above: str, below: str) -> Callable[[Row], Any]:
     return lambda row: row[above] / row[below] if row.get(above) is not None and row.get(below) else None
 
 
-_TOKENS: list[Column] = [
+# What a row was measured with. Shown where rows differ in it, else said once below the table.
+_WHERE: list[Column] = [
+    ("task", _key("task"), "s"),
+    ("model", _key("model"), "s"),
+    ("input", _key("input"), "s"),
+    ("from token", _key("offset"), ",d"),
+    ("layers", _key("layers"), "s"),
+    ("query heads", _key("heads"), "d"),
+    ("KV heads", _key("kv_heads"), "d"),
+    ("head_dim", _key("head_dim"), "d"),
+    ("GPUs", _key("ranks"), "d"),
+    ("fixed", _key("goal"), "s"),
     ("tokens", _key("length"), ",d"),
-    ("rank", _key("rank"), "s"),
-    ("tau", _key("tau"), ".3g"),
-    ("density", _key("density"), ".3f"),
 ]
-_MODEL: list[Column] = [("model", _key("model"), "s"), ("tokens", _key("length"), ",d"), ("attention", _kind, "s")]
-VIEWS: dict[str, list[Column]] = {
+_RANK: Column = ("rank", _key("rank"), "s")
+_TAU: Column = ("tau", _key("tau"), ".3g")
+_DENSITY: Column = ("density", _key("density"), ".3f")
+_ORDER = [_RANK, _TAU, _DENSITY]
+_ATTENTION: Column = ("attention", _kind, "s")
+# VIEW: what else a row was measured with, treated as _WHERE is, and its figures.
+VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
     # The whole call beside dense attention.
-    "time": [
-        *_TOKENS,
-        ("S2O ms", _key("s2o_ms"), "ms"),
-        ("cuDNN ms", _key("cudnn_ms"), "ms"),
-        ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
-        ("FlashAttention-3 ms", _key("flash3_ms"), "ms"),
-        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
-        ("rel_l2", _key("rel_l2"), "error"),
-        ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
-        ("extra GiB", _key("extra_gib"), ".2f"),
-    ],
-    # The same, and beside it what models lose with that order and tau at that length (`_with_losses`).
-    "cost": [
-        *_TOKENS,
-        ("S2O ms", _key("s2o_ms"), "ms"),
-        ("cuDNN ms", _key("cudnn_ms"), "ms"),
-        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
-        ("A's nats to dense", _key("loss_of_A"), "+.4f"),
-        ("B's nats to dense", _key("loss_of_B"), "+.4f"),
-        ("C's", _key("loss_of_C"), "+.4f"),
-        ("rel_l2", _key("rel_l2"), "error"),
-        ("cuDNN's rel_l2", _key("cudnn_rel_l2"), "error"),
-        ("extra GiB", _key("extra_gib"), ".2f"),
-    ],
-    # Its parts, and the rate of pass 2 on the pairs it computes.
-    "parts": [
-        *_TOKENS,
-        ("ordering ms", _key("ordering_ms"), "ms"),
-        ("tail's sums ms", _key("tail_ms"), "ms"),
-        ("pass 1 ms", _key("pass1_ms"), "ms"),
-        ("pass 2 ms", _key("pass2_ms"), "ms"),
-        ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
-        ("cuDNN TFLOP/s", _key("cudnn_tflops"), ".0f"),
-        ("pass 1 / cuDNN", _ratio("pass1_tflops", "cudnn_tflops"), ".2f"),
-        ("pass 2 / cuDNN", _ratio("pass2_tflops", "cudnn_tflops"), ".2f"),
-    ],
+    "time": (
+        _ORDER,
+        [
+            ("S2O ms", _key("s2o_ms"), "ms"),
+            ("cuDNN ms", _key("cudnn_ms"), "ms"),
+            ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
+            ("FlashAttention-3 ms", _key("flash3_ms"), "ms"),
+            ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+            ("rel_l2", _key("rel_l2"), "error"),
+        ],
+    ),
+    # The same without the density, and beside it what models lose with that order and tau at that length.
+    "cost": (
+        [_RANK, _TAU],
+        [
+            ("S2O ms", _key("s2o_ms"), "ms"),
+            ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+            ("A's nats to dense", _key("loss_of_A"), "+.4f"),
+            ("B's nats to dense", _key("loss_of_B"), "+.4f"),
+            ("C's", _key("loss_of_C"), "+.4f"),
+        ],
+    ),
+    "memory": ([_RANK, _TAU], [("GiB beside inputs and output", _key("extra_gib"), ".2f")]),
+    # Its parts,
+    "parts": (
+        [_RANK, _TAU],
+        [
+            ("ordering ms", _key("ordering_ms"), "ms"),
+            ("pass 1 ms", _key("pass1_ms"), "ms"),
+            ("pass 2 ms", _key("pass2_ms"), "ms"),
+            ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
+            ("pass 2 / cuDNN", _ratio("pass2_tflops", "cudnn_tflops"), ".2f"),
+        ],
+    ),
+    # the rate of pass 2 on the pairs it computes,
+    "rates": (
+        _ORDER,
+        [
+            ("pass 2 ms", _key("pass2_ms"), "ms"),
+            ("pass 2 TFLOP/s", _key("pass2_tflops"), ".0f"),
+            ("cuDNN TFLOP/s", _key("cudnn_tflops"), ".0f"),
+            ("pass 2 / cuDNN", _ratio("pass2_tflops", "cudnn_tflops"), ".2f"),
+        ],
+    ),
+    # and that of pass 1 where it does all.
+    "dense": (
+        [_TAU],
+        [
+            ("pass 1 ms", _key("pass1_ms"), "ms"),
+            ("cuDNN TFLOP/s", _key("cudnn_tflops"), ".0f"),
+            ("pass 1 / cuDNN", _ratio("pass1_tflops", "cudnn_tflops"), ".2f"),
+        ],
+    ),
+    "ordering": (
+        [_RANK, _TAU],
+        [
+            ("ordering ms", _key("ordering_ms"), "ms"),
+            ("of the call", _ratio("ordering_ms", "s2o_ms"), ".0%"),
+            ("of cuDNN's time", _ratio("ordering_ms", "cudnn_ms"), ".2%"),
+        ],
+    ),
     # Kinds of order, in files whose rows name them.
-    "error": [
-        ("segment", _key("segment"), "d"),
-        ("pooled_queries", _key("pooled_queries"), "d"),
-        ("window", _key("window"), "d"),
-        ("unit", _key("unit"), "d"),
-        *_TOKENS,
-        ("rel_l2", _key("rel_l2"), "error"),
-        ("rel_l1", _key("rel_l1"), "error"),
-        ("S2O ms", _key("s2o_ms"), "ms"),
-        ("ordering ms", _key("ordering_ms"), "ms"),
-    ],
-    # Inputs of several kinds, from benchmarks/quality.py.
-    "inputs": [
-        ("input", _key("input"), "s"),
-        *_TOKENS,
-        ("rel_l2", _key("rel_l2"), "error"),
-        ("S2O ms", _key("s2o_ms"), "ms"),
-        ("cuDNN ms", _key("cudnn_ms"), "ms"),
-        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
-    ],
-    # Models from end to end, any configuration, from benchmarks/model.py: what is lost and saved in all,
-    "loss": [
-        *_MODEL,
-        ("density", _key("density"), ".3f"),
-        ("nats a token", _key("loss"), ".4f"),
-        ("more than dense", _key("loss_difference"), "+.4f"),
-        ("±", _key("loss_difference_sem"), ".4f"),
-        ("likeliest token came", _key("accuracy"), ".2%"),
-        ("prefill ms", _key("prefill_ms"), "ms"),
-        ("of it attention", _key("attention_ms"), "ms"),
-        ("of dense attention's time", _key("x_attention"), ".3f"),
-    ],
-    # the same in short, models side by side (`_side_by_side`),
-    "models": [
-        ("tokens", _key("length"), ",d"),
-        ("attention", _kind, "s"),
-        *(
+    "error": (
+        [("segment", _key("segment"), "d"), ("pooled_queries", _key("pooled_queries"), "d"), *_ORDER],
+        [
+            ("rel_l2", _key("rel_l2"), "error"),
+            ("S2O ms", _key("s2o_ms"), "ms"),
+            ("ordering ms", _key("ordering_ms"), "ms"),
+        ],
+    ),
+    # Models from end to end, any configuration, from benchmarks/model.py: what is lost and saved,
+    "loss": (
+        [_ATTENTION, _DENSITY],
+        [
+            ("nats more than dense", _key("loss_difference"), "+.4f"),
+            ("±", _key("loss_difference_sem"), ".4f"),
+            ("of dense attention's time", _key("x_attention"), ".3f"),
+        ],
+    ),
+    # of what,
+    "whole": (
+        [_ATTENTION],
+        [
+            ("nats a token", _key("loss"), ".4f"),
+            ("likeliest token came", _key("accuracy"), ".2%"),
+            ("prefill ms", _key("prefill_ms"), "ms"),
+            ("of it attention", _key("attention_ms"), "ms"),
+        ],
+    ),
+    # models side by side (`_side_by_side`),
+    "models": (
+        [_ATTENTION],
+        [
             (heading.format(model), _key(f"{key}_of_{model}"), form)
             for model in "ABC"
             for heading, key, form in (
@@ -140,127 +177,127 @@ VIEWS: dict[str, list[Column]] = {
                 ("{}: where text is copied", "copies_loss_difference", "+.4f"),
                 ("{}: of dense attention's time", "x_attention", ".3f"),
             )
-        ),
-    ],
+        ],
+    ),
     # where in the text,
-    "positions": [
-        *_MODEL,
-        ("more nats than dense, by eighths of the text", _key("loss_difference_by_position"), "+.4f"),
-    ],
+    "positions": (
+        [_ATTENTION],
+        [("nats more than dense, by eighths of the text", _key("loss_difference_by_position"), "+.4f")],
+    ),
     # at tokens that the text copies from far away,
-    "copies": [
-        *_MODEL,
-        ("copied tokens", _key("copies"), ".2%"),
-        ("their nats", _key("copies_loss"), ".4f"),
-        ("more than dense", _key("copies_loss_difference"), "+.4f"),
-        ("likeliest token came", _key("copies_accuracy"), ".2%"),
-    ],
+    "copies": (
+        [_ATTENTION],
+        [
+            ("copied tokens", _key("copies"), ".2%"),
+            ("their nats", _key("copies_loss"), ".4f"),
+            ("more than dense", _key("copies_loss_difference"), "+.4f"),
+            ("likeliest token came", _key("copies_accuracy"), ".2%"),
+        ],
+    ),
     # and in which layers and rows.
-    "layers": [
-        *_MODEL,
-        ("rel_l2 by layer", _key("rel_l2_by_layer"), "error"),
-        ("99 % of rows below", _key("row_p99_by_layer"), "error"),
-        ("99.9 % below", _key("row_p999_by_layer"), "error"),
-        ("rows above 0.5", _key("rows_above_half_by_layer"), ".2%"),
-    ],
+    "layers": (
+        [_ATTENTION],
+        [
+            ("rel_l2 by layer", _key("rel_l2_by_layer"), "error"),
+            ("99 % of rows below", _key("row_p99_by_layer"), "error"),
+            ("rows above 0.5", _key("rows_above_half_by_layer"), ".2%"),
+        ],
+    ),
     # Where an error was asked for.
-    "asked": [
-        *_MODEL,
-        ("rel_l2 by layer", _key("rel_l2_by_layer"), "error"),
-        ("density by layer", _key("density_by_layer"), "error"),
-    ],
+    "asked": (
+        [_ATTENTION],
+        [
+            ("rel_l2 by layer", _key("rel_l2_by_layer"), "error"),
+            ("density by layer", _key("density_by_layer"), "error"),
+        ],
+    ),
     # Questions to a pretrained model about a long text, from benchmarks/tasks.py.
-    "tasks": [
-        ("task", _key("task"), "s"),
-        *_MODEL,
-        ("density", _key("density"), ".3f"),
-        ("right answers", _key("right"), ".1%"),
-        ("right tokens", _key("right_tokens"), ".1%"),
-        ("answered as by dense", _key("as_dense"), ".1%"),
-    ],
+    "tasks": (
+        [_ATTENTION, _DENSITY],
+        [
+            ("right answers", _key("right"), ".1%"),
+            ("right tokens", _key("right_tokens"), ".1%"),
+            ("answered as by dense", _key("as_dense"), ".1%"),
+        ],
+    ),
     # Answers of the retrieval model, from benchmarks/tasks.py --retrieval.
-    "answers": [
-        *_MODEL[1:],
-        ("density", _key("density"), ".3f"),
-        ("right answers", _key("right"), ".1%"),
-        ("right tokens", _key("right_tokens"), ".1%"),
-        ("over 32,768 tokens away", _key("right_beyond"), ".1%"),
-        ("of dense attention's time", _key("x_attention"), ".3f"),
-    ],
+    "answers": (
+        [_ATTENTION, _DENSITY],
+        [
+            ("right answers", _key("right"), ".1%"),
+            ("right tokens", _key("right_tokens"), ".1%"),
+            ("over 32,768 tokens away", _key("right_beyond"), ".1%"),
+            ("of dense attention's time", _key("x_attention"), ".3f"),
+        ],
+    ),
     # Calls that wait for each other on the GPU, and how long a call keeps the host busy.
-    "queued": [
-        *_TOKENS,
-        ("S2O ms, queued", _key("s2o_queued_ms"), "ms"),
-        ("cuDNN ms, queued", _key("cudnn_queued_ms"), "ms"),
-        ("FlashAttention-2 ms, queued", _key("flash2_queued_ms"), "ms"),
-        ("FlashAttention-3 ms, queued", _key("flash3_queued_ms"), "ms"),
-        ("S2O / cuDNN", _key("x_cudnn_queued"), ".3f"),
-        ("host µs, PyTorch", _key("host_us"), ".0f"),
-        ("host µs, CuPy", _key("host_us_cupy"), ".0f"),
-    ],
+    "queued": (
+        [_RANK, _TAU],
+        [
+            ("S2O ms, queued", _key("s2o_queued_ms"), "ms"),
+            ("cuDNN ms, queued", _key("cudnn_queued_ms"), "ms"),
+            ("S2O / cuDNN", _key("x_cudnn_queued"), ".3f"),
+            ("host µs, PyTorch", _key("host_us"), ".0f"),
+            ("host µs, CuPy", _key("host_us_cupy"), ".0f"),
+        ],
+    ),
     # Cost against length, from benchmarks/scaling.py.
-    "scaling": [
-        ("fixed", _key("goal"), "s"),
-        *_TOKENS,
-        ("rel_l2", _key("rel_l2"), "error"),
-        ("S2O ms", _key("s2o_ms"), "ms"),
-        ("cuDNN ms", _key("cudnn_ms"), "ms"),
-        ("FlashAttention-2 ms", _key("flash2_ms"), "ms"),
-        ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
-    ],
+    "scaling": (
+        _ORDER,
+        [
+            ("rel_l2", _key("rel_l2"), "error"),
+            ("S2O ms", _key("s2o_ms"), "ms"),
+            ("S2O / cuDNN", _ratio("s2o_ms", "cudnn_ms"), ".3f"),
+        ],
+    ),
     # A paged cache against the same keys in one array, from benchmarks/serving.py.
-    "pages": [
-        ("call", _key("call"), "s"),
-        ("queries", _key("seqlen_q"), ",d"),
-        ("keys", _key("seqlen_k"), ",d"),
-        ("tau", _key("tau"), ".3g"),
-        ("page size", _key("page_size"), "d"),
-        ("paged ms", _key("s2o_ms"), "ms"),
-        ("one array ms", _key("plain_ms"), "ms"),
-        ("ratio", _key("x_plain"), ".2f"),
-        ("gathered first ms", _key("gather_ms"), "ms"),
-    ],
+    "pages": (
+        [
+            ("call", _key("call"), "s"),
+            ("keys", _key("seqlen_k"), ",d"),
+            _TAU,
+            ("page size", _key("page_size"), "d"),
+        ],
+        [
+            ("paged ms", _key("s2o_ms"), "ms"),
+            ("one array ms", _key("plain_ms"), "ms"),
+            ("ratio", _key("x_plain"), ".2f"),
+            ("gathered first ms", _key("gather_ms"), "ms"),
+        ],
+    ),
     # How long a call keeps the host, from benchmarks/host.py.
-    "host": [
-        ("call", _key("call"), "s"),
-        ("tokens", _key("length"), ",d"),
-        ("host µs", _key("host_us"), ".0f"),
-        ("more than on CuPy arrays", _key("more_us"), "+.0f"),
-    ],
+    "host": (
+        [("call", _key("call"), "s")],
+        [("host µs", _key("host_us"), ".0f"), ("more than on CuPy arrays", _key("more_us"), "+.0f")],
+    ),
     # Several GPUs against one, from benchmarks/many_gpus.py.
-    "gpus": [
-        *_TOKENS,
-        ("GPUs", _key("ranks"), "d"),
-        ("one GPU ms", _key("one_ms"), "ms"),
-        ("ms", _key("many_ms"), "ms"),
-        ("times as fast", _key("speedup"), ".2f"),
-        ("keys exchanged ms", _key("gather_ms"), "ms"),
-        ("rel_l2 to one GPU", _key("rel_l2"), "error"),
-    ],
-    # NSA's forward, from benchmarks/nsa.py.
-    "nsa": [
-        ("tokens", _key("length"), ",d"),
-        ("query heads of a KV head", _key("group"), "d"),
-        ("NSA ms", _key("ms"), "ms"),
-        ("cuDNN ms", _key("cudnn_ms"), "ms"),
-        ("times as fast", _key("speedup"), ".2f"),
-        ("NSA ms, queued", _key("queued_ms"), "ms"),
-        ("cuDNN ms, queued", _key("cudnn_queued_ms"), "ms"),
-        ("times as fast", _key("queued_speedup"), ".2f"),
-    ],
-    "ordering": [
-        *_TOKENS,
-        ("ordering ms", _key("ordering_ms"), "ms"),
-        ("tail's sums ms", _key("tail_ms"), "ms"),
-        ("of the call", _ratio("ordering_ms", "s2o_ms"), ".0%"),
-        ("of cuDNN's time", _ratio("ordering_ms", "cudnn_ms"), ".2%"),
-    ],
+    "gpus": (
+        [*_ORDER, ("rel_l2 to one GPU", _key("rel_l2"), "error")],
+        [
+            ("one GPU ms", _key("one_ms"), "ms"),
+            ("ms", _key("many_ms"), "ms"),
+            ("times as fast", _key("speedup"), ".2f"),
+            ("keys exchanged ms", _key("gather_ms"), "ms"),
+        ],
+    ),
+    # NSA's forward, from benchmarks/nsa.py: single calls, and calls that wait for each other on the GPU.
+    "nsa": (
+        [("query heads of a KV head", _key("group"), "d")],
+        [
+            ("NSA ms", _key("ms"), "ms"),
+            ("cuDNN ms", _key("cudnn_ms"), "ms"),
+            ("times as fast", _key("speedup"), ".2f"),
+        ],
+    ),
+    "nsa_queued": (
+        [("query heads of a KV head", _key("group"), "d")],
+        [
+            ("NSA ms, queued", _key("queued_ms"), "ms"),
+            ("cuDNN ms, queued", _key("cudnn_queued_ms"), "ms"),
+            ("times as fast", _key("queued_speedup"), ".2f"),
+        ],
+    ),
 }
-# Shown where rows differ in them, else said once below the table.
-_CONDITIONS: list[Column] = [
-    ("input", _key("input"), "s"), ("from token", _key("offset"), ",d"), ("layers", _key("layers"), "s"),
-    ("query heads", _key("heads"), "d"), ("KV heads", _key("kv_heads"), "d"), ("head_dim", _key("head_dim"), "d")
-]  # fmt: skip
 
 
 def _cell(value: Any, form: str) -> str:
@@ -273,13 +310,14 @@ def _cell(value: Any, form: str) -> str:
     return f"{value:.2g}" if form == "error" else format(value, form)
 
 
-def _said(result: dict[str, Any], fixed: list[Column]) -> str:
+def _said(result: dict[str, Any], fixed: list[Column], row: Row) -> str:
     """What every figure of the table was measured with."""
-    row, settings = result["rows"][0], result.get("settings", {})
+    settings = result.get("settings", {})
     parts = [str(result["device"]), settings.get("dtype", ""), "causal"]
-    parts += [f"{heading} {_cell(value(row), form)}" for heading, value, form in fixed if value(row) is not None]
-    order = ("segment", "rank", "unit", "window")
-    parts += [f"{name} {settings[name]}" for name in order if settings.get(name) is not None]
+    told = {heading: _cell(value(row), form) for heading, value, form in fixed if value(row) is not None}
+    parts += [f"{heading} {cell}" for heading, cell in told.items()]
+    order = ("segment", "rank", "unit", "window", "tail")
+    parts += [f"{name} {settings[name]}" for name in order if settings.get(name) is not None and name not in told]
     parts += [f"{name} {_version(result[name])}" for name in ("torch", "cudnn", "cupy") if result.get(name)]
     # Folders of the machine that measured say nothing to a reader.
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
@@ -303,7 +341,7 @@ def _with_losses(rows: list[Row], results: Path) -> tuple[list[Row], str]:
     losses = {(row["model"], same(row)): row["loss_difference"] for row in measured["rows"] if "order" in row}
     models = {model for model, _ in losses}
     found = [row | {f"loss_of_{model}": losses.get((model, same(row))) for model in models} for row in rows]
-    return found, f"; losses: {_said(measured, [])}"
+    return found, f"; losses: {_said(measured, [], {})}"
 
 
 def _side_by_side(rows: list[Row]) -> list[Row]:
@@ -311,41 +349,53 @@ def _side_by_side(rows: list[Row]) -> list[Row]:
     found: dict[Any, Row] = {}
     for row in rows:
         if "config" in row:
-            alike = found.setdefault((row["length"], _kind(row)), {key: row[key] for key in _ALIKE})
+            same = {key: row[key] for key in ("length", "attention", "config", "rank") if key in row}
+            alike = found.setdefault((row["length"], _kind(row)), same)
             alike.update({f"{key}_of_{row['model']}": value for key, value in row.items()})
     return list(found.values())
 
 
-_ALIKE = ("length", "attention", "config")
-
-
-def table(name: str, view: str = "time", results: Path = RESULTS) -> str:
+def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS) -> str:
     """The table of one file in one view, with a line below that says where it comes from."""
-    path = results / f"{name}.json"
-    if not path.exists():
-        return MISSING
-    result = json.loads(path.read_text(encoding="utf-8"))
-    rows: list[Row] = result["rows"]
+    result = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    wanted = [pair.split("=", 1) for pair in only.split()]
+    rows: list[Row] = [row for row in result["rows"] if all(str(row.get(key)) == value for key, value in wanted)]
+    if not rows:
+        raise ValueError(f"{name}.json has no row with {only}")
+    if view == "source":
+        return f"<sub>{_said(result, _same(rows, [*_WHERE, _RANK]), rows[0])}</sub>"
     rows, more = _with_losses(rows, results) if view == "cost" else (rows, "")
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = sorted(rows, key=lambda row: (models.index(row.get("model")), row["length"] if row.get("model") else 0))
     rows = _side_by_side(rows) if view == "models" else rows
     rows = [row for row in rows if row["task"] == "all"] if view == "answers" else rows
-    varied = [c for c in _CONDITIONS if len({c[1](row) for row in rows}) > 1]
-    columns = [c for c in (*varied, *VIEWS[view]) if any(c[1](row) is not None for row in rows)]
-    lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|" + " ---: |" * len(columns)]
+    settings, figures = VIEWS[view]
+    fixed = _same(rows, [*_WHERE, *settings])
+    columns = [c for c in (*_WHERE, *settings) if c not in fixed]
+    columns += [c for c in figures if any(c[1](row) for row in rows)]
+    if len(columns) > MOST_COLUMNS:
+        raise ValueError(f"{name} {view} has {len(columns)} columns, of which a page shows {MOST_COLUMNS}")
+    lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |"]
+    lines += ["|" + "".join(" :--- |" if form == "s" else " ---: |" for _, _, form in columns)]
     lines += ["| " + " | ".join(_cell(value(row), form) for _, value, form in columns) + " |" for row in rows]
-    fixed = [c for c in _CONDITIONS if c not in varied]
-    return "\n".join([*lines, "", f"<sub>{_said(result, fixed)}{more}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{_said(result, fixed, rows[0])}{more}</sub>"])
+
+
+def _same(rows: list[Row], columns: list[Column]) -> list[Column]:
+    """Those in which no two rows differ, as a page shows them."""
+    return [(name, value, form) for name, value, form in columns if len({_cell(value(row), form) for row in rows}) == 1]
 
 
 def render(text: str, results: Path = RESULTS) -> str:
     """A page with its tables made anew."""
-    return _MARKED.sub(lambda m: f"{m['begin']}{table(m['name'], m['view'] or 'time', results)}\n{m['end']}", text)
+    return _MARKED.sub(
+        lambda m: f"{m['begin']}{table(m['name'], m['view'] or 'time', m['only'], results)}\n{m['end']}", text
+    )
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    folders = ROOT / "docs", ROOT / "docs" / "figures"
+    return [ROOT / "README.md", *(page for folder in folders for page in sorted(folder.glob("*.md")))]
 
 
 def stale() -> list[Path]:
@@ -354,12 +404,17 @@ def stale() -> list[Path]:
 
 
 def main() -> int:
-    old = stale()
-    for page in old:
-        print(f"{page.relative_to(ROOT)}: {'out of date' if '--check' in sys.argv else 'written'}")
-        if "--check" not in sys.argv:
-            page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return int(bool(old) and "--check" in sys.argv)
+    import pictures
+
+    check = "--check" in sys.argv
+    old = stale() + pictures.stale()
+    for path in old:
+        print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'written'}")
+        if not check and path.suffix == ".md":
+            path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
+        elif not check:
+            pictures.draw(path)
+    return int(bool(old) and check)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pages of the documentation site, made of README.md, docs/*.md and docstrings. mkdocs calls this as a hook.
 
-The pages are written to be read where the repository is. For the site long sections become pages of their own, links
-between pages follow them, and links to other files of the repository get the address that setup.cfg has.
+The pages are written to be read where the repository is. For the site links to other files of the repository get the
+address that setup.cfg has, and wide tables may break lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import posixpath
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE_DOCS = {
@@ -21,24 +21,6 @@ BESIDE_DOCS = {
     "examples/tour.ipynb": "tour.md",
 }
 
-
-class Guide(NamedTuple):
-    """A page of the site that stands as sections in a page of the repository."""
-
-    source: str
-    title: str
-    sections: tuple[str, ...]
-
-
-GUIDES = {
-    "guides/setting.md": Guide("docs/reference.md", "Choosing a setting", ("Choosing a setting",)),
-    "guides/models.md": Guide("docs/integrations.md", "Hugging Face models", ("Hugging Face transformers",)),
-    "guides/batches.md": Guide(
-        "docs/integrations.md", "Packed and paged batches", ("Packed sequences", "Prefill in chunks", "Paged caches")
-    ),
-    "guides/jax.md": Guide("docs/integrations.md", "JAX", ("JAX",)),
-    "figures.md": Guide("README.md", "Figures", ("Figures",)),
-}
 
 PACKAGE = "s2o_cupy"
 INTEGRATIONS = f"{PACKAGE}.integrations"
@@ -58,6 +40,7 @@ API = {
             f"{INTEGRATIONS}.model_tools",
             *(f"{PACKAGE}.tools.tune_layers.{name}" for name in ("TunedLayers", "tune_layers")),
             *(f"{PACKAGE}.tools.{name}" for name in ("loss_search.Trial", "must_hold.Part", "must_hold.Bound")),
+            f"{PACKAGE}.tools.measured_method.MeasuredMethod",
             *(f"{INTEGRATIONS}.model_report.{name}" for name in ("ModelReport", "LayerReport")),
             *(f"{PACKAGE}.{name}" for name in ("tune", "tools.tune.TuneResult")),
             *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate", "attention_within")),
@@ -80,7 +63,8 @@ API = {
                 "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "select", "MeanPoolingConfig",
                 "PBSConfig", "SpargeConfig", "tune_sparge",
                 "tools.tune_sparge.SpargeTuning", "XAttentionConfig", "FlexPrefillConfig", "VerticalSlashConfig",
-                "AShapeConfig", "compare", "tools.compare.Comparison", "tools.compare.Compared",
+                "AShapeConfig", "BLASSTConfig", "own.method.Method", "compare", "tools.compare.Comparison",
+                "tools.compare.Compared",
             )
         ],
     ),
@@ -139,22 +123,8 @@ def _outside_code(text: str, change: Any) -> str:
     return "".join(part if part.startswith("```") else change(part) for part in _FENCED.split(text))
 
 
-def _sections(text: str) -> dict[str, str]:
-    """A page by its headings of the second level, in order; what stands before the first is ""."""
-    found = {"": ""}
-    name = ""
-    for part in _FENCED.split(text):
-        pieces = [part] if part.startswith("```") else re.split(r"(?=^## )", part, flags=re.MULTILINE)
-        for piece in pieces:
-            if piece.startswith("## "):
-                name = piece[3:].split("\n", 1)[0]
-                found[name] = ""
-            found[name] += piece
-    return found
-
-
-def _notebook(path: Path) -> str:
-    """Cells of a notebook with the outputs that it was saved with."""
+def _jupyter(path: Path) -> str:
+    """Cells of a Jupyter notebook with the outputs that it was saved with."""
     blocks = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -177,56 +147,32 @@ def _sources() -> dict[str, str]:
 
 
 def pages() -> dict[str, str]:
-    """Every page of the site by its place, as Markdown: those of the repository, guides and API."""
+    """Every page of the site by its place, as Markdown: those of the repository and of the API."""
     sources = _sources()
-    texts: dict[str, tuple[str, str]] = {}  # place -> (source, text)
-    moved: dict[tuple[str, str], str] = {}  # (source, anchor) -> place of its guide
-    for source, uri in sources.items():
-        path = ROOT / source
-        text = _notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
-        sections = _sections(text)
-        for place, guide in GUIDES.items():
-            if guide.source != source:
-                continue
-            for name in guide.sections:
-                if name not in sections:
-                    raise ValueError(f"docs/site_pages.py: {source} has no section {name!r}; it has {list(sections)}")
-            parts = [sections[name] for name in guide.sections]
-            moved |= {(source, slug(heading)): place for part in parts for heading in headings(part)}
-            if len(parts) == 1:  # its headings move up by a level
-                body = _outside_code(parts[0].split("\n", 1)[1], lambda x: re.sub(r"^#(?=#+ )", "", x, flags=re.M))
-            else:
-                body = "\n" + "".join(parts)
-            texts[place] = source, f"# {guide.title}\n{body}"
-            for name in guide.sections:
-                anchor = f"#{slug(name)}" if len(parts) > 1 else ""
-                here = posixpath.relpath(place, posixpath.dirname(uri))
-                sections[name] = f"## {name}\n\nOn a page of its own: [{guide.title}](site:{here}{anchor}).\n\n"
-        texts[uri] = source, "".join(sections.values())
-    alone = {place for place, guide in GUIDES.items() if len(guide.sections) == 1}
 
-    def rewritten(uri: str, source: str, text: str) -> str:
+    def rewritten(source: str, text: str) -> str:
         def target(match: re.Match) -> str:
             link = match[1]
-            if link.startswith("site:"):
-                return link[5:]
             if re.match(r"\w+:", link):
                 return link
             path, _, anchor = link.partition("#")
             file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
-            place = moved.get((file, anchor)) or sources.get(file)
+            place = sources.get(file)
             if place is None and file.startswith("docs/"):  # a picture
                 place = file.removeprefix("docs/")
             if place is None:
                 return f"{repository()}/{'tree' if (ROOT / file).is_dir() else 'blob'}/main/{file}"
-            if place in alone and anchor == slug(GUIDES[place].sections[0]):
-                anchor = ""  # the page itself
-            elsewhere = posixpath.relpath(place, posixpath.dirname(uri) or ".") if place != uri or not anchor else ""
+            here = sources[source]
+            elsewhere = posixpath.relpath(place, posixpath.dirname(here) or ".") if place != here or not anchor else ""
             return elsewhere + (f"#{anchor}" if anchor else "")
 
         return _outside_code(text, lambda part: _LIST_UNDER_TEXT.sub(r"\1\n\n", _LINK.sub(target, part)))
 
-    made = {uri: rewritten(uri, source, text) for uri, (source, text) in texts.items()}
+    made = {}
+    for source, uri in sources.items():
+        path = ROOT / source
+        text = _jupyter(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+        made[uri] = rewritten(source, text)
     for uri, (title, names) in API.items():
         made[uri] = f"# {title}\n\n" + "\n".join(f"::: {name}\n" for name in names)
     return made

@@ -312,7 +312,7 @@ def key_order(
     if config.rank == "query":
         if own is None:
             raise ValueError("key_order: own is None; accepted with rank='query': the lse of pass 1, [B, H, Lq]")
-        of_units = unit_clusters(k, geometry, config.clusters)
+        of_units = unit_clusters(k, geometry, config.groups)
         norms = query_norms(q, of_units.means, block_keys(of_units.means), own, geometry, scale)
     else:
         pooled, counts = pooled_queries(q, geometry, config)

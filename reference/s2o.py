@@ -252,8 +252,8 @@ def s2o(
     scale : float, default 1 / sqrt(D). Ordering takes large q.k for important, so a negative scale is
         applied as -q with -scale, which is the same attention.
     softcap : float, default 0 (off)
-        Scores become softcap * tanh(score / softcap) in both passes. Ordering, whose dot products nobody caps, does
-        not depend on it.
+        Scores become softcap * tanh(score / softcap) in both passes. Ordering caps no dot product; with
+        ``rank="query"`` it depends on it all the same, by what pass 1 has found for each query.
     is_causal : bool, default True; aligned bottom-right
     progress : called with (segments done, segments) during pass 2
 

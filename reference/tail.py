@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import MOMENT_KEYS, TAIL_DOUBT, TAIL_SAMPLES, moment_keys
+from ..spec import LOG2E, MOMENT_KEYS, TAIL_DOUBT, TAIL_REACH, TAIL_SAMPLES, moment_keys
 from .dense import Array, capped, quiet
 
 __all__ = ["Moments", "add_tail", "key_moments", "sample_places", "sample_variance", "tail_weights"]
@@ -48,13 +48,15 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> tuple[Array
     The mass is the sum of exp(score) that the samples stand for, less of it the fewer of them carry it: a sample that
     outweighs the others may be alone in its kind. The tilt says how far the mean of t moves with these weights, over
     the variance of t: 1 if t is spread like a normal distribution, and kept within [0, 1]. Mass is 0 where something
-    is not finite.
+    is not finite, and where a sample weighs more than 2 ** TAIL_REACH times all that the row has found.
     """
-    share = _shares(t)
-    weight = share * np.exp(capped(t, softcap) - lse[:, None])  # [M, TAIL_SAMPLES]
+    share, size = _shares(t), capped(t, softcap) - lse[:, None]  # [TAIL_SAMPLES], [M, TAIL_SAMPLES]
+    above = np.fmax(size.max(axis=1, keepdims=True), 0)  # [M, 1], the unit of weights: squares are finite
+    weight = share * np.exp(size - above)  # [M, TAIL_SAMPLES]
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
-    mass = total * t.dtype.type(left) * carrying / (carrying + TAIL_DOUBT)
+    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * carrying / (carrying + TAIL_DOUBT)
+    mass = np.where(above[:, 0] * LOG2E > TAIL_REACH, 0, mass)
     off = t - (share * t).sum(axis=1, keepdims=True)
     variance = sample_variance(t)
     tilt = np.where(variance > 0, (weight * off).sum(axis=1) / (total * variance), 0)

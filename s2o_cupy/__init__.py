@@ -28,6 +28,7 @@ from .methods.sparge import SpargeConfig
 from .methods.vertical_slash import VerticalSlashConfig
 from .methods.xattention import XAttentionConfig
 from .nsa.config import NSAConfig
+from .own.blasst import BLASSTConfig
 from .schedules.schedule import Schedule
 from .schedules.stats import GatherStats
 from .spec import S2OConfig, S2OError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AShapeConfig",
+    "BLASSTConfig",
     "FlexPrefillConfig",
     "GatherStats",
     "MeanPoolingConfig",

@@ -41,6 +41,7 @@ __all__ = [
     "S2OError",
     "MOMENT_KEYS",
     "TAIL_DOUBT",
+    "TAIL_REACH",
     "TAIL_SAMPLES",
     "moment_group",
     "moment_keys",
@@ -87,6 +88,7 @@ OUTLIER_SHIFT = 4
 BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query's norm
 CLUSTERS = (2, 4)  # groups of keys of a unit that rank="query" may tell apart
 CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
+CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it
 # Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
 KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
@@ -99,6 +101,7 @@ DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neig
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
+TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
 MOMENT_KEYS = 4096  # keys at most that means and covariances are taken from
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -117,8 +120,10 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kTailSamples": TAIL_SAMPLES,
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
+    "kTailReach": TAIL_REACH,
     "kOutlierShift": OUTLIER_SHIFT,
     "kBlockUnits": BLOCK_UNITS,
+    "kCentrePart": CENTRE_PART,
     "kKeyExponent": KEY_EXPONENT,
     "kQueryExponent": QUERY_EXPONENT,
     "kMostExponent": MOST_EXPONENT,
@@ -146,14 +151,25 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
-    number = value if isinstance(value, int) else int(value)  # a _Default stays one
+    number = value if isinstance(value, int) else int(value)  # a default stays one
     if number < low or (high is not None and number > high):
         raise ValueError(f"{owner}: {name} is {number}; accepted: {accepted}")
     return number
 
 
-class _Default(int):
-    """A field's value that was not given: ``dataclasses.replace`` with another rank finds that rank's own."""
+class _Default:
+    """Of a field's value: it was not given but found, and may be found anew. ``dataclasses.replace`` passes on whatever
+    the attributes hold, so that a value itself must say it; `S2OConfig.values` are plain."""
+
+    __slots__ = ()
+
+
+class _DefaultInt(_Default, int):
+    __slots__ = ()
+
+
+class _DefaultText(_Default, str):
+    __slots__ = ()
 
 
 _Class = TypeVar("_Class")
@@ -182,6 +198,9 @@ def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
 class S2OConfig:
     """How S2O orders keys and when it stops.
 
+    A field that is None, or not given, has a default that follows the fields that are given; ``dataclasses.replace``
+    finds it anew. What is given stays, or is refused beside another rank.
+
     Parameters
     ----------
     segment : int, optional
@@ -190,7 +209,7 @@ class S2OConfig:
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call. Default: 0.05 where the rest counts (``tail``), else 0.02,
+        heads, or one for each query head, all in one call. Default: 0.05 with rank "query" and its ``tail``, else 0.02,
         for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as errors grow with
         it: half as much for 131,072 (`tau_of`).
     block_m : int, default 128
@@ -213,14 +232,15 @@ class S2OConfig:
     clusters : int, optional
         Of ``rank="query"``: the keys of a unit are told apart as so many groups of keys that lie close together, each
         scored by its mean. 4, the default, or 2, which takes half the time and finds fewer of the single keys that a
-        query may look for.
+        query may look for. Units of 1 or 2 keys have 2 groups.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits. A dense call copies keys and values from small pages only within it. The
-        last queries of a prompt (``dense_last``) take up to a quarter more, or what one segment of a KV head's query
-        heads takes.
+        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 14
+        bytes for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call
+        copies keys and values from small pages only within it. The last queries of a prompt (``dense_last``) take up to
+        a quarter more, or what one segment of a KV head's query heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
@@ -268,9 +288,7 @@ class S2OConfig:
     clusters: int = None  # type: ignore[assignment]  # of rank="query" alone; otherwise 0
 
     def __post_init__(self) -> None:
-        if self.rank is None:
-            pools = self.pooled_queries is not None and not isinstance(self.pooled_queries, _Default)
-            self._set("rank", "weight" if pools else "query")
+        self._default("rank", "weight" if self._is_given("pooled_queries") else "query")
         if self.rank not in RANKS:
             raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         self._default("segment", 128 if self.orders_units else 1024)
@@ -298,13 +316,13 @@ class S2OConfig:
         if self.rank == "query" and self.pooled_queries != self.segment:
             raise ValueError(
                 f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='query', where each of the segment's "
-                f"{self.segment} queries is one; accepted: none, or rank='weight' or 'max'"
+                f"{self.segment} queries is one; accepted: None, or rank='weight' or 'max'"
             )
         by_query = self.rank == "query"
         self._default("clusters", CLUSTERS[-1] if by_query else 0)
         self._set("clusters", checked_int("clusters", self.clusters, 0))
         if self.clusters not in (CLUSTERS if by_query else (0,)):
-            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "none, or rank='query'"
+            accepted = " or ".join(map(str, CLUSTERS)) if by_query else "None, or rank='query'"
             raise ValueError(f"S2OConfig: clusters is {self.clusters} with rank={self.rank!r}; accepted: {accepted}")
         self._set("window", checked_int("window", self.window, 0))
         self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
@@ -333,16 +351,21 @@ class S2OConfig:
         elif self.tau is not None:
             self._set("tau", check_tau(self.tau))
 
-    def _default(self, name: str, value: int) -> None:
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and not isinstance(value, _Default)
+
+    def _default(self, name: str, value: int | str) -> None:
         """Of a field that was not given, or whose value is a default found before."""
-        if getattr(self, name) is None or isinstance(getattr(self, name), _Default):
-            self._set(name, _Default(value))
+        if not self._is_given(name):
+            self._set(name, _DefaultText(value) if isinstance(value, str) else _DefaultInt(value))
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:
-        """The fields in order, a default that was not given as a plain int."""
+        """The fields in order, those that were not given as plain numbers and names too."""
+        plain = {_DefaultInt: int, _DefaultText: str}
         values = (getattr(self, field.name) for field in fields(self))
-        return tuple(int(x) if type(x) is _Default else x for x in values)
+        return tuple(plain[type(x)](x) if isinstance(x, _Default) else x for x in values)
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -351,10 +374,28 @@ class S2OConfig:
     def _hash(self) -> int:
         return hash(self.values)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: that of a name is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @property
+    def without_choice(self) -> tuple[str, ...]:
+        """Fields of which the rank leaves one value alone, of the segment at most."""
+        return {
+            "query": ("pooled_queries",), "weight": ("clusters",), "max": ("unit", "clusters"),
+            "mean": ("unit", "pooled_queries", "clusters"),
+        }[self.rank]  # fmt: skip
+
     @property
     def orders_units(self) -> bool:
         """Whether units of several keys are ordered, by softmax weights."""
         return self.rank in UNIT_RANKS
+
+    @property
+    def groups(self) -> int:
+        """Of rank="query": groups that the keys of a unit are parted into, by kernels that know 2 or 4; with fewer keys
+        than `clusters` the others would have none."""
+        return min(self.clusters, max(CLUSTERS[0], self.unit))
 
     @property
     def run(self) -> int:
@@ -422,10 +463,12 @@ class S2OConfig:
         return self.with_error(self.error[begin:end]) if isinstance(self.error, tuple) else self
 
     def with_tau(self, tau: float | Sequence[float] | None) -> S2OConfig:
-        """The same with this tau, or the default, whatever tau or error it had. With the taus that an error has found
-        it is the same call: what no tile has visited counts for nothing there, unless `tail` says otherwise."""
-        found = tau is not None and self.error is not None and self.tail is None
-        return replace(self, tau=tau, error=None, tail="none" if found else self.tail)
+        """The same with this tau, or the default, whatever tau or error it had."""
+        return replace(self, tau=tau, error=None)
+
+    def with_found_taus(self, taus: float | Sequence[float]) -> S2OConfig:
+        """The same call with the taus that its error has found: with an error the default tail is "none"."""
+        return replace(self, tau=taus, error=None, tail=self.tail or "none")
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:
         """The same with this error in the place of its tau."""
@@ -522,9 +565,18 @@ class Geometry:
     @property
     def leading_units(self) -> int:
         """Units that the centre of rank="query" is the mean of: of at most CENTRE_KEYS first keys, all of them before
-        each segment that has candidates. At least 1, where nothing is ordered too."""
-        first = next((self.ranked(n) for n in range(self.segments) if self.ranked(n) > 0), 1)
-        return max(1, min(CENTRE_KEYS // self.unit, first if self.is_causal else self.units))
+        each segment that has candidates. At least 1, where nothing is ordered too.
+
+        A call of some whole segments of a causal prompt has as many as that of all its segments, and so the same bits:
+        what counts is where the first segment with a candidate would begin, had the call its neighbours before it."""
+        if not self.is_causal:
+            return max(1, min(CENTRE_KEYS // self.unit, self.units))
+        n = next((n for n in range(self.segments) if self.ranked(n) > 0), None)
+        if n is None:
+            return 1
+        keys = self.queries(n)[0] + self.offset - self.window  # before the segment and its window
+        keys -= (keys - self.unit) // self.segment * self.segment  # before the first one that has a whole unit of them
+        return max(1, min(CENTRE_KEYS, keys) // self.unit)
 
     def moment_group(self, n: int) -> int:
         """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""

@@ -129,7 +129,7 @@ class S2OStats:
         taus, errors = to_host(self.taus).tolist(), []  # sequences have taus of their own
         for b, of_sequence in enumerate(taus):
             at: Any = ... if q.ndim == 3 else slice(b, b + 1)
-            found = error_per_head(q[at], k[at], v[at], self.config.with_tau(of_sequence), **options)
+            found = error_per_head(q[at], k[at], v[at], self.config.with_found_taus(of_sequence), **options)
             errors.append(found.error)
         return np.concatenate(errors)
 

@@ -1,10 +1,12 @@
-"""A GPU that is not there: NumPy arrays claim to be on it, and a module stands for the CUDA pipeline."""
+"""A GPU that is not there: NumPy arrays claim to be on it and a module stands for the CUDA pipeline, or a CUDA that
+only takes notes stands for the driver."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,3 +35,40 @@ def array_at(pointer: int, dtype: Any, shape: tuple[int, ...], strides: tuple[in
     if strides is not None:
         interface["strides"] = tuple(s * np.dtype(dtype).itemsize for s in (*strides, 1))
     return np.asarray(types.SimpleNamespace(__array_interface__=interface))
+
+
+class Launched(NamedTuple):
+    kernel: Any
+    blocks: int
+    params: Any  # a copy of what it was given
+
+
+def record_launches(monkeypatch: Any, compute_capability: int, *modules: Any) -> list[Launched]:
+    """What is launched from then on, by a CUDA that does nothing else. ``modules`` of s2o_cupy.cuda ask the runtime."""
+    from s2o_cupy.cuda import program, tensor_maps
+    from s2o_cupy.plan.device import DeviceLimits
+
+    launched: list[Launched] = []
+    kernels: list[Any] = []
+
+    def load_all(wanted: Any, device: int) -> list[Any]:
+        kernels.extend(wanted)
+        return [types.SimpleNamespace(ptr=len(kernels) - len(wanted) + i) for i in range(len(wanted))]
+
+    def launch(function: int, blocks: int, *others: Any) -> None:
+        _, _, threads, _, _, shared_bytes, _, struct, _ = others
+        kernel = kernels[function]
+        assert (threads, shared_bytes) == (kernel.threads, kernel.shared_bytes)
+        params = kernel.family.params
+        data = ctypes.string_at(ctypes.c_uint64.from_address(struct).value, params.itemsize)
+        launched.append(Launched(kernel, blocks, np.frombuffer(data, params.dtype)[0]))
+
+    runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
+    limits = DeviceLimits.of_architecture(compute_capability)
+    monkeypatch.setattr(program, "compiler", types.SimpleNamespace(load_all=load_all))
+    monkeypatch.setattr(program, "driver", types.SimpleNamespace(launchKernel=launch, ctxGetCurrent=lambda: 1))
+    for module in modules:
+        monkeypatch.setattr(module, "runtime", runtime)
+        monkeypatch.setattr(module, "device_limits", lambda device: limits)
+    monkeypatch.setattr(tensor_maps, "tensor_map", lambda *arguments: bytes(128))
+    return launched

@@ -54,6 +54,10 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         "unit_rows", BYTES,
         (
             ("the centre is not taken off", "8-bit rows", "0.f : (x[e] - centre[e]) * factor", "0.f : x[e] * factor"),
+            ("rows are scaled by more", "8-bit exponents", "kKeyExponent - half_exponent(longest)",
+             "kKeyExponent + 5 - half_exponent(longest)"),
+            ("groups are compared with the first one alone", "8-bit exponents", "longest = fmaxf(longest, length)",
+             "longest = r ? longest : length * 0.01f"),
             ("rows are not swizzled", "8-bit rows", "column >> 4 ^ swizzle", "column >> 4"),
             ("two groups are exchanged", "8-bit rows", "cluster % 2 * 8", "(1 - cluster % 2) * 8"),
             ("rows are half as long", "8-bit rows", "power_of_two(exponent);", "power_of_two(exponent - 1);"),
@@ -69,10 +73,13 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("a block counts once", "norms", "add(kBlockShift, whole,", "add(0.f, whole,"),
             ("units in no block do not count", "norms",
              "steps + (g.is_causal ? between.first[0] < between.end[0] : 3)", "steps"),
-            ("the sum is not rescaled", "norms", "l[i][h] * exp2_approx(m[i][h] - base) + sum", "l[i][h] + sum"),
             ("a norm lacks what other lanes found", "norms",
              "- base);\n        sum += __shfl_xor_sync(kFullWarp, sum, 1);", "- base);"),
         ),
+    ),
+    (
+        "query_norms", replace(QUERY, scale=0.5),  # units that outweigh the blocks before them
+        (("the sum is not rescaled", "norms", "l[i][h] * exp2_approx(m[i][h] - base) + sum", "l[i][h] + sum"),),
     ),
     (
         "query_norms", QUERY_AROUND,

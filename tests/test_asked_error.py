@@ -45,7 +45,7 @@ def test_errors_come_near_what_was_asked_for(device, qkv, length, error):
     stopped = np.isfinite(taus)
     assert stopped.any() or error == 0.1  # which all heads keep to after Hopper's two key tiles
     assert not stopped.any() or (found[stopped] > 0.4 * error).any()
-    expected = s2o_attention(*arrays, config=stats.config.with_tau(taus.tolist()))
+    expected = s2o_attention(*arrays, config=stats.config.with_found_taus(taus.tolist()))
     np.testing.assert_array_equal(bits(o), bits(expected))
 
 
@@ -88,7 +88,7 @@ def test_options(device, qkv, options, head_dim):
     config = asked(device, 0.1, path=path, tail="first_order")
     o, lse, stats = s2o_attention(*arrays, config=config, return_lse=True, return_stats=True, **options)
     taus = device.host(stats.tau_per_head)[0].tolist()
-    again = s2o_attention(*arrays, config=config.with_tau(taus), return_lse=True, **options)
+    again = s2o_attention(*arrays, config=config.with_found_taus(taus), return_lse=True, **options)
     for x, y in zip((o, lse), again, strict=True):
         np.testing.assert_array_equal(bits(x), bits(y))
 
@@ -97,7 +97,7 @@ def test_the_estimate_of_error_per_head_agrees(qkv):
     """More segments than are sampled, and other ones: the same rule."""
     q, k, v = qkv(4800, heads=4, kv_heads=2, head_dim=16)
     _, stats = s2o_attention(q, k, v, config=replace(SMALL, error=0.1), return_stats=True)
-    estimate = error_per_head(q, k, v, stats.config.with_tau(stats.tau_per_head[0]))
+    estimate = error_per_head(q, k, v, stats.config.with_found_taus(stats.tau_per_head[0]))
     assert len(estimate.segments) == 32 < estimate.segments_total
     between = np.isfinite(stats.tau_per_head) & (stats.tau_per_head > 0)
     assert between.any()
@@ -146,7 +146,9 @@ def by_words(q, k, v, config, **options):
     return [[chosen_tau(points[h], config.errors(len(heads))[h]) for h in heads]]
 
 
-@pytest.mark.parametrize("changes", [{"unit": 8}, {"rank": "weight"}, {"rank": "max", "window": 50}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"unit": 8}, {"tail": "first_order"}, {"rank": "weight"}, {"rank": "max", "window": 50}], ids=str
+)
 @pytest.mark.parametrize("options", [{"scale": 0.4}, {"scale": -0.4, "softcap": 3.0}], ids=str)
 def test_the_definition_by_whole_calls(rng, changes, options):
     """With keys before the first query, so that the first of three segments has candidates too."""
@@ -183,7 +185,7 @@ def test_ladders_and_choice():
 def test_where_it_is_refused(qkv, packed):
     config = S2OConfig(error=0.1)
     q, k, v = packed([100], [100])
-    accepted = "accepted: a tau, or one for each query head, as s2o_attention with that error finds"
+    accepted = "accepted: a tau, or one for each query head, as s2o_attention with that error finds.*tail='none'"
     with pytest.raises(ValueError, match=f"s2o_attention_varlen: config.error is 0.1; {accepted}"):
         s2o_attention_varlen(q, k, v, [0, 100], config=config)
     pages, table = np.zeros((4, 16, 2, 64), np.float32), np.zeros((1, 4), np.int32)
@@ -306,7 +308,7 @@ def test_a_large_or_small_number_is_what_float32_holds(qkv):
 
 
 def test_an_estimate_needs_taus(qkv):
-    with pytest.raises(ValueError, match="^error_per_head: config.error is 0.1; accepted: a tau, or one for each"):
+    with pytest.raises(ValueError, match="^error_per_head: config.error is 0.1; accepted: a tau, .*tail='none'"):
         error_per_head(*qkv(300, heads=4), S2OConfig(error=0.1))
 
 

@@ -60,6 +60,16 @@ def test_every_field_of_the_configuration_is_an_option():
         assert f"--{field.replace('_', '-')} " in text
 
 
+@pytest.mark.parametrize("command", ["demo", "diff", "tune", "tune-model --loss 1 m t", "report m t"])
+def test_options_that_are_not_given_follow_those_that_are(command):
+    from s2o_cupy.integrations import commands
+
+    config = lambda options: cli.config_of(cli.parser([commands.add]).parse_args(f"{command} {options}".split()))  # noqa: E731
+    assert config("--pooled-queries 16").rank == "weight"
+    assert config("--rank mean").segment == 1024
+    assert config("").values == config("--rank query").values
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

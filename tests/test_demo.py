@@ -87,8 +87,11 @@ def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     defaults = {name: getattr(S2OConfig(tau=0.05), name) for name in S2OConfig.__dataclass_fields__}
     assert demo._unlike_the_defaults(defaults, 30_000) == []
     assert demo._unlike_the_defaults(defaults | {"tau": 0.025}, 131_072) == []  # the default of that length
-    told = ["Not the library's defaults: tau 0.05 instead of 0.025"]
-    assert demo._unlike_the_defaults(defaults, 131_072) == told
+    told = "Not the library's defaults: "
+    assert demo._unlike_the_defaults(defaults, 131_072) == [f"{told}tau 0.05 instead of 0.025"]
+    lines = demo._unlike_the_defaults(defaults | {"tail": "none", "dense_last": 0}, 30_000)
+    assert lines == [f"{told}tail none instead of first_order, dense_last 0 instead of 256"]
+    assert demo._unlike_the_defaults(defaults | {"tail": "first_order", "dense_last": 256}, 30_000) == []
     mean = S2OConfig(rank="mean", tau=0.02)  # its other fields follow
     others = {name: getattr(mean, name) for name in defaults}
     assert demo._unlike_the_defaults(others, 30_000) == ["Not the library's defaults: rank mean instead of query"]

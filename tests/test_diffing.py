@@ -6,6 +6,8 @@ Right stages pass; a fault planted in one stage is reported at that stage and at
 from __future__ import annotations
 
 import copy
+import re
+import sys
 from dataclasses import replace
 
 import ml_dtypes
@@ -16,13 +18,13 @@ from gpu_cases import CASES
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, ordering, s2o
-from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT
-from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent
+from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
+from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent, longest_of_keys
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "8-bit rows", "norms",
-    "8-bit scales", "outliers", "key scores", "key order",
+    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit rows",
+    "norms", "8-bit scales", "outliers", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
@@ -78,7 +80,7 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = Fals
 
 def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, in_bytes: bool) -> QueryStages:
     """Of rank="query"."""
-    found = ordering.unit_clusters(k, geometry, config.clusters)
+    found = ordering.unit_clusters(k, geometry, config.groups)
     with np.errstate(divide="ignore"):
         shares = np.log2(found.shares).astype(np.float16 if q.dtype == np.float32 else q.dtype)
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
@@ -92,8 +94,8 @@ def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
     """Rows and scales such that the first keys are shorter than 2^(KEY_EXPONENT + 1), queries than 2^(QUERY_EXPONENT +
     1)."""
     off_centre = stages.keys - stages.blocks[:, :, :1, None]
-    leading = np.square(off_centre[:, :, : geometry.leading_units]).sum(axis=-1).max(axis=(2, 3))
-    exponents = KEY_EXPONENT - half_exponent(leading)  # [B, Hkv]
+    longest = longest_of_keys(off_centre[:, :, : geometry.leading_units], stages.blocks[:, :, :1, None])
+    exponents = KEY_EXPONENT - half_exponent(longest)  # [B, Hkv]
     rows = as_e4m3(off_centre * np.exp2(exponents)[:, :, None, None, None])
     rows[np.isneginf(stages.shares)] = 0
     of_heads = exponents.repeat(q.shape[1] // exponents.shape[1], axis=1)
@@ -103,6 +105,23 @@ def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
         exponent = np.minimum(QUERY_EXPONENT - half_exponent(squared), MOST_EXPONENT - of_heads)  # [B, H]
         scales[:, :, n, 0], scales[:, :, n, 1] = scale * LOG2E * np.exp2(exponent), np.exp2(exponent + of_heads)
     return replace(stages, rows=rows, exponents=exponents, scales=scales)
+
+
+@pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10])
+def test_first_keys_that_are_alike_leave_room_for_others(rng, alike):
+    """As of repeated tokens: what later keys differ by is no multiple of what these do. The first ten units by 8 bits
+    are among the first twenty of all."""
+    q, k = rng.standard_normal((2, 1, 1, 2048, 128))
+    k[:, :, :128] = k[:, :, :1] + alike * k[:, :, :128]
+    config, scale = S2OConfig(dense_last=0), 128**-0.5
+    geometry = Geometry(2048, 2048, config.segment, unit=config.unit)
+    stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, in_bytes=True)
+    n, centre = geometry.segments - 1, stages.blocks[:, :, 0]
+    norms = stages.norms + (q @ centre[..., None])[..., 0] * (scale * LOG2E)  # of keys as they are
+    exact = ordering.query_weights(q, norms, stages.keys, np.exp2(stages.shares.astype(float)), n, geometry, scale)
+    found = scores_of_bytes(q, stages, n, geometry)
+    first = set(np.argsort(-exact[0, 0])[:20])
+    assert first.issuperset(np.argsort(-found[0, 0])[:10])
 
 
 def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:
@@ -132,7 +151,7 @@ def is_of(stage: str, rank: str) -> bool:
     ranks = {
         "pooled_queries": ("weight", "max", "mean"), "unit means": ("weight", "query"), "outliers": ("weight",),
         "groups": ("query",), "shares": ("query",), "block means": ("query",), "norms": ("query",),
-        "8-bit rows": (), "8-bit scales": (),
+        "8-bit exponents": (), "8-bit rows": (), "8-bit scales": (),
     }  # fmt: skip
     return rank in ranks.get(stage, (rank,))
 
@@ -155,7 +174,7 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
 def test_right_stages_of_8_bits_agree(clusters: int, is_causal: bool) -> None:
     stages, problem = make(replace(CONFIGS["query"], clusters=clusters), is_causal=is_causal, in_bytes=True)
     report = compare(stages, *problem)
-    assert {"8-bit rows", "8-bit scales"} < {row.stage for row in report.rows}
+    assert {"8-bit exponents", "8-bit rows", "8-bit scales"} < {row.stage for row in report.rows}
     assert report.ok, report.table()
 
 
@@ -233,6 +252,7 @@ FAULTS = {
     "groups": lambda s: larger(s.query.keys, (1, 1, 20, 0, 2)),
     "shares": lambda s: s.query.shares.__setitem__((1, 1, 20, 0), s.query.shares[1, 1, 20, 0] + 1),
     "block means": lambda s: larger(s.query.blocks, (1, 1, 0, 2)),
+    "8-bit exponents": lambda s: s.query.exponents.__setitem__((1, 1), s.query.exponents[1, 1] + 1),
     "8-bit rows": lambda s: larger(s.query.rows, (1, 1, 20, 0, 2)),
     "norms": lambda s: larger(s.query.norms, (1, 2, 100)),
     "8-bit scales": lambda s: s.query.scales.__setitem__((1, 2, 3, 1), s.query.scales[1, 2, 3, 1] * 2),
@@ -247,7 +267,8 @@ FAULTS = {
 }
 
 
-OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit rows", "norms", "8-bit scales", "key scores")
+OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit rows", "norms",
+              "8-bit scales", "key scores")  # fmt: skip
 OF_UNITS = ("unit means", "outliers")
 
 
@@ -269,6 +290,44 @@ def test_a_fault_is_found_where_it_is(stage: str, config: str, in_bytes: bool) -
     assert first.stage == stage, report.table()
     assert first.different >= 1 and "FAULT" in report.table()
     assert report.to_dict()["ok"] is False
+
+
+@pytest.mark.parametrize("off", [5, -9])
+def test_8_bits_that_are_scaled_wrongly_all_along(off: int, monkeypatch) -> None:
+    """Rows, scales and scores that follow from a wrong power of two agree with each other."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "KEY_EXPONENT", KEY_EXPONENT + off)
+        stages, problem = make(CONFIGS["query"], in_bytes=True)
+    report = compare(stages, *problem)
+    assert [row.stage for row in report.rows if not row.ok][:1] == ["8-bit exponents"], report.table()
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("wrong", ["shifted", "noisy"])
+def test_scores_are_held_to_their_own_rounding(in_bytes: bool, wrong: str) -> None:
+    """head_dim 128 and normal inputs, of which scores deviate by 0.5: off by as much, or noise of that size, is a
+    fault."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, heads, 200, 128)).astype(ml_dtypes.bfloat16) for heads in (2, 1, 1))
+    problem = Problem(1, 2, 1, 200, 200, 128, q.dtype.name, True, 128**-0.5)
+    config = CONFIGS["query"]
+    stages = stand_in(q, k, v, problem, config, in_bytes)
+    assert compare(stages, q, k, v, problem, config).ok
+    for scores in stages.scores:
+        off = 0.5 if wrong == "shifted" else rng.uniform(-0.6, 0.6, scores.shape)
+        scores += np.asarray(off, np.float16)
+    row = next(row for row in compare(stages, q, k, v, problem, config).rows if row.stage == "key scores")
+    assert row.different > 0.7 * sum(scores.size for scores in stages.scores)
+
+
+def test_sums_beyond_float16_are_counted() -> None:
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, 1, 96, 64)).astype(np.float16) for _ in range(3))
+    k[..., 60:, :] *= 1000  # of the first keys comes the power of two that all are scaled by
+    problem = Problem(1, 1, 1, 96, 96, 64, "float16", True, 0.1)
+    report = compare(stand_in(q, k, v, problem, CONFIGS["query"], in_bytes=True), q, k, v, problem, CONFIGS["query"])
+    (note,) = (row.note for row in report.rows if row.stage == "key scores")
+    assert re.fullmatch(r"\[segment, batch, head, unit\]; [1-9]\d* not compared: sums beyond float16", note)
 
 
 def test_an_unwritten_output_is_a_fault() -> None:

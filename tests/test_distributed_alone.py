@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import SMALL
+from pretended import record_launches
 from ranks import MEAN, parallel
 
 from s2o_cupy import S2OConfig, s2o_attention
@@ -189,29 +190,17 @@ def test_what_is_remembered_is_bounded(torch, monkeypatch):
 )
 def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     """But for those of a window, or where it is all there is. A CUDA that only takes notes; on GPUs see below."""
-    cupy = pytest.importorskip("cupy")
+    pytest.importorskip("cupy")
     from s2o_cupy.arrays.operand import Operand
-    from s2o_cupy.cuda import pipeline, tensor_maps
-    from s2o_cupy.plan.launch_plan import DeviceLimits
+    from s2o_cupy.cuda import pipeline, program
     from s2o_cupy.problem import Problem
 
-    notes, names = [], {}
-
-    def load(kernel, device):
-        names[len(names) + 1] = kernel.function
-        return SimpleNamespace(ptr=len(names))
-
-    monkeypatch.setattr(pipeline, "device_limits", lambda device: DeviceLimits.of_architecture(90))
-    monkeypatch.setattr(pipeline.compiler, "load_all", lambda kernels, device: [load(x, device) for x in kernels])
-    monkeypatch.setattr(tensor_maps, "tensor_map", lambda *arguments: bytes(128))
-    driver = SimpleNamespace(launchKernel=lambda f, *rest: notes.append(names[f]), ctxGetCurrent=lambda: 1)
-    monkeypatch.setattr(pipeline, "driver", driver)
-    monkeypatch.setattr(
-        pipeline, "runtime", SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: notes.append("clear"))
-    )
+    launched = record_launches(monkeypatch, 90, pipeline)
+    memset = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: launched.append("clear"))
+    monkeypatch.setattr(pipeline, "runtime", memset)
     replays = []
-    monkeypatch.setattr(pipeline, "GraphCache", lambda cuda: SimpleNamespace(run=lambda *arguments: replays.append(1)))
-    assert cupy.__name__ == "cupy"
+    graphs = SimpleNamespace(run=lambda *arguments: replays.append(1))
+    monkeypatch.setattr(program, "GraphCache", lambda cuda: graphs)
 
     config = S2OConfig(**{"segment": 128, "rank": "mean", "dense_up_to": 0} | options)
     problem = Problem(1, 2, 1, 512, 2048, 64, "bfloat16", True, 0.125)
@@ -219,20 +208,20 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     k = Operand(2 << 20, (1, 1, 2048, 64), (2048 * 64, 2048 * 64, 64))
     clear_cache()
     try:
-        for await_keys in (lambda: notes.append("wait"), None):
+        for await_keys in (lambda: launched.append("wait"), None):
             memory = lambda nbytes: (4 << 20, None)  # noqa: E731
             pipeline.run((q, k, k, q), 0, 0, problem, config, stream=0, memory=memory, await_keys=await_keys)
     finally:
         clear_cache()
-    launched = [note.removesuffix("_sm90") for note in notes]
-    at = launched.index("wait")
-    assert launched.count("wait") == 1
+    notes = [x if isinstance(x, str) else x.kernel.function.removesuffix("_sm90") for x in launched]
+    at = notes.index("wait")
+    assert notes.count("wait") == 1
     if waits_after:
-        assert launched[:at] == ["clear", waits_after]
-        assert launched[at + 1] == ("key_moments" if "tail" in options else "pool_queries")
+        assert notes[:at] == ["clear", waits_after]
+        assert notes[at + 1] == ("key_moments" if "tail" in options else "pool_queries")
         assert replays == [1]  # the call that has nothing to wait for
     else:
-        assert "pass1" not in launched[:at]
+        assert "pass1" not in notes[:at]
 
 
 def test_what_is_on_its_way_is_kept_until_it_was_waited_for(torch):

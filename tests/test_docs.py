@@ -1,4 +1,5 @@
-"""README.md, its neighbours and docs: code runs, commands and options exist, links lead somewhere, tables current."""
+"""README.md, its neighbours and docs: code runs, commands and options exist, links lead somewhere, tables and pictures
+are current, and what is read stays short."""
 
 from __future__ import annotations
 
@@ -172,13 +173,13 @@ def test_what_is_named_in_a_sentence_exists(page):
 
 
 def test_every_command_and_extra_is_told():
-    readme, contributing = text_of(ROOT / "README.md"), text_of(ROOT / "CONTRIBUTING.md")
+    readme, commands, install = (text_of(ROOT / page) for page in ("README.md", "docs/commands.md", "docs/install.md"))
     for command in commands_of(parser()):
-        assert f"`s2o {command}`" in readme
+        assert f"`s2o {command}`" in commands
     for extra in extras():
-        assert f"`{extra}`" in readme + contributing
+        assert f"`{extra}`" in install
     for target in ("demo", "test"):
-        assert f"make {target}" in readme
+        assert f"`make {target}`" in readme and f"`make {target}`" in commands
 
 
 def test_the_table_of_the_configuration():
@@ -201,7 +202,9 @@ def test_the_table_of_arguments():
 
 
 def test_numbers_of_the_definition():
-    page = text_of(ROOT / "docs" / "algorithm.md")
+    page, limits, readme = (
+        " ".join(text_of(ROOT / name).split()) for name in ("docs/algorithm.md", "docs/limits.md", "README.md")
+    )
     assert f"Up to {spec.ORDER_HEAD:,} candidates are ordered by {spec.KEY_BUCKETS:,} buckets" in page
     assert f"*strata* of at most {spec.STRATUM}," in page
     assert f"Of more than {spec.MIDDLE_FROM:,}" in page and f"the first {spec.MIDDLE:,} are dealt" in page
@@ -209,8 +212,7 @@ def test_numbers_of_the_definition():
     assert f"the first {spec.ORDER_HEAD:,} of this order are ordered again, by {spec.KEY_BUCKETS:,} buckets" in page
     lag = spec.STOP_LAG
     assert f'The lag is {lag["hopper"]} on path `"hopper"` and {lag["portable"]} on path `"portable"`' in page
-    readme = text_of(ROOT / "README.md")
-    assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in readme
+    assert f"head_dim 1 to {spec.MAX_HEAD_DIM};" in limits
     reference = text_of(REFERENCE)
     assert f"1 to {spec.MAX_SEGMENT}." in reference
     most, few = spec.MAX_POOLED_QUERIES, S2OConfig(rank="max").pooled_queries
@@ -218,32 +220,47 @@ def test_numbers_of_the_definition():
     assert f'with `"max"`, up to {most["max"]};' in reference
     assert f'{S2OConfig(rank="mean").segment} with rank `"max"` and `"mean"`' in reference
     assert f"a power of two up to {spec.UNITS[-1]}." in reference
+    assert f'{spec.DEFAULT_TAU_WITH_TAIL} with rank `"query"` and its tail, else {spec.DEFAULT_TAU}, for' in reference
     default = S2OConfig()
     assert f"segments of {default.segment}. The keys before" in readme and f"units of {default.unit} " in readme
+    assert f"tiles of {default.block_m} queries visit {default.block_n} keys" in readme
+    assert f'`rank="{default.rank}"`' in readme
     told = f"By default a segment has {default.segment} queries, one q tile, and a unit has {default.unit} keys"
     told += f'; with `"weight"` each {S2OConfig(rank="weight").run} queries have a pooled query.'
-    page = " ".join(page.split())
     assert told in page
     assert f"as `clusters` groups of keys that lie close together, {default.clusters} by default" in page
     assert f"sum over whole blocks of {spec.BLOCK_UNITS} units of {spec.BLOCK_UNITS} * 2 **" in page
-    assert f"keys less the mean of the first {spec.CENTRE_KEYS} keys" in page
+    assert f"keys less the mean of the whole units among the first {spec.CENTRE_KEYS} keys that stand before" in page
 
 
 def test_rounds_of_the_workspace():
     from s2o_cupy.plan.device import DeviceLimits
+    from s2o_cupy.plan.launches import workspace
     from s2o_cupy.problem import Problem
     from s2o_cupy.selection.methods import make_plan
 
     problem = Problem(1, 32, 8, 131_072, 131_072, 128, "bfloat16", True, 128**-0.5)
     plan = make_plan(problem, S2OConfig(), DeviceLimits.of_architecture(90), True)
-    page = text_of(ROOT / "docs" / "ordering.md")
+    page = " ".join(text_of(ROOT / "docs" / "ordering.md").split())
     units, keys = (
         problem.heads * sum(geometry.ranked(n) for n in range(geometry.segments))
         for geometry in (plan.geometry, problem.geometry(S2OConfig(rank="mean")))
     )
     assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
     assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments)) <= spec.ORDER_HEAD  # as the page says
-    assert f"makes {len(plan.chunks)} rounds" in " ".join(page.split())
+    page = " ".join(page.split())
+    assert f"makes {len(plan.chunks)} rounds" in page
+
+    def gib(rank, unit):
+        config = S2OConfig(rank=rank, unit=unit)
+        plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True)
+        return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
+
+    whole, four, single = (gib("query", unit) for unit in (16, 4, 1))
+    told = f"The case above takes {whole} GiB in all, with units of 4 {four} GiB and with single keys {single}; with"
+    whole_by_weight, four, single = (gib("weight", unit) for unit in (16, 4, 1))
+    assert f'{told} `"weight"` {whole_by_weight}, {four} and {single}.' in page
+    assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 
 
 # ---------------------------------------------------------------- links and pictures
@@ -268,10 +285,11 @@ def test_links(page):
 
 
 def test_every_page_is_linked_from_the_readme():
-    readme, notebook = text_of(ROOT / "README.md"), text_of(ROOT / "docs" / "notebook" / "README.md")
+    """Or from the README.md of its folder, which is."""
+    readme = text_of(ROOT / "README.md")
     for page in DOCS:
-        if page.parent.name == "notebook" and page.name != "README.md":
-            assert f"({page.name})" in notebook
+        if page.parent.name != "docs" and page.name != "README.md":
+            assert f"({page.name})" in text_of(page.parent / "README.md")
         else:
             assert f"({page.relative_to(ROOT).as_posix()})" in readme
 
@@ -286,20 +304,84 @@ def test_no_folder_of_one_machine(page):
     assert not re.search(r"(?<![\w.)])/(home|root|tmp|mnt|opt|Users)/", text_of(page))
 
 
+# ---------------------------------------------------------------- what is read stays short
+
+
+def words(pages):
+    return sum(len(text_of(page).split()) for page in pages)
+
+
+def test_words():
+    assert words([ROOT / "README.md"]) <= 1_000
+    assert words((ROOT / "docs").glob("*.md")) <= 25_000
+
+
+NARROW = [page for page in PAGES if page.parent.name != "notebook"]
+
+
+@pytest.mark.parametrize("page", NARROW, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_no_table_is_wider_than_a_page(page, figures):
+    for row in re.findall(r"^\|.*\|$", re.sub(r"`[^`\n]*`", "", text_of(page)), re.MULTILINE):
+        assert row.count("|") - 1 <= figures.MOST_COLUMNS, row
+
+
+def test_a_page_begins_with_its_question():
+    for page in (ROOT / "docs").glob("*.md"):
+        title, first = text_of(page).split("\n\n")[:2]
+        assert title.startswith("# ") and "?" in first, page.name
+
+
 # ---------------------------------------------------------------- figures
 
 
-@pytest.fixture(scope="module")
-def figures():
-    found = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+def script(name):
+    """A file of docs as a module."""
+    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
 
 
-def test_tables_are_up_to_date(figures):
-    assert not figures.stale(), "python docs/figures.py writes them"
+@pytest.fixture(scope="module")
+def figures():
+    return script("figures")
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return script("pictures")
+
+
+def test_tables_and_pictures_are_up_to_date(figures, pictures):
+    assert not figures.stale() + pictures.stale(), "python docs/figures.py writes them"
+    drawn = {path.stem for path in (ROOT / "docs").glob("*.png")}
+    assert drawn == {*pictures.PICTURES, "demo"}  # `make demo` draws that one
+
+
+def test_a_picture_is_out_of_date_once_its_data_change(pictures, tmp_path, monkeypatch):
+    """And answers get a panel of their own as soon as there is a file of them."""
+    pytest.importorskip("matplotlib")
+    for name in ("speed_trace", "model_loss"):
+        (tmp_path / f"{name}.json").write_bytes((ROOT / "benchmarks" / "results" / f"{name}.json").read_bytes())
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+    monkeypatch.setattr(pictures, "DOCS", tmp_path)
+    path, panels = pictures.path_of("time_and_loss"), []
+    drawn = pictures.PICTURES["time_and_loss"].draw
+    keep = lambda rows: panels.append(drawn(rows)) or panels[-1]  # noqa: E731
+    monkeypatch.setitem(pictures.PICTURES, "time_and_loss", pictures.PICTURES["time_and_loss"]._replace(draw=keep))
+    monkeypatch.setattr(pictures, "PICTURES", {"time_and_loss": pictures.PICTURES["time_and_loss"]})
+    assert pictures.stale() == [path]
+    pictures.draw(path)
+    assert pictures.stale() == [] and len(panels[-1].axes) == 2
+    row = {"task": "all", "attention": "s2o", "config": "default", "right_tokens": 0.99}
+    rows = [row | {"length": length} for length in (32768, 131072)]
+    (tmp_path / "retrieval.json").write_text(json.dumps({"rows": [*rows, row | {"task": "single", "length": 32768}]}))
+    assert pictures.stale() == [path]
+    pictures.draw(path)
+    assert pictures.stale() == [] and len(panels[-1].axes) == 3
+    (line,) = panels[-1].axes[2].lines
+    assert list(line.get_ydata()) == [99.0, 99.0] and line.get_label() == "S2O"
 
 
 def test_servers_are_told_without_measurements():
@@ -315,59 +397,77 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
     result = {
         "commit": "0123456789abcdef", "date": "2026-01-02", "device": "NVIDIA H200", "cudnn": 91900,
         "command": "python benchmarks/speed.py --input /somewhere/of/mine/qkv.npz --json 'a b.json'",
-        "settings": {"dtype": "bfloat16", "segment": 1024, "rank": "mean"},
-        "rows": [row, row | {"length": 131072, "s2o_ms": 123.4, "rel_l2": None}],
+        "settings": {"dtype": "bfloat16", "segment": 1024, "rank": "mean", "tail": "none"},
+        "rows": [row, row | {"length": 131072, "density": 0.1, "s2o_ms": 123.4, "rel_l2": None}],
     }  # fmt: skip
-    (tmp_path / "speed.json").write_text(json.dumps(result))
-    page = "before\n<!-- figures:speed -->\nold\n<!-- /figures -->\nafter <!-- figures:none -->\nold<!-- /figures -->"
+
+    def write(name, rows, **more):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result | {"rows": rows} | more))
+
+    def table(*names):
+        return figures.table(*names, results=tmp_path).splitlines()
+
+    write("speed", result["rows"])
+    page = "before\n<!-- figures:speed -->\nold\n<!-- /figures -->\nafter"
     text = figures.render(page, tmp_path)
     assert figures.render(text, tmp_path) == text
     lines = text.splitlines()
-    assert lines[2] == "| tokens | tau | density | S2O ms | cuDNN ms | S2O / cuDNN | rel_l2 |"
-    assert lines[4] == "| 8,192 | 0.01 | 0.457 | 0.988 | 1.23 | 0.800 | 0.061 |"
-    assert lines[5] == "| 131,072 | 0.01 | 0.457 | 123 | 1.23 | 99.959 |  |"
+    assert lines[2] == "| tokens | density | S2O ms | cuDNN ms | S2O / cuDNN | rel_l2 |"
+    assert lines[4] == "| 8,192 | 0.457 | 0.988 | 1.23 | 0.800 | 0.061 |"
+    assert lines[5] == "| 131,072 | 0.100 | 123 | 1.23 | 99.959 |  |"
     for part in ("NVIDIA H200", "bfloat16", "query heads 32", "commit 0123456789ab,", "cudnn 9.19.0", "2026-01-02"):
         assert part in lines[7]
+    assert "tau 0.01" in lines[7] and "rank mean" in lines[7] and "tail none" in lines[7]  # what rows do not differ in
     assert "`python benchmarks/speed.py --input qkv.npz --json 'a b.json'`" in lines[7]
-    assert "figures:none -->\nNot measured yet.\n" in text
-    assert "400" in figures.table("speed", "parts", tmp_path)
+    assert "400" in figures.table("speed", "parts", results=tmp_path)
+    (source,) = table("speed", "source", "length=8192")
+    assert source.startswith("<sub>NVIDIA H200") and "tokens 8,192" in source
     for view in set(figures.VIEWS) - {"models", "answers"}:
-        assert figures.table("speed", view, tmp_path).startswith("| ")
-    asked = [{"attention": "s2o", "task": task, "right": right} for task, right in (("all", 0.75), ("one", 0.5))]
-    (tmp_path / "retrieval.json").write_text(json.dumps(result | {"rows": asked}))
-    lines = figures.table("retrieval", "answers", tmp_path).splitlines()
+        assert table("speed", view)[0].startswith("| ")
+    with pytest.raises(ValueError, match="has no row with length=1"):
+        table("speed", "time", "length=1")
+    with pytest.raises(FileNotFoundError):  # nothing stands for figures that do not exist
+        figures.render("<!-- figures:none -->\n<!-- /figures -->", tmp_path)
+    wide = {key: i for i, key in enumerate(("input", "heads", "kv_heads", "head_dim", "length", "rank"))}
+    write("wide", [row | {key: str(i) if key in ("input", "rank") else i for key, i in wide.items()}, row])
+    with pytest.raises(ValueError, match="columns, of which a page shows 7"):
+        table("wide", "time")
+
+
+def test_tables_of_models(figures, tmp_path):
+    def write(name, rows, command="python benchmarks/model.py"):
+        about = {"commit": "0" * 40, "date": "2026-01-02", "device": "NVIDIA H200", "command": command}
+        (tmp_path / f"{name}.json").write_text(json.dumps(about | {"rows": rows}))
+
+    def table(*names):
+        return figures.table(*names, results=tmp_path).splitlines()
+
+    write("retrieval", [{"attention": "s2o", "task": task, "right": x} for task, x in (("all", 0.75), ("one", 0.5))])
+    lines = table("retrieval", "answers")
     assert "75.0%" in lines[2] and "50.0%" not in "".join(lines)  # of all tasks together
-    model = {
-        "attention": "s2o",
-        "config": "tau=0.02",
-        "rel_l2_by_layer": [0.123, 0.0456],
-        "rows_above_half_by_layer": [0],
-    }
-    (tmp_path / "model.json").write_text(json.dumps(result | {"rows": [{"attention": "cudnn"}, model]}))
-    lines = figures.table("model", "layers", tmp_path).splitlines()
+    model = {"attention": "s2o", "config": "tau=0.02", "rel_l2_by_layer": [0.123, 0.0456], "rank": "weight"}
+    write("model", [{"attention": "cudnn"}, model | {"rows_above_half_by_layer": [0]}])
+    lines = table("model", "layers")
     assert lines[0] == "| attention | rel_l2 by layer | rows above 0.5 |"
-    assert lines[2:4] == ["| cudnn |  |  |", "| S2O, tau=0.02 | 0.12 0.046 | 0.00% |"]
+    assert lines[2:4] == ["| cudnn |  |  |", "| S2O, rank=weight, tau=0.02 | 0.12 0.046 | 0.00% |"]
     losses = [
         {"model": model, "attention": "s2o", "length": 8192, "order": order, "tau": 0.01, "loss_difference": loss}
         for model, order, loss in (("A", "mean", 0.1), ("A", "weight", -0.00123), ("B", "weight", 0.00456))
     ]
-    (tmp_path / "model_loss.json").write_text(json.dumps(result | {"command": "python other.py", "rows": losses}))
+    write("model_loss", losses, "python other.py")
     methods = [
         {"model": model, "attention": name, "config": "default", "length": length, "loss_difference": loss}
         for model, name, length, loss in (
             ("A", "s2o", 8192, 0.1), ("A", "pbs", 4096, 0.2), ("B", "pbs", 4096, 0.3), ("B", "s2o", 8192, -0.4)
         )
     ]  # fmt: skip
-    methods.append({"model": "A", "attention": "cudnn", "length": 4096})
-    (tmp_path / "methods.json").write_text(json.dumps(result | {"rows": methods}))
-    lines = figures.table("methods", "models", tmp_path).splitlines()
+    write("methods", [*methods, {"model": "A", "attention": "cudnn", "length": 4096}])
+    lines = table("methods", "models")
     assert lines[2] == "| 4,096 | pbs, default | +0.2000 | +0.3000 |"
-    assert lines[3] == "| 8,192 | S2O, default | +0.1000 | -0.4000 |"
-    ordered = [row | {"order": "weight"}, row | {"order": "weight", "tau": 0.02}]
-    (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": ordered}))
-    lines = figures.table("speed", "cost", tmp_path).splitlines()
-    assert "| S2O / cuDNN | A's nats to dense | B's nats to dense | rel_l2 |" in lines[0]
-    assert "| 0.800 | -0.0012 | +0.0046 | 0.061 |" in lines[2] and "| 0.800 |  |  | 0.061 |" in lines[3]
+    assert lines[3] == "| 8,192 | S2O | +0.1000 | -0.4000 |"
+    call = {"length": 8192, "order": "weight", "s2o_ms": 2.0, "cudnn_ms": 4}
+    write("speed", [call | {"tau": tau} for tau in (0.01, 0.02)])
+    lines = table("speed", "cost")
+    assert lines[0] == "| tau | S2O ms | S2O / cuDNN | A's nats to dense | B's nats to dense |"
+    assert lines[2:4] == ["| 0.01 | 2.00 | 0.500 | -0.0012 | +0.0046 |", "| 0.02 | 2.00 | 0.500 |  |  |"]
     assert "; losses: NVIDIA H200" in lines[5] and "python other.py`" in lines[5]
-    (tmp_path / "speed.json").write_text(json.dumps(result | {"rows": [row, row | {"head_dim": 64}]}))
-    assert figures.table("speed", "time", tmp_path).startswith("| head_dim | tokens |")

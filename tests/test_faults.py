@@ -351,7 +351,7 @@ FAULTS = [
     ),
     *_faults(
         "add_tail", TAIL,
-        ("unvisited keys are counted once", "tail output", "sum * factor * left * carrying", "sum * factor * carrying"),
+        ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
         ("one sample is as good as many", "tail output", "carrying + spec::kTailDoubt", "carrying"),
         ("scores are spread like a normal distribution", "tail output",
          "fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f)", "1.f"),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import types
-from typing import Any, NamedTuple
-
 import numpy as np
 import pytest
+from pretended import Launched, record_launches
 from schedules import random_schedule
 
 from s2o_cupy.api.gather import _config
 from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.schedule import NothingChosen
 from s2o_cupy.problem import Problem
@@ -26,43 +24,15 @@ ARRAYS = {
 }  # fmt: skip
 
 
-class Launched(NamedTuple):
-    kernel: Any
-    params: Any  # a copy of what it was given
-
-
 @pytest.fixture
 def driver(monkeypatch):
     """driver(compute_capability) -> the list of what is launched from then on."""
     pytest.importorskip("cupy")
-    from s2o_cupy.caches import clear_cache
-    from s2o_cupy.cuda import lists, pipeline, tensor_maps
+    from s2o_cupy.cuda import lists, pipeline
 
     def install(compute_capability: int) -> list[Launched]:
-        launched: list[Launched] = []
-        kernels: list[Any] = []
-
-        def load(kernel, device):
-            kernels.append(kernel)
-            return types.SimpleNamespace(ptr=len(kernels) - 1)
-
-        def launch(function, blocks, *shape_and_stream):
-            address = ctypes.c_uint64.from_address(shape_and_stream[-2]).value
-            params = kernels[function].family.params
-            data = ctypes.string_at(address, params.itemsize)
-            launched.append(Launched(kernels[function], np.frombuffer(data, params.dtype)[0]))
-
-        runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
-        limits = DeviceLimits.of_architecture(compute_capability)
-        compiler = types.SimpleNamespace(load=load, load_all=lambda all, device: [load(x, device) for x in all])
-        for module in (lists, pipeline):
-            monkeypatch.setattr(module, "runtime", runtime)
-            monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch, ctxGetCurrent=lambda: 1))
-            monkeypatch.setattr(module, "compiler", compiler)
-            monkeypatch.setattr(module, "device_limits", lambda device: limits)
-        monkeypatch.setattr(tensor_maps, "tensor_map", lambda *arguments: bytes(128))
         clear_cache()
-        return launched
+        return record_launches(monkeypatch, compute_capability, lists, pipeline)
 
     yield install
     clear_cache()

@@ -47,9 +47,28 @@ def test_every_case_can_be_launched(name):
         assert ("unit_weights" in stages) == bool(by_weight)
         assert ("unit_keys" in stages) == bool(by_weight and plan.geometry.units)
         assert ("key_scores" in stages) == bool(plan.chunks and not by_weight)
+        by_query = plan.chunks and case.config().rank == "query" and plan.geometry.units
+        assert [stages.count(name) for name in ("unit_rows", "query_norms")] == [int(bool(by_query))] * 2
         adds_tail = bool(plan.chunks and case.config().adds_tail)
         assert ("key_moments" in stages) == adds_tail
         assert ("add_tail" in stages) == adds_tail
+
+
+@pytest.mark.parametrize("rank", ["query", "weight", "max", "mean"])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_means_of_queries_have_their_place(rank, block_m):
+    """What rank_queries, or for segments of one q tile pool_queries, writes is no longer than the array for it."""
+    case = Case(block_m=block_m, options={"rank": rank})
+    plan, steps = launched(case, "portable")
+    problem, config = case.problem(), case.config()
+    place = workspace(plan, problem, config).places["means"]
+    ranked = [step for step in steps if step.stage == "rank_queries" and "means" in step.params.dtype.names]
+    assert ranked
+    for step in ranked:
+        pooled_queries, run = int(step.params["pooled_queries"]), int(step.params["run"])
+        assert place.shape[:3] == (problem.batch * problem.heads, plan.geometry.segments, pooled_queries)
+        if step.kernel.function == "rank_queries":  # which scores queries as it pools them
+            assert pooled_queries * run >= config.segment
 
 
 def rounds(plan: LaunchPlan) -> int:

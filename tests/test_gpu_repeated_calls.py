@@ -78,10 +78,10 @@ def test_a_graph_captured_by_torch(path_config, qkv):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """launched(): kernels that the pipeline has launched since it was last asked, those it captured among them."""
+    """launched(): kernels that were launched since it was last asked, captured ones among them."""
     from cupy.cuda import driver
 
-    from s2o_cupy.cuda import pipeline
+    from s2o_cupy.cuda import program
 
     count = 0
 
@@ -96,7 +96,7 @@ def launched(monkeypatch):
         return asked
 
     fake = SimpleNamespace(launchKernel=launch, ctxGetCurrent=driver.ctxGetCurrent)
-    monkeypatch.setattr(pipeline, "driver", fake)
+    monkeypatch.setattr(program, "driver", fake)
     clear_cache()
     return ask
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig
+from s2o_cupy import S2OConfig, XAttentionConfig
 from s2o_cupy.integrations.head_groups import HeadGroup, LayerConfigs, head_groups
 
 CONFIGS = [S2OConfig(tau=tau, segment=segment) for tau in (0.0, 0.01) for segment in (128, 256)]
 A, B, C = (S2OConfig(segment=segment) for segment in (128, 256, 512))
+OTHER = XAttentionConfig()
 
 
 def of_heads(groups, heads):
@@ -97,14 +98,17 @@ def test_configs_of_layers_and_heads():
 
 def test_what_is_refused():
     for error, match, arguments in (
-        (TypeError, "config is a dict; accepted: S2OConfig or None", ({}, None)),
+        (TypeError, "config is a dict; accepted: None, S2OConfig, MeanPoolingConfig, ", ({}, None)),
         (TypeError, "per_layer is a list; accepted: a mapping", (A, [A])),
-        (TypeError, r"per_layer\[1\] is a float; accepted: S2OConfig, or None for", (A, {1: 0.1})),
+        (TypeError, r"per_layer\[1\] is a float; accepted: None .the model's .*, S2OConfig, Mean", (A, {1: 0.1})),
         (TypeError, r"per_layer\[\(1, 0\)\] is a NoneType; accepted: S2OConfig$", (A, {(1, 0): None})),
         (ValueError, r"per_layer has the key '1'; accepted: a layer or a \(layer, head\)", (A, {"1": A})),
         (ValueError, "has the key True", (A, {True: A})),
         (ValueError, "has the key -1", (A, {-1: A})),
         (ValueError, r"has the key \(1, 2, 3\)", (A, {(1, 2, 3): A})),
+        (TypeError, r"per_layer\[\(1, 0\)\] is a XAttentionConfig; accepted: S2OConfig$", (A, {(1, 0): OTHER})),
+        (ValueError, "layer 1 has xattention, and there are entries for heads of it", (A, {1: OTHER, (1, 0): A})),
+        (ValueError, "layer 3 has xattention, and there are entries for heads of it", (OTHER, {1: A, (3, 0): A})),
         (ValueError, r"per_layer\[1\] is None, and there are entries for heads of layer 1", (A, {1: None, (1, 0): A})),
     ):
         with pytest.raises(error, match=match):

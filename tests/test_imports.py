@@ -29,6 +29,7 @@ FLOORS = (
     {"cuda"},
     {"stats", "merge"},
     {"schedules"},
+    {"own"},
     {"api"},
     {"tools"},
     {"integrations"},

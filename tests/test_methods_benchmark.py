@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
+import own_methods
 import pytest
 from benchmarks_on_cpu import BENCHMARKS
 from in_process import run_script
@@ -43,6 +45,30 @@ def test_refused(options, message, no_gpu_needed, capsys):  # noqa: F811
 def test_help():
     result = run_script(BENCHMARKS / "methods.py", "--help")
     assert result.returncode == 0 and all(x in result.stdout for x in ("--plot", "--method", "--models"))
+
+
+def test_a_method_of_ones_own(no_gpu_needed, small_llama, folder, torch):  # noqa: F811
+    """By its file, in the same table; the result names no folder."""
+    (folder / "mine.py").write_text(pathlib.Path(own_methods.__file__).read_text())
+    _, two_models, *rest = arguments(folder)
+    args = methods.parse([
+        "--models", two_models.partition(",")[0], *rest, "--lengths", "390", "--set", "tau=0", "--parts",
+        "loss,error,time", "--repeats", "1", "--method", f"{folder}/mine.py:LargestKeys:share=0.3", "--method",
+        f"{folder}/mine.py:everything", "--method", "blasst:threshold=1,block=64,block_m=64",
+    ])  # fmt: skip
+    *_, mine, dense, blasst = model.run(args, lambda *told: None)
+    assert [(row["attention"], row["config"]) for row in (mine, dense, blasst)] == [
+        ("largestkeys", "share=0.3"), ("everything", "default"), ("blasst", "threshold=1, block=64, block_m=64")
+    ]  # fmt: skip
+    written = (folder / "m.json").read_text()
+    assert str(folder) not in written
+    assert json.loads(written)["settings"]["method"][:2] == ["mine.py:LargestKeys:share=0.3", "mine.py:everything"]
+    assert mine["density"] < 1 and abs(mine["loss_difference"]) > 1e-5 and mine["worst_rel_l2"] > 0.01
+    assert dense["density"] == 1 and abs(dense["loss_difference"]) < 1e-5 and dense["worst_rel_l2"] < 1e-5
+    assert blasst["worst_rel_l2"] > 0 and blasst["density"] < 1
+    assert mine["attention_ms"] == 2
+    with pytest.raises(SystemExit, match="2"):
+        methods.parse(["--models", "A=a.py:b.npz:c.npy", "--method", f"{folder}/mine.py:other"])
 
 
 def test_methods(no_gpu_needed, small_llama, folder, torch):  # noqa: F811

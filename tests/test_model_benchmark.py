@@ -253,7 +253,7 @@ def test_model(no_gpu_needed, small_llama, folder, monkeypatch):
 def test_a_tuned_model(no_gpu_needed, small_llama, folder):
     """Each --tune is one more kind of attention, found on the tokens behind the measured ones."""
     args = model.parse(arguments(
-        folder, "--lengths", "190", "--base", "segment=32,block_m=16,block_n=16,unit=8", "--tune", "loss=0.5,by=head",
+        folder, "--lengths", "190", "--base", "segment=32,block_m=32,block_n=16,unit=8", "--tune", "loss=0.5,by=head",
         "--tune", "error=0.1",
     ))  # fmt: skip
     rows = model.run(args, lambda *told: None)[:5]

@@ -27,7 +27,8 @@ from s2o_cupy.tools import tune_layers  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
 from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
 
-CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
+CONFIG = S2OConfig(segment=64, block_m=32, block_n=32, unit=8)
+SMALLER = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)  # which take longer
 OPTIONS = {"config": CONFIG, "min_seqlen": 100, "segments": 100}
 TAUS = (1.0, 0.3, 0.1, 0.03)
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -45,6 +46,13 @@ def loss_of(model, ids, implementation):
     logits = logits_of(model, implementation, ids)[:, :-1]
     model.set_attn_implementation("sdpa")
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double().numpy()
+
+
+def standard_error(off):
+    """Of the mean of a prompt's predictions, runs of 128 tokens taken for independent; the first is of tokens 1 to
+    127."""
+    sums = [(run - off.mean()).sum() for run in np.split(off, [127, 255, 383])]
+    return (np.square(sums).sum() * 4 / 3) ** 0.5 / (LENGTH - 1)
 
 
 # ---------------------------------------------------------------- losses
@@ -149,7 +157,7 @@ def test_an_error_is_that_of_what_the_layers_get(model, ids):
 
 @pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_layers, "ORDERING", 1.0)  # of so few keys larger units are many
+    monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", 0.25)  # of so few keys larger units are many
     dense, target = loss_of(model, ids, "sdpa"), 0.3
     seen = []
     found = tune_model(model, ids, loss=target, by=by, taus=TAUS, progress=lambda *x: seen.append(x), **OPTIONS)
@@ -158,8 +166,7 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     off = (loss_of(model, ids, "s2o") - dense).ravel()
     assert s2o.calls["s2o"] == 3 and s2o.min_seqlen == found.min_seqlen == 100
     assert float(off.mean()) == pytest.approx(found.loss.loss_difference, abs=1e-5) and float(off.mean()) <= target
-    sums = [(run - off.mean()).sum() for run in np.split(off, [127, 255, 383])]  # the first is of tokens 1 to 127
-    assert found.loss.standard_error == pytest.approx((np.square(sums).sum() * 4 / 3) ** 0.5 / (LENGTH - 1), rel=1e-3)
+    assert found.loss.standard_error == pytest.approx(standard_error(off), rel=1e-3)
     assert found.dense_loss == pytest.approx(float(dense.mean()), rel=1e-5)
     parts = found.loss.chosen_on, found.loss.held_back
     assert sum(part.tokens for part in parts) == LENGTH - 1
@@ -191,7 +198,7 @@ def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
         found = tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
         assert not found.coarse and not found.per_layer
     for ordering, coarse in ((0.0, ()), (3.0, (0, 1, 2))):  # a layer's density grows by more, or by less
-        monkeypatch.setattr(tune_layers, "ORDERING", ordering)
+        monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", ordering / 4)
         assert tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
 
 
@@ -199,9 +206,9 @@ def test_layers_that_matter_little_get_larger_taus(ids):
     """A layer whose output reaches nothing takes the largest tau at no cost."""
     model = llama(initializer_range=0.15)
     model.model.layers[1].self_attn.o_proj.weight.zero_()
-    found = tune_model(model, ids, density=0.5, taus=TAUS, **OPTIONS)
+    found = tune_model(model, ids, density=0.7, taus=TAUS, **OPTIONS)
     assert found.taus[1][0] == 1.0 and min(found.taus[0][0], found.taus[2][0]) < 1.0
-    assert found.density <= 0.5
+    assert found.density <= 0.7
 
 
 def test_padded_rows_and_sliding_windows(ids):
@@ -227,15 +234,16 @@ def test_padded_rows_and_sliding_windows(ids):
 
 
 def test_what_tune_model_refuses(model, ids):
+    few = {"taus": (1.0,), "by": "model", "config": replace(CONFIG, unit=64)}  # such units cannot be larger
     for match, other in (
         ("neither error, density nor loss is given; accepted: one of them", {}),
         ("error and loss are given", {"error": 0.1, "loss": 0.1}),
         ("loss is 0; accepted: a finite number above 0", {"loss": 0}),
         (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 1, "min_seqlen": 501}),
-        ("no taus of the grid have loss at most 1e-12, nor has dense attention", {"loss": 1e-12, "taus": (1.0,)}),
+        ("no taus of the grid have loss at most 1e-12, nor has dense attention", {"loss": 1e-12, **few}),
         ("held_back is 'x'", {"loss": 1, "held_back": "x"}),
         ("held_back is 0.6; accepted: a number from 0 to 0.5", {"error": 1, "held_back": 0.6}),
-        (r"no tau of the grid has density at most 0.01; the least is", {"density": 0.01}),
+        (r"no tau of the grid has density at most 0.01; the least is", {"density": 0.01, **few}),
         ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 1, "min_seqlen": "x"}),
         ("segments is 1; accepted: an integer >= 2", {"error": 1, "segments": 1}),
         ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 1, "by": "token"}),
@@ -285,9 +293,9 @@ def test_what_register_refuses_of_a_file(tmp_path):
 
 def test_report_is_what_runs(model, ids):
     """Each layer's own error on what S2O gives it; the loss that the model has."""
-    other, longer = replace(CONFIG, tau=0.3), replace(CONFIG, segment=64, tau=0.1)
+    other, longer = replace(SMALLER, tau=0.3), replace(SMALLER, segment=64, tau=0.1)
     per_layer = {1: None, (2, 1): other, (2, 3): longer}
-    s2o = register(config=replace(CONFIG, tau=0.1), per_layer=per_layer, min_seqlen=100)
+    s2o = register(config=replace(SMALLER, tau=0.1), per_layer=per_layer, min_seqlen=100)
     seen = []
     found = report(model, ids, segments=100, progress=lambda *x: seen.append(x))
     assert model.config._attn_implementation == "sdpa" and not s2o.calls
@@ -308,9 +316,9 @@ def test_report_is_what_runs(model, ids):
     q, k, v = (f(inputs[0]).view(shape).transpose(1, 2) for f in (attend.q_proj, attend.k_proj, attend.v_proj))
     q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
     q, k, v = (x.numpy() for x in (q, k, v))
-    dense = s2o_attention(q, k, v, config=replace(CONFIG, tau=0))
+    dense = s2o_attention(q, k, v, config=replace(SMALLER, tau=0))
     sparse = np.empty_like(dense)
-    for h, config in enumerate((replace(CONFIG, tau=0.1), other, replace(CONFIG, tau=0.1), longer)):
+    for h, config in enumerate((replace(SMALLER, tau=0.1), other, replace(SMALLER, tau=0.1), longer)):
         one = (q[:, h : h + 1], k[:, h // 2 :][:, :1], v[:, h // 2 :][:, :1])
         sparse[:, h : h + 1], stats = s2o_attention(*one, config=config, return_stats=True)
         assert found.layers[2].density[h] == pytest.approx(stats.density, rel=1e-4)
@@ -322,10 +330,11 @@ def test_report_is_what_runs(model, ids):
     assert found.loss.s2o == pytest.approx(float(loss.mean()), abs=1e-5)
     assert found.loss.difference == pytest.approx(float((loss - exact).mean()), abs=1e-5)
     assert abs(found.loss.difference) > 1e-5
+    assert found.loss.standard_error == pytest.approx(standard_error((loss - exact).ravel()), rel=1e-2)
 
 
 def test_a_sample_has_a_standard_error(model, ids):
-    register(config=replace(CONFIG, tau=0.1), min_seqlen=100)
+    register(config=replace(SMALLER, tau=0.1), min_seqlen=100)
     found = report(model, ids, segments=6, loss=False)
     assert (found.segments, found.segments_total) == (6, 16) and found.loss is None
     assert all((x.standard_error > 0).any() for x in found.layers)

@@ -51,6 +51,25 @@ def test_whole_stretches_are_held_back(ids, held_back):
         assert first[: LENGTH // 2].any() and first[LENGTH // 2 :].any() and (first != second).any()
 
 
+@pytest.mark.parametrize("length", [2500, 4999, LENGTH])
+@pytest.mark.parametrize("held_back", [0.01, 0.05, 0.1, 0.2])
+def test_a_small_share_is_one_stretch_at_least(ids, held_back, length):
+    of = cut([Row(ids[:length])], held_back)
+    stretches = [*np.unique(of.stretch[of.held_back])]
+    assert len(stretches) == max(1, int(len(np.unique(of.stretch)) * held_back))
+    assert not cut([Row(ids[:length])], 0).held_back.any()
+
+
+def test_something_is_left_to_choose_on(ids):
+    """Of the fourth row, which alone predicts anything, the first stretch would be held back."""
+    short = [Row(ids[:4], there=np.arange(4) < n) for n in (1, 1, 1, 2)]
+    of = cut(short, 0.25)
+    assert len(of.place) == 1 and not of.held_back.any()
+    assert judge(of, nothing(of), 0.005)[0].holds
+    of = cut([*short, Row(ids[:3])], 0.5)
+    assert {*of.held_back.tolist()} == {False, True}
+
+
 def test_padding_is_no_part_of_a_text(ids):
     there = np.ones(LENGTH, bool)
     there[:1000] = False
@@ -207,6 +226,13 @@ def test_nothing_holds(trial):
     assert fastest([1, 2, 3], lambda _: trial(0.001, 0.006)) is None
     assert fastest([1, 2, 3], lambda _: trial(0.006, 0.001)) is None
     assert fastest([1], lambda _: trial(0.001, 0.001))[0] == 1
+
+
+def test_what_is_missed_is_of_the_part_that_fails(trial):
+    for chosen, held_back, told in ((0.006, 0.001, "0.006 all"), (0.001, 0.006, "0.006 all, held back"),
+                                    (0.007, 0.006, "0.007 all")):  # fmt: skip
+        found = trial(chosen, held_back)
+        assert f"{found.missed.value:.3f} {found.missed.name}{found.of_held_back}" == told
 
 
 def test_a_trial_says_what_was_measured(trial):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from conftest import has_gpu, has_hopper
 from packs import LENGTHS, differing
+from pretended import record_launches
 
 from s2o_cupy import S2OConfig, S2OError, s2o_attention_varlen
 from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan.collecting import COLLECT_PACKED_PAGES, COLLECT_PAIRS, repays_collecting
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import COLLECT_ROWS, packed_pass1
@@ -28,38 +30,18 @@ DENSE = S2OConfig(dense_up_to=1000)
 
 @pytest.fixture(params=["portable", "hopper"])
 def recorded(request, monkeypatch):
-    """Launches of a pretended GPU: (blocks, threads, a copy of the parameters); and the module, with a path."""
+    """Launches of a CUDA that only takes notes, tensor maps, and the module, with a path."""
     pytest.importorskip("cupy")
-    from s2o_cupy.cuda import packed, packed_pages, tensor_maps
+    from s2o_cupy.cuda import packed, tensor_maps
 
-    launches = []
-
-    def launch(function, blocks, y, z, threads, *rest):
-        program = next(p for p in programs if p.address.ctypes.data == rest[-2])
-        launches.append((blocks, threads, program.params.copy()))
-
-    programs = []
-
-    class PackedPass(packed.PackedPass):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            programs.extend(x for x in (self, self.collector) if x)
-
-    runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
-    monkeypatch.setattr(packed, "PackedPass", PackedPass)
-    monkeypatch.setattr(packed, "runtime", runtime)
-    for module in (packed, packed_pages):
-        monkeypatch.setattr(module, "driver", types.SimpleNamespace(launchKernel=launch))
-    monkeypatch.setattr(packed, "device_limits", lambda device: DeviceLimits.of_architecture(90))
+    launches = record_launches(monkeypatch, 90, packed)
     maps = []  # (address, shape, strides, rows of a box) of each that was made
     for name in ("tensor_map", "page_map"):
         monkeypatch.setattr(tensor_maps, name, lambda *x: maps.append(x) or x[0].to_bytes(128, "little"))
-    loaded = types.SimpleNamespace(ptr=1)
-    monkeypatch.setattr(packed.compiler, "load", lambda kernel, device: loaded)
-    packed.prepared.cache_clear()
+    clear_cache()
     path = request.param
     yield types.SimpleNamespace(module=packed, launches=launches, maps=maps, config=replace(DENSE, path=path))
-    packed.prepared.cache_clear()
+    clear_cache()
 
 
 def begins(lengths):
@@ -86,8 +68,8 @@ def run(recorded, lengths, lse=0):
     recorded.launches.clear()
     recorded.module.prepare(operands, table, recorded.config).run(operands, table, lse, stream=7, memory=memory)
     found = []
-    for blocks, threads, params in recorded.launches:
-        assert threads == (384 if recorded.config.path == "hopper" else 128)
+    for kernel, blocks, params in recorded.launches:
+        assert kernel.threads == (384 if recorded.config.path == "hopper" else 128)
         params, maps = without_maps(params)
         assert maps == ([1 << 20, 2 << 20, 3 << 20] if recorded.config.path == "hopper" else [])
         found.append((blocks, params))
@@ -188,7 +170,7 @@ Q, K, V, OUT, MEMORY, TABLE = (n << 20 for n in range(1, 7))  # addresses
 
 
 def run_in_pages(recorded, lengths, page_size, **changes):
-    """Launches where sequence i has row 2 i + 1 of the page table: (blocks, threads, parameters), in order."""
+    """Launches where sequence i has row 2 i + 1 of the page table, in order."""
     problems = [
         replace(Problem(1, 8, 2, *x, 128, "bfloat16", is_causal=True, scale=0.1), **changes) for x in lengths
     ]  # fmt: skip
@@ -213,9 +195,9 @@ def test_sequences_in_pages_share_a_launch(recorded, page_size):
     """Each with its row of the page table where packed keys would say where they begin; boxes end with their page."""
     lengths = [(300, 301), (1, 70), (128, 128), (257, 900)]
     found = run_in_pages(recorded, lengths, page_size)
-    ((_, threads, params),) = found.launches
+    ((ran, _, params),) = found.launches
     hopper, boxes = recorded.config.path == "hopper", page_size >= 16
-    assert threads == (384 if hopper else 128)
+    assert ran.threads == (384 if hopper else 128)
     functions = {(False, False): "pass1_packed", (False, True): "pass1_packed"}
     functions |= {(True, False): "pass1_packed_gathered_sm90", (True, True): "pass1_packed_sm90"}
     if page_size == 16:  # a box has whole rows
@@ -267,9 +249,9 @@ def test_small_pages_of_many_queries_are_collected(recorded, keys_at_a_time):
     rows = {4000: 3, 3000: 5, 1000: 1}  # of the page table
     before = 256  # counters come first
     assert found.asked == [before + row * max(map(sum, of_rounds))]
-    for keys, (blocks, threads, collect), (_, _, mapped) in zip(of_rounds, collects, passes, strict=True):
+    for keys, (kernel, blocks, collect), (_, _, mapped) in zip(of_rounds, collects, passes, strict=True):
         n, chunks = len(keys), 2 * sum(keys) * 16
-        assert (threads, blocks) == (256, -(-chunks // 1024))
+        assert (kernel.threads, blocks) == (256, -(-chunks // 1024))
         assert (int(collect["k"]["data"]), int(collect["v"]["data"])) == (K, V)
         assert (int(collect["seqlen_k"]), int(collect["chunks"]), int(collect["row_chunks"])) == (sum(keys), chunks, 16)
         assert collect["pages"].tolist() == (TABLE, 70, 3)

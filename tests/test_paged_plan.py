@@ -14,19 +14,30 @@ from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
 from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.spec import RANKS
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
     "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_keys", "unit_clusters", "key_scores",
 )
-STAGES = (
-    *READERS, "rank_queries", "pool_queries", "unit_weights", "unit_rows", "query_norms", "query_weights", "key_strata",
-    "key_middle", "key_order_head",
-)  # fmt: skip
 
 
-def kernel_of(plan, stage):
-    return next(getattr(x, stage) for x in (plan, plan.method, plan.method.tail) if hasattr(x, stage))
+def operands_of(problem, paging):
+    """q, k, v and out where k and v are a cache, or with no paging arrays."""
+    p = problem
+    of_q, of_k = (1, p.heads, p.seqlen_q, p.head_dim), (1, p.kv_heads, p.seqlen_k, p.head_dim)
+    if paging is not None:
+        of_k = (paging.pages, p.kv_heads, paging.page_size, p.head_dim)
+    row = p.kv_heads * p.head_dim
+    operands = {name: Operand(0, of_q, (0, p.seqlen_q * p.head_dim, p.head_dim)) for name in ("q", "out")}
+    return operands | {name: Operand(0, of_k, (of_k[2] * row, p.head_dim, row)) for name in "kv"}
+
+
+def kernels_of(plan, problem, config, paging=None):
+    """By the function without its path, all that a call launches."""
+    memory = workspace(plan, problem, config)
+    steps = launches(plan, problem, config, operands_of(problem, paging), memory, paging)
+    return {x.kernel.function.removesuffix("_sm90"): x.kernel for x in steps}
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
@@ -34,11 +45,8 @@ def kernel_of(plan, stage):
 def test_what_the_kernels_get(path, rank):
     config = S2OConfig(path=path, dense_up_to=0, tail="first_order", rank=rank)
     plan = make_plan(PROBLEM, config, DeviceLimits.of_architecture(90), True, True, 64)
-    of_q, of_k = (1, 8, 5000, 128), (90, 2, 64, 128)
-    operands = {name: Operand(0, of_q, (0, 640_000, 128)) for name in ("q", "out")}
-    operands |= {name: Operand(0, of_k, (16384, 128, 256)) for name in "kv"}
     paging = Paging(0, 100, 64, 90)
-    steps = launches(plan, PROBLEM, config, operands, workspace(plan, PROBLEM, config), paging)
+    steps = launches(plan, PROBLEM, config, operands_of(PROBLEM, paging), workspace(plan, PROBLEM, config), paging)
     for step in steps:
         params, shift = step.params, 0
         if step.kernel.function in ("pool_queries", "unit_rows", "query_norms"):  # read no keys
@@ -59,23 +67,23 @@ def test_what_the_kernels_get(path, rank):
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize(("head_dim", "softcap"), [(40, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
 @pytest.mark.parametrize("page_size", [16, 32])
-def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size):
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap, page_size, rank):
     """It takes the path and the rounds of one array, and kernels that were compiled ahead."""
-    config = S2OConfig(block_m=block_m, path=path, tail="first_order")
+    config = S2OConfig(block_m=block_m, path=path, tail="first_order", rank=rank, dense_up_to=0)
     limits = DeviceLimits.of_architecture(compute_capability)
     problem = replace(PROBLEM, head_dim=head_dim, softcap=softcap)
     plan, other = (make_plan(problem, config, limits, True, True, paged) for paged in (page_size, 0))
     assert (plan.path, plan.path_reason) == (other.path, other.path_reason)
     assert (plan.stop_lag, plan.chunks, plan.whole) == (other.stop_lag, other.chunks, other.whole)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
-    for stage in STAGES:
-        kernel = kernel_of(plan, stage)
-        if kernel is None:  # pass 2 adds the tail
-            assert stage == "add_tail" and plan.pass2.function == "pass2_tail_sm90"
-            continue
+    paging = Paging(0, 400, page_size, 350)
+    of_arrays = kernels_of(other, problem, config)
+    for function, kernel in kernels_of(plan, problem, config, paging).items():
         assert kernel.name in ahead
-        assert kernel.paged == (stage in READERS)
-        assert kernel.paged or kernel == kernel_of(other, stage)
+        name = function.removesuffix("_whole_rows").removesuffix("_gathered").removesuffix("_listed")
+        assert kernel.paged == (name in READERS)
+        assert kernel.paged or kernel == of_arrays[function]
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128
     of_hopper = "pass1_whole_rows_sm90" if page_size == 16 and head_dim > 64 else "pass1_sm90"

@@ -86,7 +86,9 @@ def test_maps_that_pass_1_reads_by():
 
 
 def asks(text: str) -> list[int]:
-    """Lines that compare an architecture or a function's name with one that they spell, or look something up by it."""
+    """Lines that compare an architecture or a function's name with one that they spell, look something up by it, or ask
+    of a path by its name: a named path may only stand where a kernel says to which it belongs."""
+    paths, asked = {"HOPPER", "PORTABLE"}, ("removesuffix", "removeprefix", "startswith", "endswith", "replace")
     names = {"arch", "function", "compute_capability", "architecture_path"}
 
     def named(node: ast.AST) -> bool:
@@ -115,14 +117,20 @@ def asks(text: str) -> list[int]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("get", "index"):
                 sides = list(node.args)
-            elif node.func.attr in ("startswith", "endswith", "replace"):
+            elif node.func.attr in asked and any(map(spelled, node.args)):
                 sides = [node.func.value]
-        if any(named(side) or arch(side) for side in sides):
+        of_path = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in paths
+        is_path = isinstance(node, ast.Compare) and any(
+            isinstance(side, ast.Name) and side.id in paths for side in (node.left, *node.comparators)
+        )
+        if of_path or is_path or any(named(side) or arch(side) for side in sides):
             found.append(node.lineno)
     return found
 
 
-@pytest.mark.parametrize("line", ['row["arch"] == arch', "known <= compute_capability", "family is PASS1"])
+@pytest.mark.parametrize(
+    "line", ['row["arch"] == arch', "known <= compute_capability", "family is PASS1", "Family('x', path=HOPPER)"]
+)
 def test_what_does_not(line):
     assert asks(line) == []
 
@@ -133,7 +141,8 @@ def test_what_does_not(line):
         'x.family.arch == "sm_90a"', 'plan.pass1.function == "pass1"', '{"pass1": 1}[plan.pass1.function]',
         "limits.compute_capability == 90", "compute_capability >= 80", 'names.get(kernel.function, "")',
         'x.function.endswith("sm90")', "function != PASS1", 'architecture_path(90) == "hopper"',
-        'kernel.function in ("pass1", "pass2")', '"sm_90a" in options',
+        'kernel.function in ("pass1", "pass2")', '"sm_90a" in options', "HOPPER.runs_on(90)", "HOPPER in paths",
+        "path is HOPPER", 'x.function.removesuffix("_sm90")',
     ],
 )  # fmt: skip
 def test_what_counts_as_asking(line):

@@ -21,22 +21,20 @@ from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order
 from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.selection.orders.pooled import HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS, score_blocks
+from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_blocks
+from s2o_cupy.selection.orders.weight import UNIT_KEYS_OF_BLOCK, unit_weight_blocks
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, chunk_bytes, middle_blocks, row_pairs, strata_blocks
-from s2o_cupy.selection.s2o_kernels import (
-    BLOCK_PAIRS,
-    HOPPER_SCORE_KEYS,
-    HOPPER_SCORE_ROWS,
-    UNIT_KEYS_OF_BLOCK,
-    score_blocks,
-    unit_weight_blocks,
-)  # fmt: skip
+from s2o_cupy.selection.s2o_kernels import BLOCK_PAIRS
 from s2o_cupy.spec import (
     LOG2E,
     MIDDLE,
     MIDDLE_FROM,
     ORDER_HEAD,
+    RANKS,
     STOP_LAG,
     STRATUM,
+    UNIT_RANKS,
     UNITS,
     Geometry,
     S2OConfig,
@@ -67,10 +65,10 @@ def problems(draw):
     more = draw(st.sampled_from([0, 0, 1, 1000, 300_000]))
     seqlen_k = seqlen_q + more if is_causal else draw(st.one_of(st.integers(1, 600), st.integers(1, 400_000)))
     lowest = max(1, -(-seqlen_q // 60))  # at most 60 segments, so that the test stays quick
-    rank = draw(st.sampled_from(["weight", "weight", "max", "mean"]))
+    rank = draw(st.sampled_from(["query", "weight", "max", "mean"]))
     config = S2OConfig(
         rank=rank,
-        unit=draw(st.sampled_from(UNITS)) if rank == "weight" else 1,
+        unit=draw(st.sampled_from(UNITS)) if rank in UNIT_RANKS else 1,
         segment=draw(st.integers(min(lowest, 8192), 8192)),
         block_m=draw(st.sampled_from([64, 128])),
         window=draw(st.sampled_from([0, 1, 500, 1_000_000])),
@@ -94,11 +92,19 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     if config.rank == "weight" and plan.chunks and geometry.units:
         blocks = -(-geometry.units * geometry.unit // UNIT_KEYS_OF_BLOCK)
         sizes["unit_keys"] = problem.batch * problem.kv_heads * blocks
+    if config.rank == "query" and plan.chunks and geometry.units:
+        kv_heads, heads = problem.batch * problem.kv_heads, problem.batch * problem.heads
+        sizes["unit_clusters"] = kv_heads * -(-geometry.units * geometry.unit // cluster_keys_of_block(128))
+        sizes["unit_rows"] = kv_heads * -(-geometry.units // 128)
+        tiles = -(-min(geometry.segment, problem.seqlen_q) // 128)
+        sizes["query_norms"] = heads * geometry.segments * tiles
     for chunk in plan.chunks:
-        if config.rank == "weight":
-            of_scores = "unit_weights", unit_weight_blocks(method.unit_weights, chunk)
+        if config.rank == "query":
+            of_scores = "query_weights", query_weight_blocks(method.order.kernel, chunk)
+        elif config.rank == "weight":
+            of_scores = "unit_weights", unit_weight_blocks(method.order.kernel, chunk)
         else:
-            row_blocks, key_blocks = score_blocks(method.key_scores, chunk, method.setting.limits)
+            row_blocks, key_blocks = score_blocks(method.order.kernel, chunk, method.setting.limits)
             of_scores = "key_scores", chunk.heads // chunk.shared_heads * row_blocks * key_blocks
         for name, size in (
             of_scores,
@@ -345,9 +351,9 @@ def test_blocks_of_key_scores_on_hopper(case):
     """They cover all rows and keys, none lies past the last key, and none has more keys than it should."""
     problem, config = case
     plan = plan_of(problem, replace(config, block_m=128, rank="mean", unit=1, pooled_queries=1))
-    assert plan.method.key_scores.function == "key_scores_sm90"
+    assert plan.method.order.kernel.function == "key_scores_sm90"
     for chunk in plan.chunks:
-        row_blocks, key_blocks = score_blocks(plan.method.key_scores, chunk, LIMITS[90])
+        row_blocks, key_blocks = score_blocks(plan.method.order.kernel, chunk, LIMITS[90])
         assert 0 <= row_blocks * HOPPER_SCORE_ROWS - chunk.shared_heads * chunk.segments < HOPPER_SCORE_ROWS
         tiles = chunk.longest // STEP
         tiles_each = -(-tiles // key_blocks)  # as the kernel counts
@@ -362,9 +368,9 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
     Blocks past the last key of their rows do not count."""
     plan = plan_of(a_problem(heads=heads, kv_heads=kv_heads, seqlen_q=seqlen), S2OConfig(rank="mean"))
     limits = LIMITS[90]
-    assert 2 * (plan.method.key_scores.shared_bytes + 1024) <= limits.shared_per_multiprocessor
+    assert 2 * (plan.method.order.kernel.shared_bytes + 1024) <= limits.shared_per_multiprocessor
     for chunk in plan.chunks:
-        row_blocks, key_blocks = score_blocks(plan.method.key_scores, chunk, LIMITS[90])
+        row_blocks, key_blocks = score_blocks(plan.method.order.kernel, chunk, LIMITS[90])
         tiles_each = -(-chunk.longest // STEP // key_blocks)
         segments = [min((i + 1) * HOPPER_SCORE_ROWS // chunk.shared_heads, chunk.segments) for i in range(row_blocks)]
         keys = [chunk.stride + (n - 1) * chunk.growth for n in segments]  # of the last row of each row block
@@ -541,19 +547,19 @@ def test_where_covariances_come_with_samples(compute_capability, head_dim, buffe
 def test_every_kernel_that_a_plan_chooses_is_compiled_ahead(compute_capability, aligned, head_dim, block_m, softcap):
     """``s2o compile`` misses none but capped scores of unaligned rows, of which it has a sample; only the sort's size,
     which the text does not hold, may differ."""
-    config = S2OConfig(block_m=block_m, rank="max")
     problem = replace(a_problem(head_dim=head_dim, seqlen_q=5000), softcap=softcap)
-    plan = plan_of(problem, config, compute_capability, aligned)
-    assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
-    assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
     ahead = {kernel.name for kernel in kernels_for(compute_capability)}
-    for name in (
-        "pass1", "pass2", "guides", "rank_queries", "pool_queries", "unit_keys", "unit_weights", "key_scores",
-        "key_strata", "key_middle", "key_order_head",
-    ):  # fmt: skip
-        kernel = getattr(plan if name in ("pass1", "pass2") else plan.method, name)
-        left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
-        assert (kernel.name in ahead) is not left_out
+    operands = {name: Operand(0, (1, 8 if name in ("q", "out") else 2, 5000, head_dim), (0, 0, 0))
+                for name in ("q", "k", "v", "out")}  # fmt: skip
+    for rank in RANKS:
+        config = S2OConfig(block_m=block_m, rank=rank, dense_up_to=0)
+        plan = plan_of(problem, config, compute_capability, aligned)
+        assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
+        assert plan.pass1.head_dim == plan.pass2.head_dim == padded_head_dim(head_dim)
+        memory = workspace(plan, problem, config)
+        for kernel in {x.kernel for x in launches(plan, problem, config, operands, memory)}:
+            left_out = kernel.softcap and not kernel.aligned and kernel.head_dim != 128
+            assert (kernel.name in ahead) is not left_out
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3, 1000, 1024, 1025, 9000])

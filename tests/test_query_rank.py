@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from test_unit_order import own_mass
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.reference import ordering, s2o
-from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, Geometry
+from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, UNITS, Geometry
 
 LOG2E = math.log2(math.e)
 
@@ -40,6 +41,23 @@ def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
                 assert np.isclose(of_units[u], mean).all(axis=1).any()
 
 
+@pytest.mark.parametrize("unit", [1, 2, 4])
+def test_no_more_groups_than_keys(rng, unit):
+    """Others would be empty, take memory and decide nothing. Kernels know 2 or 4."""
+    q, k = rng.standard_normal((2, 1, 1, 96, 8))
+    geometry, config = Geometry(96, 96, 32, unit=unit), S2OConfig(segment=32, unit=unit)
+    assert config.groups == (4 if unit == 4 else 2) and config.clusters == 4
+    own = own_mass(q, k, geometry, 0.5)
+    orders = s2o.key_order(q, k, geometry, config, 0.5, own)
+    found = ordering.unit_clusters(k, geometry, 4)
+    norms = ordering.query_norms(q, found.means, ordering.block_keys(found.means), own, geometry, 0.5)
+    for n in range(3):
+        with np.errstate(divide="ignore"):
+            scores = ordering.query_weights(q, norms, found.keys, found.shares, n, geometry, 0.5)
+        units = s2o.ordered_units(scores.astype(np.float16), n, geometry, config)
+        np.testing.assert_array_equal(orders[n], s2o.unit_positions(units, n, geometry))
+
+
 def test_a_key_unlike_its_neighbours_is_a_group(rng):
     k = 0.1 * rng.standard_normal((1, 1, 32, 8))
     k[0, 0, 21] += 5
@@ -49,11 +67,12 @@ def test_a_key_unlike_its_neighbours_is_a_group(rng):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal):
+@pytest.mark.parametrize("offset", [0, 7])
+def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
     """Written out for single queries: whole blocks by their mean, other units by theirs, and what pass 1 has found."""
     length, unit = 64 * 6, 2
-    q, k = rng.standard_normal((1, 2, length, 8)), rng.standard_normal((1, 1, length + 7, 8))
-    geometry, scale = Geometry(length, length + 7, 64, is_causal=is_causal, unit=unit), 0.4
+    q, k = rng.standard_normal((1, 2, length, 8)), rng.standard_normal((1, 1, length + offset, 8))
+    geometry, scale = Geometry(length, length + offset, 64, is_causal=is_causal, unit=unit), 0.4
     means = ordering.unit_clusters(k, geometry, 2).means
     own = own_mass(q, k, geometry, scale)
     found = ordering.query_norms(q, means, ordering.block_keys(means), own, geometry, scale)
@@ -69,8 +88,8 @@ def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal):
         mass += sum(weight(q[0, 1, i], k[0, 0, u * unit : (u + 1) * unit].mean(axis=0)) for u in single)
         mass += math.exp(own[0, 1, i]) / unit
         assert found[0, 1, i] == pytest.approx(math.log2(mass))
-    if is_causal:
-        assert (found[:, :, :64] == 0).all() or geometry.offset  # a segment without a candidate
+    without = is_causal and offset == 0  # a candidate is the first segment then
+    assert (found[:, :, :64] == 0).all() == without
 
 
 def test_a_norm_that_is_not_finite_is_0(rng):
@@ -109,7 +128,34 @@ def test_the_centre_is_of_keys_before_every_segment_that_is_ordered():
     assert Geometry(100, 100, 128, unit=16).leading_units == 1  # nothing is ordered
 
 
+@given(
+    segment=st.integers(1, 300), unit=st.sampled_from(UNITS), window=st.integers(0, 200), offset=st.integers(0, 300),
+    length=st.integers(1, 3000), cut=st.tuples(st.integers(0, 40), st.integers(1, 40)),
+)  # fmt: skip
+def test_a_chunk_of_whole_segments_has_the_centre_of_the_whole(segment, unit, window, offset, length, cut):
+    """Products of 8 bits are of keys less the centre: with another one a chunk, or what a GPU of several computes,
+    would have other bits. A chunk in which nothing is ordered needs none."""
+    begin = min(cut[0], (length - 1) // segment) * segment
+    end = min(begin + cut[1] * segment, length)
+    whole = Geometry(length, length + offset, segment, window, unit=unit)
+    chunk = Geometry(end - begin, end + offset, segment, window, unit=unit)
+    drawn = replace(whole, drawn=min(3, whole.segments))  # as an error's search takes them
+    for part in (chunk, drawn):
+        if any(part.ranked(n) for n in range(part.segments)):
+            assert part.leading_units == whole.leading_units
+    last = whole.segments - 1
+    assert whole.leading_units <= next((whole.ranked(n) for n in range(last + 1) if whole.ranked(n)), 1)
+
+
 def test_pass_1_s_mass_is_asked_for(rng):
     q, k = rng.standard_normal((2, 1, 1, 64, 4))
     with pytest.raises(ValueError, match="own is None; accepted with rank='query': the lse of pass 1"):
         s2o.key_order(q, k, Geometry(64, 64, 32, unit=16), S2OConfig(segment=32), 0.5)
+
+
+@pytest.mark.parametrize(("rank", "depends"), [("query", True), ("weight", False), ("max", False)])
+def test_a_cap_reaches_the_order_by_what_pass_1_has_found(rng, rank, depends):
+    q, k, v = 3 * rng.standard_normal((3, 1, 1, 128, 8))
+    config = S2OConfig(rank=rank, segment=32, unit=4 if rank != "max" else 1, block_m=16, block_n=16, tail="none")
+    without, capped = (s2o.s2o(q, k, v, config, softcap=softcap).k_order for softcap in (0.0, 2.0))
+    assert any((x != y).any() for x, y in zip(without, capped, strict=True)) == depends

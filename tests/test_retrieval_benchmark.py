@@ -6,6 +6,7 @@ import json
 import types
 
 import numpy as np
+import own_methods
 import pytest
 from benchmarks_on_cpu import BENCHMARKS, pretend_a_gpu
 
@@ -15,9 +16,11 @@ pytest.importorskip("transformers", "5.16")
 import _common  # noqa: E402
 import _retrieval  # noqa: E402
 import _sources  # noqa: E402
+import _turns  # noqa: E402
 import tasks  # noqa: E402
 
 from s2o_cupy.methods.registry import METHODS  # noqa: E402
+from s2o_cupy.own.method import IN_ARRAY_CODE  # noqa: E402
 from s2o_cupy.tools.compare import parse_method  # noqa: E402
 
 KINDS = _retrieval.texts().KINDS
@@ -103,10 +106,12 @@ def test_answers_are_read_one_token_before():
 
 def test_a_run(weights, monkeypatch, tmp_path):
     pretend_a_gpu(monkeypatch, [(_retrieval, "run_retrieval")])
+    monkeypatch.setattr(_turns.in_turns, "__defaults__", (0,))  # no warm-up of times that are made up
     args = tasks.parse([
         "--retrieval", "--weights", weights, "--lengths", "1024", "--samples", "1", "--repeats", "1", "--baselines",
-        "cudnn", "--base", "tau=0", "--set", "tau=1000,segment=128,block_n=16,block_m=16,tail=none", "--method",
-        "ashape", "--tasks", "single,multi_query,frequent_words", "--json", str(tmp_path / "r.json"),
+        "cudnn", "--base", "tau=0", "--set", "tau=1000,segment=128,block_n=64,block_m=64,tail=none", "--method",
+        "ashape", "--method", f"{own_methods.__file__}:LargestKeys:share=0.3", "--tasks",
+        "single,multi_query,frequent_words", "--json", str(tmp_path / "r.json"),
     ])  # fmt: skip
     steps: list = []
     rows = tasks.run(args, lambda *told: steps.append(told))
@@ -114,16 +119,18 @@ def test_a_run(weights, monkeypatch, tmp_path):
     assert json.loads(written)["rows"] == rows
     assert str(tmp_path) not in written and "weights" not in json.loads(written)["settings"]
     assert [done for done, _, _ in steps] == list(range(steps[0][1]))
-    assert [row["attention"] for row in rows[::4]] == ["cudnn", "s2o", "s2o", "ashape"]
+    assert [row["attention"] for row in rows[::4]] == ["cudnn", "s2o", "s2o", "ashape", "largestkeys"]
     assert [row["task"] for row in rows[:4]] == ["all", "single", "multi_query", "frequent_words"]
-    dense, exact, sparse, method = rows[::4]
+    dense, exact, sparse, method, own = rows[::4]
+    assert own["config"] == "share=0.3" and 0 < own["density"] < 1
+    assert json.loads(written)["settings"]["method"] == ["ashape", "own_methods.py:LargestKeys:share=0.3"]
     assert dense["density"] is None and exact["density"] == 1 > sparse["density"] > 0 < method["density"]
     assert dense["x_attention"] == 1 and exact["attention_ms"] == dense["attention_ms"] == 2  # 1 ms a layer
     assert dense["as_dense"] == 1 and "density" not in rows[1]
     assert exact["loss"] == pytest.approx(dense["loss"], rel=1e-3)
     assert max(exact["rel_l2_by_layer"]) < 0.01 < max(sparse["rel_l2_by_layer"])
     assert {row["answers"] for row in rows[::4]} == {dense["answers"]} == {sum(row["answers"] for row in rows[1:4])}
-    assert len(_common.table(rows, _retrieval.COLUMNS).splitlines()) == 17
+    assert len(_common.table(rows, _retrieval.COLUMNS).splitlines()) == 21
 
 
 def test_a_run_without_a_gpu(weights, monkeypatch):
@@ -142,7 +149,7 @@ def test_defaults_on_a_gpu(weights, monkeypatch):
     pretend_a_gpu(monkeypatch, [])
     args = tasks.parse(["--retrieval", "--weights", weights])
     assert args.lengths == [32768, 65536, 131072] and args.base == {} and args.samples == 8
-    assert {type(parse_method(x, "--method")) for x in args.method} == {*METHODS}
+    assert {type(parse_method(x, "--method")) for x in args.method} == {*METHODS, *IN_ARRAY_CODE}
     assert args.tasks == [*KINDS]
     args = tasks.parse(["--hugging-face", "x"])
     assert (args.lengths, args.base, args.samples, args.method) == ([8192], {"dense_up_to": 0}, 100, [])

@@ -4,6 +4,7 @@ back from bytes, and a few steps run."""
 from __future__ import annotations
 
 import argparse
+import types
 
 import numpy as np
 import pytest
@@ -163,18 +164,33 @@ def test_positions_jump_between_words(texts):
 def arguments(tmp_path, **others):
     given = {
         "seed": 0, "device": "cpu", "minutes": 0.02, "start": None, "shares": None, "rate": 1e-3, "workers": 0,
-        "compile": False, "tell": 0.2, "out": str(tmp_path / "weights.npz"), "hidden": 32, "layers": 2,
+        "compile": False, "tell": 0.05, "out": str(tmp_path / "weights.npz"), "hidden": 32, "layers": 2,
         "intermediate": 48,
     }  # fmt: skip
     return argparse.Namespace(**given | others)
 
 
-def test_a_few_steps(train, tmp_path, capsys):
+@pytest.fixture
+def clock(train, monkeypatch):
+    """A tenth of a second goes by with each step, however long it takes."""
+    now, step = [0.0], train.Training.step
+
+    def ticking(self, *arrays):
+        now[0] += 0.1
+        return step(self, *arrays)
+
+    monkeypatch.setattr(train.Training, "step", ticking)
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_few_steps(train, tmp_path, capsys, clock):
     """Every stage runs and leaves weights, which are scored, and gone on from."""
     stages = [x._replace(rows=1, length=min(x.length, 512)) for x in train.STAGES]
     train.train(arguments(tmp_path), stages)
     told = capsys.readouterr().out
     assert "128 tokens" in told and "512 tokens" in told and "single" in told and "frequent_words" in told
+    assert clock[0] == pytest.approx(1.2)  # 0.02 minutes
     stored = train.loader.load(tmp_path / "weights.npz")
     assert stored["model.layers.1.mlp.up_proj.weight"].shape == (48, 32)
     (share,) = train.evaluate(str(tmp_path / "weights.npz"), "cpu", (1024,), prompts=1)

@@ -37,10 +37,13 @@ def prose(text):
 
 
 def test_every_page_is_in_the_navigation_once(pages):
+    """All but the notebook, which is read from a link."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = settings.split("\nnav:\n", 1)[1].split("\n\n", 1)[0]
     listed = re.findall(r"([\w/]+\.md)$", nav, re.MULTILINE)
-    assert sorted(listed) == sorted(pages)
+    assert sorted(listed) == sorted(uri for uri in pages if not uri.startswith("notebook/"))
+    assert "\nnot_in_nav: |\n  notebook/\n" in settings
+    assert "](../notebook/README.md)" in pages["figures/README.md"]
 
 
 def test_every_page_of_the_repository_is_on_the_site(site, pages):
@@ -73,27 +76,22 @@ def test_links_lead_somewhere(site, pages):
     assert elsewhere > 20  # sources, of the pages about kernels
 
 
-def test_a_section_becomes_a_page_and_links_follow_it(site, pages):
-    for place, guide in site.GUIDES.items():
-        page = pages[place]
-        assert page.startswith(f"# {guide.title}\n") and len(page) > 500
-        whole = (ROOT / guide.source).read_text(encoding="utf-8")
-        origin = pages[{**site.BESIDE_DOCS}.get(guide.source, guide.source.removeprefix("docs/"))]
-        assert f"On a page of its own: [{guide.title}](" in origin
-        for name in guide.sections:
-            code = re.findall(r"^```.*?^```$", whole.split(f"\n## {name}\n")[1].split("\n## ")[0], re.M | re.S)
-            assert all(block in page and block not in origin for block in code)
-    assert "](guides/batches.md#paged-caches)" in pages["interop.md"]
+def test_links_are_relative_to_their_page(pages):
+    assert "](batches.md#paged-caches)" in pages["interop.md"]
+    assert "](../batches.md" not in pages["interop.md"] and "](../tuning.md" in pages["figures/tuning.md"]
     assert "](several_gpus.md)" in pages["index.md"]
 
 
-def test_a_section_that_is_gone_is_an_error(site, monkeypatch):
-    monkeypatch.setitem(site.GUIDES, "guides/no.md", site.Guide("docs/interop.md", "No", ("Nothing of this",)))
-    with pytest.raises(ValueError, match="docs/interop.md has no section 'Nothing of this'"):
-        site.pages()
+def test_nothing_but_pages_and_pictures_is_published():
+    """mkdocs copies every other file of its folder."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    left_out = settings.split("\nexclude_docs: |\n", 1)[1].split("\n", 2)[:2]
+    assert [line.strip() for line in left_out] == ["*.py", "__pycache__/"]
+    for path in (ROOT / "docs").glob("**/*"):
+        assert path.is_dir() or path.suffix in (".md", ".png", ".py", ".css") or path.parent.name == "__pycache__", path
 
 
-def test_the_notebook_has_its_outputs(pages):
+def test_the_tour_has_its_outputs(pages):
     assert "\n```text\nq (1, 4, 2816, 128)" in pages["tour.md"]
     assert pages["tour.md"].count("](data:image/png;base64,iVBOR") == 2
 

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s2o_cupy.reference import dense_attention, s2o, tail
-from s2o_cupy.spec import MOMENT_KEYS, TAIL_DOUBT, TAIL_SAMPLES, Geometry, S2OConfig, moment_group, moment_keys
+from s2o_cupy.spec import (
+    MOMENT_KEYS,
+    TAIL_DOUBT,
+    TAIL_REACH,
+    TAIL_SAMPLES,
+    Geometry,
+    S2OConfig,
+    moment_group,
+    moment_keys,
+)
 
 
 def test_without_a_tail_unvisited_keys_count_for_nothing(rng):
@@ -113,6 +122,19 @@ def test_the_tilt_stays_between_no_and_a_normal_distribution_s(rng):
     t = rng.standard_normal((3, TAIL_SAMPLES)) * [[0.0], [0.1], [30.0]]
     _, tilt = tail.tail_weights(t, np.zeros(3), 1000, 0.0)
     assert tilt[0] == 0 and 0.9 <= tilt[1] <= 1 and 0 < tilt[2] < 0.2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("bits", "counts"), [(40, True), (99, True), (TAIL_REACH + 1, False), (900, False)])
+def test_samples_that_outweigh_all_that_was_found(dtype, bits, counts):
+    """Count for as much as they weigh, whatever the precision, up to 2 ** TAIL_REACH times; beyond for nothing."""
+    t = np.full((1, TAIL_SAMPLES), bits * np.log(2), dtype)
+    mass, _ = tail.tail_weights(t, np.zeros(1, dtype), 1024, 0.0)
+    carrying = 1 / np.square((2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2).sum()
+    if counts:  # exp of a float32 score of so many bits is off by as much as the score, bits * 2^-24
+        assert np.log2(mass[0]) == pytest.approx(bits + 10 + np.log2(carrying / (carrying + TAIL_DOUBT)), abs=1e-4)
+    else:
+        assert mass[0] == 0
 
 
 @pytest.mark.parametrize("place", ["k", "v"])

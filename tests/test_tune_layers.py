@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from s2o_cupy import S2OConfig, error_per_head, inputs
 from s2o_cupy.plan import launch_plan
+from s2o_cupy.spec import RANKS
 from s2o_cupy.tools import cli
 from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
 from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
 from s2o_cupy.tools.tau_ladder import Unit, ladder
-from s2o_cupy.tools.tune_layers import tune_layers
+from s2o_cupy.tools.tune_layers import ordering, tune_layers
 
 CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
 TAUS = (0.5, 0.1, 0.02)
@@ -117,14 +118,16 @@ def test_an_error_that_no_tau_reaches_is_dense(layers, monkeypatch):
 
 def test_a_density_is_spent_where_it_pays(layers):
     """No denser than asked for; and with less error than the one tau that is as sparse."""
-    for density in (0.4, 0.6):
-        found = tune_layers(layers, density=density, by="head", **options(taus=(1, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)))
-        one = tune_layers(layers, density=density, by="model", **options(taus=(1, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)))
+    config = replace(CONFIG, segment=64, block_m=32, block_n=32)
+    taus = options(taus=(1, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02), config=config)
+    for density in (0.5, 0.7):
+        found = tune_layers(layers, density=density, by="head", **taus)
+        one = tune_layers(layers, density=density, by="model", **taus)
         assert one.density <= density and found.density <= density
         assert sum(np.square(found.errors())) < sum(np.square(one.errors()))
-        measured = {n: error_per_head(*x, replace(CONFIG, tau=0.1), segments=1000).density for n, x in layers.items()}
-        for curves in found.curves:
-            np.testing.assert_allclose(curves.density[4], measured[curves.layer][0])
+    measured = {n: error_per_head(*x, replace(config, tau=0.1), segments=1000).density for n, x in layers.items()}
+    for curves in found.curves:
+        np.testing.assert_allclose(curves.density[4], measured[curves.layer][0])
     with pytest.raises(ValueError, match=r"no tau of the grid has density at most 0.01; the least is 0\.\d+"):
         tune_layers(layers, density=0.01, **options())
 
@@ -197,6 +200,14 @@ def test_settings_are_read_as_written(layers, tmp_path):
     assert list(plain["per_layer"]) == ["1", "1.2", "1.10", "3"] and plain["per_layer"]["1.2"] == {"tau": 0.1}
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_another_segment_may_be_written_into_a_file(rank, tmp_path):
+    """What follows from it is not in the file; the rest stays."""
+    base = S2OConfig(rank=rank)
+    (tmp_path / "a.json").write_text(json.dumps({"config": plain_config(base), "per_layer": {"1": {"segment": 64}}}))
+    assert read_settings(tmp_path / "a.json").per_layer == {1: replace(S2OConfig(**plain_config(base)), segment=64)}
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
@@ -215,6 +226,14 @@ def test_settings_that_are_refused(text, error, message, tmp_path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(error, match=f"a.json: {message}"):
         read_settings(tmp_path / "a.json")
+
+
+def test_what_ordering_takes():
+    """As was measured of the default at 131,072 tokens: 11 ms for scores, 1.6 for norms and 0.37 for orders beside 252
+    of dense attention. It is that of each group of keys, and less of larger units."""
+    assert ordering(S2OConfig()) == pytest.approx((11 + 1.6 + 0.37) / 252, rel=0.05)
+    assert ordering(S2OConfig(clusters=2)) == ordering(S2OConfig(unit=32)) == ordering(S2OConfig()) / 2
+    assert ordering(S2OConfig(rank="weight")) == 0.01
 
 
 # ---------------------------------------------------------------- the command and the picture

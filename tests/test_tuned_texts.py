@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,7 +72,8 @@ def pretended(monkeypatch):
 def test_several_texts(model):
     """Of different lengths: as one model runs on each, and every token counts alike."""
     texts = [prompt(300), prompt(700)[:, 200:]]
-    options = {**OPTIONS, "by": "layer", "taus": (1.0, 0.1), "segments": 100}
+    config = replace(CONFIG, segment=64, block_m=32, block_n=32)
+    options = {**OPTIONS, "by": "layer", "taus": (1.0, 0.1), "segments": 100, "config": config}
     found = tune_model(model, texts, **{**options, "loss": 0.4})
     alone = [tune_model(model, text, **{**options, "loss": None, "error": 9}) for text in texts]
     for layer, (curves, first, second) in enumerate(zip(found.curves, *(x.curves for x in alone), strict=True)):
@@ -135,6 +138,19 @@ def test_nothing_but_dense_attention_holds(model, pretended):
     with pytest.warns(UserWarning, match="no taus of the grid hold loss at most 0.005: every layer attends densely"):
         found = tune_model(model, prompt(4000), **OPTIONS)
     assert found.config.tau == 0 and found.density == 1 and found.errors() == [0] and found.loss.work == 1
+
+
+def test_no_choice_holds_on_the_part_held_back(model, pretended, monkeypatch):
+    """Not even dense attention in S2O's place: what is said is what fails, not what was chosen on."""
+    pretended(lambda tau, of: 0.0)
+    changes = _Search._changes
+
+    def rounded(self, s2o, attend):  # at every tau, 0 too
+        return changes(self, s2o, attend)._replace(moved=np.where(self.of.held_back, 0.02, 0.001))
+
+    monkeypatch.setattr(_Search, "_changes", rounded)
+    with pytest.raises(ValueError, match=r"by rounding: 0\.02 \(all, held back\); accepted: a larger loss"):
+        tune_model(model, prompt(4000), **OPTIONS)
 
 
 def test_a_text_that_is_too_easy(model, pretended):
@@ -204,10 +220,15 @@ def test_what_is_refused_of_texts(model, monkeypatch):
     monkeypatch.setattr(type(model.base_model), "forward", lambda *_, **__: pytest.fail("the model ran"))
     ids, marked = prompt(300), torch.ones(1, 300, dtype=torch.bool)
     mask = torch.ones_like(ids)
+    padded = torch.cat([mask, mask * (torch.arange(300) == 299)])  # in row 1 one token, behind which none is predicted
     for kind, match, given, more in (
         (TypeError, r"input_ids\[1\] is a list", [ids, [1]], {}),
         (ValueError, r"input_ids\[0\] has shape \(300,\)", [ids[0]], {}),
         (ValueError, "attention_mask came with 2 texts; accepted: with one", [ids] * 2, {"attention_mask": mask}),
+        (TypeError, "attention_mask is a list; accepted: a PyTorch tensor", ids, {"attention_mask": [1]}),
+        (ValueError, r"attention_mask has shape \(2, 300\); accepted", ids, {"attention_mask": padded}),
+        (ValueError, "attention_mask leaves nothing to predict in row 1; accepted: .* two neighbouring tokens",
+         torch.cat([ids, ids]), {"attention_mask": padded}),
         (TypeError, "answers is a list; accepted: a PyTorch tensor", ids, {"answers": [marked]}),
         (TypeError, "answers is of int64", ids, {"answers": mask}),
         (ValueError, r"answers has shape \(1, 299\)", ids, {"answers": marked[:, 1:]}),
@@ -218,6 +239,25 @@ def test_what_is_refused_of_texts(model, monkeypatch):
     ):
         with pytest.raises(kind, match=f"^tune_model: {match}"):
             tune_model(model, given, **OPTIONS, **more)
+
+
+def test_the_command_shows_warnings_of_others(model, pretended, tmp_path, monkeypatch):
+    """Notes are in the result; what PyTorch, say, warns of is not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretended(lambda tau, of: 0.0, lambda of: 0.3)
+    tried = _Search._changes
+
+    def warning(self, s2o, attend):
+        warnings.warn("of another library", UserWarning, stacklevel=2)
+        return tried(self, s2o, attend)
+
+    monkeypatch.setattr(_Search, "_changes", warning)
+    model.save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "text.npy", prompt(4000)[0].numpy())
+    command = ["tune-model", str(tmp_path / "model"), str(tmp_path / "text.npy"), "--loss", "0.005", "--by", "model"]
+    with pytest.warns(UserWarning) as told:
+        assert main([*command, "--taus", "1", "--min-seqlen", "100", "--unit", "64"]) == 0
+    assert {str(x.message) for x in told} == {"of another library"}
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import re
+import subprocess
+import sys
 from dataclasses import fields, replace
 from fractions import Fraction
 
@@ -233,6 +236,19 @@ def test_a_config_is_a_dataclass_like_any_other():
     assert list(inspect.signature(S2OConfig).parameters) == [field.name for field in fields(S2OConfig)]
 
 
+def test_a_config_in_another_process():
+    """Names have another hash in each process: that of a config is not passed on, and dictionaries find it."""
+    config = S2OConfig(segment=64)
+    assert hash(config) == hash(copy.copy(config))
+    code = (
+        "import pickle, sys; from s2o_cupy import S2OConfig; config = pickle.load(sys.stdin.buffer);"
+        "assert {S2OConfig(segment=64): 1}[config]; from dataclasses import replace;"
+        "assert replace(config, pooled_queries=16).rank == 'weight'"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), env=environment, check=True)
+
+
 # -- through the public call ----------------------------------------------------------------------
 
 
@@ -408,6 +424,39 @@ def test_a_default_follows_the_rank_and_a_given_value_stays():
         replace(S2OConfig(unit=16), rank="max")
 
 
+@pytest.mark.parametrize("make", [lambda x: x, copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({}, {"pooled_queries": 16}),
+        ({"pooled_queries": 16}, {"pooled_queries": None}),
+        ({"pooled_queries": 16}, {"segment": 512}),
+        ({"rank": "weight"}, {"rank": None}),
+        ({"segment": 128}, {"rank": "mean"}),  # is the default, but was given
+        ({}, {"segment": 128, "rank": "mean"}),
+        ({"clusters": 2}, {"rank": "weight", "clusters": None}),
+        ({"segment": 64, "tau": 0.3}, {"window": 5, "rank": "max"}),
+    ],
+    ids=str,
+)
+def test_replace_is_a_config_of_what_was_given(make, given, changes):
+    """A default among it is found anew, the rank's too; copies know what was given."""
+    config = make(S2OConfig(**given))
+    assert replace(config, **changes) == S2OConfig(**{**given, **changes})
+    assert replace(replace(config, tau=0.1), **changes) == S2OConfig(**{**given, "tau": 0.1, **changes})
+
+
+def test_replace_refuses_what_a_config_of_it_refuses():
+    for given, changes in (
+        ({"rank": "query"}, {"pooled_queries": 16}), ({"clusters": 2}, {"rank": "weight"}),
+        ({"clusters": 2}, {"pooled_queries": 16}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"; accepted: None, or rank=") as expected:
+            S2OConfig(**given, **changes)
+        with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+            replace(S2OConfig(**given), **changes)
+
+
 def test_each_query_by_itself_unless_means_are_asked_for():
     assert (S2OConfig().rank, S2OConfig(pooled_queries=16).rank) == ("query", "weight")
     with pytest.raises(ValueError, match="pooled_queries is 16 with rank='query', where each of the segment's 128"):
@@ -415,7 +464,7 @@ def test_each_query_by_itself_unless_means_are_asked_for():
     assert [S2OConfig(rank=rank).clusters for rank in ("query", "weight", "max", "mean")] == [4, 0, 0, 0]
     with pytest.raises(ValueError, match="clusters is 3 with rank='query'; accepted: 2 or 4"):
         S2OConfig(clusters=3)
-    with pytest.raises(ValueError, match="clusters is 4 with rank='weight'; accepted: none, or rank='query'"):
+    with pytest.raises(ValueError, match="clusters is 4 with rank='weight'; accepted: None, or rank='query'"):
         S2OConfig(rank="weight", clusters=4)
 
 

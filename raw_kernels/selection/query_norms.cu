@@ -274,7 +274,7 @@ struct QueryNorms {
           }
         length += __shfl_xor_sync(kFullWarp, length, 1);
         length += __shfl_xor_sync(kFullWarp, length, 2);
-        length *= p.scale_log2 * p.scale_log2;
+        length = length * p.scale_log2 * p.scale_log2;  // finite for longer, though the square alone may not be
         if (length < infinity()) longest = fmaxf(longest, length);
       }
 #pragma unroll

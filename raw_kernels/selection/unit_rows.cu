@@ -83,7 +83,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   if constexpr (kHeadDim > 128) return;  // there is no kernel that reads them
   if (p.unit_rows == nullptr) return;
 
-  // The longest of the first rows says how all are scaled.
+  // The longest of the first rows says how all are scaled, or a part of the centre where that is longer.
   float longest = 0.f;
   for (int r = 0; r < kClusters * p.leading; ++r) {
     read(x, r);
@@ -94,6 +94,13 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
     if (length < infinity()) longest = fmaxf(longest, length);
   }
+  // The first keys may be nearly alike, as those of repeated tokens are, and later ones are not: these need room.
+  float of_centre = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) of_centre = fmaf(centre[e], centre[e], of_centre);
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) of_centre += __shfl_xor_sync(kFullWarp, of_centre, step);
+  if (of_centre < infinity()) longest = fmaxf(longest, of_centre * (1.f / (spec::kCentrePart * spec::kCentrePart)));
   const int exponent = kKeyExponent - half_exponent(longest);
   if (first == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
   const float factor = power_of_two(exponent);

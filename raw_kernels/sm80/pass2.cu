@@ -1,7 +1,7 @@
 // Pass 2: each q tile resumes its rows' states and walks its segment's candidates in descending importance until a
 // key tile adds less than tau of the softmax mass to every row (the paper's Algorithm 3). One block computes kBlockM
 // consecutive entries of q_order; rows of q, k and v are gathered through q_order and k_order as they are loaded,
-// and outputs scattered; nothing is permuted in memory. The candidates that are left count as their mean.
+// and outputs scattered; nothing is permuted in memory. What keys that are left weigh, if anything, adds add_tail.cu.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair

@@ -29,7 +29,7 @@ __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& param
   constexpr int kBlockN = Traits::kBlockN;
   constexpr uint32 kTileBytes = kBlockN * Traits::kHeadDim * 2;
   const int lane = threadIdx.x;
-  const int page_size = 1 << pages.shift, box = min(page_size, kBlockN);  // rows of a box: plan.py sees to the maps
+  const int page_size = 1 << pages.shift, box = min(page_size, kBlockN);  // rows of a box: paths.py sees to the maps
   const bool copies = lane * box < kBlockN;
   constexpr bool kWholeRows = Traits::kRowsStride != kEightRows;
   const HeadsOfPages k_heads(params.attention.k), v_heads(params.attention.v);

@@ -51,10 +51,10 @@ struct Softmax {
     weigh<!kCausal>();
   }
 
-  // The same in pass 2 after a q tile's first keys. The most important ones came first, as a rule, and m is all but settled: it
-  // stays where it is until a score is kHeadroom above it (and above 0). That shows in the scores' bits, three at a
-  // time and without asking the row's other threads, while the first weights are under way. True if m has moved in a
-  // row of the warp; then `rescale_by` says by how much, and is 1 in the others.
+  // The same in pass 2 after a q tile's first keys. Where keys are ordered the most important came first and m is
+  // all but settled: it stays where it is until a score is kHeadroom above it (and above 0). That shows in the scores'
+  // bits, three at a time and without asking the row's other threads, while the first weights are under way. True if m
+  // has moved in a row of the warp; then `rescale_by` says by how much, and is 1 in the others.
   __device__ __forceinline__ bool settled_softmax(int limit, int rows, int tile) {
     cap();
     mask<false>(limit);

@@ -179,6 +179,7 @@ struct TailTile {
   __device__ __forceinline__ void load_mean() const {
     if (threadIdx.x < kHeadDim / 4)
       cp_async_16(shared_address(shared.mean_values + threadIdx.x * 4), shared.work.mean_value + threadIdx.x * 4);
+    cp_async_commit();  // of its own: unaligned samples are no copies that the wait could wait for
   }
   __device__ __forceinline__ void load_queries() {
     if constexpr (Traits::kAligned) {

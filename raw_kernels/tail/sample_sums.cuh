@@ -7,8 +7,7 @@ namespace s2o {
 
 constexpr int kTailSamples = spec::kTailSamples;
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLargestSum = 1e12f;    // of weights, in units of what a row has found: their squares are finite
-constexpr float kLargestScale = 100.f;  // log2 of a mass beside which nothing of the row's own is left
+constexpr float kLargestSum = 1e12f;  // of weights, in units of what a row has found: their squares are finite
 
 // Of products of queries and keys.
 struct TailScores {
@@ -91,7 +90,7 @@ struct SampleSums {
     }
   }
   // Of all samples, which stand for `left` candidates: their mass as a multiple of what the row has found, whose log2 is
-  // `found`, and tilt; mass 0 where one is not finite.
+  // `found`, and tilt; mass 0 where one is not finite, or some sample weighs more than 2^kTailReach times that.
   __device__ __forceinline__ void finish(int left, float scale, const float (&found)[2], float (&mass)[2],
                                          float (&tilt)[2]) const {
 #pragma unroll
@@ -100,10 +99,11 @@ struct SampleSums {
       const float spread = of_quad(variance[h]) - mean_off * mean_off;
       const float moved = __fdividef(of_quad(weighted[h]), sum) - mean_off;
       const float carrying = __fdividef(sum * sum, of_quad(squares[h]));  // samples, by how evenly weights are spread
-      const float factor = exp2_approx(fminf(base[h] - found[h], kLargestScale));
-      mass[h] = __fdividef(sum * factor * left * carrying, carrying + spec::kTailDoubt);
+      const float above = base[h] - found[h];  // of the largest sample, where weights were too large; else 0
+      mass[h] = __fdividef(sum * exp2_approx(above) * left * carrying, carrying + spec::kTailDoubt);
       tilt[h] = spread > 0.f ? fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f) : 0.f;
-      if (!(fabsf(found[h]) < infinity()) || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
+      const bool is_near = fabsf(found[h]) < infinity() && above <= spec::kTailReach;
+      if (!is_near || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
     }
   }
 };

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ..arrays.arguments import describe
 from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import batched
+from .call import Call
 from .habits import answers_habits
-from .run import parse_backend, parse_config, run
+from .run import parse_config, run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -191,10 +191,6 @@ def attend(
     those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
     called where there is nothing to compute.
     """
-    framework, infos = describe(q=q, k=k, v=v)
-    backend = parse_backend(backend, infos[0].device, stream)
-    batch = batched(tuple([x.form for x in infos]), config, backend, layout, is_causal, scale, softcap)
-    return run(
-        batch, framework, {"q": q, "k": k, "v": v}, infos, host=backend == "numpy", out=out, stream=stream,
-        return_lse=return_lse, return_stats=return_stats, await_keys=await_keys,
-    )  # fmt: skip
+    call = Call({"q": q, "k": k, "v": v}, backend, stream, out)
+    batch = batched(tuple([x.form for x in call.infos]), config, call.backend, layout, is_causal, scale, softcap)
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats, await_keys=await_keys)

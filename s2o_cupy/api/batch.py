@@ -84,6 +84,12 @@ class Batch:
         self.schedule: ScheduleForm | None = None  # of gather_attention
         self._forms = forms
 
+    def with_schedule(self, schedule: ScheduleForm, forms: tuple[Form, ...]) -> Batch:
+        """The same call by a schedule, whose arrays ``forms`` has behind the others."""
+        other = copy.copy(self)
+        other.schedule, other._forms = schedule, forms
+        return other
+
     @property
     def alone(self) -> bool:
         """Whether one problem is all there is: q, k and v are used whole."""
@@ -210,7 +216,8 @@ def _check_no_error(function: str, config: S2OConfig) -> None:
     if config.error is not None:
         raise ValueError(
             f"{function}: config.error is {config.error}; accepted: a tau, or one for each query head, as "
-            "s2o_attention with that error finds on one of the sequences (S2OStats.tau_per_head), or tune"
+            "s2o_attention with that error finds on one of the sequences (config.with_found_taus(stats.tau_per_head[0])"
+            ", which has their tail='none'), or tune"
         )
 
 

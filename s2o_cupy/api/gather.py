@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays.arguments import describe
 from ..arrays.torch_compile import outside_graphs
 from ..caches import remembered
 from ..plan.schedule_form import BLOCK_N, ScheduleForm
@@ -12,9 +11,10 @@ from ..schedules.schedule import Schedule
 from ..schedules.stats import GatherStats
 from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
+from .call import Call
 from .own_name import errors_name
 from .paged import check_rows
-from .run import parse_backend, run
+from .run import run
 
 __all__ = ["gather_attention", "gather_attention_paged"]
 
@@ -165,21 +165,17 @@ def _attend(
     if is_paged and form.order_batch:
         raise ValueError(f"{function}: the schedule has a k_order; accepted: one without")
     inputs = {**inputs, **{f"schedule.{name}": x for name, x in schedule.arrays.items()}}
-    framework, infos = describe(**inputs)
-    backend = parse_backend(backend, infos[0].device, stream)
-    forms = tuple([x.form for x in infos])
+    call = Call(inputs, backend, stream, out)
+    forms = tuple([x.form for x in call.infos])
     options = layout, form.is_causal, scale, softcap
     if is_paged:
-        plain = paged(forms[:4], None, form.seqlen_k, _config(form, path), backend, *options)
-        if backend == "cupy":
-            check_rows(infos[1], infos[2])
+        plain = paged(forms[:4], None, form.seqlen_k, _config(form, path), call.backend, *options)
+        if not call.host:
+            check_rows(call.infos[1], call.infos[2])
     else:
-        plain = batched(forms[:3], _config(form, path), backend, *options)
+        plain = batched(forms[:3], _config(form, path), call.backend, *options)
     batch = _with_schedule(plain, forms, form, function)
-    results = run(
-        batch, framework, inputs, infos, host=backend == "numpy", out=out, stream=stream, return_lse=return_lse,
-        return_stats=return_stats,
-    )  # fmt: skip
+    results = run(batch, call, return_lse=return_lse, return_stats=return_stats)
     if not return_stats:
         return results
     *others, stats = results
@@ -225,6 +221,4 @@ def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm, fu
             f"{function}: the schedule's value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
             "for each query head"
         )
-    batch_of_call = plain.of_forms(forms)
-    batch_of_call.copied, batch_of_call.schedule = plain.copied, form
-    return batch_of_call
+    return plain.with_schedule(form, forms)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..arrays.arguments import describe
 from ..methods.base import MethodConfig
 from ..problem import cached_validate
+from .call import Call
 from .in_parts import Part, in_parts
-from .run import parse_backend
 
 __all__ = ["in_turns"]
 
@@ -25,11 +24,10 @@ def in_turns(
 
     ``options``: those of `sparse_attention`, without return_stats, as lists of a turn are gone after it.
     """
-    framework, infos = describe(**dict(zip("qkv", arrays, strict=True)))
-    stream, out, layout = options["stream"], options["out"], options["layout"]
-    backend = parse_backend(options["backend"], infos[0].device, stream)
+    call = Call(dict(zip("qkv", arrays, strict=True)), options["backend"], options["stream"], options["out"])
+    infos, layout = call.infos, options["layout"]
     problem = cached_validate(
-        tuple(x.shape for x in infos), tuple(x.dtype for x in infos), config.kernels_config(), backend, layout,
+        tuple(x.shape for x in infos), tuple(x.dtype for x in infos), config.kernels_config(), call.backend, layout,
         is_causal, options["scale"], options["softcap"],
     )  # fmt: skip
     config.check(problem)
@@ -54,8 +52,7 @@ def in_turns(
 
     lse_shape = (problem.batch, problem.heads, problem.seqlen_q)[4 - len(infos[0].shape) :]
     o, lse, _ = in_parts(
-        framework, dict(zip("qkv", arrays, strict=True)), infos, list(map(part, range(0, problem.kv_heads, at_a_time))),
-        host=backend == "numpy", out=out, stream=stream, lse_shape=lse_shape if options["return_lse"] else None,
+        call, list(map(part, range(0, problem.kv_heads, at_a_time))), lse_shape if options["return_lse"] else None,
         axis=(-1 - len(after), -2),
     )  # fmt: skip
     return o if lse is None else (o, lse)

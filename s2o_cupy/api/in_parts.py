@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..arrays.arguments import check_out
-from ..arrays.array_info import ArrayInfo
-from ..arrays.frameworks.base import Framework
+from .call import Call
 
 __all__ = ["Part", "in_parts"]
 
@@ -20,22 +18,19 @@ class Part(NamedTuple):
 
 
 def in_parts(
-    framework: Framework, inputs: dict[str, Any], infos: tuple[ArrayInfo, ...], parts: Sequence[Part], *, host: bool,
-    out: Any, stream: Any, lse_shape: tuple[int, ...] | None, axis: tuple[int, int],
-) -> tuple[Any, Any, list[Any]]:  # fmt: skip
-    """Output, lse (None without ``lse_shape``), and the last result of each part. ``inputs``: q first, ``infos`` of
-    them. ``axis`` of the output and of lse along which parts follow each other.
+    call: Call, parts: Sequence[Part], lse_shape: tuple[int, ...] | None, axis: tuple[int, int]
+) -> tuple[Any, Any, list[Any]]:
+    """Output, lse (None without ``lse_shape``), and the last result of each part. ``axis`` of the output and of lse
+    along which parts follow each other.
 
     ``out`` is checked as a whole before anything is launched: a part of it might be right where all of it is not.
     """
     from array_api_compat import array_namespace, device
 
-    of_q = infos[0]
-    if out is not None:
-        check_out(out, framework, dict(zip(inputs, infos, strict=True)), of_q.dtype)
-    arrays = (*inputs.values(),) if out is None else (*inputs.values(), out)
-    with framework.scope(of_q.device, stream, arrays, host=host):
-        natives = [framework.describe(x).native for x in inputs.values()]
+    framework, out = call.framework, call.out
+    call.check_out(call.infos[0].dtype)
+    with call.scope():
+        natives = [framework.describe(x).native for x in call.inputs.values()]
         q = natives[0]
         xp, where, mutable = array_namespace(q), device(q), framework.mutable
         make = lambda shape, dtype: xp.empty(shape, dtype=dtype, device=where) if mutable else None  # noqa: E731
@@ -43,7 +38,7 @@ def in_parts(
         lse = None if lse_shape is None else make(lse_shape, xp.float32)
         outputs, sums, last = [], [], []
         for part in parts:
-            with framework.graphs_own(q, host=host):  # a part's lse is copied and forgotten
+            with framework.graphs_own(q, host=call.host):  # a part's lse is copied and forgotten
                 found = part.attend(natives, None if o is None else o[part.of_o])
             found = found if isinstance(found, tuple) else (found,)
             outputs.append(found[0])

@@ -12,6 +12,7 @@ from ..nsa.config import LEAST, NSAConfig
 from ..nsa.plan import compressed_count
 from ..problem import Problem
 from ..spec import checked_int
+from .call import Call
 from .nsa_call import NsaCall, axis_of_tokens
 from .on_gpu import load_pipeline
 
@@ -96,7 +97,7 @@ def nsa_attention(
         raise TypeError(f"{where}: {missing} is missing; accepted: both of k_win and v_win, or neither")
     if k_win is not None:
         inputs |= {"k_win": k_win, "v_win": v_win}
-    call = NsaCall(where, inputs, layout, scale, backend, stream)
+    call = NsaCall(where, Call(inputs, backend, stream, out), layout, scale)
     of, problem = call.infos, call.problem
     expected = (problem.batch, problem.kv_heads, _compressed(problem, config), problem.head_dim)
     for name in ("k_cmp", "v_cmp"):
@@ -125,7 +126,7 @@ def nsa_attention(
             stream=stream, memory=memory,
         )  # fmt: skip
 
-    return call.run(on_host, on_gpu, out=out)
+    return call.run(on_host, on_gpu)
 
 
 @outside_graphs
@@ -169,7 +170,8 @@ def nsa_select(
     [0, 1, 2, -1]
     """
     where, config = "nsa_select", _config("nsa_select", config)
-    call = NsaCall(where, {"q": q, "k_cmp": k_cmp}, layout, scale, backend, stream, keys="k_cmp", seqlen_k=seqlen_k)
+    arrays = Call({"q": q, "k_cmp": k_cmp}, backend, stream)
+    call = NsaCall(where, arrays, layout, scale, keys="k_cmp", seqlen_k=seqlen_k)
     problem = call.problem
     expected = (problem.batch, problem.kv_heads, _compressed(problem, config), problem.head_dim)
     call.expect("k_cmp", expected, f"(batch, kv_heads, compressed, head_dim) of seqlen_k {problem.seqlen_k}")
@@ -240,7 +242,7 @@ def selected_attention(
     where = "selected_attention"
     block = checked_int("block", block, 1, owner=where)
     workspace_bytes = checked_int("workspace_bytes", workspace_bytes, LEAST["workspace_bytes"], owner=where)
-    call = NsaCall(where, {"q": q, "k": k, "v": v, "blocks": blocks}, layout, scale, backend, stream)
+    call = NsaCall(where, Call({"q": q, "k": k, "v": v, "blocks": blocks}, backend, stream, out), layout, scale)
     problem, found = call.problem, call.infos["blocks"]
     call.check_blocks()
     config = NSAConfig(block, found.shape[3], 0, 1, length=1, stride=1, workspace_bytes=workspace_bytes)
@@ -258,7 +260,7 @@ def selected_attention(
             stream=stream, memory=memory,
         )  # fmt: skip
 
-    return call.run(on_host, on_gpu, out=out, return_lse=return_lse)
+    return call.run(on_host, on_gpu, return_lse=return_lse)
 
 
 @outside_graphs
@@ -306,7 +308,7 @@ def window_attention(
     where = "window_attention"
     config = NSAConfig(window=checked_int("window", window, 1, owner=where))
     sinks = checked_int("sinks", sinks, 0, owner=where)
-    call = NsaCall(where, {"q": q, "k": k, "v": v}, layout, scale, backend, stream)
+    call = NsaCall(where, Call({"q": q, "k": k, "v": v}, backend, stream, out), layout, scale)
     problem = call.problem
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
@@ -322,7 +324,7 @@ def window_attention(
             memory=memory,
         )  # fmt: skip
 
-    return call.run(on_host, on_gpu, out=out, return_lse=return_lse)
+    return call.run(on_host, on_gpu, return_lse=return_lse)
 
 
 def nsa_compress(

@@ -8,6 +8,7 @@ from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
 from ..nsa.config import LEAST, NSAConfig
 from ..spec import checked_int
+from .call import Call
 from .nsa_call import NsaCall
 from .on_gpu import load_pipeline
 
@@ -73,7 +74,7 @@ def selected_attention_backward(
     block = checked_int("block", block, 1, owner=where)
     workspace_bytes = checked_int("workspace_bytes", workspace_bytes, LEAST["workspace_bytes"], owner=where)
     inputs = {"q": q, "k": k, "v": v, "blocks": blocks, "o": o, "lse": lse, "do": do}
-    call = NsaCall(where, inputs, "BHSD", scale, backend, stream)
+    call = NsaCall(where, Call(inputs, backend, stream), "BHSD", scale)
     problem, of = call.problem, call.infos
     call.check_blocks()
     for name in ("o", "do"):

@@ -1,19 +1,17 @@
-"""A call of one of NSA's functions: its arrays, the problem that they pose, where it runs and what it gives."""
+"""A call of one of NSA's functions: the problem that its arrays pose, and what it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..arrays.arguments import check_out, describe
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
-from ..arrays.frameworks.base import Framework, Output
+from ..arrays.frameworks.base import Output
 from ..arrays.operand import ALIGNMENT, Operand, address, axes
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig, checked_int
-from .on_gpu import load_pipeline
-from .run import parse_backend
+from .call import Call
 
 __all__ = ["NsaCall", "axis_of_tokens"]
 
@@ -21,24 +19,18 @@ PLAIN = S2OConfig()
 CONTIGUOUS = ("blocks", "lse")  # in C order
 
 
-class _Result(NamedTuple):
-    output: Output
-    operand: Any  # where a GPU writes it: an Operand of the output, an address of others
-
-
 class NsaCall:
-    """What the doors have in common: arrays of one framework on one device, and the results that are wanted."""
+    """Arrays of NSA, with the problem that they pose, and the results that are wanted.
+
+    ``call``: its arrays by name. ``keys``: which of them are the keys; others than ``k`` stand for ``seqlen_k`` keys.
+    """
 
     def __init__(
-        self, where: str, inputs: dict[str, Any], layout: Any, scale: Any, backend: Any, stream: Any, *,
-        keys: str = "k", seqlen_k: int | None = None,
-    ) -> None:  # fmt: skip
-        self.where, self.inputs, self.layout, self.stream = where, inputs, layout, stream
+        self, where: str, call: Call, layout: Any, scale: Any, *, keys: str = "k", seqlen_k: int | None = None
+    ) -> None:
+        self.where, self.call, self.layout = where, call, layout
         self.axis = axis_of_tokens(where, layout)
-        self.framework: Framework
-        self.framework, found = describe(**inputs)
-        self.infos: dict[str, ArrayInfo] = dict(zip(inputs, found, strict=True))
-        self.backend = parse_backend(backend, found[0].device, stream)
+        self.infos: dict[str, ArrayInfo] = dict(zip(call.inputs, call.infos, strict=True))
         for name in ("q", keys):
             if len(self.infos[name].shape) != 4:
                 raise ValueError(
@@ -52,7 +44,7 @@ class NsaCall:
         v = self.infos.get("v", k)
         shapes = (tuple(q.shape), tuple(of_k), tuple(of_k) if v is k else tuple(v.shape))
         self.problem: Problem = cached_validate(
-            shapes, (q.dtype, k.dtype, v.dtype), PLAIN, self.backend, layout, True, scale, 0.0
+            shapes, (q.dtype, k.dtype, v.dtype), PLAIN, call.backend, layout, True, scale, 0.0
         )
 
     def bhsd_shape(self, name: str) -> tuple[int, ...]:
@@ -84,68 +76,50 @@ class NsaCall:
             )
 
     def run(
-        self, on_host: Callable[[dict[str, Any]], tuple[Any, ...]], on_gpu: Callable[..., None], *, out: Any = None,
+        self, on_host: Callable[[dict[str, Any]], tuple[Any, ...]], on_gpu: Callable[..., None], *,
         return_lse: bool = False, results: tuple[tuple[str, tuple[int, ...]], ...] | None = None, fill: float = 0,
     ) -> Any:  # fmt: skip
         """``results``: dtypes and shapes; by default an output like q, and an lse. Without a query or a key they are
         ``fill``, or -inf of an lse."""
-        p, framework, host = self.problem, self.framework, self.backend == "numpy"
-        q, of_q = self.inputs["q"], self.infos["q"]
-        arrays = (*self.inputs.values(),)
-        out_info = None
-        if out is not None:
-            out_info = check_out(out, framework, self.infos, p.dtype)
-            arrays = (*arrays, out)
-        with framework.scope(of_q.device, self.stream, arrays, host=host):
-            made: list[_Result] = []
+        p, call = self.problem, self.call
+        call.check_out(p.dtype)
+        with call.scope():
             if results is not None:
-                made = [_Result(x := framework.output(shape, dtype, q, host=host), x) for dtype, shape in results]
+                made = [call.result(shape, dtype) for dtype, shape in results]
             else:
-                if out_info is None:
-                    o = framework.output(tuple(of_q.shape), p.dtype, q, host=host)
-                else:
-                    o = framework.output_into(out, out_info, host=host)
-                made.append(_Result(o, None))
+                made = [call.output(p.dtype)]
                 if return_lse:
-                    x = framework.output((p.batch, p.heads, p.seqlen_q), "float32", q, host=host)
-                    made.append(_Result(x, x))
-            natives = [x.output.native for x in made]
+                    made.append(call.result((p.batch, p.heads, p.seqlen_q), "float32"))
+            natives = [x.native for x in made]
             if p.empty or p.seqlen_k == 0:
                 for i, native in enumerate(natives):
                     if 0 not in native.shape:
-                        framework.fill(native, float("-inf") if i and results is None else fill)
-            elif host:
-                found = on_host({name: framework.on_host(x) for name, x in self.inputs.items()})
+                        call.framework.fill(native, float("-inf") if i and results is None else fill)
+            elif call.host:
+                found = on_host(dict(zip(call.inputs, call.on_host(), strict=True)))
                 for i, native in enumerate(natives):
                     native[...] = self.bhsd("q", found[0]) if i == 0 and results is None else found[i]
             else:
-                self._on_gpu(on_gpu, natives, out_info, results is None)
-            finished = [x.output.finish() for x in made]
+                self._on_gpu(on_gpu, made, results is None)
+            finished = [x.finish() for x in made]
         return finished[0] if len(finished) == 1 else tuple(finished)
 
-    def _on_gpu(
-        self, on_gpu: Callable[..., None], natives: list[Any], out_info: ArrayInfo | None, has_output: bool
-    ) -> None:
-        pipeline = load_pipeline()
-        framework, infos = self.framework, dict(self.infos)
-        if framework.imports and self.stream is not None:  # the exchange orders the producer's stream and this one
-            infos = {name: framework.describe(x) for name, x in self.inputs.items()}
-        kept: list[Any] = []
+    def _on_gpu(self, on_gpu: Callable[..., None], made: list[Output], has_output: bool) -> None:
+        call = self.call
+        stream, memory = call.launching()
+        infos = dict(zip(call.inputs, call.exchanged(), strict=True))
         for name, info in infos.items():
             if not _is_readable(name, info):
-                with framework.graphs_own(info.native):
-                    native = framework.contiguous(_int32(info.native) if name == "blocks" else info.native)
-                kept.append(native)
-                infos[name] = framework_of("array", native).describe(native)
+                infos[name] = call.copied(info, _int32 if name == "blocks" else None)
         operands = {
             name: Operand(x.pointer, (0, 0, 0, 0), (0, 0, 0))
             if name in ("gates", *CONTIGUOUS)
             else Operand(x.pointer, *axes(x.shape, x.strides, self.layout, x.itemsize))
             for name, x in infos.items()
         }
-        where: list[Any] = [address(x) for x in natives]
+        where: list[Any] = [address(x.native) for x in made]
         if has_output:
-            out = out_info or framework_of("array", natives[0]).describe(natives[0])
+            out = call.of_out or framework_of("array", made[0].native).describe(made[0].native)
             if not _is_readable("out", out):
                 raise ValueError(
                     f"{self.where}: out has strides {out.strides} (bytes), or does not begin on {ALIGNMENT} bytes; "
@@ -153,8 +127,7 @@ class NsaCall:
                 )
             where[0] = Operand(out.pointer, *axes(out.shape, out.strides, self.layout, out.itemsize))
             where += [0] * (2 - len(where))
-        memory = framework.memory(next(iter(infos.values())).native) or pipeline.allocate
-        on_gpu(operands, tuple(where), framework.stream(), memory)
+        on_gpu(operands, tuple(where), stream, memory)
 
 
 def _is_readable(name: str, x: ArrayInfo) -> bool:

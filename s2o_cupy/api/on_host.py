@@ -115,7 +115,7 @@ def attend(
     visited = []
     for b, of_sequence in enumerate(taus.tolist()):
         at, its_lse = slice(b, b + 1), None if lse is None else lse[b : b + 1]
-        visited.append(_attend(q[at], k[at], v[at], out[at], its_lse, config.with_tau(of_sequence), options))
+        visited.append(_attend(q[at], k[at], v[at], out[at], its_lse, config.with_found_taus(of_sequence), options))
     return np.concatenate(visited)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ..arrays.arguments import describe
 from ..arrays.array_info import ArrayInfo
 from ..arrays.lengths import parse_lengths, parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import paged
+from .call import Call
 from .habits import answers_habits
-from .run import parse_backend, parse_config, run
+from .run import parse_config, run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -137,12 +137,11 @@ def s2o_attention_paged(
     """
     config = parse_config(config, tau)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
-    framework, infos = describe(**inputs)
-    backend = parse_backend(backend, infos[0].device, stream)
+    call = Call(inputs, backend, stream, out)
     starts_q = None if cu_seqlens_q is None else parse_starts("s2o_attention_paged", "cu_seqlens_q", cu_seqlens_q)
     batch = paged(
-        tuple([x.form for x in infos]), starts_q, parse_lengths("s2o_attention_paged", "seqlen_k", seqlen_k), config,
-        backend, layout, is_causal, scale, softcap,
+        tuple([x.form for x in call.infos]), starts_q, parse_lengths("s2o_attention_paged", "seqlen_k", seqlen_k),
+        config, call.backend, layout, is_causal, scale, softcap,
     )  # fmt: skip
     if return_stats and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]
@@ -150,12 +149,9 @@ def s2o_attention_paged(
             f"s2o_attention_paged: return_stats with seqlen_k of {len(lengths)} different lengths in turn ({lengths}); "
             "accepted: one length for all sequences, or cu_seqlens_q, with which each has statistics of its own"
         )
-    if backend == "cupy":
-        check_rows(infos[1], infos[2])
-    return run(
-        batch, framework, inputs, infos, host=backend == "numpy", out=out, stream=stream, return_lse=return_lse,
-        return_stats=return_stats,
-    )  # fmt: skip
+    if not call.host:
+        check_rows(call.infos[1], call.infos[2])
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats)
 
 
 def check_rows(k_pages: ArrayInfo, v_pages: ArrayInfo) -> None:

@@ -1,13 +1,11 @@
-"""Behind every door: the outputs that the caller wants, written by a backend on the device and stream of the call."""
+"""S2O and schedules: outputs and statistics of a call, written by the backend that it has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ..arrays.arguments import check_out
-from ..arrays.array_info import ArrayInfo, Device
-from ..arrays.frameworks import framework_of
+from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework, Output
 from ..by_head import check_tau
 from ..caches import remembered
@@ -15,10 +13,10 @@ from ..spec import S2OConfig
 from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
+from .call import Call
 
-__all__ = ["parse_backend", "parse_config", "run"]
+__all__ = ["parse_config", "run"]
 
-BACKENDS = ("auto", "cupy", "numpy")
 DEFAULT = S2OConfig()
 
 
@@ -36,79 +34,41 @@ def _with_tau(config: S2OConfig, tau: float | tuple[float, ...]) -> S2OConfig:
     return config.with_tau(tau)
 
 
-def parse_backend(backend: Any, device: Device, stream: Any) -> str:
-    """ "cupy" or "numpy"."""
-    if backend not in BACKENDS:
-        raise ValueError(f"s2o_attention: backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
-    if device.kind not in ("cpu", "cuda"):
-        raise ValueError(
-            f"s2o_attention: q, k and v are on {device}; accepted: the CPU or an NVIDIA GPU (move them there)"
-        )
-    if backend == "cupy" and device.kind == "cpu":
-        raise ValueError(
-            's2o_attention: backend is "cupy", but q, k and v are on the CPU; '
-            'move them to a GPU (cupy.asarray, .to("cuda"), jax.device_put), or pass backend="auto"'
-        )
-    if stream is not None and device.kind == "cpu":
-        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
-    if backend == "auto":
-        return "cupy" if device.kind == "cuda" else "numpy"
-    return backend
-
-
 def run(
-    batch: Batch,
-    framework: Framework,
-    inputs: dict[str, Any],
-    infos: tuple[ArrayInfo, ...],
-    *,
-    host: bool,
-    out: Any,
-    stream: Any,
-    return_lse: bool,
-    return_stats: bool,
-    await_keys: Callable[[], None] | None = None,
+    batch: Batch, call: Call, *, return_lse: bool, return_stats: bool, await_keys: Callable[[], None] | None = None
 ) -> Any:
-    """Run ``batch`` on ``inputs``, arrays of ``framework`` of which ``infos`` were found: q, k, v and, of a paged call,
-    the page table, of `gather_attention` the arrays of its schedule."""
-    q, of_q = inputs["q"], infos[0]
-    arrays = (*inputs.values(),)
-    out_info = None
-    if out is not None:
-        out_info = check_out(out, framework, dict(zip(inputs, infos, strict=True)), batch.whole.dtype)
-        arrays = (*arrays, out)
-    with framework.scope(of_q.device, stream, arrays, host=host):
-        if out_info is None:
-            o = framework.output(of_q.shape, batch.whole.dtype, q, host=host)
-        else:
-            o = framework.output_into(out, out_info, host=host)
-        lse = framework.output(batch.lse_shape, "float32", q, host=host) if return_lse else None
+    """Run ``batch`` on the inputs of ``call``: q, k and v and, of a paged call, the page table, of `gather_attention`
+    the arrays of its schedule."""
+    framework = call.framework
+    call.check_out(batch.whole.dtype)
+    with call.scope():
+        o = call.output(batch.whole.dtype)
+        lse = call.result(batch.lse_shape, "float32") if return_lse else None
         visited: list[Output] | None = None
         if return_stats:
-            visited = [framework.output(shape, "int32", q, host=host) for shape in batch.visited_shapes]
+            visited = [call.result(shape, "int32") for shape in batch.visited_shapes]
 
         taus: Output | None = None
         if batch.config.error is not None:
-            taus = framework.output((batch.whole.batch, batch.whole.heads), "float32", q, host=host)
+            taus = call.result((batch.whole.batch, batch.whole.heads), "float32")
 
         ran = [NOTHING_RAN] * len(batch.parts)
         if batch.parts:
             native_lse = None if lse is None else lse.native
             found_taus = None if taus is None else taus.native
             to_visit = None if visited is None else [x.native for x in visited]
-            if host:
+            if call.host:
                 from . import on_host
 
                 if await_keys is not None:
                     await_keys()
-                natives = [framework.on_host(x) for x in inputs.values()]
-                ran = on_host.run(batch, natives, o.native, native_lse, to_visit, found_taus)
+                ran = on_host.run(batch, call.on_host(), o.native, native_lse, to_visit, found_taus)
             else:
-                batch, infos = _readable(batch, framework, inputs, infos, stream)
-                written = o.native if out_info is None else out_info
+                batch, infos = _readable(batch, call)
                 ran = on_gpu.run(
-                    batch, framework, infos, written, native_lse, to_visit, await_keys=await_keys, taus=found_taus
-                )
+                    batch, framework, infos, call.where_output_is(o), native_lse, to_visit, await_keys=await_keys,
+                    taus=found_taus,
+                )  # fmt: skip
         if batch.idle:
             _without_keys(batch, framework, o, lse, visited)
             if taus is not None and 0 not in taus.native.shape:
@@ -121,7 +81,7 @@ def run(
             of_taus = None if taus is None else taus.finish()
             given = None
             if batch.alone and not batch.paged and batch.schedule is None:
-                given = Given.of((*inputs.values(),), batch.layout)
+                given = Given.of((*call.inputs.values(),), batch.layout)
             stats = [
                 S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), of_taus, given)
                 for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))
@@ -130,21 +90,16 @@ def run(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _readable(
-    batch: Batch, framework: Framework, inputs: dict[str, Any], infos: tuple[ArrayInfo, ...], stream: Any
-) -> tuple[Batch, tuple[ArrayInfo, ...]]:
+def _readable(batch: Batch, call: Call) -> tuple[Batch, tuple[ArrayInfo, ...]]:
     """What kernels on the current stream can read: rows with gaps between their elements are copied."""
-    if framework.imports and stream is not None:  # the exchange orders the producer's stream and this one
-        infos = tuple([framework.describe(x) for x in inputs.values()])
+    infos = call.exchanged()
     if not any(batch.copied):
         return batch, infos
     readable = list(infos)
     for i, copied in enumerate(batch.copied):
         if copied:
-            with framework.graphs_own(infos[i].native):
-                native = framework.contiguous(infos[i].native)
-            readable[i] = framework_of("array", native).describe(native)
-    return batch.of_forms(tuple(x.form for x in readable)), tuple(readable)
+            readable[i] = call.copied(infos[i])
+    return batch.of_forms(tuple([x.form for x in readable])), tuple(readable)
 
 
 def _without_keys(

@@ -1,4 +1,4 @@
-"""Published ways to choose keys: as schedules, and as attention."""
+"""Ways to choose keys, published ones and the caller's own: as schedules, and as attention."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arguments import describe
-from ..arrays.array_info import ArrayInfo
-from ..arrays.frameworks import framework_of
-from ..arrays.frameworks.base import Framework, Output
+from ..arrays.frameworks.base import Output
 from ..arrays.operand import address, operand
 from ..arrays.torch_compile import outside_graphs
 from ..methods.base import MethodConfig
-from ..methods.registry import METHODS
+from ..own.method import OwnMethod, as_method
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, cached_validate
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig
 from .attention import s2o_attention
+from .call import Call
 from .gather import gather_attention
 from .head_turns import in_turns
-from .on_gpu import load_pipeline
 from .own_name import errors_name
-from .run import parse_backend
 
-__all__ = ["method_names", "select", "sparse_attention"]
+__all__ = ["select", "sparse_attention"]
 
 
 @outside_graphs
@@ -42,14 +38,16 @@ def select(
     stream: Any = None,
     backend: str = "auto",
 ) -> Schedule:
-    """The schedule that a published method chooses for q and k.
+    """The schedule that a method chooses for q and k.
 
     Parameters
     ----------
     q, k : arrays as `s2o_attention` takes them
-    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig or \
-            AShapeConfig
-        Its class says the method.
+    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig, \
+            AShapeConfig, BLASSTConfig or callable
+        Its class says the method. A callable is one of the caller's own (`s2o_cupy.own.method.Method`): it is called
+        with views of q, (batch, heads, seqlen_q, head_dim), and k, and with is_causal and scale, and returns a
+        Schedule, which is checked: its content on the CPU alone.
     is_causal, scale, layout, stream, backend : as in `s2o_attention`
 
     Returns
@@ -68,6 +66,8 @@ def select(
     -----
     Nothing waits for the GPU, and a call can be captured into a CUDA graph after one outside of the capture. Keys whose
     mean with others is not finite are chosen. Scores are products as they are: a softcap is for `gather_attention`.
+    A method of the caller's own runs on the call's device and stream; whether it waits or can be captured is up to it.
+    ``torch.compile`` breaks its graph at the call, and traces nothing of it.
 
     Examples
     --------
@@ -78,34 +78,31 @@ def select(
     >>> schedule.keys.shape
     (1, 2, 8)
     """
-    if not isinstance(config, METHODS):
-        raise TypeError(f"select: config is a {type(config).__name__}; accepted: {method_names()}")
-    framework, infos = describe(q=q, k=k)
-    of_q, of_k = infos
-    backend = parse_backend(backend, of_q.device, stream)
+    config = as_method(config, "select: config", s2o=False)
+    call = Call({"q": q, "k": k}, backend, stream)
+    framework, (of_q, of_k), host = call.framework, call.infos, call.host
     problem = cached_validate(
-        (of_q.shape, of_k.shape, of_k.shape), (of_q.dtype, of_k.dtype, of_k.dtype), config.kernels_config(), backend,
-        layout, is_causal, scale, 0.0,
+        (of_q.shape, of_k.shape, of_k.shape), (of_q.dtype, of_k.dtype, of_k.dtype), config.kernels_config(),
+        call.backend, layout, is_causal, scale, 0.0,
     )  # fmt: skip
     config.check(problem)
+    if isinstance(config, OwnMethod):
+        if problem.empty or not problem.seqlen_k:  # nothing to choose from
+            return _fixed(call, problem, {"segment": 128, "is_causal": is_causal})
+        with call.scope(), framework.graphs_own(of_q.native, host=host):
+            return config.schedule(framework, q, k, problem, layout, of_q.device, "select")
     rules = config.fixed_rules(problem)
     if rules is not None:
-        return _fixed(framework, of_q, stream, backend, problem, rules)
+        return _fixed(call, problem, rules)
     grid = config.grid(problem)
     form = grid.form(problem.batch, problem.heads, config.order_heads(problem), config.orders_queries,
                      config.value_skip)  # fmt: skip
-    host = backend == "numpy"
-    with framework.scope(of_q.device, stream, (q, k), host=host), framework.wide_integers():
+    with call.scope(), framework.wide_integers():
         with framework.graphs_own(of_q.native, host=host):
-            made = _outputs(framework, form, problem, grid.entries, q, host)
+            made = _outputs(call, form, problem, grid.entries)
         natives = {name: x.native for name, x in made.items()}
         if not problem.empty:
-            if host:
-                _on_host(framework, q, k, natives, problem, config, layout)
-            else:
-                if framework.imports and stream is not None:
-                    infos = tuple(framework.describe(x) for x in (q, k))
-                _on_gpu(framework, infos, natives, problem, config, layout)
+            (_on_host if host else _on_gpu)(call, natives, problem, config, layout)
         arrays = {name: x.finish() for name, x in made.items()}
     return Schedule(
         arrays["entries"], arrays["begins"], arrays["keys"], arrays.get("k_order"), form, is_sorted=True,
@@ -136,7 +133,7 @@ def sparse_attention(
     Parameters
     ----------
     q, k, v : arrays as `s2o_attention` takes them
-    config : S2OConfig, or one that `select` takes
+    config : S2OConfig, or what `select` takes
         With an S2OConfig it is `s2o_attention`.
     is_causal, scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
 
@@ -161,34 +158,31 @@ def sparse_attention(
         "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse, "return_stats": return_stats,
         "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
-    if isinstance(config, S2OConfig):
-        return s2o_attention(q, k, v, config=config, is_causal=is_causal, **options)
-    if not isinstance(config, METHODS):
-        raise TypeError(f"sparse_attention: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
+    method = as_method(config, "sparse_attention: config")
+    if isinstance(method, S2OConfig):
+        return s2o_attention(q, k, v, config=method, is_causal=is_causal, **options)
 
     def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
         of_selection = {name: options[name] for name in ("scale", "layout", "stream", "backend")}
         schedule = select(q, k, config, is_causal=is_causal, **of_selection)
-        return gather_attention(q, k, v, schedule, path=config.path, **options)
+        return gather_attention(q, k, v, schedule, path=method.path, **options)
 
-    if config.long_lists and not return_stats:
-        found = in_turns(attend, (q, k, v), config, is_causal, options)
+    if method.long_lists and not return_stats:
+        found = in_turns(attend, (q, k, v), method, is_causal, options)
         if found is not None:
             return found
     return attend(q, k, v, **options)
 
 
-def _fixed(
-    framework: Framework, of_q: ArrayInfo, stream: Any, backend: str, problem: Problem, rules: dict[str, Any]
-) -> Schedule:
+def _fixed(call: Call, problem: Problem, rules: dict[str, Any]) -> Schedule:
     """Of a dense part alone: lists are empty."""
     from array_api_compat import array_namespace, device
 
-    host = backend == "numpy"
-    with framework.scope(of_q.device, stream, (of_q.native,), host=host), framework.wide_integers():
+    framework, of_q = call.framework, call.infos[0]
+    with call.scope(), framework.wide_integers():
         xp, where = array_namespace(of_q.native), device(of_q.native)
         shape = (1, 1, -(-problem.seqlen_q // rules["segment"]))
-        with framework.graphs_own(of_q.native, host=host):
+        with framework.graphs_own(of_q.native, host=call.host):
             entries = xp.zeros((1,), dtype=xp.int32, device=where)
             begins, keys = (xp.zeros(shape, dtype=dtype, device=where) for dtype in (xp.int64, xp.int32))
         return Schedule.from_lists(
@@ -197,14 +191,7 @@ def _fixed(
         )  # fmt: skip
 
 
-def method_names() -> str:
-    """Of the configs that select takes."""
-    return ", ".join(method.__name__ for method in METHODS)
-
-
-def _outputs(
-    framework: Framework, form: ScheduleForm, problem: Problem, entries: int, q: Any, host: bool
-) -> dict[str, Output]:
+def _outputs(call: Call, form: ScheduleForm, problem: Problem, entries: int) -> dict[str, Output]:
     lists = (form.batch, form.list_heads, form.rows)
     shapes = {
         "entries": ((problem.batch * problem.heads * entries,), "int32"),
@@ -215,19 +202,18 @@ def _outputs(
         shapes["q_order"] = ((problem.batch, problem.heads, form.seqlen_q), "int32")
     if form.order_batch:
         shapes["k_order"] = ((form.order_batch, form.order_heads, form.seqlen_k), "int32")
-    return {name: framework.output(shape, dtype, q, host=host) for name, (shape, dtype) in shapes.items()}
+    return {name: call.result(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
 
 def _on_host(
-    framework: Framework, q: Any, k: Any, made: dict[str, np.ndarray], problem: Problem, config: MethodConfig,
-    layout: str,
-) -> None:  # fmt: skip
+    call: Call, made: dict[str, np.ndarray], problem: Problem, config: MethodConfig, layout: str
+) -> None:
     """By the reference."""
     from .on_host import bhsd, blas_ready
 
     blocks = importlib.import_module("s2o_cupy.reference.methods.blocks")
     method = importlib.import_module(f"s2o_cupy.reference.methods.{config.reference}")
-    q, k = (blas_ready(bhsd(framework.on_host(x), layout)) for x in (q, k))
+    q, k = (blas_ready(bhsd(x, layout)) for x in call.on_host())
     grid = config.grid(problem)
     found = method.chosen(q, k, config, grid, problem.scale)
     for name, x in zip(("entries", "begins", "keys"), blocks.written(found.columns, grid), strict=True):
@@ -237,21 +223,11 @@ def _on_host(
             made[name][...] = order
 
 
-def _on_gpu(
-    framework: Framework, infos: tuple[ArrayInfo, ...], made: dict[str, Any], problem: Problem, config: MethodConfig,
-    layout: str,
-) -> None:  # fmt: skip
-    pipeline = load_pipeline()
+def _on_gpu(call: Call, made: dict[str, Any], problem: Problem, config: MethodConfig, layout: str) -> None:
+    stream, memory = call.launching()
     from ..cuda import select as launched
 
-    readable = []
-    for info in infos:
-        if not info.has_contiguous_rows:
-            with framework.graphs_own(info.native):
-                native = framework.contiguous(info.native)
-            info = framework_of("array", native).describe(native)
-        readable.append(operand(info, layout))
-    launched.run(
-        readable[0], readable[1], {name: address(x) for name, x in made.items()}, problem, config,
-        stream=framework.stream(), memory=framework.memory(infos[0].native) or pipeline.allocate,
-    )  # fmt: skip
+    readable = [x if x.has_contiguous_rows else call.copied(x) for x in call.exchanged()]
+    q, k = (operand(x, layout) for x in readable)
+    where = {name: address(x) for name, x in made.items()}
+    launched.run(q, k, where, problem, config, stream=stream, memory=memory)

@@ -1,20 +1,19 @@
-"""Published methods on keys and values in the pages of a cache."""
+"""Methods on keys and values in the pages of a cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..arrays.arguments import describe
 from ..arrays.torch_compile import outside_graphs
-from ..methods.registry import METHODS
+from ..own.method import as_method
 from ..problem import MAX_SEQLEN
 from ..spec import S2OConfig, checked_int
 from .batch import paged
+from .call import Call
 from .gather import gather_attention, gather_attention_paged
 from .own_name import errors_name
 from .paged import check_rows, s2o_attention_paged
-from .run import parse_backend
-from .select import method_names, select
+from .select import select
 
 __all__ = ["sparse_attention_paged"]
 
@@ -80,15 +79,14 @@ def sparse_attention_paged(
         "return_stats": return_stats, "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
     seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN, owner=where)
-    if isinstance(config, S2OConfig):
-        return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=config, **options)
-    if not isinstance(config, METHODS):
-        raise TypeError(f"{where}: config is a {type(config).__name__}; accepted: S2OConfig, {method_names()}")
+    method = as_method(config, f"{where}: config")
+    if isinstance(method, S2OConfig):
+        return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=method, **options)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
-    framework, infos = describe(**inputs)
-    backend = parse_backend(backend, infos[0].device, stream)
-    host, forms = backend == "numpy", tuple([x.form for x in infos])
-    batch = paged(forms, None, seqlen_k, config.kernels_config(), backend, layout, is_causal, scale, softcap)
+    call = Call(inputs, backend, stream)
+    framework, infos, host = call.framework, call.infos, call.host
+    forms, kernels = tuple([x.form for x in infos]), method.kernels_config()
+    batch = paged(forms, None, seqlen_k, kernels, call.backend, layout, is_causal, scale, softcap)
     if host:
         from .on_host import check_entries
 
@@ -97,18 +95,18 @@ def sparse_attention_paged(
         check_rows(infos[1], infos[2])
 
     def in_one_array(pages: Any) -> Any:
-        with framework.scope(infos[0].device, stream, (*inputs.values(),), host=host):
+        with call.scope():
             native, table = (framework.describe(x).native for x in (pages, page_table))
             with framework.graphs_own(native, host=host):
                 return _collected(native, table, seqlen_k, layout, unchecked=not host)
 
     k = in_one_array(k_pages)
-    of_selection = {"is_causal": is_causal, "scale": scale, "stream": stream, "backend": backend}
+    of_selection = {"is_causal": is_causal, "scale": scale, "stream": stream, "backend": call.backend}
     schedule = select(q, k, config, **of_selection)
     if not schedule.form.order_batch:
-        return gather_attention_paged(q, k_pages, v_pages, page_table, schedule, path=config.path, **options)
+        return gather_attention_paged(q, k_pages, v_pages, page_table, schedule, path=method.path, **options)
     return gather_attention(
-        q, k, in_one_array(v_pages), schedule, path=config.path, **{**options, "layout": "BHSD"}
+        q, k, in_one_array(v_pages), schedule, path=method.path, **{**options, "layout": "BHSD"}
     )
 
 

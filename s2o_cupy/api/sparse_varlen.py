@@ -6,17 +6,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..arrays.arguments import describe
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..problem import MAX_SEQLEN
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig, checked_int
+from .call import Call
 from .gather import gather_attention
 from .in_parts import Part, in_parts
 from .lengths import check_lengths, check_packed_keys, check_packed_queries, check_packed_shapes
 from .own_name import errors_name
-from .run import parse_backend
 from .select import sparse_attention
 from .varlen import s2o_attention_varlen
 
@@ -85,7 +84,8 @@ def gather_attention_varlen(
     for i, x in enumerate(schedules):
         if not (x is None or isinstance(x, Schedule)):
             raise TypeError(f"{where}: schedules[{i}] is a {type(x).__name__}; accepted: a Schedule, or None")
-    call = _Packed(where, (q, k, v), cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, backend, stream)
+    arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
+    call = _Packed(where, arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
     if len(schedules) != call.sequences:
         raise ValueError(
             f"{where}: schedules has {len(schedules)} elements; accepted: {call.sequences}, one for each sequence"
@@ -98,7 +98,7 @@ def gather_attention_varlen(
         q, k, v = arrays
         return gather_attention(q, k, v, schedule, layout="BSHD", is_causal=is_causal, path=path, **options)
 
-    return call.run(attend, [x is None for x in schedules], return_lse, return_stats, out)
+    return call.run(attend, [x is None for x in schedules], return_lse, return_stats)
 
 
 @outside_graphs
@@ -151,7 +151,8 @@ def sparse_attention_varlen(
     """
     where = "sparse_attention_varlen"
     dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN, owner=where)
-    call = _Packed(where, (q, k, v), cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, backend, stream)
+    arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
+    call = _Packed(where, arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
     short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -159,23 +160,19 @@ def sparse_attention_varlen(
             return call.dense(first, end, arrays, is_causal, options)
         return sparse_attention(*arrays, config=config, is_causal=is_causal, layout="BSHD", **options)
 
-    return call.run(attend, short, return_lse, return_stats, out)
+    return call.run(attend, short, return_lse, return_stats)
 
 
 class _Packed:
     """What both have in common: the arrays, where sequences begin, and results put together."""
 
     def __init__(
-        self, where: str, arrays: tuple[Any, Any, Any], cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any,
-        scale: Any, softcap: Any, backend: Any, stream: Any,
-    ) -> None:  # fmt: skip
-        self.inputs = dict(zip("qkv", arrays, strict=True))
-        self.framework, self.infos = describe(**self.inputs)
-        infos, self.stream = self.infos, stream
-        self.backend = parse_backend(backend, infos[0].device, stream)
-        shapes = tuple(tuple(x.shape) for x in infos)
+        self, where: str, call: Call, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any, scale: Any, softcap: Any
+    ) -> None:
+        self.call = call
+        shapes, dtypes = tuple(tuple(x.shape) for x in call.infos), tuple(x.dtype for x in call.infos)
         causal = True if is_causal is None else is_causal
-        check_packed_shapes(where, shapes, tuple(x.dtype for x in infos), PLAIN, self.backend, causal, scale, softcap)
+        check_packed_shapes(where, shapes, dtypes, PLAIN, call.backend, causal, scale, softcap)
         self.starts_q = parse_starts(where, "cu_seqlens_q", cu_seqlens_q)
         self.starts_k = self.starts_q
         if cu_seqlens_k is not None:
@@ -186,7 +183,7 @@ class _Packed:
         for i, ((begin_q, end_q), (begin_k, end_k)) in enumerate(each):
             check_lengths(where, i, end_q - begin_q, end_k - begin_k, causal)
         self.sequences = len(self.starts_q) - 1
-        self.options = {"scale": scale, "softcap": softcap, "backend": backend}
+        self.options = {"scale": scale, "softcap": softcap, "backend": call.backend}
 
     def dense(self, first: int, end: int, arrays: tuple[Any, ...], is_causal: bool, options: dict[str, Any]) -> Any:
         """Sequences ``first`` to ``end`` together."""
@@ -194,7 +191,7 @@ class _Packed:
         return s2o_attention_varlen(*arrays, *starts, tau=0, is_causal=is_causal, **options)
 
     def run(
-        self, attend: Callable[..., Any], together: Sequence[bool], return_lse: bool, return_stats: bool, out: Any
+        self, attend: Callable[..., Any], together: Sequence[bool], return_lse: bool, return_stats: bool
     ) -> Any:
         """``attend`` for each turn: a sequence, or neighbours that go ``together``."""
         options = {**self.options, "return_lse": return_lse, "return_stats": return_stats}
@@ -209,11 +206,10 @@ class _Packed:
 
             return Part(rows, (slice(None), rows), attend_turn)
 
-        total_q, heads, _ = self.infos[0].shape
+        total_q, heads, _ = self.call.infos[0].shape
         o, lse, last = in_parts(
-            self.framework, self.inputs, self.infos, [part(*turn) for turn in self._turns(together)],
-            host=self.backend == "numpy", out=out, stream=self.stream,
-            lse_shape=(heads, total_q) if return_lse else None, axis=(0, -1),
+            self.call, [part(*turn) for turn in self._turns(together)], (heads, total_q) if return_lse else None,
+            axis=(0, -1),
         )  # fmt: skip
         results = [o]
         if return_lse:

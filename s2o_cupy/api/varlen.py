@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ..arrays.arguments import describe
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..spec import S2OConfig
 from .batch import packed
+from .call import Call
 from .habits import answers_habits
-from .run import parse_backend, parse_config, run
+from .run import parse_config, run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -132,12 +132,9 @@ def s2o_attention_varlen(
     True
     """
     config = parse_config(config, tau)
-    framework, infos = describe(q=q, k=k, v=v)
-    backend = parse_backend(backend, infos[0].device, stream)
+    call = Call({"q": q, "k": k, "v": v}, backend, stream, out)
     starts_q = parse_starts("s2o_attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     starts_k = None if cu_seqlens_k is None else parse_starts("s2o_attention_varlen", "cu_seqlens_k", cu_seqlens_k)
-    batch = packed(tuple([x.form for x in infos]), starts_q, starts_k, config, backend, is_causal, scale, softcap)
-    return run(
-        batch, framework, {"q": q, "k": k, "v": v}, infos, host=backend == "numpy", out=out, stream=stream,
-        return_lse=return_lse, return_stats=return_stats,
-    )  # fmt: skip
+    forms = tuple([x.form for x in call.infos])
+    batch = packed(forms, starts_q, starts_k, config, call.backend, is_causal, scale, softcap)
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats)

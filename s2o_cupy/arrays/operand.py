@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..problem import Problem
 from .array_info import ArrayInfo
 from .frameworks import framework_of
 
-__all__ = ["ENTRY_BYTES", "ITEM_BYTES", "Operand", "Paging", "address", "axes", "operand"]
+__all__ = ["ENTRY_BYTES", "ITEM_BYTES", "Layout", "Operand", "Operands", "Paging", "address", "axes", "operand"]
 
 ITEM_BYTES = 2  # of float16 and bfloat16
 ENTRY_BYTES = 4  # of a page table
@@ -89,6 +90,47 @@ class Paging(NamedTuple):
         """The page table of some of the sequences."""
         pointer = self.pointer + begin * self.stride * ENTRY_BYTES
         return self._replace(pointer=pointer, stride=self.stride if end - begin > 1 else 0)
+
+
+Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
+
+
+class Layout(NamedTuple):
+    """How q, k, v and out lie in memory, apart from their addresses: what the preparation of a call depends on."""
+
+    strides: tuple[tuple[int, int, int], ...]
+    begins_aligned: bool  # all of them on 16 bytes
+    paging: Paging | None  # where k and v are a paged cache
+
+    @classmethod
+    def of(cls, operands: Operands, paging: Paging | None) -> Layout:
+        q, k, v, out = operands
+        begins_aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % ALIGNMENT == 0
+        paging = None if paging is None else paging._replace(pointer=0)
+        return cls((q.strides, k.strides, v.strides, out.strides), begins_aligned, paging)
+
+    @property
+    def page_size(self) -> int:
+        """0: keys and values are arrays."""
+        return 0 if self.paging is None else self.paging.page_size
+
+    def operands(self, problem: Problem) -> dict[str, Operand]:
+        """By name, without addresses."""
+        p = problem
+        of_q, of_k = (p.batch, p.heads, p.seqlen_q, p.head_dim), (p.batch, p.kv_heads, p.seqlen_k, p.head_dim)
+        if self.paging is not None:
+            of_k = (self.paging.pages, p.kv_heads, self.paging.page_size, p.head_dim)
+        named = zip(("q", "k", "v", "out"), (of_q, of_k, of_k, of_q), self.strides, strict=True)
+        return {name: Operand(0, shape, strides) for name, shape, strides in named}
+
+    def is_aligned(self, operands: dict[str, Operand]) -> bool:
+        """Whether every row starts on 16 bytes."""
+        return self.begins_aligned and all(x.is_aligned() for x in operands.values())
+
+    def is_compact(self, operands: dict[str, Operand]) -> bool:
+        """As of each operand, or of a cache."""
+        cached = () if self.paging is None else ("k", "v")
+        return all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
 
 
 def operand(array: Any, layout: str) -> Operand:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..arrays.operand import Operand, Paging
+from ..arrays.operand import Operand, Operands, Paging
 from ..caches import remembered
 from ..plan.launch_plan import LaunchPlan
 from ..plan.schedule_form import ScheduleForm
@@ -13,7 +13,7 @@ from ..problem import Problem
 from ..spec import S2OConfig
 from . import pipeline
 from .lists import ListPointers, attend_lists
-from .pipeline import Memory, Operands, allocate
+from .pipeline import Memory, allocate
 
 __all__ = ["gather"]
 

@@ -5,13 +5,12 @@ What depends on neither lists nor addresses is made once and remembered; a call 
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import numpy as np
-from cupy.cuda import driver, runtime
+from cupy.cuda import runtime
 
-from ..arrays.operand import Operand, Paging
+from ..arrays.operand import Layout, Operands, Paging
 from ..caches import remembered
 from ..plan.launch_plan import LaunchPlan
 from ..plan.launches import listed_launch
@@ -19,8 +18,8 @@ from ..plan.schedule import ScheduleShape, listed_plan
 from ..problem import Problem
 from ..selection.methods import make_plan
 from ..spec import S2OConfig
-from . import compiler
-from .pipeline import Memory, Operands, allocate, device_limits
+from .pipeline import Memory, allocate, device_limits
+from .program import Program
 from .tables import on_device
 
 __all__ = ["ListPointers", "attend_lists"]
@@ -87,51 +86,30 @@ def attend_lists(
     if shape.resumed != bool(state):
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
-    strides = tuple(x.strides for x in operands)
-    aligned = all(x.pointer % 16 == 0 for x in operands)
-    anywhere = None if paging is None else paging._replace(pointer=0)
-    program = _prepared(problem, config, shape, runtime.getDevice(), aligned, strides, anywhere)
+    prepared = _prepare(problem, config, shape, runtime.getDevice(), Layout.of(operands, paging))
     if not problem.empty:
-        program.run(operands, lists, stream, state, lse, visited, skipped, found_skips, paging, memory)
-    return program.plan
-
-
-@remembered
-def _prepared(
-    problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, aligned: bool,
-    strides: tuple[tuple[int, int, int], ...], paging: Paging | None,
-) -> _ListedPass:  # fmt: skip
-    """``strides`` of q, k, v and out."""
-    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
-    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
-    if paging is not None:
-        of_k = (paging.pages, problem.kv_heads, paging.page_size, problem.head_dim)
-    named = zip(("q", "k", "v", "out"), (of_q, of_k, of_k, of_q), strides, strict=True)
-    operands = {name: Operand(0, shape, s) for name, shape, s in named}
-    return _ListedPass(problem, config, shape, device, aligned, operands, paging)
+        prepared.run(operands, lists, stream, state, lse, visited, skipped, found_skips, paging, memory)
+    return prepared.plan
 
 
 class _ListedPass:
     """A prepared launch, in whose parameters a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, aligned: bool,
-        operands: dict[str, Operand], paging: Paging | None,
-    ) -> None:  # fmt: skip
-        aligned = aligned and all(x.is_aligned() for x in operands.values())
-        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
-        compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
-        plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size)
-        self.plan, self.kernel = listed_plan(plan, shape, problem, config.block_m)
+        self, problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, layout: Layout
+    ) -> None:
+        operands = layout.operands(problem)
+        plan = make_plan(
+            problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
+            layout.page_size,
+        )  # fmt: skip
+        self.plan, kernel = listed_plan(plan, shape, problem, config.block_m)
         launch = listed_launch(
-            self.plan, self.kernel, problem, config, operands, paging, shape.more_params(problem)
+            self.plan, kernel, problem, config, operands, layout.paging, shape.more_params(problem)
         )
-        self.blocks, self.params = launch.blocks, launch.params
+        self.program = Program([launch], device)
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, config.block_m)))
-        self.function = compiler.load(self.kernel, device).ptr
-        self.address = np.array([self.params.ctypes.data], np.uint64)
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
-        self.lock = threading.Lock()  # the parameters are one for all threads
 
     def run(
         self, operands: Operands, lists: ListPointers, stream: int, state: int, lse: int, visited: int, skipped: int,
@@ -145,8 +123,8 @@ class _ListedPass:
             runtime.memsetAsync(visited, 0, self.visited_bytes, stream)  # of q tiles without keys
         if skipped:
             runtime.memsetAsync(skipped, 0, self.visited_bytes, stream)
-        p = self.params
-        with self.lock:
+        p = self.program.params[0]
+        with self.program.lock:
             for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
                 p[name]["data"] = x.pointer
             for name, address in lists._asdict().items():
@@ -157,8 +135,8 @@ class _ListedPass:
             if self.limits is not None:
                 p["values"]["limits"], p["values"]["found"] = self.limits.data.ptr, found_skips
                 p["values"]["skipped"] = skipped or counter + wanted - self.visited_bytes
-            driver.launchKernel(
-                self.function, self.blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.shared_bytes, stream,
-                self.address.ctypes.data, 0,
-            )  # fmt: skip
+            self.program.launch(0, stream)
         del keeper
+
+
+_prepare = remembered(_ListedPass)

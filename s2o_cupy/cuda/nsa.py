@@ -6,31 +6,31 @@ sequences of a batch (nsa/plan.py: Remainders). Everything else is in raw_kernel
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import driver, runtime
+from cupy.cuda import runtime
 
 from ..arrays.operand import Operand
 from ..caches import remembered
 from ..nsa import kernels
 from ..nsa.config import NSAConfig
 from ..nsa.plan import NsaPlan, make_plan
-from ..plan.build import ALIGNMENT
+from ..plan.build import ALIGNMENT, Launch
 from ..plan.kernels import Kernel
 from ..plan.params import Struct
 from ..problem import Problem
 from ..spec import LOG2E, S2OConfig
-from . import compiler, pipeline
-from .graphs import GraphCache
+from . import pipeline
 from .pipeline import Memory, device_limits
+from .program import Program
 
-__all__ = ["Call", "Gates", "Pair", "attend", "attend_blocks", "attend_window", "select", "tensor"]
+__all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "calling", "select", "tensor"]
 
 Strides = tuple[int, int, int]
 # Called after each launch with its stage's name; a tool's way to look inside.
@@ -71,7 +71,7 @@ def attend(
         return lambda nbytes: (place, keeper)
 
     def launch(into: int) -> None:
-        call, beside = Call(plan, address, into, observe), prepared.beside
+        call, beside = Call(plan, prepared.program, address, into, observe), prepared.beside
         side = beside.begin(into, captured=into != stream)
         call.params["gates"], call.params["gates_wide"] = gate_of[:4], gates.wide
         runs = _compressed_runs(plan, q, compressed, call.places["cmp_out"], call.places["cmp_lse"])
@@ -92,12 +92,12 @@ def attend(
         for first, tokens in plan.rounds:
             call.attend_blocks(q, keys, out, first, tokens)
 
-    with prepared.lock:
+    with prepared.program.lock:
         if observe is not None:
             launch(stream)
         else:
             key = (address, *gate_of, *(n for x in operands for n in (x.pointer, *x.strides)))
-            prepared.replay.run(key, stream, launch)
+            prepared.program.replay(key, stream, launch)
 
 
 class _Beside:
@@ -137,12 +137,11 @@ class _Beside:
 class _Prepared:
     """What calls of one kind have in common."""
 
-    def __init__(self, plan: NsaPlan, run_bytes: list[int]) -> None:
+    def __init__(self, plan: NsaPlan, device: int, run_bytes: list[int]) -> None:
         self.run_bytes = run_bytes  # of the workspaces of pass 1, behind the plan's
         self.nbytes = plan.workspace.nbytes + sum(run_bytes)
-        self.replay = GraphCache(cupy.cuda)
+        self.program = program_of(plan, device)  # its lock is the stream's too
         self.beside = _Beside()
-        self.lock = threading.RLock()  # the graphs and the stream are one for all threads
 
 
 @remembered
@@ -153,7 +152,7 @@ def _prepared(plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: St
     q = Operand(0, (p.batch, p.heads, p.seqlen_q, p.head_dim), of_q)
     runs = _compressed_runs(plan, q, Pair(Operand(0, of_cmp, of_k), Operand(0, of_cmp, of_v)), 0, 0)
     config = _dense(plan.config.path)
-    return _Prepared(plan, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, config)) for x in runs])
+    return _Prepared(plan, device, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, config)) for x in runs])
 
 
 def _aligned(nbytes: int) -> int:
@@ -167,13 +166,13 @@ def select(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="nsa_select", compresses=True,
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = Call(plan, address, stream)
-    for run in _compressed_runs(plan, q, Pair(k_cmp, k_cmp), call.places["cmp_out"], call.places["cmp_lse"]):
-        call.compressed(run, memory)
-    call.params["k_cmp"] = call.params["v_cmp"] = tensor(k_cmp)
-    call.params["chosen"] = chosen
-    for first, tokens in plan.choice_rounds:
-        call.choose(q, first, tokens)
+    with calling(plan, address, stream) as call:
+        for run in _compressed_runs(plan, q, Pair(k_cmp, k_cmp), call.places["cmp_out"], call.places["cmp_lse"]):
+            call.compressed(run, memory)
+        call.params["k_cmp"] = call.params["v_cmp"] = tensor(k_cmp)
+        call.params["chosen"] = chosen
+        for first, tokens in plan.choice_rounds:
+            call.choose(q, first, tokens)
     del keeper
 
 
@@ -185,10 +184,10 @@ def attend_blocks(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention", compresses=False,
                      attends=True, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
-    call = Call(plan, address, stream)
-    call.params["chosen"], call.params["lse"] = chosen, lse
-    for first, tokens in plan.rounds:
-        call.attend_blocks(q, keys, out, first, tokens)
+    with calling(plan, address, stream) as call:
+        call.params["chosen"], call.params["lse"] = chosen, lse
+        for first, tokens in plan.rounds:
+            call.attend_blocks(q, keys, out, first, tokens)
     del keeper
 
 
@@ -200,25 +199,41 @@ def attend_window(
     plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
                      attends=False, gates=False)  # fmt: skip
     address, keeper = memory(SOME_BYTES)
-    call = Call(plan, address, stream)
-    call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
-    call.window(q, keys, out)
+    with calling(plan, address, stream) as call:
+        call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
+        call.window(q, keys, out)
     del keeper
+
+
+@remembered
+def program_of(plan: NsaPlan, device: int, struct: Struct = kernels.WINDOW.params) -> Program:
+    """The plan's kernels, which are given one ``struct``: NsaParams, or one that begins with it."""
+    params = _template(plan, struct)
+    return Program([Launch(x.function, x, 0, params, ()) for x in plan.kernels], device)
+
+
+@contextmanager
+def calling(
+    plan: NsaPlan, address: int, stream: int, struct: Struct = kernels.WINDOW.params
+) -> Iterator[Call]:
+    """A call whose parameters no other thread changes meanwhile. ``struct``: as of `program_of`."""
+    program = program_of(plan, runtime.getDevice(), struct)
+    with program.lock:
+        yield Call(plan, program, address, stream)
 
 
 class Call:
     """One call: parameters that its launches share, each of which changes some."""
 
     def __init__(
-        self, plan: NsaPlan, address: int, stream: int, observe: Observer | None = None, params: Struct | None = None
-    ) -> None:  # fmt: skip
-        """``params``: of its launches, if not NsaParams, which they begin with."""
-        self.plan, self.stream, self.observe = plan, stream, observe
-        self.functions = dict(zip(plan.kernels, compiler.load_all(plan.kernels, runtime.getDevice()), strict=True))
+        self, plan: NsaPlan, program: Program, address: int, stream: int, observe: Observer | None = None
+    ) -> None:
+        self.plan, self.program, self.stream, self.observe = plan, program, stream, observe
+        self.number = {kernel: i for i, kernel in enumerate(plan.kernels)}
         # It also makes the device's context current for the driver calls below.
         runtime.memsetAsync(address, 0, SOME_BYTES, stream)
-        self.params = _template(plan, params or kernels.WINDOW.params).copy()
-        self.at = np.array([self.params.ctypes.data], np.uint64)
+        self.params = program.params[0]
+        self.params[...] = program.launches[0].params  # nothing of an earlier call
         self.places = {name: address + place.offset for name, place in plan.workspace.places.items()}
         for name, place in self.places.items():
             self.params[name] = place
@@ -227,10 +242,7 @@ class Call:
     def launch(self, kernel: Kernel, blocks: int, stream: int | None = None) -> None:
         """``stream``: if not the call's."""
         if blocks:
-            driver.launchKernel(
-                self.functions[kernel].ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes,
-                self.stream if stream is None else stream, self.at.ctypes.data, 0,
-            )  # fmt: skip
+            self.program.launch(self.number[kernel], self.stream if stream is None else stream, blocks)
         if self.observe:
             self.observe(kernel.function)
 

@@ -12,7 +12,7 @@ from ..nsa import kernels
 from ..nsa.backward_plan import halves, make_backward_plan
 from ..nsa.config import NSAConfig
 from ..problem import Problem
-from .nsa import Call, Pair, tensor
+from .nsa import Pair, calling, tensor
 from .pipeline import Memory, device_limits
 
 __all__ = ["Gradients", "attend_blocks_backward"]
@@ -33,23 +33,23 @@ def attend_blocks_backward(
     """``out`` and ``lse``: of the selected branch alone."""
     plan = make_backward_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention_backward")
     address, keeper = memory(plan.workspace.nbytes)
-    call = Call(plan, address, stream, params=kernels.SELECTED_BACKWARD.params)
-    call.point(q, keys, out)
-    call.params["dout"], call.params["chosen"], call.params["lse"] = tensor(dout), chosen, lse
-    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
-        call.params[name] = x
-    call.params["halves"] = halves(config)
-    nbytes = 4 * problem.batch * problem.kv_heads * problem.seqlen_k * problem.head_dim
-    for x in (gradients.k, gradients.v):
-        runtime.memsetAsync(x, 0, nbytes, stream)
-    deltas, of_queries, of_keys = kernels.backward_sums(plan.inputs)
-    items = plan.kv_rows * plan.most_items
-    for first, tokens in plan.rounds:
-        call.round(first, tokens)
-        if first == 0:
-            call.launch(deltas, -(-problem.batch * problem.heads * problem.seqlen_q // 4))
-        call.invert()
-        call.launch(kernels.selected_backward(plan.inputs), items * halves(config))
-        call.launch(of_queries, -(-plan.kv_rows * tokens * plan.group // 4))
-        call.launch(of_keys, items)
+    with calling(plan, address, stream, kernels.SELECTED_BACKWARD.params) as call:
+        call.point(q, keys, out)
+        call.params["dout"], call.params["chosen"], call.params["lse"] = tensor(dout), chosen, lse
+        for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+            call.params[name] = x
+        call.params["halves"] = halves(config)
+        nbytes = 4 * problem.batch * problem.kv_heads * problem.seqlen_k * problem.head_dim
+        for x in (gradients.k, gradients.v):
+            runtime.memsetAsync(x, 0, nbytes, stream)
+        deltas, of_queries, of_keys = kernels.backward_sums(plan.inputs)
+        items = plan.kv_rows * plan.most_items
+        for first, tokens in plan.rounds:
+            call.round(first, tokens)
+            if first == 0:
+                call.launch(deltas, -(-problem.batch * problem.heads * problem.seqlen_q // 4))
+            call.invert()
+            call.launch(kernels.selected_backward(plan.inputs), items * halves(config))
+            call.launch(of_queries, -(-plan.kv_rows * tokens * plan.group // 4))
+            call.launch(of_keys, items)
     del keeper

@@ -7,13 +7,12 @@ made once and cached; a call fills those in.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import numpy as np
-from cupy.cuda import driver, runtime
+from cupy.cuda import runtime
 
-from ..arrays.operand import Operand, Paging
+from ..arrays.operand import Layout, Operand, Operands, Paging
 from ..caches import remembered
 from ..plan.launch_plan import packed_pass1
 from ..plan.launches import ALIGNMENT, packed_launch
@@ -21,9 +20,9 @@ from ..plan.packed_table import PackedTable
 from ..problem import Problem
 from ..selection.methods import make_plan
 from ..spec import S2OConfig
-from . import compiler
 from .packed_pages import PageCollector
-from .pipeline import Memory, Operands, allocate, device_limits
+from .pipeline import Memory, allocate, device_limits
+from .program import Program
 from .tensor_maps import maps_of_pass1
 
 __all__ = ["PackedPass", "fits", "prepare"]
@@ -49,7 +48,6 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
     [pages, kv_heads, page_size, head_dim]. Every problem of the table is dense under ``config``.
     """
     q, k, v, out = operands
-    aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
     # As each sequence alone would be judged.
     compact = all(x.rows(0, table.longest_q).is_compact() for x in (q, out))
     collects = False
@@ -58,34 +56,19 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
     else:
         compact &= all(x.is_compact_cache() for x in (k, v))
         collects = table.collected_keys(config) > 0
-        paging = paging._replace(pointer=0)
-    strides = (q.strides, k.strides, v.strides, out.strides)
-    return prepared(table.problem, config, runtime.getDevice(), aligned, compact, strides, paging, collects)
-
-
-@remembered
-def prepared(
-    problem: Problem, config: S2OConfig, device: int, aligned: bool, compact: bool,
-    strides: tuple[tuple[int, int, int], ...], paging: Paging | None, collects: bool,
-) -> PackedPass:  # fmt: skip
-    """``strides`` of q, k, v and out. ``paging``: its address apart. ``collects``: see `PackedPass`."""
-    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    operands = {
-        name: Operand(0, (1, n, 1, problem.head_dim), s)
-        for name, n, s in zip(("q", "k", "v", "out"), heads, strides, strict=True)
-    }
-    return PackedPass(problem, config, device, aligned, compact, operands, paging, collects)
+    return prepared(table.problem, config, runtime.getDevice(), compact, Layout.of(operands, paging), collects)
 
 
 class PackedPass:
-    """A prepared launch. ``problem``: of one query and one key. ``collects``: where pass 1 would gather rows of pages,
-    keys and values are copied to arrays first. ``plan``: of each sequence, but for its lengths."""
+    """A prepared launch. ``problem``: of one query and one key. ``compact``: as each sequence alone is. ``collects``:
+    where pass 1 would gather rows of pages, keys and values are copied to arrays first. ``plan``: of each sequence, but
+    for its lengths."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, compact: bool,
-        operands: dict[str, Operand], paging: Paging | None, collects: bool,
-    ) -> None:  # fmt: skip
-        aligned = aligned and all(x.is_aligned() for x in operands.values())
+        self, problem: Problem, config: S2OConfig, device: int, compact: bool, layout: Layout, collects: bool
+    ) -> None:
+        operands = layout._replace(paging=None).operands(problem)  # of a cache too the strides alone are read
+        aligned, paging = layout.is_aligned(operands), layout.paging
         self.config = config
         make = functools.partial(make_plan, problem, config, device_limits(device), aligned, compact)
         self.plan = make() if paging is None else make(paging.page_size)
@@ -95,14 +78,10 @@ class PackedPass:
             self.collector = PageCollector(self.plan, problem, operands, paging, device)
             self.plan, paging = make(), None
             self.kernel = packed_pass1(self.plan)
-        self.params = packed_launch(self.plan, self.kernel, problem, config, operands, paging).params
-        self.function = compiler.load(self.kernel, device).ptr
-        self.address = np.array([self.params.ctypes.data], np.uint64)
-        map_bytes = self.kernel.family.params.map_bytes  # tensor maps come first
-        self.maps = self.params.reshape(1).view(np.uint8)[:map_bytes] if map_bytes else None
-        self.attention = self.params["attention"] if map_bytes else self.params
+        self.program = Program([packed_launch(self.plan, self.kernel, problem, config, operands, paging)], device)
+        params, self.maps = self.program.params[0], self.program.map_words(0)
+        self.attention = params["attention"] if len(self.maps) else params
         self.pointed: tuple[Any, ...] = ()  # the arrays whose addresses are in the parameters
-        self.lock = threading.Lock()  # they are one for all threads
 
     def run(
         self, operands: Operands, table: PackedTable, lse: int, *, stream: int, paging: Paging | None = None,
@@ -118,7 +97,7 @@ class PackedPass:
         address, keeper = memory(before_keys + keys_bytes)
         runtime.memsetAsync(address, 0, counters, stream)
         page_table = 0 if paging is None else paging.pointer
-        with self.lock:
+        with self.program.lock:
             for i, launch in enumerate(launches):
                 now, table_now = operands, page_table
                 if collector:
@@ -134,10 +113,7 @@ class PackedPass:
                 self.attention["q_tiles"] = launch.q_tiles
                 self.attention["next_q_tile"] = address + COUNTER_BYTES * i
                 blocks = self.plan.blocks(launch.q_tiles)
-                driver.launchKernel(
-                    self.function, blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.shared_bytes, stream,
-                    self.address.ctypes.data, 0,
-                )  # fmt: skip
+                self.program.launch(0, stream, blocks)
         del keeper
 
     def _point_to(self, operands: Operands, lse: int, page_table: int) -> None:
@@ -148,6 +124,9 @@ class PackedPass:
         self.attention["pages"]["table"] = page_table
         self.attention["geometry"]["seqlen_q"] = operands[0].shape[2]
         self.attention["geometry"]["seqlen_k"] = operands[1].shape[2]  # of pages nobody reads it
-        if self.maps is not None:
-            self.maps[:] = np.frombuffer(maps_of_pass1(operands[:3], self.plan), np.uint8)
+        if len(self.maps):
+            self.maps[:] = np.frombuffer(maps_of_pass1(operands[:3], self.plan), np.uint64)
         self.pointed = (*operands, lse, page_table)
+
+
+prepared = remembered(PackedPass)

@@ -6,16 +6,13 @@ repay the copy.
 
 from __future__ import annotations
 
-import numpy as np
-from cupy.cuda import driver
-
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
 from ..plan.collecting import COLLECT_PACKED_PAGES
 from ..plan.launch_plan import COLLECT_CHUNKS, LaunchPlan
 from ..plan.launches import packed_collect_launch
 from ..plan.packed_table import PackedLaunch
 from ..problem import Problem
-from . import compiler
+from .program import Program
 
 __all__ = ["PageCollector"]
 
@@ -27,10 +24,9 @@ class PageCollector:
         self, plan: LaunchPlan, problem: Problem, operands: dict[str, Operand], paging: Paging, device: int
     ) -> None:
         self.problem = problem
-        self.kernel = COLLECT_PACKED_PAGES
-        self.params = packed_collect_launch(plan, self.kernel, problem, operands, paging).params
-        self.function = compiler.load(self.kernel, device).ptr
-        self.address = np.array([self.params.ctypes.data], np.uint64)
+        launch = packed_collect_launch(plan, COLLECT_PACKED_PAGES, problem, operands, paging)
+        self.program = Program([launch], device)
+        self.params = self.program.params[0]
 
     def nbytes(self, keys: int) -> int:
         """Of so many keys and their values, of all KV heads."""
@@ -54,8 +50,5 @@ class PageCollector:
         self.params["sequences"] = n
         self.params["first_key"][:n] = of["begin_k"]
         self.params["table_row"][:n] = launch.table_row
-        driver.launchKernel(
-            self.function, -(-chunks // COLLECT_CHUNKS), 1, 1, self.kernel.threads, 1, 1, 0, stream,
-            self.address.ctypes.data, 0,
-        )  # fmt: skip
+        self.program.launch(0, stream, -(-chunks // COLLECT_CHUNKS))
         return keys, values

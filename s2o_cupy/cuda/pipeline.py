@@ -1,24 +1,21 @@
 """The GPU backend: order, pass 1 and pass 2, launched on the current device.
 
-What depends on the problem alone is made once and cached; a call fills in addresses and launches. One of many launches
-that comes again with the same addresses is a graph by then (replay.py).
+What depends on the problem alone is made once and cached (program.py); a call fills in addresses and launches.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import driver, runtime
+from cupy.cuda import runtime
 
-from ..arrays.operand import Operand, Paging
+from ..arrays.operand import Layout, Operand, Operands, Paging
 from ..caches import remembered
-from ..plan.build import added_to_addresses
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
 from ..plan.launch_plan import LaunchPlan
@@ -30,15 +27,14 @@ from ..selection.methods import choose as choose_method
 from ..selection.methods import make_plan
 from ..spec import S2OConfig
 from . import compiler
-from .graphs import GRAPH_LAUNCHES, LAUNCHED, GraphCache
+from .graphs import GRAPH_LAUNCHES, LAUNCHED
+from .program import Program, make_context_current
 from .tensor_maps import maps_of_pass1
 
 __all__ = [
-    "Call", "Launched", "Memory", "Operands", "allocate", "run", "run_in_turn", "run_pass1", "workspace_bytes",
-    "write_every_tile",
+    "Call", "Launched", "Memory", "allocate", "run", "run_in_turn", "run_pass1", "workspace_bytes", "write_every_tile",
 ]  # fmt: skip
 
-Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
 # Returns the address of so many bytes on the current device and an object that keeps them.
 Memory = Callable[[int], tuple[int, Any]]
 # Called after each stage with its name and arrays; a tool's way to look inside (diffing, benchmarks).
@@ -152,12 +148,6 @@ def run_stages(
     program.run(operands, None, 0, 0, stream, memory, None, taus=taus)
 
 
-def make_context_current() -> None:
-    """Before a launch that nothing of the runtime goes before: driver calls do not do it, in a thread's first call."""
-    if not driver.ctxGetCurrent():
-        runtime.setDevice(runtime.getDevice())
-
-
 class Call(NamedTuple):
     """One of several problems; as in `run`, but for the distance between lse's heads."""
 
@@ -201,91 +191,45 @@ def run_in_turn(
 def _prepared(
     operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
     choose: Choose = choose_method, stages: Stages = CALL,
-) -> _Program:  # fmt: skip
-    q, k, v, out = operands
-    aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % 16 == 0
-    if paging is not None:
-        paging = paging._replace(pointer=0)
-    strides = (q.strides, k.strides, v.strides, out.strides)
-    return _program(problem, config, device, aligned, strides, paging, choose, stages)
+) -> _Prepared:  # fmt: skip
+    return _prepare(problem, config, device, Layout.of(operands, paging), choose, stages)
 
 
-@remembered  # packed sequences have many lengths
-def _program(
-    problem: Problem, config: S2OConfig, device: int, aligned: bool, strides: tuple[tuple[int, int, int], ...],
-    paging: Paging | None, choose: Choose = choose_method, stages: Stages = CALL,
-) -> _Program:  # fmt: skip
-    """``strides`` of q, k, v and out. ``choose``: the way to choose keys."""
-    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
-    of_k = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
-    if paging is not None:
-        of_k = (paging.pages, problem.kv_heads, paging.page_size, problem.head_dim)
-    shapes = (of_q, of_k, of_k, of_q)
-    operands = {
-        name: Operand(0, s, t) for name, s, t in zip(("q", "k", "v", "out"), shapes, strides, strict=True)
-    }
-    return _Program(problem, config, device, aligned, operands, paging, choose, stages)
+@remembered
+def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Program:
+    return Program([every_tile(problem, config)], device)
 
 
 def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
     """To the address ``visited``, int32 of problem.visited_shape(config), what a dense call visits."""
-    launch = every_tile(problem, config)
-    params = launch.params.copy()  # calls of other threads have addresses of their own
-    params["visited"] = visited
-    address = np.array([params.ctypes.data], np.uint64)
-    function = compiler.load(launch.kernel, runtime.getDevice())
-    driver.launchKernel(
-        function.ptr, launch.blocks, 1, 1, launch.kernel.threads, 1, 1, 0, stream, address.ctypes.data, 0
-    )
+    program = _every_tile(problem, config, runtime.getDevice())
+    with program.lock:
+        program.params[0]["visited"] = visited
+        program.launch(0, stream)
 
 
-class _Program:
-    """A prepared call: all parameter structs in one buffer, in which a call fills in its addresses."""
+class _Prepared:
+    """A call of one kind: its plan, its workspace and its launches."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, device: int, aligned: bool, operands: dict[str, Operand],
-        paging: Paging | None, choose: Choose, stages: Stages,
-    ) -> None:  # fmt: skip
-        aligned = aligned and all(x.is_aligned() for x in operands.values())
-        cached, page_size = ((), 0) if paging is None else (("k", "v"), paging.page_size)
-        compact = all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
+        self, problem: Problem, config: S2OConfig, device: int, layout: Layout, choose: Choose, stages: Stages
+    ) -> None:
+        operands = layout.operands(problem)
         self.problem, self.config = problem, config
-        self.plan = make_plan(problem, config, device_limits(device), aligned, compact, page_size, choose)
+        self.plan = make_plan(
+            problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
+            layout.page_size, choose,
+        )  # fmt: skip
         self.workspace: Workspace = stages.workspace(self.plan, problem, config)
-        planned = stages.launches(self.plan, problem, config, operands, self.workspace, paging)
-        steps = [x for x in planned if x.blocks > 0]
+        planned = stages.launches(self.plan, problem, config, operands, self.workspace, layout.paging)
+        self.program = Program([x for x in planned if x.blocks > 0], device, BASES)
+        steps = self.program.launches
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
-
-        # Structs on 64 bytes each, then the array of their addresses that a launch is given.
-        offsets = np.cumsum([0] + [-(-x.params.nbytes // 64) * 64 for x in steps])
-        self.buffer = np.zeros(int(offsets[-1]) // 8, np.uint64)
-        start = self.buffer.ctypes.data
-        self.addresses = np.array([start + int(x) for x in offsets[:-1]], np.uint64)
-        at, base, delta = [], [], []
-        self.steps = []
-        functions = compiler.load_all([x.kernel for x in steps], device)
-        for i, (step, function) in enumerate(zip(steps, functions, strict=True)):
-            offset = int(offsets[i])
-            end = offset + step.params.nbytes
-            self.buffer.view(np.uint8)[offset:end] = np.frombuffer(step.params.tobytes(), np.uint8)
-            for place, name, further in step.pointers:
-                at.append((offset + place) // 8)
-                base.append(BASES.index(name))
-                delta.append(further)
-            launch = (
-                function.ptr, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes
-            )  # fmt: skip
-            self.steps.append((launch, self.addresses.ctypes.data + 8 * i, step))
-        self.at, self.base = np.array(at, np.intp), np.array(base, np.intp)
-        self.delta = added_to_addresses(delta)
-        # Where in the buffer pass 1 on Hopper has its three tensor maps; none: it takes none.
-        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
-        self.map_place = int(offsets[mapped[0]]) // 8 if mapped else None
-        self.bases: tuple[int, ...] = ()  # the addresses in the buffer
-        self.mapped: tuple[int, ...] = ()  # and those that its maps are of
-        self.lock = threading.RLock()  # the buffer and the graphs are one for all threads
-        self.replay = GraphCache(cupy.cuda) if len(steps) > GRAPH_LAUNCHES else None
+        # The launch, pass 1 on Hopper, that takes three tensor maps, and the addresses that they are of.
+        self.mapped = next((i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes), None)
+        self.map_pointers: tuple[int, ...] = ()
+        self.replays = len(steps) > GRAPH_LAUNCHES
 
     def run(
         self,
@@ -308,26 +252,26 @@ class _Program:
         q, k, v, out = operands
         page_table = 0 if paging is None else paging.pointer
         addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, taus, lse, visited, address)
-        with self.lock:
+        with self.program.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)
                 self._run_observed(address, keeper, stream, observe)
-            elif self.replay is None or await_keys is not None:
+            elif not self.replays or await_keys is not None:
                 self._launch(operands, addresses, stream, await_keys)
             else:
-                return self.replay.run(addresses, stream, lambda into: self._launch(operands, addresses, into))
+                return self.program.replay(addresses, stream, lambda into: self._launch(operands, addresses, into))
         return LAUNCHED
 
     def _launch(
         self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None
     ) -> None:
-        """Also into a graph, which copies parameters as any launch does: the buffer is free for other addresses."""
+        """Also into a graph, which copies parameters as any launch does: the program is free for other addresses."""
         self._begin(operands, addresses, stream)
-        for launch, arguments, step in self.steps:
+        for i, step in enumerate(self.program.launches):
             if await_keys is not None and step.stage != "pass1":
                 await_keys()
                 await_keys = None
-            driver.launchKernel(*launch, stream, arguments, 0)
+            self.program.launch(i, stream)
 
     def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
         """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
@@ -347,21 +291,17 @@ class _Program:
             lse = address + self.workspace.places["lse"].offset
         if not taus and "taus" in self.workspace.places:
             taus = address + self.workspace.places["taus"].offset
-        bases = (*others, taus, lse, visited, address)
-        if bases != self.bases:
-            self.buffer[self.at] = np.array(bases, np.uint64)[self.base] + self.delta
-            self.bases = bases
-        if self.map_place is not None:
+        self.program.point_to((*others, taus, lse, visited, address))
+        if self.mapped is not None:
             q, k, v, _ = operands
             if self.plan.collect_pages is not None:
                 k, v = (self.workspace.operand(name, address) for name in ("keys", "values"))
-            if (q.pointer, k.pointer, v.pointer) != self.mapped:
-                self._write_maps((q, k, v), self.map_place)
+            if (q.pointer, k.pointer, v.pointer) != self.map_pointers:
+                self._write_maps((q, k, v), self.mapped)
 
-    def _write_maps(self, operands: tuple[Operand, ...], place: int) -> None:
-        maps = maps_of_pass1(operands, self.plan)
-        self.buffer[place : place + len(maps) // 8] = np.frombuffer(maps, np.uint64)
-        self.mapped = tuple(x.pointer for x in operands)
+    def _write_maps(self, operands: tuple[Operand, ...], launch: int) -> None:
+        self.program.map_words(launch)[:] = np.frombuffer(maps_of_pass1(operands, self.plan), np.uint64)
+        self.map_pointers = tuple(x.pointer for x in operands)
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
         # The device, as a call that needs no memory has no address that tells it.
@@ -371,10 +311,13 @@ class _Program:
             place = self.workspace.places[name]
             return cupy.ndarray(place.shape, place.dtype, cupy.cuda.MemoryPointer(memory, place.offset))
 
-        for launch, arguments, step in self.steps:
-            driver.launchKernel(*launch, stream, arguments, 0)
+        for i, step in enumerate(self.program.launches):
+            self.program.launch(i, stream)
             arrays: dict[str, Any] = {"plan": self.plan, "chunk": step.chunk}
             observe(step.stage, _Views(arrays, view, self.workspace.places))
+
+
+_prepare = remembered(_Prepared)  # packed sequences have many lengths
 
 
 class _Views(Mapping[str, Any]):

@@ -5,29 +5,30 @@ What does not depend on addresses is made once and remembered; a call fills addr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import driver, runtime
+from cupy.cuda import runtime
 
 from ..arrays.operand import Operand
 from ..caches import remembered
 from ..methods.antidiagonal import MAP_ROWS
-from ..methods.base import MethodConfig, Site, Stage
+from ..methods.base import MethodConfig, Site
+from ..methods.stages import BASES
 from ..plan.build import lay_out
 from ..plan.kernels import Inputs, Kernel, padded_head_dim
 from ..problem import Problem
-from . import compiler
 from .pipeline import Memory, allocate, device_limits
+from .program import Program
 from .tables import on_device
 from .tensor_maps import tensor_map
 
 __all__ = ["run"]
 
-MAP_WORDS = 16  # 8 bytes each, of a tensor map
+Shape4 = tuple[int, int, int, int]
+Strides = tuple[int, int, int]
 
 # Called after each launch with its stage and the workspace's arrays; a tool's way to look inside.
 Observer = Callable[[str, Mapping[str, Any]], None]
@@ -40,56 +41,40 @@ def run(
     """``made``: addresses of what is written: entries, begins, keys and, where keys are permuted, k_order. Nothing
     waits for the GPU."""
     aligned = (q.pointer | k.pointer) % 16 == 0 and q.is_aligned() and k.is_aligned()
-    program = _program(problem, config, runtime.getDevice(), aligned, q.shape, q.strides, k.shape, k.strides)
-    program.run({"q": q.pointer, "k": k.pointer, **made}, stream, memory, observe)
+    prepared = _prepare(problem, config, runtime.getDevice(), aligned, q.shape, q.strides, k.shape, k.strides)
+    prepared.run({"q": q.pointer, "k": k.pointer, **made}, stream, memory, observe)
 
 
-@remembered
-def _program(
-    problem: Problem, config: MethodConfig, device: int, aligned: bool, q_shape: tuple[int, int, int, int],
-    q_strides: tuple[int, int, int], k_shape: tuple[int, int, int, int], k_strides: tuple[int, int, int],
-) -> _Program:  # fmt: skip
-    site = Site(
-        problem, config.grid(problem), Inputs(problem.dtype, padded_head_dim(problem.head_dim), aligned),
-        device_limits(device), {"q": Operand(0, q_shape, q_strides), "k": Operand(0, k_shape, k_strides)},
-        config.workspace_bytes,
-    )  # fmt: skip
-    return _Program(config.stages(site), device, site.operands)
+class _Selection:
+    """Prepared launches of a method's stages."""
 
-
-class _Program:
-    """Prepared launches, in whose parameters a call fills in its addresses."""
-
-    def __init__(self, stages: list[Stage], device: int, operands: Mapping[str, Operand]) -> None:
-        self.operands = operands
+    def __init__(
+        self, problem: Problem, config: MethodConfig, device: int, aligned: bool, q_shape: Shape4, q_strides: Strides,
+        k_shape: Shape4, k_strides: Strides,
+    ) -> None:  # fmt: skip
+        site = Site(
+            problem, config.grid(problem), Inputs(problem.dtype, padded_head_dim(problem.head_dim), aligned),
+            device_limits(device), {"q": Operand(0, q_shape, q_strides), "k": Operand(0, k_shape, k_strides)},
+            config.workspace_bytes,
+        )  # fmt: skip
+        stages = config.stages(site)
+        self.operands = site.operands
         self.workspace = lay_out((), [array for stage in stages for array in stage.arrays])
         tables = [item for stage in stages for item in getattr(stage, "tables", {}).items()]
         self.tables = {name: on_device(x, device).data.ptr for name, x in tables}
-        self.launches = [x for stage in stages for x in stage.launches(self.workspace) if x.blocks > 0]
-        functions = compiler.load_all([x.kernel for x in self.launches], device)
-        self.functions = [function.ptr for function in functions]
-        self.arguments = [np.array([x.params.ctypes.data], np.uint64) for x in self.launches]
-        # A struct's bytes as 8-byte words; pointers stand on these.
-        self.words = [x.params.reshape(1).view(np.uint8)[: x.params.nbytes // 8 * 8].view(np.uint64)
-                      for x in self.launches]  # fmt: skip
-        self.lock = threading.Lock()  # the parameters are one for all threads
+        launches = [x for stage in stages for x in stage.launches(self.workspace) if x.blocks > 0]
+        self.program = Program(launches, device, BASES)
 
     def run(self, bases: dict[str, int], stream: int, memory: Memory, observe: Observer | None) -> None:
         address, keeper = memory(self.workspace.nbytes)
-        bases["workspace"] = address
-        bases.update(self.tables)
-        with self.lock:
-            for step, function, words, argument in zip(
-                self.launches, self.functions, self.words, self.arguments, strict=True
-            ):
-                for offset, base, further in step.pointers:
-                    words[offset // 8] = bases[base] + further
-                if step.kernel.family.cluster > 1:
-                    words[: 2 * MAP_WORDS] = self._maps(step.kernel, bases)
-                driver.launchKernel(
-                    function, step.blocks, 1, 1, step.kernel.threads, 1, 1, step.kernel.shared_bytes, stream,
-                    argument.ctypes.data, 0,
-                )  # fmt: skip
+        bases = {**bases, **self.tables, "workspace": address}
+        program = self.program
+        with program.lock:
+            program.point_to(tuple([bases.get(name, 0) for name in BASES]))
+            for i, step in enumerate(program.launches):
+                if step.kernel.family.params.map_bytes:
+                    program.map_words(i)[:] = self._maps(step.kernel, bases)
+                program.launch(i, stream)
                 if observe is not None:
                     observe(step.stage, self._views(address, keeper))
         del keeper
@@ -108,3 +93,6 @@ class _Program:
             name: cupy.ndarray(place.shape, place.dtype, cupy.cuda.MemoryPointer(memory, place.offset))
             for name, place in self.workspace.places.items()
         }
+
+
+_prepare = remembered(_Selection)

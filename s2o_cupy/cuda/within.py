@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..arrays.operand import Operands
 from ..plan import error_search
 from ..problem import Problem
 from ..spec import S2OConfig
 from . import pipeline
-from .pipeline import Memory, Operands
+from .pipeline import Memory
 
 __all__ = ["find_taus"]
 

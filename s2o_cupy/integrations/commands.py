@@ -123,7 +123,7 @@ def _tune_model(args: argparse.Namespace) -> int:
 
     model, ids = _load(args, args.text)
     with progress("tune-model") as told, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they are among the result's notes
+        warnings.filterwarnings("ignore", "tune_model: ", UserWarning)  # they are among the result's notes
         found = tune_model(
             model, ids, loss=args.loss, error=args.error, density=args.density, by=args.by, taus=taus, config=config,
             min_seqlen=MIN_SEQLEN if args.min_seqlen is None else args.min_seqlen, answers=_answers(args, ids),

@@ -51,7 +51,10 @@ class Kinds:
 
 OF_MODELS = Kinds(
     "s2o_cupy.integrations.transformers", "the model's own attention", _EXPECTED, _UNEXPECTED,
-    {"s2o": "S2O", "dense window": "S2O's dense kernels, exactly, in a sliding window"},
+    {
+        "s2o": "S2O", "method": "the method that register was given, in S2O's place",
+        "dense window": "S2O's dense kernels, exactly, in a sliding window",
+    },
 )  # fmt: skip
 WORDS = OF_MODELS.expected | OF_MODELS.unexpected | OF_MODELS.taken
 

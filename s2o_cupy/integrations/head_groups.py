@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..own.method import AnyMethod, as_method, method_name
 from ..spec import S2OConfig
 
 __all__ = ["HeadGroup", "LayerConfigs", "head_groups"]
@@ -19,10 +20,10 @@ class HeadGroup:
     """Query heads that one call takes, in the order that grouped-query attention needs, and their KV heads.
 
     Indices are slices where heads are evenly spaced, so that arrays are viewed and not copied. ``config`` has a tau, or
-    an error, for each of these heads where they differ.
+    an error, for each of these heads where they differ; of all heads of a layer it may be that of another method.
     """
 
-    config: S2OConfig
+    config: AnyMethod
     heads: Index
     kv_heads: Index
 
@@ -85,24 +86,24 @@ def _index(numbers: list[int]) -> Index:
 
 @dataclass(frozen=True)
 class LayerConfigs:
-    """A config for every layer and head: ``(layer, head)`` if it is named, else ``layer``, else the default."""
+    """A config for every layer and head: ``(layer, head)`` if it is named, else ``layer``, else the default. That of a
+    layer may be of another method, or a method of the caller's own; that of a head may not."""
 
-    default: S2OConfig
-    layers: Mapping[int, S2OConfig | None]  # None: not S2O
+    default: AnyMethod
+    layers: Mapping[int, AnyMethod | None]  # None: the model's ordinary attention
     heads: Mapping[int, Mapping[int, S2OConfig]]  # layer -> head -> config
 
     @classmethod
     def parse(cls, config: Any, per_layer: Any) -> LayerConfigs:
         """Raises TypeError or ValueError that names the entry, what came and what is accepted."""
         config = S2OConfig() if config is None else config
-        if not isinstance(config, S2OConfig):
-            raise TypeError(f"register: config is a {type(config).__name__}; accepted: S2OConfig or None")
+        as_method(config, "register: config", also="None")
         if per_layer is not None and not isinstance(per_layer, Mapping):
             raise TypeError(
                 f"register: per_layer is a {type(per_layer).__name__}; accepted: a mapping of layer or (layer, head) "
                 "to S2OConfig"
             )
-        layers: dict[int, S2OConfig | None] = {}
+        layers: dict[int, AnyMethod | None] = {}
         heads: dict[int, dict[int, S2OConfig]] = {}
         for key, value in (per_layer or {}).items():
             pair = key if isinstance(key, tuple) else (key,)
@@ -110,20 +111,25 @@ class LayerConfigs:
                 raise ValueError(
                     f"register: per_layer has the key {key!r}; accepted: a layer or a (layer, head), counted from 0"
                 )
-            if len(pair) == 1 and (value is None or isinstance(value, S2OConfig)):
+            if len(pair) == 1:
+                if value is not None:
+                    as_method(value, f"register: per_layer[{key!r}]", also="None (the model's ordinary attention)")
                 layers[pair[0]] = value
             elif len(pair) == 2 and isinstance(value, S2OConfig):
                 heads.setdefault(pair[0], {})[pair[1]] = value
             else:
-                raise TypeError(
-                    f"register: per_layer[{key!r}] is a {type(value).__name__}; accepted: S2OConfig"
-                    + (", or None for the model's ordinary attention" if len(pair) == 1 else "")
-                )
+                raise TypeError(f"register: per_layer[{key!r}] is a {type(value).__name__}; accepted: S2OConfig")
         for layer in heads:
-            if layer in layers and layers[layer] is None:
+            of_layer = layers.get(layer, config)
+            if of_layer is None:
                 raise ValueError(
                     f"register: per_layer[{layer}] is None, and there are entries for heads of layer {layer}; "
                     "accepted: None for the layer alone (S2OConfig(tau=0) is dense attention for a head)"
+                )
+            if not isinstance(of_layer, S2OConfig):
+                raise ValueError(
+                    f"register: layer {layer} has {method_name(of_layer)}, and there are entries for heads of it; "
+                    "accepted: another method for the whole layer, or an S2OConfig for each head"
                 )
         return cls(config, layers, heads)
 
@@ -140,6 +146,7 @@ class LayerConfigs:
         named = self.heads.get(layer)
         if not named:
             return (HeadGroup(config, slice(0, heads, 1), slice(0, kv_heads, 1)),)
+        assert isinstance(config, S2OConfig)  # as parse() has seen to
         if max(named) >= heads:
             raise ValueError(
                 f"register: per_layer names head {max(named)} of layer {layer}; accepted: 0 to {heads - 1}"

@@ -53,12 +53,12 @@ def _meaning(function: Any) -> _Meaning | str:
         return _Meaning(window=_closure(parts[0])["sliding_window"])
     if codes == [_CHUNK, causal_mask_function.__code__]:
         return "chunked attention"
-    if codes == [_PACKED, _REMAPPED]:  # positions ascend by 1 in a sequence: causal there is causal here
-        packed, inner = parts[0], _meaning(_closure(parts[1])["mask_function"])
-    elif len(codes) == 2 and codes[1] == _PACKED:
-        packed, inner = parts[1], _meaning(parts[0])
-    else:
+    if len(codes) != 2 or _PACKED not in codes:
         return "mask function"
+    packed, other = parts if codes[0] == _PACKED else parts[::-1]  # by version of transformers
+    if getattr(other, "__code__", None) is _REMAPPED:  # positions ascend by 1 in a sequence: causal stays causal
+        other = _closure(other)["mask_function"]
+    inner = _meaning(other)
     return inner if isinstance(inner, str) else inner._replace(packed=_closure(packed)["packed_sequence_mask"])
 
 

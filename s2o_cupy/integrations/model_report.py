@@ -12,14 +12,19 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from ..api.attention import s2o_attention
+from ..api.select import sparse_attention
+from ..own.method import method_name
 from ..plan import launch_plan
 from ..spec import S2OConfig
+from ..tools.compare import settings_of
 from ..tools.layer_settings import head_name
+from ..tools.must_hold import mean_and_error, runs
 from ..tools.progress import Report
 from ..tools.sampled import Sample, check_segments
 from .fallbacks import WORDS
 from .model_arguments import parse_ids
-from .next_tokens import last_hidden, text_losses
+from .next_tokens import last_hidden, predicted, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
 
@@ -39,10 +44,13 @@ class LayerReport:
     layer : int
         Counted from 0.
     ran : str
-        "s2o", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
+        "s2o", "method", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
     tau, density, error, standard_error, share : float64 numpy.ndarray, (heads,), or None
         Of a layer that ran S2O: of each head its tau, pairs computed / pairs of dense attention, rel_l2 against dense
-        attention, that sample's standard error, and its part of the squared norm of dense attention's output.
+        attention, that sample's standard error, and its part of the squared norm of dense attention's output. Of one
+        that ran another method there is no tau, and no standard error, as all of it was looked at.
+    method : str or None
+        Of a layer that ran another method: its name and settings.
     ms, dense_ms : float or None
         On a GPU: milliseconds of this attention and of the model's own, medians of three calls after one.
     """
@@ -54,6 +62,7 @@ class LayerReport:
     error: np.ndarray | None = None
     standard_error: np.ndarray | None = None
     share: np.ndarray | None = None
+    method: str | None = None
     ms: float | None = None
     dense_ms: float | None = None
 
@@ -76,7 +85,7 @@ class LossReport:
     s2o: float
     dense: float
     difference: float
-    standard_error: float  # of the difference, predictions taken for independent
+    standard_error: float  # of the difference, runs of 128 tokens taken for independent
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +115,10 @@ class ModelReport:
     def table(self) -> str:
         """For a terminal."""
         ran = [x for x in self.layers if x.ran == "s2o"]
+        others = [x for x in self.layers if x.ran == "method"]
         lines = [f"{self.tokens:,} tokens, {len(self.layers)} calls of attention, {len(ran)} by S2O"]
+        if others:
+            lines[0] += f", {len(others)} by another method"
         if self.loss is not None:
             lines.append(
                 f"loss {self.loss.s2o:.4f} nats a token, dense attention {self.loss.dense:.4f}: "
@@ -117,9 +129,12 @@ class ModelReport:
                 f"error and density by {self.segments:,} of {self.segments_total:,} segments; error is rel_l2 against "
                 "dense attention"
             )
+        if others:
+            lines.append("error and density of another method by whole calls; error is rel_l2 against dense attention")
         timed = any(x.ms is not None for x in self.layers)
         heading = f"{'layer':>6} {'density':>9} {'error':>9} {'worst head':>18}"
-        lines += ["", heading + (f" {'ms':>8} {'dense ms':>9}" if timed else "") + "   tau"]
+        heading += f" {'ms':>8} {'dense ms':>9}" if timed else ""
+        lines += ["", heading + ("   tau" if ran or not others else "   method")]
         lines += [self._line(x, timed) for x in self.layers]
         if timed:
             both = [x for x in self.layers if x.ms is not None and x.dense_ms is not None]
@@ -129,13 +144,14 @@ class ModelReport:
         return "\n".join([*lines, "", *(f"{n:>6}  {what}: {WORDS[what]}" for what, n in most_first)])
 
     def _line(self, x: LayerReport, timed: bool) -> str:
-        if x.tau is None or x.error is None or x.density is None:
+        if x.error is None or x.density is None:
             line, told = f"{x.layer:>6} {'':>9} {'':>9} {'':>18}", x.ran
         else:
             worst = int(x.error.argmax())
             named = f"{head_name(x.layer, worst)}: {x.error[worst]:.3g}"
             line = f"{x.layer:>6} {x.mean_density:>9.3f} {x.pooled_error:>9.3g} {named:>18}"
-            told = f"{x.tau[0]:g}" if len({*x.tau.tolist()}) == 1 else " ".join(f"{tau:g}" for tau in x.tau)
+            taus = () if x.tau is None else x.tau if len({*x.tau.tolist()}) > 1 else x.tau[:1]
+            told = x.method or " ".join(f"{tau:g}" for tau in taus)
         if timed:
             line += " ".join(["", f"{'' if x.ms is None else f'{x.ms:.2f}':>8}",
                               f"{'' if x.dense_ms is None else f'{x.dense_ms:.2f}':>9}"])  # fmt: skip
@@ -145,13 +161,13 @@ class ModelReport:
         """Plain values for JSON; heads are called layer.head."""
         layers = []
         for x in self.layers:
-            row: dict[str, Any] = {"layer": x.layer, "ran": x.ran}
+            row: dict[str, Any] = {"layer": x.layer, "ran": x.ran, "method": x.method}
             row |= {"density": x.mean_density, "error": x.pooled_error, "ms": x.ms, "dense_ms": x.dense_ms}
             columns = {"tau": x.tau, "density": x.density, "error": x.error, "standard_error": x.standard_error}
             there = {name: values for name, values in columns.items() if values is not None}
             row["heads"] = {
                 head_name(x.layer, h): {name: float(values[h]) for name, values in there.items()}
-                for h in range(0 if x.tau is None else len(x.tau))
+                for h in range(0 if x.error is None else len(x.error))
             }
             layers.append(row)
         return {
@@ -182,7 +198,7 @@ def report(
 
     Every layer gets what the layers before it gave with S2O. Density and error of its heads are estimated from a sample
     of its segments, as by `error_per_head`: of the longest sequence, if the batch is padded or packed, and without
-    attention sinks.
+    attention sinks. Of another method than S2O they are those of whole calls.
 
     Parameters
     ----------
@@ -226,6 +242,8 @@ def report(
         found = LayerReport(len(layers) if layer is None else layer, asked.runs)
         if found.ran == "s2o":
             found, drawn[:] = _sampled(found, asked, segments, seed)
+        elif found.ran == "method":
+            found = _measured(found, asked)
         attention = asked.s2o if asked.reason is None else asked.ordinary
         if asked.query.is_cuda:
             found = replace(found, ms=_milliseconds(attention), dense_ms=_milliseconds(asked.ordinary))
@@ -288,6 +306,23 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
     ), size  # fmt: skip
 
 
+def _measured(found: LayerReport, asked: Asked) -> LayerReport:
+    """With density and error of each head by another method."""
+    qkv, config = longest_sequence(asked), asked.groups[0].config
+    options: dict[str, Any] = {"scale": asked.scale, "softcap": asked.softcap}
+    o, stats = sparse_attention(*qkv, config=config, return_stats=True, **options)
+    dense = s2o_attention(*qkv, tau=0, **options)
+    # [heads], of all sequences
+    off, size = (x.float().square().sum((0, 2, 3)).double().cpu().numpy() for x in (o.float() - dense.float(), dense))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.where(off == 0, 0.0, np.sqrt(off / size))
+    told = ", ".join(filter(None, (method_name(config), settings_of(config))))
+    return replace(
+        found, density=np.asarray(stats.density_per_head.double().mean(0).cpu()), error=error,
+        share=size / size.sum(), method=told,
+    )  # fmt: skip
+
+
 def _milliseconds(run: Callable[[], Any]) -> float:
     """Of the GPU, the median."""
     run()
@@ -307,7 +342,7 @@ def _loss(model: Any, ids: Tensor, s2o: S2OAttention, hidden: Tensor, inputs: di
         dense_hidden = last_hidden(model, ids, **inputs)
     mask = inputs.get("attention_mask")
     ours, dense = (text_losses(model, x, ids, mask) for x in (hidden, dense_hidden))
-    off = ours - dense
-    return LossReport(
-        float(ours.mean()), float(dense.mean()), float(off.mean()), float(off.std() / np.sqrt(max(1, off.size)))
-    )
+    sequence, place = np.indices((ids.shape[0], ids.shape[1] - 1))
+    there = slice(None) if mask is None else predicted(mask)
+    difference, standard_error = mean_and_error(ours - dense, runs(sequence, place + 1)[there].ravel())
+    return LossReport(float(ours.mean()), float(dense.mean()), difference, standard_error)

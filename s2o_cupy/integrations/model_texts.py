@@ -12,6 +12,7 @@ import torch
 
 from ..tools.must_hold import Row
 from .model_arguments import parse_ids
+from .next_tokens import predicted
 
 __all__ = ["Text", "check_held_back", "parse_texts"]
 
@@ -42,7 +43,7 @@ class Text:
         """Those of [batch, seqlen - 1] neither of padding nor after it, row behind row, as `must_hold.cut` has them."""
         if self.mask is None:
             return values.ravel()
-        return values[(self.mask[:, :-1] * self.mask[:, 1:]).bool().cpu().numpy()]
+        return values[predicted(self.mask)]
 
 
 def parse_texts(function: str, input_ids: Any, answers: Any, inputs: dict[str, Any]) -> list[Text]:
@@ -51,6 +52,7 @@ def parse_texts(function: str, input_ids: Any, answers: Any, inputs: dict[str, A
     several = isinstance(input_ids, Sequence) and len(input_ids) > 0 and isinstance(input_ids[0], torch.Tensor)
     if not several:
         ids = parse_ids(function, input_ids)
+        _check_mask(function, inputs.get("attention_mask"), ids)
         return [Text(ids, _answers(function, "answers", answers, ids), inputs)]
     tensors = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
     if tensors and len(input_ids) > 1:
@@ -61,9 +63,26 @@ def parse_texts(function: str, input_ids: Any, answers: Any, inputs: dict[str, A
     texts = []
     for n, one in enumerate(input_ids):
         ids = parse_ids(function, one, f"input_ids[{n}]")
+        _check_mask(function, inputs.get("attention_mask"), ids)
         given = None if answers is None else _answers(function, f"answers[{n}]", answers[n], ids)
         texts.append(Text(ids, given, dict(inputs)))
     return texts
+
+
+def _check_mask(function: str, mask: Any, ids: Tensor) -> None:
+    """A row of which no token is predicted says nothing of a setting."""
+    if mask is None:
+        return
+    accepted = f"a PyTorch tensor {tuple(ids.shape)}, 0 for padding, with two neighbouring tokens at least in each row"
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{function}: attention_mask is a {type(mask).__name__}; accepted: {accepted}")
+    if mask.shape != ids.shape:
+        raise ValueError(f"{function}: attention_mask has shape {tuple(mask.shape)}; accepted: {accepted}")
+    without = np.flatnonzero(~predicted(mask).any(axis=1)).tolist()
+    if without:
+        raise ValueError(
+            f"{function}: attention_mask leaves nothing to predict in row {without[0]}; accepted: {accepted}"
+        )
 
 
 def _answers(function: str, name: str, given: Any, ids: Tensor) -> Tensor | None:

@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api.run import parse_config
+from ..api.select import sparse_attention
+from ..own.method import AnyMethod, as_method, method_name
 from ..spec import S2OConfig
+from ..tools.compare import settings_of
 from ..tools.layer_curves import LayerCurves, measure_layer, merged
 from ..tools.layer_settings import MIN_SEQLEN
 from ..tools.loss_search import Trial, fastest
+from ..tools.measured_method import MeasuredMethod
 from ..tools.must_hold import Lost, Predictions, cut, how_easy, judge, mean_and_error, prices
 from ..tools.progress import Report
 from ..tools.sampled import check_segments
@@ -66,6 +70,7 @@ def tune_model(
     min_seqlen: int = MIN_SEQLEN,
     answers: Any = None,
     held_back: float = 0.25,
+    beside: Sequence[AnyMethod] = (),
     segments: int = 16,
     seed: int = 0,
     progress: Report | None = None,
@@ -85,14 +90,16 @@ def tune_model(
     A loss L must hold in several ways at once. Of a group of tokens that is the larger of two means: of the loss beyond
     dense attention's, and of how far predictions move (the Kullback-Leibler divergence from dense attention's).
 
-    - All tokens: at most L, two standard errors of the loss included.
-    - The hardest of the equal parts, 4 to 16, that each text is cut into: at most 2 L, of the loss only what is beyond
-      two standard errors, as below.
+    - All tokens: at most L, on the part chosen on two standard errors of the loss included.
+    - The hardest of the equal parts, 4 to 16, that each text is cut into: at most 2 L.
     - Tokens that the model is unsure of, with dense attention, by 1 nat of entropy or more: at most 2 L. On an ordinary
       text they lose some twice as much as all tokens; on one that the model foretells, as one that repeats itself, they
       are the few that show what a harder text would lose. At least a hundredth of the tokens are looked at.
-    - Tokens that a text copies from far away, over 4,096 tokens or an eighth of the text: at most 4 L.
+    - Tokens that a text copies from far away, over 4,096 tokens or an eighth of the text: at most 4 L, if there are 32
+      or more.
     - ``answers``: at most 4 L, and at most one in a hundred fewer of them are the likeliest token.
+
+    Of the loss in all but the first two standard errors are taken off, so that noise decides nothing.
 
     The fastest taus for which all of it holds on the part of the texts that they are chosen on are then checked on the
     part that was held back; where it does not hold there, closer ones are taken until it does. A UserWarning says of a
@@ -122,7 +129,11 @@ def tune_model(
     answers : bool Tensor, (batch, seqlen), or a sequence of such and None, optional
         Beside each tensor of ids: which tokens answer something that the text asks. Of a loss.
     held_back : float, default 0.25
-        The share of each text, from 0 to 0.5, that taus are not chosen on, of a loss: stretches of it, evenly spaced.
+        The share of each text, from 0 to 0.5, that taus are not chosen on, of a loss: stretches of it, evenly spaced,
+        if above 0 at least one of all.
+    beside : sequence of methods, optional
+        What `sparse_attention` takes, published methods or one's own: each is run in all layers on the same texts, and
+        stands in ``found.beside`` and the table by its density and what it loses.
     segments, seed : optional
         How many segments of each layer to take, and of their draw.
     progress : callable, optional
@@ -152,12 +163,13 @@ def tune_model(
     config, texts = parse_config(config, None, here), parse_texts(here, input_ids, answers, inputs)
     check_min_seqlen(here, min_seqlen)
     check_segments(here, segments)
+    beside = _methods(here, beside)
     share = check_held_back(here, held_back) * (target.name == "loss")
     layers = model.config.get_text_config().num_hidden_layers
     probes, curve = layers * min(PROBES, len(grid)), len(texts) * layers * (1 + len(grid))
     larger = (probes + curve) * (can_be_coarser(config) and by != "head")
     steps = {"error": 0, "density": probes, "loss": probes + larger + TRIES}[target.name]
-    count = _Count(progress, curve + steps)
+    count = _Count(progress, curve + steps + len(beside))
     search = _Search(model, texts, config, min_seqlen, count, cut([x for text in texts for x in text.rows], share))
 
     measure = CurvesOf(grid, segments, seed)
@@ -167,11 +179,11 @@ def tune_model(
             f"tune_model: on a GPU a call of {min(len(x.ids[0]) for x in texts):,} keys is plain dense attention, of "
             "which nothing is lost; accepted: more tokens, or config=S2OConfig(dense_up_to=0)"
         )
+    for text, of_text in zip(texts, hidden, strict=True):
+        text.hidden = of_text
     if target.name == "error":
         found = choose(config, target, by, curves, by_error(curves, target.value, by))
     else:
-        for text, of_text in zip(texts, hidden, strict=True):
-            text.hidden = of_text
         costs = search.costs(curves, config)
         if target.name == "density":
             found = choose(config, target, by, curves, by_density(here, curves, costs, target.value, by))
@@ -179,7 +191,16 @@ def tune_model(
             found = search.by_loss(target, by, curves, costs, measure)
     for note in found.notes:
         warnings.warn(f"tune_model: {note}", UserWarning, stacklevel=2)
-    return replace(found, min_seqlen=min_seqlen)
+    measured = () if found.interrupted else tuple(search.measured(method) for method in beside)
+    return replace(found, min_seqlen=min_seqlen, beside=measured)
+
+
+def _methods(here: str, beside: Any) -> tuple[AnyMethod, ...]:
+    if not isinstance(beside, (list, tuple)):
+        raise TypeError(f"{here}: beside is a {type(beside).__name__}; accepted: a list or tuple of methods")
+    for i, method in enumerate(beside):
+        as_method(method, f"{here}: beside[{i}]")
+    return tuple(beside)
 
 
 class CurvesOf(NamedTuple):
@@ -316,10 +337,10 @@ class _Search:
                 "that was verified by then, and there may be faster ones"
             )
         if best is None:
-            bound = tried[-1][1].chosen_on.tightest
+            last = tried[-1][1]
             raise ValueError(
                 f"tune_model: no taus of the grid have {target}, nor has dense attention in S2O's place, by rounding: "
-                f"{bound.value:.4g} ({bound.name}); accepted: a larger loss"
+                f"{last.missed.value:.4g} ({last.missed.name}{last.of_held_back}); accepted: a larger loss"
             )
         step, trial = best
         if not any(taus.any() for taus in step.taus) and not all(x.holds for _, x in tried):
@@ -329,6 +350,24 @@ class _Search:
             trials=tuple(x for _, x in tried), loss=trial, interrupted=interrupted,
             notes=(*self._easy(dense[0]), *notes),
         )  # fmt: skip
+
+    def measured(self, method: AnyMethod) -> MeasuredMethod:
+        """Another method in all layers that S2O takes."""
+        densities = []
+
+        def attend(asked: Asked) -> Tensor:
+            if asked.reason is not None:
+                return asked.ordinary()
+            if asked.call.window is None:
+                options: dict[str, Any] = {"scale": asked.scale, "softcap": asked.softcap, "return_stats": True}
+                densities.append(sparse_attention(*longest_sequence(asked), config=method, **options)[1].density)
+            return asked.s2o()
+
+        now = self._changes(S2OAttention(LayerConfigs.parse(method, None), self.min_seqlen), attend)
+        density = float(np.mean(densities)) if densities else 1.0
+        name, settings = method_name(method), settings_of(method)
+        self.step(f"{name}, {settings or 'default'}")
+        return MeasuredMethod(name, settings, density, *mean_and_error(now.loss, self.of.run), float(now.moved.mean()))
 
     def _easy(self, dense: np.ndarray) -> list[str]:
         """What to say of texts that hide what harder ones would lose."""

@@ -66,7 +66,13 @@ def text_losses(model: Any, hidden: Tensor, ids: Tensor, attention_mask: Tensor 
     loss = of_hidden(model, hidden[:, :-1], ids[:, :-1], ids[:, 1:]).loss
     if attention_mask is None:
         return loss.ravel()
-    return loss[(attention_mask[:, :-1] * attention_mask[:, 1:]).bool().cpu().numpy()]
+    return loss[predicted(attention_mask)]
+
+
+def predicted(attention_mask: Tensor) -> np.ndarray:
+    """Which of a text's predictions, bool [batch, seqlen - 1], are neither of padding nor after it."""
+    found: np.ndarray = (attention_mask[:, :-1] * attention_mask[:, 1:]).bool().cpu().numpy()
+    return found
 
 
 class Changes(NamedTuple):

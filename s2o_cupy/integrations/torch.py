@@ -205,8 +205,6 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
     if tau is not None:
         of_heads = check_tau(tau, "s2o_attention")
         scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
-        if config.error is not None and config.tail is None:
-            scalars[_TAIL] = "none"  # as S2OConfig.with_tau
     return scalars
 
 
@@ -255,7 +253,7 @@ _SCHEMA_TYPES[float | Sequence[float] | None] = "float[]?"
 
 _HINTS = get_type_hints(S2OConfig)
 _NAMES = tuple(field.name for field in fields(S2OConfig))
-_TAU, _ERROR, _TAIL = (_NAMES.index(name) for name in ("tau", "error", "tail"))
+_TAU, _ERROR = _NAMES.index("tau"), _NAMES.index("error")
 _DEFAULT = S2OConfig()
 
 
@@ -266,7 +264,8 @@ def _config(*scalars: Any) -> S2OConfig:
 @functools.lru_cache(maxsize=256)
 def _known_config(*scalars: Any) -> S2OConfig:
     one = lambda x: x[0] if isinstance(x, tuple) and len(x) == 1 else x  # noqa: E731
-    return S2OConfig(**{name: one(x) for name, x in zip(_NAMES, scalars, strict=True)})
+    # PyTorch leaves out arguments at the end that are their default.
+    return S2OConfig(**{name: one(x) for name, x in zip(_NAMES, scalars, strict=False)})
 
 
 # ---------------------------------------------------------------- the operator
@@ -412,7 +411,8 @@ def _backend(q: Tensor) -> str:
 
 
 _library = torch.library.Library("s2o_cupy", "DEF")
-_CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}" for name in _NAMES)
+_LATER = {"clusters": "=0"}  # fields that graphs exported before do not have; it is 0 with every rank of then
+_CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}{_LATER.get(name, '')}" for name in _NAMES)
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, float softcap, bool is_causal, str layout, bool return_lse, "
     f"{_CONFIG}) -> (Tensor o, Tensor lse)",

@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..api.select import sparse_attention
+from ..api.sparse_varlen import sparse_attention_varlen
+from ..own.method import AnyMethod, kernels_config
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
@@ -43,8 +46,8 @@ Tensor = Any  # torch.Tensor
 
 def register(
     name: str = "s2o",
-    config: S2OConfig | str | os.PathLike[str] | None = None,
-    per_layer: Mapping[int | tuple[int, int], S2OConfig | None] | None = None,
+    config: AnyMethod | str | os.PathLike[str] | None = None,
+    per_layer: Mapping[int | tuple[int, int], AnyMethod | None] | None = None,
     min_seqlen: int | None = None,
 ) -> S2OAttention:
     """Make S2O an attention implementation of transformers, under ``name``.
@@ -56,13 +59,15 @@ def register(
     ----------
     name : str, default "s2o"
         Registering a name again replaces what it stood for, also in models that use it.
-    config : S2OConfig or path, optional
-        Of all layers and heads that ``per_layer`` does not name. A path: the JSON file that ``tune_model(...).save`` or
-        ``s2o tune --json`` wrote, with both and perhaps with ``min_seqlen``.
+    config : S2OConfig, another method or path, optional
+        Of all layers and heads that ``per_layer`` does not name. Another method is what `sparse_attention` takes: the
+        configuration of a published one, or a callable of one's own. A path: the JSON file that
+        ``tune_model(...).save`` or ``s2o tune --json`` wrote, with both and perhaps with ``min_seqlen``.
     per_layer : mapping, optional
         ``{layer: S2OConfig}`` or ``{(layer, head): S2OConfig}``, counted from 0; both may be mixed, and the head
-        decides. None instead of a layer's config leaves that layer to the ordinary attention. Heads of a layer that
-        differ in more than tau take several calls; so do those with the default tau and others.
+        decides. A layer, but not a head, may have another method. None instead of a layer's config leaves that layer to
+        the ordinary attention. Heads of a layer that differ in more than tau take several calls; so do those with the
+        default tau and others.
     min_seqlen : int, optional
         With fewer keys than this the ordinary attention runs: ordering keys would cost more than it saves. Default:
         what the file says, else 8192.
@@ -136,7 +141,9 @@ class Asked(NamedTuple):
     @property
     def runs(self) -> str:
         """What runs, as S2OAttention.calls counts it."""
-        return self.reason or ("s2o" if self.call.window is None else "dense window")
+        if self.reason is not None or self.call.window is not None:
+            return self.reason or "dense window"
+        return "s2o" if isinstance(self.groups[0].config, S2OConfig) else "method"
 
     def s2o(self) -> Tensor:
         """[batch, seqlen_q, heads, head_dim]"""
@@ -190,8 +197,8 @@ class S2OAttention:
     Attributes
     ----------
     calls : collections.Counter
-        How often "s2o" ran, or "dense window" for it, and each reason why neither did, in compiled graphs too. The
-        log says each reason once.
+        How often "s2o" ran, "method" or "dense window" for it, and each reason why none did, in compiled graphs too.
+        The log says each reason once.
     """
 
     def __init__(self, configs: LayerConfigs, min_seqlen: int) -> None:
@@ -283,7 +290,7 @@ class S2OAttention:
             return "short"
         if groups is None:
             return "layer"
-        if call.seqlen_q < max(group.config.block_m for group in groups):
+        if call.seqlen_q < max(kernels_config(group.config).block_m for group in groups):
             return "few queries"
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM or query.shape[0] != key.shape[0]:
             return "shape"
@@ -333,21 +340,25 @@ def _s2o(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: _Call, config: S2OConfig, scale: float | None, softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, config: AnyMethod, scale: float | None, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """[batch, seqlen, heads, head_dim], or [total, heads, head_dim] of packed sequences."""
     options: dict[str, Any] = {"config": config, "scale": scale, "softcap": softcap}
     if call.window is not None:
+        options["config"] = kernels_config(config)
         o, lse = window_attention(q, k, v, call.lengths, call.window, **options)
         return o if sinks is None else _with_sinks(o, lse, sinks)
     if sinks is not None:
         options["return_lse"] = True
+    # Graphs of PyTorch can hold S2O, and no other method.
+    whole: Callable[..., Any] = attention if isinstance(config, S2OConfig) else sparse_attention
+    packed: Callable[..., Any] = attention_varlen if isinstance(config, S2OConfig) else sparse_attention_varlen
     if call.spans_q is None:
-        found = attention(q, k, v, layout="BSHD", **options)
+        found = whole(q, k, v, layout="BSHD", **options)
     else:
         cu_seqlens_q, cu_seqlens_k = (starts([pair[i] for pair in call.lengths]) for i in (0, 1))
-        found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        found = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return found if sinks is None else _with_sinks(found[0], found[1], sinks)
 
 

@@ -6,13 +6,13 @@ Pure: no array, no GPU, no CuPy. reference/methods/xattention.py is the definiti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..plan.build import Array, Launch, Workspace
-from ..plan.kernels import Family, Inputs, Kernel
-from ..plan.paths import HOPPER
+from ..plan.kernels import Family, Inputs, Kernel, Path
+from ..plan.paths import HOPPER, device_path
 from ..spec import LOG2E
 from .base import Site
 from .stages import launch
@@ -41,9 +41,9 @@ MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS
 TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}
 
 
-def norms(inputs: Inputs, stride: int, is_hopper: bool, mapped: bool = False) -> Kernel:
+def norms(inputs: Inputs, stride: int, path: Path, mapped: bool = False) -> Kernel:
     """``mapped``: by tensor maps. sizeof(AntidiagonalTraits::Shared)"""
-    family = NORMS if not is_hopper or not inputs.aligned else NORMS_MAPPED if mapped else NORMS_SM90
+    family = NORMS if not path.has_wgmma or not inputs.aligned else NORMS_MAPPED if mapped else NORMS_SM90
     rows, keys, stages = TILES[family]
     shared = stages * (rows + keys) * STEP_BYTES
     shared += {NORMS: rows * (8 + 4), NORMS_SM90: 0, NORMS_MAPPED: stages * 2 * 8}[family]
@@ -55,13 +55,11 @@ def mass(stride: int) -> Kernel:
     return Kernel(MASS, step=stride, shared_bytes=BLOCK // stride * 4)
 
 
-def kernels(inputs: Inputs, is_hopper: bool) -> Iterator[Kernel]:
+def kernels(inputs: Inputs, paths: Sequence[Path]) -> Iterator[Kernel]:
     if inputs.paged or inputs.softcap:
         return
     for stride in STRIDES:
-        yield norms(inputs, stride, False)
-        if is_hopper:
-            yield from (norms(inputs, stride, True), norms(inputs, stride, True, mapped=True))
+        yield from (norms(inputs, stride, path, mapped) for path in paths for mapped in (False, True))
         yield mass(stride)
 
 
@@ -94,8 +92,8 @@ class AntidiagonalMass:
     def launches(self, memory: Workspace, first: int, heads: int, pitch: int) -> list[Launch]:
         """Of ``heads`` heads from ``first`` on."""
         site, problem = self.site, self.site.problem
-        is_hopper = self.path != "portable" and HOPPER.runs_on(site.limits.compute_capability)
-        kernel = norms(site.inputs, self.stride, is_hopper, self._maps(first, heads))
+        path = device_path(site.limits, self.path)
+        kernel = norms(site.inputs, self.stride, path, self._maps(first, heads))
         values: dict[str, Any] = {
             "q": site.tensor("q"),
             "k": site.tensor("k"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Family, Inputs, Kernel
-from ..plan.paths import HOPPER
+from ..plan.paths import HOPPER, device_path
 
 __all__ = [
     "LAST_ROWS", "MOST_HEADS", "SCORE_TILES", "block_means", "block_scores", "choose_blocks", "column_means", "kernels",
@@ -73,7 +73,7 @@ def block_means(inputs: Inputs, alike: bool) -> Kernel:
 
 def block_scores(inputs: Inputs, limits: DeviceLimits) -> Kernel:
     """sizeof(BlockScoresSm90Traits::Shared)"""
-    if not HOPPER.runs_on(limits.compute_capability) or inputs.head_dim > HOPPER.wgmma_head_dim:
+    if inputs.head_dim > device_path(limits).wgmma_head_dim:
         return Kernel(BLOCK_SCORES, inputs.dtype, inputs.head_dim)
     shared = sum(SCORE_TILES[BLOCK_SCORES_SM90]) * 2 * inputs.head_dim * 2
     return Kernel(BLOCK_SCORES_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
@@ -115,7 +115,7 @@ def column_means(inputs: Inputs, limits: DeviceLimits, group: int) -> Kernel:
 def _last_rows(family: Family, hopper: dict[int, Family], inputs: Inputs, limits: DeviceLimits, group: int) -> Kernel:
     """sizeof(LastRowsTraits::Shared), or of LastRowsSm90Traits: a device has one of the two, whatever path attends."""
     head_dim, tile = inputs.head_dim, last_rows_tile(inputs.head_dim)
-    if HOPPER.runs_on(limits.compute_capability) and head_dim <= HOPPER.wgmma_head_dim:
+    if head_dim <= device_path(limits).wgmma_head_dim:
         heads = 1 if group % 2 else 2
         shared = (heads * LAST_ROWS + (1 + heads) * tile) * head_dim * 2 + heads * LAST_ROWS * 4 + 2 * (1 + heads) * 8
         return Kernel(hopper[heads], inputs.dtype, head_dim, shared_bytes=shared, group=heads)

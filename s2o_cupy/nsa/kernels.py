@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..plan.kernels import Family, Inputs, Kernel
+from ..plan.kernels import Family, Inputs, Kernel, Path
 from ..plan.paths import HOPPER
 
 __all__ = [
@@ -78,8 +78,8 @@ DELTAS, QUERY_GRADIENTS, KEY_GRADIENTS = (
 )
 
 
-def window(inputs: Inputs, compute_capability: int) -> Kernel:
-    if HOPPER.runs_on(compute_capability):
+def window(inputs: Inputs, path: Path) -> Kernel:
+    if path.has_wgmma:
         shared = (HOPPER_WINDOW_ROWS + 9 * STEP) * inputs.head_dim * 2 + 8 * 8 + 8 * 4  # barriers, bits of keys
         return Kernel(WINDOW_SM90, inputs.dtype, inputs.head_dim, shared_bytes=shared)
     shared = (ROWS + 4 * STEP) * inputs.head_dim * 2 + 2 * 8 + 6 * 4 + 4 * 4
@@ -91,10 +91,10 @@ def window_rows(kernel: Kernel) -> int:
     return HOPPER_WINDOW_ROWS if kernel.family is WINDOW_SM90 else ROWS
 
 
-def block_weights(inputs: Inputs, group: int, compute_capability: int) -> Kernel:
+def block_weights(inputs: Inputs, group: int, path: Path) -> Kernel:
     """Of Hopper 2 to 8 query heads of a KV head, whose queries shared memory holds; of one `compressed` has them."""
     queries = ROWS * inputs.head_dim * 2  # of a turn
-    if HOPPER.runs_on(compute_capability) and FUSED_GROUP < group <= MAX_HOPPER_GROUP:
+    if path.has_wgmma and FUSED_GROUP < group <= MAX_HOPPER_GROUP:
         group = 1 << (group - 1).bit_length()
         own_threads = 256 if group > 2 else 0  # their queries take turns, for which shared memory has less room
         shared = group // 2 * (own_threads or BLOCK_WEIGHTS_SM90.threads) // 2 * (inputs.head_dim * 2 + 4)  # with lse
@@ -123,9 +123,9 @@ def block_weight_tokens(kernel: Kernel) -> int:
     return kernel.threads // 4  # a warpgroup has 64 rows: two heads
 
 
-def selected(inputs: Inputs, block: int, compute_capability: int) -> Kernel:
+def selected(inputs: Inputs, block: int, path: Path) -> Kernel:
     """Of Hopper with blocks of 64; with twice as many keys registers are too few for two blocks of threads."""
-    family = SELECTED_SM90 if HOPPER.runs_on(compute_capability) and block == STEP else SELECTED
+    family = SELECTED_SM90 if path.has_wgmma and block == STEP else SELECTED
     buffers = 2 if block == STEP else 1
     shared = (buffers * ROWS + 2 * block) * inputs.head_dim * 2 + 2 * buffers * ROWS * 4 + 4 * 4 + block // 8
     if family is SELECTED_SM90:
@@ -175,16 +175,15 @@ def _room(blocks: int) -> int:
     return 1 << max(5, (blocks - 1).bit_length())
 
 
-def catalogue(inputs: Inputs, compute_capability: int) -> Iterator[Kernel]:
-    """Those of a dtype and a padded head_dim on a device."""
+def catalogue(inputs: Inputs, paths: Sequence[Path]) -> Iterator[Kernel]:
+    """Those of a dtype and a padded head_dim on a device that has ``paths``; some come several times."""
     if inputs.head_dim > MAX_HEAD_DIM:
         return
-    yield from (window(inputs, 0), merge_parts(inputs), top_blocks(), count(0), totals(), places(),
-                scatter(0))
+    yield from (merge_parts(inputs), top_blocks(), count(0), totals(), places(), scatter(0))
     yield from (selected_backward(inputs), *backward_sums(inputs))
-    yield from (selected(inputs, block, 0) for block in BLOCKS)
-    yield from (block_weights(inputs, group, 0) for group in (1, 2, 4))
-    if HOPPER.runs_on(compute_capability):
-        yield selected(inputs, STEP, compute_capability)
-        yield from (block_weights(inputs, group, compute_capability) for group in (2, 4, 8))
-        yield from (window(inputs, compute_capability), compressed(inputs))
+    for path in reversed(paths):  # the portable one first, some of whose kernels others have too
+        yield window(inputs, path)
+        yield from (selected(inputs, block, path) for block in BLOCKS)
+        yield from (block_weights(inputs, group, path) for group in ((2, 4, 8) if path.has_wgmma else (1, 2, 4)))
+        if path.has_wgmma:
+            yield compressed(inputs)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ..caches import remembered
 from ..plan.build import Array, Workspace, lay_out
 from ..plan.device import DeviceLimits
-from ..plan.kernels import Inputs, Kernel, padded_head_dim
-from ..plan.paths import HOPPER, PORTABLE
+from ..plan.kernels import Inputs, Kernel, Path, padded_head_dim
+from ..plan.paths import device_path
 from ..problem import Problem
 from . import kernels
 from .config import NSAConfig
@@ -80,9 +80,8 @@ class NsaPlan:
     tops: bool = False  # of each quarter of a step of compressed keys the largest weight is known
     item_rows: int = ITEM_ROWS  # (token, head) pairs of some tokens of one block, at most
 
-    def kernel(self, function: str) -> Kernel:
-        """The one that it is called for, of whichever path."""
-        return next(x for x in self.kernels if x.function.removesuffix("_sm90") == function)
+    def kernel(self, role: str) -> Kernel:
+        return next(x for x in self.kernels if x.role == role)
 
     @property
     def kv_rows(self) -> int:
@@ -170,15 +169,15 @@ def make_plan(
     group = problem.heads // max(1, problem.kv_heads)
     check(problem, config, group, where, compresses)
     inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim))
-    capability = 0 if config.path == PORTABLE.name else limits.compute_capability
-    fused = compresses and HOPPER.runs_on(capability) and group <= kernels.FUSED_GROUP
+    path = device_path(limits, config.path)
+    fused = compresses and path.has_wgmma and group <= kernels.FUSED_GROUP
     runs = remainders(problem.seqlen_q, problem.seqlen_k, config.length, config.stride)
     apart = gates and shares and config.window >= config.local * config.block
     plan = NsaPlan(
         problem, config, inputs, group, config.top - config.local * apart, apart, 0,
         () if fused or not compresses else runs, Workspace({}, 0, 0), fused=fused,
     )  # fmt: skip
-    launched = _kernels(plan, capability, compresses, attends, gates)
+    launched = _kernels(plan, path, compresses, attends, gates)
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
         raise ValueError(
@@ -194,19 +193,19 @@ def make_plan(
     return replace(plan, workspace=_workspace(plan, compresses, attends))
 
 
-def _kernels(plan: NsaPlan, capability: int, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
+def _kernels(plan: NsaPlan, path: Path, compresses: bool, attends: bool, gates: bool) -> tuple[Kernel, ...]:
     found: list[Kernel] = []
     if gates or not (compresses or attends):
-        found.append(kernels.window(plan.inputs, capability))
+        found.append(kernels.window(plan.inputs, path))
     if compresses:
         if plan.fused:
             found.append(kernels.compressed(plan.inputs))
         else:
-            found.append(kernels.block_weights(plan.inputs, plan.group, capability))
+            found.append(kernels.block_weights(plan.inputs, plan.group, path))
         found.append(kernels.top_blocks())
     if attends and plan.slots:
         found += [kernels.count(plan.blocks), kernels.totals(), kernels.places(), kernels.scatter(plan.blocks)]
-        found.append(kernels.selected(plan.inputs, plan.config.block, capability))
+        found.append(kernels.selected(plan.inputs, plan.config.block, path))
     if attends:
         found.append(kernels.merge_parts(plan.inputs))
     return tuple(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..problem import Problem
+from ..problem import GPU_BLOCK_M, Problem
 from ..spec import STOP_LAG, Geometry, S2OConfig
 from .device import DeviceLimits
 from .params import Struct, struct
@@ -90,6 +90,11 @@ class Kernel:
         return self.family.function
 
     @property
+    def role(self) -> str:
+        """What it is launched for, on whichever path."""
+        return self.function if self.family.path is None else self.function.removesuffix(self.family.path.suffix)
+
+    @property
     def threads(self) -> int:
         """Of a block. A warp of the portable passes holds the accumulators of 32 rows of 128, or of 16 of 256."""
         wide = "{block_m}" in (self.family.traits or "") and self.head_dim * self.block_m > 128 * 128
@@ -132,11 +137,19 @@ class Path:
     keeps_dense_state: bool  # pass 1 leaves (m, l) behind even where no pass 2 reads it
     gathers_pages: bool  # pass 1 gathers rows of pages that are too small to be copied whole, which takes longer
     wgmma_head_dim: int  # padded head_dim up to which there are kernels with wgmma that score keys; 0: there are none
+    takes_unaligned: bool = True  # rows that do not start on 16 bytes
+    block_ms: tuple[int, ...] = GPU_BLOCK_M  # queries of a q tile
+    suffix: str = ""  # of the names of its own kernels
 
     @property
     def stop_lag(self) -> int:
         """Of pass 2: key tiles that it still visits after the one that decides."""
         return STOP_LAG[self.name]
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether there are kernels with wgmma."""
+        return self.wgmma_head_dim > 0
 
     def runs_on(self, compute_capability: int) -> bool:
         raise NotImplementedError

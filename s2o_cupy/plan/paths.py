@@ -1,6 +1,6 @@
 """The paths: what each set of pass kernels can do, which problems it takes, and which kernels it runs them with.
 
-kernels.py says what a path answers; nobody but the paths compares architectures or names of kernels. A new
+kernels.py says what a path answers. Of S2O nobody but the paths compares architectures or names of kernels. A new
 architecture is a class here, its lag in spec.STOP_LAG and a folder of kernels. Pure: no array, no GPU, no CuPy.
 """
 
@@ -16,7 +16,7 @@ from .device import DeviceLimits
 from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, padded_head_dim
 from .rounds import STEP
 
-__all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "is_written_for", "path_of"]
+__all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "device_path", "is_written_for", "path_of"]
 
 
 # --- mma.sync, compute capability 8.0 and newer ---
@@ -268,7 +268,8 @@ class _Hopper(Path):
 
 
 HOPPER = _Hopper(
-    "hopper", "sm_90a", persistent=True, keeps_dense_state=False, gathers_pages=True, wgmma_head_dim=128
+    "hopper", "sm_90a", persistent=True, keeps_dense_state=False, gathers_pages=True, wgmma_head_dim=128,
+    takes_unaligned=False, block_ms=(HOPPER_BLOCK,), suffix="_sm90",
 )
 PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, PASS2_SM90, PASS2_LISTED_SM90 = (
     Family(f"{name}_sm90", f"sm90/{source}.cu", params, 384, 1, _HOPPER_TRAITS, path=HOPPER)
@@ -312,6 +313,13 @@ def is_written_for(compute_capability: int) -> bool:
 def path_of(compute_capability: int) -> Path | None:
     """The fastest path that a device runs; None: it runs none."""
     return next((path for path in PATHS if path.runs_on(compute_capability)), None)
+
+
+def device_path(limits: DeviceLimits, name: str = "auto") -> Path:
+    """The path whose kernels a device runs where no problem decides: the fastest, or with ``name`` the portable one."""
+    if name == PORTABLE.name:
+        return PORTABLE
+    return path_of(limits.compute_capability) or PORTABLE
 
 
 def choose_path(

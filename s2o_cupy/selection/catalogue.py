@@ -15,8 +15,7 @@ from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.head_taus import KERNEL as HEAD_TAUS
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel, Path
 from ..plan.launch_plan import COLLECT_PAGES
-from ..plan.paths import HOPPER, PATHS, is_written_for, path_of
-from ..problem import GPU_BLOCK_M
+from ..plan.paths import PATHS, is_written_for, path_of
 from .methods import METHODS
 
 __all__ = ["kernels_for", "sample_for"]
@@ -53,20 +52,20 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
             yield from tail.catalogue(inputs, limits)
         yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
-        yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), HOPPER in paths)
+        yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), paths)
         for of in (last_rows, flex_prefill):
             yield from of.kernels(Inputs(dtype, head_dim, aligned, paged))
         if plain:
-            yield from nsa.catalogue(Inputs(dtype, head_dim), limits.compute_capability)
+            yield from nsa.catalogue(Inputs(dtype, head_dim), paths)
     yield from vertical_slash.kernels()
 
 
 def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> Iterator[Kernel]:
     """What finds taus by an error."""
-    if path is HOPPER and not inputs.aligned:
+    if not (inputs.aligned or path.takes_unaligned):
         return
     yield error_search.drawn(path.pass1(inputs, limits, maps=True))
-    for block_m in GPU_BLOCK_M if path is not HOPPER else GPU_BLOCK_M[-1:]:
+    for block_m in path.block_ms:
         yield error_search.drawn(path.laddered(path.pass2(inputs, limits, block_m)))
     if not inputs.softcap:
         yield from (error_search.drawn(kernel) for method in METHODS for kernel in method.catalogue(inputs, path))

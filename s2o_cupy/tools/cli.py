@@ -379,8 +379,9 @@ CONFIG_HELP = {
 }
 
 
-# Defaults that depend on the rank.
+# Defaults that depend on the rank, and its own, which depends on what else is given.
 BY_RANK = {
+    "rank": "query, with --pooled-queries weight",
     "segment": "128, with --rank max or mean 1024",
     "unit": "16, with --rank max or mean 1",
     "pooled_queries": "all of a segment, with --rank weight one for 8 queries, with max 16, with mean 1",
@@ -405,7 +406,7 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             kind = str if field.name in CHOICES else int
         if field.name == "tau":
             kind = float
-            said = f"{spec.DEFAULT_TAU_WITH_TAIL}, where the rest counts for nothing {spec.DEFAULT_TAU}; over "
+            said = f"{spec.DEFAULT_TAU_WITH_TAIL} with --rank query and its tail, else {spec.DEFAULT_TAU}; over "
             said += f"{spec.LONG_FROM:,} keys less by the square root of their number"
         if field.name == "dense_up_to" and default is None:
             said = f"{DENSE_UP_TO}, and any at tau 0"
@@ -479,8 +480,8 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     _add_input(versus, "trace", "as stored, or float32")
     versus.add_argument(
         "--method", action="append", metavar="NAME[:FIELD=VALUE,...]",
-        help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())} "
-        "(default: all, by their defaults)",
+        help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())}, "
+        "or FILE.py:NAME, one of your own (default: all with kernels of their own, by their defaults)",
     )  # fmt: skip
     versus.add_argument("--repeats", type=int, default=5, help="timed calls of each (default: %(default)s)")
     versus.add_argument("--out", dest="plot", help="a picture to write: error by time on a GPU, else by density")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,23 @@ from ..arrays.frameworks import to_host
 from ..methods.base import MethodConfig
 from ..methods.registry import METHODS
 from ..methods.sparge import SpargeConfig
+from ..own.blasst import BLASSTConfig
+from ..own.method import ACCEPTED, IN_ARRAY_CODE, AnyMethod, as_method, fields_given, method_name
 from ..problem import Problem
 from ..spec import S2OConfig
+from .own_file import own_method, own_place
 from .problems import problem_of
 from .progress import Report
 
 __all__ = [
-    "Compared", "Comparison", "compare", "default_configs", "draw", "method_name", "methods_by_name", "parse_method",
-    "settings_of",
+    "Compared", "Comparison", "compare", "default_configs", "draw", "methods_by_name", "parse_method", "settings_of",
 ]  # fmt: skip
 
-Config = S2OConfig | MethodConfig
 DENSE = S2OConfig(tau=0)
 # Of a method without defaults, which wants to be tuned.
-UNTUNED: dict[type[Config], dict[str, Any]] = {SpargeConfig: {"tau": 0.9, "theta": -0.1}}
+UNTUNED: dict[type[Any], dict[str, Any]] = {
+    SpargeConfig: {"tau": 0.9, "theta": -0.1}, BLASSTConfig: {"scale_factor": 1000},
+}  # fmt: skip
 WARMUP = 2  # calls of each that are not timed
 
 
@@ -39,7 +42,7 @@ class Compared:
 
     Attributes
     ----------
-    config : S2OConfig or the configuration of a method
+    config : S2OConfig, the configuration of a method, or a method of the caller's own
     density : float64 numpy.ndarray, (batch, heads)
         Pairs computed / pairs of dense attention.
     error : float64 numpy.ndarray, (batch, heads)
@@ -50,7 +53,7 @@ class Compared:
         Of a call: the median of calls that take turns. On a GPU between CUDA events.
     """
 
-    config: Config
+    config: AnyMethod
     density: np.ndarray
     error: np.ndarray
     pooled_density: float
@@ -59,7 +62,7 @@ class Compared:
 
     @property
     def name(self) -> str:
-        return method_name(type(self.config))
+        return method_name(self.config)
 
     @property
     def settings(self) -> str:
@@ -115,7 +118,7 @@ class Comparison:
         rows = [
             {
                 "method": row.name,
-                "config": {field.name: getattr(row.config, field.name) for field in fields(row.config)},
+                "config": {name: _plain(value) for name, value in fields_given(row.config).items()},
                 "density": row.density.tolist(),
                 "error": row.error.tolist(),
                 "pooled_density": row.pooled_density,
@@ -132,10 +135,11 @@ class Comparison:
         }
 
 
-def settings_of(config: Config) -> str:
+def settings_of(config: AnyMethod) -> str:
     """What of a configuration is not a default, for a reader."""
-    given = {x.name: getattr(config, x.name) for x in fields(config)}
-    told = [x.name for x in fields(config) if given[x.name] != x.default]
+    given = fields_given(config)
+    defaults = {x.name: x.default for x in fields(config)} if is_dataclass(config) else {}
+    told = [x for x in given if x not in defaults or not _same(given[x], defaults[x])]
     if isinstance(config, S2OConfig):  # some defaults depend on others
         plain, of_these = S2OConfig(), S2OConfig(rank=config.rank, segment=config.segment)
         changed = [x for x in given if given[x] != getattr(plain if x in ("rank", "segment") else of_these, x)]
@@ -143,23 +147,44 @@ def settings_of(config: Config) -> str:
     return ", ".join(f"{name}={_said(given[name])}" for name in told)
 
 
-def parse_method(text: str, option: str) -> Config:
-    """A configuration from NAME or NAME:FIELD=VALUE,...; of S2O at any length. ``option``: for errors."""
+def _same(value: Any, default: Any) -> bool:
+    """Whether a field has its default; one that cannot be compared, as an array, has not."""
+    try:
+        return value is default or bool(value == default)
+    except ValueError:
+        return False
+
+
+def parse_method(text: str, option: str) -> AnyMethod:
+    """A configuration from NAME or NAME:FIELD=VALUE,...; of S2O at any length. Or a method of the caller's own, from
+    FILE.py:NAME or FILE.py:NAME:FIELD=VALUE,.... ``option``: for errors."""
+    place = own_place(text)
+    if place is not None:
+        return own_method(place, _fields(place.fields, f"{place.file}:{place.name}", text, option), option)
     name, _, rest = text.partition(":")
     methods = methods_by_name()
     if name not in methods:
-        raise ValueError(f"{option} has {name!r}; accepted: {', '.join(methods)}")
+        raise ValueError(
+            f"{option} has {name!r}; accepted: {', '.join(methods)}, or FILE.py:NAME, a method of your own"
+        )
     method = methods[name]
     given: dict[str, Any] = {"dense_up_to": 0} if method is S2OConfig else dict(UNTUNED.get(method, {}))
+    named = _fields(rest, name, text, option)
+    for name, other in (("topk", "tau"), ("threshold", "scale_factor")):
+        if name in named:  # SpargeAttn and BLASST take it in place of the other
+            given.pop(other, None)
+    return method(**{**given, **named})
+
+
+def _fields(rest: str, name: str, text: str, option: str) -> dict[str, Any]:
+    """From FIELD=VALUE,..., which is the end of ``text``."""
     named: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         field, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas")
         named[field.strip()] = _value(value.strip())
-    if "topk" in named:  # SpargeAttn takes it in place of tau
-        given.pop("tau", None)
-    return method(**{**given, **named})
+    return named
 
 
 def _value(text: str) -> Any:
@@ -170,18 +195,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def method_name(method: type[Config]) -> str:
-    """As the command line has it: "xattention" of XAttentionConfig."""
-    return method.__name__.removesuffix("Config").lower()
+def methods_by_name() -> dict[str, type[Any]]:
+    """Configurations by the names that the command line has for them: "xattention" of XAttentionConfig."""
+    accepted: tuple[type[Any], ...] = (S2OConfig, *METHODS, *IN_ARRAY_CODE)
+    return {method.__name__.removesuffix("Config").lower(): method for method in accepted}
 
 
-def methods_by_name() -> dict[str, type[Config]]:
-    accepted: tuple[type[Config], ...] = (S2OConfig, *METHODS)
-    return {method_name(method): method for method in accepted}
-
-
-def default_configs(is_causal: bool = True) -> tuple[Config, ...]:
-    """S2O, at any length, and every method that takes such a mask, by their defaults, or UNTUNED."""
+def default_configs(is_causal: bool = True) -> tuple[S2OConfig | MethodConfig, ...]:
+    """S2O, at any length, and every method with kernels that takes such a mask, by their defaults, or UNTUNED."""
     methods = [method(**UNTUNED.get(method, {})) for method in METHODS if is_causal or not method.causal_only]
     return (S2OConfig(dense_up_to=0), *methods)
 
@@ -206,8 +227,8 @@ def compare(
     q, k, v : array
         As `s2o_attention` takes them, of any framework.
     configs : iterable of configurations, optional
-        An S2OConfig or the configuration of another method each, as `sparse_attention` takes it. By default S2O and all
-        methods that take the mask, by their defaults.
+        An S2OConfig, the configuration of another method or a method of your own each, as `sparse_attention` takes it.
+        By default S2O and all methods that take the mask, by their defaults.
     is_causal, scale, softcap, layout : optional
         As of `s2o_attention`.
     repeats : int, default 5
@@ -252,11 +273,11 @@ def compare(
     every = (DENSE, *chosen)
     total, done = len(every) * (1 + warmup + repeats), 0
 
-    def step(config: Config) -> None:
+    def step(config: AnyMethod) -> None:
         nonlocal done
         done += 1
         if progress is not None:
-            progress(done, total, "dense" if config is DENSE else method_name(type(config)))
+            progress(done, total, "dense" if config is DENSE else method_name(config))
 
     dense, _ = calls.run(DENSE)
     if not calls.is_finite(dense):
@@ -284,19 +305,22 @@ def compare(
     return Comparison(tuple(rows), medians[0], backend, problem)
 
 
-def _checked(configs: Any, problem: Problem) -> tuple[Config, ...]:
-    accepted = f"S2OConfig, {', '.join(method.__name__ for method in METHODS)}"
+def _checked(configs: Any, problem: Problem) -> tuple[AnyMethod, ...]:
     if isinstance(configs, (S2OConfig, *METHODS)) or not hasattr(configs, "__iter__"):
-        raise TypeError(f"compare: configs is a {type(configs).__name__}; accepted: some of {accepted}, as a list")
+        raise TypeError(f"compare: configs is a {type(configs).__name__}; accepted: some of {ACCEPTED}, as a list")
     found = tuple(configs)
     if not found:
         raise ValueError("compare: configs is empty; accepted: at least one")
     for i, config in enumerate(found):
-        if not isinstance(config, (S2OConfig, *METHODS)):
-            raise TypeError(f"compare: configs[{i}] is a {type(config).__name__}; accepted: {accepted}")
-        if isinstance(config, MethodConfig):
-            config.check(problem)
+        method = as_method(config, f"compare: configs[{i}]")
+        if not isinstance(method, S2OConfig):
+            method.check(problem)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """For JSON."""
+    return value if value is None or isinstance(value, (str, int, float, list, tuple)) else repr(value)
 
 
 class _Calls:
@@ -305,11 +329,11 @@ class _Calls:
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], on_gpu: bool) -> None:
         self.arrays, self.options, self.on_gpu = arrays, options, on_gpu
 
-    def run(self, config: Config) -> tuple[Any, Any]:
+    def run(self, config: AnyMethod) -> tuple[Any, Any]:
         """Output and stats."""
         return sparse_attention(*self.arrays, config=config, return_stats=True, **self.options)
 
-    def milliseconds(self, config: Config) -> float:
+    def milliseconds(self, config: AnyMethod) -> float:
         call: Callable[[], Any] = lambda: sparse_attention(*self.arrays, config=config, **self.options)  # noqa: E731
         if not self.on_gpu:
             begin = time.perf_counter()

@@ -151,11 +151,12 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     of_segment = replace(of_rank, segment=config["segment"])
     default = {field.name: getattr(of_rank, field.name) for field in fields(S2OConfig)}
     default |= {"rank": S2OConfig().rank, "pooled_queries": of_segment.pooled_queries}
-    default["tau"] = of_rank.tau_of(seqlen_k)
+    default["tau"], default["dense_last"] = of_rank.tau_of(seqlen_k), of_rank.last_of_prompt(seqlen_k)
+    default["tail"] = "first_order" if of_rank.adds_tail else "none"
     changed = [
         f"{name} {config[name]} instead of {value}"
         for name, value in default.items()
-        if name != "dense_up_to" and config[name] != value
+        if name != "dense_up_to" and config[name] not in (None, value)
     ]
     if changed:
         lines.append(f"Not the library's defaults: {', '.join(changed)}")

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from ..problem import Problem
-from ..spec import BLOCK_UNITS, LOG2E, Geometry, S2OConfig
+from ..spec import BLOCK_UNITS, CENTRE_PART, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry, S2OConfig
 
-__all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "scores_and_bounds"]
+__all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "longest_of_keys", "scores_and_bounds"]
 
 Array = Any  # numpy.ndarray
 UNIT32 = 2.0**-24
@@ -33,14 +33,14 @@ class QueryStages:
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
     norms: Array  # [B, H, Lq]
     rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None
-    exponents: Any = None  # int32 [B, Hkv], of their scale
+    exponents: Any = None  # int32 [B, Hkv]: powers of two that they are multiplied by
     scales: Any = None  # [B, H, N, 2]: of queries, of products
 
 
 def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype: Any, problem: Problem,
             config: S2OConfig) -> QueryStages:  # fmt: skip
     """Adds what the stage has left in the workspace. ``host(name)`` copies an array."""
-    geometry, clusters = problem.geometry(config), config.clusters
+    geometry, clusters = problem.geometry(config), config.groups
     batch, kv_heads, head_dim, units = problem.batch, problem.kv_heads, problem.head_dim, geometry.units
     stages = stages or QueryStages(*[None] * 5)
     as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
@@ -127,10 +127,35 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
     centre = got.blocks[:, :, :1, None].astype(np.float32)  # [B, Hkv, 1, 1, D]
     with np.errstate(invalid="ignore", over="ignore"):
         off_centre = got.keys - centre
+    _compare_exponents(rows, got.exponents, off_centre[:, :, :lead].astype(np.float64), centre.astype(np.float64))
+    with np.errstate(invalid="ignore", over="ignore"):
         exact = as_e4m3(off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None])
     exact = np.where(np.isneginf(got.shares.astype(np.float32))[..., None], np.float32(0), exact)
     different = (exact != got.rows) & ~(np.isnan(exact) & np.isnan(got.rows))
     rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")
+
+
+def _compare_exponents(rows: Any, got: Array, leading: Array, centre: Array) -> None:
+    """Powers of two ``got`` [B, Hkv] against the one of the longest of the ``leading`` groups less the centre [B, Hkv,
+    units, C, D], or of the part of the ``centre`` [B, Hkv, 1, 1, D] that is longer; or its neighbour, by rounding."""
+    longest = longest_of_keys(leading, centre)
+    high, low = (KEY_EXPONENT - half_exponent(x) for x in _either_end(longest, leading.shape[-1]))
+    wrong = (got < low) | (got > high)
+    rows.integers("8-bit exponents", np.where(wrong, np.inf, 0.0), int(wrong.sum()))
+
+
+def longest_of_keys(leading: Array, centre: Array) -> Array:
+    """The squared length [B, Hkv] that keys are scaled by: as of `_compare_exponents`."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        squared, of_centre = (np.square(x).sum(axis=-1) for x in (leading, centre))
+        finite = [np.where(x < np.finfo(np.float32).max, x, 0).max(axis=(2, 3)) for x in (squared, of_centre)]
+    return np.maximum(finite[0], finite[1] / CENTRE_PART**2)
+
+
+def _either_end(squared: Array, head_dim: int) -> tuple[Array, Array]:
+    """The least and the most that float32 may have summed for ``squared`` lengths."""
+    rounding = (head_dim + 8) * UNIT32
+    return squared * (1 - rounding), squared * (1 + rounding)
 
 
 def _are_clear(k: Array, geometry: Geometry, clusters: int) -> Array:
@@ -192,8 +217,6 @@ def _compare_scales(
     rows: Any, got: QueryStages, q: Array, problem: Problem, geometry: Geometry, scale: float
 ) -> None:
     """Each a power of two, and the one of the segment's longest query, or its neighbour within rounding."""
-    from ..spec import MOST_EXPONENT, QUERY_EXPONENT
-
     off = []
     to_log2 = max(float(np.float32(scale * LOG2E)), 1e-30)  # the smallest that kernels are given
     exponents = np.repeat(got.exponents, problem.heads // problem.kv_heads, axis=1)  # [B, H]
@@ -201,8 +224,10 @@ def _compare_scales(
         with np.errstate(over="ignore", invalid="ignore"):
             squared = np.square(q[:, :, slice(*geometry.queries(n))]).sum(axis=-1) * to_log2**2
         longest = np.where(squared < np.finfo(np.float32).max, squared, 0).max(axis=-1)  # [B, H]
-        ends = [longest * (1 + s * (problem.head_dim + 8) * UNIT32) for s in (-1, 1)]
-        low, high = (np.minimum(QUERY_EXPONENT - half_exponent(x), MOST_EXPONENT - exponents) for x in ends[::-1])
+        high, low = (
+            np.minimum(QUERY_EXPONENT - half_exponent(x), MOST_EXPONENT - exponents)
+            for x in _either_end(longest, problem.head_dim)
+        )
         found = np.log2(got.scales[:, :, n, 1].astype(np.float64)) - exponents
         of_query = np.abs(got.scales[:, :, n, 0]) / np.exp2(found) / to_log2
         off.append((found < low) | (found > high) | (np.abs(of_query - 1) > 4 * UNIT32))
@@ -212,7 +237,8 @@ def _compare_scales(
 
 def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geometry: Geometry, scale: float,
                       sign: float) -> tuple[Array, Array]:  # fmt: skip
-    """Scores of segment ``n``'s units [B, H, W] given the GPU's groups and norms, and what theirs may be off by.
+    """Scores of segment ``n``'s units [B, H, W] given the GPU's groups and norms, and what theirs may be off by:
+    infinite where a sum may be more than float16 holds.
 
     q is that of a positive scale, ``sign`` times the caller's.
     """
@@ -220,16 +246,13 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
 
     shares = np.exp2(got.shares.astype(np.float64))
     units, (first, end) = ordering.ranked_units(n, geometry), geometry.queries(n)
-    group = problem.heads // problem.kv_heads
     finite = lambda x: np.abs(np.where(np.isfinite(x), x, 0))  # noqa: E731
     norms = got.norms.astype(np.float64)
     largest_norm = finite(norms[:, :, first:end]).max(axis=-1, initial=0)[..., None]  # [B, H, 1]
     if got.rows is None:
         keys = got.keys.astype(np.float64)
         want = ordering.query_weights(q, norms, keys, shares, n, geometry, scale).astype(np.float64)
-        queries = finite(q[:, :, first:end]).max(axis=2)  # [B, H, D]
-        largest = np.repeat(finite(keys[:, :, units]).max(axis=(2, 3), initial=0), group, axis=1)  # [B, H, D]
-        reach = (queries * largest).sum(axis=-1, keepdims=True) * scale * LOG2E  # [B, H, 1]
+        reach = _magnitudes(finite(q[:, :, first:end]), finite(keys[:, :, units])) * scale * LOG2E
         bound = 2 * reach * (problem.head_dim + 8) * UNIT32 + (largest_norm + 8) * 4 * UNIT32
         return want, bound + np.abs(want) * (UNIT16 + UNIT32) + 2.0**-25
     scales = got.scales[:, :, n]  # [B, H, 2]
@@ -243,9 +266,20 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
     # Sums of e4m3 products round to float16 four times at most, and lose what is 2^-12 below their largest part; norm,
     # share and what they are added to round once each.
     steps = max(2, -(-problem.head_dim // 32)) + 2
-    queries = finite(rounded).max(axis=2)  # [B, H, D]
-    largest = np.repeat(finite(keys[:, :, units]).max(axis=(2, 3), initial=0), group, axis=1)  # [B, H, D]
-    sums = (queries * largest).sum(axis=-1, keepdims=True)  # [B, H, 1]
+    sums = _magnitudes(finite(rounded), finite(keys[:, :, units]))
     bound = (sums * steps * 2 * UNIT16 + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16
     bound = bound + np.abs(want) * 2 * UNIT16 + 2.0**-24
-    return want, np.where(sums > 60000, np.inf, bound)  # a sum may be more than float16 holds
+    return want, np.where(sums > 60000, np.inf, bound)
+
+
+def _magnitudes(queries: Array, keys: Array) -> Array:
+    """The largest sum of magnitudes [B, H, W] in a product of one of the ``queries`` [B, H, rows, D] with one of a
+    unit's ``keys`` [B, Hkv, W, C, D]; all at least 0."""
+    batch, heads, rows, head_dim = queries.shape
+    kv_heads, units = keys.shape[1:3]
+    of_kv_heads = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
+    largest = np.zeros((batch, heads, units))
+    for c in range(keys.shape[3]):
+        sums = of_kv_heads @ keys[:, :, :, c].swapaxes(-1, -2)  # [B, Hkv, G * rows, W]
+        largest = np.maximum(largest, sums.reshape(batch, heads, rows, units).max(axis=2))
+    return largest

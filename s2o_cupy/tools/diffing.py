@@ -48,8 +48,7 @@ class GpuStages:
     visited: Array  # int32 [B, H, N, T]
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # [B, H, Lq]
-    before_tail: BeforeTail | None = None  # of a call with a tail that is added after pass 2
-    pass2_adds_tail: bool = False
+    before_tail: BeforeTail | None = None  # of a call with a tail
     query: by_query.QueryStages | None = None  # of rank="query"
     path: str = "portable"  # which kernels ran
     path_reason: str | None = None  # S2OStats.path_reason
@@ -169,7 +168,7 @@ def diff(
     hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
     arrays = cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv)
     if config.error is not None:
-        config = config.with_tau(_found_taus(arrays, problem, config))
+        config = config.with_found_taus(_found_taus(arrays, problem, config))
     stages = capture(*arrays, problem, config)
     return compare(stages, hq, hk, hv, problem, config, progress=progress)
 
@@ -233,8 +232,6 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
         elif stage == "unit_keys":
             of_units = host("unit_keys").view(q.dtype).astype(np.float32)
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
-        elif stage == "pass2" and config.adds_tail and arrays["plan"].pass2.function == "pass2_tail_sm90":
-            stages.pass2_adds_tail = True
         elif stage == "pass2" and config.adds_tail:
             if stages.before_tail is None:
                 stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
@@ -355,7 +352,7 @@ def compare(
 
     # The means that stand for each unit, and what queries' weights are shares of.
     if is_by_query and ordered and geometry.units and stages.query is not None:
-        by_query.compare_groups(rows, stages.query, k, geometry, config.clusters, unit, smallest)
+        by_query.compare_groups(rows, stages.query, k, geometry, config.groups, unit, smallest)
         with np.errstate(divide="ignore", invalid="ignore"):
             own = stages.m1.astype(np.float64) + np.log(stages.l1.astype(np.float64))
             own = np.where(stages.l1 == 0, -np.inf, own)
@@ -373,11 +370,16 @@ def compare(
     # float32 and its exp2 and log2 make of a sum of W numbers.
     to_log2 = scale * LOG2E
     worst_part: list[Array] = []
+    not_compared = 0
     for n in range(len(stages.scores)):
-        if is_by_query and stages.query is not None:
+        if is_by_query and stages.query is None:  # no segment has a whole unit to score
+            worst_part.append(np.zeros(stages.scores[n].shape))
+            continue
+        if is_by_query:
             sign = -1.0 if problem.scale < 0 else 1.0
             want, bound = by_query.scores_and_bounds(stages.query, q, n, problem, geometry, scale, sign)
             worst_part.append(_parts(stages.scores[n], want, bound))
+            not_compared += int(np.isinf(bound).sum())
             continue
         mine, rounding = stages.pooled.astype(np.float64), (head_dim + 2) * UNIT32
         if by_weight:
@@ -396,7 +398,9 @@ def compare(
         bound = bound + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
         worst_part.append(_parts(stages.scores[n], want, bound))
     flat = _flatten(worst_part)
-    rows.integers("key scores", flat, int((flat > 1).sum()), "[segment, batch, head, unit]" if flat.size else "")
+    note = "[segment, batch, head, unit]" if flat.size else ""
+    note += f"; {not_compared} not compared: sums beyond float16" if not_compared else ""
+    rows.integers("key scores", flat, int((flat > 1).sum()), note)
 
     # Key order given the GPU's scores: equal.
     parts = []
@@ -448,19 +452,15 @@ def compare(
     o, lse = s2o.finish(s2o.pass2(q, k, v, state1, *further, visited=stages.visited)[0])
     absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
     weight = s2o.finish(s2o.pass2(q, k, np.abs(v), absolute1, *further, visited=stages.visited)[0])[0]
-    off = weight * (error1 + unit) + smallest, _lse_allowed(lse, reach)
-    before = BeforeTail(o, lse)  # nobody sees it where pass 2 adds the tail
-    if not stages.pass2_adds_tail:
-        before = stages.before_tail or BeforeTail(stages.o, stages.lse)
-        rows.floats("output", before.o, o, off[0])
-        rows.floats("lse", before.lse, lse, off[1])
-        off = smallest, _lse_allowed(lse, 0 * reach)
-    if stages.pass2_adds_tail or stages.before_tail is not None:
+    before = stages.before_tail or BeforeTail(stages.o, stages.lse)
+    rows.floats("output", before.o, o, weight * (error1 + unit) + smallest)
+    rows.floats("lse", before.lse, lse, _lse_allowed(lse, reach))
+    if stages.before_tail is not None:
         o, lse, allowed_o, allowed_lse = with_tail(
             before, stages.visited, stages.q_order, keys_in_order, q, k, v, problem, config, reach, unit
         )
-        rows.floats("tail output", stages.o, o, allowed_o + off[0])
-        rows.floats("tail lse", stages.lse, lse, allowed_lse + off[1])
+        rows.floats("tail output", stages.o, o, allowed_o + smallest)
+        rows.floats("tail lse", stages.lse, lse, allowed_lse + _lse_allowed(lse, 0 * reach))
     step()
     ran = stages.path, stages.path_reason
     density = S2OStats(stages.visited, problem, config, *ran).density

@@ -43,8 +43,9 @@ def head_name(layer: int, head: int) -> str:
 
 
 def plain_config(config: S2OConfig) -> dict[str, Any]:
-    """All fields, for JSON."""
-    return dict(zip((field.name for field in fields(S2OConfig)), config.values, strict=True))
+    """All fields, for JSON: null where there is no choice, so that another segment or rank written beside it holds."""
+    values = dict(zip((field.name for field in fields(S2OConfig)), config.values, strict=True))
+    return values | dict.fromkeys(config.without_choice)
 
 
 def plain_per_layer(config: S2OConfig, per_layer: PerLayer) -> dict[str, dict[str, Any] | None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .must_hold import Part, plain
+from .must_hold import Bound, Part, plain
 
 __all__ = ["Trial", "fastest"]
 
@@ -55,13 +55,18 @@ class Trial:
         """For a table of what was tried."""
         moved = max(x.moved for x in (self.chosen_on, self.held_back) if x is not None)
         told = f"   {len(self.coarse)} layers with larger units" if self.coarse else ""
-        told += "" if self.holds else f"   too much: {self._missed()}"
+        told += "" if self.holds else f"   too much: {self.missed.name}{self.of_held_back}"
         return f"{self.density:>9.3f} {self.loss_difference:>+14.4f} {self.standard_error:>8.4f} {moved:>8.4f}{told}"
 
-    def _missed(self) -> str:
-        if self.held_back is None or not self.chosen_on.holds:
-            return self.chosen_on.tightest.name
-        return f"{self.held_back.tightest.name}, held back"
+    @property
+    def missed(self) -> Bound:
+        """What is passed by most, or reached first, of the part that does not hold; of what is chosen on first."""
+        return (self.held_back if self.of_held_back and self.held_back else self.chosen_on).tightest
+
+    @property
+    def of_held_back(self) -> str:
+        """In words, whether the part that does not hold is the one held back."""
+        return ", held back" if self.held_back is not None and self.chosen_on.holds and not self.holds else ""
 
     def table(self) -> list[str]:
         """What must hold, and what was measured of it on each part."""

@@ -18,6 +18,7 @@ from .far_copies import far_copies
 
 __all__ = [
     "Bound", "Lost", "Part", "Predictions", "Row", "cut", "how_easy", "judge", "mean_and_error", "plain", "prices",
+    "runs",
 ]  # fmt: skip
 
 MEAN, HARDEST, UNSURE, COPIED, ANSWERS = "all", "hardest part", "unsure", "copied", "answers"
@@ -53,12 +54,17 @@ class Predictions:
     @property
     def run(self) -> np.ndarray:
         """A number for each run of neighbours."""
-        return np.unique(self.sequence * (1 << 40) + self.place // RUN, return_inverse=True)[1]
+        return runs(self.sequence, self.place)
 
     def where(self, stretch: int) -> str:
         here = self.stretch == stretch
         places = self.place[here]
         return f"text {self.sequence[here][0] + 1}, tokens {places[0]:,} to {places[-1]:,}"
+
+
+def runs(sequence: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """Of predictions, in which sequence and of the token at which place, a number for each run of neighbours."""
+    return np.unique(sequence * (1 << 40) + place // RUN, return_inverse=True)[1]
 
 
 class Lost(NamedTuple):
@@ -134,7 +140,8 @@ def cut(rows: Sequence[Row], held_back: float) -> Predictions:
 
     A sequence is cut into equal stretches. Of these every so many-th is held back, from one sequence to the next
     another one: so both parts have predictions with few keys and with many, and of everything that a text goes
-    through, yet whole stretches, of which only the first tokens lean on the other part.
+    through, yet whole stretches, of which only the first tokens lean on the other part. If anything is to be held back,
+    each part has one stretch at least, of all sequences together, unless there is but one.
     """
     found: dict[str, list[np.ndarray]] = {name: [] for name in Predictions.__dataclass_fields__}
     stretches = 0
@@ -154,7 +161,11 @@ def cut(rows: Sequence[Row], held_back: float) -> Predictions:
         ):  # fmt: skip
             found[name].append(values)
         stretches += count
-    return Predictions(**{name: np.concatenate(values) for name, values in found.items()})
+    of = {name: np.concatenate(values) for name, values in found.items()}
+    there = np.unique(of["stretch"])
+    if held_back > 0 and len({*of["held_back"].tolist()}) == 1:
+        of["held_back"] = (of["stretch"] == there[len(there) // 2]) & (len(there) > 1)
+    return Predictions(**of)
 
 
 def judge(of: Predictions, lost: Lost, loss: float) -> tuple[Part, Part | None]:

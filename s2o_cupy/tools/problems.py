@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..api.run import parse_backend
+from ..api.call import parse_backend
 from ..arrays.arguments import describe
 from ..problem import Problem, validate
 from ..spec import S2OConfig

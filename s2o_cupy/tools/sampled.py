@@ -121,7 +121,8 @@ def error_per_head(
     if config.error is not None:
         raise ValueError(
             f"{function}: config.error is {config.error}; accepted: a tau, or one for each query head, as "
-            "S2OStats.tau_per_head of a call with that error has them"
+            "S2OStats.tau_per_head of a call with that error has them (config.with_found_taus(stats.tau_per_head[0]), "
+            "which has their tail='none')"
         )
     sample = Sample(
         q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed,

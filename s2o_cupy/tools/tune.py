@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..api.run import parse_config
 from ..plan import launch_plan
 from ..problem import Problem
 from ..spec import S2OConfig
+from .layer_settings import plain_config
 from .progress import Report
 from .sampled import ErrorEstimate, Sample
 
@@ -109,7 +110,7 @@ class TuneResult:
         """Plain values for JSON; ``S2OConfig(**found["config"])`` is the configuration."""
         plain = [{key: _plain(value) for key, value in asdict(point).items()} for point in self.points]
         return {
-            "config": dict(zip((field.name for field in fields(S2OConfig)), self.config.values, strict=True)),
+            "config": plain_config(self.config),
             "target": asdict(self.target),
             "estimate": plain[self.points.index(self.estimate)],
             "points": plain,

@@ -18,6 +18,7 @@ from .layer_curves import LayerCurves, measure_layer
 from .layer_files import load_layers
 from .layer_settings import BY, head_name, plain_config, plain_per_layer
 from .loss_search import Trial
+from .measured_method import MeasuredMethod
 from .progress import Report
 from .tau_ladder import Unit, ladder
 from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
@@ -25,7 +26,9 @@ from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
 LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.007, 0.005, 0.002)
-ORDERING = 0.16  # over the unit: about what ordering takes of dense attention's time, 0.01 with the default's
+# Over the unit, about what ordering takes of dense attention's time: of rank="query", for each of a unit's groups of
+# keys (11 ms for scores, 1.6 for norms and 0.37 for orders beside 252 at 131,072 tokens), and of the other ranks.
+ORDERING_BY_QUERY, ORDERING = 0.2, 0.16
 COARSER = 4  # times as large are the units of a layer that bears it: as many fewer scores, and less to put in order
 
 
@@ -63,6 +66,8 @@ class TunedLayers:
         Whether the search was interrupted: there may be faster taus that hold.
     notes : tuple of str
         What was warned of.
+    beside : tuple of MeasuredMethod
+        Other methods on the same texts.
     """
 
     config: S2OConfig
@@ -78,6 +83,7 @@ class TunedLayers:
     min_seqlen: int | None = None
     interrupted: bool = False
     notes: tuple[str, ...] = ()
+    beside: tuple[MeasuredMethod, ...] = ()
 
     @property
     def density(self) -> float:
@@ -130,6 +136,9 @@ class TunedLayers:
         if self.trials:
             lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (what was tried)"]
             lines += [x.line() + ("   chosen" if x is self.loss else "") for x in self.trials]
+        if self.beside:
+            lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (other methods)"]
+            lines += [x.line() for x in self.beside]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,6 +165,7 @@ class TunedLayers:
             "trials": [x.to_dict() for x in self.trials],
             "interrupted": self.interrupted,
             "notes": [*self.notes],
+            "beside": [x.to_dict() for x in self.beside],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -203,7 +213,8 @@ def coarser(config: S2OConfig) -> S2OConfig:
 
 def ordering(config: S2OConfig) -> float:
     """About its part of dense attention's time."""
-    return ORDERING / config.unit
+    of_unit = ORDERING_BY_QUERY * config.groups if config.rank == "query" else ORDERING
+    return of_unit / config.unit
 
 
 def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.ndarray]:

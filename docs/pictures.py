@@ -1,0 +1,229 @@
+"""The pictures of measured figures in docs, drawn from benchmarks/results/*.json; docs/figures.py calls this.
+
+A picture holds the hash of the files that it was drawn from and of this file, so that a test knows, without drawing,
+whether it is out of date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+Row = dict[str, Any]
+BLUE, ORANGE, GREEN, GREY = "#1b7f9e", "#d9822b", "#3f8f4f", "#555555"
+STYLE = {
+    "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "figure.facecolor": "white", "axes.grid": True, "grid.alpha": 0.25,
+}  # fmt: skip
+
+
+class Picture(NamedTuple):
+    sources: tuple[str, ...]  # names in benchmarks/results; what is not there is not drawn
+    draw: Callable[[dict[str, list[Row]]], Any]  # rows by source -> a figure of matplotlib
+
+
+def _tokens(axis: Any) -> None:
+    """A logarithmic axis of lengths."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("tokens")
+
+
+def _place(axis: Any, labels: list[tuple[float, float, str, str]], **style: Any) -> None:
+    """Labels beside their points, (x, y, text, colour), each at the first of several places where it meets no other
+    label and no point."""
+    from matplotlib.patheffects import withStroke
+
+    axis.figure.canvas.draw()
+    renderer = axis.figure.canvas.get_renderer()
+    style["path_effects"] = [withStroke(linewidth=3, foreground="white")]
+    points = [axis.transData.transform((x, y)) for x, y, _, _ in labels]
+    boxes: list[Any] = []
+    inside = axis.get_window_extent(renderer)
+    for x, y, text, colour in labels:
+        around = [(dx, dy) for far in (7, 14, 24, 36, 50) for dx, dy in _directions(far)]
+        for dx, dy in around:
+            side = "left" if dx > 0 else "right" if dx < 0 else "center"
+            said = axis.annotate(
+                text, (x, y), xytext=(dx, dy), textcoords="offset points", ha=side, va="center", color=colour, **style
+            )
+            box = said.get_window_extent(renderer).padded(1.5)
+            free = not any(box.overlaps(other) for other in boxes) and not any(box.contains(*at) for at in points)
+            if free and inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1:
+                boxes.append(box)
+                break
+            said.remove()
+        else:
+            raise ValueError(f"no room for {text!r} in the picture")
+
+
+def _directions(far: float) -> list[tuple[float, float]]:
+    return [(far, 0), (-far, 0), (far, far), (far, -far), (-far, far), (-far, -far), (0, far), (0, -far)]
+
+
+def time_and_loss(rows: dict[str, list[Row]]) -> Any:
+    """Time of a call against length beside dense attention's, what models lose and, once measured, right answers."""
+    from matplotlib import pyplot as plt
+
+    answers = [row for row in rows.get("retrieval", []) if row["task"] == "all"]
+    figure, axes = plt.subplots(1, 2 + bool(answers), figsize=(8 + 4 * bool(answers), 3.5), layout="constrained")
+    time, loss = axes[:2]
+
+    calls = sorted((r for r in rows["speed_trace"] if r["rank"] == "weight"), key=lambda row: row["length"])
+    lengths = [row["length"] for row in calls]
+    time.plot(lengths, [row["cudnn_ms"] for row in calls], "--s", color=GREY, ms=4, label="dense, cuDNN")
+    time.plot(lengths, [row["s2o_ms"] for row in calls], "-o", color=BLUE, ms=5, label='S2O, rank="weight"')
+    for row in calls:
+        time.annotate(
+            f"{row['s2o_ms'] / row['cudnn_ms']:.2f}", (row["length"], row["s2o_ms"]), xytext=(3, -12),
+            textcoords="offset points", color=BLUE, fontsize=9,
+        )  # fmt: skip
+    time.axvspan(lengths[0] / 1.3, 8192 * 1.15, color="#888888", alpha=0.12, lw=0)
+    time.text(lengths[0] / 1.2, 200, "up to 8K:\ndense", fontsize=9, color=GREY, va="top")
+    time.set(yscale="log", ylabel="ms", title="Time of a call; beside it S2O / cuDNN")
+    time.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.8), ylim=(0.05, 600))
+    time.legend(frameon=False, loc="lower right")
+    _tokens(time)
+
+    for model, colour in (("A", GREEN), ("B", ORANGE)):
+        line = [row for row in rows["model_loss"] if row["model"] == model and row.get("default")]
+        line = sorted(line, key=lambda row: row["length"])
+        loss.errorbar(
+            [row["length"] for row in line], [row["loss_difference"] for row in line], marker="o", color=colour,
+            yerr=[2 * row["loss_difference_sem"] for row in line], capsize=3, label=f"model {model}",
+        )  # fmt: skip
+    loss.axhline(0, color=GREY, ls="--", lw=1, label="dense")
+    loss.set(ylabel="nats a token", title="Loss minus dense, ± 2 standard errors", ylim=(-0.01, 0.01))
+    loss.legend(frameon=False)
+    _tokens(loss)
+    loss.margins(x=0.12)
+
+    for kind in dict.fromkeys((row["attention"], row.get("config")) for row in answers):
+        line = sorted(
+            (row for row in answers if (row["attention"], row.get("config")) == kind), key=lambda row: row["length"]
+        )
+        label = ", ".join(part for part in kind if part and part != "default").replace("s2o", "S2O")
+        axes[2].plot(
+            [row["length"] for row in line], [100 * row["right_tokens"] for row in line], "-o", ms=4, label=label
+        )
+    if answers:
+        axes[2].set(ylabel="%", title="Right tokens of answers")
+        axes[2].legend(frameon=False)
+        _tokens(axes[2])
+    return figure
+
+
+def methods(model: str, rows: dict[str, list[Row]]) -> Any:
+    """Loss of one model beyond dense attention's by the time of attention, a mark for each configuration."""
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9.2, 5.6), layout="constrained")
+    groups: dict[str, list[Row]] = {}
+    for row in rows["methods"]:
+        if row["model"] == model and "config" in row:
+            groups.setdefault(row["attention"].replace("s2o", 'S2O, rank="weight"'), []).append(row)
+    labels = []
+    for i, (name, group) in enumerate(groups.items()):
+        group = sorted(group, key=lambda row: row["x_attention"])
+        x, y = [row["x_attention"] for row in group], [row["loss_difference"] for row in group]
+        (line,) = axis.plot(x, y, "-", marker="osD^vP*X"[i % 8], ms=6, lw=1, label=name)
+        labels += [(*at, row["config"], line.get_color()) for *at, row in zip(x, y, group, strict=True)]
+    (length,) = {row["length"] for row in rows["methods"]}
+    axis.axhline(0, color=GREY, ls="--", lw=1)
+    axis.set_yscale("symlog", linthresh=1e-3)
+    axis.set(xlim=(0, 0.62), xlabel="time of attention / cuDNN's", ylabel="nats a token more than dense attention")
+    axis.set_title(f"Model {model}, {length:,} tokens: loss by time; lower and further left is better")
+    axis.margins(y=0.08)
+    axis.legend(frameon=False, loc="lower right", fontsize=9)
+    _place(axis, labels, fontsize=8)
+    return figure
+
+
+def scaling(rows: dict[str, list[Row]]) -> Any:
+    """Milliseconds, density, error and memory against length; a line for a fixed tau and for a fixed error."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(9.2, 6.4), layout="constrained")
+    panels = [
+        ("s2o_ms", "ms"), ("density", "density"), ("rel_l2", "rel_l2 of sampled segments"),
+        ("extra_gib", "GiB beside inputs and output"),
+    ]  # fmt: skip
+    for axis, (key, title) in zip(axes.flat, panels, strict=True):
+        for goal, style in (("tau 0.01", "-o"), ("error 0.06", "--s")):
+            line = [row for row in rows["scaling"] if row["goal"] == goal and row[key] > 0]  # a logarithmic axis
+            axis.plot([row["length"] for row in line], [row[key] for row in line], style, ms=4, label=f"S2O, {goal}")
+        if key == "s2o_ms":
+            dense = [row["cudnn_ms"] for row in line]
+            axis.plot([row["length"] for row in line], dense, ":", color=GREY, label="dense, cuDNN")
+        axis.set(yscale="log", title=title)
+        axis.legend(frameon=False, fontsize=8)
+        _tokens(axis)
+    return figure
+
+
+PICTURES = {
+    "time_and_loss": Picture(("speed_trace", "model_loss", "retrieval"), time_and_loss),
+    "methods_A_131072": Picture(("methods",), partial(methods, "A")),
+    "methods_B_131072": Picture(("methods",), partial(methods, "B")),
+    "scaling": Picture(("scaling",), scaling),
+}
+
+
+def digest(name: str) -> str:
+    """Of everything that a picture is drawn from."""
+    files = [RESULTS / f"{source}.json" for source in PICTURES[name].sources]
+    found = hashlib.sha256(Path(__file__).read_bytes().replace(b"\r\n", b"\n"))
+    for file in files:
+        found.update(json.dumps(json.loads(file.read_text(encoding="utf-8"))).encode() if file.exists() else b"none")
+    return found.hexdigest()
+
+
+def path_of(name: str) -> Path:
+    return DOCS / f"{name}.png"
+
+
+def drawn_from(path: Path) -> str | None:
+    """The hash that a picture holds: PNG's text with the key "Source"."""
+    data = path.read_bytes() if path.exists() else b""
+    at = 8
+    while at < len(data):
+        size, kind = struct.unpack(">I4s", data[at : at + 8])
+        text = data[at + 8 : at + 8 + size]
+        if kind == b"tEXt" and text.startswith(b"Source\0"):
+            return text.split(b"\0", 1)[1].decode("latin-1")
+        at += 12 + size
+    return None
+
+
+def stale() -> list[Path]:
+    """Pictures whose data or drawing have changed since they were drawn."""
+    return [path_of(name) for name in PICTURES if drawn_from(path_of(name)) != digest(name)]
+
+
+def draw(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot as plt
+
+    picture = PICTURES[path.stem]
+    rows = {
+        source: json.loads(file.read_text(encoding="utf-8"))["rows"]
+        for source in picture.sources
+        if (file := RESULTS / f"{source}.json").exists()
+    }
+    with plt.rc_context(STYLE):
+        figure = picture.draw(rows)
+        figure.savefig(path, dpi=130, metadata={"Source": digest(path.stem)})
+        plt.close(figure)

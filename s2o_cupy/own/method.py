@@ -1,0 +1,191 @@
+"""A method of the caller's own: a callable that gives a Schedule. Here is what it is given, and what it must give."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+from ..arrays.frameworks.base import Framework
+from ..methods.base import MethodConfig
+from ..methods.registry import METHODS
+from ..plan.schedule_form import ScheduleForm
+from ..problem import Problem
+from ..schedules.schedule import Schedule
+from ..spec import S2OConfig
+from .blasst import BLASSTConfig
+
+__all__ = [
+    "ACCEPTED", "IN_ARRAY_CODE", "AnyMethod", "Method", "OwnMethod", "as_method", "fields_given", "kernels_config",
+    "method_name",
+]  # fmt: skip
+
+IN_ARRAY_CODE: tuple[type[Any], ...] = (BLASSTConfig,)  # published methods that are callables
+
+
+class Method(Protocol):
+    """What can stand for the configuration of a method, wherever one is accepted.
+
+    A function, or an instance of a class with ``__call__``. A frozen dataclass serves best: tables name its class, and
+    the fields that are not defaults.
+    """
+
+    def __call__(self, q: Any, k: Any, *, is_causal: bool, scale: float) -> Schedule:
+        """Which keys the queries attend to.
+
+        Parameters
+        ----------
+        q : array, (batch, heads, seqlen_q, head_dim)
+            The caller's, or a view of it: of NumPy, CuPy, PyTorch or JAX, whatever the layout of the call.
+        k : array, (batch, kv_heads, seqlen_k, head_dim)
+            Query head h reads KV head ``h // (heads // kv_heads)``; query i stands at key i + seqlen_k - seqlen_q.
+        is_causal : bool
+        scale : float
+            The factor of the scores.
+
+        Returns
+        -------
+        Schedule
+            Of q's framework, on q's device, for these lengths and this ``is_causal``, for the batch or for 1, and of
+            all query heads, KV heads or 1.
+        """
+
+
+AnyMethod = S2OConfig | MethodConfig | Method
+
+_PUBLISHED = ", ".join(method.__name__ for method in (*METHODS, *IN_ARRAY_CODE))
+_OWN = "or a method of your own, called as method(q, k, is_causal=, scale=) and returning a Schedule"
+ACCEPTED = f"S2OConfig, {_PUBLISHED}, {_OWN}"
+
+
+@dataclass(frozen=True)
+class OwnMethod:
+    """A `Method` with the properties that the configuration of a published one has."""
+
+    method: Method
+    path = "auto"
+    long_lists = False
+
+    def kernels_config(self) -> S2OConfig:
+        return _KERNELS
+
+    def check(self, problem: Problem) -> None:
+        """It says itself which problems it takes."""
+
+    def schedule(
+        self, framework: Framework, q: Any, k: Any, problem: Problem, layout: str, device: Any, where: str
+    ) -> Schedule:
+        """What the method chooses for q and k, arrays of ``framework`` on ``device``; checked, as far as can be without
+        waiting for a GPU. ``where``: the function that errors name."""
+        name = f"the method {method_name(self.method)}"
+        if framework.name == "DLPack":
+            raise TypeError(
+                f"{where}: q is a {type(q).__name__}, which {name} gets as it is; accepted: an array of NumPy, CuPy, "
+                "PyTorch or JAX"
+            )
+        q, k = _bhsd(q, layout), _bhsd(k, layout)
+        with _as_written(framework, device):
+            made = self.method(q, k, is_causal=problem.is_causal, scale=problem.scale)
+        if not isinstance(made, Schedule):
+            raise TypeError(f"{where}: {name} returned a {type(made).__name__}; accepted: a Schedule")
+        _check_arrays(made, framework, device, f"{where}: {name} returned a Schedule")
+        _check_form(made.form, problem, f"{where}: {name} returned a Schedule")
+        if device.kind == "cpu":
+            try:
+                made.check()
+            except ValueError as error:
+                mistake = str(error).removeprefix("Schedule.check: ")
+                raise ValueError(f"{where}: {name} returned a Schedule with a mistake: {mistake}") from error
+        return made
+
+
+_KERNELS = S2OConfig(tau=0.0, dense_up_to=0)
+
+
+def as_method(config: Any, what: str, *, s2o: bool = True, also: str = "") -> Any:
+    """An S2OConfig, the configuration of a published method, or an OwnMethod; TypeError if ``config`` is none of them.
+    ``what``: the argument, and ``also``: what else is accepted, for errors. ``s2o``: whether an S2OConfig is."""
+    if isinstance(config, METHODS) or (s2o and isinstance(config, S2OConfig)):
+        return config
+    accepted = ", ".join(filter(None, (also, ACCEPTED if s2o else f"{_PUBLISHED}, {_OWN}")))
+    if isinstance(config, type):
+        raise TypeError(f"{what} is the class {config.__name__}; accepted: an instance, {config.__name__}(...)")
+    if isinstance(config, S2OConfig) or not callable(config):
+        raise TypeError(f"{what} is a {type(config).__name__}; accepted: {accepted}{_meant(config) if s2o else ''}")
+    return OwnMethod(config)
+
+
+def _meant(config: Any) -> str:
+    """What was probably meant, for an error."""
+    if isinstance(config, Mapping):
+        return "; such as S2OConfig(**config)"
+    is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
+    return f"; such as S2OConfig(tau={config})" if is_number else ""
+
+
+def kernels_config(config: AnyMethod) -> S2OConfig:
+    """Of the passes that attend by it."""
+    method = as_method(config, "config")
+    return method if isinstance(method, S2OConfig) else method.kernels_config()
+
+
+def method_name(config: AnyMethod) -> str:
+    """For tables and the command line: "xattention" of an XAttentionConfig, the name of a function."""
+    if isinstance(config, functools.partial):
+        return method_name(config.func)
+    named = getattr(config, "__name__", None)
+    return named if isinstance(named, str) else type(config).__name__.removesuffix("Config").lower()
+
+
+def fields_given(config: AnyMethod) -> dict[str, Any]:
+    """All fields of a configuration, or the keywords that a functools.partial has."""
+    if is_dataclass(config):
+        return {x.name: getattr(config, x.name) for x in fields(config)}
+    return dict(config.keywords) if isinstance(config, functools.partial) else {}
+
+
+def _bhsd(x: Any, layout: str) -> Any:
+    """A view [batch, heads, seqlen, head_dim]."""
+    from array_api_compat import array_namespace
+
+    x = x if x.ndim == 4 else x[None]
+    return x if layout == "BHSD" else array_namespace(x).permute_dims(x, (0, 2, 1, 3))
+
+
+def _as_written(framework: Framework, device: Any) -> AbstractContextManager[Any]:
+    """Inside it operations have the dtype that a method asks for: PyTorch's autocast is off."""
+    if framework.name != "PyTorch":
+        return nullcontext()
+    return sys.modules["torch"].autocast(device.kind, enabled=False)
+
+
+def _check_arrays(made: Schedule, framework: Framework, device: Any, what: str) -> None:
+    from ..arrays.frameworks import framework_of
+
+    of_lists = framework_of("schedule", made.entries)
+    if of_lists is not framework:
+        raise TypeError(f"{what} of {of_lists.name} arrays; accepted: of {framework.name} arrays, as q is")
+    found = framework.describe(made.entries).device
+    if found != device:
+        raise ValueError(f"{what} on {found}; accepted: on {device}, as q is")
+
+
+def _check_form(form: ScheduleForm, problem: Problem, what: str) -> None:
+    expected: Mapping[str, Any] = {
+        "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "is_causal": problem.is_causal,
+    }  # fmt: skip
+    for name, value in expected.items():
+        if getattr(form, name) != value:
+            raise ValueError(f"{what} with {name} {getattr(form, name)}; accepted: {value}, as in the call")
+    heads = dict.fromkeys((1, problem.kv_heads, problem.heads))
+    for name, of_batch, of_heads in (
+        ("lists", form.batch, form.list_heads), ("a k_order", form.order_batch or 1, form.order_heads or 1),
+    ):  # fmt: skip
+        if of_batch not in (1, problem.batch):
+            raise ValueError(f"{what} with {name} for a batch of {of_batch}; accepted: 1 or q's, {problem.batch}")
+        if of_heads not in heads:
+            raise ValueError(f"{what} with {name} for {of_heads} heads; accepted: {' or '.join(map(str, heads))}")

@@ -1,0 +1,206 @@
+"""rank="query": units of keys by the largest softmax weight that any single query gives a group of their keys.
+
+unit_clusters parts the keys of each unit into groups, unit_rows has their means in 8 bits, and query_norms finds each
+query's softmax mass from what pass 1 has left and the means of blocks of units.
+
+Pure: no array, no GPU, no CuPy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...plan.build import Array, Builder, Launch
+from ...plan.kernels import Family, Inputs, Kernel, Path
+from ...plan.method import Setting
+from ...plan.paths import HOPPER
+from ...plan.rounds import STEP, Chunk
+from ...spec import BLOCK_UNITS, CLUSTERS
+from .base import Order
+from .weight import portable_segments
+
+__all__ = [
+    "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "query_weight_blocks", "takes_bytes",
+    "unit_row_tiles",
+]  # fmt: skip
+
+THREADS = 256
+UNIT_CLUSTERS = Family(
+    "unit_clusters", "selection/unit_clusters.cu", "UnitClustersParams", THREADS, "({head_dim} > 128 ? 1 : 2)",
+    "ClusterTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
+)  # fmt: skip
+UNIT_ROWS = Family(
+    "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 2,
+    "UnitRowsTraits<{element}, {head_dim}, {clusters}>", knows_segments=False,
+)  # fmt: skip
+QUERY_NORMS = Family(
+    "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
+    "({head_dim} > 128 ? 1 : {head_dim} > 64 ? 2 : 3)", "NormTraits<{element}, {head_dim}>",
+)  # fmt: skip
+QUERY_WEIGHTS = Family(
+    "query_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2,
+    "WeightTraits<{element}, {head_dim}, {clusters}>",
+)  # fmt: skip
+QUERY_WEIGHTS_SM90 = Family(
+    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, 3,
+    "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
+)  # fmt: skip
+SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
+TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
+HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
+NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
+_QUERY_STAGES = 4
+
+
+def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
+    """Whether queries and keys are multiplied in 8 bits."""
+    return inputs.aligned and inputs.head_dim <= path.wgmma_head_dim and segment <= HOPPER_QUERIES
+
+
+def cluster_keys_of_block(head_dim: int) -> int:
+    """Keys of a block of unit_clusters (kKeys)."""
+    return 128 if head_dim > 128 else 256
+
+
+def unit_clusters(inputs: Inputs, clusters: int) -> Kernel:
+    shared = cluster_keys_of_block(inputs.head_dim) * (8 + inputs.head_dim * 2 + 4 + 4)  # sizeof(ClusterTraits::Shared)
+    return Kernel(
+        UNIT_CLUSTERS, inputs.dtype, inputs.head_dim, paged=inputs.paged, shared_bytes=shared, clusters=clusters
+    )
+
+
+def unit_rows(inputs: Inputs, clusters: int) -> Kernel:
+    return Kernel(UNIT_ROWS, inputs.dtype, inputs.head_dim, clusters=clusters)
+
+
+def unit_rows_blocks(units: int) -> int:
+    """Blocks of unit_rows for a KV head."""
+    return -(-units // SUPER_UNITS)
+
+
+def unit_row_tiles(units: int, clusters: int) -> int:
+    """Tiles of a KV head's rows of 8 bits."""
+    return unit_rows_blocks(units) * SUPER_UNITS * clusters // TILE_ROWS
+
+
+def query_norms(inputs: Inputs) -> Kernel:
+    threads = THREADS if inputs.head_dim > 64 else 128
+    shared = 2 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
+    return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
+
+
+def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Kernel:
+    head_dim = inputs.head_dim
+    if takes_bytes(inputs, path, segment):
+        tiles = (_QUERY_STAGES * TILE_ROWS + 2 * HOPPER_QUERIES) * head_dim + _QUERY_STAGES * (TILE_ROWS * 2 + 2 * 8)
+        shared = -(-tiles // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
+        return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
+    shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
+    return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
+
+
+def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
+    """Of query_weights."""
+    segments = 2 if kernel.family is QUERY_WEIGHTS_SM90 else portable_segments(kernel.head_dim)
+    return chunk.heads * -(-chunk.segments // segments)
+
+
+class QueryOrder(Order):
+    """Groups of a unit's keys, weighed by each query."""
+
+    pools = False
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.in_bytes = takes_bytes(setting.inputs, setting.path, setting.config.segment)
+
+    @functools.cached_property
+    def unit_rows(self) -> Kernel:
+        return unit_rows(self.setting.inputs, self.setting.config.groups)
+
+    @functools.cached_property
+    def unit_clusters(self) -> Kernel:
+        return unit_clusters(self.setting.inputs, self.setting.config.groups)
+
+    @functools.cached_property
+    def query_norms(self) -> Kernel:
+        return query_norms(self.setting.inputs)
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        config = self.setting.config
+        return query_weights(self.setting.inputs, self.setting.path, config.segment, config.groups)
+
+    @staticmethod
+    def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
+        if not inputs.aligned:
+            return
+        arrays = replace(inputs, paged=False, softcap=False)
+        yield query_norms(arrays)
+        for clusters in CLUSTERS:
+            yield unit_clusters(inputs, clusters)
+            yield unit_rows(arrays, clusters)
+            for segment in (HOPPER_QUERIES, HOPPER_QUERIES + 1):
+                yield query_weights(arrays, path, segment, clusters)
+
+    @property
+    def head_blocks(self) -> int:
+        """Blocks of unit_clusters for a KV head."""
+        geometry = self.setting.geometry
+        return -(-geometry.units * geometry.unit // cluster_keys_of_block(self.setting.inputs.head_dim))
+
+    @property
+    def largest_grid(self) -> int:  # type: ignore[override]
+        return self.setting.kv_heads * self.head_blocks
+
+    def arrays(self) -> list[Array]:
+        s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
+        width, tiles = s.inputs.head_dim, unit_row_tiles(units, groups)
+        found: list[Array] = [
+            ("cluster_keys", (s.kv_heads, units, groups, width), "uint16"),
+            ("cluster_shares", (s.kv_heads, units, groups), "float16"),
+            ("unit_means", (s.kv_heads, units, width), "uint16"),
+            ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, width), "uint16"),
+            ("norms", (s.heads, s.problem.seqlen_q), "float32"),
+        ]
+        if self.in_bytes:
+            found += [
+                ("unit_rows", (s.kv_heads, tiles, TILE_ROWS, width), "uint8"),
+                ("row_shares", (s.kv_heads, tiles, TILE_ROWS), "float16"),
+                ("key_exponents", (s.kv_heads,), "int32"),
+                ("query_scales", (s.heads, s.geometry.segments, 2), "float32"),
+            ]
+        return found
+
+    def before_rounds(self, build: Builder) -> list[Launch]:
+        if self.head_blocks == 0:
+            return []
+        s, geometry = self.setting, self.setting.geometry
+        of_units = {
+            "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads, "pages": build.pages,
+            "head_blocks": self.head_blocks, "aligned": s.inputs.aligned,
+        }  # fmt: skip
+        blocks = unit_rows_blocks(geometry.units)
+        # The centre is the mean of the leading units: of the first keys, and before each segment that has candidates.
+        rows = {"geometry": build.geometry, "leading": geometry.leading_units, "head_blocks": blocks}
+        tiles = -(-min(geometry.segment, s.problem.seqlen_q) // NORM_QUERIES)
+        norms = {
+            "q": build.tensors["q"], "geometry": build.geometry, "heads": s.problem.heads,
+            "kv_heads": s.problem.kv_heads, "tiles": tiles, "aligned": s.inputs.aligned,
+            "scale_log2": self.signed_scale_log2, "pages": build.pages,
+        }  # fmt: skip
+        return [
+            build.launch("unit_keys", self.unit_clusters, s.kv_heads * self.head_blocks, of_units),
+            build.launch("unit_rows", self.unit_rows, s.kv_heads * blocks, rows),
+            build.launch("query_norms", self.query_norms, s.heads * geometry.segments * tiles, norms),
+        ]
+
+    def scores(self, build: Builder, chunk: Chunk, values: Mapping[str, Any]) -> Launch:
+        blocks = query_weight_blocks(self.kernel, chunk)
+        values = {**values, "scale_log2": self.signed_scale_log2}
+        return build.launch(
+            "unit_weights", self.kernel, blocks, values, chunk, read={"unit_keys": "cluster_keys"}
+        )

@@ -1,0 +1,11 @@
+"""For pytest: -p emulator.plugin has the tests of a GPU run on the emulated one. With S2O_EMULATED_CAPABILITY=90 on one of
+Hopper's."""
+
+import sys
+
+from s2o_cupy._source_tree import SourceTreeFinder
+
+from . import fake_cupy
+
+sys.meta_path.insert(0, SourceTreeFinder)  # this tree's kernels, whatever is installed
+fake_cupy.install()
