@@ -103,7 +103,7 @@ class _Piece:
         seen = end + whole.offset if whole.is_causal else whole.seqlen_k
         self.q, self.k, self.v = q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen]
         self.geometry = replace(whole, seqlen_q=end - begin, seqlen_k=seen)
-        self.config, self.scores, self.stop_lag = config, (scale, softcap), stop_lag
+        self.config, self.scores, self.stop_lag = replace(config, tail="none"), (scale, softcap), stop_lag
         self.state = pass1(self.q, self.k, self.v, self.geometry, scale, softcap)
         self.orders = (
             query_order(self.q, self.k, self.geometry, config.block_m),
