@@ -103,7 +103,7 @@ class _Piece:
         seen = end + whole.offset if whole.is_causal else whole.seqlen_k
         self.q, self.k, self.v = q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen]
         self.geometry = replace(whole, seqlen_q=end - begin, seqlen_k=seen)
-        self.config, self.scores, self.stop_lag = config, (scale, softcap), stop_lag
+        self.config, self.scores, self.stop_lag = replace(config, tail="none"), (scale, softcap), stop_lag
         self.state = pass1(self.q, self.k, self.v, self.geometry, scale, softcap)
         self.orders = (
             query_order(self.q, self.k, self.geometry, config.block_m),
@@ -119,8 +119,9 @@ class _Piece:
         """The squares of the error of each head at its tau, summed, [H]."""
         if not any(taus):  # dense attention
             return self.size - self.size
+        config = replace(self.config, tau=taus, error=None, tail="none")
         state, _ = pass2(
-            self.q, self.k, self.v, self.state, *self.orders, self.geometry, self.config.with_tau(taus), *self.scores,
+            self.q, self.k, self.v, self.state, *self.orders, self.geometry, config, *self.scores,
             stop_lag=self.stop_lag,
         )  # fmt: skip
         return np.square(finish(state)[0] - self.dense).sum(axis=(0, 2, 3))

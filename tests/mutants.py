@@ -103,7 +103,7 @@ def faults_of(path: str, text: bytes, lines: set[int]) -> Iterator[Fault]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
             yield fault(node, str(not node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            yield fault(node, repr(node.value + 1 if isinstance(node.value, int) else node.value * 1.5))
+            yield fault(node, repr(node.value + 1 if isinstance(node.value, int) else node.value * 1.5 or 1.0))
         elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
             yield fault(node.test, f"(not ({ast.unparse(node.test)}))")
         elif isinstance(node, ast.Call) and len(node.args) > 1 and not isinstance(node.args[0], ast.Starred):

@@ -146,7 +146,9 @@ def by_words(q, k, v, config, **options):
     return [[chosen_tau(points[h], config.errors(len(heads))[h]) for h in heads]]
 
 
-@pytest.mark.parametrize("changes", [{"unit": 8}, {"rank": "weight"}, {"rank": "max", "window": 50}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"unit": 8}, {"tail": "first_order"}, {"rank": "weight"}, {"rank": "max", "window": 50}], ids=str
+)
 @pytest.mark.parametrize("options", [{"scale": 0.4}, {"scale": -0.4, "softcap": 3.0}], ids=str)
 def test_the_definition_by_whole_calls(rng, changes, options):
     """With keys before the first query, so that the first of three segments has candidates too."""

@@ -17,7 +17,9 @@ import packs
 import pages
 import pytest
 import sanitize
+import test_faults
 import test_gpu_nsa
+import test_method_faults
 from conftest import has_gpu, has_hopper
 from gpu_cases import DTYPES, Case
 from listed_calls import wrong_by_random_lists
@@ -34,12 +36,14 @@ from s2o_cupy.selection.catalogue import kernels_for
 
 # ---------------------------------------------------------------- what a call gives otherwise than it must
 
+TOKENS = 700  # of NSA: two chunks of its counting sort
+
 
 def of_nsa(path: str, heads: int = 4) -> list[str]:
     """Of 2 KV heads; with 2 heads Hopper has another kernel for compressed attention. Several chunks of tokens. What is
     left in memory is another call's."""
     config, rng = replace(SMALL, path=path), np.random.default_rng(0)
-    x, other = (draw(rng, DTYPES["float16"], 1100, heads=heads, head_dim=128, config=config) for _ in range(2))
+    x, other = (draw(rng, DTYPES["float16"], TOKENS, heads=heads, head_dim=128, config=config) for _ in range(2))
     test_gpu_nsa.attend(other, config)
     o, blocks = test_gpu_nsa.attend(x, config)
     wrong = {"choice": choice_problems(blocks, x, config), "output": whole_problems(o, x, blocks, config)}
@@ -47,11 +51,11 @@ def of_nsa(path: str, heads: int = 4) -> list[str]:
 
 
 def selected_case(block: int) -> tuple[Any, np.ndarray]:
-    """Blocks in any order, of which some are none and some in the future; of each several rounds of rows."""
+    """All blocks but one, in any order, some of them none and some in the future: each has more tokens than an item."""
     rng = np.random.default_rng(0)
-    x = draw(rng, DTYPES["float16"], 1100, 1300, head_dim=128)
-    count = -(-1300 // block)
-    blocks = np.stack([rng.permutation(count)[:6] for _ in range(2 * 1100)]).reshape(1, 2, 1100, 6)
+    x = draw(rng, DTYPES["float16"], TOKENS, heads=16, head_dim=128)  # 8 of a KV head: 512 tokens are an item
+    count = -(-TOKENS // block)
+    blocks = np.stack([rng.permutation(count)[1:] for _ in range(2 * TOKENS)]).reshape(1, 2, TOKENS, count - 1)
     blocks[rng.random(blocks.shape) < 0.1] = -1
     return x, blocks
 
@@ -88,12 +92,15 @@ def of_gradients(block: int) -> list[str]:
 
 
 def of_taus(path: str) -> list[str]:
-    """Three segments, of which the first has no candidates; as test_asked_error.py compares them."""
+    """Taus from 0.05 on, of errors that suit the path's key tiles; as test_asked_error.py compares them."""
     import cupy
 
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, heads, 330, 64)).astype(DTYPES["bfloat16"]) for heads in (4, 2, 2))
-    config = replace(Case().config(path), tau=None, error=(0.1, 0.03, 0.05, 0.2), dense_up_to=0)
+    tile, errors, length = {
+        "portable": (64, (0.03, 0.02, 0.05, 0.012), 900), "hopper": (128, (0.006, 0.004, 0.003, 0.0025), 1400),
+    }[path]  # fmt: skip
+    case = Case(dtype="float16", heads=4, kv_heads=2, seqlen_q=length, block_m=tile, block_n=tile)
+    q, k, v = case.arrays()
+    config = replace(case.config(path), tau=None, error=errors, dense_up_to=0)
     _, stats = s2o_attention(*map(cupy.asarray, (q, k, v)), config=config, return_stats=True)
     lag = 1 if stats.path == "hopper" else 0
     sample = sampled(stats.problem, config)
@@ -147,7 +154,6 @@ PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), part
 COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
 COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
 LISTS, LISTS_HOPPER = (partial(wrong_by_random_lists, LISTED, path, 64) for path in ("portable", "hopper"))
-LISTS_OF_KEYS = partial(wrong_by_random_lists, LISTED, "portable", 1)
 SKIPS, SKIPS_HOPPER = (
     partial(wrong_by_random_lists, LISTED, path, 1, value_skip=-1.0) for path in ("portable", "hopper")
 )
@@ -245,8 +251,8 @@ FAULTS = [
           "kv_head = 0 * head;", COLLECT, hopper=True),
     Fault("collect_packed_pages", "keys are those before them", "key - first_key[n]);",
           "max(key - first_key[n] - 1, 0));", COLLECT_PACKED, hopper=True),
-    Fault("pass2_listed", "lists begin where the first one does", "p.lists.entries + p.lists.begins[list(p)];",
-          "p.lists.entries + p.lists.begins[0];", LISTS_OF_KEYS),
+    Fault("pass2_listed", "all tiles have the first one's list", "of_segment * p.tiles + tile : of_segment;",
+          "of_segment * p.tiles : of_segment;", LISTS),
     Fault("pass2_listed", "a list's last key is not read", "listed = p.lists.keys[list(p)];",
           "listed = max(p.lists.keys[list(p)] - 1, 0);", LISTS),
     Fault("pass2_listed_sm90", "a unit's keys are its first one", "return (entry << unit_shift) + (i & unit_mask);",
@@ -269,8 +275,7 @@ FAULTS = [
           "p.errors[0 * head]", TAUS),
     Fault("choose_taus", "the last segment does not count", "at < count; at += 32", "at < count - parts; at += 32",
           TAUS),
-    Fault("segment_sizes", "only the first rows have a size", "i < g.query_count(n) * g.head_dim; i +=",
-          "i < g.query_count(n) * g.head_dim / 4; i +=", TAUS),
+    Fault("segment_sizes", "a size is squared again", "p.sizes[place] = size;", "p.sizes[place] = size * size;", TAUS),
     Fault("every_tile", "a short key tile does not count", "(p.geometry.candidates(n) + p.block_n - 1) / p.block_n",
           "p.geometry.candidates(n) / p.block_n", of_visited),
 ]  # fmt: skip
@@ -282,6 +287,12 @@ def test_every_fault_has_its_place(fault):
     kernel = next(kernel for kernel in kernels_for(90) if kernel.function == fault.function)
     text = compiler.render(kernel)
     assert fault.plant(text) != text
+
+
+def test_every_kernel_has_a_planted_fault():
+    planted = {x.function for x in (*FAULTS, *test_method_faults.FAULTS)}
+    planted |= {function for x in test_faults.FAULTS for function in x.functions}
+    assert planted == {kernel.function for architecture in (80, 90, 120) for kernel in kernels_for(architecture)}
 
 
 @pytest.mark.gpu

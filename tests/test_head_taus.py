@@ -128,6 +128,8 @@ def test_a_wrong_number_of_them(device, qkv, packed, bad):
         ({"tau": 0.1, "error": 0.1}, ValueError, "S2OConfig: tau is 0.1 and error is 0.1; accepted: one of them"),
         ({"error": 0}, ValueError, "S2OConfig: error is 0; accepted: a finite number above 0"),
         ({"error": [0.1, float("nan")]}, ValueError, r"S2OConfig: error\[1\] is nan; accepted"),
+        ({"error": float("inf")}, ValueError, "S2OConfig: error is inf; accepted: a finite number above 0"),
+        ({"error": [0.1, float("inf")]}, ValueError, r"S2OConfig: error\[1\] is inf; accepted"),
         ({"error": "x"}, TypeError, "S2OConfig: error is 'x'"),
     ],
 )

@@ -16,13 +16,13 @@ def f(x: int = 4, *, on=True) -> g(1):
         raise ValueError(f"x is {x + 1}")
     x += g(x, -x, x)
     g("\xc3\xa4", 1)
-    return [y for y in h(x, x) if y is not None]
+    return [y for y in h(x, x) if y is not None] + [0.0, 3.0]
 '''
 PLANTED = {
     (3, "4"), (6, "5"), (6, "False"),
     (7, "(x < LIMIT or not on)"), (7, "(x <= LIMIT)"), (7, "(on)"), (7, "(not (x < LIMIT and (not on)))"),
     (8, "pass"), (9, "pass"), (9, "g(-x, x, x)"), (9, "(x)"), (10, "pass"), (10, "g(1, '\u00e4')"), (10, "2"),
-    (11, "(y is None)"),
+    (11, "(y is None)"), (11, "1.0"), (11, "4.5"), (11, "([y for y in h(x, x) if y is not None] - [0.0, 3.0])"),
 }  # fmt: skip
 
 

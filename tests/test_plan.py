@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2o_cupy.arrays.operand import Operand
+from s2o_cupy.plan.build import geometry_of, lay_out
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import LaunchPlan, padded_head_dim
 from s2o_cupy.plan.launches import launches, workspace
@@ -35,6 +36,7 @@ from s2o_cupy.spec import (
     STRATUM,
     UNIT_RANKS,
     UNITS,
+    Geometry,
     S2OConfig,
     moment_group,
 )
@@ -181,6 +183,33 @@ def test_rows_of_a_chunk_lie_one_behind_the_other(case):
         longest = max(geometry.ranked(chunk.first_segment + n) for n in range(chunk.segments))
         if geometry.is_causal:  # no more than if all rows were as long as the longest
             assert chunk.elements <= chunk.rows * -(-longest // step) * step
+
+
+def test_what_kernels_are_told_of_a_geometry():
+    """Runs of segments only where some are drawn: 3 of 10, one of the first four and of three each."""
+    found = geometry_of(Geometry(1000, 1100, 100, window=5000, is_causal=False, unit=8), 64)
+    assert found == {
+        "seqlen_q": 1000, "seqlen_k": 1100, "segment": 100, "window": 1100, "is_causal": False, "head_dim": 64,
+        "unit_shift": 3, "drawn": 0, "least_run": 0, "longer_runs": 0,
+    }  # fmt: skip
+    drawn = geometry_of(Geometry(1000, 1000, 100, drawn=3), 64)
+    assert (drawn["drawn"], drawn["least_run"], drawn["longer_runs"]) == (3, 3, 1)
+
+
+def test_an_array_of_a_workspace_is_an_operand():
+    memory = lay_out([], [("a", (5,), "int32"), ("b", (2, 3, 10, 64), "uint16"), ("c", (1, 3, 1, 64), "uint16")])
+    at = (1 << 20) + memory.places["b"].offset
+    assert memory.operand("b", 1 << 20) == Operand(at, (2, 3, 10, 64), (1920, 640, 64))
+    assert memory.operand("c", 0).strides == (0, 64, 0)  # of one, no stride
+
+
+@pytest.mark.parametrize(
+    ("capability", "page_size", "gathers"), [(90, 0, False), (90, 64, False), (90, 1, True), (80, 1, False)]
+)
+def test_rows_of_pages_are_gathered_where_no_box_brings_them(capability, page_size, gathers):
+    config = S2OConfig(dense_up_to=0)
+    plan = make_plan(a_problem(), config, LIMITS[capability], aligned=True, compact=True, page_size=page_size)
+    assert plan.gathers_pages == gathers
 
 
 def test_rows_and_blocks_by_hand():
