@@ -127,7 +127,9 @@ def test_sdist(built):
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert sources(archive_layout=False) <= names
     tests = {
-        path.relative_to(ROOT).as_posix() for kind in ("py", "c", "h", "md") for path in (ROOT / "tests").rglob(f"*.{kind}")
+        path.relative_to(ROOT).as_posix()
+        for kind in ("py", "c", "h", "md")
+        for path in (ROOT / "tests").rglob(f"*.{kind}")
     }
     assert tests <= names
     assert {"LICENSE", "Makefile", "setup.cfg", "pyproject.toml", "CHANGELOG.md", ".ci/run", ".ci/setup"} <= names
