@@ -20,7 +20,7 @@ from s2o_cupy.arrays.frameworks import to_host
 from s2o_cupy.tools.patterns import PATTERNS
 
 HELP = (
-    'a trace file, a .py with qkv_32_8(length[, offset[, layers]]), "trace" (the recorded one), or a pattern: '
+    'a trace file, a .py with qkv_32_8(length[, offset[, layers]]), "trace" or "retrieval" (recorded), or a pattern: '
     + ", ".join(PATTERNS)
 )
 
@@ -118,7 +118,7 @@ class TorchRandom:
 
 
 def _file(case: Case) -> list[Any]:
-    arrays = inputs.builtin("trace") if case.input == "trace" else inputs.load(case.input)
+    arrays = inputs.builtin(case.input) if case.input in inputs.RECORDED else inputs.load(case.input)
     q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
     if case.length is None and case.offset == 0:
         return [q, k, v]

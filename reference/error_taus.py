@@ -119,8 +119,9 @@ class _Piece:
         """The squares of the error of each head at its tau, summed, [H]."""
         if not any(taus):  # dense attention
             return self.size - self.size
+        config = replace(self.config, tau=taus, error=None, tail="none")
         state, _ = pass2(
-            self.q, self.k, self.v, self.state, *self.orders, self.geometry, self.config.with_tau(taus), *self.scores,
+            self.q, self.k, self.v, self.state, *self.orders, self.geometry, config, *self.scores,
             stop_lag=self.stop_lag,
         )  # fmt: skip
         return np.square(finish(state)[0] - self.dense).sum(axis=(0, 2, 3))

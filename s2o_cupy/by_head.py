@@ -41,9 +41,10 @@ def check_tau(tau: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
 
 
 def check_one_tau(name: str, tau: Any, owner: str) -> float:
-    value = _real(name, tau, "a number >= 0 (math.inf stops after one key tile)", owner)
+    accepted = "a number >= 0 (0 never stops: dense attention; math.inf stops after one key tile), or one for each head"
+    value = _real(name, tau, accepted, owner)
     if not value >= 0:  # NaN fails too
-        raise ValueError(f"{owner}: {name} is {tau}; accepted: a number >= 0 (0 never stops: dense attention)")
+        raise ValueError(f"{owner}: {name} is {tau}; accepted: {accepted}")
     return value
 
 

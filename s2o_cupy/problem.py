@@ -28,7 +28,6 @@ GPU_BLOCK_N_UNIT, GPU_BLOCK_N_MAX = 64, 1024
 CPU_BLOCK_UNIT, CPU_BLOCK_MAX = 16, 1024  # all that the GPU takes, and smaller tiles for short inputs
 MAX_SCALE = 1e38  # what float32 holds, and room for a factor of log2(e)
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-3, 1e6  # less leaves no score, more changes none beyond the rounding of tanh
-MANY_HEADS = 512  # more than any model has: of few queries, they are more likely to be the queries
 MAX_SEQLEN = 2**31 - 2**14  # positions are int32; kernels round them up to segments and tiles
 
 Shape = tuple[int, ...]
@@ -83,8 +82,10 @@ def validate(
     is_causal: bool = True,
     scale: float | None = None,
     softcap: float = 0.0,
+    has_layout: bool = True,
 ) -> Problem:
-    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``.
+    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller
+    may choose the layout, and is asked about it where the axes look as if they were in the other order.
 
     Raises
     ------
@@ -108,10 +109,12 @@ def validate(
     try:
         _check_sizes(problem, q, k, v)
     except ValueError as error:
-        if layout == "BHSD" and _fits_bshd(problem, q, k, v):
+        if has_layout and layout == "BHSD" and _fits_bshd(problem, q, k, v):
             raise ValueError(f"{error}. Did you mean layout='BSHD'? These shapes fit it") from None
         raise
-    if layout == "BHSD" and problem.heads >= MANY_HEADS and problem.heads >= 8 * problem.seqlen_k:
+    # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
+    many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
+    if has_layout and layout == "BHSD" and many_heads and _fits_bshd(problem, q, k, v):
         warnings.warn(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are (batch, "
             "seqlen, heads, head_dim), pass layout='BSHD'",
@@ -245,6 +248,7 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
         raise ValueError(
             f"s2o_attention: q has {heads} heads, k and v have {kv_heads}; "
             "accepted: heads a multiple of kv_heads (grouped-query attention)"
+            + (", so that q has the more of them" if 0 < heads < kv_heads else "")
         )
     for name, length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
         if length > MAX_SEQLEN:
@@ -261,7 +265,7 @@ def _check_by_head(problem: Problem, config: S2OConfig) -> None:
     for name, value in (("tau", config.tau), ("error", config.error)):
         if isinstance(value, tuple) and len(value) != problem.heads:
             raise ValueError(
-                f"s2o_attention: config.{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
+                f"s2o_attention: {name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
                 "number for all heads, or one for each query head"
             )
     if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:

@@ -47,6 +47,7 @@ __all__ = [
     "moment_keys",
     "checked_int",
     "names_unknown_fields",
+    "not_a_config",
     "tau_text",
 ]
 
@@ -158,7 +159,7 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
 
 
 class _Default:
-    """Of a field's value: it was not given but found, and may be found anew. ``dataclasses.replace`` passes on whatever
+    """Of a field's value: it was not given but found, and is found anew by ``dataclasses.replace``. That passes on what
     the attributes hold, so that a value itself must say it; `S2OConfig.values` are plain."""
 
     __slots__ = ()
@@ -170,6 +171,13 @@ class _DefaultInt(_Default, int):
 
 class _DefaultText(_Default, str):
     __slots__ = ()
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as a number or name like any other."""
+    if isinstance(value, _Default):
+        return int(value) if isinstance(value, int) else str(value)
+    return value
 
 
 _Class = TypeVar("_Class")
@@ -193,7 +201,35 @@ def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
+def not_a_config(owner: str, config: Any) -> TypeError:
+    """What to raise where ``config`` should have been an S2OConfig, with what was probably meant."""
+    meant = ""
+    if isinstance(config, Mapping):
+        meant = ", such as S2OConfig(**config)"
+    elif isinstance(config, type):
+        meant = f", an object: {config.__name__}()"
+    elif isinstance(config, numbers.Real) and not isinstance(config, bool):
+        meant = f", such as S2OConfig(tau={config})"
+    return TypeError(f"{owner}: config is a {type(config).__name__}; accepted: S2OConfig or None{meant}")
+
+
+def takes_defaults_for_given(cls: type[_Class]) -> type[_Class]:
+    """What another config has found is given where somebody passes it. ``dataclasses.replace`` is told by its naming
+    every field."""
+    make, count = cls.__init__, len(fields(cls))  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        if len(given) < count:
+            args, given = tuple(map(_plain, args)), {name: _plain(x) for name, x in given.items()}
+        make(self, *args, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
 @names_unknown_fields
+@takes_defaults_for_given
 @dataclass(frozen=True)
 class S2OConfig:
     """How S2O orders keys and when it stops.
@@ -363,9 +399,7 @@ class S2OConfig:
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:
         """The fields in order, those that were not given as plain numbers and names too."""
-        plain = {_DefaultInt: int, _DefaultText: str}
-        values = (getattr(self, field.name) for field in fields(self))
-        return tuple(plain[type(x)](x) if isinstance(x, _Default) else x for x in values)
+        return tuple(_plain(getattr(self, field.name)) for field in fields(self))
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash

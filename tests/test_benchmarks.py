@@ -255,7 +255,7 @@ def test_quality(tmp_path):
 
 
 def test_quality_names_all_patterns():
-    assert set(quality.parse(["--input", "patterns", "trace"]).input) == set(inputs.names())
+    assert set(quality.parse(["--input", "patterns", *inputs.RECORDED]).input) == set(inputs.names())
 
 
 # ---------------------------------------------------------------- scaling.py

@@ -15,6 +15,7 @@ from conftest import has_gpu
 from in_process import Finished, finished
 
 import s2o_cupy
+import s2o_cupy.__main__
 from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import CompiledKernel
 from s2o_cupy.tools import cli, info
@@ -54,10 +55,68 @@ def test_help_and_version():
     assert s2o("--version").stdout.strip() == f"s2o_cupy {s2o_cupy.__version__}"
 
 
-def test_every_field_of_the_configuration_is_an_option():
-    text = s2o("diff", "--help").stdout
-    for field in s2o_cupy.S2OConfig.__dataclass_fields__.keys() - {"error"}:  # what tune is asked for
-        assert f"--{field.replace('_', '-')} " in text
+# A value of each field that is no default, with what else it needs.
+FIELDS = {
+    "segment": (64, {}), "tau": (0.25, {}), "block_m": (64, {}), "block_n": (64, {}), "rank": ("max", {}),
+    "unit": (8, {}), "pooled_queries": (4, {}), "window": (8, {}), "workspace_bytes": (2 << 20, {}),
+    "path": ("portable", {}), "dense_up_to": (4096, {}), "tail": ("none", {}), "error": (0.25, {}),
+    "dense_last": (512, {}), "clusters": (2, {"rank": "query"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        (["demo"], ()),
+        (["diff"], ()),
+        (["tune"], ("tau", "error")),  # what it finds, and what it is asked for
+        (["tune-model", "model", "text", "--density", "0.5"], ("tau", "error")),
+        (["report", "model", "text"], ()),
+    ],
+)
+def test_every_field_of_the_configuration_is_an_option(command, found):
+    assert FIELDS.keys() == s2o_cupy.S2OConfig.__dataclass_fields__.keys()
+    parser = s2o_cupy.__main__.parser()
+    base = {"dense_up_to": 0} if command == ["demo"] else {}
+    for field, (value, more) in FIELDS.items():
+        if field in found:
+            continue
+        given = {field: value, **more}
+        options = [f"--{name.replace('_', '-')}={x}" for name, x in given.items()]
+        config = cli.config_of(parser.parse_args([*command, *options]))
+        assert config == s2o_cupy.S2OConfig(**{**base, **given}), field
+
+
+def test_a_tau_for_each_head():
+    parse = s2o_cupy.__main__.parser().parse_args
+    assert cli.config_of(parse(["diff", "--tau", "0.1,0.2"])).tau == (0.1, 0.2)
+    assert cli.config_of(parse(["demo", "--error", "0.1,0.2"])).error == (0.1, 0.2)
+    assert "argument --tau: is '0.1,x'; accepted: a number" in s2o("diff", "--tau", "0.1,x").stderr
+
+
+def test_out_and_plot_mean_the_same_everywhere():
+    """--plot is a picture, --out a file of settings."""
+    commands = {"demo": [], "compare": [], "tune": [], "tune-model": ["m", "t", "--density", "1"], "report": ["m", "t"]}
+    parse = s2o_cupy.__main__.parser().parse_args
+    for command, needs in commands.items():
+        assert parse([command, *needs, "--plot", "a.png"]).plot == "a.png"
+        if command.startswith("tune"):
+            assert parse([command, *needs, "--out", "a.json"]).out == "a.json"
+        else:
+            said = s2o(command, *needs, "--out", "a.png").stderr if command != "report" else ""
+            assert ("--out is not accepted; did you mean --plot?" in said) == (command != "report")
+
+
+def test_tune_writes_what_register_takes(tmp_path):
+    from s2o_cupy.tools.layer_settings import read_settings
+
+    small = ["--length", "300", "--segment", "64", "--block-n", "64", "--taus", "0.5,0.1"]
+    assert s2o("tune", "--density", "0.9", *small, "--out", tmp_path / "a.json").returncode == cli.OK
+    settings = read_settings(tmp_path / "a.json")
+    assert (settings.config.segment, settings.config.block_n) == (64, 64) and settings.config.tau is not None
+    for out, message in ((tmp_path, "a file in a folder that exists"), (tmp_path / "no" / "a.json", "that exists")):
+        result = s2o("tune", "--density", "0.9", *small, "--out", out)
+        assert result.returncode == cli.UNABLE and message in result.stderr
 
 
 @pytest.mark.parametrize("command", ["demo", "diff", "tune", "tune-model --loss 1 m t", "report m t"])
@@ -75,13 +134,14 @@ def test_options_that_are_not_given_follow_those_that_are(command):
     [
         ([], "required: command"),
         (["nonsense"], "invalid choice"),
-        (["demo", "nowhere"], "nowhere: neither a file nor a built-in input (trace, random"),
+        (["demo", "nowhere"], "nowhere: neither a file nor a built-in input (trace, retrieval, random"),
         (["demo", "nowhere.npz"], "nowhere.npz: neither a file nor"),
         (["demo", "folder/nowhere.npz"], "folder/nowhere.npz: no such file"),
         (["demo", "--tau", "-1"], "tau is -1.0; accepted: a number >= 0"),
         (["demo", "--segment", "0"], "segment is 0"),
         (["demo", "--picture-head", "-1"], "the head to draw is -1; accepted: 0 to 3, as q has 4"),
         (["demo", "--picture-head", "9"], "the head to draw is 9; accepted: 0 to 3, as q has 4"),
+        (["demo", "--tau", "0.1,0.2,0.3,0.4"], "tau is (0.1, 0.2, 0.3, 0.4); accepted: one tau for all heads"),
         (["demo", "--segmnt", "3"], "--segmnt is not accepted; did you mean --segment? accepted: --block-m"),
         (["info", "--tau=3"], "--tau is not accepted; accepted: --help, --json, -h"),
         (["info", "trace"], "trace is not accepted; accepted: --help"),

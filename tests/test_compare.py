@@ -46,10 +46,11 @@ def test_figures_are_those_of_the_calls(options, qkv):
     if options.get("layout") == "BSHD":
         q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
     found = compare(q, k, v, configs, repeats=1, **options)
-    assert found.backend == "numpy" and found.dense_milliseconds > 0 and len(found.rows) == len(configs)
+    assert found.backend == "numpy" and len(found.rows) == len(configs)
+    assert found.dense_milliseconds is None  # NumPy's time says nothing of a GPU's
     for row, config in zip(found.rows, configs, strict=True):
         error, density, pooled_error, pooled_density = expected(q, k, v, config, **options)
-        assert row.config == config and row.milliseconds > 0
+        assert row.config == config and row.milliseconds is None
         np.testing.assert_allclose(row.error, error, rtol=1e-9)
         np.testing.assert_allclose(row.density, density, rtol=1e-6)
         assert row.pooled_error == pytest.approx(pooled_error, rel=1e-9) and pooled_error > 1e-3
@@ -136,7 +137,7 @@ def test_the_table(capsys):
 def test_json_and_the_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "compare.png"
-    assert cli.main([*ARGUMENTS, "--json", "--out", str(picture), "--method", "meanpooling"]) == cli.OK
+    assert cli.main([*ARGUMENTS, "--json", "--plot", str(picture), "--method", "meanpooling"]) == cli.OK
     found = json.loads(capsys.readouterr().out)
     assert found["source"] == "slash" and found["picture"] == str(picture) and found["problem"]["seqlen_q"] == 600
     (row,) = found["rows"]
@@ -152,7 +153,7 @@ def test_json_and_the_picture(tmp_path, capsys):
         (["--method", "xattention:stride"], "--method has 'xattention:stride'; accepted: xattention:FIELD=VALUE"),
         (["--method", "xattention:stride=3"], "XAttentionConfig: stride is 3; accepted: 8 or 16"),
         (["--method", "xattention:length=3"], "length"),
-        (["--out", "compare.txt"], "compare: the picture is 'compare.txt'; accepted: a file that ends in"),
+        (["--plot", "compare.txt"], "compare: the picture is 'compare.txt'; accepted: a file that ends in"),
         (["--method", "xattention", "--no-causal"], "XAttentionConfig: is_causal is False"),
     ],
 )
@@ -173,7 +174,7 @@ def test_on_a_gpu(qkv):
     assert found.backend == "cupy" and found.dense_milliseconds > 0
     on_host = compare(q, k, v, configs, repeats=1)
     for mine, other in zip(found.rows, on_host.rows, strict=True):
-        assert mine.milliseconds < other.milliseconds
+        assert mine.milliseconds > 0 and other.milliseconds is None
         assert mine.pooled_density == pytest.approx(other.pooled_density, abs=0.03)
         assert mine.pooled_error == pytest.approx(other.pooled_error, rel=0.1, abs=2e-3)
     torch = pytest.importorskip("torch")

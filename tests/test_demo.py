@@ -40,7 +40,7 @@ def test_demo(tmp_path, capsys):
     """The recorded input, as the library's defaults compute it."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "demo.png"
-    assert cli.main(["demo", "--json", "--out", str(picture)]) == cli.OK
+    assert cli.main(["demo", "--json", "--plot", str(picture)]) == cli.OK
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["wrong"]) == (True, [])
     assert found["picture"] == str(picture)
@@ -49,6 +49,8 @@ def test_demo(tmp_path, capsys):
     defaults = replace(S2OConfig(tau=0.05), dense_up_to=0)
     assert found["config"] == {name: getattr(defaults, name) for name in found["config"]}
     assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
+    local = found["heads"][1]  # most of its mass lies within its segment: of that of the earlier keys more is left out
+    assert local["earlier_mass"] < 0.1 and 0.03 < local["earlier_mass_left_out"] < 0.1
     overall = found["overall"]
     # Hopper's pipeline visits one key tile more.
     density, error = (0.811, 0.0110) if found["path"] == "hopper" else (0.766, 0.0120)
@@ -74,6 +76,34 @@ def test_figures_are_those_of_the_call():
         if tau == config.tau:
             assert found["overall"]["rel_l2"] == point["rel_l2"]
     assert len(found["sweep"]) == len(demo.SWEEP) + 1
+
+
+def test_an_error_instead_of_a_tau(tmp_path, capsys):
+    """The taus that it finds stand beside the sweep; the picture has a point for it."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.png"
+    options = ["--length", "600", "--error", "0.05", "--segment", "64", "--block-n", "64", "--plot", str(picture)]
+    assert cli.main(["demo", *options, "--json"]) == cli.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["tau"] is None and found["adds_tail"] is False
+    point = found["sweep"][-1]
+    assert (point["tau"], point["rel_l2"]) == (None, found["overall"]["rel_l2"]) and len(found["sweep"]) == 7
+    if found["path"] == "numpy":
+        config = S2OConfig(error=0.05, segment=64, block_n=64, dense_up_to=0)
+        _, stats = s2o_attention(*inputs.builtin("trace", 600), config=config, return_stats=True)
+        assert found["overall"]["density"] == stats.density
+    assert picture.stat().st_size > 50_000
+    text = demo.table(found)
+    assert "\nerror 0.05, segment 64" in text and "error 0.05 instead of a tau" in text
+    assert f"\n error {found['overall']['density']:9.3f} {found['overall']['rel_l2']:9.4f}\n" in text
+
+
+def test_heads_that_a_picture_shows():
+    """All of them, or eight with the chosen one among them."""
+    assert demo._shown_heads(1, 4) == [0, 1, 2, 3]
+    for head in range(32):
+        shown = demo._shown_heads(head, 32)
+        assert len(shown) == 8 and head in shown and shown == sorted(set(shown))
 
 
 def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
@@ -137,7 +167,7 @@ def test_values_that_are_not_finite_are_found(tmp_path, rng, capsys, name, value
     arrays = dict(zip("qkv", rng.standard_normal((3, 1, 2, 300, 16), dtype=np.float32), strict=True))
     arrays[name][0, 1, 7, 3:5] = value
     file = file_of(tmp_path, *arrays.values())
-    assert cli.main(["demo", file, "--out", str(tmp_path / "a.png")]) == cli.FOUND
+    assert cli.main(["demo", file, "--plot", str(tmp_path / "a.png")]) == cli.FOUND
     text = capsys.readouterr().out
     assert f"WRONG: {name} has 2 of 9,600 values that are not finite, the first {value} at [0, 1, 7, 3]" in text
     assert "WRONG: S2O's output at tau 0.01 has" in text
@@ -180,7 +210,7 @@ def test_where_no_picture_can_be_written(tmp_path, capsys, no_work, out, message
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
-    assert cli.main(["demo", "--out", str(tmp_path / out)]) == cli.UNABLE
+    assert cli.main(["demo", "--plot", str(tmp_path / out)]) == cli.UNABLE
     error = capsys.readouterr().err
     assert f"the picture is {str(tmp_path / out)!r}" in error
     assert message in error
@@ -190,7 +220,7 @@ def test_a_place_that_may_not_be_written_to(tmp_path, capsys, no_work, monkeypat
     """By what the system says: root may write anywhere."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(os, "access", lambda place, mode: False)
-    assert cli.main(["demo", "--out", str(tmp_path / "a.png")]) == cli.UNABLE
+    assert cli.main(["demo", "--plot", str(tmp_path / "a.png")]) == cli.UNABLE
     assert "accepted: a place that may be written to" in capsys.readouterr().err
 
 
@@ -210,7 +240,7 @@ def test_the_default_head_is_there(tmp_path):
 
 def test_demo_with_nothing_to_draw(capsys, tmp_path, no_work):
     pytest.importorskip("matplotlib")
-    options = ["--length", "300", "--segment", "512", "--out", str(tmp_path / "a.png")]
+    options = ["--length", "300", "--segment", "512", "--plot", str(tmp_path / "a.png")]
     assert cli.main(["demo", *options]) == cli.UNABLE
     assert "--no-picture" in capsys.readouterr().err
 
@@ -226,11 +256,14 @@ def test_the_segment_to_draw(length, segment, drawn):
 # ---------------------------------------------------------------- axes in the other order
 
 
-@pytest.mark.parametrize(("shape", "noted"), [((1, 64, 4, 8), True), ((1, 4, 64, 8), False), ((1, 8, 5, 8), False)])
+@pytest.mark.parametrize(
+    ("shape", "noted"),
+    [((1, 64, 4, 8), True), ((1, 5, 4, 8), True), ((1, 4, 64, 8), False), ((1, 5, 5, 8), False), ((1, 5, 1, 8), False)],
+)
 def test_many_heads_of_few_tokens_are_noted(tmp_path, capsys, rng, shape, noted):
     file = file_of(tmp_path, rng.standard_normal(shape))
     assert cli.main(["demo", file, *UNCHANGED]) == cli.OK
     captured = capsys.readouterr()
-    note = "s2o demo: note: q has 64 heads of 4 tokens; if its axes are (batch, seqlen, heads, head_dim), store"
+    note = f"s2o demo: note: q has {shape[1]} heads of 4 tokens; if its axes are (batch, seqlen"
     assert (note in captured.err) == noted
     assert json.loads(captured.out)["ok"] is True

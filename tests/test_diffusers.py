@@ -143,5 +143,6 @@ def test_names():
             register(name)
     with pytest.raises(TypeError, match="config is a float; accepted: S2OConfig or None"):
         register("s2o", 0.1)
+    assert register("s2o", tau=0.25).config.tau == 0.25
     with pytest.raises(ValueError, match="min_seqlen is -1; accepted: an integer >= 0"):
         register("s2o", min_seqlen=-1)

@@ -59,14 +59,44 @@ def test_each_reason_is_said_once(model, ids, caplog):
 
 def test_report(model, ids):
     s2o = register(config=DENSE, per_layer={1: None}, min_seqlen=100)
-    assert s2o.report() == "no calls"
+    assert s2o.report().startswith("no calls: no model has run with this attention yet")
     model(ids)
     model(ids[:, :50])
     assert s2o.report() == (
-        "       3  short  fewer keys than min_seqlen\n"
-        "       2  s2o    S2O\n"
-        "       1  layer  per_layer says None for the layer"
+        "calls  kind   layers  meaning\n"
+        "    3  short  0-2     fewer keys than min_seqlen, 100 (register(min_seqlen=))\n"
+        "    2  s2o    0, 2    S2O\n"
+        "    1  layer  1       per_layer says None for the layer"
     )  # fmt: skip
+
+
+def test_s2o_that_never_ran_is_one_visible_line(model, ids, caplog):
+    """Most often as a prompt is short: a warning that says so, once. Not where S2O has run before."""
+    s2o = register(config=DENSE, min_seqlen=1000)
+    with caplog.at_level(logging.INFO, LOGGER):
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+        model(ids)
+    (said,) = [x.message for x in caplog.records if x.levelname == "WARNING"]
+    assert said == (
+        "s2o: the model's own attention takes calls of the kind 'short': fewer keys than min_seqlen, 1,000 "
+        "(register(min_seqlen=)). S2O has not run so far. This is said once; report() has the counts."
+    )
+    assert s2o.report().splitlines()[-1] == "S2O took no call: the model's own attention took them all."
+    caplog.clear()
+    register(config=DENSE, min_seqlen=100)
+    with caplog.at_level(logging.INFO, LOGGER):
+        model(ids)
+        model(ids[:, :50])
+    assert [x.levelname for x in caplog.records] == ["INFO"] and "S2O has not" not in caplog.text
+
+
+def test_weights_that_are_asked_for(model, ids, caplog):
+    """The tuple of a model without weights is empty; it says so once."""
+    register(config=DENSE, min_seqlen=100)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        assert not any(x is not None for x in model(ids, output_attentions=True).attentions)
+        model(ids, output_attentions=True)
+    assert len(caplog.records) == 1 and "output_attentions=True gives no attention weights" in caplog.text
 
 
 def test_every_reason_has_words():

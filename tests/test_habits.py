@@ -52,9 +52,18 @@ def test_arguments_without_a_name():
         s2o_attention(X, X, X, None)
 
 
-def test_what_is_missing_is_said_by_python():
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
-        s2o_attention(X, X)
+def test_functions_that_pass_other_names_on():
+    """As a report passes a model's own inputs; what they need themselves is missed all the same."""
+
+    @habits.answers_habits
+    def function(model, ids, s2o=None, *, seed=0, **inputs):
+        return model, ids, s2o, seed, inputs
+
+    assert function(1, 2, 3, seed=4, attention_mask=5) == (1, 2, 3, 4, {"attention_mask": 5})
+    with pytest.raises(TypeError, match="function: ids is missing; accepted: model, ids"):
+        function(1, attention_mask=5)
+    with pytest.raises(TypeError, match="function: 4 arguments come without a name; accepted: up to 3, .*: seed"):
+        function(1, 2, 3, 4)
 
 
 def test_hints_name_what_exists():

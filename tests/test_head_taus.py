@@ -107,7 +107,7 @@ def test_a_tuple_of_one_number_is_that_number(device, qkv):
 
 @pytest.mark.parametrize("bad", [(0.1, 0.2, 0.3), [0.1], (0.1,) * 8])
 def test_a_wrong_number_of_them(device, qkv, packed, bad):
-    message = rf"config\.tau has {len(bad)} numbers, q has 4 heads; accepted: one number for all heads, or one for each"
+    message = rf"tau has {len(bad)} numbers, q has 4 heads; accepted: one number for all heads, or one for each"
     q, k, v = (device.array(x) for x in qkv(100, heads=4))
     with pytest.raises(ValueError, match=message):
         s2o_attention(q, k, v, tau=bad)

@@ -186,8 +186,8 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_missing_library_says_the_remedy(tmp_path, monkeypatch):
     for module, suffix, remedy in (
-        ("safetensors", ".safetensors", "pip install safetensors"),
-        ("torch", ".pt", r"save q, k and v as \.npz"),
+        ("safetensors", ".safetensors", r'remedy: pip install "\.\[cli\]" in a checkout'),
+        ("torch", ".pt", r'remedy: pip install "\.\[torch\]" in a checkout of s2o_cupy, or q, k and v in a \.npz'),
     ):
         monkeypatch.setitem(sys.modules, module, None)
         (tmp_path / f"a{suffix}").write_bytes(b"")
@@ -219,8 +219,20 @@ def test_trace():
     np.testing.assert_array_equal(short.q, q[:, :, :100].astype(np.float32))
     with pytest.raises(ValueError, match="length is 2817; accepted: at most 2816"):
         inputs.builtin("trace", 2817)
-    with pytest.raises(ValueError, match="heads is 8; accepted: 4, which the trace has"):
+    with pytest.raises(ValueError, match="heads is 8; accepted: 4, which the recorded input 'trace' has"):
         inputs.builtin("trace", heads=8)
+
+
+def test_retrieval():
+    """The end of a prompt: fewer queries than keys, of which none can be left out at the end."""
+    q, k, v = inputs.builtin("retrieval")
+    assert (q.shape, k.shape, v.shape) == ((1, 4, 1024, 64), (1, 1, 16384, 64), (1, 1, 16384, 64))
+    assert q.dtype == k.dtype == v.dtype == BFLOAT16
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in (q, k, v))
+    assert (Path(inputs.__file__).parents[1] / "data" / "retrieval.npz").stat().st_size < 3e6
+    assert inputs.builtin("retrieval", 16384, dtype="float32").k.dtype == np.float32
+    with pytest.raises(ValueError, match="length is 8192; accepted: 16384, which the recorded input 'retrieval' has"):
+        inputs.builtin("retrieval", 8192)
 
 
 def test_trace_is_as_described():
@@ -264,7 +276,7 @@ def maps():
     """Mass [L/2, L] of the later half of the queries, for each pattern's first and last of 4 heads."""
     length = 1024
     found = {}
-    for name in inputs.names()[1:]:
+    for name in patterns.PATTERNS:
         q, k, _ = inputs.builtin(name, length, heads=4, kv_heads=2)
         found[name] = [softmax(q[0, h] @ k[0, h // 2].T)[length // 2 :] for h in (0, 3)]
     return found
@@ -351,7 +363,7 @@ def test_needle(maps):
         assert mass[:-128, 1024 // 3].max() < 0.01
 
 
-@pytest.mark.parametrize("name", inputs.names()[1:])
+@pytest.mark.parametrize("name", patterns.PATTERNS)
 def test_every_pattern(name):
     for length in (0, 1, 3, 65):
         q, k, v = inputs.builtin(name, length, heads=6, kv_heads=3, head_dim=5, dtype="bfloat16")
@@ -387,7 +399,7 @@ def test_patterns_of_another_framework():
 
 def test_builtin_refuses():
     for options, message in (
-        ({"name": "nothing"}, "input is 'nothing'; accepted: trace, random"),
+        ({"name": "nothing"}, "input is 'nothing'; accepted: trace, retrieval, random"),
         ({"name": "random", "length": -1}, "length is -1"),
         ({"name": "random", "heads": 0}, "heads is 0; accepted: 1 or more"),
         ({"name": "random", "heads": 3, "kv_heads": 2}, "a multiple of kv_heads"),

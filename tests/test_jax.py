@@ -161,7 +161,7 @@ def test_what_is_refused_is_so_while_jax_traces(arrays):
         (TypeError, "config is a dict", (q, k, v), {"config": {}}),
         (ValueError, "config.block_m is 8; accepted on the CPU", (q, k, v), {"config": S2OConfig(block_m=8)}),
         (ValueError, "config.error is 0.1, for which JAX has no memory", (q, k, v), {"config": S2OConfig(error=0.1)}),
-        (ValueError, "config.tau has 2 numbers, q has 4 heads", (q, k, v), {"tau": (0.1, 0.2)}),
+        (ValueError, "tau has 2 numbers, q has 4 heads", (q, k, v), {"tau": (0.1, 0.2)}),
         (TypeError, "attention: causal is not an argument; did you mean is_causal", (q, k, v), {"causal": True}),
     ):
         with pytest.raises(error, match=match):

@@ -429,7 +429,7 @@ def test_the_commands(folder, capsys, monkeypatch):
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
         ("s2o report: ", ["report", str(folder / "none"), where[1]]),
         ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
-        ("No such file", ["report", *where, "--settings", "none.json"]),
+        ("no such file; accepted: a file that tune_model", ["report", *where, "--settings", "none.json"]),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -16,12 +16,29 @@ pytest.importorskip("transformers", "5.16")
 import _small_llama  # noqa: E402
 import _sources  # noqa: E402
 
+from s2o_cupy import inputs  # noqa: E402
+
 FOLDER = BENCHMARKS / "retrieval_model"
 
 
 @pytest.fixture(scope="module")
 def texts():
     return _sources.module_of(str(FOLDER / "texts.py"))
+
+
+def test_the_recorded_prompt_is_this_models(texts, monkeypatch):
+    """Its first keys and values, which depend on no later token, made again by the script that made them all."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    record = _sources.module_of(str(FOLDER / "record.py"))
+    _, *kv = record.attention_inputs(texts.prompt(record.LENGTH, seed=0).ids[:, :300])
+    for x, stored in zip(kv, inputs.builtin("retrieval", dtype="float32")[1:], strict=True):
+        found = x[:, : stored.shape[1]]
+        # 7 significant bits round by at most 2^-7 of a value; float32's own errors, which grow through layers, are some
+        # 1e-5 of the largest values at most.
+        np.testing.assert_allclose(stored[:, :, :300], found, rtol=2**-7, atol=1e-4 * float(np.abs(found).max()))
+    x = np.array([0, 1, -1.015, 3.99, 1e-30], np.float32)
+    np.testing.assert_allclose(record.rounded(x).astype(np.float32), x, rtol=2**-7)
+    assert record.rounded(np.float32(1 + 2**-6)) == 1 + 2**-6 and record.rounded(np.float32(1 + 2**-7)) == 1
 
 
 @pytest.fixture

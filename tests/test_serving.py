@@ -6,6 +6,7 @@ import configparser
 import itertools
 import json
 import logging
+import re
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -30,6 +31,7 @@ from s2o_cupy.integrations.serving import (
     kind_of_request,
     why_not_shape,
 )
+from s2o_cupy.integrations.versions import DIFFUSERS, SGLANG, VLLM, warn_if_newer
 
 
 def test_settings():
@@ -78,7 +80,7 @@ def test_a_file_whose_name_looks_like_json(tmp_path, monkeypatch):
     [
         (3, "here is a int; accepted: a JSON object, or the path of a file"),
         ("{tau: 1}", "here is no JSON .*; accepted: a JSON object"),
-        ({"taw": 0.1}, "here: 'taw' is not a setting; accepted: min_seqlen, per_layer, settings, .*segment, tau, "),
+        ({"taw": 0.1}, r"here: 'taw' is not a setting; did you mean tau\? accepted: min_seqlen, .*segment, tau,"),
         ({"tau": -1}, "here: S2OConfig: tau is -1; accepted: a number >= 0"),
         ({"min_seqlen": "8192"}, "here: min_seqlen is '8192'; accepted: an integer >= 0"),
         ({"backend": 3}, "here: backend is 3; accepted: a name"),
@@ -197,10 +199,40 @@ def test_an_engine_that_is_too_old(engine, monkeypatch, caplog):
     """It runs as without S2O."""
     for name in (engine, f"{engine}.v1.attention.backends.registry", f"{engine}.srt.arg_groups"):
         monkeypatch.setitem(sys.modules, name, None)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("WARNING"):
         logging.getLogger("vllm").propagate = True
         getattr(plugins, f"register_with_{engine}")()
-    assert "s2o_cupy has no attention for this version of" in caplog.text
+    assert re.search(r"s2o_cupy: this \w+ has no attention that S2O can be put on; it needs \w+ [\d.]+", caplog.text)
+
+
+@pytest.mark.parametrize("tested", [VLLM, SGLANG, DIFFUSERS])
+def test_versions(tested, monkeypatch, caplog):
+    """Newer than tested: said once it is used, and nobody is told to upgrade further. Older: what to install."""
+    *front, last = tested.newest.split(".")
+    newer, same = ".".join([*front, str(int(last) + 1), "0rc1"]), f"{tested.newest}.7"
+    for version, warned in ((newer, True), (same, False), ("0.0.1", False), (None, False)):
+        monkeypatch.setattr(type(tested), "installed", version)
+        caplog.clear()
+        warn_if_newer(tested, "s2o_cupy.test")
+        said = tested.cannot("a module", "something is missing")
+        assert said.startswith("a module: something is missing; ") and f"=={tested.newest}.*" in said
+        if warned:
+            assert f"this is {tested.name} {newer}, newer than {tested.newest}" in caplog.text
+            assert f"{newer}, newer than" in said and said.endswith("or a newer s2o_cupy") and "-U" not in said
+        else:
+            assert not caplog.records and f"it needs {tested.name} {tested.oldest} or newer" in said
+
+
+@pytest.mark.parametrize("kind", ["short", "few queries", "layer", "not causal", "drafted tokens", "cache dtype"])
+def test_each_reason_is_one_warning(kind, caplog):
+    counts = Counts("an engine", "s2o_cupy.test")
+    with caplog.at_level("INFO", "s2o_cupy.test"):
+        for _ in range(3):
+            counts.add_now(kind, 2)
+            counts.add_now("decoding")
+    said = [x for x in caplog.records if x.levelname == "WARNING"]
+    assert len(said) == 1 and f"an engine's own attention takes calls of the kind '{kind}': " in said[0].message
+    assert len(caplog.records) == 2  # decoding, which every server leaves to its own attention, is no warning
 
 
 def test_shapes():
@@ -220,6 +252,6 @@ def test_counts(caplog):
     assert caplog.records[0].message == "s2o: took its first prompt"
     assert "an engine's own attention takes calls of the kind 'mask'" in caplog.records[1].message
     assert caplog.records[2].message == (
-        "s2o: requests times layers\n       4  s2o   S2O\n       1  mask  tokens that see others than the causal ones, "
-        "such as those of an image or of several scored items"
+        "s2o: requests times layers\ncalls  kind  meaning\n    4  s2o   S2O\n    1  mask  tokens that see others than "
+        "the causal ones, such as those of an image or of several scored items"
     )

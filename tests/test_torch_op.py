@@ -100,7 +100,7 @@ def test_same_results_as_the_call(tensors, layout, batch):
 
 
 def test_a_tau_takes_an_error_s_place(tensors):
-    """As in s2o_attention: S2OConfig has one of the two, and a tau has the tail that it has without an error."""
+    """As in s2o_attention: S2OConfig has one of the two, and what no tile visited counts as with any given tau."""
     q, k, v = tensors(300, heads=2)
     for tail in (None, "first_order"):
         config = replace(SMALL, tail=tail).with_error(1e-6)

@@ -245,15 +245,34 @@ def test_what_register_refuses():
         ("name is 'eager'; accepted", {"name": "eager"}),
         ("name is ''", {"name": ""}),
         (r"name is 'paged\|s2o'", {"name": "paged|s2o"}),
-        (r"name is \['s2o'\]", {"name": ["s2o"]}),
         ("min_seqlen is -1; accepted: an integer >= 0", {"min_seqlen": -1}),
         ("min_seqlen is 1.5; accepted", {"min_seqlen": 1.5}),
     ):
         with pytest.raises(ValueError, match=match):
             register(**arguments)
-    with pytest.raises(TypeError, match="config is a dict"):
-        register(config={})
+    for match, positional, named in (
+        (r"register: name is a S2OConfig; accepted: a string \(a config comes as config=\)", [DENSE], {}),
+        (r"config is a dict; accepted: None, S2OConfig, .*; such as S2OConfig\(\*\*c", ["s2o", {"tau": 0.1}], {}),
+        (r"config is a float; accepted: None, S2OConfig, .*; such as S2OConfig\(tau=0.1\)", ["s2o", 0.1], {}),
+        (r"config is the class S2OConfig; accepted: an instance, S2OConfig\(", ["s2o", S2OConfig], {}),
+        (r"register: tau is '0.1' \(str\); accepted: a number >= 0", [], {"tau": "0.1"}),
+        (r"segment is not an argument; it is a field of S2OConfig: config=S2OConfig\(segment=", [], {"segment": 9}),
+        ("register: threshold is not an argument; did you mean tau", [], {"threshold": 0.1}),
+    ):
+        with pytest.raises(TypeError, match=match):
+            register(*positional, **named)
+    with pytest.raises(FileNotFoundError, match=r"no.json: no such file; accepted: a file that tune_model or s2o tune"):
+        register("s2o", "no.json")
+    with pytest.raises(ValueError, match=r"register: tau came with the file 'no.json'; accepted: one of them"):
+        register("s2o", "no.json", tau=0.1)
     assert register().min_seqlen == 8192 and register().configs.default == S2OConfig()
+
+
+def test_a_tau_by_itself():
+    """As of s2o_attention: in place of the config's tau or error."""
+    assert register(tau=0.25).configs.default == S2OConfig(tau=0.25)
+    asked = S2OConfig(segment=64, error=0.1)
+    assert register("s2o", asked, tau=[0.5, 0]).configs.default == S2OConfig(segment=64, tau=(0.5, 0))
 
 
 # ---------------------------------------------------------------- torch.compile

@@ -446,6 +446,15 @@ def test_replace_is_a_config_of_what_was_given(make, given, changes):
     assert replace(replace(config, tau=0.1), **changes) == S2OConfig(**{**given, "tau": 0.1, **changes})
 
 
+def test_a_default_of_another_config_is_given():
+    other = S2OConfig()
+    assert S2OConfig(segment=other.segment, rank="mean").segment == S2OConfig(other.segment, rank="mean").segment == 128
+    with pytest.raises(ValueError, match="pooled_queries is 16 with rank='query'"):
+        S2OConfig(rank=other.rank, pooled_queries=16)
+    with pytest.raises(ValueError, match="pooled_queries is 128 with rank='query'"):
+        replace(S2OConfig(pooled_queries=other.pooled_queries, rank="query"), segment=64)
+
+
 def test_replace_refuses_what_a_config_of_it_refuses():
     for given, changes in (
         ({"rank": "query"}, {"pooled_queries": 16}), ({"clusters": 2}, {"rank": "weight"}),

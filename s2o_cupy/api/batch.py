@@ -202,7 +202,7 @@ def paged(
         of_k = (q[0][0], kv_heads, length, head_dim)
         problems[length] = validate(
             (q[0], of_k, of_k), dtypes, config=config, backend=backend, is_causal=is_causal, scale=scale,
-            softcap=softcap,
+            softcap=softcap, has_layout=False,
         )  # fmt: skip
     parts, first = [], 0
     for length, same in itertools.groupby(lengths):  # neighbours of one length

@@ -12,6 +12,7 @@ from ..schedules.stats import GatherStats
 from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
 from .call import Call
+from .habits import answers_habits
 from .own_name import errors_name
 from .paged import check_rows
 from .run import run
@@ -20,6 +21,7 @@ __all__ = ["gather_attention", "gather_attention_paged"]
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention")
 def gather_attention(
     q: Any,
@@ -90,6 +92,7 @@ def gather_attention(
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention", "s2o_attention_paged")
 def gather_attention_paged(
     q: Any,
@@ -156,7 +159,10 @@ def _attend(
     """``inputs``: q, k and v, or of a paged call with a page_table."""
     function, is_paged = ("gather_attention_paged", True) if "page_table" in inputs else ("gather_attention", False)
     if not isinstance(schedule, Schedule):
-        raise TypeError(f"{function}: schedule is a {type(schedule).__name__}; accepted: Schedule")
+        raise TypeError(
+            f"{function}: schedule is a {type(schedule).__name__}; accepted: Schedule, such as "
+            "Schedule.from_block_mask(mask, block=128)"
+        )
     form = schedule.form
     if is_causal is not None and is_causal != form.is_causal:
         raise ValueError(

@@ -42,6 +42,8 @@ _SAME = {  # by another name
     "cache_seqlens": "seqlen_k",
     "seq_lens": "seqlen_k",
     "threshold": "tau",
+    "cu_seqlens": "cu_seqlens_q",
+    "cu_seq_lens_q": "cu_seqlens_q",
 }
 _HINTS = {
     **dict.fromkeys(("attn_mask", "attention_mask", "mask", "attn_bias", "key_padding_mask", "custom_mask"), _NO_MASK),
@@ -59,22 +61,38 @@ _HINTS = {
     ),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen"), "leave it out: cu_seqlens say it"),
     **dict.fromkeys(
-        ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "cu_seq_lens_q"), "packed sequences: s2o_attention_varlen"
+        ("cu_seqlens_q", "cu_seqlens_k"), "packed sequences: s2o_attention_varlen"
     ),
     "page_table": "paged caches: s2o_attention_paged",
 }
 
 
+# What an argument that must come is, where others lack it.
+_NEEDED = {
+    "cu_seqlens_q": "where each sequence begins in q, and the rows of q: [0, ..., total_q]",
+    "seqlen_k": "how many keys each sequence has in its pages: an integer, or one for each sequence",
+    "page_table": "the pages of each sequence, int32 (batch, pages_per_sequence)",
+    "schedule": "the keys that each tile of queries attends to, such as Schedule.from_block_mask(mask, block=128)",
+    "error": "the rel_l2 against dense attention to keep to, such as 0.05",
+    "config": "an S2OConfig, or the configuration of another method",
+}
+
+
 def answers_habits(function: Function) -> Function:
-    """``function``, whose error for an argument that it has not names the one that is meant."""
-    known = inspect.signature(function).parameters
+    """``function``, whose errors for an argument that it has not, or that is missing, name what is meant."""
+    every = inspect.signature(function).parameters
+    takes_others = any(x.kind is x.VAR_KEYWORD for x in every.values())
+    known = {name: x for name, x in every.items() if x.kind is not x.VAR_KEYWORD}
     names = frozenset(known)
     options = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
     positional = len(known) - len(options)
+    needed = [name for name, x in known.items() if x.default is x.empty]
+    first = len([name for name in needed if name not in options])  # of those, without a name
+    by_name = len(needed) > first
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
-        if not names.issuperset(given):
+        if not takes_others and not names.issuperset(given):
             unknown = next(name for name in given if name not in known)
             raise TypeError(f"{function.__name__}: {unknown} is not an argument; {_hint(unknown, known)}")
         if len(arguments) > positional:
@@ -82,6 +100,11 @@ def answers_habits(function: Function) -> Function:
                 f"{function.__name__}: {len(arguments)} arguments come without a name; accepted: up to {positional}, "
                 f"the others by name: {', '.join(options)}"
             )
+        if by_name or len(arguments) < first:
+            for name in needed[min(len(arguments), first) :]:
+                if name not in given:
+                    what = f", {_NEEDED[name]}" if name in _NEEDED else ""
+                    raise TypeError(f"{function.__name__}: {name} is missing{what}; accepted: {', '.join(needed)}")
         return function(*arguments, **given)
 
     return cast("Function", call)
@@ -94,7 +117,7 @@ def _hint(unknown: str, known: Any) -> str:
     meant = meant or unknown
     if meant in _HINTS:
         return _HINTS[meant]
-    if meant in (field.name for field in fields(S2OConfig)):
+    if "config" in known and meant in (field.name for field in fields(S2OConfig)):
         return f"it is a field of S2OConfig: config=S2OConfig({meant}=...)"
     near = difflib.get_close_matches(unknown, known, n=1)
     return (f"did you mean {near[0]}? " if near else "") + f"accepted: {', '.join(known)}"

@@ -154,8 +154,11 @@ def paged_lengths(seqlen_k: int | tuple[int, ...], of_pages: Shape, of_table: Sh
             raise ValueError(f"s2o_attention_paged: seqlen_k is or holds {x}; accepted: integers >= 0")
     longest = max(lengths, default=0)
     if longest > entries * page_size or (longest and pages == 0):
+        other = of_pages[3 - axis]  # what page_size would be in the other layout
+        fits = other & (other - 1) == 0 and longest <= entries * other
+        meant = f". Did you mean layout={'HND' if layout == 'NHD' else 'NHD'!r}? These shapes fit it" if fits else ""
         raise ValueError(
             f"s2o_attention_paged: seqlen_k is {longest}, but page_table has {entries} pages of {page_size} keys for a "
-            f"sequence and k_pages {pages} pages; accepted: seqlen_k <= pages_per_sequence * page_size"
+            f"sequence and k_pages {pages} pages; accepted: seqlen_k <= pages_per_sequence * page_size{meant}"
         )
     return lengths

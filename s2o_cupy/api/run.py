@@ -9,7 +9,7 @@ from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework, Output
 from ..by_head import check_tau
 from ..caches import remembered
-from ..spec import S2OConfig
+from ..spec import S2OConfig, not_a_config
 from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
@@ -25,7 +25,7 @@ def parse_config(config: Any, tau: Any, function: str = "s2o_attention") -> S2OC
     if config is None:
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
-        raise TypeError(f"{function}: config is a {type(config).__name__}; accepted: S2OConfig or None")
+        raise not_a_config(function, config)
     return config if tau is None else _with_tau(config, check_tau(tau, function))
 
 

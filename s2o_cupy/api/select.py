@@ -19,6 +19,7 @@ from ..spec import S2OConfig
 from .attention import s2o_attention
 from .call import Call
 from .gather import gather_attention
+from .habits import answers_habits
 from .head_turns import in_turns
 from .own_name import errors_name
 
@@ -26,6 +27,7 @@ __all__ = ["select", "sparse_attention"]
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention")
 def select(
     q: Any,
@@ -111,6 +113,7 @@ def select(
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention", "select", "gather_attention")
 def sparse_attention(
     q: Any,

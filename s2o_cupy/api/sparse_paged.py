@@ -11,6 +11,7 @@ from ..spec import S2OConfig, checked_int
 from .batch import paged
 from .call import Call
 from .gather import gather_attention, gather_attention_paged
+from .habits import answers_habits
 from .own_name import errors_name
 from .paged import check_rows, s2o_attention_paged
 from .select import select
@@ -19,6 +20,7 @@ __all__ = ["sparse_attention_paged"]
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention", "s2o_attention_paged", "select", "gather_attention", "gather_attention_paged")
 def sparse_attention_paged(
     q: Any,

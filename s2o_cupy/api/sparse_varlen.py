@@ -13,6 +13,7 @@ from ..schedules.schedule import Schedule
 from ..spec import S2OConfig, checked_int
 from .call import Call
 from .gather import gather_attention
+from .habits import answers_habits
 from .in_parts import Part, in_parts
 from .lengths import check_lengths, check_packed_keys, check_packed_queries, check_packed_shapes
 from .own_name import errors_name
@@ -25,6 +26,7 @@ PLAIN = S2OConfig(tau=0)
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention", "s2o_attention_varlen", "gather_attention")
 def gather_attention_varlen(
     q: Any,
@@ -102,6 +104,7 @@ def gather_attention_varlen(
 
 
 @outside_graphs
+@answers_habits
 @errors_name("s2o_attention", "s2o_attention_varlen", "sparse_attention", "select", "gather_attention")
 def sparse_attention_varlen(
     q: Any,

@@ -11,6 +11,7 @@ from ..spec import S2OConfig
 from .batch import packed
 from .call import Call
 from .habits import answers_habits
+from .own_name import errors_name
 from .run import parse_config, run
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def s2o_attention_varlen(
 # fmt: on
 @outside_graphs
 @answers_habits
+@errors_name("s2o_attention")
 def s2o_attention_varlen(
     q: Any,
     k: Any,

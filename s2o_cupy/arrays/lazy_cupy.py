@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ..extras import remedy
 from ..spec import S2OError
 
 __all__ = ["import_cupy"]
@@ -27,8 +28,7 @@ def import_cupy() -> Any:
             import cupy
         except ImportError as error:
             raise S2OError(
-                'arrays on an NVIDIA GPU need CuPy: pip install "s2o_cupy[cuda12]" '
-                f"(cuda13 for CUDA 13), or move them to the CPU ({error})"
+                f"arrays on an NVIDIA GPU need CuPy ({error}); remedy: {remedy('CuPy')}, or move them to the CPU"
             ) from error
         except OSError as error:
             raise S2OError(

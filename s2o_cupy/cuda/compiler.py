@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from ..arrays.lazy_cupy import import_cupy
+from ..extras import remedy
 from ..plan.kernels import Kernel
 from ..plan.paths import path_of
 from ..selection.catalogue import kernels_for, sample_for
@@ -332,9 +333,7 @@ def compile_all(
 
         nvrtc.getVersion()
     except Exception as error:
-        raise S2OError(
-            "compiling needs CuPy and NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"
-        ) from error
+        raise S2OError(f"compiling needs CuPy and NVRTC ({error}); remedy: {remedy('NVRTC')}") from error
     jobs = [
         (kernel, arch)
         for arch in architectures

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from ..extras import with_extra
+
+with with_extra(__name__, "transformers"):
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
 
 from ..arrays.frameworks import to_host
 from ..tools.inputs import QKV, save

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..extras import with_extra
 from ..spec import S2OConfig
 from ..tools import cli
 from ..tools.layer_settings import BY, MIN_SEQLEN
@@ -47,9 +49,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="of --loss: which tokens answer something that a text asks, a .npy file of as many booleans as the text "
         "has tokens; once for each TEXT, in their order",
     )  # fmt: skip
-    tune.add_argument("--out", help="write what register() and `s2o report --settings` take to this JSON file")
+    tune.add_argument("--out", help=cli.OUT_HELP)
     tune.add_argument("--plot", help="a picture to write: tau, density and error by layer and head")
-    cli.add_config(tune, S2OConfig(), found=("tau",))
+    cli.add_config(tune, S2OConfig(), found=("tau", "error"))
 
     does = "density, error and time of a model's layers, and what S2O left and why"
     report = command("report", _report, does, MODEL_HELP)
@@ -73,9 +75,18 @@ def _add_model(parser: argparse.ArgumentParser, texts: str | None) -> None:
 
 def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
     """The model, and ids (1, length) of each text, on the GPU where there is one."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    with with_extra(f"s2o {args.command}", "transformers"):
+        import torch
+        from transformers import AutoModelForCausalLM
 
+    if not os.path.isdir(args.model) and (args.model.count("/") > 1 or args.model.startswith((".", "/", "~"))):
+        raise FileNotFoundError(
+            f"MODEL is {args.model!r}: no such folder; accepted: a folder or a name that transformers' from_pretrained "
+            "reads"
+        )
+    for text in texts:
+        if not os.path.isfile(text):
+            raise FileNotFoundError(f"TEXT is {text!r}: no such file; accepted: a text, or a .npy file of token ids")
     found = [_ids(args, text) for text in texts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
@@ -87,7 +98,10 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
     from transformers import AutoTokenizer
 
     if text.endswith(".npy"):
-        ids = np.load(text, allow_pickle=False).astype(np.int64).reshape(-1)
+        stored = np.load(text, allow_pickle=False)
+        if stored.dtype.kind not in "iu":
+            raise ValueError(f"{text}: {stored.dtype}; accepted: token ids, integers")
+        ids = stored.astype(np.int64).reshape(-1)
     else:
         ids = np.array(AutoTokenizer.from_pretrained(args.model)(Path(text).read_text(encoding="utf-8"))["input_ids"])
     length = min(len(ids), 32768) if args.length is None else args.length
@@ -117,6 +131,7 @@ def _tune_model(args: argparse.Namespace) -> int:
     from ..tools.progress import progress
     from ..tools.tune_layers import LAYER_TAUS
 
+    cli.check_out(args)
     cli.check_plot(args)
     taus, config = cli.taus_of(args, LAYER_TAUS), cli.config_of(args)
     from .model_tools import tune_model

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
+from ..extras import with_extra
 
+with with_extra(__name__, "PyTorch"):
+    import torch
+with with_extra(__name__, "diffusers"):
+    import diffusers  # noqa: F401
+
+from ..api.habits import answers_habits
+from ..api.run import parse_config
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from .autocast import autocast_dtype, to_autocast_dtype
 from .fallbacks import CallCounts, Kinds
 from .model_arguments import check_min_seqlen
 from .torch import attention
+from .versions import DIFFUSERS, warn_if_newer
 
 try:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 except ImportError as error:
-    raise ImportError(
-        f"s2o_cupy.integrations.diffusers: {error}; it needs diffusers 0.36 or newer; remedy: pip install -U diffusers"
-    ) from error
+    raise ImportError(DIFFUSERS.cannot(__name__, error)) from error
 
 __all__ = ["S2OBackend", "register"]
 
@@ -44,10 +52,18 @@ _UNEXPECTED = {
     "gradients": "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()",
     "context parallel": "diffusers spreads a sequence over several GPUs",
 }
-KINDS = Kinds("s2o_cupy.integrations.diffusers", "the native backend", _EXPECTED, _UNEXPECTED, {"s2o": "S2O"})
+KINDS = Kinds(
+    "s2o_cupy.integrations.diffusers", "the native backend", _EXPECTED, _UNEXPECTED, {"s2o": "S2O"},
+    frozenset({"short", "few queries"}),
+    "no calls: no model has run with this backend yet (model.set_attention_backend)",
+)  # fmt: skip
 
 
-def register(name: str = "s2o", config: S2OConfig | None = None, min_seqlen: int = 8192) -> S2OBackend:
+@answers_habits
+def register(
+    name: str = "s2o", config: S2OConfig | None = None, min_seqlen: int = 8192, *,
+    tau: float | Sequence[float] | None = None,
+) -> S2OBackend:  # fmt: skip
     """Make S2O an attention backend of diffusers, under ``name``.
 
     A model takes it by ``model.set_attention_backend(name)``, a block of code by ``attention_backend(name)`` of
@@ -62,6 +78,9 @@ def register(name: str = "s2o", config: S2OConfig | None = None, min_seqlen: int
         Of all calls.
     min_seqlen : int, default 8192
         With fewer keys than this the native backend runs: ordering keys would cost more than it saves.
+
+    tau : float or sequence of float, optional
+        Overrides ``config.tau`` and ``config.error``.
 
     Returns
     -------
@@ -87,10 +106,9 @@ def register(name: str = "s2o", config: S2OConfig | None = None, min_seqlen: int
             f"register: name is {name!r}; accepted: small letters, digits and '_', and not a name that diffusers has "
             "given already"
         )
-    if not isinstance(config, S2OConfig | None):
-        raise TypeError(f"register: config is a {type(config).__name__}; accepted: S2OConfig or None")
     check_min_seqlen("register", min_seqlen)
-    backend = S2OBackend(config or S2OConfig(), min_seqlen)
+    warn_if_newer(DIFFUSERS, KINDS.log)
+    backend = S2OBackend(parse_config(config, tau, "register"), min_seqlen)
     _AttentionBackendRegistry.register(known or _new_name(name))(backend)
     return backend
 
@@ -119,7 +137,8 @@ class S2OBackend:
     def __init__(self, config: S2OConfig, min_seqlen: int) -> None:
         self.config = config
         self.min_seqlen = min_seqlen
-        self._counts = CallCounts(KINDS)
+        words = KINDS.expected | {"short": f"fewer keys than min_seqlen, {min_seqlen:,}, as of a prompt's text"}
+        self._counts = CallCounts(replace(KINDS, expected=words))
 
     @property
     def calls(self) -> Counter[str]:

@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
+    import torch.distributed as dist
 
 from ..api.attention import attend
 from ..arrays.arguments import check_out, describe
 from ..arrays.torch_transforms import check_derivatives
 from ..plan.launch_plan import is_dense
 from ..problem import Problem, cached_validate
-from ..spec import S2OConfig
+from ..spec import S2OConfig, not_a_config
 from .agreement import agreement_of
 from .exchange import Exchange, as_bytes, exchange, side_stream, wait_for, wide
 from .head_exchange import attend_by_heads
@@ -95,7 +98,7 @@ class SequenceParallel:
             raise ValueError(f"SequenceParallel: seqlen is {seqlen!r}; accepted: an integer >= 0")
         config = S2OConfig() if config is None else config
         if not isinstance(config, S2OConfig):
-            raise TypeError(f"SequenceParallel: config is a {type(config).__name__}; accepted: S2OConfig or None")
+            raise not_a_config("SequenceParallel", config)
         if split not in SPLITS:
             raise ValueError(f"SequenceParallel: split is {split!r}; accepted: {', '.join(map(repr, SPLITS))}")
         if config.error is not None:

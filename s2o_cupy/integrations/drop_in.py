@@ -13,7 +13,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from ..api.habits import answers_habits
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
 
 from ..api.lengths import check_lengths, check_packed_keys, check_packed_queries
 from ..api.run import parse_config
@@ -27,6 +31,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_atte
 Tensor = Any  # torch.Tensor
 
 
+@answers_habits
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -107,6 +112,7 @@ def scaled_dot_product_attention(
     return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
 
 
+@answers_habits
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -139,7 +145,8 @@ def flash_attn_func(
         Aligned bottom-right; seqlen_k >= seqlen_q.
     window_size : (left, right), default (-1, -1)
         With ``causal``, or a right of 0: a query sees ``left`` keys before its own, exactly, whatever tau is; -1, as
-        many as there are. Without either only (-1, -1).
+        many as there are. ``causal`` hides the keys right of a query, whatever ``right`` says, as of flash-attn.
+        Without either only (-1, -1).
     softcap : float, default 0
         Scores become softcap * tanh(score / softcap); 0 leaves them as they are.
     alibi_slopes : None
@@ -182,6 +189,7 @@ def flash_attn_func(
     return (o, lse, None) if return_attn_probs else o
 
 
+@answers_habits
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["REASONS", "WORDS", "CallCounts", "Kinds"]
+__all__ = ["OF_MODELS", "REASONS", "WORDS", "CallCounts", "Kinds"]
 
 # What each reason means. Of those first nobody is warned: the model's own attention is meant to take such calls.
 _EXPECTED = {
@@ -45,8 +46,10 @@ class Kinds:
     log: str  # name of the logger
     attention: str  # what takes the calls that S2O does not
     expected: dict[str, str]  # reasons, and what they mean: nobody is warned
-    unexpected: dict[str, str]
+    unexpected: dict[str, str]  # a warning, once
     taken: dict[str, str]  # kinds of calls that are S2O's
+    until_taken: frozenset[str] = frozenset()  # of the expected: a warning if S2O has not run before
+    nothing: str = "no calls"  # what a report says without any
 
 
 OF_MODELS = Kinds(
@@ -55,6 +58,8 @@ OF_MODELS = Kinds(
         "s2o": "S2O", "method": "the method that register was given, in S2O's place",
         "dense window": "S2O's dense kernels, exactly, in a sliding window",
     },
+    frozenset({"short", "few queries", "not causal"}),
+    "no calls: no model has run with this attention yet (attn_implementation=, or model.set_attn_implementation)",
 )  # fmt: skip
 WORDS = OF_MODELS.expected | OF_MODELS.unexpected | OF_MODELS.taken
 
@@ -68,45 +73,69 @@ class CallCounts:
     def __init__(self, kinds: Kinds = OF_MODELS) -> None:
         self.kinds = kinds
         self.calls: Counter[str] = Counter()
+        self._layers: defaultdict[str, set[int]] = defaultdict(set)  # that each kind of call met
         self._number = next(_numbers)
         _by_number[self._number] = self
 
-    def add(self, what: str) -> None:
+    def add(self, what: str, layer: int = -1) -> None:
+        """One call, of a ``layer`` counted from 0, or of -1, which nobody names."""
         if torch.compiler.is_dynamo_compiling():
-            torch.ops.s2o_cupy.count_call.default(self._number, what)
+            torch.ops.s2o_cupy.count_call.default(self._number, what, layer)
         elif not torch.compiler.is_compiling():  # an exported program runs without this process
-            self.add_now(what)
+            self.add_now(what, layer=layer)
 
-    def add_now(self, what: str, times: int = 1) -> None:
-        first = what not in self.calls
+    def add_now(self, what: str, times: int = 1, layer: int = -1) -> None:
+        first, ran = what not in self.calls, any(self.calls[x] for x in self.kinds.taken)
         self.calls[what] += times
+        if layer >= 0:
+            self._layers[what].add(layer)
         if first and what not in self.kinds.taken:
             unexpected = what in self.kinds.unexpected
+            never = not ran and what in self.kinds.until_taken
             logging.getLogger(self.kinds.log).log(
-                logging.WARNING if unexpected else logging.INFO,
-                "s2o: %s takes calls of the kind %r: %s. This is said once; report() has the counts.",
+                logging.WARNING if unexpected or never else logging.INFO,
+                "s2o: %s takes calls of the kind %r: %s.%s This is said once; report() has the counts.",
                 self.kinds.attention,
                 what,
                 (self.kinds.unexpected if unexpected else self.kinds.expected)[what],
+                " S2O has not run so far." if never else "",
             )
 
     def report(self) -> str:
-        """A line for each kind of call, the most frequent first: how many, of which kind, and what that means."""
+        """A line for each kind of call, the most frequent first: how many, of which kind, in which layers where they
+        are known, and what that means; and a line if S2O took none."""
         if not self.calls:
-            return "no calls"
-        width = max(map(len, self.calls))
+            return self.kinds.nothing
         words = self.kinds.expected | self.kinds.unexpected | self.kinds.taken
-        return "\n".join(f"{count:8,}  {what:{width}}  {words[what]}" for what, count in self.calls.most_common())
+        rows = [("calls", "kind", "layers", "meaning")]
+        rows += [(f"{n:,}", what, _spans(self._layers[what]), words[what]) for what, n in self.calls.most_common()]
+        shown = [0, 1, 2, 3] if any(self._layers.values()) else [0, 1, 3]
+        width = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join((row[0].rjust(width[0]), *(row[i].ljust(width[i]) for i in shown[1:]))) for row in rows]
+        if not any(self.calls[x] for x in self.kinds.taken):
+            lines.append(f"S2O took no call: {self.kinds.attention} took them all.")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _spans(layers: Iterable[int]) -> str:
+    """"0-3, 5" of 0, 1, 2, 3, 5."""
+    found: list[list[int]] = []
+    for layer in sorted(layers):
+        if found and layer == found[-1][1] + 1:
+            found[-1][1] = layer
+        else:
+            found.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 _numbers = itertools.count()
 _by_number: WeakValueDictionary[int, CallCounts] = WeakValueDictionary()
 
 
-def _count(number: int, what: str) -> None:
+def _count(number: int, what: str, layer: int = -1) -> None:
     counts = _by_number.get(number)
     if counts is not None:
-        counts.add_now(what)
+        counts.add_now(what, layer=layer)
 
 
 def _nothing(*_: Any) -> None:
@@ -114,7 +143,7 @@ def _nothing(*_: Any) -> None:
 
 
 _library = torch.library.Library("s2o_cupy", "FRAGMENT")
-_library.define("count_call(int number, str what) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("count_call(int number, str what, int layer=-1) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("count_call", _count, "CompositeExplicitAutograd")
 torch.library.register_fake("s2o_cupy::count_call", _nothing, lib=_library)
 torch.fx.node.has_side_effect(torch.ops.s2o_cupy.count_call.default)  # it has no result that anything reads

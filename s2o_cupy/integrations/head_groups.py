@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,10 +108,12 @@ class LayerConfigs:
         heads: dict[int, dict[int, S2OConfig]] = {}
         for key, value in (per_layer or {}).items():
             pair = key if isinstance(key, tuple) else (key,)
-            if len(pair) not in (1, 2) or not all(type(n) is int and n >= 0 for n in pair):
+            whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 0 for n in pair)
+            if len(pair) not in (1, 2) or not whole:
                 raise ValueError(
                     f"register: per_layer has the key {key!r}; accepted: a layer or a (layer, head), counted from 0"
                 )
+            pair = tuple(map(int, pair))
             if len(pair) == 1:
                 if value is not None:
                     as_method(value, f"register: per_layer[{key!r}]", also="None (the model's ordinary attention)")

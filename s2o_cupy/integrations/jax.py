@@ -14,10 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
+
+from ..extras import with_extra
+
+with with_extra(__name__, "JAX"):
+    import jax
+    import jax.numpy as jnp
+    from jax.custom_batching import custom_vmap
 
 from ..api import at_addresses
 from ..api.attention import s2o_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -25,5 +26,5 @@ def parse_ids(function: str, ids: Any, name: str = "input_ids") -> Tensor:
 
 
 def check_min_seqlen(function: str, min_seqlen: Any) -> None:
-    if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0:
+    if isinstance(min_seqlen, bool) or not isinstance(min_seqlen, numbers.Integral) or min_seqlen < 0:
         raise ValueError(f"{function}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0")

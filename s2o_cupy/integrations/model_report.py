@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from ..api.attention import s2o_attention
+from ..api.habits import answers_habits
 from ..api.select import sparse_attention
 from ..own.method import method_name
 from ..plan import launch_plan
@@ -183,6 +184,7 @@ class ModelReport:
         draw_heads(os.fspath(path), f"{self.tokens:,} tokens", [x.layer for x in self.layers], panels)
 
 
+@answers_habits
 def report(
     model: Any,
     input_ids: Any,

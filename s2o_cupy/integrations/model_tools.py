@@ -3,6 +3,12 @@
 Importing this imports PyTorch and transformers.
 """
 
+from ..extras import with_extra
+
+with with_extra(__name__, "transformers"):
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
 from .model_report import report
 from .model_tuning import tune_model
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..api.select import sparse_attention
 from ..own.method import AnyMethod, as_method, method_name
@@ -57,6 +58,7 @@ TRIES = 24  # with S2O in all layers, about as many as it takes
 EASY, REPEATED = 0.5, 0.5  # a text is easy with a smaller loss, in nats a token, or with more repeats
 
 
+@answers_habits
 def tune_model(
     model: Any,
     input_ids: Any,
@@ -190,7 +192,7 @@ def tune_model(
         else:
             found = search.by_loss(target, by, curves, costs, measure)
     for note in found.notes:
-        warnings.warn(f"tune_model: {note}", UserWarning, stacklevel=2)
+        warnings.warn(f"tune_model: {note}", UserWarning, stacklevel=3)
     measured = () if found.interrupted else tuple(search.measured(method) for method in beside)
     return replace(found, min_seqlen=min_seqlen, beside=measured)
 

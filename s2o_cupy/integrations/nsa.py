@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.autograd.function import once_differentiable
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
+    from torch.autograd.function import once_differentiable
 
 from ..api.nsa import nsa_attention as attend
 from ..api.nsa import nsa_select, selected_attention

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 
+from .versions import SGLANG, VLLM
+
 __all__ = ["register_with_sglang", "register_with_vllm"]
 
 VLLM_BACKEND = "s2o_cupy.integrations.vllm.S2OBackend"
@@ -22,10 +24,10 @@ def register_with_vllm() -> None:
         custom = AttentionBackendEnum.CUSTOM
         taken = custom.is_overridden() and custom.get_path() != VLLM_BACKEND
     except (ImportError, AttributeError):
-        log.info("s2o_cupy has no attention for this version of vLLM: 0.31 is the oldest that it knows")
+        log.warning(VLLM.cannot("s2o_cupy", "this vLLM has no attention that S2O can be put on"))
         return
     if taken:
-        log.info(
+        log.warning(
             "s2o_cupy: --attention-backend CUSTOM is %s already; VLLM_PLUGINS=s2o makes it S2O", custom.get_path()
         )
         return
@@ -39,7 +41,7 @@ def register_with_sglang() -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
     except ImportError:
         log = logging.getLogger("s2o_cupy.integrations.sglang")
-        log.info("s2o_cupy has no attention for this version of SGLang: 0.5.22 is the oldest that it knows")
+        log.warning(SGLANG.cannot("s2o_cupy", "this SGLang has no attention that S2O can be put on"))
         return
     if "s2o" not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices(["s2o"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import functools
 import itertools
 import json
@@ -21,17 +22,17 @@ __all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_o
 
 Tensor = Any  # torch.Tensor
 
-# Of those first nobody is warned: the engine's own attention is meant to take such calls.
+# Of those first nobody is warned: every server has them, and the engine's own attention is meant to take them.
 _EXPECTED = {
     "decoding": "one query",
-    "short": "fewer keys than min_seqlen",
-    "few queries": "fewer queries than block_m",
-    "drafted tokens": "queries that are not of a prompt, or of a draft model",
-    "layer": "per_layer says null for the layer",
-    "not causal": "an encoder, cross-attention, or attention that is not causal",
     "graph": "a CUDA graph is captured, or was not prepared for S2O",
 }
 _UNEXPECTED = {
+    "short": f"fewer keys than min_seqlen, {MIN_SEQLEN:,} if the settings do not say",
+    "few queries": "fewer queries than block_m, such as the rest of a prompt whose beginning is cached",
+    "drafted tokens": "queries that are not of a prompt, or of a draft model",
+    "layer": "per_layer says null for the layer",
+    "not causal": "an encoder, cross-attention, or attention that is not causal",
     "sliding window": "the layer has a sliding window, or attends in chunks",
     "sinks": "the layer has attention sinks",
     "bias": "ALiBi, a bias or a temperature on scores",
@@ -56,9 +57,9 @@ class Counts(CallCounts):
         super().__init__(_kinds(engine, log))
         atexit.register(self._say_at_the_end)
 
-    def add_now(self, what: str, times: int = 1) -> None:
+    def add_now(self, what: str, times: int = 1, layer: int = -1) -> None:
         first = what not in self.calls
-        super().add_now(what, times)
+        super().add_now(what, times, layer)
         if first and what == "s2o":
             logging.getLogger(self.kinds.log).info("s2o: took its first prompt")
 
@@ -159,8 +160,10 @@ def _config(settings: Mapping[str, Any], owner: str) -> S2OConfig:
     known = [x.name for x in fields(S2OConfig)]
     for name in settings:
         if name not in known:
-            accepted = ", ".join(["min_seqlen", "per_layer", "settings", "backend", *known])
-            raise ValueError(f"{owner}: {name!r} is not a setting; accepted: {accepted}")
+            accepted = ["min_seqlen", "per_layer", "settings", "backend", *known]
+            near = difflib.get_close_matches(name, accepted, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{owner}: {name!r} is not a setting; {meant}accepted: {', '.join(accepted)}")
     return config_of(settings, owner)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, why_not_shape
+from .versions import SGLANG, warn_if_newer
 
 try:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -27,9 +28,7 @@ try:
     if not hasattr(KVWriteLoc, "for_layer"):
         raise ImportError("SGLang's KVWriteLoc lacks for_layer")
 except ImportError as error:
-    raise ImportError(
-        f"s2o_cupy.integrations.sglang: {error}; it needs SGLang 0.5.22 or newer; remedy: pip install -U sglang"
-    ) from error
+    raise ImportError(SGLANG.cannot(__name__, error)) from error
 
 __all__ = ["make_backend", "report"]
 
@@ -38,6 +37,7 @@ Tensor = Any  # torch.Tensor
 SETTINGS = "S2O_CONFIG"  # environment variable
 
 counts = Counts("SGLang", "s2o_cupy.integrations.sglang")  # of this process
+warn_if_newer(SGLANG, counts.kinds.log)
 
 
 def report() -> str:

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints, overload
 
-import torch
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
 
 from ..api.attention import s2o_attention
 from ..api.lengths import check_packed_shapes
@@ -20,7 +23,7 @@ from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
 from ..by_head import check_tau
 from ..problem import LAYOUTS, Problem, check_softcap, validate
-from ..spec import S2OConfig
+from ..spec import S2OConfig, not_a_config
 from .autocast import DEVICES, casting
 
 if TYPE_CHECKING:
@@ -198,7 +201,7 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
     if config is None:
         config = _DEFAULT
     elif not isinstance(config, S2OConfig):
-        raise TypeError(f"s2o_attention: config is a {type(config).__name__}; accepted: S2OConfig or None")
+        raise not_a_config("s2o_attention", config)
     if not isinstance(is_causal, bool):
         raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
     scalars = scalars_of(config)

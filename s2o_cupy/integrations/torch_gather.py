@@ -9,7 +9,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
 
 from ..api.gather import gather_attention as attend
 from ..schedules.schedule import Schedule

@@ -7,17 +7,24 @@ scaled_dot_product_attention ("sdpa"). Importing this imports PyTorch and transf
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from ..extras import remedy, with_extra
 
+with with_extra(__name__, "transformers"):
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+from ..api.habits import answers_habits
+from ..api.run import parse_config
 from ..api.select import sparse_attention
 from ..api.sparse_varlen import sparse_attention_varlen
 from ..own.method import AnyMethod, kernels_config
@@ -27,7 +34,7 @@ from ..tools.layer_settings import MIN_SEQLEN, read_settings
 from .autocast import autocast_dtype, to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
-from .fallbacks import CallCounts
+from .fallbacks import OF_MODELS, CallCounts
 from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
 from .model_arguments import check_min_seqlen
@@ -39,16 +46,19 @@ from .torch import attention, attention_varlen
 __all__ = ["S2OAttention", "capture", "register"]
 
 if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-    raise ImportError("s2o_cupy needs transformers 5.16 or newer; remedy: pip install -U transformers")
+    raise ImportError(f"{__name__} needs transformers 5.16 or newer; remedy: {remedy('transformers')}")
 
 Tensor = Any  # torch.Tensor
 
 
+@answers_habits
 def register(
     name: str = "s2o",
     config: AnyMethod | str | os.PathLike[str] | None = None,
     per_layer: Mapping[int | tuple[int, int], AnyMethod | None] | None = None,
     min_seqlen: int | None = None,
+    *,
+    tau: float | Sequence[float] | None = None,
 ) -> S2OAttention:
     """Make S2O an attention implementation of transformers, under ``name``.
 
@@ -71,6 +81,9 @@ def register(
     min_seqlen : int, optional
         With fewer keys than this the ordinary attention runs: ordering keys would cost more than it saves. Default:
         what the file says, else 8192.
+    tau : float or sequence of float, optional
+        Of all layers and heads that ``per_layer`` does not name; overrides ``config.tau`` and ``config.error``, as in
+        :func:`s2o_cupy.s2o_attention`. Not with a file, which has its own.
 
     Returns
     -------
@@ -82,10 +95,12 @@ def register(
     TypeError, ValueError
         The message names the argument, what came and what is accepted.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"register: name is a {type(name).__name__}; accepted: a string (a config comes as config=)")
     taken = name == "eager" or (
-        isinstance(name, str) and not isinstance(AttentionInterface._global_mapping.get(name), S2OAttention | None)
+        not isinstance(AttentionInterface._global_mapping.get(name), S2OAttention | None)
     )
-    if taken or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+    if taken or not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(
             f"register: name is {name!r}; accepted: letters, digits, '_', '-' and '.', "
             "and not a name that transformers has given already"
@@ -93,10 +108,13 @@ def register(
     if min_seqlen is not None:
         check_min_seqlen("register", min_seqlen)
     if isinstance(config, str | os.PathLike):
-        if per_layer is not None:
-            raise ValueError(f"register: per_layer came with the file {str(config)!r}; accepted: one of them")
+        for other, given in (("per_layer", per_layer), ("tau", tau)):
+            if given is not None:
+                raise ValueError(f"register: {other} came with the file {str(config)!r}; accepted: one of them")
         config, per_layer, of_file = read_settings(config)
         min_seqlen = of_file if min_seqlen is None else min_seqlen
+    if tau is not None:
+        config = parse_config(config, tau, "register")
     registered = S2OAttention(LayerConfigs.parse(config, per_layer), MIN_SEQLEN if min_seqlen is None else min_seqlen)
     AttentionInterface.register(name, registered)
     AttentionMaskInterface.register(name, causal_mask)
@@ -204,14 +222,17 @@ class S2OAttention:
     def __init__(self, configs: LayerConfigs, min_seqlen: int) -> None:
         self.configs = configs
         self.min_seqlen = min_seqlen
-        self._counts = CallCounts()
+        words = OF_MODELS.expected | {"short": f"fewer keys than min_seqlen, {min_seqlen:,} (register(min_seqlen=))"}
+        self._counts = CallCounts(replace(OF_MODELS, expected=words))
+        self._weights_asked = False
 
     @property
     def calls(self) -> Counter[str]:
         return self._counts.calls
 
     def report(self) -> str:
-        """A line for each kind of call, the most frequent first: how many, of which kind, and what that means."""
+        """A line for each kind of call, the most frequent first: how many, of which kind, in which layers, and what
+        that means; and a line if S2O took none."""
         return self._counts.report()
 
     def __call__(
@@ -224,8 +245,20 @@ class S2OAttention:
         **options: Any,
     ) -> tuple[Tensor, None]:  # [batch, seqlen_q, heads, head_dim]
         asked = self.asked(module, query, key, value, attention_mask, **options)
-        self._counts.add(asked.runs)
+        layer = getattr(module, "layer_idx", None)
+        self._counts.add(asked.runs, -1 if layer is None else layer)
+        if options.get("output_attentions") and not torch.compiler.is_compiling():
+            self._say_no_weights()
         return (asked.s2o() if asked.reason is None else asked.ordinary()), None
+
+    def _say_no_weights(self) -> None:
+        """Once."""
+        if not self._weights_asked:
+            self._weights_asked = True
+            logging.getLogger(OF_MODELS.log).warning(
+                "s2o: output_attentions=True gives no attention weights, as neither S2O nor sdpa has them in memory: "
+                'attentions come back empty. model.set_attn_implementation("eager") has them. This is said once.'
+            )
 
     def asked(
         self,

@@ -16,6 +16,7 @@ import torch
 
 from ..spec import S2OConfig
 from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, why_not_shape
+from .versions import VLLM, warn_if_newer
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -34,15 +35,14 @@ try:
     if _missing := _needed - {x.name for x in fields(CommonAttentionMetadata)}:
         raise ImportError(f"vLLM's CommonAttentionMetadata lacks {', '.join(sorted(_missing))}")
 except ImportError as error:
-    raise ImportError(
-        f"s2o_cupy.integrations.vllm: {error}; it needs vLLM 0.31 or newer; remedy: pip install -U vllm"
-    ) from error
+    raise ImportError(VLLM.cannot(__name__, error)) from error
 
 __all__ = ["S2OBackend", "report"]
 
 Tensor = Any  # torch.Tensor
 
 counts = Counts("vLLM", "vllm.s2o_cupy")  # of this process
+warn_if_newer(VLLM, counts.kinds.log)
 
 
 def report() -> str:

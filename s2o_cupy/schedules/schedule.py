@@ -91,6 +91,11 @@ class Schedule:
         if rules.get("per_segment"):
             list_rows = rules.get("segment") or list_rows
         _check_names(where, rules)
+        if seqlen_q is seqlen_k is None and rules.get("is_causal", True) and shape[2] * list_rows > shape[3] * block:
+            raise ValueError(
+                f"{where}: mask has {shape[2]} lists of {list_rows} queries and {shape[3]} blocks of {block} keys; "
+                "accepted with is_causal=True: no more queries than keys (seqlen_q= and seqlen_k= say their numbers)"
+            )
         seqlen_q = shape[2] * list_rows if seqlen_q is None else seqlen_q
         seqlen_k = shape[3] * block if seqlen_k is None else seqlen_k
         form = _form(where, shape[:3], block, seqlen_q, seqlen_k, **rules)

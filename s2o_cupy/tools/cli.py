@@ -7,22 +7,26 @@ import difflib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from .. import __version__, spec
 from ..cuda.compiler import ARCHITECTURES
-from ..plan.launch_plan import DENSE_UP_TO, padded_head_dim
+from ..plan.launch_plan import padded_head_dim
 from ..spec import S2OConfig, S2OError
 from . import inputs
+from .config_options import add_config, config_of
 from .layer_settings import BY
 
 __all__ = [
-    "Add", "add_config", "check_plot", "config_of", "main", "number", "parser", "print_result", "taus_of",
+    "OUT_HELP", "Add", "add_config", "check_out", "check_plot", "config_of", "main", "number", "parser", "print_result",
+    "taus_of",
 ]  # fmt: skip
 
 OK, FOUND, UNABLE = 0, 1, 2
+OLDEST = 80  # compute capability 8.0
 EXIT_STATUS = """\
 exit status:
   0  done, and nothing wrong was found
@@ -40,6 +44,15 @@ input:
 """
 
 
+OUT_HELP = "write the settings that were found, as register() and `s2o report --settings` take them, to this JSON file"
+
+class _Parser(argparse.ArgumentParser):
+    """Whose errors are one line: all options, as usage lists them, would push it out of sight."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UNABLE, f"{self.prog}: error: {message} ({self.prog} --help lists everything)\n")
+
+
 Add = Callable[[Callable[..., argparse.ArgumentParser]], None]  # of what makes a command's parser
 
 
@@ -49,7 +62,9 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Add] = ()) -> int:
     if unknown:
         args.parser.error(_unknown(unknown, sorted(args.parser._option_string_actions)))
     try:
-        status: int = args.run(args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "s2o_attention: q has .* heads of")  # _input says it
+            status: int = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, head for example, has closed the pipe
@@ -66,14 +81,17 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Add] = ()) -> int:
 # ---------------------------------------------------------------- commands
 
 
+RECORDED = {"trace": "the recorded trace", "retrieval": "a recorded prompt with questions"}
+
+
 def _demo(args: argparse.Namespace) -> int:
     from . import demo
     from .layer_files import head_names
     from .progress import progress
 
     qkv = _input(args)
-    picture = None if args.no_picture else args.out
-    source = "the recorded trace" if args.input == ["trace"] else " ".join(args.input)
+    picture = None if args.no_picture else args.plot
+    source = RECORDED.get(" ".join(args.input), " ".join(args.input))
     with progress("demo") as report:
         found = demo.run(qkv, config_of(args), source=source, picture=picture, head=args.picture_head, progress=report)
     for head, name in zip(found["heads"], head_names(args.input, qkv.q.shape[-3]), strict=True):
@@ -109,6 +127,7 @@ def _tune(args: argparse.Namespace) -> int:
     if args.by is not None:
         return _tune_layers(args)
     taus = taus_of(args, TAUS)
+    check_out(args)
     qkv, config, problem = _input(args), config_of(args), gpu_problem()
     check_plot(args)
     with progress("tune") as report:
@@ -124,6 +143,7 @@ def _tune(args: argparse.Namespace) -> int:
         draw_sweep(args.plot, sweep, found.config.tau, title)
     names = head_names(args.input, qkv.q.shape[-3])
     about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot, "head_names": names}
+    _write(args, found.to_dict() | about)
     print_result(args, found.to_dict() | about, lambda _: found.table(names))
     return OK
 
@@ -136,6 +156,7 @@ def _tune_layers(args: argparse.Namespace) -> int:
     from .tune_layers import LAYER_TAUS, tune_layers
 
     taus, config, problem = taus_of(args, LAYER_TAUS), config_of(args), gpu_problem()
+    check_out(args)
     check_plot(args)
     layers = load_layers(args.input)
     _refuse_sizes(args)
@@ -152,6 +173,7 @@ def _tune_layers(args: argparse.Namespace) -> int:
     if args.plot is not None:
         found.draw(args.plot)
     about = {"source": " ".join(args.input), "backend": "numpy" if problem else "cupy", "picture": args.plot}
+    _write(args, found.to_dict() | about)
     print_result(args, found.to_dict() | about, lambda _: found.table())
     return OK
 
@@ -166,6 +188,22 @@ def check_plot(args: argparse.Namespace) -> None:
 
     if args.plot is not None and (missing := check_picture(args.plot, args.command)):
         raise ImportError(f"no picture: {missing}")
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Before any work, whether a file that is asked for can be written."""
+    if args.out is None:
+        return
+    target = Path(args.out)
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"--out is {args.out!r}; accepted: a file in a folder that exists")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ValueError(f"--out is {args.out!r}; accepted: a place that may be written to")
+
+
+def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    if args.out is not None:
+        Path(args.out).write_text(json.dumps(_plain(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -212,6 +250,10 @@ def _compile(args: argparse.Namespace) -> int:
         architectures: Sequence[str] = compiler.local_architectures() or ARCHITECTURES
     else:
         architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
+    for name in architectures:
+        number = "".join(filter(str.isdigit, name))
+        if number and int(number) < OLDEST:
+            raise ValueError(f"--arch has {name!r}; accepted: compute capability 8.0 (sm_80) or newer")
     if not architectures:
         raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
     if args.head_dim is not None and not 1 <= args.head_dim <= spec.MAX_HEAD_DIM:
@@ -298,11 +340,14 @@ def _unknown(arguments: Sequence[str], accepted: Sequence[str]) -> str:
     """What to say of the first argument that a command does not know."""
     name = arguments[0].partition("=")[0]
     near = difflib.get_close_matches(name, accepted, n=1)
+    if name == "--out" and "--plot" in accepted:  # a picture, while --out is a file of settings
+        near = ["--plot"]
     meant = f"did you mean {near[0]}? " if near else ""
     return f"{name} is not accepted; {meant}accepted: {', '.join(accepted)}"
 
 
 def _unable(args: argparse.Namespace, message: str) -> int:
+    message = " ".join(message.split()).removeprefix(f"{args.command}: ")
     if args.json:
         print(json.dumps({"error": message}))
     print(f"s2o {args.command}: {message}", file=sys.stderr)
@@ -342,10 +387,6 @@ def _converted(args: argparse.Namespace, qkv: inputs.QKV) -> inputs.QKV:
     return qkv if args.dtype is None else inputs.cast(qkv, args.dtype)
 
 
-def config_of(args: argparse.Namespace) -> S2OConfig:
-    return S2OConfig(**{name: getattr(args, name) for name in args.asked})
-
-
 def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> None:
     parser.add_argument("input", nargs="*", default=[default], help=f"see below (default: {default})")
     group = parser.add_argument_group("input")
@@ -360,64 +401,6 @@ def _add_input(parser: argparse.ArgumentParser, default: str, dtype: str) -> Non
     group.add_argument("--seed", type=int, default=0, help="of a synthetic input (default: 0)")
 
 
-CHOICES = {"rank": spec.RANKS, "path": spec.PATHS, "tail": spec.TAILS}
-CONFIG_HELP = {
-    "segment": "queries per segment, whose own keys are attended densely",
-    "tau": "stop where a key tile adds less than this share of the mass; 0 is dense",
-    "block_m": "queries that stop together",
-    "block_n": "keys between two stop checks",
-    "rank": "score of a key: largest weight that a query, or a pooled one, gives it; their largest product; the mean's",
-    "unit": "neighbouring keys that are scored and visited together, of --rank query or weight",
-    "pooled_queries": "means of runs of a segment's queries, of --rank weight or max",
-    "window": "keys before the segment that are attended densely too",
-    "workspace_bytes": "bound on the GPU memory of scores and key orders",
-    "path": "GPU kernels",
-    "tail": "what unvisited keys count for: nothing, or what a sample of them says, to first order",
-    "dense_up_to": "keys up to which the GPU computes plain dense attention, 0 for never",
-    "dense_last": "queries at the end that attend to all their keys",
-    "clusters": "groups of a unit's keys that are scored apart, of --rank query",
-}
-
-
-# Defaults that depend on the rank, and its own, which depends on what else is given.
-BY_RANK = {
-    "rank": "query, with --pooled-queries weight",
-    "segment": "128, with --rank max or mean 1024",
-    "unit": "16, with --rank max or mean 1",
-    "pooled_queries": "all of a segment, with --rank weight one for 8 queries, with max 16, with mean 1",
-    "clusters": f"{spec.CLUSTERS[-1]}",
-    "tail": "first_order with --rank query, else none",
-}
-
-
-def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequence[str] = ()) -> None:
-    """An option for each field, but for an error, which `tune` is asked for, and those that the command finds."""
-    found = (*found, "error")
-    group = parser.add_argument_group("S2O")
-    parser.set_defaults(asked=[field.name for field in fields(S2OConfig) if field.name not in found])
-    for field in fields(S2OConfig):
-        default = getattr(defaults, field.name)
-        if field.name in found:
-            continue
-        said, kind = default, type(default)
-        if field.name in BY_RANK:
-            default, said = None, BY_RANK[field.name]
-        if default is None:
-            kind = str if field.name in CHOICES else int
-        if field.name == "tau":
-            kind = float
-            said = f"{spec.DEFAULT_TAU_WITH_TAIL} with --rank query and its tail, else {spec.DEFAULT_TAU}; over "
-            said += f"{spec.LONG_FROM:,} keys less by the square root of their number"
-        if field.name == "dense_up_to" and default is None:
-            said = f"{DENSE_UP_TO}, and any at tau 0"
-        if field.name == "dense_last" and default is None:
-            said = f"{spec.DENSE_LAST} of {spec.DENSE_LAST * spec.DENSE_LAST_PART} or more, with --rank query or weight"
-        options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
-        if field.name in CHOICES:
-            options["choices"] = CHOICES[field.name]
-        group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)
-
-
 def _add_scores(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
     parser.add_argument("--softcap", type=float, default=0.0, help="cap of the scores (default: 0, none)")
@@ -428,7 +411,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     from .demo import CONFIG
 
     raw = argparse.RawDescriptionHelpFormatter
-    whole = argparse.ArgumentParser(
+    whole = _Parser(
         prog="s2o",
         description="S2O sparse attention: see it at work, find a tau, compare methods, or GPU and reference, report "
         "and compile.",
@@ -449,7 +432,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
     _add_input(demo, "trace", "as stored, or float32")
     add_config(demo, CONFIG)
-    demo.add_argument("--out", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
+    demo.add_argument("--plot", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
     demo.add_argument("--no-picture", action="store_true", help="write no picture")
     demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")
 
@@ -472,8 +455,9 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
         "layers (default: one for the input as a whole)",
     )  # fmt: skip
     tune.add_argument("--segments", type=int, default=32, help="how many to take, drawn by --seed (default: 32)")
+    tune.add_argument("--out", help=OUT_HELP)
     tune.add_argument("--plot", help="a picture to write: error by density")
-    add_config(tune, S2OConfig(), found=("tau",))
+    add_config(tune, S2OConfig(), found=("tau", "error"))
     _add_scores(tune)
 
     versus = command("compare", _compare, "methods side by side: density, error and time", INPUT_HELP)
@@ -483,8 +467,8 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
         help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())}, "
         "or FILE.py:NAME, one of your own (default: all with kernels of their own, by their defaults)",
     )  # fmt: skip
-    versus.add_argument("--repeats", type=int, default=5, help="timed calls of each (default: %(default)s)")
-    versus.add_argument("--out", dest="plot", help="a picture to write: error by time on a GPU, else by density")
+    versus.add_argument("--repeats", type=int, default=5, help="timed calls of each, on a GPU (default: %(default)s)")
+    versus.add_argument("--plot", help="a picture to write: error by time on a GPU, else by density")
     _add_scores(versus)
     versus.add_argument("--no-causal", action="store_true", help="let every query see every key")
 

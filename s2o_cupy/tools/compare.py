@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
+from ..api.habits import answers_habits
 from ..api.select import sparse_attention
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
@@ -49,8 +49,9 @@ class Compared:
         rel_l2 against dense attention, ||o - dense|| / ||dense||.
     pooled_density, pooled_error : float
         The same over all heads of the batch together.
-    milliseconds : float
-        Of a call: the median of calls that take turns. On a GPU between CUDA events.
+    milliseconds : float or None
+        Of a call on a GPU, between CUDA events: the median of calls that take turns. None on a CPU, where the time of
+        NumPy's reference says nothing of a GPU's.
     """
 
     config: AnyMethod
@@ -58,7 +59,7 @@ class Compared:
     error: np.ndarray
     pooled_density: float
     pooled_error: float
-    milliseconds: float
+    milliseconds: float | None
 
     @property
     def name(self) -> str:
@@ -77,22 +78,23 @@ class Comparison:
     ----------
     rows : tuple of Compared
         In the order of the configurations.
-    dense_milliseconds : float
-        Of dense attention: `s2o_attention` with tau 0, in the same turns.
+    dense_milliseconds : float or None
+        Of dense attention: `s2o_attention` with tau 0, in the same turns. None on a CPU.
     backend : str
-        "cupy" or "numpy", whose times say nothing of a GPU's.
+        "cupy" or "numpy".
     problem : Problem
         Sizes, dtype, mask and scale of the calls.
     """
 
     rows: tuple[Compared, ...]
-    dense_milliseconds: float
+    dense_milliseconds: float | None
     backend: str
     problem: Problem
 
     def table(self) -> str:
         """For a terminal."""
         p = self.problem
+        time = "" if self.dense_milliseconds is None else f" {'ms':>9} {'of dense':>9}"
         told = [f"{row.name}{f' ({row.settings})' if row.settings else ''}" for row in self.rows]
         width = max(len("dense"), *map(len, told))
         lines = [
@@ -101,17 +103,23 @@ class Comparison:
             "error: rel_l2 against dense attention, of all heads and of the worst; density: pairs computed / pairs of "
             "dense attention",
             "",
-            f"{'':<{width}} {'density':>9} {'error':>9} {'worst':>9} {'ms':>9} {'of dense':>9}",
-            f"{'dense':<{width}} {1:>9.3f} {0:>9.4f} {0:>9.4f} {self.dense_milliseconds:>9.3f} {1:>9.3f}",
+            f"{'':<{width}} {'density':>9} {'error':>9} {'worst':>9}{time}",
+            f"{'dense':<{width}} {1:>9.3f} {0:>9.4f} {0:>9.4f}" + self._times(self.dense_milliseconds),
         ]
         for name, row in zip(told, self.rows, strict=True):
             lines.append(
-                f"{name:<{width}} {row.pooled_density:>9.3f} {row.pooled_error:>9.4f} {row.error.max():>9.4f} "
-                f"{row.milliseconds:>9.3f} {row.milliseconds / self.dense_milliseconds:>9.3f}"
+                f"{name:<{width}} {row.pooled_density:>9.3f} {row.pooled_error:>9.4f} {row.error.max():>9.4f}"
+                + self._times(row.milliseconds)
             )
-        if self.backend == "numpy":
-            lines += ["", "No GPU used: NumPy's reference ran, and its time says nothing of a GPU's."]
+        if not time:
+            lines += ["", "No GPU used: NumPy's reference ran, whose time says nothing of a GPU's; it was not taken."]
         return "\n".join(lines)
+
+    def _times(self, milliseconds: float | None) -> str:
+        """Two columns of the table, nothing where no times were taken."""
+        if milliseconds is None or self.dense_milliseconds is None:
+            return ""
+        return f" {milliseconds:>9.3f} {milliseconds / self.dense_milliseconds:>9.3f}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -207,6 +215,7 @@ def default_configs(is_causal: bool = True) -> tuple[S2OConfig | MethodConfig, .
     return (S2OConfig(dense_up_to=0), *methods)
 
 
+@answers_habits
 def compare(
     q: Any,
     k: Any,
@@ -232,7 +241,7 @@ def compare(
     is_causal, scale, softcap, layout : optional
         As of `s2o_attention`.
     repeats : int, default 5
-        Timed calls of each, which take turns.
+        Timed calls of each on a GPU, which take turns.
     progress : callable, optional
         Called with (calls done, calls of all, what they are of).
 
@@ -269,9 +278,9 @@ def compare(
         raise ValueError(f"compare: repeats is {repeats!r}; accepted: an integer >= 1")
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
     calls = _Calls(arrays, options, backend == "cupy")
-    warmup = WARMUP if calls.on_gpu else 0  # a reference needs none
+    turns = WARMUP + repeats if calls.on_gpu else 0  # a reference's times say nothing
     every = (DENSE, *chosen)
-    total, done = len(every) * (1 + warmup + repeats), 0
+    total, done = len(every) * (1 + turns), 0
 
     def step(config: AnyMethod) -> None:
         nonlocal done
@@ -291,13 +300,13 @@ def compare(
         step(config)
         del o, stats
     times: dict[int, list[float]] = {i: [] for i in range(len(every))}
-    for turn in range(warmup + repeats):
+    for turn in range(turns):
         for i, config in enumerate(every):
             taken = calls.milliseconds(config)
-            if turn >= warmup:
+            if turn >= WARMUP:
                 times[i].append(taken)
             step(config)
-    medians = [float(np.median(times[i])) for i in range(len(every))]
+    medians = [float(np.median(times[i])) if turns else None for i in range(len(every))]
     rows = [
         Compared(config, density, error, pooled_density, pooled_error, taken)
         for (config, density, pooled_density, error, pooled_error), taken in zip(found, medians[1:], strict=True)
@@ -334,11 +343,7 @@ class _Calls:
         return sparse_attention(*self.arrays, config=config, return_stats=True, **self.options)
 
     def milliseconds(self, config: AnyMethod) -> float:
-        call: Callable[[], Any] = lambda: sparse_attention(*self.arrays, config=config, **self.options)  # noqa: E731
-        if not self.on_gpu:
-            begin = time.perf_counter()
-            call()
-            return (time.perf_counter() - begin) * 1e3
+        """Between CUDA events."""
         import cupy
 
         framework, infos = describe(q=self.arrays[0])
@@ -346,7 +351,7 @@ class _Calls:
             stream = cupy.cuda.ExternalStream(framework.stream())
             begin_event, end_event = cupy.cuda.Event(), cupy.cuda.Event()
             begin_event.record(stream)
-            call()
+            sparse_attention(*self.arrays, config=config, **self.options)
             end_event.record(stream)
             end_event.synchronize()
         return float(cupy.cuda.get_elapsed_time(begin_event, end_event))
@@ -389,10 +394,10 @@ def draw(path: str, found: Comparison, title: str) -> None:
     """Write a picture: error by the time of a call where there is a GPU's, else by density."""
     from . import plot
 
-    by_time = found.backend == "cupy"
+    dense = found.dense_milliseconds
     groups: dict[str, list[tuple[float, float, str]]] = {}
     for row in found.rows:
-        x = row.milliseconds / found.dense_milliseconds if by_time else row.pooled_density
+        x = row.pooled_density if dense is None or row.milliseconds is None else row.milliseconds / dense
         groups.setdefault(row.name, []).append((x, row.pooled_error, row.settings))
-    label = "time of a call / of dense attention" if by_time else "density: pairs computed / pairs of dense attention"
+    label = "time of a call / of dense attention" if dense else "density: pairs computed / pairs of dense attention"
     plot.draw_methods(path, groups, (label, "rel_l2 error against dense"), title)

@@ -13,8 +13,9 @@ from ..api.attention import s2o_attention
 from ..arrays.frameworks import to_host
 from ..plan import launch_plan
 from ..reference import dense_attention
-from ..spec import Geometry, S2OConfig
+from ..spec import Geometry, S2OConfig, tau_text
 from . import info, metrics
+from .earlier_keys import EarlierKeys, segment_maps
 from .inputs import QKV, to_gpu
 from .plot import check_picture
 from .progress import Report
@@ -24,6 +25,8 @@ __all__ = ["CONFIG", "run", "table"]
 # The library's defaults, but that S2O runs on short inputs too, which a GPU would attend densely.
 CONFIG = S2OConfig(dense_up_to=0)
 
+MAPS = 8  # heads that a picture has room for
+LONG = 8192  # keys from which a call is longer than its launches, and S2O has something to leave out
 SWEEP = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
@@ -38,15 +41,16 @@ def run(
 ) -> dict[str, Any]:
     """S2O on ``qkv``, causal, on the GPU where one is usable and in NumPy otherwise.
 
-    Returns what the command prints, as plain values: figures per head and over all, times of a GPU in
-    milliseconds (None without one), a sweep of tau, the picture's path (None without ``picture`` or matplotlib), and
-    ``wrong``: in words, which arrays hold values that are not finite. ``head`` is the one to draw, by default 1.
+    Returns what the command prints, as plain values: figures per head and over all, among them what of the earlier
+    keys' softmax mass was left out (`earlier_keys`), times of a GPU in milliseconds (None without one), a sweep of tau,
+    the picture's path (None without ``picture`` or matplotlib), and ``wrong``: in words, which arrays hold values that
+    are not finite. ``head`` is the one to draw by position, by default 1.
     """
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
     if config.tau is None and config.error is None:
         config = config.with_tau(config.tau_of(k.shape[2]))
-    if not isinstance(config.tau, float):
-        raise ValueError(f"demo: tau is {config.tau}, error is {config.error}; accepted: one tau for all heads")
+    if not isinstance(config.tau, float | None):
+        raise ValueError(f"demo: tau is {config.tau}; accepted: one tau for all heads, or an error")
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
     geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
@@ -55,9 +59,12 @@ def run(
     report = progress or (lambda *_: None)
     scale = 1 / math.sqrt(q.shape[3])
     problem = info.gpu_problem()
-    steps = 3 + len({*SWEEP, config.tau})
+    of_sweep = {*SWEEP} if config.tau is None else {*SWEEP, config.tau}
+    taus: list[float | None] = [*sorted(of_sweep, reverse=True), *([None] if config.tau is None else [])]
+    chosen = _stop({"tau": config.tau, "error": config.error})
+    steps = 4 + len(taus)
 
-    report(0, steps, f"tau {config.tau:g}")
+    report(0, steps, chosen)
     arrays = (q, k, v) if problem else to_gpu(QKV(q, k, v))
     call: Callable[..., Any] = lambda **options: s2o_attention(*arrays, scale=scale, **options)  # noqa: E731
     with np.errstate(invalid="ignore", over="ignore"):  # said in words below
@@ -68,14 +75,30 @@ def run(
     density = to_host(stats.density_per_head)[0]
     heads = [_errors(o[:, h], exact[:, h]) | {"head": h, "density": float(density[h])} for h in range(q.shape[1])]
     overall = _errors(o, exact) | {"density": stats.density}
-    named = {"q": q, "k": k, "v": v, "dense attention's output": exact, f"S2O's output at tau {config.tau:g}": o}
+    named = {"q": q, "k": k, "v": v, "dense attention's output": exact, f"S2O's output at {chosen}": o}
     wrong = [words for name, x in named.items() for words in _not_finite(name, x)]
 
+    report(2, steps, "the earlier keys")
+    views = []  # of the heads to draw
+    drawn, shown = _drawn_segment(geometry), _shown_heads(head, q.shape[1])
+    every = EarlierKeys()
+    with np.errstate(invalid="ignore", over="ignore"):
+        visited = to_host(stats.visited)
+        for h, row in enumerate(heads):
+            found = EarlierKeys()
+            for view in segment_maps(q, k, v, config, visited, head=h, scale=scale):
+                found = found.with_more(EarlierKeys.of(view))
+                if view.segment == drawn and view.head in shown:
+                    views.append(view)
+            row |= found.to_dict()
+            every = every.with_more(found)
+    overall |= every.to_dict()
+
     sweep = []
-    for step, tau in enumerate(sorted({*SWEEP, config.tau}, reverse=True)):
-        report(2 + step, steps, f"tau {tau:g}")
+    for step, tau in enumerate(taus):
+        report(3 + step, steps, chosen if tau is None else f"tau {tau:g}")
         point = {"tau": tau, "density": overall["density"], "rel_l2": overall["rel_l2"]}
-        if tau != config.tau:
+        if tau is not None and tau != config.tau:
             with np.errstate(invalid="ignore", over="ignore"):
                 o_tau, stats_tau = call(config=config, tau=tau, return_stats=True)
             o_tau = to_host(o_tau)
@@ -86,15 +109,19 @@ def run(
     report(steps - 1, steps, "picture")
     if picture and wrong:
         picture_problem = "there are values that are not finite"
-    drawn = picture if picture and not picture_problem else None
-    if drawn:
-        _draw(drawn, QKV(q, k, v), config, sweep, head, scale, source)
+    path = picture if picture and not picture_problem else None
+    if path:
+        from . import plot
+
+        points = sorted((plot.SweepPoint(**point) for point in sweep), key=lambda x: x.density)
+        plot.draw(path, views, head, points, config, source, overall)
     return {
         "ok": not wrong,
         "wrong": wrong,
         "source": source,
         "shapes": {"q": list(q.shape), "k": list(k.shape), "dtype": q.dtype.name},
         "config": {name: getattr(config, name) for name in config.__dataclass_fields__},
+        "adds_tail": config.adds_tail,
         "backend": "numpy" if problem else "cupy",
         "gpu_problem": problem,
         "gpu": None if problem else _gpu_name(),
@@ -104,7 +131,7 @@ def run(
         "overall": overall,
         "times_ms": None if problem else _gpu_times(call, arrays, config, scale),
         "sweep": sweep,
-        "picture": drawn,
+        "picture": path,
         "picture_problem": picture_problem,
     }
 
@@ -112,36 +139,63 @@ def run(
 def table(found: dict[str, Any]) -> str:
     """:func:`run`'s answer as text for a terminal."""
     shapes, config, times = found["shapes"], found["config"], found["times_ms"]
-    _, heads, length, head_dim = shapes["q"]
+    _, heads, seqlen_q, head_dim = shapes["q"]
+    seqlen_k = shapes["k"][2]
+    of_prompt = "" if seqlen_q == seqlen_k else f"the last {seqlen_q:,} queries of "
     lines = [
-        f"S2O on {found['source']}: {heads} heads, {shapes['k'][1]} KV heads, {length:,} tokens, "
+        f"S2O on {found['source']}: {heads} heads, {shapes['k'][1]} KV heads, {of_prompt}{seqlen_k:,} tokens, "
         f"head_dim {head_dim}, {shapes['dtype']}, causal",
-        f"tau {config['tau']:g}, segment {config['segment']}, units of {config['unit']}, tiles of {config['block_m']} "
+        f"{_stop(config)}, segment {config['segment']}, units of {config['unit']}, tiles of {config['block_m']} "
         f"queries x {config['block_n']} keys; density = pairs computed / causal pairs; errors against dense in float64",
-        *_unlike_the_defaults(config, shapes["k"][2]),
+        *_unlike_the_defaults(config, seqlen_k),
         "",
-        f"{'head':>6} {'density':>9} {'rel_l2':>9} {'cosine':>10}",
+        f"{'head':>6} {'density':>9} {'rel_l2':>9} {'cosine':>10} {'earlier keys: mass':>20} {'left out of it':>15}",
     ]
     for row in [*found["heads"], {"head": "all", **found["overall"]}]:
-        lines.append(f"{row['head']:>6} {row['density']:>9.3f} {row['rel_l2']:>9.4f} {row['cosine']:>10.6f}")
-    lines += ["", f"{'tau':>6} {'density':>9} {'rel_l2':>9}   (all heads)"]
-    lines += [f"{p['tau']:>6g} {p['density']:>9.3f} {p['rel_l2']:>9.4f}" for p in found["sweep"]]
+        lines.append(
+            f"{row['head']:>6} {row['density']:>9.3f} {row['rel_l2']:>9.4f} {row['cosine']:>10.6f} "
+            f"{row['earlier_mass']:>20.1%} {row['earlier_mass_left_out']:>15.1%}"
+        )
+    overall = found["overall"]
+    rest = "estimates from a sample (tail)" if found["adds_tail"] else "does not count"
+    lines += [
+        "S2O chooses among the keys before each segment, which hold "
+        f"{overall['earlier_mass']:.1%} of the softmax mass.",
+        f"Of the pairs with them {overall['earlier_pairs_computed']:.1%} were computed; the others hold "
+        f"{overall['earlier_mass_left_out']:.1%} of that mass, which S2O {rest}.",
+        "",
+        f"{'tau':>6} {'density':>9} {'rel_l2':>9}   (all heads)",
+    ]
+    for p in found["sweep"]:
+        tau = "error" if p["tau"] is None else f"{p['tau']:g}"
+        lines.append(f"{tau:>6} {p['density']:>9.3f} {p['rel_l2']:>9.4f}")
     lines.append("")
     if found["backend"] == "cupy":
         lines += [
             f"Time on {found['gpu']}: S2O {times['s2o']:.3f} ms, dense {times['dense']:.3f} ms",
-            f"(dense: {times['dense_by']}; medians of CUDA events; launching is most of it at such a length).",
+            f"(dense: {times['dense_by']}; medians of CUDA events"
+            f"{'; launching is most of it at such a length' if seqlen_k < LONG else ''}).",
             f"Kernels: {found['path']}{', as ' + found['path_reason'] if found['path_reason'] else ''}.",
         ]
     else:
         lines.append(f"No GPU used: {found['gpu_problem']}. NumPy's reference ran; its time says nothing of a GPU's.")
-    lines.append("Savings grow with the context: a short one has few keys that can be left out.")
+    if seqlen_k < LONG:
+        lines.append(
+            "Savings grow with the context, and this one is short: `s2o demo retrieval` shows one of 16,384 tokens."
+        )
     if found["picture"]:
         lines.append(f"Picture: {found['picture']}")
     elif found["picture_problem"]:
         lines.append(f"No picture: {found['picture_problem']}")
     lines += [f"WRONG: {words}" for words in found["wrong"]]
     return "\n".join(lines)
+
+
+def _stop(config: dict[str, Any]) -> str:
+    """What decides when a tile of queries stops, in words."""
+    if config["tau"] is None:
+        return f"error {tau_text(config['error'])}"
+    return f"tau {config['tau']:g}"
 
 
 def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
@@ -151,13 +205,17 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     of_segment = replace(of_rank, segment=config["segment"])
     default = {field.name: getattr(of_rank, field.name) for field in fields(S2OConfig)}
     default |= {"rank": S2OConfig().rank, "pooled_queries": of_segment.pooled_queries}
+    of_error = config["error"] is not None
     default["tau"], default["dense_last"] = of_rank.tau_of(seqlen_k), of_rank.last_of_prompt(seqlen_k)
-    default["tail"] = "first_order" if of_rank.adds_tail else "none"
+    default["tail"] = "first_order" if of_rank.adds_tail and not of_error else "none"
+    default["tau"] = None if of_error else default["tau"]
     changed = [
         f"{name} {config[name]} instead of {value}"
         for name, value in default.items()
-        if name != "dense_up_to" and config[name] not in (None, value)
+        if name not in ("dense_up_to", "error") and config[name] not in (None, value)
     ]
+    if config["error"] is not None:
+        changed.append(f"error {tau_text(config['error'])} instead of a tau")
     if changed:
         lines.append(f"Not the library's defaults: {', '.join(changed)}")
     if config["dense_up_to"] == 0 and seqlen_k <= launch_plan.DENSE_UP_TO:
@@ -175,6 +233,14 @@ def _check_head(head: int | None, heads: int) -> int:
     if not 0 <= head < heads:
         raise ValueError(f"demo: the head to draw is {head}; accepted: 0 to {heads - 1}, as q has {heads}")
     return head
+
+
+def _shown_heads(head: int, heads: int) -> list[int]:
+    """Which heads have a map in the picture: all, or so many, evenly spread, with the chosen one among them."""
+    if heads <= MAPS:
+        return list(range(heads))
+    spread = [i * heads // MAPS for i in range(MAPS)]
+    return sorted({*(x for x in spread if x != min(spread, key=lambda y: abs(y - head))), head})
 
 
 def _drawn_segment(geometry: Geometry) -> int:
@@ -244,19 +310,3 @@ def _dense_on_gpu(
     except Exception:  # PyTorch is only to compare with: any trouble with it means the other way
         plain = replace(config.with_tau(0), dense_up_to=None)
         return (lambda: call(config=plain)), "this library with tau 0"
-
-
-def _draw(
-    path: str,
-    qkv: QKV,
-    config: S2OConfig,
-    sweep: list[dict[str, float]],
-    head: int,
-    scale: float,
-    source: str,
-) -> None:
-    from . import plot
-
-    segment = _drawn_segment(Geometry(qkv.q.shape[2], qkv.k.shape[2], config.segment, config.window, unit=config.unit))
-    view = plot.segment_map(*qkv, config, head=head, segment=segment, scale=scale)
-    plot.draw(path, view, [plot.SweepPoint(**point) for point in sweep], config, source)

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..api.attention import s2o_attention
+from ..api.habits import answers_habits
 from ..arrays.lazy_cupy import import_cupy
+from ..extras import remedy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 from . import diff_query_weights as by_query
@@ -113,6 +115,7 @@ class DiffReport:
         }
 
 
+@answers_habits
 def diff(
     q: Any,
     k: Any,
@@ -148,7 +151,7 @@ def diff(
     try:
         cupy = import_cupy()
     except S2OError as error:
-        raise S2OError('diff needs a GPU and CuPy: pip install "s2o_cupy[cuda12]"') from error
+        raise S2OError(f"diff needs a GPU and CuPy; remedy: {remedy('CuPy')}") from error
     if not cupy.is_available():
         raise S2OError("diff needs an NVIDIA GPU, and CuPy finds none")
     config = config or S2OConfig()
@@ -372,12 +375,12 @@ def compare(
     worst_part: list[Array] = []
     not_compared = 0
     for n in range(len(stages.scores)):
-        if is_by_query and stages.query is None:  # no segment has a whole unit to score
-            worst_part.append(np.zeros(stages.scores[n].shape))
-            continue
         if is_by_query:
+            if (query := stages.query) is None:  # no segment has a whole unit to score
+                worst_part.append(np.zeros(stages.scores[n].shape))
+                continue
             sign = -1.0 if problem.scale < 0 else 1.0
-            want, bound = by_query.scores_and_bounds(stages.query, q, n, problem, geometry, scale, sign)
+            want, bound = by_query.scores_and_bounds(query, q, n, problem, geometry, scale, sign)
             worst_part.append(_parts(stages.scores[n], want, bound))
             not_compared += int(np.isinf(bound).sum())
             continue

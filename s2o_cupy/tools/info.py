@@ -14,6 +14,7 @@ from ..arrays.lazy_cupy import import_cupy
 from ..cuda import cubin_cache
 from ..cuda.compiler import architecture_path, check_device
 from ..cuda.graphs import ATTEMPTS, REPLAYED, GraphCache
+from ..extras import remedy
 from ..spec import S2OError
 
 __all__ = ["gather", "gpu_problem", "table"]
@@ -31,8 +32,7 @@ def gpu_problem() -> str | None:
         cupy = import_cupy()
     except Exception as error:  # a broken CuPy raises more than ImportError
         return (
-            f"CuPy cannot be imported ({_line(error.__cause__ or error)}); "
-            "with an NVIDIA GPU: pip install 's2o_cupy[cuda12]' (or cuda13)"
+            f"CuPy cannot be imported ({_line(error.__cause__ or error)}); with an NVIDIA GPU: {remedy('CuPy')}"
         )
     try:
         if not cupy.is_available():

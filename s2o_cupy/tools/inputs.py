@@ -1,4 +1,4 @@
-"""Attention inputs: the user's own files, a recorded trace, and synthetic patterns.
+"""Attention inputs: the user's own files, two recorded ones, and synthetic patterns.
 
 >>> from s2o_cupy import inputs
 >>> q, k, v = inputs.builtin("slash", length=256)
@@ -20,7 +20,7 @@ import numpy as np
 from . import byte_planes, patterns
 from .readers import ACCEPTED, BFLOAT16, DTYPES, SAFETENSORS, read_file, read_folder, read_npy
 
-__all__ = ["QKV", "builtin", "cast", "load", "looks_swapped", "names", "pack", "save", "to_gpu", "unpack"]
+__all__ = ["RECORDED", "QKV", "builtin", "cast", "load", "looks_swapped", "names", "pack", "save", "to_gpu", "unpack"]
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -94,7 +94,8 @@ def save(path: str | os.PathLike[str], qkv: QKV, layers: Sequence[int] | None = 
         The file's ending is not accepted, or the arrays do not fit together.
     """
     target = Path(path)
-    qkv = _check(str(target), QKV(*qkv))
+    arrays_of = dict(zip("qkv", qkv, strict=True))
+    qkv = _check(str(target), QKV(**{key: _as_float(str(target), key, x) for key, x in arrays_of.items()}))
     if target.suffix == ".npz":
         arrays: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
         np.savez_compressed(target, **arrays | ({} if layers is None else {"layers": np.array(layers, np.int64)}))
@@ -123,7 +124,7 @@ def _save_safetensors(path: Path, qkv: QKV, layers: Sequence[int] | None) -> Non
 
 def _as_float(path: str, key: str, array: Any) -> np.ndarray:
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path}: {key} is a {type(array).__name__}; accepted: an array")
+        raise ValueError(f"{path}: {key} is a {type(array).__name__}; accepted: a NumPy array")
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.names is None:
         array = array.view(BFLOAT16)  # NumPy's files keep the bits of bfloat16 but not its name
     if array.dtype.name not in DTYPES:
@@ -161,7 +162,7 @@ def _check(path: str, qkv: QKV) -> QKV:
 def looks_swapped(qkv: QKV) -> bool:
     """Whether the axes of heads and sequence are probably in the other order, though the shapes are possible."""
     (heads, seqlen_q), (kv_heads, seqlen_k) = qkv.q.shape[-3:-1], qkv.k.shape[-3:-1]
-    return kv_heads > 2 * seqlen_k and _go_together(seqlen_q, seqlen_k, heads, kv_heads)
+    return min(heads, kv_heads) > max(seqlen_q, seqlen_k) > 1 and _go_together(seqlen_q, seqlen_k, heads, kv_heads)
 
 
 def _shared(heads: int, kv_heads: int) -> bool:
@@ -188,9 +189,12 @@ def unpack(planes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------- built-in inputs
 
 
+RECORDED = ("trace", "retrieval")  # in data/, which says what they are
+
+
 def names() -> tuple[str, ...]:
     """Names that :func:`builtin` knows."""
-    return ("trace", *patterns.PATTERNS)
+    return (*RECORDED, *patterns.PATTERNS)
 
 
 def builtin(
@@ -208,28 +212,30 @@ def builtin(
     ----------
     name : str
         "trace": attention inputs of a small language model (4 heads, 2 KV heads, 2,816 tokens,
-        head_dim 128, bfloat16; see data/README.md). Else a synthetic pattern of :mod:`s2o_cupy.tools.patterns`:
+        head_dim 128, bfloat16). "retrieval": those of a small model that answers questions, at the end of a long
+        prompt (4 heads, 1 KV head, the last 1,024 queries of 16,384 tokens, head_dim 64, bfloat16). Both are
+        described in data/README.md. Else a synthetic pattern of :mod:`s2o_cupy.tools.patterns`:
         "random", "diffuse", "sinks", "stripes", "slash", "slashes", "local", "blocks", "needle" or "mixture".
     length : int, optional
-        Tokens. Of the trace the first ones; default all of it, for a pattern 2,048.
+        Tokens. Of "trace" the first ones; default all of it, for a pattern 2,048. "retrieval" has all of its own.
     heads, kv_heads, head_dim : int, optional
-        Default 4, 1 and 128. The trace has its own.
+        Default 4, 1 and 128. Recorded inputs have their own.
     dtype : str, optional
-        "float16", "bfloat16", "float32" or "float64". Default: as stored for the trace, else "float32".
+        "float16", "bfloat16", "float32" or "float64". Default: as stored for recorded inputs, else "float32".
     seed : int, default 0
         Of the patterns.
 
     Returns
     -------
     QKV
-        q (1, heads, length, head_dim), k and v (1, kv_heads, length, head_dim).
+        q (1, heads, length, head_dim), k and v (1, kv_heads, length, head_dim); of "retrieval" fewer queries.
     """
     if name not in names():
         raise ValueError(f"input is {name!r}; accepted: {', '.join(names())}")
     if length is not None and length < 0:
         raise ValueError(f"length is {length}; accepted: 0 or more")
-    if name == "trace":
-        qkv = _trace(length, heads, kv_heads, head_dim)
+    if name in RECORDED:
+        qkv = _recorded(name, length, heads, kv_heads, head_dim)
     else:
         heads, kv_heads, head_dim = (
             default if given is None else given for given, default in ((heads, 4), (kv_heads, 1), (head_dim, 128))
@@ -261,8 +267,10 @@ def to_gpu(qkv: QKV) -> QKV:
     return QKV(*(cupy.asarray(x) for x in qkv))
 
 
-def _trace(length: int | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> QKV:
-    with resources.as_file(resources.files("s2o_cupy") / "data" / "trace.npz") as path:
+def _recorded(
+    name: str, length: int | None, heads: int | None, kv_heads: int | None, head_dim: int | None
+) -> QKV:
+    with resources.as_file(resources.files("s2o_cupy") / "data" / f"{name}.npz") as path:
         q, k, v = load(path)
     for what, asked, stored in (
         ("heads", heads, q.shape[1]),
@@ -270,7 +278,12 @@ def _trace(length: int | None, heads: int | None, kv_heads: int | None, head_dim
         ("head_dim", head_dim, q.shape[3]),
     ):
         if asked not in (None, stored):
-            raise ValueError(f"{what} is {asked}; accepted: {stored}, which the trace has")
-    if length is not None and length > q.shape[2]:
-        raise ValueError(f"length is {length}; accepted: at most {q.shape[2]}, which the trace has")
+            raise ValueError(f"{what} is {asked}; accepted: {stored}, which the recorded input {name!r} has")
+    tokens = k.shape[2]
+    if length is None or length == tokens:
+        return QKV(q, k, v)
+    if q.shape[2] < tokens:  # the last queries: without the last keys there are none
+        raise ValueError(f"length is {length}; accepted: {tokens}, which the recorded input {name!r} has")
+    if length > tokens:
+        raise ValueError(f"length is {length}; accepted: at most {tokens}, which the recorded input {name!r} has")
     return QKV(q[:, :, :length], k[:, :, :length], v[:, :, :length])

@@ -76,6 +76,10 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; accepted: a file that tune_model or s2o tune wrote") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{path}: a folder; accepted: a file that tune_model or s2o tune wrote") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not JSON ({error}); accepted: a file that tune_model or s2o tune wrote") from error
     if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):

@@ -9,47 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..reference import s2o as stages
-from ..spec import Geometry, S2OConfig, tau_text
+from ..extras import remedy
+from ..spec import S2OConfig, tau_text
+from .earlier_keys import EarlierKeys, SegmentMap, segment_map
 
 __all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_methods", "draw_sweep", "segment_map"]
 
 PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 
 
-class SegmentMap(NamedTuple):
-    """One head's attention of one segment to its candidates (the keys before it)."""
-
-    head: int
-    segment: int
-    first: int  # position of the segment's first query
-    mass: np.ndarray  # [S, C] softmax mass over all visible keys, by position
-    q_order: np.ndarray  # [S] offsets
-    k_order: np.ndarray  # [C] offsets among the candidates
-    stops: np.ndarray  # [T] keys of k_order that each query tile visited
-    block_m: int
-    block_n: int
-
-    @property
-    def skipped_pairs(self) -> float:
-        """Share of the (query, candidate) pairs that were never computed."""
-        return float(1 - self.visited.mean())
-
-    @property
-    def missed_mass(self) -> float:
-        """Softmax mass on those pairs, mean of the segment's queries."""
-        permuted = self.mass[self.q_order][:, self.k_order]
-        return float(np.where(self.visited, 0, permuted).sum(1).mean())
-
-    @property
-    def visited(self) -> np.ndarray:
-        """bool [S, C], in permuted order."""
-        stops = np.repeat(self.stops, self.block_m)[: len(self.q_order)]
-        return np.arange(len(self.k_order)) < stops[:, None]
-
-
 class SweepPoint(NamedTuple):
-    tau: float
+    tau: float | None  # None: of an error
     density: float
     rel_l2: float
 
@@ -60,7 +30,7 @@ def check_picture(path: str, owner: str) -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "it needs matplotlib (pip install matplotlib)"
+        return f"it needs matplotlib; remedy: {remedy('matplotlib')}"
     target = Path(path)
     if target.suffix not in PICTURES:
         accepted = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
@@ -72,72 +42,50 @@ def check_picture(path: str, owner: str) -> str | None:
     return None
 
 
-def segment_map(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, config: S2OConfig, *, head: int, segment: int, scale: float
-) -> SegmentMap:
-    """Run the reference on one head, causal, and take one segment's view of it.
-
-    q [1, H, L, D], k and v [1, Hkv, L, D]; window 0 is assumed. The decisions are the reference's.
-    """
-    kv = head * k.shape[1] // q.shape[1]
-    q, k, v = (x.astype(np.float32) for x in (q[:1, head : head + 1], k[:1, kv : kv + 1], v[:1, kv : kv + 1]))
-    result = stages.s2o(q, k, v, config, scale=scale)
-    geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
-    (first, last), candidates = geometry.queries(segment), geometry.candidates(segment)
-
-    scores = q[0, 0, first:last] @ k[0, 0].T * scale  # [S, Lk]
-    hidden = np.arange(k.shape[2]) > np.arange(first, last)[:, None] + geometry.offset
-    scores[hidden] = -np.inf
-    mass = np.exp(scores - scores.max(1, keepdims=True))
-    mass /= mass.sum(1, keepdims=True)
-
-    tiles = -(-(last - first) // config.block_m)
-    return SegmentMap(
-        head,
-        segment,
-        first,
-        mass[:, :candidates],
-        result.q_order[0, 0, segment, : last - first],
-        result.k_order[segment][0, 0],
-        np.minimum(result.visited[0, 0, segment, :tiles] * config.block_n, candidates),
-        config.block_m,
-        config.block_n,
-    )
-
-
-def draw(path: str, view: SegmentMap, sweep: Sequence[SweepPoint], config: S2OConfig, source: str) -> None:
-    """Write the picture: three maps on the left; mass by keys visited, and error by density, on the right."""
+def draw(
+    path: str, views: Sequence[SegmentMap], head: int, sweep: Sequence[SweepPoint], config: S2OConfig, source: str,
+    overall: Mapping[str, float],
+) -> None:  # fmt: skip
+    """Write the picture: on the left the attention of ``head`` before and after the permutation, and what each of
+    ``views`` visited, a map a head; mass by keys visited, and error by density, on the right. ``overall``: the figures
+    of all heads and segments that stand in the title."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot as plt
 
+    view = next(x for x in views if x.head == head)
+    height = 5.75 + 1.15 * len(views)  # inches
     with plt.rc_context(_STYLE):
-        figure = plt.figure(figsize=(13.5, 8.2))
+        figure = plt.figure(figsize=(13.5, height))
         grid = figure.add_gridspec(
-            3, 4, width_ratios=(2.6, 0.035, 0.26, 1), hspace=0.42, wspace=0.06,
-            left=0.055, right=0.975, top=0.87, bottom=0.07,
+            1, 4, width_ratios=(2.6, 0.035, 0.26, 1), wspace=0.06,
+            left=0.055, right=0.975, top=1 - 1.2 / height, bottom=0.55 / height,
         )  # fmt: skip
-        maps = [figure.add_subplot(grid[row, 0]) for row in range(3)]
-        image = _maps(maps, view)
-        bar = figure.colorbar(image, cax=figure.add_subplot(grid[:, 1]))
+        left = grid[0].subgridspec(2 + len(views), 1, height_ratios=(1.7, 1.7, *[1] * len(views)), hspace=0.55)
+        maps = [figure.add_subplot(left[row]) for row in range(2 + len(views))]
+        image = _before_and_after(maps[:2], view)
+        for axis, each in zip(maps[2:], views, strict=True):
+            _visited(axis, each, len(views))
+        bar = figure.colorbar(image, cax=figure.add_subplot(grid[1]))
         bar.ax.set_title("mass", loc="left", fontsize=9)
         bar.outline.set_visible(False)
-        right = grid[:, 3].subgridspec(2, 1, hspace=0.32)
+        right = grid[3].subgridspec(2, 1, hspace=0.25)
         _mass(figure.add_subplot(right[0]), view)
         _sweep(figure.add_subplot(right[1]), sweep, config.tau)
         figure.suptitle(
-            f"S2O on {source}, head {view.head}: queries {view.first:,} to "
-            f"{view.first + len(view.q_order) - 1:,} and the {len(view.k_order):,} keys before them",
-            x=0.055, ha="left", fontsize=14, fontweight="bold",
+            f"S2O on {source}: queries {view.first:,} to {view.first + len(view.q_order) - 1:,} "
+            f"and the {len(view.k_order):,} keys before them",
+            x=0.055, y=1 - 0.22 / height, ha="left", fontsize=14, fontweight="bold",
         )  # fmt: skip
+        stop = f"tau {tau_text(config.tau)}" if config.error is None else f"error {tau_text(config.error)}"
         figure.text(
-            0.055, 0.925,
-            f"tau {tau_text(config.tau)}, segment {config.segment}, tiles of {config.block_m} queries x "
-            f"{config.block_n} keys in units of {config.unit}: {view.skipped_pairs:.0%} of these pairs were never "
-            f"computed; they hold "
-            f"{view.missed_mass:.1%} of the softmax mass",
-            fontsize=10.5, color="#444444",
+            0.055, 1 - 0.83 / height,
+            f"{stop}, segment {config.segment}, tiles of {config.block_m} queries x {config.block_n} keys in units of "
+            f"{config.unit}. Over all heads and segments earlier keys hold {overall['earlier_mass']:.0%} of all mass:\n"
+            f"{overall['earlier_pairs_computed']:.0%} of the pairs with them were computed, the others hold "
+            f"{overall['earlier_mass_left_out']:.1%} of their mass.",
+            fontsize=10, color="#444444",
         )  # fmt: skip
         figure.savefig(path, dpi=130)
         plt.close(figure)
@@ -215,63 +163,82 @@ def _pool(mass: np.ndarray) -> np.ndarray:
     return mass.reshape(-(-s // rows), rows, -(-c // columns), columns).max((1, 3))
 
 
-def _maps(axes: Sequence[Any], view: SegmentMap) -> Any:
+def _look(view: SegmentMap) -> dict[str, Any]:
     from matplotlib.colors import LogNorm
 
     s, c = view.mass.shape
-    permuted = view.mass[view.q_order][:, view.k_order]
-    look = {
+    return {
         "cmap": "magma",
         "norm": LogNorm(1e-5, 1e-1, clip=True),
         "extent": (0, c, s, 0),
         "aspect": "auto",
         "interpolation": "nearest",
     }
-    stops = "each tile of queries stops by itself" if len(view.stops) > 1 else "its queries stop together"
-    titles = (
-        "Before: rows and columns by position",
-        "After permutation: rows by query order, columns by key order of the segment",
-        f"Visited: {stops}; grey was never computed",
-    )
-    for axis, title, mass in zip(axes, titles, (view.mass, permuted, permuted), strict=True):
-        image = axis.imshow(_pool(mass), **look)
-        axis.set_title(title)
-        axis.set_yticks(range(0, s + 1, max(view.block_m, 1)))
-        axis.set_ylabel("query")
-    axes[0].set_xlabel("key position")
-    axes[1].set_xlabel("rank of the key")
-    axes[2].set_xlabel("rank of the key")
 
+
+def _query_ticks(axis: Any, view: SegmentMap) -> None:
+    axis.set_yticks(range(0, len(view.mass) + 1, max(view.block_m, 1)))
+    axis.set_ylabel("query")
+
+
+def _before_and_after(axes: Sequence[Any], view: SegmentMap) -> Any:
+    """One head's attention in the order of positions, and in that of S2O."""
+    permuted = view.mass[view.q_order][:, view.k_order]
+    maps = {
+        f"Head {view.head} before: rows and columns by position": view.mass,
+        f"Head {view.head} after permutation: rows by query order, columns by rank of the key in the segment's order":
+            permuted,
+    }  # fmt: skip
+    for axis, (title, mass) in zip(axes, maps.items(), strict=True):
+        image = axis.imshow(_pool(mass), **_look(view))
+        axis.set_title(title)
+        _query_ticks(axis, view)
+    return image
+
+
+def _visited(axis: Any, view: SegmentMap, heads: int) -> None:
+    """One head's attention in S2O's order, what was not visited in grey."""
+    s, c = view.mass.shape
+    look, found = _look(view), EarlierKeys.of(view).to_dict()
+    axis.imshow(_pool(view.mass[view.q_order][:, view.k_order]), **look)
     grey = np.where(view.visited, np.nan, 1.0)
-    axes[2].imshow(
+    axis.imshow(
         grey, cmap="Greys", vmin=0, vmax=1.9, extent=look["extent"], aspect="auto", interpolation="nearest"
     )
+    axis.set_title(
+        f"Head {view.head}, visited: {found['earlier_pairs_computed']:.0%} of these pairs; grey was never computed and "
+        f"holds {found['earlier_mass_left_out']:.1%} of these keys' mass, which is {found['earlier_mass']:.0%} of all",
+        fontsize=9.5,
+    )
+    _query_ticks(axis, view)
+    if heads > 4:  # thin maps
+        axis.set_ylabel("")
     for tile, stop in enumerate(view.stops):
         top, bottom = tile * view.block_m, min((tile + 1) * view.block_m, s)
         edges = np.arange(view.block_n, stop, view.block_n)
-        axes[2].vlines(edges, top, bottom, color="white", lw=0.35, alpha=0.55)
-        axes[2].hlines([top] if tile else [], 0, c, color="white", lw=0.6, alpha=0.8)
-        axes[2].vlines([stop], top, bottom, color=_STOP, lw=2.2)
+        axis.vlines(edges, top, bottom, color="white", lw=0.35, alpha=0.55)
+        axis.hlines([top] if tile else [], 0, c, color="white", lw=0.6, alpha=0.8)
+        axis.vlines([stop], top, bottom, color=_STOP, lw=2.2)
         inside = stop > 0.85 * c
-        axes[2].text(
+        axis.text(
             stop + (-0.006 if inside else 0.006) * c, (top + bottom) / 2,
             "all keys" if stop == c else f"stop at {stop:,}",
             va="center", ha="right" if inside else "left",
             color="white", fontsize=8.5, fontweight="bold",
         )  # fmt: skip
-    return image
 
 
 def _mass(axis: Any, view: SegmentMap) -> None:
-    """Cumulative mass of the candidates by keys visited, for each query tile in three orders."""
+    """Cumulative share of the candidates' mass by keys visited, for each query tile in three orders."""
     s, c = view.mass.shape
     share = np.arange(1, c + 1) / c
-    permuted = view.mass[view.q_order][:, view.k_order]
-    best = -np.sort(-view.mass, axis=1)
+    mass = view.mass / max(float(view.mass.sum(dtype=np.float64)) / s, np.finfo(np.float32).tiny)
+    permuted = mass[view.q_order][:, view.k_order]
+    best = -np.sort(-mass, axis=1)
     axis.plot(share, best.cumsum(1).mean(0), color="#999999", ls=":", label="each query's own best order")
     for tile, stop in enumerate(view.stops):
         rows = permuted[tile * view.block_m : (tile + 1) * view.block_m]
-        curve = rows.cumsum(1).mean(0)
+        curve = rows.cumsum(1).sum(0) / max(float(rows.sum(dtype=np.float64)), np.finfo(np.float32).tiny)
         axis.plot(
             share, curve, color=_VISITED, lw=1.2, label="S2O's order, each query tile" if tile == 0 else None
         )
@@ -284,15 +251,16 @@ def _mass(axis: Any, view: SegmentMap) -> None:
                 ms=5,
                 label="where it stopped" if tile == 0 else None,
             )
-    axis.plot(share, view.mass.cumsum(1).mean(0), color="#d1495b", ls="--", lw=1.2, label="order of position")
+    axis.plot(share, mass.cumsum(1).mean(0), color="#d1495b", ls="--", lw=1.2, label="order of position")
     axis.set(
         xlim=(0, 1.01),
-        ylim=(0, 1.4 * axis.get_ylim()[1]),  # room for the legend
+        ylim=(0, 1.4),  # room for the legend
+        yticks=np.arange(0, 1.1, 0.2),
         xlabel="share of the earlier keys visited",
-        ylabel="softmax mass found",
+        ylabel="share of their softmax mass found",
     )
-    axis.set_title("Important keys first")
-    axis.legend(frameon=False, fontsize=8, loc="best")
+    axis.set_title(f"Head {view.head}: important keys first")
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float] | None) -> None:
@@ -303,7 +271,8 @@ def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float] 
         if here:
             axis.plot(point.density, point.rel_l2, "o", ms=9, mfc="none", mec="#d1495b", mew=1.6)
         axis.annotate(
-            f"{point.tau:g}", (point.density, point.rel_l2), textcoords="offset points", xytext=(6, 5 + i % 2 * 9),
+            "error" if point.tau is None else f"{point.tau:g}", (point.density, point.rel_l2),
+            textcoords="offset points", xytext=(6, 5 + i % 2 * 9),
             fontsize=8.5, color="#d1495b" if here else "#444444", fontweight="bold" if here else "normal",
         )  # fmt: skip
     axis.margins(x=0.12, y=0.1)

@@ -14,6 +14,7 @@ from typing import IO, Any
 import ml_dtypes
 import numpy as np
 
+from ..extras import remedy
 from . import byte_planes
 
 __all__ = ["ACCEPTED", "DTYPES", "SAFETENSORS", "read_file", "read_folder", "read_layers", "read_npy"]
@@ -169,7 +170,7 @@ def _safetensors(path: Path) -> Mapping[str, Any]:
     try:
         from safetensors import deserialize
     except ImportError as error:
-        raise ImportError(f"{path}: reading it needs safetensors; remedy: pip install safetensors") from error
+        raise ImportError(f"{path}: reading it needs safetensors; remedy: {remedy('safetensors')}") from error
     with _reading(path, ".safetensors file"):
         stored = dict(deserialize(path.read_bytes()))
 
@@ -189,7 +190,9 @@ def _torch(path: Path) -> Mapping[str, Any]:
     try:
         import torch
     except ImportError as error:
-        raise ImportError(f"{path}: reading it needs PyTorch; remedy: save q, k and v as .npz") from error
+        raise ImportError(
+            f"{path}: reading it needs PyTorch; remedy: {remedy('PyTorch')}, or q, k and v in a .npz file"
+        ) from error
     if zipfile.is_zipfile(path):
         with _reading(path, "file of tensors"), zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
@@ -212,7 +215,7 @@ def _of_tensor(path: Path, key: str, tensor: Any) -> np.ndarray:
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
-    for wrong, came, remedy in (
+    for wrong, came, accepted in (
         (tensor.is_nested, "a nested tensor", "one shape for all, such as x.to_padded_tensor(0)"),
         (tensor.layout != torch.strided, f"a {tensor.layout} tensor", "a dense one, x.to_dense()"),
         (tensor.is_quantized, f"{dtype}, quantised", "x.dequantize()"),
@@ -220,7 +223,7 @@ def _of_tensor(path: Path, key: str, tensor: Any) -> np.ndarray:
         (tensor.is_meta, "on the meta device, without data", "a tensor with data"),
     ):
         if wrong:
-            raise ValueError(f"{path}: {key} is {came}; accepted: {remedy}")
+            raise ValueError(f"{path}: {key} is {came}; accepted: {accepted}")
     _check_unpacked(path, tensor.numel() * tensor.element_size())  # a stride of 0 makes much of little
     tensor = tensor.detach().resolve_neg().contiguous()
     if tensor.dtype == torch.bfloat16:  # torch's numpy() refuses bfloat16

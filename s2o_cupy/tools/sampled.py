@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..api.attention import s2o_attention
+from ..api.habits import answers_habits
 from ..api.on_host import bhsd
 from ..api.run import parse_config
 from ..arrays.frameworks import to_host
@@ -62,6 +63,7 @@ class ErrorEstimate:
     segments_total: int
 
 
+@answers_habits
 def error_per_head(
     q: Any,
     k: Any,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..plan import launch_plan
 from ..problem import Problem
@@ -119,6 +120,7 @@ class TuneResult:
         }
 
 
+@answers_habits
 def tune(
     q: Any,
     k: Any,

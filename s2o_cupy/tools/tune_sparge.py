@@ -12,6 +12,7 @@ import numpy as np
 
 from ..api.attention import s2o_attention
 from ..api.gather import gather_attention
+from ..api.habits import answers_habits
 from ..api.select import select
 from ..arrays.frameworks import to_host
 from ..methods.base import checked_bool, checked_number
@@ -49,6 +50,7 @@ class SpargeTuning:
     rel_l1: np.ndarray
 
 
+@answers_habits
 def tune_sparge(
     inputs: Sequence[tuple[Any, Any, Any]],
     config: SpargeConfig | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..api.attention import s2o_attention
+from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..spec import S2OConfig
 from .sampled import Sample
@@ -18,6 +19,7 @@ __all__ = ["WITHIN_TAUS", "attention_within"]
 WITHIN_TAUS = (0.5, 0.2, *TAUS)
 
 
+@answers_habits
 def attention_within(
     q: Any,
     k: Any,

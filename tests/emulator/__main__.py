@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of a small product only wait for each other
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
@@ -23,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
     parser.add_argument("--capability", type=int, default=80, choices=(80, 90), help="compute capability times ten")
     parser.add_argument("--path", choices=("portable", "hopper"), help="that of the capability unless said")
-    parser.add_argument("-k", default="", help="cases whose name has this; several with semicolons, all of them with '+'")
+    parser.add_argument("-k", default="", help="cases whose name has this, or one of several (;), or all (+)")
     parser.add_argument("--sanitized", action="store_true", help="gpu_cases.SANITIZED instead of CASES")
     parser.add_argument("--every", type=int, default=1, help="of the cases only each so-many-th")
     parser.add_argument("--first", type=int, default=0, help="with --every: the first one's place")
@@ -38,6 +39,7 @@ def main() -> int:
     fake_cupy.install()
 
     import gpu_cases
+    import numpy as np
 
     cases = gpu_cases.CASES
     if options.sanitized:
@@ -49,21 +51,31 @@ def main() -> int:
         if any(all(y in name for y in x) for x in wanted) and (path == "portable" or case.hopper)
     }  # fmt: skip
     cases = dict(list(cases.items())[options.first :: options.every])
+    outputs: list[bytes] = []
+    capture = gpu_cases.capture
+
+    def captured(*args: Any) -> Any:
+        stages = capture(*args)
+        outputs.append(b"".join(np.ascontiguousarray(x).tobytes() for x in (stages.o, stages.lse, stages.visited)))
+        return stages
+
+    gpu_cases.capture = captured  # type: ignore[assignment]
     bad = 0
     for number, (name, case) in enumerate(cases.items(), 1):
         problem = case.problem()
         if problem.seqlen_q * problem.seqlen_k * problem.heads * problem.batch > options.most:
             continue
         start = time.perf_counter()
-        outputs = []
+        outputs.clear()
         said = "ok"
         try:
             for seed in range(options.seed, options.seed + options.seeds):
                 device.settings.seed = seed
                 report = gpu_cases.run_diff(case, path)
-                outputs.append(report)
                 if not report.ok:
                     said = "DIFFERS\n" + report.table()
+            if len(set(outputs)) > 1:
+                said = "NOT THE SAME with every seed"
         except Exception as error:
             said = f"FAILED {type(error).__name__}: {error}"
             if not isinstance(error, device.EmulatorError):

@@ -87,8 +87,8 @@ def _function(name: str) -> int:
         raise UnknownOpcode(name) from None
 
 
-_DROPPED = {"ftz", "volatile", "weak", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys", "cs", "nc", "lu",
-            "L2::128B", "L2::256B", "sync", "aligned"}  # fmt: skip
+_DROPPED = {"ftz", "volatile", "weak", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys", "cs", "nc",
+            "lu", "L2::128B", "L2::256B", "sync", "aligned"}  # fmt: skip
 _FLOATS = {"f32", "f64"}
 _PLAIN_INTEGER = {"add", "sub", "and", "or", "xor", "not", "shl", "selp", "mov", "popc", "clz", "brev"}
 BITS = {"8": 8, "16": 16, "32": 32, "64": 64}
@@ -139,7 +139,8 @@ class _Assembler:
                 names.append(x.guard)
             uses.append(names)
             written = _TOKENS.match(x.operands[0].lstrip("{")) if x.operands else None
-            fresh = written.group() if written and not x.guard and not x.opcode.startswith(("wgmma", "st", "red")) else None
+            writes = not x.guard and not x.opcode.startswith(("wgmma", "st", "red"))
+            fresh = written.group() if written and writes else None
             for name in names:
                 if name not in blocks:
                     alone = (name == fresh and names.count(name) == 1) or self._is_result(x, name, names)
@@ -225,7 +226,7 @@ class _Assembler:
     def run(self) -> Assembled:
         self.special_rows: dict[str, int] = {}
         self.place_registers()
-        text = set()
+        text: set[str] = set()
         for x in self.program.body:
             if isinstance(x, Instruction):
                 text.update(y for o in x.operands for y in _TOKENS.findall(o))
@@ -355,10 +356,9 @@ class _Assembler:
 
     def memory(self, parts: list[str]) -> tuple[str, str, int]:
         """Space, type and count of elements."""
-        space = next((p.split("::")[0] for p in parts if p.split("::")[0] in ("global", "shared", "param", "local")), "")
-        count = 4 if "v4" in parts else 2 if "v2" in parts else 1
-        names = {"global": "global", "shared": "shared", "param": "host", "local": "host", "": "global"}
-        return names[space], parts[-1], count
+        names = {"global": "global", "shared": "shared", "param": "host", "local": "host"}
+        space = next((names[p.split("::")[0]] for p in parts if p.split("::")[0] in names), "global")
+        return space, parts[-1], 4 if "v4" in parts else 2 if "v2" in parts else 1
 
     def do_ld(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         space, t, n = self.memory(parts)
@@ -536,8 +536,11 @@ class _Assembler:
         self.emit(x, name, rows, offset, SYNC_ALL, n=len(results))
 
     def do_wgmma(self, x: Instruction, parts: list[str], o: list[str]) -> None:
-        if parts[0] != "mma_async":
+        if parts[0] == "fence":
             self.emit(x, "nothing", [], 0, SYNC_ALL)
+            return
+        if parts[0] in ("commit_group", "wait_group"):
+            self.emit(x, f"wgmma_{parts[0]}", [], int(o[0]) if o else 0, SYNC_ALL)
             return
         shape, d, a, b = parts[3:7]
         columns = int(re.fullmatch(r"m64n(\d+)k\d+", shape).group(1))  # type: ignore[union-attr]

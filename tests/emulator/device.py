@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,15 +74,18 @@ def known(pointer: int) -> bool:
         return at >= 0 and pointer < max(_ends[_starts[at]], _starts[at] + 1)
 
 
-def allocate(nbytes: int) -> np.ndarray:
-    """So many bytes, uint8, from a multiple of 512; all bits are set: NaN in every type of float."""
+def allocate(nbytes: int, pieces: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
+    """So many bytes, uint8, from a multiple of 512; all bits are set: NaN in every type of float.
+
+    ``pieces``: offsets and sizes of what may be touched; all unless said.
+    """
     whole = np.full(nbytes + 2 * GUARD + 512, 0xFF, np.uint8)
     start = -(-(whole.ctypes.data + GUARD) // 512) * 512
     offset = start - whole.ctypes.data
-    found = whole[offset : offset + nbytes]
-    add_range(start, nbytes)
-    weakref.finalize(whole, drop_range, start)
-    return found
+    for at, size in [(0, nbytes)] if pieces is None else pieces:
+        add_range(start + at, size)
+        weakref.finalize(whole, drop_range, start + at)
+    return whole[offset : offset + nbytes]
 
 
 @dataclass
@@ -131,9 +135,7 @@ def launch(handle: int, blocks: int, threads: int, shared_bytes: int, arguments:
     place = ctypes.c_uint64.from_address(arguments).value
     params = np.zeros(program.param_bytes + 64, np.uint8)
     skip = -params.ctypes.data % 64
-    params[skip : skip + program.param_bytes] = np.frombuffer(
-        (ctypes.c_uint8 * program.param_bytes).from_address(place), np.uint8
-    )
+    ctypes.memmove(params.ctypes.data + skip, place, program.param_bytes)
     with _lock:
         if _stale:
             ranges = np.array([(start, _ends[start]) for start in _starts], np.uint64).reshape(-1, 2)
@@ -148,7 +150,8 @@ def launch(handle: int, blocks: int, threads: int, shared_bytes: int, arguments:
         )  # fmt: skip
     settings.launches.append((program.name, machine.machine_executed()))
     if settings.trace:
-        print(f"  {program.name}: {blocks} blocks of {threads}, {machine.machine_executed()} warp instructions", flush=True)
+        executed = machine.machine_executed()
+        print(f"  {program.name}: {blocks} blocks of {threads}, {executed} warp instructions", flush=True)
     if failed:
         line, _, what = machine.machine_message().decode().partition("|")
         raise EmulatorError(_explained(loaded, int(line), what))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,8 @@ class MemoryPointer:
 
 
 class Memory:
-    def __init__(self, nbytes: int) -> None:
-        self.array = emulated.allocate(nbytes)
+    def __init__(self, nbytes: int, pieces: list[tuple[int, int]] | None = None) -> None:
+        self.array = emulated.allocate(nbytes, pieces)
         self.ptr, self.size, self.device_id = self.array.ctypes.data, nbytes, 0
 
 
@@ -45,7 +46,7 @@ class ndarray(np.ndarray):
         shape = (shape,) if isinstance(shape, int) else tuple(int(x) for x in shape)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if memptr is None:
-            memptr = alloc(nbytes)
+            memptr = MemoryPointer(Memory(nbytes), 0)
         if nbytes == 0:
             return np.empty(shape, dtype).view(cls)
         buffer = (ctypes.c_uint8 * (memptr.mem.ptr + memptr.mem.size - memptr.ptr)).from_address(memptr.ptr)
@@ -115,7 +116,8 @@ def asarray(x: Any, dtype: Any = None) -> Any:
 
 
 def ascontiguousarray(x: Any, dtype: Any = None) -> Any:
-    return x if isinstance(x, ndarray) and x.flags.c_contiguous and dtype in (None, x.dtype) else asarray(np.array(x), dtype)
+    fits = isinstance(x, ndarray) and x.flags.c_contiguous and dtype in (None, x.dtype)
+    return x if fits else asarray(np.array(x), dtype)
 
 
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +196,34 @@ class Event:
 
 
 def alloc(nbytes: int) -> MemoryPointer:
-    return MemoryPointer(Memory(nbytes), 0)
+    """What a workspace is asked of."""
+    return MemoryPointer(Memory(nbytes, _workspaces.get(nbytes)), 0)
+
+
+# A workspace's arrays are apart by a gap that nobody may touch. Its number of bytes, which no other one has, tells the
+# allocation which it is for.
+GAP = 4096
+_workspaces: dict[int, list[tuple[int, int]]] = {}  # bytes: its arrays' offsets and sizes
+
+
+def lay_out_apart(build: Any, zeroed: Any, others: Any) -> Any:
+    """As plan.build.lay_out; those that start from 0 are one array, as they are cleared together."""
+    zeroed, others = list(zeroed), list(others)
+    places, end = {}, 0
+    for apart, arrays in ((0, zeroed), (GAP, others)):
+        for name, shape, dtype in arrays:
+            places[name] = build.Place(end, shape, dtype)
+            end += -(-places[name].nbytes // build.ALIGNMENT) * build.ALIGNMENT + apart
+        if not apart:
+            cleared = end
+            end += GAP if zeroed else 0
+    pieces = [(0, cleared)] if cleared else []
+    pieces += [(places[name].offset, places[name].nbytes) for name, _, _ in others if places[name].nbytes]
+    if end:
+        while end in _workspaces and _workspaces[end] != pieces:
+            end += build.ALIGNMENT
+        _workspaces[end] = pieces
+    return build.Workspace(places, cleared, end)
 
 
 class MemoryPool:
@@ -257,8 +286,9 @@ def encode_tensor_map(
 ) -> int:  # fmt: skip
     """As machine.h's TensorMap, where cuTensorMapEncodeTiled would write its own form. Refuses what that refuses."""
     steps, boxes = list(strides), list(box)
-    ok = pointer.value % 16 == 0 and all(s % 16 == 0 and s < 1 << 40 for s in steps) and all(0 < b <= 256 for b in boxes)
-    if not ok or (boxes[0] * 2 > 128 and swizzle == 3) or any(not 0 < n <= 1 << 32 for n in sizes):
+    ok = pointer.value % 16 == 0 and all(s % 16 == 0 and s < 1 << 40 for s in steps)
+    ok = ok and all(0 < b <= 256 for b in boxes) and (boxes[0] * 2 <= 128 or swizzle != 3)
+    if not ok or any(not 0 < n <= 1 << 32 for n in sizes):
         return 1
     record = np.zeros(1, [("mark", "u8"), ("pointer", "u8"), ("axes", "u4"), ("swizzle", "u4"), ("strides", "u8", 4),
                           ("sizes", "u4", 5), ("box", "u2", 5)])  # fmt: skip
@@ -319,7 +349,8 @@ def build(nvrtc: Any) -> types.ModuleType:
     cupy.__path__ = []
     cupy.__version__ = "14.2.0"
     cupy.__dict__.update(
-        cuda=cuda, ndarray=ndarray, empty=empty, full=full, asarray=asarray, array=lambda x, dtype=None: asarray(np.array(x), dtype),
+        cuda=cuda, ndarray=ndarray, empty=empty, full=full, asarray=asarray,
+        array=lambda x, dtype=None: asarray(np.array(x), dtype),
         zeros=lambda shape, dtype=float: full(shape, 0, dtype), ones=lambda shape, dtype=float: full(shape, 1, dtype),
         empty_like=lambda x, dtype=None: empty(x.shape, dtype or x.dtype),
         zeros_like=lambda x, dtype=None: full(x.shape, 0, dtype or x.dtype),
@@ -355,9 +386,16 @@ def install() -> None:
 
     from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
     from s2o_cupy.cuda import compiler, tensor_maps
+    from s2o_cupy.plan import build as build_module
+    from s2o_cupy.plan import error_search, launches  # noqa: F401 - whose workspaces are laid out apart
 
     owns = NumpyFramework.owns
     NumpyFramework.owns = lambda self, x: owns(self, x) and not isinstance(x, ndarray)  # type: ignore[method-assign]
+
+    lay_out = build_module.lay_out
+    for module in [x for name, x in sys.modules.items() if name.startswith("s2o_cupy.")]:
+        if getattr(module, "lay_out", None) is lay_out:
+            module.lay_out = functools.partial(lay_out_apart, build_module)  # type: ignore[attr-defined]
 
     options = compiler._options
 

@@ -294,6 +294,7 @@ static void start_cluster(Cluster* c, u64 index, u32 blocks, u32 threads) {
       Warp* w = b->warps + x;
       w->block = b, w->index = x, w->pc = 0, w->active = w->live = ALL, w->others = 0;
       w->yields = w->done = w->blocked = w->released = 0, w->copy_count = 0, w->executed = 0;
+      w->reading_count = 0, w->wgmma_groups = 0;
       memset(w->group_of_lane, 0, sizeof w->group_of_lane);
       EACH if (k->specials[0] >= 0) ((u32*)(w->regs + k->specials[0]))[l] = x * LANES + l;
       set_row(w, k->specials[1], b->ctaid);

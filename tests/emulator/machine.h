@@ -54,6 +54,12 @@ typedef struct Group {  // lanes at one instruction
   u8 parked, slept;
 } Group;
 
+#define MOST_READINGS 512
+typedef struct Reading {  // an operand of a wgmma that has not been waited for
+  u64 descriptor, digest;
+  u32 group, first, rows, k, bytes, transposed;
+} Reading;
+
 typedef struct Warp {
   u8* regs;
   s32 pc;
@@ -70,6 +76,9 @@ typedef struct Warp {
   int copy_count, copy_room;
   u32 group_of_lane[LANES];  // cp.async groups closed
   u8* local;
+  Reading readings[MOST_READINGS];
+  int reading_count;
+  u32 wgmma_groups;  // closed
   u64 executed;
 } Warp;
 

@@ -1,5 +1,5 @@
-"""For pytest: -p emulator.plugin has the tests of a GPU run on the emulated one. With S2O_EMULATED_CAPABILITY=90 on one of
-Hopper's."""
+"""For pytest: -p emulator.plugin has the tests of a GPU run on the emulated one, with S2O_EMULATED_CAPABILITY=90 as on
+Hopper."""
 
 import sys
 

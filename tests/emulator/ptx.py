@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -142,15 +143,18 @@ def parse(text: str) -> Program:
             opcode, *more = statement.split(None, 1)
             rest = more[0] if more else ""
             if len(scopes) > 1:
-                local = {k: v for scope in scopes[1:] for k, v in scope.items()}
-                rename = lambda x: local.get(x.group(), x.group())  # noqa: E731
+                own = {k: v for scope in scopes[1:] for k, v in scope.items()}
                 if not opcode.startswith("bra"):
-                    rest = _NAME.sub(rename, rest)
-                guard = None if guard is None else local.get(guard, guard)
+                    rest = _NAME.sub(functools.partial(_renamed, own), rest)
+                guard = None if guard is None else own.get(guard, guard)
             instruction = Instruction(opcode, split(rest), guard, negated, line)
             program.body.append(instruction)
             if opcode.startswith("bra"):
                 waiting[-1].append(instruction)
+
+
+def _renamed(names: dict[str, str], found: re.Match[str]) -> str:
+    return names.get(found.group(), found.group())
 
 
 def _declare(statement: str, program: Program, scopes: list[dict[str, str]], counter: int) -> None:

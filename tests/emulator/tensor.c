@@ -75,6 +75,32 @@ static const u8* chunk_at(Warp* w, u64 descriptor, u32 row, u32 k, u32 element_b
                                 : row / 8 * stride + row % 8 * row_bytes + k * element_bytes;
   return shared_at(w, swizzled(start + offset, descriptor), 16);
 }
+// Of what an instruction reads, which nobody may write before its group has been waited for.
+static u64 digest(Warp* w, const Reading* x) {
+  u64 y = 0;
+  for (u32 r = 0; r < x->rows; r += x->transposed ? 8 : 1)
+    for (u32 k = 0; k < x->k; k += x->transposed ? 1 : 16 / x->bytes) {
+      u64 parts[2];
+      memcpy(parts, chunk_at(w, x->descriptor, x->first + r, k, x->bytes, x->transposed), 16);
+      y = (y ^ parts[0]) * 0x9e3779b97f4a7c15ull, y = (y ^ parts[1] ^ y >> 29) * 0xbf58476d1ce4e5b9ull;
+    }
+  return y;
+}
+static void note_reading(Warp* w, Reading x) {
+  if (w->reading_count == MOST_READINGS) fail("wgmma: more than %d instructions are under way", MOST_READINGS);
+  x.digest = digest(w, &x), x.group = w->wgmma_groups;
+  w->readings[w->reading_count++] = x;
+}
+OP(wgmma_commit_group) { w->wgmma_groups += 1; }
+OP(wgmma_wait_group) {
+  int kept = 0;
+  for (int k = 0; k < w->reading_count; ++k) {
+    const Reading* x = w->readings + k;
+    if (x->group + (u32)i->imm >= w->wgmma_groups) w->readings[kept++] = *x;
+    else if (digest(w, x) != x->digest) fail("shared memory that wgmma reads was written before it was waited for");
+  }
+  w->reading_count = kept;
+}
 #define MOST_COLUMNS 256
 static f32 e4m3_values[256];
 static int e4m3_known;
@@ -117,10 +143,12 @@ OP(wgmma) {
     const u64* of = ROW(u64, kept);
     for (int l = 1; l < LANES; ++l) if (of[l] != of[0]) fail("wgmma: lanes differ in a's descriptor");
     decode(w, a, of[0], first, 16, k, eight, value, i->aux & 2, 1);
+    note_reading(w, (Reading){of[0], 0, 0, first, 16, k, eight ? 1 : 2, i->aux & 2});
   }
   const u64* of = ROW(u64, at_b);
   for (int l = 1; l < LANES; ++l) if (of[l] != of[0]) fail("wgmma: lanes differ in b's descriptor");
   decode(w, b, of[0], 0, columns, k, eight, value, i->aux & 4, 0);
+  note_reading(w, (Reading){of[0], 0, 0, 0, columns, k, eight ? 1 : 2, i->aux & 4});
   if (!p) memset(d, 0, 16 * columns * sizeof(f32));
   else EACH for (int j = 0; j < columns / 8; ++j)
     for (int e = 0; e < 4; ++e) {

@@ -31,6 +31,11 @@ class Order:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
+    @property
+    def kernel(self) -> Kernel:
+        """What writes scores."""
+        raise NotImplementedError
+
     @staticmethod
     def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
         """Kernels that a call with such inputs may choose."""

@@ -1,0 +1,175 @@
+# mypy: disable-error-code="call-overload, call-arg, arg-type"
+"""Mistakes that newcomers make: each is answered by the function that was called, with the argument, what came and what
+is accepted, or what was probably meant."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+
+from s2o_cupy import (
+    S2OConfig,
+    Schedule,
+    attention_within,
+    gather_attention,
+    gather_attention_varlen,
+    inputs,
+    s2o_attention,
+    s2o_attention_paged,
+    s2o_attention_varlen,
+    sparse_attention,
+    sparse_attention_varlen,
+)
+
+Q, K = np.zeros((1, 4, 200, 16), np.float32), np.zeros((1, 2, 200, 16), np.float32)
+PACKED = Q[0].swapaxes(0, 1), K[0].swapaxes(0, 1), K[0].swapaxes(0, 1)
+PAGES, TABLE = np.zeros((16, 16, 2, 16), np.float32), np.arange(16, dtype=np.int32)[None]
+HND = PAGES.swapaxes(1, 2)  # pages, kv_heads, page_size, head_dim
+OTHER_LAYOUT = (Q, HND, HND, TABLE)
+
+MISTAKES = {
+    "a dict for a config": (
+        lambda: s2o_attention(Q, K, K, config={"tau": 0.1}),
+        "s2o_attention: config is a dict; accepted: S2OConfig or None, such as S2OConfig(**config)",
+    ),
+    "a number for a config": (
+        lambda: s2o_attention_varlen(*PACKED, [0, 200], config=0.1),
+        "config is a float; accepted: S2OConfig or None, such as S2OConfig(tau=0.1)",
+    ),
+    "a class for a config": (
+        lambda: s2o_attention(Q, K, K, config=S2OConfig),
+        "config is a type; accepted: S2OConfig or None, an object: S2OConfig()",
+    ),
+    "text for tau": (
+        lambda: s2o_attention(Q, K, K, tau="0.1"),
+        "s2o_attention: tau is '0.1' (str); accepted: a number >= 0 (0 never stops: dense attention; math.inf stops "
+        "after one key tile), or one for each head",
+    ),
+    "taus of other heads": (
+        lambda: s2o_attention(Q, K, K, tau=[0.1, 0.2]),
+        "s2o_attention: tau has 2 numbers, q has 4 heads; accepted: one number for all heads, or one for each query ",
+    ),
+    "q and k swapped": (
+        lambda: s2o_attention(K, Q, Q),
+        "q has 2 heads, k and v have 4; accepted: heads a multiple of kv_heads (grouped-query attention), so that q "
+        "has the more of them",
+    ),
+    "no cu_seqlens": (
+        lambda: s2o_attention_varlen(*PACKED),
+        "s2o_attention_varlen: cu_seqlens_q is missing, where each sequence begins in q, and the rows of q: "
+        "[0, ..., total_q]; accepted: q, k, v, cu_seqlens_q",
+    ),
+    "transformers' name for cu_seqlens": (
+        lambda: s2o_attention_varlen(*PACKED, cu_seq_lens_q=[0, 200]),
+        "s2o_attention_varlen: cu_seq_lens_q is not an argument; did you mean cu_seqlens_q?",
+    ),
+    "no v": (lambda: s2o_attention(Q, K), "s2o_attention: v is missing; accepted: q, k, v"),
+    "no seqlen_k": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE),
+        "s2o_attention_paged: seqlen_k is missing, how many keys each sequence has in its pages: an integer, or one "
+        "for each sequence",
+    ),
+    "pages in the other layout": (
+        lambda: s2o_attention_paged(*OTHER_LAYOUT, seqlen_k=200),
+        "accepted: seqlen_k <= pages_per_sequence * page_size. Did you mean layout='HND'? These shapes fit it",
+    ),
+    "a list for a page table": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE.tolist(), seqlen_k=200),
+        "s2o_attention_paged: page_table is a list; accepted: NumPy, CuPy, PyTorch or JAX arrays",
+    ),
+    "no schedule": (
+        lambda: gather_attention(Q, K, K),
+        "gather_attention: schedule is missing, the keys that each tile of queries attends to, such as "
+        "Schedule.from_block_mask(mask, block=128)",
+    ),
+    "a mask for a schedule": (
+        lambda: gather_attention(Q, K, K, np.ones((1, 4, 2, 2), bool)),
+        "gather_attention: schedule is a ndarray; accepted: Schedule, such as Schedule.from_block_mask(mask, block",
+    ),
+    "a mask of fewer keys than queries": (
+        lambda: Schedule.from_block_mask(np.ones((1, 4, 2, 3), bool), block=64),
+        "mask has 2 lists of 128 queries and 3 blocks of 64 keys; accepted with is_causal=True: no more queries",
+    ),
+    "a tau for a schedule": (
+        lambda: gather_attention(Q, K, K, None, tau=0.1),
+        "gather_attention: tau is not an argument; accepted: q, k, v, schedule",
+    ),
+    "no schedules": (
+        lambda: gather_attention_varlen(*PACKED, [0, 200]),
+        "gather_attention_varlen: schedules is missing; accepted: q, k, v, cu_seqlens_q, schedules",
+    ),
+    "no method": (
+        lambda: sparse_attention(Q, K, K),
+        "sparse_attention: config is missing, an S2OConfig, or the configuration of another method",
+    ),
+    "tensors to save": (
+        lambda: inputs.save("nowhere.npz", inputs.QKV([1.0], Q, Q)),
+        "nowhere.npz: q is a list; accepted: a NumPy array",
+    ),
+    "no error": (
+        lambda: attention_within(Q, K, K),
+        "attention_within: error is missing, the rel_l2 against dense attention to keep to, such as 0.05",
+    ),
+    "another library's name": (
+        lambda: sparse_attention_varlen(*PACKED, [0, 200], config=S2OConfig(), causal=True),
+        "sparse_attention_varlen: causal is not an argument; did you mean is_causal?",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_said(mistake):
+    call, message = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call()
+
+
+def test_names_of_other_functions():
+    """flash-attn's and PyTorch's, given to each other."""
+    torch = pytest.importorskip("torch")
+    from s2o_cupy.integrations.drop_in import flash_attn_func, scaled_dot_product_attention
+
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(TypeError, match=r"^flash_attn_func: is_causal is not an argument; did you mean causal\?"):
+        flash_attn_func(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match="^scaled_dot_product_attention: softmax_scale is not an argument; did you"):
+        scaled_dot_product_attention(x, x, x, softmax_scale=1)
+
+
+def test_a_page_table_on_another_device():
+    torch = pytest.importorskip("torch")
+    q, pages, table = map(torch.from_numpy, (Q, PAGES, TABLE))
+    with pytest.raises(ValueError, match=r"^s2o_attention_paged: q, .* page_table on meta; accepted: one device for"):
+        s2o_attention_paged(q, pages, pages, table.to("meta"), seqlen_k=200)
+
+
+@pytest.mark.parametrize(
+    ("shape", "suspected"),
+    [((1, 40, 8, 16), True), ((1, 9, 8, 16), True), ((1, 8, 8, 16), False), ((1, 8, 1, 16), False)],
+)
+def test_more_heads_than_tokens_are_suspected(shape, suspected):
+    """As (batch, seqlen, heads, head_dim) reads; but for a single token, as in decoding."""
+    x = np.ones(shape, np.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        s2o_attention(x, x, x, scale=0.5 + shape[1] / 1000)  # a problem of its own, as each is warned of once
+    said = [str(x.message) for x in caught if "pass layout='BSHD'" in str(x.message)]
+    assert len(said) == suspected and all(f"q has {shape[1]} heads of {shape[2]} queries each" in x for x in said)
+
+
+def test_other_calls_have_no_such_layout():
+    """Of a cache queries lie in one way, so nobody is asked about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        few = np.zeros((1, 16, 16, 1), np.float32)  # a page of 16 keys, 16 KV heads
+        s2o_attention_paged(np.zeros((1, 16, 2, 1), np.float32), few, few, TABLE[:, :1], seqlen_k=2)
+
+
+def test_more_query_heads_than_tokens_are_no_surprise():
+    """Of grouped queries, whose KV heads are fewer: read the other way these shapes would fit nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        s2o_attention(np.ones((1, 32, 20, 16), np.float32), *np.ones((2, 1, 8, 20, 16), np.float32))
