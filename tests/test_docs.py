@@ -127,6 +127,9 @@ def check_command(command):
             parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"s2o takes no such arguments: {command}")
+    elif words[:2] == ["python", "-m"]:
+        module = ROOT / words[2].replace(".", "/")
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), words[2]
     elif words[0] in ("python", "torchrun"):
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         source = text_of(ROOT / words[script])
