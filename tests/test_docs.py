@@ -127,8 +127,9 @@ def check_command(command):
             parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"s2o takes no such arguments: {command}")
-    elif words[:2] == ["python", "-m"] and words[2].startswith("tests."):
-        source = text_of(ROOT / words[2].replace(".", "/") / "__main__.py")
+    elif words[:2] == ["python", "-m"]:
+        module = ROOT / words[2].replace(".", "/")
+        source = text_of(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"))
         for option in words[3:]:
             assert not option.startswith("-") or f'"{option}"' in source, f"{words[2]} has no {option}"
     elif words[0] in ("python", "torchrun"):
