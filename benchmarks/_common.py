@@ -94,7 +94,7 @@ def _number(text: str) -> int | float | str:
 def text_of_fields(config: S2OConfig) -> str:
     """What `fields` reads: the fields that are not the default's and do not follow from others, or "default"."""
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for name in list(given):
+    for name in (*given, *given):  # twice: what follows from a field is left out before the field itself
         rest = {other: value for other, value in given.items() if other != name}
         with contextlib.suppress(ValueError):
             if S2OConfig(**rest) == config:
