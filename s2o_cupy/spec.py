@@ -522,9 +522,15 @@ class Geometry:
     @property
     def leading_units(self) -> int:
         """Units that the centre of rank="query" is the mean of: of at most CENTRE_KEYS first keys, all of them before
-        each segment that has candidates. At least 1, where nothing is ordered too."""
+        each segment that has candidates. At least 1, where nothing is ordered too. A chunk of whole segments of a
+        prompt has as many as the prompt in one call, so that both order keys alike."""
+        if not self.is_causal:
+            return max(1, min(CENTRE_KEYS // self.unit, self.units))
         first = next((self.ranked(n) for n in range(self.segments) if self.ranked(n) > 0), 1)
-        return max(1, min(CENTRE_KEYS // self.unit, first if self.is_causal else self.units))
+        # The first of the prompt's segments that has a whole unit before it.
+        n = max(1, -(-(self.window + self.unit) // self.segment))
+        of_prompt = (n * self.segment - self.window) // self.unit
+        return max(1, min(CENTRE_KEYS // self.unit, first, of_prompt))
 
     def moment_group(self, n: int) -> int:
         """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""

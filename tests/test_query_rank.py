@@ -109,6 +109,18 @@ def test_the_centre_is_of_keys_before_every_segment_that_is_ordered():
     assert Geometry(100, 100, 128, unit=16).leading_units == 1  # nothing is ordered
 
 
+@pytest.mark.parametrize("window", [0, 50, 200])
+@pytest.mark.parametrize(("segment", "unit"), [(128, 16), (64, 64), (32, 16), (20, 16), (128, 1)])
+def test_a_chunk_has_the_centre_of_its_prompt(segment, unit, window):
+    """Whole segments of a prompt, in a call with the keys before their end."""
+    whole = Geometry(40 * segment, 40 * segment, segment, window, unit=unit)
+    assert any(whole.ranked(n) for n in range(whole.segments))
+    for first in range(40):
+        chunk = Geometry(2 * segment, (first + 2) * segment, segment, window, unit=unit)
+        if any(chunk.ranked(n) for n in range(chunk.segments)):
+            assert chunk.leading_units == whole.leading_units
+
+
 def test_pass_1_s_mass_is_asked_for(rng):
     q, k = rng.standard_normal((2, 1, 1, 64, 4))
     with pytest.raises(ValueError, match="own is None; accepted with rank='query': the lse of pass 1"):
