@@ -196,8 +196,10 @@ class Event:
 
 
 def alloc(nbytes: int) -> MemoryPointer:
-    """What a workspace is asked of."""
-    return MemoryPointer(Memory(nbytes, _workspaces.get(nbytes)), 0)
+    """What a workspace is asked of: by a call's own run, or for several calls that take turns in the largest one's,
+    whose gaps may then be the others' arrays."""
+    is_one_calls = sys._getframe(2).f_code.co_name == "run"
+    return MemoryPointer(Memory(nbytes, _workspaces.get(nbytes) if is_one_calls else None), 0)
 
 
 # A workspace's arrays are apart by a gap that nobody may touch. Its number of bytes, which no other one has, tells the
