@@ -265,8 +265,12 @@ static int run_warp(Warp* w, s64 budget) {
           if (!block_barrier(w, i)) goto out;
           w->pc += 1;
         } else {
-          w->pc += 1;
           if (m) i->run(w, i, m);
+          if (w->yields) {  // nobody goes on before the other warps of a wgmma have come to it
+            w->yields = 0, spun = 1;
+            goto out;
+          }
+          w->pc += 1;
         }
       }
     }

@@ -92,14 +92,26 @@ static void note_reading(Warp* w, Reading x) {
   w->readings[w->reading_count++] = x;
 }
 OP(wgmma_commit_group) { w->wgmma_groups += 1; }
+// An instruction is of four warps, and done for all of them once one has waited for it: that warp may tell others so.
 OP(wgmma_wait_group) {
-  int kept = 0;
-  for (int k = 0; k < w->reading_count; ++k) {
-    const Reading* x = w->readings + k;
-    if (x->group + (u32)i->imm >= w->wgmma_groups) w->readings[kept++] = *x;
-    else if (digest(w, x) != x->digest) fail("shared memory that wgmma reads was written before it was waited for");
+  const u32 done = w->wgmma_groups > (u32)i->imm ? w->wgmma_groups - (u32)i->imm : 0;
+  Warp* four = w->block->warps + w->index / 4 * 4;
+  for (int n = 0; n < 4; ++n) {
+    if (four[n].wgmma_groups >= done) continue;
+    if (four[n].done) fail("wgmma: warp %d waits for a group that warp %d has not closed", w->index, four[n].index);
+    w->yields = 1;  // the scheduler comes back to the same instruction
+    return;
   }
-  w->reading_count = kept;
+  for (int n = 0; n < 4; ++n) {
+    int kept = 0;
+    for (int k = 0; k < four[n].reading_count; ++k) {
+      const Reading* x = four[n].readings + k;
+      if (x->group >= done) four[n].readings[kept++] = *x;
+      else if (digest(four + n, x) != x->digest)
+        fail("shared memory that wgmma reads was written before it was waited for");
+    }
+    four[n].reading_count = kept;
+  }
 }
 #define MOST_COLUMNS 256
 static f32 e4m3_values[256];
