@@ -106,6 +106,37 @@ def test_products_of_tiles(dtype, rng):
     assert (np.abs(c - want) <= bound).all()
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_what_a_wgmma_reads_stays_until_a_warp_has_waited_for_it(waits_first, seed, monkeypatch):
+    """It is one instruction of four warps: whichever waits first may let others write."""
+    monkeypatch.setattr(settings, "seed", seed)
+    results = ", ".join(f"%{n}" for n in range(32))
+    outputs = ", ".join(f'"+f"(d[{n}])' for n in range(32))
+    write = "if (t == 0) *reinterpret_cast<volatile unsigned*>(shared + 8192) = 0;"  # all four warps multiply by it
+    wait = 'asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");'
+    then = wait + write if waits_first else write + wait  # by the first warp; others may not have come to their wait
+    body = f"""for (int i = t; i < 4096; i += 128) reinterpret_cast<unsigned*>(shared)[i] = 0x3c003c00;  // ones
+               __syncthreads();
+               const unsigned long long kind = 1ull << 62 | 64ull << 32;  // rows of 128 bytes, 8 of them in 1,024
+               const unsigned long long x = kind | (window & 0x3ffff) >> 4, y = x + 512;
+               float d[32] = {{}};
+               asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+               asm volatile("{{.reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                            "{{{results}}}, %32, %33, p, 1, 1, 0, 0;}}"
+                            : {outputs} : "l"(x), "l"(y));
+               asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+               {then}
+               p.a[t] = d[0];"""
+    a = array(np.full(128, np.nan, np.float32))
+    if waits_first:
+        run(body, a, threads=128, shared=16384)
+        np.testing.assert_array_equal(a, 16)
+    else:
+        with pytest.raises(EmulatorError, match="shared memory that wgmma reads was written before"):
+            run(body, a, threads=128, shared=16384)
+
+
 def test_numbers_are_rounded_as_a_gpu_does(rng):
     x = np.concatenate([rng.standard_normal(56) * 10.0 ** rng.integers(-9, 5, 56),
                         [0, -0.0, np.inf, -np.inf, np.nan, 448, 65504, 464.1]]).astype(np.float32)  # fmt: skip
