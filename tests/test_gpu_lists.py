@@ -240,7 +240,7 @@ def test_s2o_is_the_case_of_its_orders_as_lists(path, qkv, dtype, head_dim, opti
     """Rows in S2O's order, resuming its pass 1 with its lists, stop where S2O stops and have its bits."""
     options = dict(options)
     softcap, page_size = options.pop("softcap", 0.0), options.pop("page_size", None)
-    config = S2OConfig(**({"segment": 256, "tau": 0.05, "path": path, "dense_up_to": 0} | options))
+    config = S2OConfig(**({"segment": 256, "tau": 0.05, "path": path, "dense_up_to": 0, "tail": "none"} | options))
     q, k, v = draw(qkv, dtype, 2500, heads=16, kv_heads=2, head_dim=head_dim)
     found, stages, keys = by_lists_of_s2o(q, k, v, config, softcap, page_size)
     assert (len(stages.chunks) > 1) == (config.workspace_bytes == 1 << 20)

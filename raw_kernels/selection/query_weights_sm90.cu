@@ -5,10 +5,11 @@
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
-// Products are of 8-bit floats, e4m3, and their sums float16: twice as many at a time as of 16-bit numbers, and pairs of
-// them are what instructions of float16 take. A product has 64 rows of unit_rows (unit_rows.cu), the groups of a few
-// units, and 256 columns, the queries of two neighbouring segments: a thread has two groups of a unit and 64 queries, so
-// that the largest is found without leaving the thread but for the last two or three steps.
+// Products are of 8-bit floats, e4m3, of which keys have two of every four, and their sums float16: four times as many at a
+// time as of 16-bit numbers, and pairs of sums are what instructions of float16 take. A product has 64 rows of unit_rows
+// (unit_rows.cu), the groups of a few units, and 256 columns, the queries of two neighbouring segments: a thread has two
+// groups of a unit and 64 queries, so that the largest is found without leaving the thread but for the last two or three
+// steps. Keys come from registers: from shared memory, which queries come from, they would have to wait for these.
 //
 // A warpgroup multiplies and finds maxima, one more warp has the copy engine bring tiles. Three such blocks share a
 // multiprocessor: while one finds maxima, another's products run.
@@ -25,10 +26,10 @@ struct QueryWeightTraits {
   static constexpr int kHeadDim = kHeadDim_, kThreads = 160, kConsumers = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
   static constexpr int kStages = 4;
-  static constexpr int kTileBytes = kTileRows * kHeadDim;
+  using Tile = KeyTile<kHeadDim>;
   struct alignas(1024) Shared {
-    unsigned char units[kStages][kTileBytes];
     unsigned char queries[kSegments * kQueries * kHeadDim];
+    unsigned char units[kStages][Tile::kBytes];
     uint16 shares[kStages][kTileRows];
     uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all warps are done with it
   };
@@ -37,17 +38,18 @@ struct QueryWeightTraits {
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
 constexpr int kProducts = 64;
 
-// d[64, 256] (+)= a[64, 32] b[32, 256] of e4m3, both with K contiguous; float16 sums. kHigh: upper half of descriptors.
+// d[64, 256] (+)= a[64, 64] b[64, 256] of e4m3, of a two of every four columns: `kept`, which ones `choices`. float16 sums.
+// b: the descriptor's lower half, kHigh its upper.
 template <uint32 kHigh>
-__device__ __forceinline__ void multiply_e4m3(uint32 (&d)[kProducts], uint32 a, uint32 b, int accumulate) {
+__device__ __forceinline__ void multiply_kept(uint32 (&d)[kProducts], const uint4& kept, uint32 choices, uint32 b,
+                                              int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n"
-      "mov.b64 da, {%64, %67};\nmov.b64 db, {%65, %67};\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f16.e4m3.e4m3 "
+      "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %65, 0;\nmov.b64 db, {%64, %66};\n"
+      "wgmma.mma_async.sp.sync.aligned.m64n256k64.f16.e4m3.e4m3 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
       "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
       "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "da, db, p, 1, 1;\n}"
+      "{%67, %68, %69, %70}, db, %71, 0, p, 1, 1;\n}"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
         "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
         "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
@@ -56,7 +58,7 @@ __device__ __forceinline__ void multiply_e4m3(uint32 (&d)[kProducts], uint32 a, 
         "+r"(d[41]), "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]), "+r"(d[48]),
         "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55]), "+r"(d[56]),
         "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63])
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kHigh));
+      : "r"(b), "r"(accumulate), "n"(kHigh), "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(choices));
 }
 
 // Starts the copy of `bytes` neighbouring bytes to shared memory, which `barrier` is told of.
@@ -138,6 +140,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kOfSegment = kProducts / 4;
   const Geometry& g = p.geometry;
   using Row = UnitRow<Traits::kClusters>;
+  using Tile = typename Traits::Tile;
   const SegmentBlock<Traits::kSegments, kHeadDim> block(p);
   if (block.end <= 0) return;
   if (threadIdx.x == 0) {
@@ -154,14 +157,13 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     if (lane != 0) return;
     const int supers = (g.units() + kSuperUnits - 1) / kSuperUnits;
     const int64 first = block.kv_head() * supers * Row::kTiles;
-    const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Traits::kTileBytes;
+    const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes;
     const uint16* shares = p.row_shares + first * kTileRows;
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kStages;
       if (tile >= kStages) barrier_wait(shared.empty[stage], tile / kStages - 1 & 1);
-      barrier_expect(shared.full[stage], Traits::kTileBytes + kTileRows * 2);
-      copy_bytes(shared.units[stage], from + static_cast<int64>(tile) * Traits::kTileBytes, Traits::kTileBytes,
-                 shared.full[stage]);
+      barrier_expect(shared.full[stage], Tile::kBytes + kTileRows * 2);
+      copy_bytes(shared.units[stage], from + static_cast<int64>(tile) * Tile::kBytes, Tile::kBytes, shared.full[stage]);
       copy_bytes(shared.shares[stage], shares + static_cast<int64>(tile) * kTileRows, kTileRows * 2,
                  shared.full[stage]);
     }
@@ -193,25 +195,31 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   }
 
   uint32 d[kProducts];  // [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next]: d[2 j + h]
-  uint32 kept = 0;      // scores of both segments for the unit that the lane writes
+  uint32 mine = 0;      // scores of both segments for the unit that the lane writes
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = tile % kStages;
     barrier_wait(shared.full[stage], tile / kStages & 1);
-    const uint32 a = tile_descriptor(shared_address(shared.units[stage]), 0);
-    wgmma_fence();
+    const unsigned char* units = shared.units[stage];
+    uint4 kept[Tile::kParts];
+    uint32 choices[Tile::kParts], share[2];  // each share twice
 #pragma unroll
-    for (int c = 0; c < kHeadDim / 32; ++c)
-      multiply_e4m3<kHigh>(d, descriptor_at(a, c * 32), descriptor_at(b, c * 32), c > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
-    uint32 share[2];  // twice
+    for (int c = 0; c < Tile::kParts; ++c) {
+      kept[c] = *reinterpret_cast<const uint4*>(units + Tile::kept_of(threadIdx.x, c));
+      choices[c] = *reinterpret_cast<const uint32*>(units + Tile::choices_of(threadIdx.x) + c * 4);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) share[h] = shared.shares[stage][warp * 16 + h * 8 + lane / 4] * 0x10001u;
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.empty[stage]);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < Tile::kParts; ++c)
+      multiply_kept<kHigh>(d, kept[c], choices[c], descriptor_at(b, c * 64), c > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
 
     uint32 best[Traits::kSegments];
 #pragma unroll
@@ -232,11 +240,11 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 1));
     x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 2));
     if (Traits::kClusters == 4) x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 4));
-    if (tile % Row::kTiles == Row::kept_tile(lane)) kept = x;
+    if (tile % Row::kTiles == Row::kept_tile(lane)) mine = x;
     if (tile % Row::kTiles == Row::kTiles - 1) {
       const int unit = tile / Row::kTiles * kSuperUnits + warp * 32 + Row::kept_unit(lane);
-      if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(kept) * back[0], 0.f));
-      if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(kept) * back[1], 0.f));
+      if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(mine) * back[0], 0.f));
+      if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(mine) * back[1], 0.f));
       __syncwarp();
     }
   }

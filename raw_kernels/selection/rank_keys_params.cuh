@@ -11,7 +11,7 @@ struct RankKeysParams {
   const uint16* unit_keys;  // [batch * kv_heads, units, 2, kHeadDim], of unit_weights: mean, outlier; of query_weights
                             // [batch * kv_heads, units, clusters, kHeadDim] (unit_clusters.cu)
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters], of query_weights
-  const uint32* unit_rows;    // [batch * kv_heads, tiles, 64, kHeadDim / 4], of rank="query" in 8 bits (unit_rows.cu)
+  const uint32* unit_rows;    // [batch * kv_heads, tiles, KeyTile::kBytes / 4], of rank="query" in 8 bits (unit_rows.cu)
   const uint16* row_shares;   // [batch * kv_heads, tiles, 64], likewise
   const float* norms;         // [batch * heads, seqlen_q], of rank="query" (query_norms.cu)
   const float2* query_scales; // [batch * heads, segments], in 8 bits: of queries, of products

@@ -2,8 +2,9 @@
 //
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
-//   unit_rows  [batch * kv_heads, tiles, 64, kHeadDim] e4m3, for wgmma: cluster_keys less the centre and times a power of
-//              two; rows stand in the order and the swizzle in which query_weights_sm90.cu reads them (unit_tile.cuh)
+//   unit_rows  [batch * kv_heads, tiles, KeyTile::kBytes] e4m3, for wgmma: cluster_keys less the centre and times a power
+//              of two, of every four elements the two largest, in the order in which query_weights_sm90.cu reads them
+//              (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
 //   key_exponents [batch * kv_heads]: that power of two
 //
@@ -20,7 +21,7 @@ struct UnitRowsParams {
   const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters]
   uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
-  uint32* unit_rows;             // [batch * kv_heads, tiles, 64, kHeadDim / 4]: four numbers each; null: not wanted
+  uint32* unit_rows;             // [batch * kv_heads, tiles, KeyTile::kBytes / 4]: four bytes each; null: not wanted
   uint16* row_shares;            // [batch * kv_heads, tiles, 64]
   int* key_exponents;            // [batch * kv_heads]
   Geometry geometry;
@@ -106,24 +107,32 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   const float factor = power_of_two(exponent);
   using Row = UnitRow<kClusters>;
   const int64 first_tile = (static_cast<int64>(kv_head) * p.head_blocks + first / kSuperUnits) * Row::kTiles;
-  char* tiles = reinterpret_cast<char*>(p.unit_rows) + first_tile * (kTileRows * kHeadDim);
+  using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
+  unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
   uint16* shares = p.row_shares + first_tile * kTileRows;
 #pragma unroll 2
   for (int r = slot; r < kClusters * kSuperUnits; r += Traits::kRows) {
     const int unit = r / kClusters;
-    uint32 packed[2] = {};
+    float kept[4] = {};
+    uint32 choices = 0x44;  // the first two of each four
     uint16 share = 0xfc00;  // minus infinity
     if (first + unit < units) {
       read(x, first * kClusters + r);
       share = p.cluster_shares[of_head * kClusters + first * kClusters + r];
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = share == 0xfc00 ? 0.f : (x[e] - centre[e]) * factor;
-      packed[0] = pack_e4m3(x[0], x[1], x[2], x[3]);
-      packed[1] = pack_e4m3(x[4], x[5], x[6], x[7]);
+      uint32 choice[2];
+      keep_two({x[0], x[1], x[2], x[3]}, kept[0], kept[1], choice[0]);
+      keep_two({x[4], x[5], x[6], x[7]}, kept[2], kept[3], choice[1]);
+      choices = choice[0] | choice[1] << 4;
     }
+    choices <<= lane % 4 * 8;
+    choices |= __shfl_xor_sync(kFullWarp, choices, 1);
+    choices |= __shfl_xor_sync(kFullWarp, choices, 2);
     const Row at(unit, r % kClusters);
-    const uint32 place = at.tile * (kTileRows * kHeadDim) + byte_of_row<kHeadDim == 64 ? 64 : 128>(at.row, lane * 8);
-    *reinterpret_cast<uint2*>(tiles + place) = make_uint2(packed[0], packed[1]);
+    unsigned char* tile = tiles + at.tile * Tile::kBytes;
+    *reinterpret_cast<uint32*>(tile + Tile::kept_at(at.row, lane)) = pack_e4m3(kept[0], kept[1], kept[2], kept[3]);
+    if (lane % 4 == 0) *reinterpret_cast<uint32*>(tile + Tile::choices_at(at.row, lane)) = choices;
     if (lane == 0) shares[at.tile * kTileRows + at.row] = share;
   }
 }

@@ -1,5 +1,8 @@
 // Rows of 8-bit floats (e4m3) as the kernels of rank="query" lay them out: which row of which tile a unit's keys are, and
-// where the bytes of a row stand in a tile that wgmma reads.
+// where the bytes of a row stand.
+//
+// Of four neighbouring elements of a key the two largest are kept, and which these are: two of four is what wgmma
+// multiplies at twice the rate of all four.
 #pragma once
 #include "common/geometry.cuh"
 
@@ -33,7 +36,50 @@ struct UnitRow {
   }
 };
 
-// Where byte `column` of a row stands in a tile: swizzled in pieces of 16 bytes, by 128 bytes or, of rows of 64, by 64.
+// A tile of keys, as the threads of wgmma have it in registers. Each part of 64 columns is 16 bytes of a thread, those it
+// keeps of a row and of the one eight further; behind them stand the choices, a word of a thread for each part.
+template <int kHeadDim>
+struct KeyTile {
+  static constexpr int kParts = kHeadDim / 64, kOfThread = 16;  // bytes of a part
+  static constexpr int kKept = kTileRows * kHeadDim / 2, kBytes = kKept + 128 * kParts * 4;
+  // Where a thread's 16 bytes of a part, and its choices, begin.
+  static __device__ __forceinline__ uint32 kept_of(int thread, int part) {
+    return ((thread / 32 * kParts + part) * 32 + thread % 32) * kOfThread;
+  }
+  static __device__ __forceinline__ uint32 choices_of(int thread) { return kKept + thread * kParts * 4; }
+  // Where the four elements kept of columns 8 eighth .. of a row stand: one register of one thread.
+  static __device__ __forceinline__ uint32 kept_at(int row, int eighth) {
+    const int four = eighth % 8, of_part = four % 4;
+    return kept_of(row / 16 * 32 + row % 8 * 4 + of_part, eighth / 8) + (four / 4 * 2 + row % 16 / 8) * 4;
+  }
+  // Where the word with the choices of four such eighths stands; a byte of it is an eighth's.
+  static __device__ __forceinline__ uint32 choices_at(int row, int eighth) {
+    const int thread = row / 16 * 32 + row % 8 * 4 + eighth % 8 / 4 * 2 + row % 16 / 8;
+    return choices_of(thread) + eighth / 8 * 4;
+  }
+};
+
+// Which two of four elements are kept: those of the largest magnitude, of equal ones the first; what is not finite is
+// larger than all else. `choice` has the place of the first in two bits, above it that of the second.
+__device__ __forceinline__ void keep_two(const float (&x)[4], float& first, float& second, uint32& choice) {
+  float size[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) size[i] = fabsf(x[i]) < infinity() ? fabsf(x[i]) : infinity();
+  bool kept[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int larger = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) larger += j < i ? size[j] >= size[i] : j > i && size[j] > size[i];
+    kept[i] = larger < 2;
+  }
+  const int low = kept[0] ? 0 : kept[1] ? 1 : 2, high = kept[3] ? 3 : kept[2] ? 2 : 1;
+  first = low == 0 ? x[0] : low == 1 ? x[1] : x[2];
+  second = high == 3 ? x[3] : high == 2 ? x[2] : x[1];
+  choice = low | high << 2;
+}
+
+// Where byte `column` of a row of queries stands in shared memory: swizzled in pieces of 16 bytes, by 128 bytes or, of rows of 64, by 64.
 template <int kHeadDim>
 __device__ __forceinline__ uint32 byte_of_row(int row, int column) {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "rows of one swizzle");

@@ -62,20 +62,36 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     return stages
 
 
-def _in_order(rows: Array, units: int, clusters: int) -> Array:
-    """Rows of 8 bits [kv_heads, tiles, 64, D] by unit and group, as float32 [kv_heads, units, clusters, D]
-    (raw_kernels/selection/unit_tile.cuh)."""
-    kv_heads, _, tile_rows, width = rows.shape
+def _in_order(tiles: Array, units: int, clusters: int) -> Array:
+    """Tiles of keys in 8 bits [kv_heads, tiles, bytes] by unit and group, as float32 [kv_heads, units, clusters, D], 0
+    where an element is left out (raw_kernels/selection/unit_tile.cuh)."""
+    kv_heads, count, width = tiles.shape[0], tiles.shape[1], tiles.shape[2] // 40
+    parts = width // 64
     unit, cluster = np.arange(units)[:, None], np.arange(clusters)[None]
     of_warp = 16 // clusters
     tile = unit // 128 * 2 * clusters + unit % 32 // of_warp
     row = unit % 128 // 32 * 16 + cluster % 2 * 8 + unit % of_warp * (clusters // 2) + cluster // 2
-    column = np.arange(width)
-    swizzle = row & 7 if width == 128 else row >> 1 & 3
-    place = (column // 16 ^ swizzle[..., None]) * 16 + column % 16  # [units, clusters, D]
-    flat = rows.reshape(kv_heads, -1, width)[:, tile * tile_rows + row]  # [kv_heads, units, clusters, D]
-    found = np.take_along_axis(flat, np.broadcast_to(place, flat.shape), axis=-1)
-    return found.view(E4M3).astype(np.float32)
+    # Of a thread 16 bytes of each part of 64 columns, and a word with the choices of eight times four columns.
+    kept = tiles[..., : 32 * width].reshape(kv_heads, count, 4, parts, 8, 4, 2, 2, 4)  # half of 32, row / 8, byte
+    kept = kept.transpose(0, 1, 2, 7, 4, 3, 6, 5, 8).reshape(kv_heads, count, 64, width // 4, 2)
+    choices = np.ascontiguousarray(tiles[..., 32 * width :]).view("<u4").reshape(kv_heads, count, 4, 8, 2, 2, parts)
+    choices = choices.transpose(0, 1, 2, 5, 3, 6, 4).reshape(kv_heads, count, 64, 2 * parts)  # [.., row, half]
+    choices = (choices[..., None] >> (4 * np.arange(8, dtype=np.uint32))).reshape(kv_heads, count, 64, width // 4) & 15
+    places = np.stack([choices & 3, choices >> 2], axis=-1).astype(np.int64)
+    found = np.zeros((kv_heads, count, 64, width // 4, 4), np.float32)
+    np.put_along_axis(found, places, np.ascontiguousarray(kept).view(E4M3).astype(np.float32), axis=-1)
+    return found.reshape(kv_heads, count, 64, width)[:, tile, row]
+
+
+def keep_two(x: Array) -> Array:
+    """Of every four elements of the last axis the two of the largest magnitude, of equal ones the first; others are 0.
+    What is not finite is larger than all else."""
+    size = np.where(np.isfinite(x), np.abs(x), np.inf)
+    size = np.pad(size, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)]).reshape(*x.shape[:-1], -1, 4)
+    order = np.argsort(-size, axis=-1, kind="stable")
+    kept = np.zeros(size.shape, bool)
+    np.put_along_axis(kept, order[..., :2], True, axis=-1)
+    return np.where(kept.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], x, x.dtype.type(0))
 
 
 def as_e4m3(x: Array) -> Array:
@@ -129,7 +145,8 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
         off_centre = got.keys - centre
     _compare_exponents(rows, got.exponents, off_centre[:, :, :lead].astype(np.float64), centre.astype(np.float64))
     with np.errstate(invalid="ignore", over="ignore"):
-        exact = as_e4m3(off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None])
+        exact = off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None]
+    exact = as_e4m3(keep_two(exact))
     exact = np.where(np.isneginf(got.shares.astype(np.float32))[..., None], np.float32(0), exact)
     different = (exact != got.rows) & ~(np.isnan(exact) & np.isnan(got.rows))
     rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")

@@ -542,6 +542,11 @@ class _Assembler:
         if parts[0] in ("commit_group", "wait_group"):
             self.emit(x, f"wgmma_{parts[0]}", [], int(o[0]) if o else 0, SYNC_ALL)
             return
+        kept = parts[1] == "sp"  # two of every four columns of a
+        if kept:
+            parts, choices, which = [parts[0], *parts[2:]], o.pop(3), o.pop(3)
+            if not o[1].startswith("{") or which != "0" or parts[3].endswith("k64") is (parts[5] != "e4m3"):
+                raise UnknownOpcode(x.opcode)
         shape, d, a, b = parts[3:7]
         columns = int(re.fullmatch(r"m64n(\d+)k\d+", shape).group(1))  # type: ignore[union-attr]
         results, flags = _vector(o[0]), [int(y) for y in o[4:]]
@@ -557,6 +562,8 @@ class _Assembler:
         rows = [self.row(y, 32) for y in results]
         rows += [self.row(y, 32) for y in _vector(o[1])] if in_registers else [self.row(o[1], 64)]
         rows += [self.row(o[2], 64), self.row(o[3], 1)]
+        if kept:
+            rows, aux = [*rows, self.row(choices, 32)], aux | 64
         self.emit(x, "wgmma", rows, columns, SYNC_ALL, aux=aux)
 
     def do_shfl(self, x: Instruction, parts: list[str], o: list[str]) -> None:

@@ -130,21 +130,34 @@ static void decode(Warp* w, f32* to, u64 descriptor, u32 first, u32 rows, u32 k,
       }
     }
 }
-// `imm`: columns; `aux`: 1 a in registers, 2 a transposed, 4 b transposed, 8 e4m3, 16 float16 results, 32 bfloat16.
-// Rows: results, a (4 registers or a descriptor), b's descriptor, predicate.
+// Two of every four columns of a, e4m3 in registers: to[16][64]. Which two a lane says of a row and half of its columns.
+static void decode_kept(Warp* w, const Ins* i, f32* to, int at_a, int at_choices) {
+  memset(to, 0, 16 * 64 * sizeof(f32));
+  EACH for (int e = 0; e < 4; ++e) for (int byte = 0; byte < 4; ++byte) {
+    const int row = l / 4 + e % 2 * 8, kept = e / 2 * 16 + l % 4 * 4 + byte, four = kept / 2;
+    const u32 choices = ROW(u32, at_choices)[row % 8 * 4 + four / 8 * 2 + row / 8] >> four % 8 * 4 & 15;
+    if ((choices & 3) >= choices >> 2) fail("wgmma: of four columns 0x%x are kept", choices);
+    to[row * 64 + four * 4 + (kept % 2 ? choices >> 2 : choices & 3)] = e4m3_values[ROW(u32, at_a + e)[l] >> byte * 8 & 255];
+  }
+}
+// `imm`: columns; `aux`: 1 a in registers, 2 a transposed, 4 b transposed, 8 e4m3, 16 float16 results, 32 bfloat16, 64 a
+// has two of every four columns. Rows: results, a (4 registers or a descriptor), b's descriptor, predicate, which columns.
 OP(wgmma) {
   const int columns = i->imm, eight = i->aux & 8, halves = i->aux & 16, kept = halves ? columns / 4 : columns / 2;
-  const int in_registers = i->aux & 1, k = eight ? 32 : 16, at_b = kept + (in_registers ? 4 : 1);
+  const int in_registers = i->aux & 1, sparse = i->aux & 64;
+  const int k = (eight ? 32 : 16) << !!sparse, at_b = kept + (in_registers ? 4 : 1);
   const FromHalf value = i->aux & 32 ? bf16_value : f16_value;
   const u32 p = PRED(at_b + 1);
   if (p != 0 && p != ALL) fail("wgmma: lanes differ in whether they add to what is there");
-  static f32 a[16 * 32], b[32 * MOST_COLUMNS], d[16 * MOST_COLUMNS];
+  static f32 a[16 * 64], b[64 * MOST_COLUMNS], d[16 * MOST_COLUMNS];
   if (!e4m3_known) {
     for (int x = 0; x < 256; ++x) e4m3_values[x] = from_e4m3(x);
     e4m3_known = 1;
   }
   const int first = w->index % 4 * 16;
-  if (in_registers) {
+  if (sparse) {
+    decode_kept(w, i, a, kept, at_b + 2);
+  } else if (in_registers) {
     if (eight) fail("wgmma: e4m3 in registers");
     EACH for (int e = 0; e < 4; ++e) {
       const u32 x = ROW(u32, kept + e)[l];

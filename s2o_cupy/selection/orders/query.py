@@ -86,6 +86,11 @@ def unit_row_tiles(units: int, clusters: int) -> int:
     return unit_rows_blocks(units) * SUPER_UNITS * clusters // TILE_ROWS
 
 
+def key_tile_bytes(head_dim: int) -> int:
+    """Of a tile of keys: two of every four elements, and four bits for each four of them (KeyTile::kBytes)."""
+    return TILE_ROWS * head_dim // 2 + TILE_ROWS * head_dim // 8
+
+
 def query_norms(inputs: Inputs) -> Kernel:
     threads = THREADS if inputs.head_dim > 64 else 128
     shared = 2 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
@@ -95,8 +100,8 @@ def query_norms(inputs: Inputs) -> Kernel:
 def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Kernel:
     head_dim = inputs.head_dim
     if takes_bytes(inputs, path, segment):
-        tiles = (_QUERY_STAGES * TILE_ROWS + 2 * HOPPER_QUERIES) * head_dim + _QUERY_STAGES * (TILE_ROWS * 2 + 2 * 8)
-        shared = -(-tiles // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
+        stage = key_tile_bytes(head_dim) + TILE_ROWS * 2 + 2 * 8
+        shared = -(-(2 * HOPPER_QUERIES * head_dim + _QUERY_STAGES * stage) // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
@@ -168,7 +173,7 @@ class QueryOrder(Order):
         ]
         if self.in_bytes:
             found += [
-                ("unit_rows", (s.kv_heads, tiles, TILE_ROWS, width), "uint8"),
+                ("unit_rows", (s.kv_heads, tiles, key_tile_bytes(width)), "uint8"),
                 ("row_shares", (s.kv_heads, tiles, TILE_ROWS), "float16"),
                 ("key_exponents", (s.kv_heads,), "int32"),
                 ("query_scales", (s.heads, s.geometry.segments, 2), "float32"),
