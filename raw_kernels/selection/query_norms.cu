@@ -188,6 +188,8 @@ struct QueryNorms {
         centre[i][h] *= p.scale_log2;
       }
   }
+  // The first rows are on their way while queries are; store() needs what pass 1 has left only at the end, and then it is
+  // in L2.
   __device__ __forceinline__ void walk() {
     const Geometry& g = p.geometry;
     const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
@@ -216,6 +218,9 @@ struct QueryNorms {
       cp_async_commit();
     };
     load(0);
+    prefetch_state();
+    load_queries();
+    if (p.query_scales) store_scale();
     for (int step = 0; step < all; ++step) {
       load(step + 1);
       cp_async_wait<1>();
@@ -234,6 +239,12 @@ struct QueryNorms {
       __syncthreads();  // every warp is done with this buffer
     }
     cp_async_wait<0>();
+  }
+  __device__ __forceinline__ void prefetch_state() const {
+    const int r = first + static_cast<int>(threadIdx.x) * 4;  // 32 bytes
+    if (r < min(first + Traits::kQueries, count))
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.state + static_cast<int64>(head) * p.geometry.seqlen_q +
+                                                    p.geometry.query_begin(segment) + r));
   }
   __device__ __forceinline__ void store() const {
     const Geometry& g = p.geometry;
@@ -298,12 +309,10 @@ __device__ __forceinline__ void query_norms(const QueryNormsParams& p, typename 
   if (p.geometry.ranked(norms.segment) <= 0 || norms.first >= norms.count) return;
   if (threadIdx.x == 0) shared.first_key = 0;
   __syncthreads();
-  norms.load_queries();
 #pragma unroll
   for (int i = 0; i < Traits::kOfWarp; ++i)
 #pragma unroll
     for (int h = 0; h < 2; ++h) norms.m[i][h] = -infinity(), norms.l[i][h] = 0.f;
-  if (p.query_scales) norms.store_scale();
   norms.walk();
   if (p.query_scales) norms.find_centre();  // late: registers are few
   norms.store();
