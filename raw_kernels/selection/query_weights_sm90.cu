@@ -82,6 +82,72 @@ __device__ __forceinline__ uint32 sum_of_pairs(uint32 a, uint32 b) {
   return y;
 }
 
+// What a thread has of a tile of keys.
+template <class Traits>
+struct TileKeys {
+  using Tile = typename Traits::Tile;
+  uint4 kept[Tile::kParts];
+  uint32 choices[Tile::kParts];
+  uint32 shares;  // of row lane / 4 of the warp, above it that of the row 8 further
+
+  static __device__ __forceinline__ void wait(typename Traits::Shared& shared, int tile) {
+    barrier_wait(shared.full[tile % Traits::kStages], tile / Traits::kStages & 1);
+  }
+  // Once the tile has landed; then the warp is done with its place, which it says if it `is_new`.
+  __device__ __forceinline__ void take(typename Traits::Shared& shared, int tile, bool is_new) {
+    const int stage = tile % Traits::kStages, lane = threadIdx.x % 32;
+    const unsigned char* units = shared.units[stage];
+#pragma unroll
+    for (int c = 0; c < Tile::kParts; ++c) {
+      kept[c] = *reinterpret_cast<const uint4*>(units + Tile::kept_of(threadIdx.x, c));
+      choices[c] = *reinterpret_cast<const uint32*>(units + Tile::choices_of(threadIdx.x) + c * 4);
+    }
+    const uint16* of_rows = shared.shares[stage] + threadIdx.x / 32 * 16 + lane / 4;
+    shares = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
+    __syncwarp();
+    if (is_new && lane == 0) barrier_arrive(shared.empty[stage]);
+  }
+};
+
+// The largest of the lanes that have columns, and groups, of the same units, tile after tile: of two tiles half of the
+// lanes go on with one each, of four a quarter each, so that at the end each lane has the units of one tile (UnitRow).
+template <int kClusters>
+struct LaneMaxima {
+  static_assert(UnitRow<kClusters>::kTiles == (kClusters == 4 ? 8 : 4), "a tile for each of the lanes");
+  uint32 of_one, of_two, of_four;  // waiting for as many tiles more
+  uint32 last;
+
+  // Whether that was the last tile of its units; then `last` is the lane's.
+  __device__ __forceinline__ bool add(int tile, uint32 x) {
+    if (tile % 2 == 0) {
+      of_one = x;
+      return false;
+    }
+    x = shared_out<1>(of_one, x);
+    if (tile / 2 % 2 == 0) {
+      of_two = x;
+      return false;
+    }
+    x = shared_out<2>(of_two, x);
+    if constexpr (kClusters == 4) {
+      if (tile / 4 % 2 == 0) {
+        of_four = x;
+        return false;
+      }
+      x = shared_out<4>(of_four, x);
+    }
+    last = x;
+    return true;
+  }
+  // Of two lanes that differ in kBit the one without it goes on with the first, the other with the second.
+  template <int kBit>
+  static __device__ __forceinline__ uint32 shared_out(uint32 first, uint32 second) {
+    const bool has_it = threadIdx.x & kBit;
+    const uint32 other = __shfl_xor_sync(kFullWarp, has_it ? first : second, kBit);
+    return Float16::larger_or_nan(has_it ? second : first, other);
+  }
+};
+
 // Takes the block's queries to 8 bits in shared memory, and returns what their products are less: -norm of the thread's
 // columns, in pairs. Past a segment's last query, and where there is no second segment, the first stands in.
 template <class Traits>
@@ -195,29 +261,22 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   }
 
   uint32 d[kProducts];  // [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next]: d[2 j + h]
-  uint32 mine = 0;      // scores of both segments for the unit that the lane writes
+  TileKeys<Traits> keys;
+  LaneMaxima<Traits::kClusters> maxima = {};
+  keys.wait(shared, 0);
+  keys.take(shared, 0, true);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kStages;
-    barrier_wait(shared.full[stage], tile / kStages & 1);
-    const unsigned char* units = shared.units[stage];
-    uint4 kept[Tile::kParts];
-    uint32 choices[Tile::kParts], share[2];  // each share twice
-#pragma unroll
-    for (int c = 0; c < Tile::kParts; ++c) {
-      kept[c] = *reinterpret_cast<const uint4*>(units + Tile::kept_of(threadIdx.x, c));
-      choices[c] = *reinterpret_cast<const uint32*>(units + Tile::choices_of(threadIdx.x) + c * 4);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) share[h] = shared.shares[stage][warp * 16 + h * 8 + lane / 4] * 0x10001u;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.empty[stage]);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < Tile::kParts; ++c)
-      multiply_kept<kHigh>(d, kept[c], choices[c], descriptor_at(b, c * 64), c > 0);
+      multiply_kept<kHigh>(d, keys.kept[c], keys.choices[c], descriptor_at(b, c * 64), c > 0);
     wgmma_commit();
+    const int next = min(tile + 1, tiles - 1);
+    if (next != tile) keys.wait(shared, next);
     wgmma_wait<0>();
+    const uint32 share[2] = {__byte_perm(keys.shares, 0, 0x1010), __byte_perm(keys.shares, 0, 0x3232)};
+    keys.take(shared, next, next != tile);  // under the maxima: the next product need not wait for them
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
 
@@ -236,12 +295,9 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
                                        sum_of_pairs(of[1], product_of_pairs(share[1], onto[s])));
     }
     // Both columns of a pair; then the first segment's in the lower half, the second's in the upper.
-    uint32 x = Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
-    x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 1));
-    x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 2));
-    if (Traits::kClusters == 4) x = Float16::larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 4));
-    if (tile % Row::kTiles == Row::kept_tile(lane)) mine = x;
-    if (tile % Row::kTiles == Row::kTiles - 1) {
+    const uint32 x = Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
+    if (maxima.add(tile, x)) {
+      const uint32 mine = maxima.last;
       const int unit = tile / Row::kTiles * kSuperUnits + warp * 32 + Row::kept_unit(lane);
       if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(mine) * back[0], 0.f));
       if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(mine) * back[1], 0.f));

@@ -28,9 +28,7 @@ struct UnitRow {
       : tile(unit % 32 / kUnits),
         row(unit / 32 * 16 + cluster % 2 * 8 + unit % kUnits * (kClusters / 2) + cluster / 2) {}
   // The unit whose score a lane keeps, and of which tile.
-  static __device__ __forceinline__ int kept_tile(int lane) {
-    return kClusters == 2 ? lane % 4 : lane / 4 % 2 * 4 + lane % 4;
-  }
+  static __device__ __forceinline__ int kept_tile(int lane) { return lane % kTiles; }
   static __device__ __forceinline__ int kept_unit(int lane) {
     return kept_tile(lane) * kUnits + lane / 4 / (kClusters / 2);
   }
