@@ -28,7 +28,6 @@ __all__ = [
     "outlier_distances",
     "pooled_queries",
     "Clusters",
-    "largest_weights",
     "query_norms",
     "query_order",
     "query_weights",
@@ -279,24 +278,16 @@ def query_weights(
 
     Returns float32 [B, H, W], units in ascending position.
     """
-    units, (first, end) = ranked_units(n, geometry), geometry.queries(n)
-    return largest_weights(q[:, :, first:end], norms[:, :, first:end], keys[:, :, units], shares[:, :, units], scale)
-
-
-@quiet
-def largest_weights(rows: Array, norms: Array, keys: Array, shares: Array, scale: float) -> Array:
-    """The same of any ``rows`` [B, H, R, D] with ``norms`` [B, H, R], and of units' groups ``keys`` [B, Hkv, W, C, D] with
-    ``shares`` [B, Hkv, W, C]: float32 [B, H, W]."""
-    batch, heads, count, head_dim = rows.shape
-    kv_heads, units = keys.shape[1:3]
-    rows = rows.reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
-    norms = norms.reshape(rows.shape[:-1])[..., None]  # [B, Hkv, G, R, 1]
-    weights = np.full((batch, kv_heads, heads // kv_heads, units), -np.inf, rows.dtype)  # [B, Hkv, G, W]
+    batch, heads, _, head_dim = q.shape
+    kv_heads, units, (first, end) = keys.shape[1], ranked_units(n, geometry), geometry.queries(n)
+    rows = q[:, :, first:end].reshape(batch, kv_heads, heads // kv_heads, end - first, head_dim)
+    norms = norms[:, :, first:end].reshape(rows.shape[:-1])[..., None]  # [B, Hkv, G, rows, 1]
+    weights = np.full((batch, kv_heads, heads // kv_heads, len(units)), -np.inf, rows.dtype)  # [B, Hkv, G, W]
     for c in range(keys.shape[3]):
-        scores = rows @ keys[:, :, None, :, c].swapaxes(-1, -2) * (scale * LOG2E)  # [B, Hkv, G, R, W]
-        scores = scores + np.log2(shares[:, :, None, None, :, c])
+        scores = rows @ keys[:, :, None, units, c].swapaxes(-1, -2) * (scale * LOG2E)  # [B, Hkv, G, rows, W]
+        scores = scores + np.log2(shares[:, :, None, None, units, c])
         weights = np.maximum(weights, (scores - norms).max(axis=-2))
-    return weights.reshape(batch, heads, units).astype(np.float32)  # [B, H, W]
+    return weights.reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 
 
 def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:

@@ -92,8 +92,6 @@ CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys
 CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it
 # Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
 KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
-# Neighbouring queries of which rank="query" tells so many groups apart, where it multiplies in 8 bits.
-QUERY_RUN, QUERY_GROUPS = 16, 8
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
 DEFAULT_TAU_WITH_TAIL = 0.05  # the same with rank="query", where the tail counts what is left
 LONG_FROM = 1 << 15
@@ -130,8 +128,6 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyExponent": KEY_EXPONENT,
     "kQueryExponent": QUERY_EXPONENT,
     "kMostExponent": MOST_EXPONENT,
-    "kQueryRun": QUERY_RUN,
-    "kQueryGroups": QUERY_GROUPS,
     "kLadder": len(FIRST_LADDER),
     "kErrorSegments": ERROR_SEGMENTS,
     "kDrawStep": DRAW_STEP,

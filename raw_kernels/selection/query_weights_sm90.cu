@@ -1,7 +1,7 @@
 // Scores of units of keys by the weight that any single query of a segment gives them, of segments of up to 128 queries.
 //
-//   scores[row, unit] = max over groups of like queries r (query_groups.cuh) and the unit's groups of keys c of
-//                       scale_log2 * mean(r) . mean(c) + log2(share(c)) - mean norm(r), in float16
+//   scores[row, unit] = max over queries r and the unit's groups of keys c of
+//                       scale_log2 * r . mean(c) + log2(share(c)) - norm(r), in float16
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
@@ -13,39 +13,30 @@
 //
 // A warpgroup multiplies and finds maxima, one more warp has the copy engine bring tiles. Three such blocks share a
 // multiprocessor: while one finds maxima, another's products run.
-#include "selection/query_groups.cuh"
 #include "selection/segment_block.cuh"
 #include "selection/unit_tile.cuh"
 #include "sm90/hopper.cuh"
 
 namespace s2o {
 
-// The number of 32-bit registers that hold the products of a thread, two float16 each.
-constexpr int kProducts = 64;
-
 template <class Element_, int kHeadDim_, int kClusters_>
 struct QueryWeightTraits {
   using Element = Element_;
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
   static constexpr int kHeadDim = kHeadDim_, kThreads = 160, kConsumers = 128;
-  static constexpr int kSegments = 4, kQueries = 128;  // of a block; of a segment
-  static constexpr int kColumns = kSegments * kQueries / kQueryRun * kQueryGroups;  // of a product
-  static constexpr int kOfSegment = kProducts / 2 / kSegments;  // pairs of columns of a segment that a thread has
-  static_assert(kColumns == 256);
+  static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
   static constexpr int kStages = 4;
   using Tile = KeyTile<kHeadDim>;
   struct alignas(1024) Shared {
-    unsigned char queries[kColumns * kHeadDim];
+    unsigned char queries[kSegments * kQueries * kHeadDim];
     unsigned char units[kStages][Tile::kBytes];
-    float norms[kColumns];
-    uint16* scores[kSegments];    // where a segment's begin
-    alignas(16) uint32 onto[kSegments];  // from log2 of a share to products, twice
-    float back[kSegments];        // from products to scores
-    int end[kSegments];           // of the segment's units; 0 of what stands in
     uint16 shares[kStages][kTileRows];
     uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all warps are done with it
   };
 };
+
+// The number of 32-bit registers that hold the products of a thread, two float16 each.
+constexpr int kProducts = 64;
 
 // d[64, 256] (+)= a[64, 64] b[64, 256] of e4m3, of a two of every four columns: `kept`, which ones `choices`. float16 sums.
 // b: the descriptor's lower half, kHigh its upper.
@@ -123,11 +114,11 @@ struct TileKeys {
 template <int kClusters>
 struct LaneMaxima {
   static_assert(UnitRow<kClusters>::kTiles == (kClusters == 4 ? 8 : 4), "a tile for each of the lanes");
-  uint2 of_one, of_two, of_four;  // waiting for as many tiles more
-  uint2 last;
+  uint32 of_one, of_two, of_four;  // waiting for as many tiles more
+  uint32 last;
 
   // Whether that was the last tile of its units; then `last` is the lane's.
-  __device__ __forceinline__ bool add(int tile, uint2 x) {
+  __device__ __forceinline__ bool add(int tile, uint32 x) {
     if (tile % 2 == 0) {
       of_one = x;
       return false;
@@ -150,57 +141,69 @@ struct LaneMaxima {
   }
   // Of two lanes that differ in kBit the one without it goes on with the first, the other with the second.
   template <int kBit>
-  static __device__ __forceinline__ uint2 shared_out(uint2 first, uint2 second) {
+  static __device__ __forceinline__ uint32 shared_out(uint32 first, uint32 second) {
     const bool has_it = threadIdx.x & kBit;
-    const auto of = [&](uint32 a, uint32 b) {
-      return Float16::larger_or_nan(has_it ? b : a, __shfl_xor_sync(kFullWarp, has_it ? a : b, kBit));
-    };
-    return make_uint2(of(first.x, second.x), of(first.y, second.y));
+    const uint32 other = __shfl_xor_sync(kFullWarp, has_it ? first : second, kBit);
+    return Float16::larger_or_nan(has_it ? second : first, other);
   }
 };
 
-// Takes groups of the block's queries to 8 bits in shared memory. Where there is no further segment the last stands in.
+// Takes the block's queries to 8 bits in shared memory, and returns what their products are less: -norm of the thread's
+// columns, in pairs. Past a segment's last query, and where there is no second segment, the first stands in.
 template <class Traits>
 struct BlockQueries {
   using Element = typename Traits::Element;
-  static constexpr int kRuns = Traits::kQueries / kQueryRun;  // of a segment
+  static constexpr int kHeadDim = Traits::kHeadDim, kLanes = kHeadDim / 8;
+  static constexpr int kAtOnce = Traits::kConsumers / kLanes;
 
   template <class Block>
-  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared) {
+  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block, unsigned char* queries) {
     const Geometry& g = p.geometry;
-    const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+    const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
     const uint16* of_head = p.q.at(block.head / p.heads, block.head % p.heads);
-    const float* norms = p.norms + static_cast<int64>(block.head) * g.seqlen_q;
+    const bool there = lane * 8 < g.head_dim;
 #pragma unroll 1
-    for (int i = warp; i < Traits::kSegments * kRuns; i += Traits::kConsumers / 32) {
-      const int n = block.segment(i / kRuns), left = g.query_count(n) - i % kRuns * kQueryRun;
-      const int first = g.query_begin(n) + (left > 0 ? i % kRuns * kQueryRun : 0);
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      const int n = block.segment(s), count = g.query_count(n);
       const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].x;
-      const QueryRun<Element, Traits::kHeadDim> run{
-          of_head + static_cast<int64>(first) * p.q.row, norms + first, p.q.row, g.head_dim, left,
-          static_cast<int>(threadIdx.x) % 32};
-      run.store_groups(factor, shared.queries, shared.norms, i * kQueryGroups);
+      const uint16* rows = of_head + static_cast<int64>(g.query_begin(n)) * p.q.row + lane * 8;
+#pragma unroll 8
+      for (int r = slot; r < Traits::kQueries; r += kAtOnce) {
+        const uint4 x = load_16_or_zeros(rows + static_cast<int64>(r < count ? r : 0) * p.q.row, there);
+        const auto scaled = [&](uint32 low, uint32 high) {
+          return pack_e4m3(Element::low(low) * factor, Element::high(low) * factor, Element::low(high) * factor,
+                           Element::high(high) * factor);
+        };
+        *reinterpret_cast<uint2*>(queries + byte_of_row<kHeadDim>(s * Traits::kQueries + r, lane * 8)) =
+            make_uint2(scaled(x.x, x.y), scaled(x.z, x.w));
+      }
     }
   }
 
-  // less[s * kOfSegment + j]: the norms of columns 8 j + lane % 4 * 2 and the next of segment s, as products have them.
+  // less[16 * s + j]: of queries 8 * j + lane % 4 * 2 and the next of segment s.
   template <class Block>
   static __device__ __forceinline__ void norms(const RankKeysParams& p, const Block& block,
-                                               const typename Traits::Shared& shared, uint32 (&less)[kProducts / 2]) {
+                                               uint32 (&less)[kProducts / 2]) {
+    const Geometry& g = p.geometry;
 #pragma unroll
-    for (int i = 0; i < kProducts / 2; ++i) {
-      const int s = i / Traits::kOfSegment;
-      const float factor = p.query_scales[static_cast<int64>(block.head) * p.geometry.segments() + block.segment(s)].y;
-      const float2 norm = *reinterpret_cast<const float2*>(shared.norms + 8 * i + threadIdx.x % 4 * 2);
-      less[i] = Float16::pack(-norm.x * factor, -norm.y * factor);
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      const int n = block.segment(s), count = g.query_count(n);
+      const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
+      const float* norms = p.norms + static_cast<int64>(block.head) * g.seqlen_q + g.query_begin(n);
+      const auto of = [&](int r) { return -norms[r < count ? r : 0] * factor; };
+#pragma unroll
+      for (int j = 0; j < kProducts / 4; ++j) {
+        const int r = 8 * j + threadIdx.x % 4 * 2;
+        less[s * (kProducts / 4) + j] = Float16::pack(of(r), of(r + 1));
+      }
     }
   }
 };
 
-// Block: a few neighbouring segments of a head.
+// Block: two neighbouring segments of a head.
 template <class Traits>
 __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
-  constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kOfSegment = Traits::kOfSegment;
+  constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kOfSegment = kProducts / 4;
   const Geometry& g = p.geometry;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
@@ -233,24 +236,30 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     return;
   }
 
-  BlockQueries<Traits>::load(p, block, shared);
-  if (threadIdx.x < Traits::kSegments) {
-    const int s = threadIdx.x, n = block.segment(s);
-    const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
-    const float normal = fmaxf(factor, 6.1035156e-5f);  // times minus infinity it stays that
-    shared.end[s] = block.there(s) ? block.units_of(n) : 0;
-    shared.scores[s] = p.scores + p.chunk.place(block.head, n);
-    shared.back[s] = 1.f / factor;
-    shared.onto[s] = Float16::pack(normal, normal);
-  }
+  uint32 less[kProducts / 2];
+  BlockQueries<Traits>::load(p, block, shared.queries);
+  BlockQueries<Traits>::norms(p, block, less);
   fence_for_wgmma();
   named_sync(1, Traits::kConsumers);
-  uint32 less[kProducts / 2];
-  BlockQueries<Traits>::norms(p, block, shared, less);
 
   // Descriptors: eight rows to the next eight, and the swizzle of a row's length.
   constexpr uint32 kHigh = (kHeadDim == 128 ? 0x40000000u : 0x80000000u) | 8 * kHeadDim >> 4;
   const uint32 b = tile_descriptor(shared_address(shared.queries), 0);
+  int row_end[Traits::kSegments];
+  uint16* scores[Traits::kSegments];
+  float back[Traits::kSegments];  // from products to scores
+  uint32 onto[Traits::kSegments];  // from log2 of a share to products
+#pragma unroll
+  for (int s = 0; s < Traits::kSegments; ++s) {
+    const int n = block.segment(s);
+    const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
+    row_end[s] = block.there(s) ? block.units_of(n) : 0;
+    scores[s] = p.scores + p.chunk.place(block.head, n);
+    back[s] = 1.f / factor;
+    const float normal = fmaxf(factor, 6.1035156e-5f);  // times minus infinity it stays that
+    onto[s] = Float16::pack(normal, normal);
+  }
+
   uint32 d[kProducts];  // [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next]: d[2 j + h]
   TileKeys<Traits> keys;
   LaneMaxima<Traits::kClusters> maxima = {};
@@ -272,8 +281,6 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
 
     uint32 best[Traits::kSegments];
-    const uint4 onto = *reinterpret_cast<const uint4*>(shared.onto);
-    const uint32 onto_segments[] = {onto.x, onto.y, onto.z, onto.w};
 #pragma unroll
     for (int s = 0; s < Traits::kSegments; ++s) {
       uint32 of[2];
@@ -284,21 +291,16 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
         for (int j = 1; j < kOfSegment; ++j)
           of[h] = Float16::larger_or_nan(of[h], sum_of_pairs(d[s * 2 * kOfSegment + 2 * j + h], less[s * kOfSegment + j]));
       }
-      best[s] = Float16::larger_or_nan(sum_of_pairs(of[0], product_of_pairs(share[0], onto_segments[s])),
-                                       sum_of_pairs(of[1], product_of_pairs(share[1], onto_segments[s])));
+      best[s] = Float16::larger_or_nan(sum_of_pairs(of[0], product_of_pairs(share[0], onto[s])),
+                                       sum_of_pairs(of[1], product_of_pairs(share[1], onto[s])));
     }
-    // Both columns of a pair; then one segment's in the lower half, the next one's in the upper.
-    const auto of_two = [&](int s) {
-      return Float16::larger_or_nan(__byte_perm(best[s], best[s + 1], 0x5410), __byte_perm(best[s], best[s + 1], 0x7632));
-    };
-    if (maxima.add(tile, {of_two(0), of_two(2)})) {
+    // Both columns of a pair; then the first segment's in the lower half, the second's in the upper.
+    const uint32 x = Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
+    if (maxima.add(tile, x)) {
+      const uint32 mine = maxima.last;
       const int unit = tile / Row::kTiles * kSuperUnits + warp * 32 + Row::kept_unit(lane);
-      const uint32 mine[2] = {maxima.last.x, maxima.last.y};
-#pragma unroll
-      for (int s = 0; s < Traits::kSegments; ++s) {
-        const float found = s % 2 ? Float16::high(mine[s / 2]) : Float16::low(mine[s / 2]);
-        if (unit < shared.end[s]) shared.scores[s][unit] = static_cast<uint16>(Float16::pack(found * shared.back[s], 0.f));
-      }
+      if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(mine) * back[0], 0.f));
+      if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(mine) * back[1], 0.f));
       __syncwarp();
     }
   }

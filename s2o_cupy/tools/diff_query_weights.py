@@ -8,28 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..problem import Problem
-from ..reference import eight_bits
-from ..reference.eight_bits import E4M3, as_e4m3
-from ..spec import (
-    BLOCK_UNITS,
-    CENTRE_PART,
-    KEY_EXPONENT,
-    LOG2E,
-    MOST_EXPONENT,
-    QUERY_EXPONENT,
-    QUERY_RUN,
-    Geometry,
-    S2OConfig,
-)
+from ..spec import BLOCK_UNITS, CENTRE_PART, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry, S2OConfig
 
 __all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "longest_of_keys", "scores_and_bounds"]
 
 Array = Any  # numpy.ndarray
 UNIT32 = 2.0**-24
 UNIT16 = 2.0**-11  # of float16
+LARGEST_E4M3 = 448.0
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 @dataclass
@@ -92,6 +83,24 @@ def _in_order(tiles: Array, units: int, clusters: int) -> Array:
     return found.reshape(kv_heads, count, 64, width)[:, tile, row]
 
 
+def keep_two(x: Array) -> Array:
+    """Of every four elements of the last axis the two of the largest magnitude, of equal ones the first; others are 0.
+    What is not finite is larger than all else."""
+    size = np.where(np.isfinite(x), np.abs(x), np.inf)
+    size = np.pad(size, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)]).reshape(*x.shape[:-1], -1, 4)
+    order = np.argsort(-size, axis=-1, kind="stable")
+    kept = np.zeros(size.shape, bool)
+    np.put_along_axis(kept, order[..., :2], True, axis=-1)
+    return np.where(kept.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], x, x.dtype.type(0))
+
+
+def as_e4m3(x: Array) -> Array:
+    """float32 rounded to the nearest e4m3, at most its largest; what is not finite is NaN. As float32."""
+    with np.errstate(invalid="ignore"):
+        rounded = np.clip(x, -LARGEST_E4M3, LARGEST_E4M3).astype(np.float32).astype(E4M3).astype(np.float32)
+    return np.where(np.isfinite(x), rounded, np.float32(np.nan))
+
+
 def half_exponent(squared: Array) -> Array:
     """Half the exponent of squared lengths, rounded down, as unit_tile.cuh has it."""
     with np.errstate(divide="ignore"):
@@ -137,7 +146,7 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
     _compare_exponents(rows, got.exponents, off_centre[:, :, :lead].astype(np.float64), centre.astype(np.float64))
     with np.errstate(invalid="ignore", over="ignore"):
         exact = off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None]
-    exact = as_e4m3(eight_bits.keep_two(exact))
+    exact = as_e4m3(keep_two(exact))
     exact = np.where(np.isneginf(got.shares.astype(np.float32))[..., None], np.float32(0), exact)
     different = (exact != got.rows) & ~(np.isnan(exact) & np.isnan(got.rows))
     rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")
@@ -264,24 +273,20 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
         bound = 2 * reach * (problem.head_dim + 8) * UNIT32 + (largest_norm + 8) * 4 * UNIT32
         return want, bound + np.abs(want) * (UNIT16 + UNIT32) + 2.0**-25
     scales = got.scales[:, :, n]  # [B, H, 2]
-    factor = (sign * np.abs(scales[..., 0])).astype(np.float64)[..., None, None]
-    groups = eight_bits.query_groups(sign * q[:, :, first:end], norms[:, :, first:end], UNIT32)
-    with np.errstate(invalid="ignore"):
-        off = groups.magnitudes * (QUERY_RUN + 8) * UNIT32 * np.abs(factor)
-        rounded, above, below = (
-            as_e4m3((groups.means * factor + x).astype(np.float32)).astype(np.float64) for x in (0.0, off, -off)
-        )
+    factor = (sign * np.abs(scales[..., 0])).astype(np.float32)
+    rounded = as_e4m3((sign * q[:, :, first:end]).astype(np.float32) * factor[..., None, None]).astype(np.float64)
     back = 1 / scales[..., 1].astype(np.float64)  # [B, H]
-    keys, of_units = got.rows.astype(np.float64)[:, :, units], shares[:, :, units]
-    want = ordering.largest_weights(rounded * back[..., None, None], groups.norms, keys, of_units, 1 / LOG2E)
-    want = want.astype(np.float64)
-    # Sums of e4m3 products round to float16 at most once for each 64, and lose what is 2^-12 below their largest part; norm,
-    # share and what they are added to round once each. A mean may round to either neighbour in 8 bits.
-    steps = max(1, -(-problem.head_dim // 64)) + 3
-    sums, unsure = (_magnitudes(finite(x), finite(keys)) for x in (rounded, above - below))
-    bound = (sums * steps * 2 * UNIT16 + unsure + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16
+    in_place = np.zeros(q.shape)
+    in_place[:, :, first:end] = rounded * back[..., None, None]
+    keys = got.rows.astype(np.float64)
+    want = ordering.query_weights(in_place, norms, keys, shares, n, geometry, 1 / LOG2E).astype(np.float64)
+    # Sums of e4m3 products round to float16 four times at most, and lose what is 2^-12 below their largest part; norm,
+    # share and what they are added to round once each.
+    steps = max(2, -(-problem.head_dim // 32)) + 2
+    sums = _magnitudes(finite(rounded), finite(keys[:, :, units]))
+    bound = (sums * steps * 2 * UNIT16 + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16
     bound = bound + np.abs(want) * 2 * UNIT16 + 2.0**-24
-    return want, np.where((sums > 60000) | ~groups.clear[..., None], np.inf, bound)
+    return want, np.where(sums > 60000, np.inf, bound)
 
 
 def _magnitudes(queries: Array, keys: Array) -> Array:

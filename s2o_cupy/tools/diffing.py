@@ -402,7 +402,7 @@ def compare(
         worst_part.append(_parts(stages.scores[n], want, bound))
     flat = _flatten(worst_part)
     note = "[segment, batch, head, unit]" if flat.size else ""
-    note += f"; {not_compared} not compared: sums beyond float16, or queries in either group" if not_compared else ""
+    note += f"; {not_compared} not compared: sums beyond float16" if not_compared else ""
     rows.integers("key scores", flat, int((flat > 1).sum()), note)
 
     # Key order given the GPU's scores: equal.

@@ -18,7 +18,7 @@ from ...plan.kernels import Family, Inputs, Kernel, Path
 from ...plan.method import Setting
 from ...plan.paths import HOPPER
 from ...plan.rounds import STEP, Chunk
-from ...spec import BLOCK_UNITS, CLUSTERS, QUERY_GROUPS, QUERY_RUN
+from ...spec import BLOCK_UNITS, CLUSTERS
 from .base import Order
 from .weight import portable_segments
 
@@ -53,7 +53,6 @@ TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 4
-_HOPPER_SEGMENTS = 4  # of a block of query_weights_sm90 (kSegments)
 
 
 def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
@@ -101,9 +100,8 @@ def query_norms(inputs: Inputs) -> Kernel:
 def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Kernel:
     head_dim = inputs.head_dim
     if takes_bytes(inputs, path, segment):
-        columns = _HOPPER_SEGMENTS * HOPPER_QUERIES // QUERY_RUN * QUERY_GROUPS
-        stages = _QUERY_STAGES * (key_tile_bytes(head_dim) + TILE_ROWS * 2 + 2 * 8)
-        shared = -(-(columns * (head_dim + 4) + _HOPPER_SEGMENTS * (8 + 3 * 4) + stages) // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
+        stage = key_tile_bytes(head_dim) + TILE_ROWS * 2 + 2 * 8
+        shared = -(-(2 * HOPPER_QUERIES * head_dim + _QUERY_STAGES * stage) // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
@@ -111,7 +109,7 @@ def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Ke
 
 def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
     """Of query_weights."""
-    segments = _HOPPER_SEGMENTS if kernel.family is QUERY_WEIGHTS_SM90 else portable_segments(kernel.head_dim)
+    segments = 2 if kernel.family is QUERY_WEIGHTS_SM90 else portable_segments(kernel.head_dim)
     return chunk.heads * -(-chunk.segments // segments)
 
 
