@@ -80,6 +80,7 @@ MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's
 MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
 RANKS = ("query", "weight", "max", "mean")
 UNIT_RANKS = ("query", "weight")  # that order units of several keys
+DEFAULT_UNIT = {"query": 8, "weight": 16}
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
 DENSE_LAST = 256  # queries at the end of a call that attend to all their keys
 DENSE_LAST_PART = 32  # where they are at most one in so many
@@ -93,7 +94,7 @@ CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a 
 # Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
 KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
-DEFAULT_TAU_WITH_TAIL = 0.05  # the same with rank="query", where the tail counts what is left
+DEFAULT_TAU_WITH_TAIL = 0.1  # the same with rank="query", where the tail counts what is left
 LONG_FROM = 1 << 15
 # How an error finds its taus (reference.error_taus is the definition).
 FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
@@ -245,7 +246,7 @@ class S2OConfig:
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
         softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
-        heads, or one for each query head, all in one call. Default: 0.05 with rank "query" and its ``tail``, else 0.02,
+        heads, or one for each query head, all in one call. Default: 0.1 with rank "query" and its ``tail``, else 0.02,
         for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as errors grow with
         it: half as much for 131,072 (`tau_of`).
     block_m : int, default 128
@@ -259,8 +260,8 @@ class S2OConfig:
         segment's queries.
     unit : int, optional
         Neighbouring keys scored together, by the means of their groups (``clusters``), with "weight" by their mean and
-        the key furthest from it, and visited together: a power of two up to 128 with ``rank="query"`` and "weight",
-        default 16. The others order single keys, as the paper does: 1.
+        the key furthest from it, and visited together: a power of two up to 128, default 8 with ``rank="query"`` and
+        16 with "weight". The others order single keys, as the paper does: 1.
     pooled_queries : int, optional
         How many pooled queries a segment has, each the mean of a run of consecutive queries; default with "weight" one
         for each 8 queries, up to 256, with "max" 16 (at most a segment's queries), with "mean" 1. With "query" each
@@ -273,7 +274,7 @@ class S2OConfig:
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 14
+        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 10
         bytes for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call
         copies keys and values from small pages only within it. The last queries of a prompt (``dense_last``) take up to
         a quarter more, or what one segment of a KV head's query heads takes.
@@ -332,7 +333,7 @@ class S2OConfig:
         self._set_tau()
         self._set("block_m", checked_int("block_m", self.block_m, 1, 1024))
         self._set("block_n", checked_int("block_n", self.block_n, 1, 1024))
-        self._default("unit", 16 if self.orders_units else 1)
+        self._default("unit", DEFAULT_UNIT.get(self.rank, 1))
         self._set("unit", checked_int("unit", self.unit, 1))
         if self.unit not in (UNITS if self.orders_units else (1,)):
             accepted = ", ".join(map(str, UNITS)) if self.orders_units else "1, or rank='query' or 'weight'"

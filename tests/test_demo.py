@@ -46,14 +46,14 @@ def test_demo(tmp_path, capsys):
     assert found["picture"] == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
-    defaults = replace(S2OConfig(tau=0.05), dense_up_to=0)
+    defaults = replace(S2OConfig(tau=0.1), dense_up_to=0)
     assert found["config"] == {name: getattr(defaults, name) for name in found["config"]}
     assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
     local = found["heads"][1]  # most of its mass lies within its segment: of that of the earlier keys more is left out
     assert local["earlier_mass"] < 0.1 and 0.03 < local["earlier_mass_left_out"] < 0.1
     overall = found["overall"]
     # Hopper's pipeline visits one key tile more.
-    density, error = (0.811, 0.0110) if found["path"] == "hopper" else (0.766, 0.0120)
+    density, error = (0.68, 0.0200) if found["path"] == "hopper" else (0.628, 0.0223)
     assert overall["density"] == pytest.approx(density, abs=0.01)
     assert overall["rel_l2"] == pytest.approx(error, abs=0.25 * error)
     assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
@@ -111,14 +111,14 @@ def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     assert cli.main(["demo", "--length", "600", "--block-n", "64", "--segment", "64", "--no-picture"]) == cli.OK
     text = capsys.readouterr().out
     assert "Not the library's defaults: segment 64 instead of 128, block_n 64 instead of 128\n" in text
-    assert "segment 64, units of 16, tiles of 128 queries x 64 keys" in text
+    assert "segment 64, units of 8, tiles of 128 queries x 64 keys" in text
     assert "a call of up to 8,192 keys is plain dense attention by default" in text
     assert "icture" not in text
-    defaults = {name: getattr(S2OConfig(tau=0.05), name) for name in S2OConfig.__dataclass_fields__}
+    defaults = {name: getattr(S2OConfig(tau=0.1), name) for name in S2OConfig.__dataclass_fields__}
     assert demo._unlike_the_defaults(defaults, 30_000) == []
-    assert demo._unlike_the_defaults(defaults | {"tau": 0.025}, 131_072) == []  # the default of that length
+    assert demo._unlike_the_defaults(defaults | {"tau": 0.05}, 131_072) == []  # the default of that length
     told = "Not the library's defaults: "
-    assert demo._unlike_the_defaults(defaults, 131_072) == [f"{told}tau 0.05 instead of 0.025"]
+    assert demo._unlike_the_defaults(defaults, 131_072) == [f"{told}tau 0.1 instead of 0.05"]
     lines = demo._unlike_the_defaults(defaults | {"tail": "none", "dense_last": 0}, 30_000)
     assert lines == [f"{told}tail none instead of first_order, dense_last 0 instead of 256"]
     assert demo._unlike_the_defaults(defaults | {"tail": "first_order", "dense_last": 256}, 30_000) == []

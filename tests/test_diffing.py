@@ -19,7 +19,7 @@ from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, ordering, s2o
 from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
-from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent, longest_of_keys
+from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent, keep_two, longest_of_keys
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
@@ -96,7 +96,7 @@ def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
     off_centre = stages.keys - stages.blocks[:, :, :1, None]
     longest = longest_of_keys(off_centre[:, :, : geometry.leading_units], stages.blocks[:, :, :1, None])
     exponents = KEY_EXPONENT - half_exponent(longest)  # [B, Hkv]
-    rows = as_e4m3(off_centre * np.exp2(exponents)[:, :, None, None, None])
+    rows = as_e4m3(keep_two(off_centre * np.exp2(exponents)[:, :, None, None, None]))
     rows[np.isneginf(stages.shares)] = 0
     of_heads = exponents.repeat(q.shape[1] // exponents.shape[1], axis=1)
     scales = np.zeros((*q.shape[:2], geometry.segments, 2), np.float32)

@@ -224,14 +224,15 @@ def test_numbers_of_the_definition():
     assert f"one for each {spec.WEIGHT_RUN} queries unless given, up to {most['weight']}; {few} with" in reference
     assert f'with `"max"`, up to {most["max"]};' in reference
     assert f'{S2OConfig(rank="mean").segment} with rank `"max"` and `"mean"`' in reference
-    assert f"a power of two up to {spec.UNITS[-1]}." in reference
+    assert f"a power of two up to {spec.UNITS[-1]}; {S2OConfig(rank='weight').unit} with" in reference
     assert f'{spec.DEFAULT_TAU_WITH_TAIL} with rank `"query"` and its tail, else {spec.DEFAULT_TAU}, for' in reference
     default = S2OConfig()
     assert f"segments of {default.segment}. The keys before" in readme and f"units of {default.unit} " in readme
     assert f"tiles of {default.block_m} queries visit {default.block_n} keys" in readme
     assert f'`rank="{default.rank}"`' in readme
     told = f"By default a segment has {default.segment} queries, one q tile, and a unit has {default.unit} keys"
-    told += f'; with `"weight"` each {S2OConfig(rank="weight").run} queries have a pooled query.'
+    weight = S2OConfig(rank="weight")
+    told += f'; with `"weight"` it has {weight.unit}, and each {weight.run} queries have a pooled query.'
     assert told in page
     assert f"as `clusters` groups of keys that lie close together, {default.clusters} by default" in page
     assert f"sum over whole blocks of {spec.BLOCK_UNITS} units of {spec.BLOCK_UNITS} * 2 **" in page
@@ -252,8 +253,9 @@ def test_rounds_of_the_workspace():
         for geometry in (plan.geometry, problem.geometry(S2OConfig(rank="mean")))
     )
     assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
-    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments)) <= spec.ORDER_HEAD  # as the page says
+    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments // 2)) <= spec.ORDER_HEAD
     page = " ".join(page.split())
+    assert "no row has more than 8,192 of them up to 65,536 tokens" in page and spec.ORDER_HEAD == 8192
     assert f"makes {len(plan.chunks)} rounds" in page
 
     def gib(rank, unit):
@@ -261,10 +263,9 @@ def test_rounds_of_the_workspace():
         plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True)
         return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
 
-    whole, four, single = (gib("query", unit) for unit in (16, 4, 1))
-    told = f"The case above takes {whole} GiB in all, with units of 4 {four} GiB and with single keys {single}; with"
-    whole_by_weight, four, single = (gib("weight", unit) for unit in (16, 4, 1))
-    assert f'{told} `"weight"` {whole_by_weight}, {four} and {single}.' in page
+    whole, sixteen, four, single = (gib("query", unit) for unit in (8, 16, 4, 1))
+    told = f"The case above takes {whole} GiB in all, with units of 16 {sixteen}, of 4 {four} and with single keys {single};"
+    assert f'{told} with `"weight"` {gib("weight", 16)}.' in page
     assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 
 

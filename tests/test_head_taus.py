@@ -154,10 +154,10 @@ def test_the_default_tau_falls_with_the_earlier_keys():
     """From 32,768 of them on by the square root; what is given stays."""
     config = S2OConfig()
     assert config.tau is None and not config.never_stops
-    assert [config.tau_of(n) for n in (0, 1, 8192, 32768)] == [0.05] * 4
-    assert config.tau_of(131_072) == 0.025 and config.tau_of(524_288) == 0.0125
-    assert config.tau_of(65_536) == pytest.approx(0.05 / 2**0.5) and config.tau_of(32_769) < 0.05
-    assert config.taus(3, 131_072) == (0.025,) * 3
+    assert [config.tau_of(n) for n in (0, 1, 8192, 32768)] == [0.1] * 4
+    assert config.tau_of(131_072) == 0.05 and config.tau_of(524_288) == 0.025
+    assert config.tau_of(65_536) == pytest.approx(0.1 / 2**0.5) and config.tau_of(32_769) < 0.1
+    assert config.taus(3, 131_072) == (0.05,) * 3
     for tau in (0.02, (0.1, 0.2)):
         assert S2OConfig(tau=tau).tau_of(1 << 20) == tau
     with pytest.raises(ValueError, match=r"error is 0\.1, whose taus a call finds"):

@@ -341,11 +341,11 @@ def test_a_sample_has_a_standard_error(model, ids):
 
 
 def test_the_table_the_json_and_the_picture(model, ids, tmp_path):
-    register(config=replace(CONFIG, tau=0.1), per_layer={1: None, (2, 1): CONFIG}, min_seqlen=100)
+    register(config=replace(CONFIG, tau=0.2), per_layer={1: None, (2, 1): CONFIG}, min_seqlen=100)
     found, tau = report(model, ids), CONFIG.tau_of(LENGTH)
     lines = found.table().splitlines()
     assert lines[0] == "500 tokens, 3 calls of attention, 2 by S2O" and lines[1].startswith("loss ")
-    assert lines[6].split() == ["1", "layer"] and lines[7].endswith(f"   0.1 {tau:g} 0.1 0.1") and "2." in lines[7]
+    assert lines[6].split() == ["1", "layer"] and lines[7].endswith(f"   0.2 {tau:g} 0.2 0.2") and "2." in lines[7]
     assert lines[-2:] == ["     2  s2o: S2O", "     1  layer: per_layer says None for the layer"]
     assert " ms" not in found.table()
     timed = replace(found, layers=tuple(replace(x, ms=2.0, dense_ms=3.0) for x in found.layers)).table()

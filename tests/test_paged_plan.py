@@ -103,7 +103,8 @@ def test_a_plan_of_unaligned_rows_is_refused():
         (16, 4096, 4096, 0, 256, 16),
         (16, 4096, 4096, 0, 40, 16),
         (16, 4096, 4096, 0, 96, 0),  # a box would have another head's columns
-        (16, 4000, 4093, 0, 128, 16),  # segments begin with the units that key 93, 1117, ... stand in
+        (16, 4000, 4093, 0, 128, 0),  # segments begin with the units of 8 that key 93, 1117, ... stand in
+        (16, 4000, 4099, 0, 128, 16),
         (32, 4096, 4096, 0, 128, 32),
         (32, 4000, 4096, 0, 128, 32),  # segments begin with key 96, 1120, ...
         (64, 4000, 4096, 0, 128, 0),

@@ -408,7 +408,7 @@ def test_errors_are_of_three_kinds():
 
 def test_a_default_follows_the_rank_and_a_given_value_stays():
     fields_of = lambda config: (config.segment, config.unit, config.pooled_queries)  # noqa: E731
-    assert fields_of(S2OConfig()) == (128, 16, 128) and fields_of(S2OConfig(segment=512)) == (512, 16, 512)
+    assert fields_of(S2OConfig()) == (128, 8, 128) and fields_of(S2OConfig(segment=512)) == (512, 8, 512)
     for config in (S2OConfig(), S2OConfig(rank="max"), S2OConfig(rank="mean")):
         ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
         assert ranks == [(128, 16, 16), (1024, 1, 16), (1024, 1, 1)]
@@ -482,7 +482,7 @@ def test_the_rest_counts_by_default_where_each_query_is_by_itself():
     adds = {rank: S2OConfig(rank=rank).adds_tail for rank in ("query", "weight", "mean")}
     assert adds == {"query": True, "weight": False, "mean": False}
     assert not S2OConfig(error=0.1).adds_tail and not S2OConfig(tau=0).adds_tail
-    assert (S2OConfig().tau_of(100), S2OConfig().tau_of(1 << 17)) == (0.05, 0.025)
+    assert (S2OConfig().tau_of(100), S2OConfig().tau_of(1 << 17)) == (0.1, 0.05)
     assert S2OConfig(tail="none").tau_of(100) == S2OConfig(rank="weight").tau_of(100) == 0.02
     assert S2OConfig(rank="weight", tail="first_order").tau_of(100) == 0.02
     assert S2OConfig(tau=0.3).tau_of(1 << 17) == 0.3

@@ -19,13 +19,22 @@ from .kernels import Kernel
 from .rounds import Chunk
 
 __all__ = [
-    "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "Launch", "Place", "Workspace", "added_to_addresses",
-    "geometry_of", "lay_out", "make_launch",
+    "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "InTurns", "Launch", "Place", "Workspace",
+    "added_to_addresses", "geometry_of", "lay_out", "make_launch",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
 NOTHING: Mapping[str, Any] = {}
 Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
+
+
+class InTurns(NamedTuple):
+    """Arrays that are done with when others are first written: both have the same memory."""
+
+    first: Sequence[Array]
+    then: Sequence[Array]
+
+
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
@@ -60,19 +69,22 @@ class Workspace:
         return Operand(address + offset, (batch, heads, seqlen, head_dim), (sb, sh, ss))
 
 
-def lay_out(zeroed: Iterable[Array], others: Iterable[Array]) -> Workspace:
+def lay_out(zeroed: Iterable[Array], others: Iterable[Array | InTurns]) -> Workspace:
     """Arrays that start from 0 come first."""
     places: dict[str, Place] = {}
-    end = 0
 
-    def place(arrays: Iterable[Array]) -> int:
-        nonlocal end
-        for name, shape, dtype in arrays:
+    def place(arrays: Iterable[Array | InTurns], end: int) -> int:
+        for array in arrays:
+            if isinstance(array, InTurns):
+                end = max(place(array.first, end), place(array.then, end))
+                continue
+            name, shape, dtype = array
             places[name] = Place(end, shape, dtype)
             end += -(-places[name].nbytes // ALIGNMENT) * ALIGNMENT
         return end
 
-    return Workspace(places, place(zeroed), place(others))
+    end = place(zeroed, 0)
+    return Workspace(places, end, place(others, end))
 
 
 @dataclass(frozen=True)

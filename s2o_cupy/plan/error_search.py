@@ -18,7 +18,7 @@ from ..caches import remembered
 from ..problem import Problem
 from ..spec import ERROR_SEGMENTS, FIRST_LADDER, Geometry, S2OConfig
 from . import head_taus
-from .build import Array, Builder, Launch, Workspace, lay_out
+from .build import Array, Builder, InTurns, Launch, Workspace, lay_out
 from .kernels import Family, Inputs, Kernel
 from .launch_plan import LaunchPlan
 from .launches import attention_launch
@@ -81,7 +81,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
     zeroed: list[Array] = [("sums", (*rows, LADDER, WARPS), "float32"), ("sizes", (*rows, WARPS), "float32")]
     if plan.counts_q_tiles:
         zeroed.append(("next_q_tile", (1 + LADDERS * len(plan.chunks),), "int32"))
-    others: list[Array] = [
+    others: list[Array | InTurns] = [
         ("errors", (problem.heads,), "float32"),
         ("ladders", (LADDERS, heads, LADDER), "float32"),
         ("found", (LADDERS, heads, LADDER), "float32"),

@@ -12,7 +12,7 @@ from ..arrays.operand import ITEM_BYTES, Operand, Paging
 from ..problem import MAX_SCALE, Problem
 from ..spec import LOG2E, S2OConfig
 from . import head_taus
-from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, Launch, Place, Workspace, lay_out
+from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, InTurns, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
 from .rounds import Chunk
@@ -31,7 +31,7 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
         counters.append(("next_q_tile", (1 + len(plan.chunks),), "int32"))  # one for each launch of pass 1 or 2
     if plan.method.visits:
         counters.append(("visited", problem.visited_shape(config), "int32"))  # where the caller does not ask for it
-    others: list[Array] = []
+    others: list[Array | InTurns] = []
     if plan.keeps_state:
         heads = problem.batch * problem.heads
         others.append(("state", (heads, problem.seqlen_q, 2), "float32"))  # (m in log2 units, l)

@@ -6,13 +6,13 @@ The ways themselves are in s2o_cupy/selection. Pass 2 reads what they leave in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..problem import Problem
 from ..spec import Geometry, S2OConfig
-from .build import Array, Builder, Launch
+from .build import Array, Builder, InTurns, Launch
 from .device import DeviceLimits
 from .kernels import Inputs, Path
 from .rounds import Chunk
@@ -57,7 +57,7 @@ class Method(Protocol):
     def largest_grid(self) -> int:
         """Blocks of its largest launch, that of a round apart."""
 
-    def arrays(self) -> list[Array]:
+    def arrays(self) -> Sequence[Array | InTurns]:
         """Its arrays in the workspace."""
 
     def before_rounds(self, build: Builder) -> list[Launch]:

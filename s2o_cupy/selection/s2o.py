@@ -10,10 +10,10 @@ Pure: no array, no GPU, no CuPy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..plan.build import Array, Builder, Launch
+from ..plan.build import Array, Builder, InTurns, Launch
 from ..plan.kernels import Inputs, Kernel, Path
 from ..plan.last_queries import LastQueries
 from ..plan.last_queries import kernels as last_queries
@@ -144,20 +144,23 @@ class S2O:
         """Rows of the largest chunk with a middle."""
         return max((chunk.rows for chunk in self.chunks if middle_blocks(chunk)), default=0)
 
-    def arrays(self) -> list[Array]:
+    def arrays(self) -> Sequence[Array | InTurns]:
         if not self.chunks:
-            return self.last.arrays() if self.last else []
+            return [*self.last.arrays()] if self.last else []
         s, geometry = self.setting, self.setting.geometry
         width, segments = s.inputs.head_dim, geometry.segments
-        found: list[Array] = [
-            ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
-            ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
-            ("q_order", (s.heads, segments, geometry.segment), "int32"),
+        of_rounds: list[Array] = [
             ("scores", (self.elements,), "float16"),  # rows of a chunk
             ("k_order", (self.elements,), "int32"),  # likewise
             ("order_head_scores", (self.order_head_rows, ORDER_HEAD), "float16"),
             ("middle", (self.middle_rows, MIDDLE), "int32"),
             ("middle_scores", (self.middle_rows, MIDDLE), "float16"),
+        ]
+        found: list[Array | InTurns] = [
+            ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
+            ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
+            ("q_order", (s.heads, segments, geometry.segment), "int32"),
+            InTurns(self.order.arrays_before_rounds(), of_rounds),
         ]
         if self.last:
             found += self.last.arrays()

@@ -45,6 +45,10 @@ class Order:
         """What it has in the workspace beside scores and orders."""
         return []
 
+    def arrays_before_rounds(self) -> list[Array]:
+        """What it has there until the first round."""
+        return []
+
     def before_rounds(self, build: Builder) -> list[Launch]:
         """What it launches once, after pass 1."""
         return []

@@ -101,7 +101,8 @@ def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Ke
     head_dim = inputs.head_dim
     if takes_bytes(inputs, path, segment):
         stage = key_tile_bytes(head_dim) + TILE_ROWS * 2 + 2 * 8
-        shared = -(-(2 * HOPPER_QUERIES * head_dim + _QUERY_STAGES * stage) // 1024) * 1024  # sizeof(QueryWeightTraits::Shared)
+        # sizeof(QueryWeightTraits::Shared)
+        shared = -(-(2 * HOPPER_QUERIES * head_dim + _QUERY_STAGES * stage) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
@@ -163,22 +164,33 @@ class QueryOrder(Order):
 
     def arrays(self) -> list[Array]:
         s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
-        width, tiles = s.inputs.head_dim, unit_row_tiles(units, groups)
-        found: list[Array] = [
-            ("cluster_keys", (s.kv_heads, units, groups, width), "uint16"),
-            ("cluster_shares", (s.kv_heads, units, groups), "float16"),
-            ("unit_means", (s.kv_heads, units, width), "uint16"),
-            ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, width), "uint16"),
-            ("norms", (s.heads, s.problem.seqlen_q), "float32"),
+        norms: Array = ("norms", (s.heads, s.problem.seqlen_q), "float32")
+        if not self.in_bytes:
+            return [norms, *self._clusters()]
+        tiles = unit_row_tiles(units, groups)
+        return [
+            norms,
+            ("unit_rows", (s.kv_heads, tiles, key_tile_bytes(s.inputs.head_dim)), "uint8"),
+            ("row_shares", (s.kv_heads, tiles, TILE_ROWS), "float16"),
+            ("key_exponents", (s.kv_heads,), "int32"),
+            ("query_scales", (s.heads, s.geometry.segments, 2), "float32"),
         ]
-        if self.in_bytes:
-            found += [
-                ("unit_rows", (s.kv_heads, tiles, key_tile_bytes(width)), "uint8"),
-                ("row_shares", (s.kv_heads, tiles, TILE_ROWS), "float16"),
-                ("key_exponents", (s.kv_heads,), "int32"),
-                ("query_scales", (s.heads, s.geometry.segments, 2), "float32"),
-            ]
-        return found
+
+    def arrays_before_rounds(self) -> list[Array]:
+        """Norms are made of them, and in 8 bits the rows that rounds multiply with."""
+        s, units = self.setting, self.setting.geometry.units
+        return [
+            *(self._clusters() if self.in_bytes else []),
+            ("unit_means", (s.kv_heads, units, s.inputs.head_dim), "uint16"),
+            ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, s.inputs.head_dim), "uint16"),
+        ]
+
+    def _clusters(self) -> list[Array]:
+        s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
+        return [
+            ("cluster_keys", (s.kv_heads, units, groups, s.inputs.head_dim), "uint16"),
+            ("cluster_shares", (s.kv_heads, units, groups), "float16"),
+        ]
 
     def before_rounds(self, build: Builder) -> list[Launch]:
         if self.head_blocks == 0:
