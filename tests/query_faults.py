@@ -121,6 +121,10 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         ),
     ),
     (
+        "query_weights_sm90", replace(BYTES, seqlen_q=300, poison=("q", 200, float("inf"))),
+        (("a query is NaN where it is not finite alone", "key scores", "if (shared.not_finite[r])", "if (false)"),),
+    ),
+    (
         "query_weights_sm90", BYTES,
         (
             ("a norm is left out", "key scores", "sum_of_pairs(d[s * 2 * kOfSegment + h], less[s * kOfSegment])",
@@ -132,7 +136,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "s * Traits::kQueries + r, lane * 8", "r, lane * 8"),
             ("lanes keep their maxima", "key scores", "x = shared_out<1>(of_one, x);", ";"),
             ("two of four groups do not count", "key scores", "x = shared_out<4>(of_four, x);", ";"),
-            ("lanes go on with the other tile", "key scores", "has_it ? second : first, other", "has_it ? first : second, other"),
+            ("lanes go on with the other tile", "key scores", "has_it ? second : first, other",
+             "has_it ? first : second, other"),
             ("a column is read twice", "key scores", "descriptor_at(b, c * 64)", "descriptor_at(b, 0)"),
             ("a segment has its neighbour's scores", "key scores", "Float16::low(mine) * back[0]",
              "Float16::high(mine) * back[0]"),

@@ -28,6 +28,12 @@ def no_work(monkeypatch):
         monkeypatch.setattr(demo, name, lambda *_, **__: pytest.fail("attention was computed"))
 
 
+@pytest.fixture
+def by_reference(monkeypatch):
+    """On the CPU, also where there is a GPU, which takes numbers of 16 bits."""
+    monkeypatch.setattr(demo.info, "gpu_problem", lambda: "a test")
+
+
 def file_of(tmp_path, q, k=None, v=None):
     np.savez(tmp_path / "a.npz", q=q, k=q if k is None else k, v=q if v is None else v)
     return str(tmp_path / "a.npz")
@@ -53,7 +59,7 @@ def test_demo(tmp_path, capsys):
     assert local["earlier_mass"] < 0.1 and 0.03 < local["earlier_mass_left_out"] < 0.1
     overall = found["overall"]
     # Hopper's pipeline visits one key tile more.
-    density, error = (0.68, 0.0200) if found["path"] == "hopper" else (0.628, 0.0223)
+    density, error = (0.724, 0.0165) if found["path"] == "hopper" else (0.628, 0.0223)
     assert overall["density"] == pytest.approx(density, abs=0.01)
     assert overall["rel_l2"] == pytest.approx(error, abs=0.25 * error)
     assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
@@ -63,6 +69,7 @@ def test_demo(tmp_path, capsys):
     assert found["path"] in (("portable", "hopper") if has_gpu() else ("numpy",))
 
 
+@pytest.mark.usefixtures("by_reference")
 def test_figures_are_those_of_the_call():
     qkv, config = inputs.builtin("trace", length=600, dtype="float32"), replace(demo.CONFIG, segment=128, tau=0.03)
     found = demo.run(qkv, config, picture=None)
@@ -162,6 +169,7 @@ def test_demo_on_a_file_at_tau_0(tmp_path, rng, capsys):
 # ---------------------------------------------------------------- values that are not finite
 
 
+@pytest.mark.usefixtures("by_reference")
 @pytest.mark.parametrize(("name", "value"), [("q", np.nan), ("k", np.nan), ("v", np.inf), ("v", -np.inf)])
 def test_values_that_are_not_finite_are_found(tmp_path, rng, capsys, name, value):
     arrays = dict(zip("qkv", rng.standard_normal((3, 1, 2, 300, 16), dtype=np.float32), strict=True))
@@ -178,6 +186,7 @@ def test_values_that_are_not_finite_are_found(tmp_path, rng, capsys, name, value
     assert np.isinf(float(found["overall"]["rel_l2"])) == np.isnan(value)  # infinities may be the right ones
 
 
+@pytest.mark.usefixtures("by_reference")
 def test_an_output_that_is_not_finite_is_found(tmp_path, capsys):
     """Of finite inputs: a sum of values beyond float64, before it is divided by their number."""
     x = np.zeros((1, 1, 64, 16))
@@ -231,6 +240,7 @@ def test_a_head_that_is_not_there(no_work):
             demo.run(qkv, picture=None, head=head)
 
 
+@pytest.mark.usefixtures("by_reference")
 def test_the_default_head_is_there(tmp_path):
     pytest.importorskip("matplotlib")
     qkv = inputs.builtin("random", length=64, heads=1, head_dim=8)
@@ -256,6 +266,7 @@ def test_the_segment_to_draw(length, segment, drawn):
 # ---------------------------------------------------------------- axes in the other order
 
 
+@pytest.mark.usefixtures("by_reference")
 @pytest.mark.parametrize(
     ("shape", "noted"),
     [((1, 64, 4, 8), True), ((1, 5, 4, 8), True), ((1, 4, 64, 8), False), ((1, 5, 5, 8), False), ((1, 5, 1, 8), False)],

@@ -264,8 +264,8 @@ def test_rounds_of_the_workspace():
         return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
 
     whole, sixteen, four, single = (gib("query", unit) for unit in (8, 16, 4, 1))
-    told = f"The case above takes {whole} GiB in all, with units of 16 {sixteen}, of 4 {four} and with single keys {single};"
-    assert f'{told} with `"weight"` {gib("weight", 16)}.' in page
+    told = f"The case above takes {whole} GiB in all, with units of 16 {sixteen}, of 4 {four} and with single keys"
+    assert f'{told} {single}; with `"weight"` {gib("weight", 16)}.' in page
     assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 
 

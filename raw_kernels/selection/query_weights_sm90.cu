@@ -29,6 +29,7 @@ struct QueryWeightTraits {
   using Tile = KeyTile<kHeadDim>;
   struct alignas(1024) Shared {
     unsigned char queries[kSegments * kQueries * kHeadDim];
+    unsigned char not_finite[kSegments * kQueries];  // whether a query has an element that is not
     unsigned char units[kStages][Tile::kBytes];
     uint16 shares[kStages][kTileRows];
     uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all warps are done with it
@@ -38,8 +39,8 @@ struct QueryWeightTraits {
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
 constexpr int kProducts = 64;
 
-// d[64, 256] (+)= a[64, 64] b[64, 256] of e4m3, of a two of every four columns: `kept`, which ones `choices`. float16 sums.
-// b: the descriptor's lower half, kHigh its upper.
+// d[64, 256] (+)= a[64, 64] b[64, 256] of e4m3, of a two of every four columns, `kept`; `choices` says which.
+// Sums are float16. b: the lower half of the descriptor; kHigh: its upper.
 template <uint32 kHigh>
 __device__ __forceinline__ void multiply_kept(uint32 (&d)[kProducts], const uint4& kept, uint32 choices, uint32 b,
                                               int accumulate) {
@@ -156,8 +157,12 @@ struct BlockQueries {
   static constexpr int kHeadDim = Traits::kHeadDim, kLanes = kHeadDim / 8;
   static constexpr int kAtOnce = Traits::kConsumers / kLanes;
 
+  static constexpr uint32 kFourNan = 0x7f7f7f7f;  // of e4m3
+  // A bit for each number of four that is NaN.
+  static __device__ __forceinline__ uint32 nan_bits(uint32 four) { return (four & kFourNan) + 0x01010101u & 0x80808080u; }
+
   template <class Block>
-  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block, unsigned char* queries) {
+  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared) {
     const Geometry& g = p.geometry;
     const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
     const uint16* of_head = p.q.at(block.head / p.heads, block.head % p.heads);
@@ -174,10 +179,18 @@ struct BlockQueries {
           return pack_e4m3(Element::low(low) * factor, Element::high(low) * factor, Element::low(high) * factor,
                            Element::high(high) * factor);
         };
-        *reinterpret_cast<uint2*>(queries + byte_of_row<kHeadDim>(s * Traits::kQueries + r, lane * 8)) =
-            make_uint2(scaled(x.x, x.y), scaled(x.z, x.w));
+        const uint2 packed = make_uint2(scaled(x.x, x.y), scaled(x.z, x.w));
+        if (nan_bits(packed.x) | nan_bits(packed.y)) shared.not_finite[s * Traits::kQueries + r] = 1;
+        *reinterpret_cast<uint2*>(shared.queries + byte_of_row<kHeadDim>(s * Traits::kQueries + r, lane * 8)) = packed;
       }
     }
+  }
+  // What a key leaves out is not multiplied: of a query that is not finite all is NaN, so that every product is.
+  static __device__ __forceinline__ void spread_nan(typename Traits::Shared& shared) {
+    for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kConsumers)
+      if (shared.not_finite[r])
+        for (int byte = 0; byte < kHeadDim; byte += 16)
+          *reinterpret_cast<uint4*>(shared.queries + r * kHeadDim + byte) = make_uint4(kFourNan, kFourNan, kFourNan, kFourNan);
   }
 
   // less[16 * s + j]: of queries 8 * j + lane % 4 * 2 and the next of segment s.
@@ -237,7 +250,11 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   }
 
   uint32 less[kProducts / 2];
-  BlockQueries<Traits>::load(p, block, shared.queries);
+  for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kConsumers) shared.not_finite[r] = 0;
+  named_sync(1, Traits::kConsumers);
+  BlockQueries<Traits>::load(p, block, shared);
+  named_sync(1, Traits::kConsumers);
+  BlockQueries<Traits>::spread_nan(shared);
   BlockQueries<Traits>::norms(p, block, less);
   fence_for_wgmma();
   named_sync(1, Traits::kConsumers);

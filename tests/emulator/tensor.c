@@ -131,13 +131,15 @@ static void decode(Warp* w, f32* to, u64 descriptor, u32 first, u32 rows, u32 k,
     }
 }
 // Two of every four columns of a, e4m3 in registers: to[16][64]. Which two a lane says of a row and half of its columns.
-static void decode_kept(Warp* w, const Ins* i, f32* to, int at_a, int at_choices) {
-  memset(to, 0, 16 * 64 * sizeof(f32));
+// Others take no part: a product that they leave out is not one with 0.
+static void decode_kept(Warp* w, const Ins* i, f32* to, u8* is_kept, int at_a, int at_choices) {
+  memset(is_kept, 0, 16 * 64);
   EACH for (int e = 0; e < 4; ++e) for (int byte = 0; byte < 4; ++byte) {
     const int row = l / 4 + e % 2 * 8, kept = e / 2 * 16 + l % 4 * 4 + byte, four = kept / 2;
     const u32 choices = ROW(u32, at_choices)[row % 8 * 4 + four / 8 * 2 + row / 8] >> four % 8 * 4 & 15;
     if ((choices & 3) >= choices >> 2) fail("wgmma: of four columns 0x%x are kept", choices);
-    to[row * 64 + four * 4 + (kept % 2 ? choices >> 2 : choices & 3)] = e4m3_values[ROW(u32, at_a + e)[l] >> byte * 8 & 255];
+    const int at = row * 64 + four * 4 + (kept % 2 ? choices >> 2 : choices & 3);
+    to[at] = e4m3_values[ROW(u32, at_a + e)[l] >> byte * 8 & 255], is_kept[at] = 1;
   }
 }
 // `imm`: columns; `aux`: 1 a in registers, 2 a transposed, 4 b transposed, 8 e4m3, 16 float16 results, 32 bfloat16, 64 a
@@ -150,13 +152,14 @@ OP(wgmma) {
   const u32 p = PRED(at_b + 1);
   if (p != 0 && p != ALL) fail("wgmma: lanes differ in whether they add to what is there");
   static f32 a[16 * 64], b[64 * MOST_COLUMNS], d[16 * MOST_COLUMNS];
+  static u8 is_kept[16 * 64];
   if (!e4m3_known) {
     for (int x = 0; x < 256; ++x) e4m3_values[x] = from_e4m3(x);
     e4m3_known = 1;
   }
   const int first = w->index % 4 * 16;
   if (sparse) {
-    decode_kept(w, i, a, kept, at_b + 2);
+    decode_kept(w, i, a, is_kept, kept, at_b + 2);
   } else if (in_registers) {
     if (eight) fail("wgmma: e4m3 in registers");
     EACH for (int e = 0; e < 4; ++e) {
@@ -182,6 +185,7 @@ OP(wgmma) {
     }
   for (int r = 0; r < 16; ++r)
     for (int x = 0; x < k; ++x) {
+      if (sparse && !is_kept[r * k + x]) continue;
       const f32 y = a[r * k + x];
       IVDEP for (int c = 0; c < columns; ++c) d[r * columns + c] += y * b[x * columns + c];
     }

@@ -102,7 +102,7 @@ def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Ke
     if takes_bytes(inputs, path, segment):
         stage = key_tile_bytes(head_dim) + TILE_ROWS * 2 + 2 * 8
         # sizeof(QueryWeightTraits::Shared)
-        shared = -(-(2 * HOPPER_QUERIES * head_dim + _QUERY_STAGES * stage) // 1024) * 1024
+        shared = -(-(2 * HOPPER_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
