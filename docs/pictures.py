@@ -72,18 +72,22 @@ def _directions(far: float) -> list[tuple[float, float]]:
     return [(far, 0), (-far, 0), (far, far), (far, -far), (-far, far), (-far, -far), (0, far), (0, -far)]
 
 
+def _label(row: Row) -> str:
+    """S2O as it is by default, by the default before, or another method."""
+    name: str = row["attention"].replace("s2o", "S2O")
+    return name if row["config"] == "default" else f'{name}, rank="{row["rank"]}"'
+
+
 def time_and_loss(rows: dict[str, list[Row]]) -> Any:
-    """Time of a call against length beside dense attention's, what models lose and, once measured, right answers."""
+    """Time of a call against length beside dense attention's, right answers, and what models lose."""
     from matplotlib import pyplot as plt
 
-    answers = [row for row in rows.get("retrieval", []) if row["task"] == "all"]
-    figure, axes = plt.subplots(1, 2 + bool(answers), figsize=(8 + 4 * bool(answers), 3.5), layout="constrained")
-    time, loss = axes[:2]
+    figure, (time, answers, loss) = plt.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
 
-    calls = sorted((r for r in rows["speed_trace"] if r["rank"] == "weight"), key=lambda row: row["length"])
+    calls = sorted((r for r in rows["speed_query"] if r["rank"] == "query"), key=lambda row: row["length"])
     lengths = [row["length"] for row in calls]
     time.plot(lengths, [row["cudnn_ms"] for row in calls], "--s", color=GREY, ms=4, label="dense, cuDNN")
-    time.plot(lengths, [row["s2o_ms"] for row in calls], "-o", color=BLUE, ms=5, label='S2O, rank="weight"')
+    time.plot(lengths, [row["s2o_ms"] for row in calls], "-o", color=BLUE, ms=5, label="S2O")
     for row in calls:
         time.annotate(
             f"{row['s2o_ms'] / row['cudnn_ms']:.2f}", (row["length"], row["s2o_ms"]), xytext=(3, -12),
@@ -92,35 +96,33 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
     time.axvspan(lengths[0] / 1.3, 8192 * 1.15, color="#888888", alpha=0.12, lw=0)
     time.text(lengths[0] / 1.2, 200, "up to 8K:\ndense", fontsize=9, color=GREY, va="top")
     time.set(yscale="log", ylabel="ms", title="Time of a call; beside it S2O / cuDNN")
-    time.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.8), ylim=(0.05, 600))
+    time.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.8), ylim=(0.5, 600))
     time.legend(frameon=False, loc="lower right")
     _tokens(time)
 
-    for model, colour in (("A", GREEN), ("B", ORANGE)):
-        line = [row for row in rows["model_loss"] if row["model"] == model and row.get("default")]
+    for model, colour in (("A", GREEN), ("B", ORANGE), ("C", BLUE)):
+        line = [row for row in rows["model_loss_query"] if row["model"] == model and row.get("default")]
         line = sorted(line, key=lambda row: row["length"])
         loss.errorbar(
             [row["length"] for row in line], [row["loss_difference"] for row in line], marker="o", color=colour,
             yerr=[2 * row["loss_difference_sem"] for row in line], capsize=3, label=f"model {model}",
         )  # fmt: skip
     loss.axhline(0, color=GREY, ls="--", lw=1, label="dense")
-    loss.set(ylabel="nats a token", title="Loss minus dense, ± 2 standard errors", ylim=(-0.01, 0.01))
+    loss.set(ylabel="nats a token", title="Loss minus dense, ± 2 standard errors", ylim=(-0.015, 0.01))
     loss.legend(frameon=False)
     _tokens(loss)
     loss.margins(x=0.12)
 
-    for kind in dict.fromkeys((row["attention"], row.get("config")) for row in answers):
-        line = sorted(
-            (row for row in answers if (row["attention"], row.get("config")) == kind), key=lambda row: row["length"]
+    found = [row for row in rows["retrieval"] if row["task"] == "all" and row["attention"] != "cudnn"]
+    for kind, colour in zip(dict.fromkeys(map(_label, found)), (BLUE, ORANGE, GREEN), strict=False):
+        line = sorted((row for row in found if _label(row) == kind), key=lambda row: row["length"])
+        answers.plot(
+            [row["length"] for row in line], [100 * row["right"] for row in line], "-o", ms=4, color=colour, label=kind
         )
-        label = ", ".join(part for part in kind if part and part != "default").replace("s2o", "S2O")
-        axes[2].plot(
-            [row["length"] for row in line], [100 * row["right_tokens"] for row in line], "-o", ms=4, label=label
-        )
-    if answers:
-        axes[2].set(ylabel="%", title="Right tokens of answers")
-        axes[2].legend(frameon=False)
-        _tokens(axes[2])
+    answers.set(ylabel="% right", title="Answers of the retrieval model", ylim=(0, 105))
+    answers.legend(frameon=False, loc=(0.02, 0.24))
+    _tokens(answers)
+    answers.margins(x=0.12)
     return figure
 
 
@@ -173,7 +175,7 @@ def scaling(rows: dict[str, list[Row]]) -> Any:
 
 
 PICTURES = {
-    "time_and_loss": Picture(("speed_trace", "model_loss", "retrieval"), time_and_loss),
+    "time_and_loss": Picture(("speed_query", "retrieval", "model_loss_query"), time_and_loss),
     "methods_A_131072": Picture(("methods",), partial(methods, "A")),
     "methods_B_131072": Picture(("methods",), partial(methods, "B")),
     "scaling": Picture(("scaling",), scaling),

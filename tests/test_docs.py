@@ -366,9 +366,8 @@ def test_tables_and_pictures_are_up_to_date(figures, pictures):
 
 
 def test_a_picture_is_out_of_date_once_its_data_change(pictures, tmp_path, monkeypatch):
-    """And answers get a panel of their own as soon as there is a file of them."""
     pytest.importorskip("matplotlib")
-    for name in ("speed_trace", "model_loss"):
+    for name in ("speed_query", "retrieval", "model_loss_query"):
         (tmp_path / f"{name}.json").write_bytes((ROOT / "benchmarks" / "results" / f"{name}.json").read_bytes())
     monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
@@ -379,14 +378,14 @@ def test_a_picture_is_out_of_date_once_its_data_change(pictures, tmp_path, monke
     monkeypatch.setattr(pictures, "PICTURES", {"time_and_loss": pictures.PICTURES["time_and_loss"]})
     assert pictures.stale() == [path]
     pictures.draw(path)
-    assert pictures.stale() == [] and len(panels[-1].axes) == 2
-    row = {"task": "all", "attention": "s2o", "config": "default", "right_tokens": 0.99}
+    assert pictures.stale() == []
+    row = {"task": "all", "attention": "s2o", "config": "default", "right": 0.99}
     rows = [row | {"length": length} for length in (32768, 131072)]
     (tmp_path / "retrieval.json").write_text(json.dumps({"rows": [*rows, row | {"task": "single", "length": 32768}]}))
     assert pictures.stale() == [path]
     pictures.draw(path)
-    assert pictures.stale() == [] and len(panels[-1].axes) == 3
-    (line,) = panels[-1].axes[2].lines
+    assert pictures.stale() == []
+    (line,) = panels[-1].axes[1].lines
     assert list(line.get_ydata()) == [99.0, 99.0] and line.get_label() == "S2O"
 
 
