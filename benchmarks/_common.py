@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import _digest
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -165,12 +166,13 @@ def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[s
 
 
 def provenance(device: str = "cuda") -> dict[str, Any]:
-    """Commit, device, versions and command of a run."""
+    """Commit, device, versions and command of a run, and digests of the code that it ran."""
     commit = os.environ.get("S2O_COMMIT", "")
     if not commit:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = asked.stdout.strip() or "unknown"
-    return {"commit": commit, "date": datetime.date.today().isoformat(), **_machine(device), "command": _command()}
+    about = {"commit": commit, "date": datetime.date.today().isoformat(), **_machine(device), "command": _command()}
+    return about | _digest.digests()
 
 
 def _machine(device: str) -> dict[str, Any]:

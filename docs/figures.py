@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import _digest  # noqa: E402
+
+NOW = _digest.digests()
 RESULTS = ROOT / "benchmarks" / "results"
 MOST_COLUMNS = 7  # a wider table is cut off on a page
 
@@ -322,6 +326,7 @@ def _said(result: dict[str, Any], fixed: list[Column], row: Row) -> str:
     # Folders of the machine that measured say nothing to a reader.
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
     parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`", result.get("note", "")]
+    parts += ["kernels have changed since"] if _digest.are_older(result, NOW) else []
     return ", ".join(filter(None, parts))
 
 
