@@ -137,6 +137,64 @@ def test_what_a_wgmma_reads_stays_until_a_warp_has_waited_for_it(waits_first, se
             run(body, a, threads=128, shared=16384)
 
 
+def kept_pairs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every four columns of x [64, 64] e4m3 the two largest, as 128 threads of a sparse product have them: 16 bytes each
+    [128, 16], and a word that says which they are [128]."""
+    size = np.abs(x.astype(np.float32)).reshape(64, 16, 4)
+    places = np.sort(np.argsort(-size, axis=2, kind="stable")[..., :2], axis=2)  # [rows, fours, 2]
+    kept = np.take_along_axis(x.reshape(64, 16, 4), places, 2).reshape(64, 32).view(np.uint8)
+    nibbles = (places[..., 0] | places[..., 1] << 2).astype(np.uint32)
+    thread = np.arange(128)
+    row, lane = thread // 32 * 16 + thread % 32 // 4, thread % 4
+    pieces = [kept[row + 8 * h][np.arange(128)[:, None], (lane * 4 + c)[:, None] + np.arange(4)]
+              for c in (0, 16) for h in (0, 1)]  # fmt: skip
+    of_row, half = row + thread % 2 * 8, thread // 2 % 2
+    words = (nibbles[of_row[:, None], half[:, None] * 8 + np.arange(8)] << 4 * np.arange(8, dtype=np.uint32)).sum(1)
+    return np.concatenate(pieces, axis=1), words.astype(np.uint32)
+
+
+SPARSE = """unsigned char* rows = shared;  // 8 queries of 64 bytes, in pieces of 16 that are swizzled
+            for (int i = t; i < 512; i += 128) {{
+              const int row = i / 64, column = i % 64;
+              rows[row * 64 + ((column / 16 ^ row / 2 % 4) * 16 + column % 16)] = p.b[i];
+            }}
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncthreads();
+            const unsigned long long of_rows = 2ull << 62 | 32ull << 32 | (window & 0x3ffff) >> 4;
+            unsigned d[2] = {{}};
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            asm volatile("{{.reg .pred p; setp.ne.b32 p, 0, 0; wgmma.mma_async.sp.sync.aligned.m64n8k64.f16.e4m3.e4m3 "
+                         "{{%0, %1}}, {{%2, %3, %4, %5}}, %6, %7, 0, p, 1, 1;}}"
+                         : "+r"(d[0]), "+r"(d[1])
+                         : "r"(p.a[t * 4]), "r"(p.a[t * 4 + 1]), "r"(p.a[t * 4 + 2]), "r"(p.a[t * 4 + 3]),
+                           "l"(of_rows), "r"(p.c[t]));
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            for (int h = 0; h < 2; ++h) p.d[t * 2 + h] = d[h];"""
+
+
+def test_sparse_products_leave_columns_out(rng):
+    """Two of every four columns: whatever stands in the others, NaN too, changes nothing."""
+    x, y = (rng.standard_normal((n, 64)).astype(ml_dtypes.float8_e4m3fn) for n in (64, 8))
+    kept, words = kept_pairs(x)
+    y[3, 17] = np.nan
+    a, b = array(kept.view(np.uint32).reshape(-1)), array(y.view(np.uint8).astype(np.uint16).reshape(-1))
+    c, d = array(words), zeros(256, np.uint32)
+    run(SPARSE.format(), a, b, c, d, threads=128, shared=1024)
+    pairs = d.view(np.float16).astype(np.float64).reshape(4, 8, 4, 2, 2)  # warp, row, lane, 8 rows on, column
+    got = pairs.transpose(0, 3, 1, 2, 4).reshape(64, 8)
+    size = np.abs(x.astype(np.float32)).reshape(64, 16, 4)
+    is_kept = (np.argsort(np.argsort(-size, axis=2, kind="stable"), axis=2) < 2).reshape(64, 64)
+    terms = np.where(is_kept[:, None], x.astype(np.float64)[:, None] * y.astype(np.float64)[None], 0)  # [64, 8, 64]
+    want, bound = terms.sum(axis=2), np.abs(terms).sum(axis=2) * 2.0**-11  # of float16, rounded once
+    assert np.isnan(want[:, 3]).any() and not np.isnan(want[:, 3]).all()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert (np.abs(got - want) <= bound)[~np.isnan(want)].all()
+    c[5] = 0x44444440  # the first of four columns twice
+    with pytest.raises(EmulatorError, match="of four columns 0x0 are kept"):
+        run(SPARSE.format(), a, b, c, d, threads=128, shared=1024)
+
+
 def test_numbers_are_rounded_as_a_gpu_does(rng):
     x = np.concatenate([rng.standard_normal(56) * 10.0 ** rng.integers(-9, 5, 56),
                         [0, -0.0, np.inf, -np.inf, np.nan, 448, 65504, 464.1]]).astype(np.float32)  # fmt: skip
