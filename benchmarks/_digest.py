@@ -1,6 +1,7 @@
-"""What of the library a result was measured with: a digest of each folder of kernels, and of the host's Python.
+"""What of the library a result was measured with: digests of each folder of kernels, of the constants that kernels and
+defaults are made of, and of the host's Python.
 
-Comments and blank lines are left out, so that words may change. Needs nothing but Python.
+Lines of comments and blank ones are left out, so that words may change. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -13,32 +14,37 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
-NSA = {"nsa"}  # folders of kernels that only NSA's results depend on
+NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
+NOT_OF_NSA = {"blocks", "last_queries", "selection", "tail"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def digests(root: Path = ROOT) -> dict[str, Any]:
-    """``kernels``: by folder of raw_kernels; ``host``: of s2o_cupy without its tools and integrations."""
+    """``kernels``: by folder of raw_kernels, and of the constants in spec.py; ``host``: of s2o_cupy but for tools and
+    integrations."""
     kernels: dict[str, list[Path]] = {}
     folder = root / "raw_kernels"
-    for file in sorted(folder.rglob("*.cu*")):
+    for file in sorted(file for end in ("cu", "cuh") for file in folder.rglob(f"*.{end}")):
         kernels.setdefault(file.relative_to(folder).parts[0] if file.parent != folder else ".", []).append(file)
     package = root / "s2o_cupy"
     beside = {package / "tools", package / "integrations"}
     host = [file for file in sorted(package.rglob("*.py")) if not beside & {*file.parents}]
+    constants = re.findall(r"^[A-Z][A-Z0-9_, ]*(?:: [^=]+)?= [^#\n]*", (package / "spec.py").read_text(), re.MULTILINE)
     return {
-        "kernels": {name: _digest(files, folder) for name, files in sorted(kernels.items())},
+        "kernels": {name: _digest(files, folder) for name, files in sorted(kernels.items())}
+        | {"constants": hashlib.sha256("\n".join(map(str.rstrip, constants)).encode()).hexdigest()[:SHOWN]},
         "host": _digest(host, package),
     }
 
 
-def are_older(result: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the kernels that a result was measured with have changed, or nobody knows."""
-    of_nsa = "benchmarks/nsa.py" in result.get("command", "")
-    then = result.get("kernels") or {}
-    return any(
-        then.get(name) != digest for name, digest in now["kernels"].items() if of_nsa or name not in NSA
-    )
+def since(result: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What has become of the kernels that a result was measured with, in words; nothing if they are those of now."""
+    if not result.get("kernels"):
+        return "its kernels were not recorded"
+    others = NOT_OF_NSA if "benchmarks/nsa.py" in result.get("command", "") else NSA
+    names = {*result["kernels"], *now["kernels"]} - others
+    same = all(result["kernels"].get(name) == now["kernels"].get(name) for name in names)
+    return "" if same else "kernels have changed since"
 
 
 def _digest(files: Iterable[Path], folder: Path) -> str:

@@ -326,7 +326,7 @@ def _said(result: dict[str, Any], fixed: list[Column], row: Row) -> str:
     # Folders of the machine that measured say nothing to a reader.
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
     parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`", result.get("note", "")]
-    parts += ["kernels have changed since"] if _digest.are_older(result, NOW) else []
+    parts.append(_digest.since(result, NOW))
     return ", ".join(filter(None, parts))
 
 

@@ -7,6 +7,7 @@ whether it is out of date.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Callable
@@ -114,7 +115,8 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
     loss.margins(x=0.12)
 
     found = [row for row in rows["retrieval"] if row["task"] == "all" and row["attention"] != "cudnn"]
-    for kind, colour in zip(dict.fromkeys(map(_label, found)), (BLUE, ORANGE, GREEN), strict=False):
+    colours = itertools.cycle((BLUE, ORANGE, GREEN, GREY))
+    for kind, colour in zip(dict.fromkeys(map(_label, found)), colours, strict=False):
         line = sorted((row for row in found if _label(row) == kind), key=lambda row: row["length"])
         answers.plot(
             [row["length"] for row in line], [100 * row["right"] for row in line], "-o", ms=4, color=colour, label=kind

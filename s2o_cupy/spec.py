@@ -274,7 +274,7 @@ class S2OConfig:
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores and key orders. Segments are taken in turn to stay within it;
-        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 10
+        one segment of one head always fits. What stands for units of keys comes besides: with rank "query" up to 13
         bytes for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call
         copies keys and values from small pages only within it. The last queries of a prompt (``dense_last``) take up to
         a quarter more, or what one segment of a KV head's query heads takes.

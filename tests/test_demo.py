@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +64,11 @@ def test_demo(tmp_path, capsys):
     assert overall["density"] == pytest.approx(density, abs=0.01)
     assert overall["rel_l2"] == pytest.approx(error, abs=0.25 * error)
     assert overall["density"] == pytest.approx(np.mean([row["density"] for row in found["heads"]]), abs=1e-4)
+    page = Path(__file__).parents[1] / "docs" / "algorithm.md"
+    if found["path"] == "numpy" and page.exists():  # the picture there is of a call without a GPU
+        told = " ".join(page.read_text(encoding="utf-8").split())
+        assert f"{100 * overall['earlier_pairs_computed']:.1f} % of the pairs with earlier keys were computed" in told
+        assert f"the others hold {100 * overall['earlier_mass_left_out']:.1f} % of these keys' softmax mass" in told
     taus, densities = zip(*((point["tau"], point["density"]) for point in found["sweep"]), strict=True)
     assert sorted(taus, reverse=True) == list(taus)
     assert sorted(densities) == list(densities)
@@ -94,7 +100,7 @@ def test_an_error_instead_of_a_tau(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["config"]["tau"] is None and found["adds_tail"] is False
     point = found["sweep"][-1]
-    assert (point["tau"], point["rel_l2"]) == (None, found["overall"]["rel_l2"]) and len(found["sweep"]) == 7
+    assert (point["tau"], point["rel_l2"]) == (None, found["overall"]["rel_l2"]) and len(found["sweep"]) == 8
     if found["path"] == "numpy":
         config = S2OConfig(error=0.05, segment=64, block_n=64, dense_up_to=0)
         _, stats = s2o_attention(*inputs.builtin("trace", 600), config=config, return_stats=True)

@@ -138,8 +138,8 @@ def test_what_a_wgmma_reads_stays_until_a_warp_has_waited_for_it(waits_first, se
 
 
 def kept_pairs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every four columns of x [64, 64] e4m3 the two largest, as 128 threads of a sparse product have them: 16 bytes each
-    [128, 16], and a word that says which they are [128]."""
+    """Of every four columns of x [64, 64] e4m3 the two largest, as 128 threads of a sparse product have them: 16 bytes
+    each [128, 16], and a word that says which they are [128]."""
     size = np.abs(x.astype(np.float32)).reshape(64, 16, 4)
     places = np.sort(np.argsort(-size, axis=2, kind="stable")[..., :2], axis=2)  # [rows, fours, 2]
     kept = np.take_along_axis(x.reshape(64, 16, 4), places, 2).reshape(64, 32).view(np.uint8)

@@ -159,10 +159,13 @@ struct BlockQueries {
 
   static constexpr uint32 kFourNan = 0x7f7f7f7f;  // of e4m3
   // A bit for each number of four that is NaN.
-  static __device__ __forceinline__ uint32 nan_bits(uint32 four) { return (four & kFourNan) + 0x01010101u & 0x80808080u; }
+  static __device__ __forceinline__ uint32 nan_bits(uint32 four) {
+    return (four & kFourNan) + 0x01010101u & 0x80808080u;
+  }
 
   template <class Block>
-  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared) {
+  static __device__ __forceinline__ void load(const RankKeysParams& p, const Block& block,
+                                              typename Traits::Shared& shared) {
     const Geometry& g = p.geometry;
     const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
     const uint16* of_head = p.q.at(block.head / p.heads, block.head % p.heads);
@@ -190,7 +193,8 @@ struct BlockQueries {
     for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kConsumers)
       if (shared.not_finite[r])
         for (int byte = 0; byte < kHeadDim; byte += 16)
-          *reinterpret_cast<uint4*>(shared.queries + r * kHeadDim + byte) = make_uint4(kFourNan, kFourNan, kFourNan, kFourNan);
+          *reinterpret_cast<uint4*>(shared.queries + r * kHeadDim + byte) =
+              make_uint4(kFourNan, kFourNan, kFourNan, kFourNan);
   }
 
   // less[16 * s + j]: of queries 8 * j + lane % 4 * 2 and the next of segment s.

@@ -2,9 +2,9 @@
 //
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
-//   unit_rows  [batch * kv_heads, tiles, KeyTile::kBytes] e4m3, for wgmma: cluster_keys less the centre and times a power
-//              of two, of every four elements the two largest, in the order in which query_weights_sm90.cu reads them
-//              (unit_tile.cuh)
+//   unit_rows  [batch * kv_heads, tiles, KeyTile::kBytes], for wgmma: cluster_keys less the centre and times a power of
+//              two, in e4m3, of every four elements the two largest, and which these are, in the order in which
+//              query_weights_sm90.cu reads them (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
 //   key_exponents [batch * kv_heads]: that power of two
 //

@@ -77,7 +77,8 @@ __device__ __forceinline__ void keep_two(const float (&x)[4], float& first, floa
   choice = low | high << 2;
 }
 
-// Where byte `column` of a row of queries stands in shared memory: swizzled in pieces of 16 bytes, by 128 bytes or, of rows of 64, by 64.
+// Where byte `column` of a row of queries stands in shared memory: swizzled in pieces of 16 bytes, by 128 bytes or, of rows
+// of 64, by 64.
 template <int kHeadDim>
 __device__ __forceinline__ uint32 byte_of_row(int row, int column) {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "rows of one swizzle");

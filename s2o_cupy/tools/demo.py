@@ -27,7 +27,7 @@ CONFIG = S2OConfig(dense_up_to=0)
 
 MAPS = 8  # heads that a picture has room for
 LONG = 8192  # keys from which a call is longer than its launches, and S2O has something to leave out
-SWEEP = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+SWEEP = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
 def run(

@@ -280,8 +280,9 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
     in_place[:, :, first:end] = rounded * back[..., None, None]
     keys = got.rows.astype(np.float64)
     want = ordering.query_weights(in_place, norms, keys, shares, n, geometry, 1 / LOG2E).astype(np.float64)
-    # Sums of e4m3 products round to float16 four times at most, and lose what is 2^-12 below their largest part; norm,
-    # share and what they are added to round once each.
+    # Sums of e4m3 products round to float16 once for each 64 elements, and lose of each product what is 2^-12 below
+    # the largest of these; norm, share and what they are added to round once each. Twice the steps stand for what is
+    # lost.
     steps = max(2, -(-problem.head_dim // 32)) + 2
     sums = _magnitudes(finite(rounded), finite(keys[:, :, units]))
     bound = (sums * steps * 2 * UNIT16 + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16

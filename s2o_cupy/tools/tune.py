@@ -21,7 +21,7 @@ from .sampled import ErrorEstimate, Sample
 
 __all__ = ["DENSE_ON_A_GPU", "TAUS", "Target", "TuneResult", "parse_target", "parse_taus", "tune"]
 
-TAUS = (0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
+TAUS = (0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
 HALVINGS = 4  # of the gap between two taus of the grid, in logarithms: a sample tells no more
 DENSE_ON_A_GPU = (
     "On a GPU a call of {:,} keys is plain dense attention by dense_up_to; here S2O is measured all the same"

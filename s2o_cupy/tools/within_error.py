@@ -16,7 +16,7 @@ from .tune import TAUS, parse_taus, positive
 
 __all__ = ["WITHIN_TAUS", "attention_within"]
 
-WITHIN_TAUS = (0.5, 0.2, *TAUS)
+WITHIN_TAUS = TAUS
 
 
 @answers_habits

@@ -218,6 +218,6 @@ class QueryOrder(Order):
     def scores(self, build: Builder, chunk: Chunk, values: Mapping[str, Any]) -> Launch:
         blocks = query_weight_blocks(self.kernel, chunk)
         values = {**values, "scale_log2": self.signed_scale_log2}
-        return build.launch(
-            "unit_weights", self.kernel, blocks, values, chunk, read={"unit_keys": "cluster_keys"}
-        )
+        # In 8 bits groups are done with, and scores lie where they lay.
+        read = {"unit_keys": "", "cluster_shares": ""} if self.in_bytes else {"unit_keys": "cluster_keys"}
+        return build.launch("unit_weights", self.kernel, blocks, values, chunk, read=read)
