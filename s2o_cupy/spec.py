@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from .by_head import check_error, check_tau
+from .errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
     "ERROR_SEGMENTS",
@@ -152,10 +153,10 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     """``value``, of Python or NumPy, as an int, or an error that says what is accepted."""
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
     number = value if isinstance(value, int) else int(value)  # a default stays one
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{owner}: {name} is {number}; accepted: {accepted}")
+        raise ArgumentValueError(f"{name} is {number}; accepted: {accepted}", owner)
     return number
 
 
@@ -202,7 +203,7 @@ def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
-def not_a_config(owner: str, config: Any) -> TypeError:
+def not_a_config(config: Any, owner: str = "") -> ArgumentTypeError:
     """What to raise where ``config`` should have been an S2OConfig, with what was probably meant."""
     meant = ""
     if isinstance(config, Mapping):
@@ -211,7 +212,7 @@ def not_a_config(owner: str, config: Any) -> TypeError:
         meant = f", an object: {config.__name__}()"
     elif isinstance(config, numbers.Real) and not isinstance(config, bool):
         meant = f", such as S2OConfig(tau={config})"
-    return TypeError(f"{owner}: config is a {type(config).__name__}; accepted: S2OConfig or None{meant}")
+    return ArgumentTypeError(f"config is a {type(config).__name__}; accepted: S2OConfig or None{meant}", owner)
 
 
 def takes_defaults_for_given(cls: type[_Class]) -> type[_Class]:
