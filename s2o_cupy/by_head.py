@@ -15,7 +15,7 @@ from .errors import ArgumentTypeError, ArgumentValueError
 __all__ = ["by_head", "check_error", "check_one_tau", "check_tau", "check_value_skip"]
 
 
-def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str) -> float | tuple[float, ...]:
+def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str = "") -> float | tuple[float, ...]:
     """``check(name, number)`` of a number, or of one for each query head: a sequence or an array on the host."""
     # Text, what has no order, and arrays without an axis are for the check to refuse.
     is_one = isinstance(value, (str, bytes, Mapping, Set)) or getattr(value, "ndim", 1) == 0
@@ -37,7 +37,7 @@ def _real(name: str, value: Any, accepted: str, owner: str) -> float:
         raise ArgumentValueError(f"{name} is beyond what a float holds; accepted: {accepted}", owner) from error
 
 
-def check_tau(tau: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
+def check_tau(tau: Any, owner: str = "") -> float | tuple[float, ...]:
     """A number of at least 0, or one for each query head, or an error that says what is accepted."""
     return by_head("tau", tau, lambda name, value: check_one_tau(name, value, owner), owner)
 
@@ -50,7 +50,7 @@ def check_one_tau(name: str, tau: Any, owner: str) -> float:
     return value
 
 
-def check_error(error: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
+def check_error(error: Any, owner: str = "") -> float | tuple[float, ...]:
     """A finite number above 0, or one for each query head, likewise."""
     accepted = "a finite number above 0, or one for each query head"
 
@@ -63,7 +63,7 @@ def check_error(error: Any, owner: str = "S2OConfig") -> float | tuple[float, ..
     return by_head("error", error, check, owner)
 
 
-def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None:
+def check_value_skip(value: Any, owner: str = "") -> float | tuple[float, ...] | None:
     """A number below 0, or one for each query head, likewise. None where nothing is left out."""
     accepted = "None, or a number below 0, or one for each query head"
     if value is None:

@@ -79,7 +79,7 @@ def sparse_attention_paged(
         "is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse,
         "return_stats": return_stats, "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
-    seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN, owner="")
+    seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN)
     method = as_method(config)
     if isinstance(method, S2OConfig):
         return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=method, **options)

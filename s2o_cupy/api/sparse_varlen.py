@@ -151,7 +151,7 @@ def sparse_attention_varlen(
     >>> sparse_attention_varlen(q, k, v, [0, 800, 900], config=MeanPoolingConfig(threshold=0.5)).shape
     (900, 2, 64)
     """
-    dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN, owner="")
+    dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN)
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
     call = _Packed(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
     short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]

@@ -207,7 +207,7 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
         raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
     scalars = scalars_of(config)
     if tau is not None:
-        of_heads = check_tau(tau, "")
+        of_heads = check_tau(tau)
         scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
     return scalars
 
