@@ -252,9 +252,8 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
             raise ArgumentValueError(f"seqlen_{name} is {length}; accepted: up to {MAX_SEQLEN}")
     if problem.is_causal and problem.seqlen_q > problem.seqlen_k:
         raise ArgumentValueError(
-            f"seqlen_q {problem.seqlen_q} exceeds seqlen_k {problem.seqlen_k}; accepted with "
-            "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
-            "(the last query sees the last key)"
+            f"seqlen_q {problem.seqlen_q} exceeds seqlen_k {problem.seqlen_k}; accepted with is_causal=True: seqlen_k "
+            ">= seqlen_q, as the causal mask is aligned bottom-right (the last query sees the last key)"
         )
 
 

@@ -82,9 +82,8 @@ def check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None
         raise ArgumentValueError(f"sequence {i} has {longest} rows; accepted: up to {MAX_SEQLEN}")
     if is_causal and seqlen_q > seqlen_k:
         raise ArgumentValueError(
-            f"sequence {i} has {seqlen_q} queries and {seqlen_k} keys; accepted with "
-            "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
-            "(the last query sees the last key)"
+            f"sequence {i} has {seqlen_q} queries and {seqlen_k} keys; accepted with is_causal=True: seqlen_k >= "
+            "seqlen_q, as the causal mask is aligned bottom-right (the last query sees the last key)"
         )
 
 

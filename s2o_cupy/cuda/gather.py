@@ -47,9 +47,8 @@ def gather(
     """
     if form.order_batch and not all(x.pointer % 16 == 0 and x.is_aligned() for x in operands):
         raise ArgumentValueError(
-            "the schedule has a k_order, and a row of q, k, v or out does not start on 16 bytes, or "
-            f"head_dim ({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 "
-            "elements"
+            "the schedule has a k_order, and a row of q, k, v or out does not start on 16 bytes, or head_dim "
+            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
         )
     state, keeper = 0, None
     if form.dense is not None:
