@@ -10,10 +10,12 @@ import numbers
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from .errors import ArgumentTypeError, ArgumentValueError
+
 __all__ = ["by_head", "check_error", "check_one_tau", "check_tau", "check_value_skip"]
 
 
-def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str) -> float | tuple[float, ...]:
+def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str = "") -> float | tuple[float, ...]:
     """``check(name, number)`` of a number, or of one for each query head: a sequence or an array on the host."""
     # Text, what has no order, and arrays without an axis are for the check to refuse.
     is_one = isinstance(value, (str, bytes, Mapping, Set)) or getattr(value, "ndim", 1) == 0
@@ -22,20 +24,20 @@ def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: st
     value = value.tolist() if hasattr(value, "tolist") else value
     found = tuple([check(f"{name}[{i}]", x) for i, x in enumerate(value)])
     if not found:
-        raise ValueError(f"{owner}: {name} is empty; accepted: a number, or one for each query head")
+        raise ArgumentValueError(f"{name} is empty; accepted: a number, or one for each query head", owner)
     return found
 
 
 def _real(name: str, value: Any, accepted: str, owner: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError(f"{owner}: {name} is beyond what a float holds; accepted: {accepted}") from error
+        raise ArgumentValueError(f"{name} is beyond what a float holds; accepted: {accepted}", owner) from error
 
 
-def check_tau(tau: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
+def check_tau(tau: Any, owner: str = "") -> float | tuple[float, ...]:
     """A number of at least 0, or one for each query head, or an error that says what is accepted."""
     return by_head("tau", tau, lambda name, value: check_one_tau(name, value, owner), owner)
 
@@ -44,24 +46,24 @@ def check_one_tau(name: str, tau: Any, owner: str) -> float:
     accepted = "a number >= 0 (0 never stops: dense attention; math.inf stops after one key tile), or one for each head"
     value = _real(name, tau, accepted, owner)
     if not value >= 0:  # NaN fails too
-        raise ValueError(f"{owner}: {name} is {tau}; accepted: {accepted}")
+        raise ArgumentValueError(f"{name} is {tau}; accepted: {accepted}", owner)
     return value
 
 
-def check_error(error: Any, owner: str = "S2OConfig") -> float | tuple[float, ...]:
+def check_error(error: Any, owner: str = "") -> float | tuple[float, ...]:
     """A finite number above 0, or one for each query head, likewise."""
     accepted = "a finite number above 0, or one for each query head"
 
     def check(name: str, value: Any) -> float:
         number = _real(name, value, accepted, owner)
         if not 0 < number < math.inf:
-            raise ValueError(f"{owner}: {name} is {value}; accepted: {accepted}")
+            raise ArgumentValueError(f"{name} is {value}; accepted: {accepted}", owner)
         return number
 
     return by_head("error", error, check, owner)
 
 
-def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None:
+def check_value_skip(value: Any, owner: str = "") -> float | tuple[float, ...] | None:
     """A number below 0, or one for each query head, likewise. None where nothing is left out."""
     accepted = "None, or a number below 0, or one for each query head"
     if value is None:
@@ -70,8 +72,8 @@ def check_value_skip(value: Any, owner: str) -> float | tuple[float, ...] | None
     def check(name: str, number: Any) -> float:
         value = _real(name, number, accepted, owner)
         if not value < 0:  # NaN fails too
-            raise ValueError(
-                f"{owner}: {name} is {number!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)"
+            raise ArgumentValueError(
+                f"{name} is {number!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)", owner
             )
         return value
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .caches import remembered
+from .errors import ArgumentTypeError, ArgumentValueError
 from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
 
 __all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
@@ -108,9 +109,9 @@ def validate(
     )
     try:
         _check_sizes(problem, q, k, v)
-    except ValueError as error:
+    except ArgumentValueError as error:
         if has_layout and layout == "BHSD" and _fits_bshd(problem, q, k, v):
-            raise ValueError(f"{error}. Did you mean layout='BSHD'? These shapes fit it") from None
+            raise ArgumentValueError(f"{error.args[0]}. Did you mean layout='BSHD'? These shapes fit it") from None
         raise
     # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
     many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
@@ -152,7 +153,7 @@ def cached_validate(shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: 
 
 def _check_layout(layout: Any) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+        raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
 
 
 def _parse_shapes(shapes: list[Shape], layout: str) -> tuple[Shape, ...]:
@@ -160,13 +161,13 @@ def _parse_shapes(shapes: list[Shape], layout: str) -> tuple[Shape, ...]:
     without_batch = layout.replace("B", "", 1)
     for name, shape in zip("qkv", shapes, strict=True):
         if len(shape) not in (3, 4):
-            raise ValueError(
-                f"s2o_attention: {name} has {len(shape)} axes, shape {shape}; accepted: 4 axes ({layout}) or "
+            raise ArgumentValueError(
+                f"{name} has {len(shape)} axes, shape {shape}; accepted: 4 axes ({layout}) or "
                 f"3 ({without_batch}; S is the sequence, H the heads, D the head dimension)"
             )
     if len({len(shape) for shape in shapes}) > 1:
-        raise ValueError(
-            f"s2o_attention: q, k and v have {', '.join(str(len(s)) for s in shapes)} axes; "
+        raise ArgumentValueError(
+            f"q, k and v have {', '.join(str(len(s)) for s in shapes)} axes; "
             "accepted: the same number for all three, with or without a batch axis"
         )
     full = [(1, *shape) if len(shape) == 3 else shape for shape in shapes]
@@ -177,31 +178,31 @@ def _check_dtypes(dtypes: Sequence[str], backend: str) -> str:
     accepted = BACKEND_DTYPES[backend]
     if len(set(dtypes)) > 1:
         came = ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", dtypes, strict=True))
-        raise TypeError(
-            f"s2o_attention: dtypes differ: {came}; accepted: one dtype for all three "
+        raise ArgumentTypeError(
+            f"dtypes differ: {came}; accepted: one dtype for all three "
             f"({', '.join(accepted)}), as nothing is cast silently"
         )
     dtype = dtypes[0]
     if dtype in accepted:
         return dtype
-    message = f"s2o_attention: q, k and v are {dtype}; accepted on backend {backend!r}: {', '.join(accepted)}"
+    message = f"q, k and v are {dtype}; accepted on backend {backend!r}: {', '.join(accepted)}"
     if backend == "cupy" and dtype in BACKEND_DTYPES["numpy"]:
         message += '; cast the inputs to bfloat16 (.astype or .to), or pass backend="numpy" (slow)'
-    raise TypeError(message)
+    raise ArgumentTypeError(message)
 
 
 def _check_causal(is_causal: Any) -> bool:
     if type(is_causal).__name__ in ("bool", "bool_"):  # Python's and NumPy's
         return bool(is_causal)
-    raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
+    raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
 
 
 def _check_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim) if head_dim > 0 else 1.0
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(
-            f"s2o_attention: scale is {scale!r} ({type(scale).__name__}); "
+        raise ArgumentTypeError(
+            f"scale is {scale!r} ({type(scale).__name__}); "
             "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
         )
     try:
@@ -209,9 +210,8 @@ def _check_scale(scale: Any, head_dim: int) -> float:
     except OverflowError:  # an integer beyond any float
         value = math.inf
     if not abs(value) <= MAX_SCALE:  # NaN and infinities fail too
-        raise ValueError(
-            f"s2o_attention: scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, "
-            "or None for 1 / sqrt(head_dim)"
+        raise ArgumentValueError(
+            f"scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, or None for 1 / sqrt(head_dim)"
         )
     return value
 
@@ -220,57 +220,53 @@ def check_softcap(softcap: Any) -> float:
     """``softcap`` as a float, or an error that says what is accepted."""
     accepted = f"accepted: 0 (off), or a number from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}"
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        raise TypeError(f"s2o_attention: softcap is {softcap!r} ({type(softcap).__name__}); {accepted}")
+        raise ArgumentTypeError(f"softcap is {softcap!r} ({type(softcap).__name__}); {accepted}")
     try:
         value = float(softcap)
     except OverflowError:  # an integer beyond any float
         value = math.inf
     if not (value == 0 or MIN_SOFTCAP <= value <= MAX_SOFTCAP):  # NaN fails too
-        raise ValueError(f"s2o_attention: softcap is {softcap}; {accepted}")
+        raise ArgumentValueError(f"softcap is {softcap}; {accepted}")
     return value
 
 
 def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
     if k != v:
-        raise ValueError(
-            f"s2o_attention: k is {k} and v is {v} as (batch, kv_heads, seqlen_k, head_dim); "
-            "accepted: the same shape for both"
+        raise ArgumentValueError(
+            f"k is {k} and v is {v} as (batch, kv_heads, seqlen_k, head_dim); accepted: the same shape for both"
         )
     for axis, name in ((0, "batch"), (3, "head_dim")):
         if q[axis] != k[axis]:
-            raise ValueError(
-                f"s2o_attention: q has {name} {q[axis]}, k and v have {k[axis]}; accepted: the same {name}"
-            )
+            raise ArgumentValueError(f"q has {name} {q[axis]}, k and v have {k[axis]}; accepted: the same {name}")
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"s2o_attention: head_dim is {problem.head_dim}; accepted: 1 to {MAX_HEAD_DIM} (the limit)")
+        raise ArgumentValueError(f"head_dim is {problem.head_dim}; accepted: 1 to {MAX_HEAD_DIM} (the limit)")
     heads, kv_heads = problem.heads, problem.kv_heads
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"s2o_attention: q has {heads} heads, k and v have {kv_heads}; "
+        raise ArgumentValueError(
+            f"q has {heads} heads, k and v have {kv_heads}; "
             "accepted: heads a multiple of kv_heads (grouped-query attention)"
             + (", so that q has the more of them" if 0 < heads < kv_heads else "")
         )
     for name, length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
         if length > MAX_SEQLEN:
-            raise ValueError(f"s2o_attention: seqlen_{name} is {length}; accepted: up to {MAX_SEQLEN}")
+            raise ArgumentValueError(f"seqlen_{name} is {length}; accepted: up to {MAX_SEQLEN}")
     if problem.is_causal and problem.seqlen_q > problem.seqlen_k:
-        raise ValueError(
-            f"s2o_attention: seqlen_q {problem.seqlen_q} exceeds seqlen_k {problem.seqlen_k}; accepted with "
-            "is_causal=True: seqlen_k >= seqlen_q, as the causal mask is aligned bottom-right "
-            "(the last query sees the last key)"
+        raise ArgumentValueError(
+            f"seqlen_q {problem.seqlen_q} exceeds seqlen_k {problem.seqlen_k}; accepted with is_causal=True: seqlen_k "
+            ">= seqlen_q, as the causal mask is aligned bottom-right (the last query sees the last key)"
         )
 
 
 def _check_by_head(problem: Problem, config: S2OConfig) -> None:
     for name, value in (("tau", config.tau), ("error", config.error)):
         if isinstance(value, tuple) and len(value) != problem.heads:
-            raise ValueError(
-                f"s2o_attention: {name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
+            raise ArgumentValueError(
+                f"{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
                 "number for all heads, or one for each query head"
             )
     if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:
-        raise ValueError(
-            f"s2o_attention: config.error with is_causal=False and {problem.geometry(config).segments} segments, which "
+        raise ArgumentValueError(
+            f"config.error with is_causal=False and {problem.geometry(config).segments} segments, which "
             "depend on keys after them too; accepted: a tau, is_causal=True, or a single segment"
         )
 
@@ -281,33 +277,31 @@ def _fits_bshd(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:
     swapped = replace(problem, heads=q[1], kv_heads=k[1], seqlen_q=q[2], seqlen_k=k[2])
     try:
         _check_sizes(swapped, q, k, v)
-    except ValueError:
+    except ArgumentValueError:
         return False
     return swapped.seqlen_k > swapped.kv_heads
 
 
 def _check_on_cpu(config: S2OConfig) -> None:
     if config.path != "auto":
-        raise ValueError(
-            f"s2o_attention: config.path is {config.path!r}, which names GPU kernels, and this call runs on the CPU; "
+        raise ArgumentValueError(
+            f"config.path is {config.path!r}, which names GPU kernels, and this call runs on the CPU; "
             "accepted there: 'auto'"
         )
     for name, value in (("block_m", config.block_m), ("block_n", config.block_n)):
         if value % CPU_BLOCK_UNIT or value > CPU_BLOCK_MAX:
-            raise ValueError(
-                f"s2o_attention: config.{name} is {value}; accepted on the CPU: "
-                f"multiples of {CPU_BLOCK_UNIT} up to {CPU_BLOCK_MAX}"
+            raise ArgumentValueError(
+                f"config.{name} is {value}; accepted on the CPU: multiples of {CPU_BLOCK_UNIT} up to {CPU_BLOCK_MAX}"
             )
 
 
 def _check_gpu_blocks(config: S2OConfig) -> None:
     if config.block_m not in GPU_BLOCK_M:
-        raise ValueError(
-            f"s2o_attention: config.block_m is {config.block_m}; accepted on the GPU: "
-            f"{' or '.join(map(str, GPU_BLOCK_M))}"
+        raise ArgumentValueError(
+            f"config.block_m is {config.block_m}; accepted on the GPU: {' or '.join(map(str, GPU_BLOCK_M))}"
         )
     if config.block_n % GPU_BLOCK_N_UNIT or config.block_n > GPU_BLOCK_N_MAX:
-        raise ValueError(
-            f"s2o_attention: config.block_n is {config.block_n}; accepted on the GPU: "
+        raise ArgumentValueError(
+            f"config.block_n is {config.block_n}; accepted on the GPU: "
             f"multiples of {GPU_BLOCK_N_UNIT} up to {GPU_BLOCK_N_MAX}"
         )

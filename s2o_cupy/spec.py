@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from .by_head import check_error, check_tau
+from .errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 
 __all__ = [
     "ERROR_SEGMENTS",
@@ -46,7 +47,7 @@ __all__ = [
     "moment_group",
     "moment_keys",
     "checked_int",
-    "names_unknown_fields",
+    "names_its_fields",
     "not_a_config",
     "tau_text",
 ]
@@ -148,14 +149,14 @@ class S2OError(RuntimeError):
     """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
 
 
-def checked_int(name: str, value: Any, low: int, high: int | None = None, owner: str = "S2OConfig") -> int:
+def checked_int(name: str, value: Any, low: int, high: int | None = None, owner: str = "") -> int:
     """``value``, of Python or NumPy, as an int, or an error that says what is accepted."""
     accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
     number = value if isinstance(value, int) else int(value)  # a default stays one
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{owner}: {name} is {number}; accepted: {accepted}")
+        raise ArgumentValueError(f"{name} is {number}; accepted: {accepted}", owner)
     return number
 
 
@@ -184,25 +185,30 @@ def _plain(value: Any) -> Any:
 _Class = TypeVar("_Class")
 
 
-def names_unknown_fields(cls: type[_Class]) -> type[_Class]:
-    """A field that the dataclass has not is answered with those that it has, and with the nearest of them."""
+def names_its_fields(cls: type[_Class]) -> type[_Class]:
+    """Errors of the dataclass's fields begin with its name. A field that it has not is answered with those that it has,
+    and with the nearest of them."""
     make = cls.__init__
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                meant = f"did you mean {near[0]}? " if near else ""
-                raise TypeError(f"{cls.__name__}: {name} is not a field; {meant}accepted: {', '.join(known)}")
-        make(self, *args, **given)
+        try:
+            for name in given:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1)
+                    meant = f"did you mean {near[0]}? " if near else ""
+                    raise ArgumentTypeError(f"{name} is not a field; {meant}accepted: {', '.join(known)}")
+            make(self, *args, **given)
+        except ArgumentError as error:
+            error.args = error.args[0], cls.__name__
+            raise
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
 
 
-def not_a_config(owner: str, config: Any) -> TypeError:
+def not_a_config(config: Any, owner: str = "") -> ArgumentTypeError:
     """What to raise where ``config`` should have been an S2OConfig, with what was probably meant."""
     meant = ""
     if isinstance(config, Mapping):
@@ -211,7 +217,7 @@ def not_a_config(owner: str, config: Any) -> TypeError:
         meant = f", an object: {config.__name__}()"
     elif isinstance(config, numbers.Real) and not isinstance(config, bool):
         meant = f", such as S2OConfig(tau={config})"
-    return TypeError(f"{owner}: config is a {type(config).__name__}; accepted: S2OConfig or None{meant}")
+    return ArgumentTypeError(f"config is a {type(config).__name__}; accepted: S2OConfig or None{meant}", owner)
 
 
 def takes_defaults_for_given(cls: type[_Class]) -> type[_Class]:
@@ -229,7 +235,7 @@ def takes_defaults_for_given(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
-@names_unknown_fields
+@names_its_fields
 @takes_defaults_for_given
 @dataclass(frozen=True)
 class S2OConfig:
@@ -327,7 +333,7 @@ class S2OConfig:
     def __post_init__(self) -> None:
         self._default("rank", "weight" if self._is_given("pooled_queries") else "query")
         if self.rank not in RANKS:
-            raise ValueError(f"S2OConfig: rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
+            raise ArgumentValueError(f"rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         self._default("segment", 128 if self.orders_units else 1024)
         self._set("segment", checked_int("segment", self.segment, 1, MAX_SEGMENT))
         self._set_tau()
@@ -337,7 +343,7 @@ class S2OConfig:
         self._set("unit", checked_int("unit", self.unit, 1))
         if self.unit not in (UNITS if self.orders_units else (1,)):
             accepted = ", ".join(map(str, UNITS)) if self.orders_units else "1, or rank='query' or 'weight'"
-            raise ValueError(f"S2OConfig: unit is {self.unit} with rank={self.rank!r}; accepted: {accepted}")
+            raise ArgumentValueError(f"unit is {self.unit} with rank={self.rank!r}; accepted: {accepted}")
         most = MAX_POOLED_QUERIES.get(self.rank)
         few = {
             "mean": 1, "max": 16, "weight": min(-(-self.segment // WEIGHT_RUN), MAX_POOLED_QUERIES["weight"]),
@@ -346,13 +352,13 @@ class S2OConfig:
         self._default("pooled_queries", min(few[self.rank], self.segment))
         self._set("pooled_queries", checked_int("pooled_queries", self.pooled_queries, 1, most))
         if self.rank == "mean" and self.pooled_queries != 1:
-            raise ValueError(
-                f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
+            raise ArgumentValueError(
+                f"pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
                 "accepted: 1, or rank='weight' or 'max'"
             )
         if self.rank == "query" and self.pooled_queries != self.segment:
-            raise ValueError(
-                f"S2OConfig: pooled_queries is {self.pooled_queries} with rank='query', where each of the segment's "
+            raise ArgumentValueError(
+                f"pooled_queries is {self.pooled_queries} with rank='query', where each of the segment's "
                 f"{self.segment} queries is one; accepted: None, or rank='weight' or 'max'"
             )
         by_query = self.rank == "query"
@@ -360,7 +366,7 @@ class S2OConfig:
         self._set("clusters", checked_int("clusters", self.clusters, 0))
         if self.clusters not in (CLUSTERS if by_query else (0,)):
             accepted = " or ".join(map(str, CLUSTERS)) if by_query else "None, or rank='query'"
-            raise ValueError(f"S2OConfig: clusters is {self.clusters} with rank={self.rank!r}; accepted: {accepted}")
+            raise ArgumentValueError(f"clusters is {self.clusters} with rank={self.rank!r}; accepted: {accepted}")
         self._set("window", checked_int("window", self.window, 0))
         self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
         if self.dense_up_to is not None:
@@ -368,9 +374,9 @@ class S2OConfig:
         if self.dense_last is not None:
             self._set("dense_last", checked_int("dense_last", self.dense_last, 0))
         if self.tail is not None and self.tail not in TAILS:
-            raise ValueError(f"S2OConfig: tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
+            raise ArgumentValueError(f"tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
         if self.path not in PATHS:
-            raise ValueError(f"S2OConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+            raise ArgumentValueError(f"path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
         _ = self.values  # found here, so that torch.compile meets nothing but a tuple
 
     def _set(self, name: str, value: Any) -> None:
@@ -380,9 +386,8 @@ class S2OConfig:
         """At most one of tau and error."""
         if self.error is not None:
             if self.tau is not None:
-                raise ValueError(
-                    f"S2OConfig: tau is {self.tau} and error is {self.error}; accepted: one of them, as an error finds "
-                    "its taus"
+                raise ArgumentValueError(
+                    f"tau is {self.tau} and error is {self.error}; accepted: one of them, as an error finds its taus"
                 )
             self._set("error", check_error(self.error))
         elif self.tau is not None:
@@ -456,7 +461,8 @@ class S2OConfig:
     def tau_of(self, candidates: int) -> float | tuple[float, ...]:
         """tau of a segment with so many earlier keys, of a config without an error: the one given, or the default."""
         if self.error is not None:
-            raise ValueError(f"S2OConfig: error is {self.error}, whose taus a call finds; accepted here: a tau")
+            accepted = "whose taus a call finds; accepted here: a tau"
+            raise ArgumentValueError(f"error is {self.error}, {accepted}", "S2OConfig")
         if self.tau is None:
             return self.default_tau * math.sqrt(LONG_FROM / max(candidates, LONG_FROM))
         return self.tau  # type: ignore[return-value]  # a sequence is a tuple from __post_init__ on
@@ -482,7 +488,7 @@ class S2OConfig:
     def errors(self, heads: int) -> tuple[float, ...]:
         """Of each query head, of a config with an error."""
         if self.error is None:
-            raise ValueError("S2OConfig: error is None; accepted here: an error, whose taus a call finds")
+            raise ArgumentValueError("error is None; accepted here: an error, whose taus a call finds", "S2OConfig")
         return tuple(self.error) if isinstance(self.error, Sequence) else (self.error,) * heads
 
     def of_chunk(self, begin: int, end: int, seqlen: int) -> S2OConfig:

@@ -19,6 +19,7 @@ REFERENCE = Path(s2o_cupy.reference.__file__).parent
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers", "diffusers", "sglang", "vllm")
 # Floors of the house: a room imports from its own floor's files and from those below, never from above.
 FLOORS = (
+    {"errors"},
     {"by_head", "extras"},
     {"spec", "caches"},
     {"problem"},

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
 from s2o_cupy import MeanPoolingConfig, Schedule, gather_attention, gather_attention_paged, select, sparse_attention
+from s2o_cupy.errors import ArgumentTypeError, ArgumentValueError, arguments_of
 
 MEAN = MeanPoolingConfig()
 RULES = {"seqlen_q": 128, "seqlen_k": 128, "segment": 128}
@@ -59,3 +63,24 @@ def test_what_only_attention_is_told():
         gather_attention_paged(q, pages, pages, table.astype(float), schedule())
     with pytest.raises(ValueError, match="^gather_attention: the schedule is for seqlen_q 128; accepted: 64"):
         gather_attention(q[:, :, :64], k, v, schedule())
+
+
+def test_the_caller_of_others_is_named():
+    @arguments_of("inner")
+    def inner():
+        raise ArgumentValueError("x is 1; accepted: 2")
+
+    with pytest.raises(ValueError, match="^inner: x is 1; accepted: 2$"):
+        inner()
+    with pytest.raises(ValueError, match="^outer: x is 1; accepted: 2$") as found, arguments_of("outer"):
+        inner()
+    for other in (copy.copy(found.value), pickle.loads(pickle.dumps(found.value))):
+        assert type(other) is ArgumentValueError
+        assert str(other) == str(found.value)
+
+
+def test_what_has_an_owner_keeps_it():
+    with pytest.raises(TypeError, match="^Owner: x is 1$"), arguments_of("function"):
+        raise ArgumentTypeError("x is 1", "Owner")
+    with pytest.raises(ValueError, match="^plain: x is 1$"), arguments_of("function"):
+        raise ValueError("plain: x is 1")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..arrays.operand import axes
 from ..caches import remembered
+from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, Shape, validate
 from ..spec import S2OConfig
@@ -156,23 +157,21 @@ def packed(
     backend: str, is_causal: Any, scale: Any, softcap: Any,
 ) -> Batch:  # fmt: skip
     """q, k and v, each with sequences packed one behind the other."""
-    function, (q, k, _) = "s2o_attention_varlen", forms
-    _check_no_error(function, config)
-    base = check_packed_shapes(
-        function, [x[0] for x in forms], [x[2] for x in forms], config, backend, is_causal, scale, softcap
-    )
-    check_packed_queries(function, starts_q, q[0][0])
+    q, k, _ = forms
+    _check_no_error(config)
+    base = check_packed_shapes([x[0] for x in forms], [x[2] for x in forms], config, backend, is_causal, scale, softcap)
+    check_packed_queries(starts_q, q[0][0])
     if starts_k is None:
         starts_k = starts_q
         if k[0][0] != q[0][0]:
-            raise ValueError(
-                f"{function}: cu_seqlens_k is None, but q has {q[0][0]} rows and k {k[0][0]}; "
+            raise ArgumentValueError(
+                f"cu_seqlens_k is None, but q has {q[0][0]} rows and k {k[0][0]}; "
                 "accepted: None only for sequences with as many keys as queries"
             )
     else:
-        check_packed_keys(function, starts_q, starts_k, k[0][0])
+        check_packed_keys(starts_q, starts_k, k[0][0])
     lengths = [end - begin for begin, end in itertools.pairwise(starts_k)]
-    parts = _one_each(function, base, starts_q, starts_k[:-1], lengths)
+    parts = _one_each(base, starts_q, starts_k[:-1], lengths)
     return Batch(parts, base, config, forms, layout="BSHD", packed=True)
 
 
@@ -182,8 +181,8 @@ def paged(
 ) -> Batch:  # fmt: skip
     """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
     ``starts_q`` is given."""
-    function, (q, k_pages, _, page_table) = "s2o_attention_paged", forms
-    _check_no_error(function, config)
+    q, k_pages, _, page_table = forms
+    _check_no_error(config)
     check_paged_shapes([x[0] for x in forms], [x[2] for x in forms], layout, packed=starts_q is not None)
     lengths = paged_lengths(seqlen_k, k_pages[0], page_table[0], layout)
     kv_heads, head_dim = k_pages[0][2 if layout == "NHD" else 1], k_pages[0][3]
@@ -191,9 +190,9 @@ def paged(
     if starts_q is not None:
         no_keys = (0, kv_heads, head_dim)
         shapes = [q[0], no_keys, no_keys]
-        base = check_packed_shapes(function, shapes, dtypes, config, backend, is_causal, scale, softcap)
-        check_packed_queries(function, starts_q, q[0][0], batch=len(lengths))
-        parts = _one_each(function, base, starts_q, [0] * len(lengths), lengths)
+        base = check_packed_shapes(shapes, dtypes, config, backend, is_causal, scale, softcap)
+        check_packed_queries(starts_q, q[0][0], batch=len(lengths))
+        parts = _one_each(base, starts_q, [0] * len(lengths), lengths)
         return Batch(parts, base, config, forms, layout="BSHD", packed=True, page_layout=PAGE_LAYOUTS[layout])
 
     longest = max(lengths, default=q[0][2])  # of no sequence: as long as it takes to be accepted
@@ -212,18 +211,16 @@ def paged(
     return Batch(parts, problems[longest], config, forms, layout="BHSD", page_layout=PAGE_LAYOUTS[layout])
 
 
-def _check_no_error(function: str, config: S2OConfig) -> None:
+def _check_no_error(config: S2OConfig) -> None:
     if config.error is not None:
-        raise ValueError(
-            f"{function}: config.error is {config.error}; accepted: a tau, or one for each query head, as "
+        raise ArgumentValueError(
+            f"config.error is {config.error}; accepted: a tau, or one for each query head, as "
             "s2o_attention with that error finds on one of the sequences (config.with_found_taus(stats.tau_per_head[0])"
             ", which has their tail='none'), or tune"
         )
 
 
-def _one_each(
-    function: str, base: Problem, starts_q: tuple[int, ...], begins_k: Any, lengths_k: list[int]
-) -> list[Part]:
+def _one_each(base: Problem, starts_q: tuple[int, ...], begins_k: Any, lengths_k: list[int]) -> list[Part]:
     """A part for each sequence of a packed q; sequences of the same lengths share a problem."""
     problems: dict[tuple[int, int], Problem] = {}
     parts = []
@@ -231,7 +228,7 @@ def _one_each(
     for i, ((begin_q, end_q), begin_k, length_k) in enumerate(each):
         lengths = end_q - begin_q, length_k
         if lengths not in problems:
-            check_lengths(function, i, *lengths, base.is_causal)
+            check_lengths(i, *lengths, base.is_causal)
             problems[lengths] = replace(base, seqlen_q=lengths[0], seqlen_k=lengths[1])
         parts.append(Part(i, i + 1, begin_q, begin_k, problems[lengths]))
     return parts

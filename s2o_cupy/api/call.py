@@ -11,6 +11,7 @@ from ..arrays.arguments import check_out, describe
 from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
+from ..errors import ArgumentValueError
 from .on_gpu import load_pipeline
 
 __all__ = ["Call", "parse_backend"]
@@ -21,18 +22,16 @@ BACKENDS = ("auto", "cupy", "numpy")
 def parse_backend(backend: Any, device: Device, stream: Any) -> str:
     """ "cupy" or "numpy"."""
     if backend not in BACKENDS:
-        raise ValueError(f"s2o_attention: backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
+        raise ArgumentValueError(f"backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
     if device.kind not in ("cpu", "cuda"):
-        raise ValueError(
-            f"s2o_attention: q, k and v are on {device}; accepted: the CPU or an NVIDIA GPU (move them there)"
-        )
+        raise ArgumentValueError(f"q, k and v are on {device}; accepted: the CPU or an NVIDIA GPU (move them there)")
     if backend == "cupy" and device.kind == "cpu":
-        raise ValueError(
-            's2o_attention: backend is "cupy", but q, k and v are on the CPU; '
+        raise ArgumentValueError(
+            'backend is "cupy", but q, k and v are on the CPU; '
             'move them to a GPU (cupy.asarray, .to("cuda"), jax.device_put), or pass backend="auto"'
         )
     if stream is not None and device.kind == "cpu":
-        raise ValueError("s2o_attention: stream is given, but q, k and v are on the CPU; accepted: None")
+        raise ArgumentValueError("stream is given, but q, k and v are on the CPU; accepted: None")
     if backend == "auto":
         return "cupy" if device.kind == "cuda" else "numpy"
     return backend

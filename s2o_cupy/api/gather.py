@@ -6,6 +6,7 @@ from typing import Any
 
 from ..arrays.torch_compile import outside_graphs
 from ..caches import remembered
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..plan.schedule_form import BLOCK_N, ScheduleForm
 from ..schedules.schedule import Schedule
 from ..schedules.stats import GatherStats
@@ -13,7 +14,6 @@ from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
 from .call import Call
 from .habits import answers_habits
-from .own_name import errors_name
 from .paged import check_rows
 from .run import run
 
@@ -22,7 +22,7 @@ __all__ = ["gather_attention", "gather_attention_paged"]
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention")
+@arguments_of("gather_attention")
 def gather_attention(
     q: Any,
     k: Any,
@@ -93,7 +93,7 @@ def gather_attention(
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention", "s2o_attention_paged")
+@arguments_of("gather_attention_paged")
 def gather_attention_paged(
     q: Any,
     k_pages: Any,
@@ -157,19 +157,18 @@ def _attend(
     return_stats: bool, out: Any, stream: Any, backend: Any, path: Any,
 ) -> Any:  # fmt: skip
     """``inputs``: q, k and v, or of a paged call with a page_table."""
-    function, is_paged = ("gather_attention_paged", True) if "page_table" in inputs else ("gather_attention", False)
     if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"{function}: schedule is a {type(schedule).__name__}; accepted: Schedule, such as "
+        raise ArgumentTypeError(
+            f"schedule is a {type(schedule).__name__}; accepted: Schedule, such as "
             "Schedule.from_block_mask(mask, block=128)"
         )
-    form = schedule.form
+    form, is_paged = schedule.form, "page_table" in inputs
     if is_causal is not None and is_causal != form.is_causal:
-        raise ValueError(
-            f"{function}: is_causal is {is_causal!r}, of the schedule {form.is_causal}; accepted: the same, or None"
+        raise ArgumentValueError(
+            f"is_causal is {is_causal!r}, of the schedule {form.is_causal}; accepted: the same, or None"
         )
     if is_paged and form.order_batch:
-        raise ValueError(f"{function}: the schedule has a k_order; accepted: one without")
+        raise ArgumentValueError("the schedule has a k_order; accepted: one without")
     inputs = {**inputs, **{f"schedule.{name}": x for name, x in schedule.arrays.items()}}
     call = Call(inputs, backend, stream, out)
     forms = tuple([x.form for x in call.infos])
@@ -180,7 +179,7 @@ def _attend(
             check_rows(call.infos[1], call.infos[2])
     else:
         plain = batched(forms[:3], _config(form, path), call.backend, *options)
-    batch = _with_schedule(plain, forms, form, function)
+    batch = _with_schedule(plain, forms, form)
     results = run(batch, call, return_lse=return_lse, return_stats=return_stats)
     if not return_stats:
         return results
@@ -199,32 +198,27 @@ def _config(form: ScheduleForm, path: Any) -> S2OConfig:
 
 
 @remembered
-def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm, function: str) -> Batch:
+def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm) -> Batch:
     """The call of ``plain`` by a schedule that fits it."""
     problem = plain.whole
     for name, found, expected in (
         ("seqlen_q", form.seqlen_q, problem.seqlen_q), ("seqlen_k", form.seqlen_k, problem.seqlen_k),
     ):  # fmt: skip
         if found != expected:
-            raise ValueError(
-                f"{function}: the schedule is for {name} {found}; accepted: {expected}, of q, k and v"
-            )
+            raise ArgumentValueError(f"the schedule is for {name} {found}; accepted: {expected}, of q, k and v")
     heads, kv_heads, batch = problem.heads, problem.kv_heads, problem.batch
     for name, of_batch, of_heads in (
         ("lists", form.batch, form.list_heads), ("k_order", form.order_batch or 1, form.order_heads or 1),
     ):  # fmt: skip
         if of_batch not in (1, batch):
-            raise ValueError(
-                f"{function}: the schedule's {name} have a batch of {of_batch}; accepted: 1 or q's, {batch}"
-            )
+            raise ArgumentValueError(f"the schedule's {name} have a batch of {of_batch}; accepted: 1 or q's, {batch}")
         if of_heads not in (1, kv_heads, heads):
-            raise ValueError(
-                f"{function}: the schedule's {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or "
-                f"{heads} (heads)"
+            raise ArgumentValueError(
+                f"the schedule's {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or {heads} (heads)"
             )
     if isinstance(form.value_skip, tuple) and len(form.value_skip) != heads:
-        raise ValueError(
-            f"{function}: the schedule's value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
+        raise ArgumentValueError(
+            f"the schedule's value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
             "for each query head"
         )
     return plain.with_schedule(form, forms)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentValueError
 from ..plan.error_search import sampled, searched
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
@@ -153,8 +154,8 @@ def check_entries(k_pages: np.ndarray, table: np.ndarray, batch: Batch) -> None:
         for b in range(part.first, part.end):
             for i, page in enumerate(table[b, : -(-length // page_size)].tolist()):
                 if not 0 <= page < pages:
-                    raise ValueError(
-                        f"s2o_attention_paged: page_table[{b}, {i}] is {page}; accepted: 0 to {pages - 1}, the pages "
+                    raise ArgumentValueError(
+                        f"page_table[{b}, {i}] is {page}; accepted: 0 to {pages - 1}, the pages "
                         f"of k_pages, in the entries of the first seqlen_k ({length}) keys"
                     )
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from ..arrays.array_info import ArrayInfo
 from ..arrays.lengths import parse_lengths, parse_starts
 from ..arrays.torch_compile import outside_graphs
+from ..errors import ArgumentValueError, arguments_of
 from ..spec import S2OConfig
 from .batch import paged
 from .call import Call
 from .habits import answers_habits
-from .own_name import errors_name
 from .run import parse_config, run
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def s2o_attention_paged(
 # fmt: on
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention")
+@arguments_of("s2o_attention_paged")
 def s2o_attention_paged(
     q: Any,
     k_pages: Any,
@@ -140,15 +140,15 @@ def s2o_attention_paged(
     config = parse_config(config, tau)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     call = Call(inputs, backend, stream, out)
-    starts_q = None if cu_seqlens_q is None else parse_starts("s2o_attention_paged", "cu_seqlens_q", cu_seqlens_q)
+    starts_q = None if cu_seqlens_q is None else parse_starts("cu_seqlens_q", cu_seqlens_q)
     batch = paged(
-        tuple([x.form for x in call.infos]), starts_q, parse_lengths("s2o_attention_paged", "seqlen_k", seqlen_k),
+        tuple([x.form for x in call.infos]), starts_q, parse_lengths("seqlen_k", seqlen_k),
         config, call.backend, layout, is_causal, scale, softcap,
     )  # fmt: skip
     if return_stats and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]
-        raise ValueError(
-            f"s2o_attention_paged: return_stats with seqlen_k of {len(lengths)} different lengths in turn ({lengths}); "
+        raise ArgumentValueError(
+            f"return_stats with seqlen_k of {len(lengths)} different lengths in turn ({lengths}); "
             "accepted: one length for all sequences, or cu_seqlens_q, with which each has statistics of its own"
         )
     if not call.host:
@@ -160,7 +160,7 @@ def check_rows(k_pages: ArrayInfo, v_pages: ArrayInfo) -> None:
     """A whole cache is never copied, as it would have to be for rows with gaps."""
     for name, info in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not info.has_contiguous_rows:
-            raise ValueError(
-                f"s2o_attention_paged: {name} has a stride of {info.strides[-1]} bytes on its last axis; "
+            raise ArgumentValueError(
+                f"{name} has a stride of {info.strides[-1]} bytes on its last axis; "
                 f"accepted: a contiguous last axis ({info.itemsize} bytes)"
             )

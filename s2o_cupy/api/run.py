@@ -20,13 +20,13 @@ __all__ = ["parse_config", "run"]
 DEFAULT = S2OConfig()
 
 
-def parse_config(config: Any, tau: Any, function: str = "s2o_attention") -> S2OConfig:
-    """The configuration of a call of ``function``, with its own ``tau`` if it has one."""
+def parse_config(config: Any, tau: Any, owner: str = "") -> S2OConfig:
+    """The configuration of a call, with its own ``tau`` if it has one. ``owner``: of both, for errors."""
     if config is None:
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
-        raise not_a_config(function, config)
-    return config if tau is None else _with_tau(config, check_tau(tau, function))
+        raise not_a_config(config, owner)
+    return config if tau is None else _with_tau(config, check_tau(tau, owner))
 
 
 @remembered  # making a config anew, with its checks, would take 20 microseconds of each call

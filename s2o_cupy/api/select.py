@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays.frameworks.base import Output
 from ..arrays.operand import address, operand
 from ..arrays.torch_compile import outside_graphs
+from ..errors import arguments_of
 from ..methods.base import MethodConfig
 from ..own.method import OwnMethod, as_method
 from ..plan.schedule_form import ScheduleForm
@@ -21,14 +22,13 @@ from .call import Call
 from .gather import gather_attention
 from .habits import answers_habits
 from .head_turns import in_turns
-from .own_name import errors_name
 
 __all__ = ["select", "sparse_attention"]
 
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention")
+@arguments_of("select")
 def select(
     q: Any,
     k: Any,
@@ -80,7 +80,7 @@ def select(
     >>> schedule.keys.shape
     (1, 2, 8)
     """
-    config = as_method(config, "select: config", s2o=False)
+    config = as_method(config, s2o=False)
     call = Call({"q": q, "k": k}, backend, stream)
     framework, (of_q, of_k), host = call.framework, call.infos, call.host
     problem = cached_validate(
@@ -92,7 +92,7 @@ def select(
         if problem.empty or not problem.seqlen_k:  # nothing to choose from
             return _fixed(call, problem, {"segment": 128, "is_causal": is_causal})
         with call.scope(), framework.graphs_own(of_q.native, host=host):
-            return config.schedule(framework, q, k, problem, layout, of_q.device, "select")
+            return config.schedule(framework, q, k, problem, layout, of_q.device)
     rules = config.fixed_rules(problem)
     if rules is not None:
         return _fixed(call, problem, rules)
@@ -114,7 +114,7 @@ def select(
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention", "select", "gather_attention")
+@arguments_of("sparse_attention")
 def sparse_attention(
     q: Any,
     k: Any,
@@ -161,7 +161,7 @@ def sparse_attention(
         "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse, "return_stats": return_stats,
         "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
-    method = as_method(config, "sparse_attention: config")
+    method = as_method(config)
     if isinstance(method, S2OConfig):
         return s2o_attention(q, k, v, config=method, is_causal=is_causal, **options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.torch_compile import outside_graphs
+from ..errors import arguments_of
 from ..own.method import as_method
 from ..problem import MAX_SEQLEN
 from ..spec import S2OConfig, checked_int
@@ -12,7 +13,6 @@ from .batch import paged
 from .call import Call
 from .gather import gather_attention, gather_attention_paged
 from .habits import answers_habits
-from .own_name import errors_name
 from .paged import check_rows, s2o_attention_paged
 from .select import select
 
@@ -21,7 +21,7 @@ __all__ = ["sparse_attention_paged"]
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention", "s2o_attention_paged", "select", "gather_attention", "gather_attention_paged")
+@arguments_of("sparse_attention_paged")
 def sparse_attention_paged(
     q: Any,
     k_pages: Any,
@@ -75,13 +75,12 @@ def sparse_attention_paged(
     >>> sparse_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=800, config=config).shape
     (2, 4, 300, 64)
     """
-    where = "sparse_attention_paged"
     options = {
         "is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout, "return_lse": return_lse,
         "return_stats": return_stats, "out": out, "stream": stream, "backend": backend,
     }  # fmt: skip
-    seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN, owner=where)
-    method = as_method(config, f"{where}: config")
+    seqlen_k = checked_int("seqlen_k", seqlen_k, 0, MAX_SEQLEN)
+    method = as_method(config)
     if isinstance(method, S2OConfig):
         return s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=seqlen_k, config=method, **options)
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..problem import MAX_SEQLEN
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig, checked_int
@@ -16,7 +17,6 @@ from .gather import gather_attention
 from .habits import answers_habits
 from .in_parts import Part, in_parts
 from .lengths import check_lengths, check_packed_keys, check_packed_queries, check_packed_shapes
-from .own_name import errors_name
 from .select import sparse_attention
 from .varlen import s2o_attention_varlen
 
@@ -27,7 +27,7 @@ PLAIN = S2OConfig(tau=0)
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention", "s2o_attention_varlen", "gather_attention")
+@arguments_of("gather_attention_varlen")
 def gather_attention_varlen(
     q: Any,
     k: Any,
@@ -80,17 +80,16 @@ def gather_attention_varlen(
     >>> gather_attention_varlen(q, k, v, [0, 256, 300], [schedule, None]).shape
     (300, 2, 64)
     """
-    where = "gather_attention_varlen"
     if not isinstance(schedules, (list, tuple)):
-        raise TypeError(f"{where}: schedules is a {type(schedules).__name__}; accepted: a list or tuple")
+        raise ArgumentTypeError(f"schedules is a {type(schedules).__name__}; accepted: a list or tuple")
     for i, x in enumerate(schedules):
         if not (x is None or isinstance(x, Schedule)):
-            raise TypeError(f"{where}: schedules[{i}] is a {type(x).__name__}; accepted: a Schedule, or None")
+            raise ArgumentTypeError(f"schedules[{i}] is a {type(x).__name__}; accepted: a Schedule, or None")
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
-    call = _Packed(where, arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
+    call = _Packed(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
     if len(schedules) != call.sequences:
-        raise ValueError(
-            f"{where}: schedules has {len(schedules)} elements; accepted: {call.sequences}, one for each sequence"
+        raise ArgumentValueError(
+            f"schedules has {len(schedules)} elements; accepted: {call.sequences}, one for each sequence"
         )
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -105,7 +104,7 @@ def gather_attention_varlen(
 
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention", "s2o_attention_varlen", "sparse_attention", "select", "gather_attention")
+@arguments_of("sparse_attention_varlen")
 def sparse_attention_varlen(
     q: Any,
     k: Any,
@@ -152,10 +151,9 @@ def sparse_attention_varlen(
     >>> sparse_attention_varlen(q, k, v, [0, 800, 900], config=MeanPoolingConfig(threshold=0.5)).shape
     (900, 2, 64)
     """
-    where = "sparse_attention_varlen"
-    dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN, owner=where)
+    dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN)
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
-    call = _Packed(where, arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
+    call = _Packed(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
     short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -170,21 +168,21 @@ class _Packed:
     """What both have in common: the arrays, where sequences begin, and results put together."""
 
     def __init__(
-        self, where: str, call: Call, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any, scale: Any, softcap: Any
+        self, call: Call, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any, scale: Any, softcap: Any
     ) -> None:
         self.call = call
         shapes, dtypes = tuple(tuple(x.shape) for x in call.infos), tuple(x.dtype for x in call.infos)
         causal = True if is_causal is None else is_causal
-        check_packed_shapes(where, shapes, dtypes, PLAIN, call.backend, causal, scale, softcap)
-        self.starts_q = parse_starts(where, "cu_seqlens_q", cu_seqlens_q)
+        check_packed_shapes(shapes, dtypes, PLAIN, call.backend, causal, scale, softcap)
+        self.starts_q = parse_starts("cu_seqlens_q", cu_seqlens_q)
         self.starts_k = self.starts_q
         if cu_seqlens_k is not None:
-            self.starts_k = parse_starts(where, "cu_seqlens_k", cu_seqlens_k)
-        check_packed_queries(where, self.starts_q, shapes[0][0])
-        check_packed_keys(where, self.starts_q, self.starts_k, shapes[1][0])
+            self.starts_k = parse_starts("cu_seqlens_k", cu_seqlens_k)
+        check_packed_queries(self.starts_q, shapes[0][0])
+        check_packed_keys(self.starts_q, self.starts_k, shapes[1][0])
         each = zip(itertools.pairwise(self.starts_q), itertools.pairwise(self.starts_k), strict=True)
         for i, ((begin_q, end_q), (begin_k, end_k)) in enumerate(each):
-            check_lengths(where, i, end_q - begin_q, end_k - begin_k, causal)
+            check_lengths(i, end_q - begin_q, end_k - begin_k, causal)
         self.sequences = len(self.starts_q) - 1
         self.options = {"scale": scale, "softcap": softcap, "backend": call.backend}
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
+from ..errors import arguments_of
 from ..spec import S2OConfig
 from .batch import packed
 from .call import Call
 from .habits import answers_habits
-from .own_name import errors_name
 from .run import parse_config, run
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def s2o_attention_varlen(
 # fmt: on
 @outside_graphs
 @answers_habits
-@errors_name("s2o_attention")
+@arguments_of("s2o_attention_varlen")
 def s2o_attention_varlen(
     q: Any,
     k: Any,
@@ -135,8 +135,8 @@ def s2o_attention_varlen(
     """
     config = parse_config(config, tau)
     call = Call({"q": q, "k": k, "v": v}, backend, stream, out)
-    starts_q = parse_starts("s2o_attention_varlen", "cu_seqlens_q", cu_seqlens_q)
-    starts_k = None if cu_seqlens_k is None else parse_starts("s2o_attention_varlen", "cu_seqlens_k", cu_seqlens_k)
+    starts_q = parse_starts("cu_seqlens_q", cu_seqlens_q)
+    starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
     forms = tuple([x.form for x in call.infos])
     batch = packed(forms, starts_q, starts_k, config, call.backend, is_causal, scale, softcap)
     return run(batch, call, return_lse=return_lse, return_stats=return_stats)

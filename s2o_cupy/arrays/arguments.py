@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..caches import remembered
+from ..errors import ArgumentTypeError, ArgumentValueError
 from .array_info import ArrayInfo
 from .frameworks import framework_of
 from .frameworks.base import Framework
@@ -18,8 +19,8 @@ def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
     framework = owners[0]
     if owners.count(framework) != len(owners):
         came = ", ".join(f"{name} {owner.name}" for name, owner in zip(arrays, owners, strict=True))
-        raise TypeError(
-            f"s2o_attention: {_listed(arrays)} come from different frameworks: {came}; accepted: one framework "
+        raise ArgumentTypeError(
+            f"{_listed(arrays)} come from different frameworks: {came}; accepted: one framework "
             f"for all{_count(arrays)} (convert with its from_dlpack, without a copy)"
         )
     check, describe_one = framework.check, framework.describe
@@ -29,8 +30,8 @@ def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
     devices = [info.device for info in infos]
     if devices.count(devices[0]) != len(devices):
         came = ", ".join(f"{name} on {device}" for name, device in zip(arrays, devices, strict=True))
-        raise ValueError(
-            f"s2o_attention: {_listed(arrays)} are on different devices: {came}; accepted: one device for "
+        raise ArgumentValueError(
+            f"{_listed(arrays)} are on different devices: {came}; accepted: one device for "
             f"all{_count(arrays)} (move them with .to, jax.device_put or cupy.asarray)"
         )
     return framework, infos
@@ -54,29 +55,25 @@ def check_out(out: Any, framework: Framework, inputs: dict[str, ArrayInfo], dtyp
     q = next(iter(inputs.values()))
     owner = framework_of("out", out)
     if owner is not framework:
-        raise TypeError(
-            f"s2o_attention: out is a {owner.name} array, q is {framework.name}; accepted: {framework.name}"
-        )
+        raise ArgumentTypeError(f"out is a {owner.name} array, q is {framework.name}; accepted: {framework.name}")
     if not framework.mutable:
-        raise TypeError(f"s2o_attention: out is a {framework.name} array, which is immutable; accepted: None")
+        raise ArgumentTypeError(f"out is a {framework.name} array, which is immutable; accepted: None")
     framework.check("out", out)
     info = framework.describe(out)
     if info.shape != q.shape:
-        raise ValueError(
-            f"s2o_attention: out has shape {tuple(info.shape)}; accepted: {tuple(q.shape)}, the shape of q"
-        )
+        raise ArgumentValueError(f"out has shape {tuple(info.shape)}; accepted: {tuple(q.shape)}, the shape of q")
     if info.dtype != dtype:
-        raise TypeError(f"s2o_attention: out is {info.dtype}; accepted: {dtype}, the dtype of q")
+        raise ArgumentTypeError(f"out is {info.dtype}; accepted: {dtype}, the dtype of q")
     if info.device != q.device:
-        raise ValueError(f"s2o_attention: out is on {info.device}; accepted: {q.device} as q")
+        raise ArgumentValueError(f"out is on {info.device}; accepted: {q.device} as q")
     if not framework.writeable(info.native):
-        raise ValueError("s2o_attention: out is read-only; accepted: a writeable array")
+        raise ArgumentValueError("out is read-only; accepted: a writeable array")
     place = (info.pointer, info.shape, info.strides, info.itemsize)
     problem = _place_problem(
         place, tuple((name, x.pointer, x.shape, x.strides, x.itemsize) for name, x in inputs.items())
     )
     if problem:
-        raise ValueError(f"s2o_attention: out{problem}")
+        raise ArgumentValueError(f"out{problem}")
     return info
 
 

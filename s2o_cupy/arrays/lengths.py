@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+from ..errors import ArgumentTypeError, ArgumentValueError
 from .frameworks import framework_of, to_host
 
 __all__ = ["parse_lengths", "parse_starts"]
@@ -16,39 +17,39 @@ def is_integer(x: Any) -> bool:
     return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
 
 
-def parse_starts(function: str, name: str, x: Any) -> tuple[int, ...]:
-    """Where packed sequences begin, and their total: the argument ``name`` of ``function``."""
-    return _integers(function, name, x, "batch + 1", INTEGERS)
+def parse_starts(name: str, x: Any) -> tuple[int, ...]:
+    """Where packed sequences begin, and their total: the argument ``name``."""
+    return _integers(name, x, "batch + 1", INTEGERS)
 
 
-def parse_lengths(function: str, name: str, x: Any) -> int | tuple[int, ...]:
+def parse_lengths(name: str, x: Any) -> int | tuple[int, ...]:
     """One length for all sequences, or one of each."""
-    return int(x) if is_integer(x) else _integers(function, name, x, "batch", f"an integer, {INTEGERS}")
+    return int(x) if is_integer(x) else _integers(name, x, "batch", f"an integer, {INTEGERS}")
 
 
-def _integers(function: str, name: str, x: Any, axis: str, accepted: str) -> tuple[int, ...]:
+def _integers(name: str, x: Any, axis: str, accepted: str) -> tuple[int, ...]:
     """On the host. ``axis``: the length of its axis. The host waits for an array on a GPU."""
     if isinstance(x, (list, tuple, range)):
         for i, n in enumerate(x):
             if not is_integer(n):
-                raise TypeError(f"{function}: {name}[{i}] is a {type(n).__name__}; accepted: {accepted}")
+                raise ArgumentTypeError(f"{name}[{i}] is a {type(n).__name__}; accepted: {accepted}")
         return tuple(map(int, x))
     try:
         framework = framework_of(name, x)
     except TypeError:
-        raise TypeError(f"{function}: {name} is a {type(x).__name__}; accepted: {accepted}") from None
+        raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: {accepted}") from None
     framework.check(name, x)
     info = framework.describe(x)
     device, dtype, shape = info.device, info.dtype, tuple(info.shape)
     if dtype not in ("int32", "int64"):
-        raise TypeError(f"{function}: {name} is {dtype}; accepted: {accepted}")
+        raise ArgumentTypeError(f"{name} is {dtype}; accepted: {accepted}")
     if len(shape) != 1:
-        raise ValueError(f"{function}: {name} has shape {shape}; accepted: ({axis},)")
+        raise ArgumentValueError(f"{name} has shape {shape}; accepted: ({axis},)")
     if device.kind not in ("cpu", "cuda"):
-        raise ValueError(f"{function}: {name} is on {device}; accepted: the host (best) or an NVIDIA GPU")
+        raise ArgumentValueError(f"{name} is on {device}; accepted: the host (best) or an NVIDIA GPU")
     if device.kind == "cuda" and framework.is_capturing():
-        raise ValueError(
-            f"{function}: {name} is on {device} while a CUDA graph is captured, so its values cannot be "
+        raise ArgumentValueError(
+            f"{name} is on {device} while a CUDA graph is captured, so its values cannot be "
             "read; accepted: a list, tuple or array on the host (the graph keeps these lengths)"
         )
     return tuple(to_host(x).tolist())

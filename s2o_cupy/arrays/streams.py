@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ..errors import ArgumentTypeError
 from .array_info import Device
 from .lazy_cupy import import_cupy
 
@@ -24,8 +25,8 @@ def stream_handle(stream: Any) -> int:
                 handle = getattr(stream, attribute)
                 break
     if isinstance(handle, bool) or not isinstance(handle, int) or handle < 0:
-        raise TypeError(
-            f"s2o_attention: stream is {stream!r}; accepted: None (the current stream), a CuPy or torch "
+        raise ArgumentTypeError(
+            f"stream is {stream!r}; accepted: None (the current stream), a CuPy or torch "
             "stream, an object with .ptr, .cuda_stream or __cuda_stream__, or an int handle"
         )
     return handle

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import ArgumentTypeError, ArgumentValueError
+
 __all__ = ["check_derivatives", "no_address"]
 
 
@@ -12,16 +14,16 @@ def check_derivatives(name: str, x: Any) -> None:
     import torch  # torch.compile, which traces this of an operator, would have to look at all of sys.modules
 
     if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"s2o_attention: {name} requires grad, and S2O is for inference only (it has no backward); "
+        raise ArgumentValueError(
+            f"{name} requires grad, and S2O is for inference only (it has no backward); "
             f"call it under torch.no_grad(), or pass {name}.detach()"
         )
     # Outside of forward-mode AD, where nearly all calls are, one comparison.
     if torch.autograd.forward_ad._current_level >= 0:
         primal, tangent = torch.autograd.forward_ad.unpack_dual(x)
         if tangent is not None:
-            raise ValueError(
-                f"s2o_attention: {name} has a tangent (forward-mode AD, as of torch.func.jvp), and S2O is for "
+            raise ArgumentValueError(
+                f"{name} has a tangent (forward-mode AD, as of torch.func.jvp), and S2O is for "
                 f"inference only (it has no derivative); accepted: a tensor without, such as {name}.detach()"
             )
 
@@ -37,4 +39,4 @@ def no_address(x: Any) -> TypeError:
         came, accepted = "a tensor of a torch.func transform", "a call outside of it"
     else:
         came, accepted = f"a {type(x).__name__} without data", "tensors in memory"
-    return TypeError(f"s2o_attention: one of the arrays is {came}; accepted: {accepted}")
+    return ArgumentTypeError(f"one of the arrays is {came}; accepted: {accepted}")

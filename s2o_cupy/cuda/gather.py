@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..arrays.operand import Operand, Operands, Paging
 from ..caches import remembered
+from ..errors import ArgumentValueError
 from ..plan.launch_plan import LaunchPlan
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
@@ -45,10 +46,9 @@ def gather(
         No kernel takes it: with a k_order rows are whole chunks of 16 bytes.
     """
     if form.order_batch and not all(x.pointer % 16 == 0 and x.is_aligned() for x in operands):
-        raise ValueError(
-            "gather_attention: the schedule has a k_order, and a row of q, k, v or out does not start on 16 bytes, or "
-            f"head_dim ({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 "
-            "elements"
+        raise ArgumentValueError(
+            "the schedule has a k_order, and a row of q, k, v or out does not start on 16 bytes, or head_dim "
+            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
         )
     state, keeper = 0, None
     if form.dense is not None:

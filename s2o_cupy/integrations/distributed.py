@@ -19,6 +19,7 @@ with with_extra(__name__, "PyTorch"):
 from ..api.attention import attend
 from ..arrays.arguments import check_out, describe
 from ..arrays.torch_transforms import check_derivatives
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..plan.launch_plan import is_dense
 from ..problem import Problem, cached_validate
 from ..spec import S2OConfig, not_a_config
@@ -98,7 +99,7 @@ class SequenceParallel:
             raise ValueError(f"SequenceParallel: seqlen is {seqlen!r}; accepted: an integer >= 0")
         config = S2OConfig() if config is None else config
         if not isinstance(config, S2OConfig):
-            raise not_a_config("SequenceParallel", config)
+            raise not_a_config(config, "SequenceParallel")
         if split not in SPLITS:
             raise ValueError(f"SequenceParallel: split is {split!r}; accepted: {', '.join(map(repr, SPLITS))}")
         if config.error is not None:
@@ -264,11 +265,11 @@ class SequenceParallel:
     ) -> Problem:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
+                raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a torch.Tensor")
             check_derivatives(name, x)
         if not q.device == k.device == v.device:
-            raise ValueError(
-                f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, "
+            raise ArgumentValueError(
+                f"q, k and v are on different devices: q on {q.device}, k on {k.device}, "
                 f"v on {v.device}; accepted: one device for all three"
             )
         problem = cached_validate(
@@ -282,8 +283,8 @@ class SequenceParallel:
             softcap,
         )
         if not problem.seqlen_q == problem.seqlen_k == self.length:
-            raise ValueError(
-                f"s2o_attention: q has {problem.seqlen_q} rows, k and v have {problem.seqlen_k}; accepted: "
+            raise ArgumentValueError(
+                f"q has {problem.seqlen_q} rows, k and v have {problem.seqlen_k}; accepted: "
                 f"{self.length} on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
             )
         if out is not None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..api.habits import answers_habits
+from ..errors import arguments_of
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -253,23 +254,23 @@ def flash_attn_varlen_func(
             is_causal=causal, return_lse=True,
         )  # fmt: skip
     else:
-        lengths = _lengths(function, begins_q, begins_k, q.shape[0], k.shape[0])
+        with arguments_of(function):
+            lengths = _lengths(begins_q, begins_k, q.shape[0], k.shape[0])
         o, lse = window_attention(
             q, k, v, lengths, window, config=parse_config(config, tau), scale=softmax_scale, softcap=softcap
         )
     return (o, lse, None) if return_attn_probs else o
 
 
-def _lengths(function: str, begins_q: Any, begins_k: Any, total_q: int, total_k: int) -> list[tuple[int, int]]:
+def _lengths(begins_q: Any, begins_k: Any, total_q: int, total_k: int) -> list[tuple[int, int]]:
     """(seqlen_q, seqlen_k) of each packed sequence."""
-    begins_q = parse_starts(function, "cu_seqlens_q", begins_q)
-    begins_k = parse_starts(function, "cu_seqlens_k", begins_k)
-    check_packed_queries(function, begins_q, total_q)
-    check_packed_keys(function, begins_q, begins_k, total_k)
+    begins_q, begins_k = parse_starts("cu_seqlens_q", begins_q), parse_starts("cu_seqlens_k", begins_k)
+    check_packed_queries(begins_q, total_q)
+    check_packed_keys(begins_q, begins_k, total_k)
     pairs = zip(itertools.pairwise(begins_q), itertools.pairwise(begins_k), strict=True)
     lengths = [(q[1] - q[0], k[1] - k[0]) for q, k in pairs]
     for i, (seqlen_q, seqlen_k) in enumerate(lengths):
-        check_lengths(function, i, seqlen_q, seqlen_k, True)
+        check_lengths(i, seqlen_q, seqlen_k, True)
     return lengths
 
 

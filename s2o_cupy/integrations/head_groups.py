@@ -98,7 +98,7 @@ class LayerConfigs:
     def parse(cls, config: Any, per_layer: Any) -> LayerConfigs:
         """Raises TypeError or ValueError that names the entry, what came and what is accepted."""
         config = S2OConfig() if config is None else config
-        as_method(config, "register: config", also="None")
+        as_method(config, owner="register", also="None")
         if per_layer is not None and not isinstance(per_layer, Mapping):
             raise TypeError(
                 f"register: per_layer is a {type(per_layer).__name__}; accepted: a mapping of layer or (layer, head) "
@@ -116,7 +116,7 @@ class LayerConfigs:
             pair = tuple(map(int, pair))
             if len(pair) == 1:
                 if value is not None:
-                    as_method(value, f"register: per_layer[{key!r}]", also="None (the model's ordinary attention)")
+                    as_method(value, f"per_layer[{key!r}]", "register", also="None (the model's ordinary attention)")
                 layers[pair[0]] = value
             elif len(pair) == 2 and isinstance(value, S2OConfig):
                 heads.setdefault(pair[0], {})[pair[1]] = value

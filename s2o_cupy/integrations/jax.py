@@ -29,6 +29,7 @@ from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..arrays.lazy_cupy import import_cupy
 from ..caches import remembered
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..problem import Problem, validate
 from ..spec import S2OConfig
 
@@ -132,21 +133,21 @@ def attention(
     """
     config = parse_config(config, tau)
     if config.error is not None:
-        raise ValueError(
-            f"s2o_attention: config.error is {config.error}, for which JAX has no memory to give; accepted: a tau, or "
+        raise ArgumentValueError(
+            f"config.error is {config.error}, for which JAX has no memory to give; accepted: a tau, or "
             "one for each query head, or s2o_cupy.s2o_attention outside of jax.jit"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, jax.Array):
-            raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a jax.Array")
+            raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a jax.Array")
         if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
-            raise ValueError(
-                f"s2o_attention: {name} is sharded over {len(x.devices())} devices; accepted: an array on one, or a "
+            raise ArgumentValueError(
+                f"{name} is sharded over {len(x.devices())} devices; accepted: an array on one, or a "
                 "call inside of jax.shard_map"
             )
     platform = _platform(q)
     if platform not in BACKENDS:
-        raise ValueError(f"s2o_attention: q is on {platform}; accepted: a CPU or an NVIDIA GPU")
+        raise ArgumentValueError(f"q is on {platform}; accepted: a CPU or an NVIDIA GPU")
     problem = validate(
         [x.shape for x in (q, k, v)], [str(x.dtype) for x in (q, k, v)], config=config, backend=BACKENDS[platform],
         layout=layout, is_causal=is_causal, scale=scale, softcap=softcap,
@@ -201,8 +202,8 @@ def _compiled(
 
 
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "s2o_attention: a derivative by q, k or v is asked for (jax.grad, jax.vjp or jax.jvp), and S2O is for "
+    raise ArgumentValueError(
+        "a derivative by q, k or v is asked for (jax.grad, jax.vjp or jax.jvp), and S2O is for "
         "inference only; accepted: jax.lax.stop_gradient of q, k and v"
     )
 

@@ -201,7 +201,7 @@ def _methods(here: str, beside: Any) -> tuple[AnyMethod, ...]:
     if not isinstance(beside, (list, tuple)):
         raise TypeError(f"{here}: beside is a {type(beside).__name__}; accepted: a list or tuple of methods")
     for i, method in enumerate(beside):
-        as_method(method, f"{here}: beside[{i}]")
+        as_method(method, f"beside[{i}]", here)
     return tuple(beside)
 
 

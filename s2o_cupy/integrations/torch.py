@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints, overload
 
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -114,7 +115,7 @@ def attention(
     """
     scalars = _parse(q, k, v, config, tau, is_causal)
     if layout not in LAYOUTS:
-        raise ValueError(f"s2o_attention: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+        raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
     o, lse = torch.ops.s2o_cupy.attention.default(
         q, k, v, _scale(scale), _softcap(softcap), is_causal, layout, bool(return_lse), *scalars
     )
@@ -201,12 +202,12 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
     if config is None:
         config = _DEFAULT
     elif not isinstance(config, S2OConfig):
-        raise not_a_config("s2o_attention", config)
+        raise not_a_config(config)
     if not isinstance(is_causal, bool):
-        raise TypeError(f"s2o_attention: is_causal is {is_causal!r}; accepted: True or False")
+        raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
     scalars = scalars_of(config)
     if tau is not None:
-        of_heads = check_tau(tau, "s2o_attention")
+        of_heads = check_tau(tau)
         scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
     return scalars
 
@@ -229,7 +230,7 @@ def check_arguments(q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[A
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: a torch.Tensor")
+            raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a torch.Tensor")
         check_derivatives(name, x)
 
 
@@ -237,8 +238,8 @@ def _scale(scale: Any) -> Any:
     if scale is None or type(scale) is float:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(
-            f"s2o_attention: scale is {scale!r} ({type(scale).__name__}); "
+        raise ArgumentTypeError(
+            f"scale is {scale!r} ({type(scale).__name__}); "
             "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
         )
     return float(scale)
@@ -277,8 +278,8 @@ def _known_config(*scalars: Any) -> S2OConfig:
 def check_forward_mode() -> None:
     """PyTorch takes tangents off before it calls what runs below, so whether there are any cannot be asked there."""
     if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        raise ValueError(
-            "s2o_attention: the operator is called in forward-mode AD, as of torch.func.jvp, and S2O is for inference "
+        raise ArgumentValueError(
+            "the operator is called in forward-mode AD, as of torch.func.jvp, and S2O is for inference "
             "only (it has no derivative); accepted: a call outside of it, or under torch.inference_mode()"
         )
 
@@ -372,9 +373,10 @@ def _fake_varlen(
     check_forward_mode()
     _check_devices(q, k, v)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
-    problem = check_packed_shapes(
-        "s2o_attention_varlen", shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale, softcap
-    )
+    with arguments_of("s2o_attention_varlen"):
+        problem = check_packed_shapes(
+            shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale, softcap
+        )
     rows = (problem.heads, q.shape[0]) if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
@@ -399,8 +401,8 @@ def problem_of(
 
 def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.device == k.device == v.device:
-        raise ValueError(
-            f"s2o_attention: q, k and v are on different devices: q on {q.device}, k on {k.device}, v on {v.device}; "
+        raise ArgumentValueError(
+            f"q, k and v are on different devices: q on {q.device}, k on {k.device}, v on {v.device}; "
             "accepted: one device for all three"
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..problem import MAX_SEQLEN, Problem
-from ..spec import checked_int, names_unknown_fields
+from ..spec import checked_int, names_its_fields
 from .base import MethodConfig, Site, Stage
 from .grid import BlockGrid
 
@@ -15,7 +15,7 @@ __all__ = ["AShapeConfig"]
 BLOCK = 128
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class AShapeConfig(MethodConfig):
     """The first keys, a query's own block of 128 queries, and the keys just before that. Causal calls only.
@@ -47,7 +47,7 @@ class AShapeConfig(MethodConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("initial", "window"):
-            value = checked_int(name, getattr(self, name), 0, MAX_SEQLEN, owner="AShapeConfig")
+            value = checked_int(name, getattr(self, name), 0, MAX_SEQLEN)
             self._set(name, value)
 
     @property

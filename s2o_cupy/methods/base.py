@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from ..arrays.operand import Operand
 from ..by_head import by_head
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..plan.build import Array, Launch, Workspace
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs
@@ -77,9 +78,8 @@ class MethodConfig:
     value_skip: ClassVar[Any] = None  # of its schedules; a field where a method has it
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        checked_choice("path", self.path, PATHS, owner)
-        self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20, owner=owner))
+        checked_choice("path", self.path, PATHS)
+        self._set("workspace_bytes", checked_int("workspace_bytes", self.workspace_bytes, 1 << 20))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the one way into a frozen dataclass
@@ -97,8 +97,8 @@ class MethodConfig:
     def check(self, problem: Problem) -> None:
         """Raise ValueError for a problem that the method does not take."""
         if self.causal_only and not problem.is_causal:
-            owner = type(self).__name__
-            raise ValueError(f"{owner}: is_causal is False; accepted: True, as the method is for causal attention")
+            accepted = "accepted: True, as the method is for causal attention"
+            raise ArgumentValueError(f"is_causal is False; {accepted}", type(self).__name__)
 
     def grid(self, problem: Problem) -> BlockGrid:
         raise NotImplementedError
@@ -121,32 +121,30 @@ class MethodConfig:
         raise NotImplementedError
 
 
-def checked_choice(name: str, value: Any, accepted: Sequence[Any], owner: str) -> Any:
+def checked_choice(name: str, value: Any, accepted: Sequence[Any], owner: str = "") -> Any:
     """``value``, if it is one of ``accepted`` and of its kind: integers may be NumPy's, a float is none."""
     kind = str if isinstance(accepted[0], str) else numbers.Integral
     if isinstance(value, bool) or not isinstance(value, kind) or value not in accepted:
-        raise ValueError(f"{owner}: {name} is {value!r}; accepted: {' or '.join(map(repr, accepted))}")
+        raise ArgumentValueError(f"{name} is {value!r}; accepted: {' or '.join(map(repr, accepted))}", owner)
     return value
 
 
-def checked_bool(name: str, value: Any, owner: str) -> bool:
+def checked_bool(name: str, value: Any, owner: str = "") -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: {name} is {value!r}; accepted: True or False")
+        raise ArgumentTypeError(f"{name} is {value!r}; accepted: True or False", owner)
     return value
 
 
-def checked_number(name: str, value: Any, low: float, high: float, accepted: str, owner: str) -> float:
+def checked_number(name: str, value: Any, low: float, high: float, accepted: str, owner: str = "") -> float:
     """``value`` as a float above ``low`` and up to ``high``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{owner}: {name} is {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
     number = float(value)
     if math.isnan(number) or not low < number <= high:
-        raise ValueError(f"{owner}: {name} is {value!r}; accepted: {accepted}")
+        raise ArgumentValueError(f"{name} is {value!r}; accepted: {accepted}", owner)
     return number
 
 
-def checked_numbers(
-    name: str, value: Any, low: float, high: float, accepted: str, owner: str
-) -> float | tuple[float, ...]:
+def checked_numbers(name: str, value: Any, low: float, high: float, accepted: str) -> float | tuple[float, ...]:
     """A number, or one for each query head."""
-    return by_head(name, value, lambda of, x: checked_number(of, x, low, high, accepted, owner), owner)
+    return by_head(name, value, lambda of, x: checked_number(of, x, low, high, accepted))

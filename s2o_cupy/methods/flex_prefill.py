@@ -9,7 +9,7 @@ from typing import ClassVar
 from ..plan.build import Array, Launch, Workspace
 from ..plan.kernels import Family, Inputs, Kernel
 from ..problem import Problem
-from ..spec import LOG2E, checked_int, names_unknown_fields
+from ..spec import LOG2E, checked_int, names_its_fields
 from .base import MethodConfig, Site, Stage, checked_number
 from .grid import BlockGrid
 from .last_rows import LineSums, check_aligned
@@ -40,7 +40,7 @@ def kernels(inputs: Inputs) -> Iterator[Kernel]:
         yield from (Kernel(family, shared_bytes=ROW_BYTES) for family in (ROW_WEIGHTS, FLEX_LISTS))
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class FlexPrefillConfig(MethodConfig):
     """How FlexPrefill chooses blocks of 128 keys for blocks of 128 queries. Causal calls only.
@@ -83,11 +83,10 @@ class FlexPrefillConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
-        self._set("gamma", checked_number("gamma", self.gamma, 0, 1, "a number above 0, up to 1", owner))
+        self._set("gamma", checked_number("gamma", self.gamma, 0, 1, "a number above 0, up to 1"))
         if self.tau != 0:
-            self._set("tau", checked_number("tau", self.tau, 0, float("inf"), "a number from 0 on", owner))
-        self._set("min_blocks", checked_int("min_blocks", self.min_blocks, 1, owner=owner))
+            self._set("tau", checked_number("tau", self.tau, 0, float("inf"), "a number from 0 on"))
+        self._set("min_blocks", checked_int("min_blocks", self.min_blocks, 1))
 
     @property
     def block_q(self) -> int:

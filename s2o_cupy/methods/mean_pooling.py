@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..problem import Problem
-from ..spec import names_unknown_fields
+from ..spec import names_its_fields
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_bool, checked_choice, checked_number
 from .grid import BlockGrid
 from .stages import BlockMeans, Choice
@@ -15,7 +15,7 @@ from .stages import BlockMeans, Choice
 __all__ = ["MeanPoolingConfig"]
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class MeanPoolingConfig(MethodConfig):
     """How MeanPooling chooses blocks.
@@ -48,11 +48,10 @@ class MeanPoolingConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
-        checked_choice("block", self.block, BLOCKS, owner)
+        checked_choice("block", self.block, BLOCKS)
         accepted = "a number above 0, up to 1"
-        self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted, owner))
-        checked_bool("keep_first", self.keep_first, owner)
+        self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted))
+        checked_bool("keep_first", self.keep_first)
 
     @property
     def block_q(self) -> int:

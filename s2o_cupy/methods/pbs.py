@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..errors import ArgumentValueError
 from ..plan.build import Array, Launch, Workspace
 from ..problem import Problem
-from ..spec import MAX_SEGMENT, checked_int, names_unknown_fields
+from ..spec import MAX_SEGMENT, checked_int, names_its_fields
 from . import last_rows
 from .antidiagonal import BLOCK, STRIDES, AntidiagonalMass
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_bool, checked_choice, checked_number
@@ -22,7 +23,7 @@ SHARES = ("head", "kv_head")
 SCORES = ("mean", "antidiagonal")
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class PBSConfig(MethodConfig):
     """How PBS-Attn orders keys and chooses blocks. Causal calls only.
@@ -70,19 +71,18 @@ class PBSConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
-        checked_choice("block", self.block, BLOCKS, owner)
-        self._set("segment", checked_int("segment", self.segment, self.block, MAX_SEGMENT, owner))
+        checked_choice("block", self.block, BLOCKS)
+        self._set("segment", checked_int("segment", self.segment, self.block, MAX_SEGMENT))
         if self.segment % self.block:
-            raise ValueError(f"{owner}: segment is {self.segment}; accepted: a multiple of block ({self.block})")
+            raise ArgumentValueError(f"segment is {self.segment}; accepted: a multiple of block ({self.block})")
         accepted = "a number above 0, up to 1"
-        self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted, owner))
-        checked_choice("share", self.share, SHARES, owner)
-        checked_bool("keep_first", self.keep_first, owner)
-        checked_choice("scores", self.scores, SCORES, owner)
-        checked_choice("stride", self.stride, STRIDES, owner)
+        self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted))
+        checked_choice("share", self.share, SHARES)
+        checked_bool("keep_first", self.keep_first)
+        checked_choice("scores", self.scores, SCORES)
+        checked_choice("stride", self.stride, STRIDES)
         if self.scores == "antidiagonal" and self.block != BLOCK:
-            raise ValueError(f"{owner}: block is {self.block} with scores='antidiagonal'; accepted: {BLOCK}")
+            raise ArgumentValueError(f"block is {self.block} with scores='antidiagonal'; accepted: {BLOCK}")
 
     @property
     def block_q(self) -> int:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..by_head import check_value_skip
+from ..errors import ArgumentTypeError
 from ..plan.build import Array, Launch, Workspace
 from ..problem import Problem
-from ..spec import checked_int, names_unknown_fields
+from ..spec import checked_int, names_its_fields
 from .base import MethodConfig, Site, Stage, checked_bool, checked_numbers
 from .grid import BlockGrid
 from .hilbert import token_order
@@ -24,7 +25,7 @@ BLOCK_Q, BLOCK_K = 128, 64
 LARGEST = 1e30  # theta, either way
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class SpargeConfig(MethodConfig):
     """How SpargeAttn chooses blocks of 64 keys for blocks of 128 queries. Its thresholds are to be tuned for each layer
@@ -72,21 +73,20 @@ class SpargeConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
         if (self.tau is None) == (self.topk is None):
             given = "both given" if self.topk is not None else "both missing"
-            raise TypeError(f"{owner}: tau and topk are {given}; accepted: one of them")
+            raise ArgumentTypeError(f"tau and topk are {given}; accepted: one of them")
         name = "tau" if self.topk is None else "topk"
-        self._set(name, checked_numbers(name, getattr(self, name), 0, 1, "a number above 0, up to 1", owner))
-        self._set("theta", checked_numbers("theta", self.theta, -LARGEST, LARGEST, "a finite number", owner))
-        self._set("value_skip", check_value_skip(self.value_skip, owner))
+        self._set(name, checked_numbers(name, getattr(self, name), 0, 1, "a number above 0, up to 1"))
+        self._set("theta", checked_numbers("theta", self.theta, -LARGEST, LARGEST, "a finite number"))
+        self._set("value_skip", check_value_skip(self.value_skip))
         if self.permutation is not None:
             axes = self.permutation
             if isinstance(axes, (str, bytes)) or not hasattr(axes, "__len__") or len(axes) != 3:
-                raise TypeError(f"{owner}: permutation is {axes!r}; accepted: None, or three sizes (T, H, W)")
-            sizes = tuple(checked_int(f"permutation[{i}]", n, 1, owner=owner) for i, n in enumerate(axes))
+                raise ArgumentTypeError(f"permutation is {axes!r}; accepted: None, or three sizes (T, H, W)")
+            sizes = tuple(checked_int(f"permutation[{i}]", n, 1) for i, n in enumerate(axes))
             self._set("permutation", sizes)
-        checked_bool("keep_first", self.keep_first, owner)
+        checked_bool("keep_first", self.keep_first)
 
     @property
     def rule(self) -> str:  # type: ignore[override]  # no class variable here

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..errors import ArgumentValueError
 from ..plan.build import Array, Launch, Place, Workspace, make_launch
 from ..plan.kernels import Kernel
 from ..spec import LOG2E
@@ -159,11 +160,11 @@ class Choice:
         """Raise ValueError where no kernel takes it."""
         for name, x in (("topk" if self.rule == "largest" else "tau", self.threshold), ("theta", self.theta)):
             if isinstance(x, tuple) and len(x) > MOST_HEADS:
-                raise ValueError(f"select: {name} has {len(x)} numbers; accepted on the GPU: up to {MOST_HEADS}")
+                raise ArgumentValueError(f"{name} has {len(x)} numbers; accepted on the GPU: up to {MOST_HEADS}")
         most = 1 << ((self.site.limits.shared_per_block - 256) // 4).bit_length() - 1
         if self.site.grid.columns > most:
-            raise ValueError(
-                f"select: k has {self.site.grid.columns} blocks of {self.site.grid.block_k}; accepted on this GPU: "
+            raise ArgumentValueError(
+                f"k has {self.site.grid.columns} blocks of {self.site.grid.block_k}; accepted on this GPU: "
                 f"{most}, whose weights its shared memory holds"
             )
 

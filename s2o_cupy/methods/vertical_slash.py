@@ -9,7 +9,7 @@ from typing import ClassVar
 from ..plan.build import Array, Launch, Workspace
 from ..plan.kernels import Family, Kernel
 from ..problem import Problem
-from ..spec import checked_int, names_unknown_fields
+from ..spec import checked_int, names_its_fields
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_choice
 from .grid import BlockGrid
 from .last_rows import LineSums, check_aligned
@@ -44,7 +44,7 @@ def kernels() -> Iterator[Kernel]:
     yield from (choose_lines(), crossed_keys())
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class VerticalSlashConfig(MethodConfig):
     """How vertical-slash chooses keys. Causal calls only.
@@ -88,10 +88,9 @@ class VerticalSlashConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
         for name in ("verticals", "slashes"):
-            self._set(name, checked_int(name, getattr(self, name), FORCED, owner=owner))
-        checked_choice("block_m", self.block_m, BLOCKS, owner)
+            self._set(name, checked_int(name, getattr(self, name), FORCED))
+        checked_choice("block_m", self.block_m, BLOCKS)
 
     @property
     def block_q(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..problem import Problem
-from ..spec import names_unknown_fields
+from ..spec import names_its_fields
 from .antidiagonal import BLOCK, STRIDES, AntidiagonalMass
 from .base import MethodConfig, Site, Stage, checked_choice, checked_number
 from .grid import BlockGrid
@@ -15,7 +15,7 @@ from .stages import Choice
 __all__ = ["XAttentionConfig"]
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class XAttentionConfig(MethodConfig):
     """How XAttention chooses blocks of 128 keys for blocks of 128 queries. Causal calls only.
@@ -54,10 +54,9 @@ class XAttentionConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        owner = type(self).__name__
-        checked_choice("stride", self.stride, STRIDES, owner)
+        checked_choice("stride", self.stride, STRIDES)
         accepted = "a number above 0, up to 1"
-        self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted, owner))
+        self._set("threshold", checked_number("threshold", self.threshold, 0, 1, accepted))
 
     @property
     def block_q(self) -> int:

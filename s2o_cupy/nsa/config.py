@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..spec import PATHS, checked_int, names_unknown_fields
+from ..errors import ArgumentValueError
+from ..spec import PATHS, checked_int, names_its_fields
 
 __all__ = ["LEAST", "NSAConfig"]
 
@@ -13,7 +14,7 @@ LEAST = {
 }  # fmt: skip
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True)
 class NSAConfig:
     """How NSA chooses blocks of keys, and what its other branches see.
@@ -66,17 +67,17 @@ class NSAConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name != "path":
-                value = checked_int(field.name, getattr(self, field.name), LEAST[field.name], owner="NSAConfig")
+                value = checked_int(field.name, getattr(self, field.name), LEAST[field.name])
                 object.__setattr__(self, field.name, value)
         for name in ("length", "block"):
             if getattr(self, name) % self.stride:
-                raise ValueError(
-                    f"NSAConfig: {name} is {getattr(self, name)} with stride {self.stride}; accepted: a multiple of it"
+                raise ArgumentValueError(
+                    f"{name} is {getattr(self, name)} with stride {self.stride}; accepted: a multiple of it"
                 )
         if self.first + self.local > self.top:
-            raise ValueError(
-                f"NSAConfig: top is {self.top} with first {self.first} and local {self.local}; accepted: no fewer than "
+            raise ArgumentValueError(
+                f"top is {self.top} with first {self.first} and local {self.local}; accepted: no fewer than "
                 "those two together, which are always chosen"
             )
         if self.path not in PATHS:
-            raise ValueError(f"NSAConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+            raise ArgumentValueError(f"path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")

@@ -9,14 +9,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..methods.base import BLOCKS, checked_choice, checked_number
 from ..schedules.schedule import Schedule
-from ..spec import checked_int, names_unknown_fields
+from ..spec import checked_int, names_its_fields
 
 __all__ = ["BLASSTConfig"]
 
 
-@names_unknown_fields
+@names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class BLASSTConfig:
     """Blocks of keys in their order, without those whose largest score is far below the largest so far.
@@ -65,14 +66,14 @@ class BLASSTConfig:
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.scale_factor is None):
             came = "neither threshold nor scale_factor is given" if self.threshold is None else "both are given"
-            raise TypeError(f"BLASSTConfig: {came}; accepted: threshold or scale_factor")
+            raise ArgumentTypeError(f"{came}; accepted: threshold or scale_factor")
         for name, most, accepted in (("threshold", 1, "a number from 0 to 1"), ("scale_factor", math.inf, "0 or more")):
             given = getattr(self, name)
-            if given is not None and checked_number(name, given, -math.inf, most, accepted, "BLASSTConfig") < 0:
-                raise ValueError(f"BLASSTConfig: {name} is {given!r}; accepted: {accepted}")
+            if given is not None and checked_number(name, given, -math.inf, most, accepted) < 0:
+                raise ArgumentValueError(f"{name} is {given!r}; accepted: {accepted}")
         for name in ("block", "block_m"):
-            checked_choice(name, getattr(self, name), BLOCKS, "BLASSTConfig")
-        checked_int("workspace_bytes", self.workspace_bytes, 1 << 20, owner="BLASSTConfig")
+            checked_choice(name, getattr(self, name), BLOCKS)
+        checked_int("workspace_bytes", self.workspace_bytes, 1 << 20)
 
     def threshold_of(self, seqlen_k: int) -> float:
         """Of a call with so many keys."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 from ..arrays.frameworks.base import Framework
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..methods.base import MethodConfig
 from ..methods.registry import METHODS
 from ..plan.schedule_form import ScheduleForm
@@ -76,46 +77,48 @@ class OwnMethod:
     def check(self, problem: Problem) -> None:
         """It says itself which problems it takes."""
 
-    def schedule(
-        self, framework: Framework, q: Any, k: Any, problem: Problem, layout: str, device: Any, where: str
-    ) -> Schedule:
+    def schedule(self, framework: Framework, q: Any, k: Any, problem: Problem, layout: str, device: Any) -> Schedule:
         """What the method chooses for q and k, arrays of ``framework`` on ``device``; checked, as far as can be without
-        waiting for a GPU. ``where``: the function that errors name."""
+        waiting for a GPU."""
         name = f"the method {method_name(self.method)}"
         if framework.name == "DLPack":
-            raise TypeError(
-                f"{where}: q is a {type(q).__name__}, which {name} gets as it is; accepted: an array of NumPy, CuPy, "
+            raise ArgumentTypeError(
+                f"q is a {type(q).__name__}, which {name} gets as it is; accepted: an array of NumPy, CuPy, "
                 "PyTorch or JAX"
             )
         q, k = _bhsd(q, layout), _bhsd(k, layout)
         with _as_written(framework, device):
             made = self.method(q, k, is_causal=problem.is_causal, scale=problem.scale)
         if not isinstance(made, Schedule):
-            raise TypeError(f"{where}: {name} returned a {type(made).__name__}; accepted: a Schedule")
-        _check_arrays(made, framework, device, f"{where}: {name} returned a Schedule")
-        _check_form(made.form, problem, f"{where}: {name} returned a Schedule")
+            raise ArgumentTypeError(f"{name} returned a {type(made).__name__}; accepted: a Schedule")
+        _check_arrays(made, framework, device, f"{name} returned a Schedule")
+        _check_form(made.form, problem, f"{name} returned a Schedule")
         if device.kind == "cpu":
             try:
                 made.check()
             except ValueError as error:
                 mistake = str(error).removeprefix("Schedule.check: ")
-                raise ValueError(f"{where}: {name} returned a Schedule with a mistake: {mistake}") from error
+                raise ArgumentValueError(f"{name} returned a Schedule with a mistake: {mistake}") from error
         return made
 
 
 _KERNELS = S2OConfig(tau=0.0, dense_up_to=0)
 
 
-def as_method(config: Any, what: str, *, s2o: bool = True, also: str = "") -> Any:
+def as_method(config: Any, what: str = "config", owner: str = "", *, s2o: bool = True, also: str = "") -> Any:
     """An S2OConfig, the configuration of a published method, or an OwnMethod; TypeError if ``config`` is none of them.
-    ``what``: the argument, and ``also``: what else is accepted, for errors. ``s2o``: whether an S2OConfig is."""
+    ``s2o``: whether an S2OConfig is. For errors ``what``: the argument, ``owner``: of what, ``also``: what else is
+    accepted."""
     if isinstance(config, METHODS) or (s2o and isinstance(config, S2OConfig)):
         return config
     accepted = ", ".join(filter(None, (also, ACCEPTED if s2o else f"{_PUBLISHED}, {_OWN}")))
     if isinstance(config, type):
-        raise TypeError(f"{what} is the class {config.__name__}; accepted: an instance, {config.__name__}(...)")
+        raise ArgumentTypeError(
+            f"{what} is the class {config.__name__}; accepted: an instance, {config.__name__}(...)", owner
+        )
     if isinstance(config, S2OConfig) or not callable(config):
-        raise TypeError(f"{what} is a {type(config).__name__}; accepted: {accepted}{_meant(config) if s2o else ''}")
+        meant = _meant(config) if s2o else ""
+        raise ArgumentTypeError(f"{what} is a {type(config).__name__}; accepted: {accepted}{meant}", owner)
     return OwnMethod(config)
 
 
@@ -129,7 +132,7 @@ def _meant(config: Any) -> str:
 
 def kernels_config(config: AnyMethod) -> S2OConfig:
     """Of the passes that attend by it."""
-    method = as_method(config, "config")
+    method = as_method(config)
     return method if isinstance(method, S2OConfig) else method.kernels_config()
 
 
@@ -168,10 +171,10 @@ def _check_arrays(made: Schedule, framework: Framework, device: Any, what: str) 
 
     of_lists = framework_of("schedule", made.entries)
     if of_lists is not framework:
-        raise TypeError(f"{what} of {of_lists.name} arrays; accepted: of {framework.name} arrays, as q is")
+        raise ArgumentTypeError(f"{what} of {of_lists.name} arrays; accepted: of {framework.name} arrays, as q is")
     found = framework.describe(made.entries).device
     if found != device:
-        raise ValueError(f"{what} on {found}; accepted: on {device}, as q is")
+        raise ArgumentValueError(f"{what} on {found}; accepted: on {device}, as q is")
 
 
 def _check_form(form: ScheduleForm, problem: Problem, what: str) -> None:
@@ -180,12 +183,13 @@ def _check_form(form: ScheduleForm, problem: Problem, what: str) -> None:
     }  # fmt: skip
     for name, value in expected.items():
         if getattr(form, name) != value:
-            raise ValueError(f"{what} with {name} {getattr(form, name)}; accepted: {value}, as in the call")
+            raise ArgumentValueError(f"{what} with {name} {getattr(form, name)}; accepted: {value}, as in the call")
     heads = dict.fromkeys((1, problem.kv_heads, problem.heads))
     for name, of_batch, of_heads in (
         ("lists", form.batch, form.list_heads), ("a k_order", form.order_batch or 1, form.order_heads or 1),
     ):  # fmt: skip
+        came = f"{what} with {name} for"
         if of_batch not in (1, problem.batch):
-            raise ValueError(f"{what} with {name} for a batch of {of_batch}; accepted: 1 or q's, {problem.batch}")
+            raise ArgumentValueError(f"{came} a batch of {of_batch}; accepted: 1 or q's, {problem.batch}")
         if of_heads not in heads:
-            raise ValueError(f"{what} with {name} for {of_heads} heads; accepted: {' or '.join(map(str, heads))}")
+            raise ArgumentValueError(f"{came} {of_heads} heads; accepted: {' or '.join(map(str, heads))}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..errors import ArgumentValueError
 from ..problem import Problem
 from ..spec import Geometry, S2OConfig
 from .device import DeviceLimits
@@ -123,8 +124,8 @@ def make_plan(
     """
     paged = page_size > 0
     if paged and not aligned:
-        raise ValueError(
-            "s2o_attention_paged: a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
+        raise ArgumentValueError(
+            "a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
             f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
         )
     dense = is_dense(problem, config)

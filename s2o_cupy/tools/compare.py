@@ -321,7 +321,7 @@ def _checked(configs: Any, problem: Problem) -> tuple[AnyMethod, ...]:
     if not found:
         raise ValueError("compare: configs is empty; accepted: at least one")
     for i, config in enumerate(found):
-        method = as_method(config, f"compare: configs[{i}]")
+        method = as_method(config, f"configs[{i}]", "compare")
         if not isinstance(method, S2OConfig):
             method.check(problem)
     return found

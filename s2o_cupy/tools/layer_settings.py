@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import plain_kind
 from ..spec import S2OConfig
 
 __all__ = [
@@ -63,7 +64,7 @@ def config_of(settings: Mapping[str, Any], where: str) -> S2OConfig:
     try:
         return S2OConfig(**settings)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from error
+        raise plain_kind(error)(f"{where}: {error}") from error
 
 
 def read_settings(path: str | os.PathLike[str]) -> Settings:

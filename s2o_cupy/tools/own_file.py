@@ -50,7 +50,7 @@ def own_method(place: OwnPlace, fields: dict[str, Any], option: str) -> AnyMetho
             raise TypeError("it is made already, and takes no fields")
     except TypeError as error:
         raise TypeError(f"{option} has {place.name}: {error}") from error
-    as_method(found, f"{option}: {place.name}")
+    as_method(found, place.name, option)
     return found
 
 

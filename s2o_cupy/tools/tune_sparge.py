@@ -15,6 +15,7 @@ from ..api.gather import gather_attention
 from ..api.habits import answers_habits
 from ..api.select import select
 from ..arrays.frameworks import to_host
+from ..errors import plain_kind
 from ..methods.base import checked_bool, checked_number
 from ..methods.sparge import LARGEST, SpargeConfig
 from ..plan.schedule_form import ScheduleForm
@@ -197,7 +198,7 @@ def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
             problem, *_ = problem_of(q, k, v, config.kernels_config(), **options)
             config.check(problem)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"tune_sparge: inputs[{i}] is not accepted: {error}") from error
+            raise plain_kind(error)(f"tune_sparge: inputs[{i}] is not accepted: {error}") from error
         if problem.empty or not problem.seqlen_k:
             raise ValueError(
                 f"tune_sparge: inputs[{i}] has {problem.batch} x {problem.heads} heads, {problem.seqlen_q} queries "

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import ArgumentTypeError
 from .base import Framework
 from .cupy import CupyFramework
 from .dlpack import DlpackFramework
@@ -43,7 +44,7 @@ def framework_of(name: str, x: Any) -> Framework:
         if framework.owns(x):
             _owner_of_type[type(x)] = framework  # who owns an array is a matter of its type
             return framework
-    raise TypeError(f"s2o_attention: {name} is a {type(x).__name__}; accepted: {ACCEPTED}")
+    raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: {ACCEPTED}")
 
 
 def to_host(x: Any) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import ArgumentTypeError
 from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
 from ..streams import cupy_scope
@@ -80,8 +81,8 @@ class DlpackFramework(Framework):
         try:
             return np.from_dlpack(x)
         except (BufferError, RuntimeError) as error:
-            raise TypeError(
-                f"s2o_attention: NumPy cannot import this {type(x).__name__} through DLPack ({error}); "
+            raise ArgumentTypeError(
+                f"NumPy cannot import this {type(x).__name__} through DLPack ({error}); "
                 "accepted on the CPU: float16, float32, float64; bfloat16 as a PyTorch, JAX or NumPy array"
             ) from error
 

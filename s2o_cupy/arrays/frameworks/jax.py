@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...caches import remembered
+from ...errors import ArgumentTypeError, ArgumentValueError
 from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
 from ..streams import cupy_scope
@@ -32,14 +33,14 @@ class JaxFramework(Framework):
         import jax
 
         if isinstance(x, jax.core.Tracer):
-            raise TypeError(
-                f"s2o_attention: {name} is a JAX tracer ({type(x).__name__}), which has no data; accepted: "
+            raise ArgumentTypeError(
+                f"{name} is a JAX tracer ({type(x).__name__}), which has no data; accepted: "
                 "concrete arrays, outside jax.jit, jax.vmap and jax.grad; inside of jax.jit and jax.vmap call "
                 "s2o_cupy.integrations.jax.attention"
             )
         if len(x.devices()) != 1:
-            raise ValueError(
-                f"s2o_attention: {name} is sharded over {len(x.devices())} devices; accepted: arrays "
+            raise ArgumentValueError(
+                f"{name} is sharded over {len(x.devices())} devices; accepted: arrays "
                 "on one device (call it on each shard, x.addressable_shards[i].data)"
             )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import ArgumentTypeError
 from ..array_info import ArrayInfo, Device
 from .base import Framework, dtype_name
 
@@ -22,7 +23,7 @@ class NumpyFramework(Framework):
 
     def check(self, name: str, x: Any) -> None:
         if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(f"s2o_attention: {name} is a masked array; accepted: arrays without a mask")
+            raise ArgumentTypeError(f"{name} is a masked array; accepted: arrays without a mask")
 
     def describe(self, x: Any) -> ArrayInfo:
         x = np.asarray(x)  # of a subclass: its data

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...caches import remembered
+from ...errors import ArgumentTypeError
 from ..array_info import ArrayInfo, Device
 from ..lazy_cupy import import_cupy
 from ..streams import stream_handle
@@ -30,13 +31,11 @@ class TorchFramework(Framework):
     def check(self, name: str, x: Any) -> None:
         torch = sys.modules["torch"]  # one of its tensors came in
         if x.layout != torch.strided:
-            raise TypeError(f"s2o_attention: {name} is {x.layout}; accepted: dense tensors (.to_dense())")
+            raise ArgumentTypeError(f"{name} is {x.layout}; accepted: dense tensors (.to_dense())")
         if x.is_nested:
-            raise TypeError(f"s2o_attention: {name} is a nested tensor; accepted: dense tensors")
+            raise ArgumentTypeError(f"{name} is a nested tensor; accepted: dense tensors")
         if x.is_neg():  # kernels read memory, which holds the other sign
-            raise TypeError(
-                f"s2o_attention: {name} is a view with its negative bit set; accepted: {name}.resolve_neg()"
-            )
+            raise ArgumentTypeError(f"{name} is a view with its negative bit set; accepted: {name}.resolve_neg()")
         check_derivatives(name, x)
 
     def describe(self, x: Any) -> ArrayInfo:

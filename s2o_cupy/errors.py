@@ -1,0 +1,49 @@
+"""Errors of arguments: raised without the name of a function, which the one that was called puts before them.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+
+__all__ = ["ArgumentError", "ArgumentTypeError", "ArgumentValueError", "arguments_of", "plain_kind"]
+
+
+class ArgumentError(Exception):
+    """``ArgumentError(message, owner)``: an argument is not accepted. The message names it, what came and what is
+    accepted. The text begins with ``owner``, such as the class whose field it is; without one, with the public function
+    that was called. There is no ``__init__``, as torch.compile cannot trace one."""
+
+    function = "s2o_attention"  # whose rules the others share
+
+    def __str__(self) -> str:
+        message, owner = (*self.args, "")[:2]
+        return f"{owner or self.function}: {message}"
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    pass
+
+
+class ArgumentValueError(ArgumentError, ValueError):
+    pass
+
+
+class arguments_of(ContextDecorator):
+    """Inside it arguments are those of ``function``. Where one function calls another, the caller's name counts."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, ArgumentError):
+            error.function = self.function
+
+
+def plain_kind(error: Exception) -> type[TypeError] | type[ValueError]:
+    """What to raise in the place of ``error`` with a text that is complete."""
+    return TypeError if isinstance(error, TypeError) else ValueError
