@@ -116,7 +116,7 @@ def _with(config: S2OConfig, tau: float) -> S2OConfig:
 def _call(pipeline: Pipeline, lists: Lists, config: S2OConfig, out: Any, **more: Any) -> None:
     operands = (*pipeline.operands[:3], pipeline.operands[3]._replace(pointer=out.data.ptr))
     stream = torch.cuda.current_stream().cuda_stream
-    attend_lists(operands, lists.pointers, lists.shape, pipeline.problem, config, stream=stream, **more)
+    attend_lists(operands, lists.pointers, lists.shape, pipeline.problem, config.of_pass, stream=stream, **more)
 
 
 def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: tuple[bool, bool, int], args: Any) -> Row:

@@ -103,7 +103,7 @@ def attend(
         entries.data.ptr, begins.data.ptr, keys.data.ptr, q_order=0 if order is None else order.data.ptr
     )
     plan = attend_lists(
-        operands(q, k, v, o), pointers, shape, problem, settings,
+        operands(q, k, v, o), pointers, shape, problem, settings.of_pass,
         stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
         paging=paging, **{name: x.data.ptr for name, x in skips.items()},
     )  # fmt: skip

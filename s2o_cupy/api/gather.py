@@ -6,10 +6,8 @@ from typing import Any
 
 from ..arrays.torch_compile import outside_graphs
 from ..caches import remembered
-from ..plan.schedule_form import BLOCK_N, ScheduleForm
+from ..plan.schedule_form import ScheduleForm
 from ..schedules.schedule import Schedule
-from ..schedules.stats import GatherStats
-from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
 from .call import Call
 from .habits import answers_habits
@@ -175,27 +173,16 @@ def _attend(
     forms = tuple([x.form for x in call.infos])
     options = layout, form.is_causal, scale, softcap
     if is_paged:
-        plain = paged(forms[:4], None, form.seqlen_k, _config(form, path), call.backend, *options)
+        plain = paged(forms[:4], None, form.seqlen_k, _of_pass(form, path), call.backend, *options)
         if not call.host:
             check_rows(call.infos[1], call.infos[2])
     else:
-        plain = batched(forms[:3], _config(form, path), call.backend, *options)
+        plain = batched(forms[:3], _of_pass(form, path), call.backend, *options)
     batch = _with_schedule(plain, forms, form, function)
-    results = run(batch, call, return_lse=return_lse, return_stats=return_stats)
-    if not return_stats:
-        return results
-    *others, stats = results
-    visited, skipped = (stats.visited, None) if form.value_skip is None else (stats.visited[0], stats.visited[1])
-    return (*others, GatherStats(visited, schedule, stats.problem, stats.path, stats.path_reason, skipped))
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats, schedule=schedule)
 
 
-@remembered
-def _config(form: ScheduleForm, path: Any) -> S2OConfig:
-    """Of the kernels."""
-    return S2OConfig(
-        segment=form.segment or 1024, tau=form.tau, block_m=form.block_m, block_n=BLOCK_N, rank="mean",
-        window=form.window, path=path, dense_up_to=0, tail="none",
-    )  # fmt: skip
+_of_pass = remembered(ScheduleForm.of_pass)
 
 
 @remembered

@@ -89,7 +89,7 @@ def run(
             ran[i] = (launch.plan.path, launch.plan.path_reason, "launched")
             if to_visit:
                 part = batch.parts[i]
-                pipeline.write_every_tile(to_visit[part.first], part.problem, config, stream)
+                pipeline.write_every_tile(to_visit[part.first], part.problem, config.of_pass, stream)
     return ran
 
 
@@ -124,7 +124,7 @@ def _gather(
     if visited and form.value_skip is not None:
         skipped = of_visited + ITEM_BYTES * math.prod(visited[0].shape[1:])
     launched = gather.gather(
-        operands, arrays, form, problem, batch.config, stream=framework.stream(), lse=address(lse),
+        operands, arrays, form, problem, batch.of_pass, stream=framework.stream(), lse=address(lse),
         visited=of_visited, skipped=skipped, paging=paging,
         memory=framework.memory(infos[0].native) or pipeline.allocate,
     )  # fmt: skip

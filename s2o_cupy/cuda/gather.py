@@ -10,7 +10,7 @@ from ..caches import remembered
 from ..plan.launch_plan import LaunchPlan
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
-from ..spec import S2OConfig
+from ..spec import Pass
 from . import pipeline
 from .lists import ListPointers, attend_lists
 from .pipeline import Memory, allocate
@@ -26,7 +26,7 @@ def gather(
     arrays: Mapping[str, int],
     form: ScheduleForm,
     problem: Problem,
-    config: S2OConfig,
+    of_pass: Pass,
     *,
     stream: int,
     lse: int = 0,
@@ -52,7 +52,7 @@ def gather(
         )
     state, keeper = 0, None
     if form.dense is not None:
-        state, keeper = pipeline.run_pass1(operands, lse, problem, config, stream=stream, paging=paging, memory=memory)
+        state, keeper = pipeline.run_pass1(operands, lse, problem, of_pass, stream=stream, paging=paging, memory=memory)
     apart = problem.batch > 1 and (form.batch == 1 or form.order_batch > 0 or form.sinks > 0)
     turns = problem.batch if apart else 1
     rows = problem.heads * problem.seqlen_q  # of a sequence
@@ -61,7 +61,7 @@ def gather(
     for b in range(turns):
         of = _Turn(b, b + 1) if apart else _Turn(0, problem.batch)
         plan = of.attend(
-            operands, arrays, form, problem, config, stream, state and state + b * rows * STATE_BYTES,
+            operands, arrays, form, problem, of_pass, stream, state and state + b * rows * STATE_BYTES,
             lse and lse + b * rows * INT32_BYTES, visited and visited + b * tiles * INT32_BYTES,
             skipped and skipped + b * tiles * INT32_BYTES, paging, memory,
         )  # fmt: skip
@@ -77,7 +77,7 @@ class _Turn:
         self.first, self.end = first, end
 
     def attend(
-        self, operands: Operands, arrays: Mapping[str, int], form: ScheduleForm, whole: Problem, config: S2OConfig,
+        self, operands: Operands, arrays: Mapping[str, int], form: ScheduleForm, whole: Problem, of_pass: Pass,
         stream: int, state: int, lse: int, visited: int, skipped: int, paging: Paging | None, memory: Memory,
     ) -> LaunchPlan:  # fmt: skip
         q, k, v, out = operands
@@ -90,7 +90,7 @@ class _Turn:
         if form.sinks:
             sinks = ListPointers(arrays["sink_entries"], arrays["sink_begins"], arrays["sink_keys"], kept=state)
             attend_lists(
-                (q, k, v, out), sinks, form.sinks_shape(), problem, _never_stops(config), stream=stream, state=state,
+                (q, k, v, out), sinks, form.sinks_shape(), problem, _never_stops(of_pass), stream=stream, state=state,
                 lse=lse, paging=paging, memory=memory,
             )  # fmt: skip
         before = self.first * form.list_heads * form.rows if form.batch > 1 else 0  # lists of sequences before
@@ -102,7 +102,7 @@ class _Turn:
         if form.order_batch:
             paging, k, v = self._permuted(arrays["k_order"], form, k, v)
         return attend_lists(
-            (q, k, v, out), lists, form.shape(problem), problem, config, stream=stream, state=state, lse=lse,
+            (q, k, v, out), lists, form.shape(problem), problem, of_pass, stream=stream, state=state, lse=lse,
             visited=visited, skipped=skipped, paging=paging, memory=memory,
         )  # fmt: skip
 
@@ -121,14 +121,14 @@ def _single_keys(x: Operand) -> Operand:
     return Operand(x.pointer, (seqlen_k, kv_heads, 1, head_dim), (row, head, 0))
 
 
-@remembered  # a new problem, and a new config, would take the host longer than a launch
+@remembered  # a new problem, and a new pass, would take the host longer than a launch
 def _of_batch(problem: Problem, batch: int) -> Problem:
     return replace(problem, batch=batch)
 
 
 @remembered
-def _never_stops(config: S2OConfig) -> S2OConfig:
-    return config.with_tau(0.0)
+def _never_stops(of_pass: Pass) -> Pass:
+    return replace(of_pass, tau=0.0)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

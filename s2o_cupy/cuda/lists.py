@@ -17,7 +17,7 @@ from ..plan.launches import listed_launch
 from ..plan.schedule import ScheduleShape, listed_plan
 from ..problem import Problem
 from ..selection.methods import make_plan
-from ..spec import S2OConfig
+from ..spec import Pass
 from .pipeline import Memory, allocate, device_limits
 from .program import Program
 from .tables import on_device
@@ -43,7 +43,7 @@ def attend_lists(
     lists: ListPointers,
     shape: ScheduleShape,
     problem: Problem,
-    config: S2OConfig,
+    of_pass: Pass,
     *,
     stream: int,
     state: int = 0,
@@ -61,9 +61,9 @@ def attend_lists(
     operands : q, k, v and out
         As `pipeline.run` takes them. ``out`` is written, and where rows resume, read before.
     lists, shape : ListPointers and ScheduleShape
-    config : S2OConfig
+    of_pass : Pass
         ``block_m`` is the queries of a q tile, ``block_n`` the keys between two stop checks; with ``tau`` a q tile
-        stops as S2O's do (0: never). ``path`` as ever; the rest is not read.
+        stops as S2O's do (0: never). Segments are those of ``shape``.
     stream : int, a handle
     state : int
         float32 [batch, heads, seqlen_q, 2], (m in log2 units, l) of the rows that ``shape`` says are resumed; else 0.
@@ -86,7 +86,7 @@ def attend_lists(
     if shape.resumed != bool(state):
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
-    prepared = _prepare(problem, config, shape, runtime.getDevice(), Layout.of(operands, paging))
+    prepared = _prepare(problem, of_pass, shape, runtime.getDevice(), Layout.of(operands, paging))
     if not problem.empty:
         prepared.run(operands, lists, stream, state, lse, visited, skipped, found_skips, paging, memory)
     return prepared.plan
@@ -96,19 +96,17 @@ class _ListedPass:
     """A prepared launch, in whose parameters a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, layout: Layout
+        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout
     ) -> None:
         operands = layout.operands(problem)
         plan = make_plan(
-            problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
+            problem, of_pass, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size,
         )  # fmt: skip
-        self.plan, kernel = listed_plan(plan, shape, problem, config.block_m)
-        launch = listed_launch(
-            self.plan, kernel, problem, config, operands, layout.paging, shape.more_params(problem)
-        )
+        self.plan, kernel = listed_plan(plan, shape, problem)
+        launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
-        self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, config.block_m)))
+        self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, of_pass.block_m)))
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
 
     def run(

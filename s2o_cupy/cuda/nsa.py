@@ -25,7 +25,7 @@ from ..plan.build import ALIGNMENT, Launch
 from ..plan.kernels import Kernel
 from ..plan.params import Struct
 from ..problem import Problem
-from ..spec import LOG2E, S2OConfig
+from ..spec import LOG2E
 from . import pipeline
 from .pipeline import Memory, device_limits
 from .program import Program
@@ -151,8 +151,8 @@ def _prepared(plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: St
     of_cmp = (p.batch, p.kv_heads, plan.compressed, p.head_dim)
     q = Operand(0, (p.batch, p.heads, p.seqlen_q, p.head_dim), of_q)
     runs = _compressed_runs(plan, q, Pair(Operand(0, of_cmp, of_k), Operand(0, of_cmp, of_v)), 0, 0)
-    config = _dense(plan.config.path)
-    return _Prepared(plan, device, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, config)) for x in runs])
+    of_pass = plan.config.of_pass
+    return _Prepared(plan, device, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, of_pass)) for x in runs])
 
 
 def _aligned(nbytes: int) -> int:
@@ -249,7 +249,7 @@ class Call:
     def compressed(self, run: _Run, memory: Memory, stream: int | None = None) -> None:
         """Some of cmp_out and cmp_lse."""
         pipeline.run(
-            run.operands, run.lse, 0, run.problem, _dense(self.plan.config.path),
+            run.operands, run.lse, 0, run.problem, self.plan.config.of_pass,
             stream=self.stream if stream is None else stream, memory=memory,
         )  # fmt: skip
         if self.observe:
@@ -367,11 +367,6 @@ def _template(plan: NsaPlan, struct: Struct) -> Any:
     for name, value in values.items():
         params[name] = value
     return params
-
-
-@remembered
-def _dense(path: str) -> S2OConfig:
-    return S2OConfig(tau=0.0, path=path)
 
 
 @remembered

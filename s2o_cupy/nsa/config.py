@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
-from ..spec import PATHS, checked_int, names_unknown_fields
+from ..spec import Pass, check_path, checked_int, names_unknown_fields
 
 __all__ = ["LEAST", "NSAConfig"]
 
@@ -78,5 +79,9 @@ class NSAConfig:
                 f"NSAConfig: top is {self.top} with first {self.first} and local {self.local}; accepted: no fewer than "
                 "those two together, which are always chosen"
             )
-        if self.path not in PATHS:
-            raise ValueError(f"NSAConfig: path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+        check_path(self.path, "NSAConfig")
+
+    @functools.cached_property
+    def of_pass(self) -> Pass:
+        """Of the compressed branch: dense attention."""
+        return Pass(path=self.path)

@@ -108,7 +108,7 @@ def launches(
     found = head_taus.written(errors, 1, memory, {"taus": "errors"})  # a graph holds them
     found.append(_choose(build, plan, problem, sample, 0))
     found.append(
-        attention_launch(build, plan.blocks, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
+        attention_launch(build, plan.blocks, problem, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
     )
     found += _sizes(build, plan, problem)
     if plan.chunks:
@@ -117,7 +117,7 @@ def launches(
         for i, chunk in enumerate(plan.chunks):
             if done == 0 or len(plan.chunks) > 1:  # the order of the only round is still there
                 found += plan.method.before_pass2(build, chunk)
-            found.append(_ladder(build, plan, problem, config, chunk, done, i))
+            found.append(_ladder(build, plan, problem, chunk, done, i))
         found.append(_choose(build, plan, problem, sample, done + 1))
     return tuple(replace(x, kernel=drawn(x.kernel)) for x in found)
 
@@ -140,14 +140,12 @@ def _sizes(build: Builder, plan: LaunchPlan, problem: Problem) -> Iterator[Launc
         yield build.launch("segment_sizes", kernel, problem.batch * problem.heads * without, values)
 
 
-def _ladder(
-    build: Builder, plan: LaunchPlan, problem: Problem, config: S2OConfig, chunk: Chunk, done: int, i: int
-) -> Launch:
+def _ladder(build: Builder, plan: LaunchPlan, problem: Problem, chunk: Chunk, done: int, i: int) -> Launch:
     heads = problem.batch * problem.heads
     counter = 4 * (1 + done * len(plan.chunks) + i)
     launch = attention_launch(
-        build, plan.blocks, problem, config, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk, plan.tiles,
-        counter=counter, further={"ladders": 4 * done * heads * LADDER}, is_first=done == 0,
+        build, plan.blocks, problem, plan.of_pass, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk,
+        plan.tiles, counter=counter, further={"ladders": 4 * done * heads * LADDER}, is_first=done == 0,
     )  # fmt: skip
     return replace(launch, blocks=_blocks(plan, chunk))
 

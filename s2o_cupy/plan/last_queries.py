@@ -163,7 +163,7 @@ class LastQueries:
         if self.by_part:
             lists["shared_heads"] = heads
         return attention_launch(
-            self._of_parts(build, piece), lambda q_tiles: s.path.blocks(q_tiles, s.limits), problem, s.config,
+            self._of_parts(build, piece), lambda q_tiles: s.path.blocks(q_tiles, s.limits), problem, s.config.of_pass,
             "last_queries", s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)),
             Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0), self.tiles,
             counter=counter, further=self._further(build, piece, part), read=OF_PARTS, tau=0.0, tau_falls=0.0,
