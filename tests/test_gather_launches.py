@@ -7,7 +7,7 @@ import pytest
 from pretended import Launched, record_launches
 from schedules import random_schedule
 
-from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.arrays.operand import Call, Operand, Paging
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.problem import Problem
@@ -63,10 +63,8 @@ def call(driver, compute_capability, shape=SHAPE, paging=None, **schedule):
         return kept[-1].ctypes.data, kept[-1]
 
     arrays = {name: ARRAYS[name] for name in form.array_names}
-    plan = gather.gather(
-        (q, k, v, operand(OUT, heads, seqlen_q)), arrays, form, problem, form.of_pass("auto"), stream=7, lse=LSE,
-        visited=VISITED, paging=paging, memory=memory,
-    )  # fmt: skip
+    of_call = Call((q, k, v, operand(OUT, heads, seqlen_q)), LSE, VISITED, problem, paging)
+    plan = gather.gather(of_call, arrays, form, form.of_pass("auto"), stream=7, memory=memory)
     return plan, launched
 
 

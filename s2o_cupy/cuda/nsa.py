@@ -246,12 +246,10 @@ class Call:
         if self.observe:
             self.observe(kernel.function)
 
-    def compressed(self, run: _Run, memory: Memory, stream: int | None = None) -> None:
+    def compressed(self, run: pipeline.Call, memory: Memory, stream: int | None = None) -> None:
         """Some of cmp_out and cmp_lse."""
-        pipeline.run(
-            run.operands, run.lse, 0, run.problem, self.plan.config.of_pass,
-            stream=self.stream if stream is None else stream, memory=memory,
-        )  # fmt: skip
+        stream = self.stream if stream is None else stream
+        pipeline.run(run, self.plan.config.of_pass, stream=stream, memory=memory)
         if self.observe:
             self.observe("nsa_compressed")
 
@@ -309,15 +307,7 @@ class Call:
         self.params["q_tiles"] = self.plan.kv_rows
 
 
-class _Run(NamedTuple):
-    """Of pass 1, as plain causal attention."""
-
-    operands: pipeline.Operands
-    lse: int
-    problem: Problem
-
-
-def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[_Run]:
+def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[pipeline.Call]:
     """Compressed attention, to cmp_out and cmp_lse at these addresses; what takes longest first."""
     p, stride, row, ends = plan.problem, plan.config.stride, q.strides[2], plan.lse_rows
     runs = []
@@ -336,7 +326,7 @@ def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse:
                 _view(out_b + 2 * first * p.head_dim, rows,
                       (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
             )  # fmt: skip
-            runs.append(_Run(operands, lse_b + 4 * begin, _of_rows(p, of.size, of.rows, of.keys)))
+            runs.append(pipeline.Call(operands, lse_b + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys)))
     return sorted(runs, key=lambda run: -run.problem.batch * run.problem.seqlen_q)
 
 
