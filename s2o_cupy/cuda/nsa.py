@@ -176,32 +176,28 @@ def select(
     del keeper
 
 
-def attend_blocks(
-    q: Operand, keys: Pair, chosen: int, out: Operand, lse: int, problem: Problem, config: NSAConfig, *, stream: int,
-    memory: Memory,
-) -> None:  # fmt: skip
+def attend_blocks(arrays: pipeline.Call, chosen: int, config: NSAConfig, *, stream: int, memory: Memory) -> None:
     """The selected branch alone, with blocks that the caller chose."""
-    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention", compresses=False,
-                     attends=True, gates=False)  # fmt: skip
+    q, k, v, out = arrays.operands
+    plan = make_plan(arrays.problem, config, device_limits(runtime.getDevice()), where="selected_attention",
+                     compresses=False, attends=True, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
     with calling(plan, address, stream) as call:
-        call.params["chosen"], call.params["lse"] = chosen, lse
+        call.params["chosen"], call.params["lse"] = chosen, arrays.lse
         for first, tokens in plan.rounds:
-            call.attend_blocks(q, keys, out, first, tokens)
+            call.attend_blocks(q, Pair(k, v), out, first, tokens)
     del keeper
 
 
-def attend_window(
-    q: Operand, keys: Pair, out: Operand, lse: int, problem: Problem, config: NSAConfig, sinks: int, *, stream: int,
-    memory: Memory,
-) -> None:  # fmt: skip
+def attend_window(arrays: pipeline.Call, config: NSAConfig, sinks: int, *, stream: int, memory: Memory) -> None:
     """The window branch alone."""
-    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
-                     attends=False, gates=False)  # fmt: skip
+    q, k, v, out = arrays.operands
+    plan = make_plan(arrays.problem, config, device_limits(runtime.getDevice()), where="window_attention",
+                     compresses=False, attends=False, gates=False)  # fmt: skip
     address, keeper = memory(SOME_BYTES)
     with calling(plan, address, stream) as call:
-        call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
-        call.window(q, keys, out)
+        call.params["lse"], call.params["sinks"] = arrays.lse, min(sinks, arrays.problem.seqlen_k)
+        call.window(q, Pair(k, v), out)
     del keeper
 
 

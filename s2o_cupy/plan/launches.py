@@ -53,19 +53,17 @@ def launches(
 ) -> tuple[Launch, ...]:
     """All launches of a call in order; for the arguments see `Builder`."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
-    found = [_collect_pages(build, plan.collect_pages, problem)] if plan.collect_pages else []
+    found = [_collect_pages(build, plan.collect_pages)] if plan.collect_pages else []
     found.append(
-        attention_launch(build, plan.blocks, problem, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
+        attention_launch(build, plan.blocks, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
     )
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
-            counter = 4 * (1 + i)
+            further = {"next_q_tile": 4 * (1 + i)}
             found.append(
-                attention_launch(
-                    build, plan.blocks, problem, plan.of_pass, "pass2", plan.pass2, chunk, plan.tiles, counter=counter
-                )
+                attention_launch(build, plan.blocks, plan.of_pass, "pass2", plan.pass2, chunk, plan.tiles, further)
             )
             found += plan.method.after_pass2(build, chunk)
     return tuple(found)
@@ -77,7 +75,7 @@ def packed_launch(
     """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
     return attention_launch(
-        build, plan.blocks, problem, plan.of_pass, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0
+        build, plan.blocks, plan.of_pass, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0
     )
 
 
@@ -88,7 +86,7 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(build, plan.blocks, problem, plan.of_pass, "pass2", kernel, plan.whole, plan.tiles, **more)
+    return attention_launch(build, plan.blocks, plan.of_pass, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
 def packed_collect_launch(
@@ -96,17 +94,16 @@ def packed_collect_launch(
 ) -> Launch:
     """Copies of packed sequences' keys and values from pages; likewise."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return _collect_pages(build, kernel, problem, sequences=0)
+    return _collect_pages(build, kernel, sequences=0)
 
 
 def attention_launch(
-    build: Builder, blocks: Callable[[int], int], problem: Problem, of_pass: Pass, stage: str, kernel: Kernel,
-    chunk: Chunk, tiles: int, counter: int = 0, further: Mapping[str, int] = NOTHING,
-    read: Mapping[str, str] = NOTHING, **more: Any,
+    build: Builder, blocks: Callable[[int], int], of_pass: Pass, stage: str, kernel: Kernel, chunk: Chunk, tiles: int,
+    further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING, **more: Any,
 ) -> Launch:  # fmt: skip
-    """A launch of a pass. ``blocks``: for so many q tiles. ``counter``: where among the bytes of next_q_tile the launch
-    has its own. ``further``, ``read``: as of `Builder.launch`. ``more``: further parameters."""
-    p, q_tiles = problem, chunk.rows * tiles
+    """A launch of a pass. ``blocks``: for so many q tiles. ``further``, ``read``: as of `Builder.launch`. ``more``:
+    further parameters."""
+    p, q_tiles = build.problem, chunk.rows * tiles
     values: dict[str, Any] = {
         **build.tensors,
         "geometry": build.geometry,
@@ -124,11 +121,11 @@ def attention_launch(
         "pages": build.pages,
         **more,
     }
-    further = {"next_q_tile": counter, **further}
     return build.launch(stage, kernel, blocks(q_tiles), values, chunk, further, read)
 
 
-def _collect_pages(build: Builder, kernel: Kernel, problem: Problem, **more: int) -> Launch:
+def _collect_pages(build: Builder, kernel: Kernel, **more: int) -> Launch:
+    problem = build.problem
     chunks = collected_chunks(problem)
     values = {
         "k": build.tensors["k"],
