@@ -28,6 +28,7 @@ from _random_order import RandomOrders, expected_tau
 from speed import Pipeline
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.arrays.operand import Call
 from s2o_cupy.cuda.lists import ListPointers, attend_lists
 from s2o_cupy.plan.schedule import ScheduleShape, order_lists
 
@@ -116,7 +117,8 @@ def _with(config: S2OConfig, tau: float) -> S2OConfig:
 def _call(pipeline: Pipeline, lists: Lists, config: S2OConfig, out: Any, **more: Any) -> None:
     operands = (*pipeline.operands[:3], pipeline.operands[3]._replace(pointer=out.data.ptr))
     stream = torch.cuda.current_stream().cuda_stream
-    attend_lists(operands, lists.pointers, lists.shape, pipeline.problem, config, stream=stream, **more)
+    call = Call(operands, 0, 0, pipeline.problem)
+    attend_lists(call, lists.pointers, lists.shape, config.of_pass, stream=stream, **more)
 
 
 def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: tuple[bool, bool, int], args: Any) -> Row:

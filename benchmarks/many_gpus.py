@@ -212,7 +212,7 @@ class Parts:
 
     def stages_ms(self) -> dict[str, float]:
         """Median milliseconds of pass 1, ordering, the tail's sums and pass 2 on this rank."""
-        from s2o_cupy.arrays.operand import operand
+        from s2o_cupy.arrays.operand import Call, operand
         from s2o_cupy.cuda.pipeline import run
         from s2o_cupy.problem import validate
 
@@ -232,10 +232,10 @@ class Parts:
                 config = self.parallel.config
                 problem = validate(shapes, [self.args.dtype] * 3, config=config, backend="cupy", layout="BSHD")
                 config = self.parallel._chunk_config(problem)
-                operands = [operand(x, "BSHD") for x in (q, k, v, out)]
+                q, k, v, out = (operand(x, "BSHD") for x in (q, k, v, out))
                 mark("begin")
                 stream = torch.cuda.current_stream().cuda_stream
-                run(tuple(operands), 0, 0, problem, config, stream=stream, observe=mark)  # type: ignore[arg-type]
+                run(Call((q, k, v, out), 0, 0, problem), config, stream=stream, observe=mark)
             torch.cuda.synchronize()
             total = dict.fromkeys(times, 0.0)
             for (_, before), (stage, after) in itertools.pairwise(marks):

@@ -33,7 +33,7 @@ import torch
 from _random_order import RandomOrders, expected_tau
 
 from s2o_cupy import S2OConfig, S2OStats, s2o_attention
-from s2o_cupy.arrays.operand import address, operand
+from s2o_cupy.arrays.operand import Call, address, operand
 from s2o_cupy.cuda.pipeline import run
 from s2o_cupy.plan.launch_plan import is_dense
 from s2o_cupy.problem import Problem
@@ -58,7 +58,8 @@ class Pipeline:
     def run(self, config: S2OConfig, observe: Callable[..., None] | None) -> S2OStats:
         visited = cupy.empty(self.problem.visited_shape(config), np.int32)
         stream = cupy.cuda.get_current_stream().ptr
-        plan = run(self.operands, 0, address(visited), self.problem, config, stream=stream, observe=observe)
+        call = Call(self.operands, 0, address(visited), self.problem)
+        plan = run(call, config, stream=stream, observe=observe)
         return S2OStats(visited, self.problem, config, plan.path, plan.path_reason)
 
     def stats(self, config: S2OConfig) -> S2OStats:

@@ -15,9 +15,9 @@ from typing import Any
 
 from .caches import remembered
 from .errors import ArgumentTypeError, ArgumentValueError
-from .spec import MAX_HEAD_DIM, Geometry, S2OConfig
+from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
-__all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "Problem", "validate"]
+__all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "Problem", "validate"]
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
 BACKEND_DTYPES = {
@@ -30,6 +30,8 @@ CPU_BLOCK_UNIT, CPU_BLOCK_MAX = 16, 1024  # all that the GPU takes, and smaller 
 MAX_SCALE = 1e38  # what float32 holds, and room for a factor of log2(e)
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-3, 1e6  # less leaves no score, more changes none beyond the rounding of tanh
 MAX_SEQLEN = 2**31 - 2**14  # positions are int32; kernels round them up to segments and tiles
+
+PLAIN = Pass()
 
 Shape = tuple[int, ...]
 
@@ -62,12 +64,13 @@ class Problem:
         """No output row, so nothing to launch."""
         return 0 in (self.batch, self.heads, self.seqlen_q)
 
-    def geometry(self, config: S2OConfig) -> Geometry:
-        return Geometry(
-            self.seqlen_q, self.seqlen_k, config.segment, config.window, self.is_causal, config.unit, self.drawn
-        )
+    def geometry(self, config: S2OConfig | Pass) -> Geometry:
+        segment, window = config.segment, config.window
+        if segment is None:  # one of all queries, whose own keys and window are all keys
+            segment, window = max(1, self.seqlen_q), self.seqlen_k
+        return Geometry(self.seqlen_q, self.seqlen_k, segment, window, self.is_causal, config.unit, self.drawn)
 
-    def visited_shape(self, config: S2OConfig) -> tuple[int, int, int, int]:
+    def visited_shape(self, config: S2OConfig | Pass) -> tuple[int, int, int, int]:
         """[batch, heads, segments, tiles]: query tiles of each segment."""
         geometry = self.geometry(config)
         return self.batch, self.heads, geometry.segments, geometry.block_count(config.block_m)
@@ -77,7 +80,7 @@ def validate(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[str],
     *,
-    config: S2OConfig,
+    config: S2OConfig | Pass = PLAIN,
     backend: str,
     layout: str = "BHSD",
     is_causal: bool = True,
@@ -86,7 +89,8 @@ def validate(
     has_layout: bool = True,
 ) -> Problem:
     """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller
-    may choose the layout, and is asked about it where the axes look as if they were in the other order.
+    may choose the layout, and is asked about it where the axes look as if they were in the other order. ``config``: a
+    Pass where not S2O chooses keys.
 
     Raises
     ------
@@ -121,7 +125,8 @@ def validate(
             "seqlen, heads, head_dim), pass layout='BSHD'",
             stacklevel=2,
         )
-    _check_by_head(problem, config)
+    if isinstance(config, S2OConfig):
+        _check_by_head(problem, config)
     if backend == "cupy":
         _check_gpu_blocks(config)
     else:
@@ -131,15 +136,17 @@ def validate(
 
 @remembered
 def _validate(
-    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, backend: str, layout: str, is_causal: bool,
-    scale: float | None, softcap: float,
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, backend: str, layout: str,
+    is_causal: bool, scale: float | None, softcap: float,
 ) -> Problem:  # fmt: skip
     return validate(
         shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
     )
 
 
-def cached_validate(shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig, *options: Any) -> Problem:
+def cached_validate(
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, *options: Any
+) -> Problem:
     """`validate`, remembered; ``options``: backend, layout, is_causal, scale, softcap."""
     try:
         return _validate(shapes, dtypes, config, *options)
@@ -282,7 +289,7 @@ def _fits_bshd(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:
     return swapped.seqlen_k > swapped.kv_heads
 
 
-def _check_on_cpu(config: S2OConfig) -> None:
+def _check_on_cpu(config: S2OConfig | Pass) -> None:
     if config.path != "auto":
         raise ArgumentValueError(
             f"config.path is {config.path!r}, which names GPU kernels, and this call runs on the CPU; "
@@ -295,7 +302,7 @@ def _check_on_cpu(config: S2OConfig) -> None:
             )
 
 
-def _check_gpu_blocks(config: S2OConfig) -> None:
+def _check_gpu_blocks(config: S2OConfig | Pass) -> None:
     if config.block_m not in GPU_BLOCK_M:
         raise ArgumentValueError(
             f"config.block_m is {config.block_m}; accepted on the GPU: {' or '.join(map(str, GPU_BLOCK_M))}"

@@ -38,6 +38,7 @@ __all__ = [
     "VALUE_KEYS",
     "VALUE_ROWS",
     "Geometry",
+    "Pass",
     "S2OConfig",
     "S2OError",
     "MOMENT_KEYS",
@@ -46,6 +47,7 @@ __all__ = [
     "TAIL_SAMPLES",
     "moment_group",
     "moment_keys",
+    "check_path",
     "checked_int",
     "names_its_fields",
     "not_a_config",
@@ -160,6 +162,11 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     return number
 
 
+def check_path(path: Any, owner: str = "") -> None:
+    if path not in PATHS:
+        raise ArgumentValueError(f"path is {path!r}; accepted: {', '.join(map(repr, PATHS))}", owner)
+
+
 class _Default:
     """Of a field's value: it was not given but found, and is found anew by ``dataclasses.replace``. That passes on what
     the attributes hold, so that a value itself must say it; `S2OConfig.values` are plain."""
@@ -233,6 +240,24 @@ def takes_defaults_for_given(cls: type[_Class]) -> type[_Class]:
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the passes read, whatever chooses their keys: S2O, a method, the caller's schedule, or nothing, as in NSA's
+    dense attention. Fields and defaults as in S2OConfig."""
+
+    block_m: int = 128
+    block_n: int = 128
+    path: str = "auto"
+    segment: int | None = None  # None: pass 1 is dense attention of all queries
+    window: int = 0
+    unit: int = DEFAULT_UNIT["query"]
+    tau: float = 0.0  # of all heads; each head's own lie in an array
+    tau_falls: float = 0.0  # 0, or how tau falls with the keys before a segment (AttentionParams::tau_of)
+
+    def __post_init__(self) -> None:
+        check_path(self.path, "S2OConfig")
 
 
 @names_its_fields
@@ -375,9 +400,8 @@ class S2OConfig:
             self._set("dense_last", checked_int("dense_last", self.dense_last, 0))
         if self.tail is not None and self.tail not in TAILS:
             raise ArgumentValueError(f"tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
-        if self.path not in PATHS:
-            raise ArgumentValueError(f"path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
-        _ = self.values  # found here, so that torch.compile meets nothing but a tuple
+        check_path(self.path)
+        _ = self.values, self.of_pass  # found here, so that torch.compile meets nothing but values
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the one way into a frozen dataclass
@@ -417,6 +441,16 @@ class S2OConfig:
     def __getstate__(self) -> dict[str, Any]:
         """Without the hash: that of a name is another one in another process."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @functools.cached_property
+    def of_pass(self) -> Pass:
+        """Of the passes of a call that is not dense."""
+        falls = self.tau is None and self.error is None
+        tau = self.default_tau if falls else self.tau if isinstance(self.tau, float) else 0.0
+        return Pass(
+            self.block_m, self.block_n, self.path, self.segment, self.window, self.unit, tau,
+            1 / LONG_FROM if falls else 0.0,
+        )  # fmt: skip
 
     @property
     def without_choice(self) -> tuple[str, ...]:

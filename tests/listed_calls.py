@@ -16,7 +16,7 @@ from key_lists import random_lists
 from pages import paged, random_table
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.arrays.operand import Operand, Paging, operand
+from s2o_cupy.arrays.operand import Call, Operand, Paging, operand
 from s2o_cupy.plan.schedule import SHORTEST_STEP, ScheduleShape, order_lists
 from s2o_cupy.problem import Problem, validate
 from s2o_cupy.reference import s2o
@@ -103,9 +103,8 @@ def attend(
         entries.data.ptr, begins.data.ptr, keys.data.ptr, q_order=0 if order is None else order.data.ptr
     )
     plan = attend_lists(
-        operands(q, k, v, o), pointers, shape, problem, settings,
-        stream=cupy.cuda.get_current_stream().ptr, state=state, lse=lse.data.ptr, visited=visited.data.ptr,
-        paging=paging, **{name: x.data.ptr for name, x in skips.items()},
+        Call(operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, paging), pointers, shape, settings.of_pass,
+        stream=cupy.cuda.get_current_stream().ptr, state=state, **{name: x.data.ptr for name, x in skips.items()},
     )  # fmt: skip
     assert plan.path == path
     found = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited, *skips.values())))
@@ -224,7 +223,7 @@ def s2o_stages(q, k, v, config, softcap) -> S2OStages:
             orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
 
     pipeline.run(
-        operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, config,
+        Call(operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem), config,
         stream=cupy.cuda.get_current_stream().ptr, observe=observe,
     )  # fmt: skip
     found.entries = cupy.concatenate(orders)

@@ -51,7 +51,7 @@ def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
     from s2o_cupy.cuda import select
 
     problem = validate(
-        [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config.kernels_config(), backend="cupy", **options
+        [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config.of_pass, backend="cupy", **options
     )
     grid, order_heads = config.grid(problem), config.order_heads(problem)
     q, k = cupy.asarray(q), cupy.asarray(k)

@@ -18,7 +18,7 @@ from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
 def pretend_gpu(monkeypatch: Any, **pipeline: Any) -> None:
     """``pipeline``: what the module s2o_cupy.cuda.pipeline has."""
     module: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
-    module.__dict__.update({"allocate": None, "Call": lambda *fields: fields, **pipeline})
+    module.__dict__.update({"allocate": None, **pipeline})
     monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", module)
     monkeypatch.setattr(s2o_cupy.cuda, "pipeline", module, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", np)

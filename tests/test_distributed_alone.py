@@ -210,7 +210,8 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     try:
         for await_keys in (lambda: launched.append("wait"), None):
             memory = lambda nbytes: (4 << 20, None)  # noqa: E731
-            pipeline.run((q, k, k, q), 0, 0, problem, config, stream=0, memory=memory, await_keys=await_keys)
+            call = pipeline.Call((q, k, k, q), 0, 0, problem)
+            pipeline.run(call, config, stream=0, memory=memory, await_keys=await_keys)
     finally:
         clear_cache()
     notes = [x if isinstance(x, str) else x.kernel.function.removesuffix("_sm90") for x in launched]

@@ -33,7 +33,7 @@ def expected(problem, config):
 
 @pytest.mark.parametrize(("problem", "config"), CASES.values(), ids=list(CASES))
 def test_the_launch(problem, config):
-    launch = every_tile(problem, config)
+    launch = every_tile(problem, config.of_pass)
     full = expected(problem, config)
     params = launch.params
     assert (launch.kernel, params["count"], params["tiles"]) == (KERNEL, full.size, full.shape[-1])
@@ -51,7 +51,7 @@ def test_what_is_written(problem, config):
 
     full = expected(problem, config)
     padded = cupy.full(full.size + 64, -7, np.int32)
-    pipeline.write_every_tile(padded.data.ptr, problem, config, cupy.cuda.get_current_stream().ptr)
+    pipeline.write_every_tile(padded.data.ptr, problem, config.of_pass, cupy.cuda.get_current_stream().ptr)
     assert (padded[: full.size].get().reshape(full.shape) == full).all()
     assert (padded[full.size :] == -7).all()
 
@@ -67,10 +67,10 @@ def test_a_graph_of_the_caller_s_needs_no_memory_of_ours():
     problem, config = CASES["more keys"]
     visited = cupy.zeros(problem.visited_shape(config), np.int32)
     stream = cupy.cuda.Stream(non_blocking=True)
-    pipeline.write_every_tile(visited.data.ptr, problem, config, stream.ptr)  # loads the kernel
+    pipeline.write_every_tile(visited.data.ptr, problem, config.of_pass, stream.ptr)  # loads the kernel
     with stream:
         stream.begin_capture()
-        pipeline.write_every_tile(visited.data.ptr, problem, config, stream.ptr)
+        pipeline.write_every_tile(visited.data.ptr, problem, config.of_pass, stream.ptr)
         graph = stream.end_capture()
         visited.fill(-7)
         clear_cache()

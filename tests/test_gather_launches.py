@@ -7,11 +7,9 @@ import pytest
 from pretended import Launched, record_launches
 from schedules import random_schedule
 
-from s2o_cupy.api.gather import _config
-from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.arrays.operand import Call, Operand, Paging
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan.device import DeviceLimits
-from s2o_cupy.plan.schedule import NothingChosen
 from s2o_cupy.problem import Problem
 from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
@@ -65,10 +63,8 @@ def call(driver, compute_capability, shape=SHAPE, paging=None, **schedule):
         return kept[-1].ctypes.data, kept[-1]
 
     arrays = {name: ARRAYS[name] for name in form.array_names}
-    plan = gather.gather(
-        (q, k, v, operand(OUT, heads, seqlen_q)), arrays, form, problem, _config(form, "auto"), stream=7, lse=LSE,
-        visited=VISITED, paging=paging, memory=memory,
-    )  # fmt: skip
+    of_call = Call((q, k, v, operand(OUT, heads, seqlen_q)), LSE, VISITED, problem, paging)
+    plan = gather.gather(of_call, arrays, form, form.of_pass("auto"), stream=7, memory=memory)
     return plan, launched
 
 
@@ -133,7 +129,7 @@ def test_every_kernel_is_compiled_ahead(driver, compute_capability, head_dim, op
 def test_a_plan_without_a_choice_is_pass_1(driver):
     problem = Problem(1, 8, 2, 4000, 4000, 128, "bfloat16", True, 0.1)
     form = random_schedule(np.random.default_rng(0), 4000, 4000, segment=256).form
-    plan = make_plan(problem, _config(form, "auto"), DeviceLimits.of_architecture(90), True, choose=NothingChosen)
+    plan = make_plan(problem, form.of_pass("auto"), DeviceLimits.of_architecture(90), True)
     assert plan.chunks == () and plan.keeps_state and not plan.dense and plan.geometry.segment == 256
 
 

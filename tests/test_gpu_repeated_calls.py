@@ -158,7 +158,7 @@ def test_replayed_with_lse_and_statistics(rounds, gpu, launched):
     """Of memory that is always the same: with and without each of the two they are different calls."""
     import cupy
 
-    from s2o_cupy.arrays.operand import operand
+    from s2o_cupy.arrays.operand import Call, operand
     from s2o_cupy.cuda import pipeline
     from s2o_cupy.problem import validate
 
@@ -168,6 +168,7 @@ def test_replayed_with_lse_and_statistics(rounds, gpu, launched):
     )
     o, expected_lse, stats = s2o_attention(q, k, v, config=rounds, return_lse=True, return_stats=True)
     out = cupy.empty_like(q)
+    operands = tuple(operand(x, "BHSD") for x in (q, k, v, out))
     lse, visited = cupy.empty(q.shape[:3], np.float32), cupy.empty_like(stats.visited)
     workspace = {}
 
@@ -187,10 +188,7 @@ def test_replayed_with_lse_and_statistics(rounds, gpu, launched):
                 visited.fill(-7)
                 launched()
                 pipeline.run(
-                    tuple(operand(x, "BHSD") for x in (q, k, v, out)),
-                    lse.data.ptr * with_lse,
-                    visited.data.ptr * with_visited,
-                    problem,
+                    Call(operands, lse.data.ptr * with_lse, visited.data.ptr * with_visited, problem),
                     rounds,
                     stream=cupy.cuda.get_current_stream().ptr,
                     memory=memory,

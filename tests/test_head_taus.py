@@ -11,7 +11,7 @@ from packs import assert_same_bits, bits, on_the_cpu, starts
 from ragged_pages import differing, in_pages
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
-from s2o_cupy.plan.head_taus import HEADS, launches, of_all
+from s2o_cupy.plan.head_taus import HEADS, launches
 from s2o_cupy.plan.launch_plan import is_dense
 from s2o_cupy.problem import validate
 
@@ -167,13 +167,12 @@ def test_the_default_tau_falls_with_the_earlier_keys():
 @pytest.mark.parametrize("keys", [0, 128, 32_768, 32_896, 131_072, 1 << 20])
 def test_kernels_are_told_how_the_default_falls(keys):
     """What AttentionParams::tau_of makes of it is `tau_of`; other configs have one tau, or numbers of their own."""
-    told = of_all(S2OConfig())
+    told = S2OConfig().of_pass
     with np.errstate(divide="ignore"):
-        in_kernels = told["tau"] * min(1.0, 1 / np.sqrt(np.float64(keys * told["tau_falls"])))
+        in_kernels = told.tau * min(1.0, 1 / np.sqrt(np.float64(keys * told.tau_falls)))
     assert in_kernels == pytest.approx(S2OConfig().tau_of(keys), rel=1e-15)
-    assert of_all(S2OConfig(tau=0.3)) == {"tau": 0.3, "tau_falls": 0.0}
-    for config in (S2OConfig(tau=(0.1, 0.2)), S2OConfig(error=0.1)):
-        assert of_all(config) == {"tau": 0.0, "tau_falls": 0.0}
+    for config, tau in ((S2OConfig(tau=0.3), 0.3), (S2OConfig(tau=(0.1, 0.2)), 0.0), (S2OConfig(error=0.1), 0.0)):
+        assert (config.of_pass.tau, config.of_pass.tau_falls) == (tau, 0.0)
 
 
 def test_segments_have_the_default_of_their_keys(device, rng):

@@ -114,9 +114,8 @@ def pretended_gpu(monkeypatch):
         calls.append(problems)
         return [types.SimpleNamespace(path="portable", path_reason="a reason", graphs="launched")] * len(problems)
 
-    def run(operands, lse, visited, problem, config, *, stream, paging, memory, await_keys, taus):
-        given = {"stream": stream, "memory": memory, "lse_stride": operands[0].shape[2]}
-        return run_in_turn([(operands, lse, visited, problem, paging)], config, **given)[0]
+    def run(call, config, *, stream, memory, await_keys, taus):
+        return run_in_turn([call], config, lse_stride=call.operands[0].shape[2], stream=stream, memory=memory)[0]
 
     pretend_gpu(monkeypatch, run=run, run_in_turn=run_in_turn)
     return calls

@@ -47,10 +47,10 @@ def test_kernels_of_a_path_are_compiled_where_it_runs(compute_capability):
 def test_a_path_that_is_named_and_cannot_is_an_error(block_m):
     config = S2OConfig(path="hopper", block_m=block_m)
     if block_m == 128:
-        assert choose_path(PROBLEM, config, LIMITS, True, True) == (HOPPER, None)
+        assert choose_path(PROBLEM, config.of_pass, LIMITS, True, True) == (HOPPER, None)
         return
     with pytest.raises(ValueError, match=r"path is 'hopper', but block_m .*; accepted: 'auto' or 'portable'"):
-        choose_path(PROBLEM, config, LIMITS, True, True)
+        choose_path(PROBLEM, config.of_pass, LIMITS, True, True)
 
 
 def test_blocks_of_a_launch():

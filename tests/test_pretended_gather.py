@@ -36,7 +36,8 @@ class Kernels:
         memory = np.full(nbytes, 0xFF, np.uint8)
         return memory.ctypes.data, memory
 
-    def run_pass1(self, operands, lse, problem, config, *, stream, paging, memory):
+    def run_pass1(self, call, config, *, stream, memory):
+        operands, lse, _, problem, paging = call
         self.launched.append(("pass1", problem.batch))
         q, k, v = (bhsd(x).astype(np.float32) for x in operands[:3])
         if paging is not None:
@@ -53,10 +54,8 @@ class Kernels:
         self.store(state, operands[3], lse, address)
         return address, keeper
 
-    def attend_lists(
-        self, operands, lists, shape, problem, config, *, stream, state=0, lse=0, visited=0, skipped=0, paging=None,
-        memory=None,
-    ):
+    def attend_lists(self, call, lists, shape, config, *, stream, state=0, skipped=0, memory=None):
+        operands, lse, visited, problem, paging = call
         self.launched.append(("sinks" if lists.kept else "lists", problem.batch))
         shape.check(problem)
         assert shape.resumed == bool(state)

@@ -49,8 +49,9 @@ def launched(monkeypatch):
     share ``launched.share`` is read."""
     found = types.SimpleNamespace(share=1.0)
 
-    def launch(operands, lists, shape, problem, config, *, stream, state, lse, visited, paging):
+    def launch(call, lists, shape, config, *, stream, state):
         assert state == 0
+        operands, lse, visited, problem, paging = call
         dtype = np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))
         q, k, v, out = (elements(x, dtype) for x in operands)
         if paging is not None:

@@ -233,17 +233,12 @@ def pretended_gpu(monkeypatch):
     """NumPy arrays that claim to be on a GPU, NumPy for CuPy, and a pipeline that records its calls."""
     recorded: list[Any] = []
 
-    def call(*fields):
-        return types.SimpleNamespace(
-            **dict(zip(("operands", "lse", "visited", "problem", "paging"), fields, strict=True))
-        )
-
     def run_in_turn(calls, config, **options):
         recorded.append((calls, config, options))
         reasons = (f"{call.problem.seqlen_q} queries" for call in calls)
         return [types.SimpleNamespace(path="portable", path_reason=reason, graphs="launched") for reason in reasons]
 
-    pretend_gpu(monkeypatch, Call=call, run_in_turn=run_in_turn)
+    pretend_gpu(monkeypatch, run_in_turn=run_in_turn)
     return recorded
 
 
@@ -307,17 +302,18 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
         return allocations[-1].ctypes.data, allocations[-1]
 
     class Program:
-        def __init__(self, operands, paging, problem, config, device):
+        def __init__(self, call, config):
             assert not seen, "all are prepared before the first one runs"
-            self.problem = problem
+            self.problem = problem = call.problem
             self.workspace = types.SimpleNamespace(nbytes=needs[problem.seqlen_q])
             self.plan = f"plan of {problem.seqlen_q}"
 
-        def run(self, operands, paging, lse, visited, stream, memory, observe):
+        def run(self, call, stream, memory):
             address, _ = memory(self.workspace.nbytes)
-            seen.append((address, lse, visited, stream, observe))
+            seen.append((address, call.lse, call.visited, stream))
             rows = self.problem.seqlen_q
-            array_at(lse, (heads, rows), (4 * rows, 4), np.float32)[...] = 100 * np.arange(heads)[:, None] + len(seen)
+            written = array_at(call.lse, (heads, rows), (4 * rows, 4), np.float32)
+            written[...] = 100 * np.arange(heads)[:, None] + len(seen)
 
     def copy(target, target_pitch, source, source_pitch, width, height, kind, stream):
         assert (kind, stream) == ("device to device", 7)
@@ -342,9 +338,7 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
     np.testing.assert_array_equal(lse, expected)
     (allocated,) = allocations
     assert allocated.nbytes == 4000 + heads * 30 * 4
-    assert {(address, visited, stream, observe) for address, _, visited, stream, observe in seen} == {
-        (allocated.ctypes.data, 5, 7, None)
-    }
+    assert {(address, visited, stream) for address, _, visited, stream in seen} == {(allocated.ctypes.data, 5, 7)}
     # A sequence that is all of q, and a single head: no gaps, so nothing is copied.
     seen.clear()
     whole = np.zeros((heads, 20), np.float32)

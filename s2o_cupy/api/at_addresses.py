@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.lazy_cupy import import_cupy
-from ..arrays.operand import ITEM_BYTES, Operand, operand
+from ..arrays.operand import ITEM_BYTES, Call, Operand, Operands, operand
 from ..arrays.streams import cupy_scope
 from ..problem import Problem
 from ..spec import S2OConfig
@@ -52,15 +52,16 @@ def run(
         def memory(wanted: int) -> tuple[int, Any]:
             return (address, None) if wanted <= nbytes else pipeline.allocate(wanted)
 
-        pipeline.run(_operands(problem, layout, arrays), lse, 0, problem, config, stream=stream, memory=memory)
+        call = Call(_operands(problem, layout, arrays), lse, 0, problem)
+        pipeline.run(call, config, stream=stream, memory=memory)
 
 
-def _operands(problem: Problem, layout: str, pointers: Sequence[int]) -> tuple[Operand, ...]:
-    """q, k, v and o."""
+def _operands(problem: Problem, layout: str, pointers: Sequence[int]) -> Operands:
     p = problem
     of_q, of_k = (p.batch, p.heads, p.seqlen_q, p.head_dim), (p.batch, p.kv_heads, p.seqlen_k, p.head_dim)
     shapes = (of_q, of_k, of_k, of_q)
-    return tuple(_in_c_order(x, shape, layout) for x, shape in zip(pointers, shapes, strict=True))
+    q, k, v, out = (_in_c_order(x, shape, layout) for x, shape in zip(pointers, shapes, strict=True))
+    return q, k, v, out
 
 
 def _in_c_order(pointer: int, bhsd: Shape, layout: str) -> Operand:

@@ -21,7 +21,7 @@ from ..caches import remembered
 from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, Shape, validate
-from ..spec import S2OConfig
+from ..spec import Pass, S2OConfig
 from .lengths import (
     PAGE_LAYOUTS,
     check_lengths,
@@ -64,7 +64,7 @@ class Batch:
     """What a call is. One object for all calls of one kind, which is what caches know it by."""
 
     def __init__(
-        self, parts: list[Part], whole: Problem, config: S2OConfig, forms: tuple[Form, ...], *, layout: str,
+        self, parts: list[Part], whole: Problem, config: S2OConfig | Pass, forms: tuple[Form, ...], *, layout: str,
         packed: bool = False, page_layout: str | None = None,
     ) -> None:  # fmt: skip
         # A problem without a query, or without a key, leaves nothing to compute.
@@ -72,7 +72,7 @@ class Batch:
         self.parts = tuple(x for x in parts if not (x.problem.empty or x.problem.seqlen_k == 0))
         self.idle = tuple(x for x in parts if x.problem.empty or x.problem.seqlen_k == 0)
         self.whole = whole  # of all sequences, as if they were as long as the longest
-        self.config = config
+        self._config = config
         self.packed = packed  # q lies one sequence behind the other, as k and v do where they are not paged
         self.layout = layout
         self.paged = page_layout is not None
@@ -92,6 +92,16 @@ class Batch:
         return other
 
     @property
+    def config(self) -> S2OConfig:
+        """Of S2O."""
+        assert isinstance(self._config, S2OConfig)
+        return self._config
+
+    @property
+    def of_pass(self) -> Pass:
+        return self._config if isinstance(self._config, Pass) else self._config.of_pass
+
+    @property
     def alone(self) -> bool:
         """Whether one problem is all there is: q, k and v are used whole."""
         return len(self.all_parts) == 1 and not self.packed
@@ -102,7 +112,7 @@ class Batch:
         if self.schedule is not None:
             shape = self.schedule.shape(self.whole).visited_shape(self.whole, self.schedule.block_m)
             return [shape if self.schedule.value_skip is None else (2, *shape)]  # the second is pairs left out
-        return [x.visited_shape(self.config) for x in self.problems]
+        return [x.visited_shape(self.of_pass) for x in self.problems]
 
     @property
     def problems(self) -> list[Problem]:
@@ -142,8 +152,9 @@ def _itemsize(dtype: str) -> int:
 
 
 def batched(
-    forms: tuple[Form, ...], config: S2OConfig, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any
-) -> Batch:
+    forms: tuple[Form, ...], config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any,
+    softcap: Any,
+) -> Batch:  # fmt: skip
     """q, k and v in ``layout``: one problem."""
     problem = validate(
         [x[0] for x in forms], [x[2] for x in forms], config=config, backend=backend, layout=layout,
@@ -176,8 +187,8 @@ def packed(
 
 
 def paged(
-    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, seqlen_k: int | tuple[int, ...], config: S2OConfig,
-    backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any,
+    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, seqlen_k: int | tuple[int, ...],
+    config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any,
 ) -> Batch:  # fmt: skip
     """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
     ``starts_q`` is given."""
@@ -211,8 +222,8 @@ def paged(
     return Batch(parts, problems[longest], config, forms, layout="BHSD", page_layout=PAGE_LAYOUTS[layout])
 
 
-def _check_no_error(config: S2OConfig) -> None:
-    if config.error is not None:
+def _check_no_error(config: S2OConfig | Pass) -> None:
+    if isinstance(config, S2OConfig) and config.error is not None:
         raise ArgumentValueError(
             f"config.error is {config.error}; accepted: a tau, or one for each query head, as "
             "s2o_attention with that error finds on one of the sequences (config.with_found_taus(stats.tau_per_head[0])"

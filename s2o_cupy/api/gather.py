@@ -7,10 +7,8 @@ from typing import Any
 from ..arrays.torch_compile import outside_graphs
 from ..caches import remembered
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
-from ..plan.schedule_form import BLOCK_N, ScheduleForm
+from ..plan.schedule_form import ScheduleForm
 from ..schedules.schedule import Schedule
-from ..schedules.stats import GatherStats
-from ..spec import S2OConfig
 from .batch import Batch, Form, batched, paged
 from .call import Call
 from .habits import answers_habits
@@ -85,10 +83,9 @@ def gather_attention(
     >>> o.shape, stats.density
     ((1, 2, 512, 64), 1.0)
     """
-    return _attend(
-        {"q": q, "k": k, "v": v}, schedule, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout,
-        return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend, path=path,
-    )  # fmt: skip
+    inputs = _with_schedule({"q": q, "k": k, "v": v}, schedule, is_causal)
+    call = Call(inputs, backend, stream, out)
+    return _attend(call, schedule, layout, scale, softcap, return_lse, return_stats, path)
 
 
 @outside_graphs
@@ -145,18 +142,13 @@ def gather_attention_paged(
     >>> gather_attention_paged(q, k_pages, v_pages, page_table, schedule).shape
     (2, 4, 128, 64)
     """
-    return _attend(
-        {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}, schedule, is_causal=is_causal,
-        scale=scale, softcap=softcap, layout=layout, return_lse=return_lse, return_stats=return_stats, out=out,
-        stream=stream, backend=backend, path=path,
-    )  # fmt: skip
+    pages = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    call = Call(_with_schedule(pages, schedule, is_causal), backend, stream, out)
+    return _attend(call, schedule, layout, scale, softcap, return_lse, return_stats, path)
 
 
-def _attend(
-    inputs: dict[str, Any], schedule: Any, *, is_causal: Any, scale: Any, softcap: Any, layout: Any, return_lse: bool,
-    return_stats: bool, out: Any, stream: Any, backend: Any, path: Any,
-) -> Any:  # fmt: skip
-    """``inputs``: q, k and v, or of a paged call with a page_table."""
+def _with_schedule(inputs: dict[str, Any], schedule: Any, is_causal: Any) -> dict[str, Any]:
+    """``inputs``, q, k and v or those of a paged call, and the schedule's arrays behind them."""
     if not isinstance(schedule, Schedule):
         raise ArgumentTypeError(
             f"schedule is a {type(schedule).__name__}; accepted: Schedule, such as "
@@ -169,36 +161,30 @@ def _attend(
         )
     if is_paged and form.order_batch:
         raise ArgumentValueError("the schedule has a k_order; accepted: one without")
-    inputs = {**inputs, **{f"schedule.{name}": x for name, x in schedule.arrays.items()}}
-    call = Call(inputs, backend, stream, out)
-    forms = tuple([x.form for x in call.infos])
-    options = layout, form.is_causal, scale, softcap
-    if is_paged:
-        plain = paged(forms[:4], None, form.seqlen_k, _config(form, path), call.backend, *options)
+    return {**inputs, **{f"schedule.{name}": x for name, x in schedule.arrays.items()}}
+
+
+def _attend(
+    call: Call, schedule: Schedule, layout: Any, scale: Any, softcap: Any, return_lse: bool, return_stats: bool,
+    path: Any,
+) -> Any:  # fmt: skip
+    forms, form = tuple([x.form for x in call.infos]), schedule.form
+    of_pass, options = _of_pass(form, path), (call.backend, layout, form.is_causal, scale, softcap)
+    if "page_table" in call.inputs:
+        plain = paged(forms[:4], None, form.seqlen_k, of_pass, *options)
         if not call.host:
             check_rows(call.infos[1], call.infos[2])
     else:
-        plain = batched(forms[:3], _config(form, path), call.backend, *options)
-    batch = _with_schedule(plain, forms, form)
-    results = run(batch, call, return_lse=return_lse, return_stats=return_stats)
-    if not return_stats:
-        return results
-    *others, stats = results
-    visited, skipped = (stats.visited, None) if form.value_skip is None else (stats.visited[0], stats.visited[1])
-    return (*others, GatherStats(visited, schedule, stats.problem, stats.path, stats.path_reason, skipped))
+        plain = batched(forms[:3], of_pass, *options)
+    batch = _fitted(plain, forms, form)
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats, schedule=schedule)
+
+
+_of_pass = remembered(ScheduleForm.of_pass)
 
 
 @remembered
-def _config(form: ScheduleForm, path: Any) -> S2OConfig:
-    """Of the kernels."""
-    return S2OConfig(
-        segment=form.segment or 1024, tau=form.tau, block_m=form.block_m, block_n=BLOCK_N, rank="mean",
-        window=form.window, path=path, dense_up_to=0, tail="none",
-    )  # fmt: skip
-
-
-@remembered
-def _with_schedule(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm) -> Batch:
+def _fitted(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm) -> Batch:
     """The call of ``plain`` by a schedule that fits it."""
     problem = plain.whole
     for name, found, expected in (

@@ -27,7 +27,7 @@ def in_turns(
     call = Call(dict(zip("qkv", arrays, strict=True)), options["backend"], options["stream"], options["out"])
     infos, layout = call.infos, options["layout"]
     problem = cached_validate(
-        tuple(x.shape for x in infos), tuple(x.dtype for x in infos), config.kernels_config(), call.backend, layout,
+        tuple(x.shape for x in infos), tuple(x.dtype for x in infos), config.of_pass, call.backend, layout,
         is_causal, options["scale"], options["softcap"],
     )  # fmt: skip
     config.check(problem)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..problem import MAX_SEQLEN, Problem, Shape, validate
-from ..spec import S2OConfig
+from ..spec import Pass, S2OConfig
 
 __all__ = [
     "PAGE_LAYOUTS", "check_lengths", "check_packed_keys", "check_packed_queries", "check_packed_shapes",
@@ -23,7 +23,7 @@ PAGE_LAYOUTS = {"NHD": "BSHD", "HND": "BHSD"}
 
 
 def check_packed_shapes(
-    shapes: Sequence[Shape], dtypes: Sequence[str], config: S2OConfig, backend: str, is_causal: Any,
+    shapes: Sequence[Shape], dtypes: Sequence[str], config: S2OConfig | Pass, backend: str, is_causal: Any,
     scale: Any, softcap: Any,
 ) -> Problem:  # fmt: skip
     """What all sequences have in common: a problem without queries and keys."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import operand
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.operand import Operand
@@ -254,11 +255,8 @@ def selected_attention(
         return nsa_on_host.attend_blocks(q, k, v, natives["blocks"], config.block, problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
-        nsa = _kernels()
-        nsa.attend_blocks(
-            x["q"], nsa.Pair(x["k"], x["v"]), x["blocks"].pointer, results[0], results[1], problem, config,
-            stream=stream, memory=memory,
-        )  # fmt: skip
+        arrays = operand.Call((x["q"], x["k"], x["v"], results[0]), results[1], 0, problem)
+        _kernels().attend_blocks(arrays, x["blocks"].pointer, config, stream=stream, memory=memory)
 
     return call.run(on_host, on_gpu, return_lse=return_lse)
 
@@ -318,11 +316,8 @@ def window_attention(
         return nsa_on_host.attend_window(q, k, v, config.window, sinks, problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
-        nsa = _kernels()
-        nsa.attend_window(
-            x["q"], nsa.Pair(x["k"], x["v"]), results[0], results[1], problem, config, sinks, stream=stream,
-            memory=memory,
-        )  # fmt: skip
+        arrays = operand.Call((x["q"], x["k"], x["v"], results[0]), results[1], 0, problem)
+        _kernels().attend_window(arrays, config, sinks, stream=stream, memory=memory)
 
     return call.run(on_host, on_gpu, return_lse=return_lse)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import operand
 from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
 from ..nsa.config import LEAST, NSAConfig
@@ -96,12 +97,11 @@ def selected_attention_backward(
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         load_pipeline()
         from ..cuda import nsa_backward
-        from ..cuda.nsa import Pair
 
+        arrays = operand.Call((x["q"], x["k"], x["v"], x["o"]), x["lse"].pointer, 0, problem)
         nsa_backward.attend_blocks_backward(
-            x["q"], Pair(x["k"], x["v"]), x["blocks"].pointer, x["o"], x["lse"].pointer, x["do"],
-            nsa_backward.Gradients(*results), problem, config, stream=stream, memory=memory,
-        )  # fmt: skip
+            arrays, x["blocks"].pointer, x["do"], nsa_backward.Gradients(*results), config, stream=stream, memory=memory
+        )
 
     dtype = "float64" if problem.dtype == "float64" else "float32"
     shapes = (tuple(of["q"].shape), tuple(of["k"].shape), tuple(of["k"].shape))

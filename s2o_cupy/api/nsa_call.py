@@ -9,13 +9,12 @@ from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Output
 from ..arrays.operand import ALIGNMENT, Operand, address, axes
-from ..problem import Problem, cached_validate
-from ..spec import S2OConfig, checked_int
+from ..problem import PLAIN, Problem, cached_validate
+from ..spec import checked_int
 from .call import Call
 
 __all__ = ["NsaCall", "axis_of_tokens"]
 
-PLAIN = S2OConfig()
 CONTIGUOUS = ("blocks", "lse")  # in C order
 
 

@@ -10,7 +10,7 @@ from .. import cuda
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework
 from ..arrays.lazy_cupy import import_cupy
-from ..arrays.operand import ENTRY_BYTES, Operand, Paging, address, operand
+from ..arrays.operand import ENTRY_BYTES, Call, Operand, Paging, address, operand
 from ..caches import remembered
 from ..plan.launch_plan import is_dense
 from ..plan.packed_table import PackedTable
@@ -61,10 +61,10 @@ def run(
                 from ..cuda.within import find_taus
 
                 find_taus((q, k, v, out), address(taus), problem, config, stream=stream, memory=memory)
+        call = Call((q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, paging)
         launched = pipeline.run(
-            (q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, config,
-            stream=stream, paging=paging, memory=memory, await_keys=await_keys, taus=address(taus),
-        )  # fmt: skip
+            call, config, stream=stream, memory=memory, await_keys=await_keys, taus=address(taus)
+        )
         return [(launched.path, launched.path_reason, launched.graphs)]
 
     first_lse = address(lse)
@@ -89,7 +89,7 @@ def run(
             ran[i] = (launch.plan.path, launch.plan.path_reason, "launched")
             if to_visit:
                 part = batch.parts[i]
-                pipeline.write_every_tile(to_visit[part.first], part.problem, config, stream)
+                pipeline.write_every_tile(to_visit[part.first], part.problem, config.of_pass, stream)
     return ran
 
 
@@ -124,9 +124,8 @@ def _gather(
     if visited and form.value_skip is not None:
         skipped = of_visited + ITEM_BYTES * math.prod(visited[0].shape[1:])
     launched = gather.gather(
-        operands, arrays, form, problem, batch.config, stream=framework.stream(), lse=address(lse),
-        visited=of_visited, skipped=skipped, paging=paging,
-        memory=framework.memory(infos[0].native) or pipeline.allocate,
+        Call(operands, address(lse), of_visited, problem, paging), arrays, form, batch.of_pass,
+        stream=framework.stream(), skipped=skipped, memory=framework.memory(infos[0].native) or pipeline.allocate,
     )  # fmt: skip
     return [(launched.path, launched.path_reason, "launched")]
 
@@ -143,9 +142,8 @@ def load_pipeline() -> Any:
 
 def _call(
     batch: Batch, part: Part, operands: tuple[Operand, ...], paging: Paging | None, lse: int, to_visit: Sequence[int]
-) -> Any:
+) -> Call:
     """One part's own problem for `pipeline.run_in_turn`."""
-    pipeline = load_pipeline()
     q, k, v, out = operands
     if batch.packed:
         rows = (part.begin_q, part.begin_q + part.problem.seqlen_q)
@@ -158,7 +156,7 @@ def _call(
     if paging is not None:
         paging = paging.sequences(part.first, part.end)
     visited = to_visit[part.first] if to_visit else 0
-    return pipeline.Call((q, k, v, out), lse and lse + LSE_BYTES * before, visited, part.problem, paging)
+    return Call((q, k, v, out), lse and lse + LSE_BYTES * before, visited, part.problem, paging)
 
 
 @remembered

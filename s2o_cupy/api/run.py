@@ -9,6 +9,8 @@ from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework, Output
 from ..by_head import check_tau
 from ..caches import remembered
+from ..schedules.schedule import Schedule
+from ..schedules.stats import GatherStats
 from ..spec import S2OConfig, not_a_config
 from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
@@ -35,10 +37,11 @@ def _with_tau(config: S2OConfig, tau: float | tuple[float, ...]) -> S2OConfig:
 
 
 def run(
-    batch: Batch, call: Call, *, return_lse: bool, return_stats: bool, await_keys: Callable[[], None] | None = None
-) -> Any:
+    batch: Batch, call: Call, *, return_lse: bool, return_stats: bool, await_keys: Callable[[], None] | None = None,
+    schedule: Schedule | None = None,
+) -> Any:  # fmt: skip
     """Run ``batch`` on the inputs of ``call``: q, k and v and, of a paged call, the page table, of `gather_attention`
-    the arrays of its schedule."""
+    the arrays of its ``schedule``."""
     framework = call.framework
     call.check_out(batch.whole.dtype)
     with call.scope():
@@ -49,7 +52,7 @@ def run(
             visited = [call.result(shape, "int32") for shape in batch.visited_shapes]
 
         taus: Output | None = None
-        if batch.config.error is not None:
+        if schedule is None and batch.config.error is not None:
             taus = call.result((batch.whole.batch, batch.whole.heads), "float32")
 
         ran = [NOTHING_RAN] * len(batch.parts)
@@ -76,12 +79,15 @@ def run(
         results = [o.finish()]
         if lse is not None:
             results.append(lse.finish())
-        if visited is not None:
+        if visited is not None and schedule is not None:
+            path, path_reason, _ = ran[0] if ran else NOTHING_RAN
+            found = visited[0].finish()
+            tiles, skipped = (found, None) if schedule.form.value_skip is None else (found[0], found[1])
+            results.append(GatherStats(tiles, schedule, batch.whole, path, path_reason, skipped))
+        elif visited is not None:
             how = {part.first: x for part, x in zip(batch.parts, ran, strict=True)}
             of_taus = None if taus is None else taus.finish()
-            given = None
-            if batch.alone and not batch.paged and batch.schedule is None:
-                given = Given.of((*call.inputs.values(),), batch.layout)
+            given = Given.of((*call.inputs.values(),), batch.layout) if batch.alone and not batch.paged else None
             stats = [
                 S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), of_taus, given)
                 for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))

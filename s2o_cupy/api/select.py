@@ -84,7 +84,7 @@ def select(
     call = Call({"q": q, "k": k}, backend, stream)
     framework, (of_q, of_k), host = call.framework, call.infos, call.host
     problem = cached_validate(
-        (of_q.shape, of_k.shape, of_k.shape), (of_q.dtype, of_k.dtype, of_k.dtype), config.kernels_config(),
+        (of_q.shape, of_k.shape, of_k.shape), (of_q.dtype, of_k.dtype, of_k.dtype), config.of_pass,
         call.backend, layout, is_causal, scale, 0.0,
     )  # fmt: skip
     config.check(problem)

@@ -86,8 +86,8 @@ def sparse_attention_paged(
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     call = Call(inputs, backend, stream)
     framework, infos, host = call.framework, call.infos, call.host
-    forms, kernels = tuple([x.form for x in infos]), method.kernels_config()
-    batch = paged(forms, None, seqlen_k, kernels, call.backend, layout, is_causal, scale, softcap)
+    forms, of_pass = tuple([x.form for x in infos]), method.of_pass
+    batch = paged(forms, None, seqlen_k, of_pass, call.backend, layout, is_causal, scale, softcap)
     if host:
         from .on_host import check_entries
 

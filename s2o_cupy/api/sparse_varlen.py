@@ -9,9 +9,9 @@ from typing import Any
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
-from ..problem import MAX_SEQLEN
+from ..problem import MAX_SEQLEN, PLAIN
 from ..schedules.schedule import Schedule
-from ..spec import S2OConfig, checked_int
+from ..spec import checked_int
 from .call import Call
 from .gather import gather_attention
 from .habits import answers_habits
@@ -21,8 +21,6 @@ from .select import sparse_attention
 from .varlen import s2o_attention_varlen
 
 __all__ = ["gather_attention_varlen", "sparse_attention_varlen"]
-
-PLAIN = S2OConfig(tau=0)
 
 
 @outside_graphs

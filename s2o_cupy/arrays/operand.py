@@ -8,7 +8,9 @@ from ..problem import Problem
 from .array_info import ArrayInfo
 from .frameworks import framework_of
 
-__all__ = ["ENTRY_BYTES", "ITEM_BYTES", "Layout", "Operand", "Operands", "Paging", "address", "axes", "operand"]
+__all__ = [
+    "ENTRY_BYTES", "ITEM_BYTES", "Call", "Layout", "Operand", "Operands", "Paging", "address", "axes", "operand",
+]  # fmt: skip
 
 ITEM_BYTES = 2  # of float16 and bfloat16
 ENTRY_BYTES = 4  # of a page table
@@ -93,6 +95,18 @@ class Paging(NamedTuple):
 
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
+
+
+class Call(NamedTuple):
+    """A problem on arrays that lie on a GPU: q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k,
+    head_dim], or with ``paging`` a cache [pages, kv_heads, page_size, head_dim], and out like q, which is written. So
+    are, where their addresses are not 0, ``lse`` and ``visited``."""
+
+    operands: Operands
+    lse: int  # float32 [batch, heads, seqlen_q], contiguous
+    visited: int  # int32 [batch, heads, segments, tiles], contiguous: the key tiles visited
+    problem: Problem
+    paging: Paging | None = None
 
 
 class Layout(NamedTuple):

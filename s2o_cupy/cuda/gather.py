@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from ..arrays.operand import Operand, Operands, Paging
+from ..arrays.operand import Call, Operand, Paging
 from ..caches import remembered
 from ..errors import ArgumentValueError
 from ..plan.launch_plan import LaunchPlan
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
-from ..spec import S2OConfig
+from ..spec import Pass
 from . import pipeline
 from .lists import ListPointers, attend_lists
 from .pipeline import Memory, allocate
@@ -23,95 +25,76 @@ INT32_BYTES, INT64_BYTES = 4, 8
 
 
 def gather(
-    operands: Operands,
-    arrays: Mapping[str, int],
-    form: ScheduleForm,
-    problem: Problem,
-    config: S2OConfig,
-    *,
-    stream: int,
-    lse: int = 0,
-    visited: int = 0,
-    skipped: int = 0,
-    paging: Paging | None = None,
+    call: Call, arrays: Mapping[str, int], form: ScheduleForm, of_pass: Pass, *, stream: int, skipped: int = 0,
     memory: Memory = allocate,
-) -> LaunchPlan:
-    """``operands`` and ``paging``: as `pipeline.run` takes them; no paging with a k_order. ``arrays``: addresses by
-    form.array_names, which nobody checks. ``lse``, ``visited`` and ``skipped``: as in `attend_lists`.
-    Nothing waits for the GPU. Returns the lists' plan.
+) -> LaunchPlan:  # fmt: skip
+    """``call``: with a k_order without paging. ``arrays``: addresses by form.array_names, which nobody checks.
+    ``skipped``: as in `attend_lists`. Nothing waits for the GPU. Returns the lists' plan.
 
     Raises
     ------
     ValueError
         No kernel takes it: with a k_order rows are whole chunks of 16 bytes.
     """
-    if form.order_batch and not all(x.pointer % 16 == 0 and x.is_aligned() for x in operands):
+    problem = call.problem
+    if form.order_batch and not all(x.pointer % 16 == 0 and x.is_aligned() for x in call.operands):
         raise ArgumentValueError(
             "the schedule has a k_order, and a row of q, k, v or out does not start on 16 bytes, or head_dim "
             f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
         )
     state, keeper = 0, None
     if form.dense is not None:
-        state, keeper = pipeline.run_pass1(operands, lse, problem, config, stream=stream, paging=paging, memory=memory)
+        state, keeper = pipeline.run_pass1(call, of_pass, stream=stream, memory=memory)
     apart = problem.batch > 1 and (form.batch == 1 or form.order_batch > 0 or form.sinks > 0)
-    turns = problem.batch if apart else 1
     rows = problem.heads * problem.seqlen_q  # of a sequence
-    tiles = _elements(form.shape(problem).visited_shape(problem, form.block_m)[1:])
+    tiles = math.prod(form.shape(problem).visited_shape(problem, form.block_m)[1:])
     plan = None
-    for b in range(turns):
-        of = _Turn(b, b + 1) if apart else _Turn(0, problem.batch)
-        plan = of.attend(
-            operands, arrays, form, problem, config, stream, state and state + b * rows * STATE_BYTES,
-            lse and lse + b * rows * INT32_BYTES, visited and visited + b * tiles * INT32_BYTES,
-            skipped and skipped + b * tiles * INT32_BYTES, paging, memory,
+    for first, end in [(b, b + 1) for b in range(problem.batch)] if apart else [(0, problem.batch)]:
+        before = first * rows
+        turn = _turn(call, first, end)._replace(lse=call.lse and call.lse + before * INT32_BYTES)
+        of_rows: dict[str, Any] = {"stream": stream, "state": state and state + before * STATE_BYTES, "memory": memory}
+        if form.sinks:
+            sinks = ListPointers(
+                arrays["sink_entries"], arrays["sink_begins"], arrays["sink_keys"], kept=of_rows["state"]
+            )
+            attend_lists(turn, sinks, form.sinks_shape(), _never_stops(of_pass), **of_rows)
+        lists_before = first * form.list_heads * form.rows if form.batch > 1 else 0
+        lists = ListPointers(
+            arrays["entries"], arrays["begins"] + lists_before * INT64_BYTES,
+            arrays["keys"] + lists_before * INT32_BYTES,
+            q_order=arrays["q_order"] + before * INT32_BYTES if form.q_ordered else 0,
+        )  # fmt: skip
+        if form.order_batch:
+            turn = _permuted(turn, arrays["k_order"], form, first)
+        tiles_before = first * tiles * INT32_BYTES
+        plan = attend_lists(
+            turn._replace(visited=call.visited and call.visited + tiles_before), lists, form.shape(turn.problem),
+            of_pass, skipped=skipped and skipped + tiles_before, **of_rows,
         )  # fmt: skip
     del keeper
     assert plan is not None
     return plan
 
 
-class _Turn:
-    """Sequences ``first`` to ``end``, half-open, that share launches."""
+def _turn(call: Call, first: int, end: int) -> Call:
+    """Sequences ``first`` to ``end``, half-open, that share launches, without lse and visited."""
+    q, k, v, out = call.operands
+    q, out, paging = q.sequences(first, end), out.sequences(first, end), call.paging
+    if paging is None:
+        k, v = k.sequences(first, end), v.sequences(first, end)
+    else:
+        paging = paging.sequences(first, end)
+    return Call((q, k, v, out), 0, 0, _of_batch(call.problem, end - first), paging)
 
-    def __init__(self, first: int, end: int) -> None:
-        self.first, self.end = first, end
 
-    def attend(
-        self, operands: Operands, arrays: Mapping[str, int], form: ScheduleForm, whole: Problem, config: S2OConfig,
-        stream: int, state: int, lse: int, visited: int, skipped: int, paging: Paging | None, memory: Memory,
-    ) -> LaunchPlan:  # fmt: skip
-        q, k, v, out = operands
-        q, out = (x.sequences(self.first, self.end) for x in (q, out))
-        if paging is None:
-            k, v = (x.sequences(self.first, self.end) for x in (k, v))
-        else:
-            paging = paging.sequences(self.first, self.end)
-        problem = _of_batch(whole, self.end - self.first)
-        if form.sinks:
-            sinks = ListPointers(arrays["sink_entries"], arrays["sink_begins"], arrays["sink_keys"], kept=state)
-            attend_lists(
-                (q, k, v, out), sinks, form.sinks_shape(), problem, _never_stops(config), stream=stream, state=state,
-                lse=lse, paging=paging, memory=memory,
-            )  # fmt: skip
-        before = self.first * form.list_heads * form.rows if form.batch > 1 else 0  # lists of sequences before
-        queries_before = self.first * whole.heads * whole.seqlen_q * INT32_BYTES
-        lists = ListPointers(
-            arrays["entries"], arrays["begins"] + before * INT64_BYTES, arrays["keys"] + before * INT32_BYTES,
-            q_order=arrays["q_order"] + queries_before if form.q_ordered else 0,
-        )
-        if form.order_batch:
-            paging, k, v = self._permuted(arrays["k_order"], form, k, v)
-        return attend_lists(
-            (q, k, v, out), lists, form.shape(problem), problem, config, stream=stream, state=state, lse=lse,
-            visited=visited, skipped=skipped, paging=paging, memory=memory,
-        )  # fmt: skip
-
-    def _permuted(self, order: int, form: ScheduleForm, k: Operand, v: Operand) -> tuple[Paging, Operand, Operand]:
-        """A permutation of the keys of one sequence is the table of a cache whose pages have one key each."""
-        if form.order_batch > 1:
-            order += self.first * form.order_heads * form.seqlen_k * INT32_BYTES
-        stride = form.seqlen_k if form.order_heads > 1 else 0
-        return Paging(order, stride, 1, form.seqlen_k), _single_keys(k), _single_keys(v)
+def _permuted(call: Call, order: int, form: ScheduleForm, first: int) -> Call:
+    """A permutation of the keys of one sequence, number ``first``, is the table of a cache whose pages have one key
+    each."""
+    if form.order_batch > 1:
+        order += first * form.order_heads * form.seqlen_k * INT32_BYTES
+    q, k, v, out = call.operands
+    paging = Paging(order, form.seqlen_k if form.order_heads > 1 else 0, 1, form.seqlen_k)
+    return call._replace(operands=(q, _single_keys(k), _single_keys(v), out), paging=paging)
 
 
 def _single_keys(x: Operand) -> Operand:
@@ -121,16 +104,11 @@ def _single_keys(x: Operand) -> Operand:
     return Operand(x.pointer, (seqlen_k, kv_heads, 1, head_dim), (row, head, 0))
 
 
-@remembered  # a new problem, and a new config, would take the host longer than a launch
+@remembered  # a new problem, and a new pass, would take the host longer than a launch
 def _of_batch(problem: Problem, batch: int) -> Problem:
     return replace(problem, batch=batch)
 
 
 @remembered
-def _never_stops(config: S2OConfig) -> S2OConfig:
-    return config.with_tau(0.0)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    heads, segments, tiles = shape
-    return heads * segments * tiles
+def _never_stops(of_pass: Pass) -> Pass:
+    return replace(of_pass, tau=0.0)

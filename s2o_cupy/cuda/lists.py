@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from cupy.cuda import runtime
 
-from ..arrays.operand import Layout, Operands, Paging
+from ..arrays.operand import Call, Layout
 from ..caches import remembered
 from ..plan.launch_plan import LaunchPlan
 from ..plan.launches import listed_launch
 from ..plan.schedule import ScheduleShape, listed_plan
 from ..problem import Problem
 from ..selection.methods import make_plan
-from ..spec import S2OConfig
+from ..spec import Pass
 from .pipeline import Memory, allocate, device_limits
 from .program import Program
 from .tables import on_device
@@ -39,41 +39,26 @@ class ListPointers(NamedTuple):
 
 
 def attend_lists(
-    operands: Operands,
-    lists: ListPointers,
-    shape: ScheduleShape,
-    problem: Problem,
-    config: S2OConfig,
-    *,
-    stream: int,
-    state: int = 0,
-    lse: int = 0,
-    visited: int = 0,
-    skipped: int = 0,
-    found_skips: int = 0,
-    paging: Paging | None = None,
-    memory: Memory = allocate,
-) -> LaunchPlan:
+    call: Call, lists: ListPointers, shape: ScheduleShape, of_pass: Pass, *, stream: int, state: int = 0,
+    skipped: int = 0, found_skips: int = 0, memory: Memory = allocate,
+) -> LaunchPlan:  # fmt: skip
     """Each q tile attends to the keys of its list, all of which all of its rows see.
 
     Parameters
     ----------
-    operands : q, k, v and out
-        As `pipeline.run` takes them. ``out`` is written, and where rows resume, read before.
+    call : Call
+        Where rows resume, out is read before it is written. ``visited`` is of shape.visited_shape. Where rows resume
+        and a list is empty the lse is left as it is.
     lists, shape : ListPointers and ScheduleShape
-    config : S2OConfig
+    of_pass : Pass
         ``block_m`` is the queries of a q tile, ``block_n`` the keys between two stop checks; with ``tau`` a q tile
-        stops as S2O's do (0: never). ``path`` as ever; the rest is not read.
+        stops as S2O's do (0: never). Segments are those of ``shape``.
     stream : int, a handle
     state : int
         float32 [batch, heads, seqlen_q, 2], (m in log2 units, l) of the rows that ``shape`` says are resumed; else 0.
-    lse, visited : int
-        Where to write the lse, float32 [batch, heads, seqlen_q], and the key tiles of block_n that each q tile visited,
-        int32 of shape.visited_shape; 0: nowhere. Where rows resume and a list is empty the lse is left as it is.
     skipped, found_skips : int
         With a value_skip. Where to write the (query, key) pairs left out, int32 of shape.visited_shape, and which
         blocks each group of rows left out, int32 [.., groups, blocks] as ValueSkip::found has them; 0: nowhere.
-    paging : Paging, optional; where k and v are a paged cache
 
     Nothing waits for the GPU. Returns what was launched.
 
@@ -82,13 +67,14 @@ def attend_lists(
     ValueError
         No kernel takes ``shape``, or ``state`` is not as it says.
     """
-    shape.check(problem)
+    shape.check(call.problem)
     if shape.resumed != bool(state):
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
-    prepared = _prepare(problem, config, shape, runtime.getDevice(), Layout.of(operands, paging))
-    if not problem.empty:
-        prepared.run(operands, lists, stream, state, lse, visited, skipped, found_skips, paging, memory)
+    layout = Layout.of(call.operands, call.paging)
+    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout)
+    if not call.problem.empty:
+        prepared.run(call, lists, stream, state, skipped, found_skips, memory)
     return prepared.plan
 
 
@@ -96,25 +82,23 @@ class _ListedPass:
     """A prepared launch, in whose parameters a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, shape: ScheduleShape, device: int, layout: Layout
+        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout
     ) -> None:
         operands = layout.operands(problem)
         plan = make_plan(
-            problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
+            problem, of_pass, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size,
         )  # fmt: skip
-        self.plan, kernel = listed_plan(plan, shape, problem, config.block_m)
-        launch = listed_launch(
-            self.plan, kernel, problem, config, operands, layout.paging, shape.more_params(problem)
-        )
+        self.plan, kernel = listed_plan(plan, shape, problem)
+        launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
-        self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, config.block_m)))
+        self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, of_pass.block_m)))
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
 
     def run(
-        self, operands: Operands, lists: ListPointers, stream: int, state: int, lse: int, visited: int, skipped: int,
-        found_skips: int, paging: Paging | None, memory: Memory,
-    ) -> None:  # fmt: skip
+        self, call: Call, lists: ListPointers, stream: int, state: int, skipped: int, found_skips: int, memory: Memory
+    ) -> None:
+        operands, lse, visited, _, paging = call
         own = (0 if visited else 1) + (0 if skipped or self.limits is None else 1)
         wanted = COUNTER_BYTES + own * self.visited_bytes
         counter, keeper = memory(wanted)

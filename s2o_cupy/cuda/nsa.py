@@ -25,7 +25,7 @@ from ..plan.build import ALIGNMENT, Launch
 from ..plan.kernels import Kernel
 from ..plan.params import Struct
 from ..problem import Problem
-from ..spec import LOG2E, S2OConfig
+from ..spec import LOG2E
 from . import pipeline
 from .pipeline import Memory, device_limits
 from .program import Program
@@ -151,8 +151,8 @@ def _prepared(plan: NsaPlan, device: int, of_q: Strides, of_k: Strides, of_v: St
     of_cmp = (p.batch, p.kv_heads, plan.compressed, p.head_dim)
     q = Operand(0, (p.batch, p.heads, p.seqlen_q, p.head_dim), of_q)
     runs = _compressed_runs(plan, q, Pair(Operand(0, of_cmp, of_k), Operand(0, of_cmp, of_v)), 0, 0)
-    config = _dense(plan.config.path)
-    return _Prepared(plan, device, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, config)) for x in runs])
+    of_pass = plan.config.of_pass
+    return _Prepared(plan, device, [_aligned(pipeline.workspace_bytes(x.operands, x.problem, of_pass)) for x in runs])
 
 
 def _aligned(nbytes: int) -> int:
@@ -176,32 +176,28 @@ def select(
     del keeper
 
 
-def attend_blocks(
-    q: Operand, keys: Pair, chosen: int, out: Operand, lse: int, problem: Problem, config: NSAConfig, *, stream: int,
-    memory: Memory,
-) -> None:  # fmt: skip
+def attend_blocks(arrays: pipeline.Call, chosen: int, config: NSAConfig, *, stream: int, memory: Memory) -> None:
     """The selected branch alone, with blocks that the caller chose."""
-    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention", compresses=False,
-                     attends=True, gates=False)  # fmt: skip
+    q, k, v, out = arrays.operands
+    plan = make_plan(arrays.problem, config, device_limits(runtime.getDevice()), where="selected_attention",
+                     compresses=False, attends=True, gates=False)  # fmt: skip
     address, keeper = memory(plan.workspace.nbytes)
     with calling(plan, address, stream) as call:
-        call.params["chosen"], call.params["lse"] = chosen, lse
+        call.params["chosen"], call.params["lse"] = chosen, arrays.lse
         for first, tokens in plan.rounds:
-            call.attend_blocks(q, keys, out, first, tokens)
+            call.attend_blocks(q, Pair(k, v), out, first, tokens)
     del keeper
 
 
-def attend_window(
-    q: Operand, keys: Pair, out: Operand, lse: int, problem: Problem, config: NSAConfig, sinks: int, *, stream: int,
-    memory: Memory,
-) -> None:  # fmt: skip
+def attend_window(arrays: pipeline.Call, config: NSAConfig, sinks: int, *, stream: int, memory: Memory) -> None:
     """The window branch alone."""
-    plan = make_plan(problem, config, device_limits(runtime.getDevice()), where="window_attention", compresses=False,
-                     attends=False, gates=False)  # fmt: skip
+    q, k, v, out = arrays.operands
+    plan = make_plan(arrays.problem, config, device_limits(runtime.getDevice()), where="window_attention",
+                     compresses=False, attends=False, gates=False)  # fmt: skip
     address, keeper = memory(SOME_BYTES)
     with calling(plan, address, stream) as call:
-        call.params["lse"], call.params["sinks"] = lse, min(sinks, problem.seqlen_k)
-        call.window(q, keys, out)
+        call.params["lse"], call.params["sinks"] = arrays.lse, min(sinks, arrays.problem.seqlen_k)
+        call.window(q, Pair(k, v), out)
     del keeper
 
 
@@ -246,12 +242,10 @@ class Call:
         if self.observe:
             self.observe(kernel.function)
 
-    def compressed(self, run: _Run, memory: Memory, stream: int | None = None) -> None:
+    def compressed(self, run: pipeline.Call, memory: Memory, stream: int | None = None) -> None:
         """Some of cmp_out and cmp_lse."""
-        pipeline.run(
-            run.operands, run.lse, 0, run.problem, _dense(self.plan.config.path),
-            stream=self.stream if stream is None else stream, memory=memory,
-        )  # fmt: skip
+        stream = self.stream if stream is None else stream
+        pipeline.run(run, self.plan.config.of_pass, stream=stream, memory=memory)
         if self.observe:
             self.observe("nsa_compressed")
 
@@ -309,15 +303,7 @@ class Call:
         self.params["q_tiles"] = self.plan.kv_rows
 
 
-class _Run(NamedTuple):
-    """Of pass 1, as plain causal attention."""
-
-    operands: pipeline.Operands
-    lse: int
-    problem: Problem
-
-
-def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[_Run]:
+def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse: int) -> list[pipeline.Call]:
     """Compressed attention, to cmp_out and cmp_lse at these addresses; what takes longest first."""
     p, stride, row, ends = plan.problem, plan.config.stride, q.strides[2], plan.lse_rows
     runs = []
@@ -336,7 +322,7 @@ def _compressed_runs(plan: NsaPlan, q: Operand, compressed: Pair, out: int, lse:
                 _view(out_b + 2 * first * p.head_dim, rows,
                       (p.head_dim, p.seqlen_q * p.head_dim, stride * p.head_dim)),
             )  # fmt: skip
-            runs.append(_Run(operands, lse_b + 4 * begin, _of_rows(p, of.size, of.rows, of.keys)))
+            runs.append(pipeline.Call(operands, lse_b + 4 * begin, 0, _of_rows(p, of.size, of.rows, of.keys)))
     return sorted(runs, key=lambda run: -run.problem.batch * run.problem.seqlen_q)
 
 
@@ -367,11 +353,6 @@ def _template(plan: NsaPlan, struct: Struct) -> Any:
     for name, value in values.items():
         params[name] = value
     return params
-
-
-@remembered
-def _dense(path: str) -> S2OConfig:
-    return S2OConfig(tau=0.0, path=path)
 
 
 @remembered

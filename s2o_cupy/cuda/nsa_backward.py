@@ -11,7 +11,7 @@ from ..arrays.operand import Operand
 from ..nsa import kernels
 from ..nsa.backward_plan import halves, make_backward_plan
 from ..nsa.config import NSAConfig
-from ..problem import Problem
+from . import pipeline
 from .nsa import Pair, calling, tensor
 from .pipeline import Memory, device_limits
 
@@ -27,15 +27,16 @@ class Gradients(NamedTuple):
 
 
 def attend_blocks_backward(
-    q: Operand, keys: Pair, chosen: int, out: Operand, lse: int, dout: Operand, gradients: Gradients, problem: Problem,
-    config: NSAConfig, *, stream: int, memory: Memory,
+    arrays: pipeline.Call, chosen: int, dout: Operand, gradients: Gradients, config: NSAConfig, *, stream: int,
+    memory: Memory,
 ) -> None:  # fmt: skip
-    """``out`` and ``lse``: of the selected branch alone."""
+    """Of ``arrays`` all are read: the output and lse are those of the selected branch alone."""
+    problem, (q, k, v, out) = arrays.problem, arrays.operands
     plan = make_backward_plan(problem, config, device_limits(runtime.getDevice()), where="selected_attention_backward")
     address, keeper = memory(plan.workspace.nbytes)
     with calling(plan, address, stream, kernels.SELECTED_BACKWARD.params) as call:
-        call.point(q, keys, out)
-        call.params["dout"], call.params["chosen"], call.params["lse"] = tensor(dout), chosen, lse
+        call.point(q, Pair(k, v), out)
+        call.params["dout"], call.params["chosen"], call.params["lse"] = tensor(dout), chosen, arrays.lse
         for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
             call.params[name] = x
         call.params["halves"] = halves(config)

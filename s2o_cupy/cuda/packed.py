@@ -78,7 +78,7 @@ class PackedPass:
             self.collector = PageCollector(self.plan, problem, operands, paging, device)
             self.plan, paging = make(), None
             self.kernel = packed_pass1(self.plan)
-        self.program = Program([packed_launch(self.plan, self.kernel, problem, config, operands, paging)], device)
+        self.program = Program([packed_launch(self.plan, self.kernel, problem, operands, paging)], device)
         params, self.maps = self.program.params[0], self.program.map_words(0)
         self.attention = params["attention"] if len(self.maps) else params
         self.pointed: tuple[Any, ...] = ()  # the arrays whose addresses are in the parameters

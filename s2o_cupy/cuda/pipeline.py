@@ -14,18 +14,15 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from ..arrays.operand import Layout, Operand, Operands, Paging
+from ..arrays.operand import Call, Layout, Operand, Operands
 from ..caches import remembered
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
 from ..plan.launch_plan import LaunchPlan
 from ..plan.launches import BASES, Launch, Workspace, launches, workspace
-from ..plan.method import Choose
-from ..plan.schedule import NothingChosen
 from ..problem import Problem
-from ..selection.methods import choose as choose_method
 from ..selection.methods import make_plan
-from ..spec import S2OConfig
+from ..spec import Pass, S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED
 from .program import Program, make_context_current
@@ -70,7 +67,7 @@ def allocate(nbytes: int) -> tuple[int, Any]:
 class Stages(NamedTuple):
     """What a program launches: `plan.launches`, or another module's functions of these names."""
 
-    workspace: Callable[[LaunchPlan, Problem, S2OConfig], Workspace]
+    workspace: Callable[..., Workspace]
     launches: Callable[..., tuple[Launch, ...]]
 
 
@@ -93,69 +90,36 @@ class Launched(NamedTuple):
 
 
 def run(
-    operands: Operands,
-    lse: int,
-    visited: int,
-    problem: Problem,
-    config: S2OConfig,
-    *,
-    stream: int,
-    paging: Paging | None = None,
-    memory: Memory = allocate,
-    observe: Observer | None = None,
-    await_keys: Await | None = None,
-    taus: int = 0,
-) -> Launched:
-    """Attend q [batch, heads, seqlen_q, head_dim] to k and v [batch, kv_heads, seqlen_k, head_dim], or with ``paging``
-    to a cache: k and v [pages, kv_heads, page_size, head_dim].
-
-    ``operands``: q, k, v and out (like q), which is written. So are, where their addresses are not 0, ``lse`` (float32
-    [batch, heads, seqlen_q], contiguous) and ``visited`` (int32 [batch, heads, segments, tiles], contiguous), the key
-    tiles visited. ``stream`` is a handle. ``await_keys`` is called before the first launch that reads keys before the
-    queries' own, which may be after pass 1. ``taus``: address of each head's tau, float32 [batch, heads], of a config
-    with an error.
-    Nothing waits for the GPU. Returns what was launched.
-    """
-    program = _prepared(operands, paging, problem, config, runtime.getDevice())
-    if config.error is not None and not (taus or program.plan.dense):
+    call: Call, config: S2OConfig | Pass, *, stream: int, memory: Memory = allocate, observe: Observer | None = None,
+    await_keys: Await | None = None, taus: int = 0,
+) -> Launched:  # fmt: skip
+    """Attend. With a Pass it is pass 1 alone. ``stream`` is a handle. ``await_keys`` is called before the first launch
+    that reads keys before the queries' own, which may be after pass 1. ``taus``: address of each head's tau, float32
+    [batch, heads], of a config with an error. Nothing waits for the GPU. Returns what was launched."""
+    program = _prepared(call, config)
+    if isinstance(config, S2OConfig) and config.error is not None and not (taus or program.plan.dense):
         raise ValueError(f"S2OConfig: error is {config.error}, whose taus nobody has found here; accepted: a tau")
-    graphs = program.run(operands, paging, lse, visited, stream, memory, observe, await_keys, taus)
+    graphs = program.run(call, stream, memory, observe, await_keys, taus)
     return Launched(program.plan, graphs)
 
 
-def workspace_bytes(operands: Operands, problem: Problem, config: S2OConfig) -> int:
+def workspace_bytes(operands: Operands, problem: Problem, config: S2OConfig | Pass) -> int:
     """What `run` asks its memory for on the current device; the call is then prepared."""
-    return _prepared(operands, None, problem, config, runtime.getDevice()).workspace.nbytes
+    return _prepared(Call(operands, 0, 0, problem), config).workspace.nbytes
 
 
-def run_pass1(
-    operands: Operands, lse: int, problem: Problem, config: S2OConfig, *, stream: int, paging: Paging | None = None,
-    memory: Memory = allocate,
-) -> tuple[int, Any]:  # fmt: skip
+def run_pass1(call: Call, of_pass: Pass, *, stream: int, memory: Memory = allocate) -> tuple[int, Any]:
     """Pass 1 alone, as in `run`. Returns the address of the state that it leaves, float32 [batch, heads, seqlen_q, 2],
     and what keeps that."""
-    program = _prepared(operands, paging, problem, config, runtime.getDevice(), choose=NothingChosen)
+    program = _prepared(call, of_pass)
     address, keeper = memory(program.workspace.nbytes)
-    program.run(operands, paging, lse, 0, stream, lambda nbytes: (address, keeper), None)
+    program.run(call._replace(visited=0), stream, lambda nbytes: (address, keeper))
     return address + program.workspace.places["state"].offset, keeper
 
 
-def run_stages(
-    operands: Operands, problem: Problem, config: S2OConfig, stages: Stages, *, stream: int, memory: Memory, taus: int
-) -> None:  # fmt: skip
-    """Other launches of a plan for ``problem``; else as in `run`."""
-    program = _prepared(operands, None, problem, config, runtime.getDevice(), stages=stages)
-    program.run(operands, None, 0, 0, stream, memory, None, taus=taus)
-
-
-class Call(NamedTuple):
-    """One of several problems; as in `run`, but for the distance between lse's heads."""
-
-    operands: Operands
-    lse: int
-    visited: int
-    problem: Problem
-    paging: Paging | None = None
+def run_stages(call: Call, config: S2OConfig, stages: Stages, *, stream: int, memory: Memory, taus: int) -> None:
+    """Other launches of a plan for the call's problem; else as in `run`."""
+    _prepared(call, config, stages).run(call, stream, memory, taus=taus)
 
 
 def run_in_turn(
@@ -167,8 +131,7 @@ def run_in_turn(
     between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU. Returns what was
     launched of each.
     """
-    device = runtime.getDevice()
-    programs = [_prepared(call.operands, call.paging, call.problem, config, device) for call in calls]
+    programs = [_prepared(call, config) for call in calls]
     workspace_bytes = max(program.workspace.nbytes for program in programs)
     # Kernels write a contiguous lse, so one with gaps between its heads is written behind the workspace and copied.
     gaps = [bool(x.lse) and x.problem.heads > 1 and x.problem.seqlen_q != lse_stride for x in calls]
@@ -179,7 +142,7 @@ def run_in_turn(
     launched = []
     for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
         lse = address + workspace_bytes if gap else call.lse
-        graphs = program.run(call.operands, call.paging, lse, call.visited, stream, shared, None)
+        graphs = program.run(call._replace(lse=lse), stream, shared)
         launched.append(Launched(program.plan, graphs))
         if gap:
             runtime.memcpy2DAsync(
@@ -188,21 +151,18 @@ def run_in_turn(
     return launched
 
 
-def _prepared(
-    operands: Operands, paging: Paging | None, problem: Problem, config: S2OConfig, device: int,
-    choose: Choose = choose_method, stages: Stages = CALL,
-) -> _Prepared:  # fmt: skip
-    return _prepare(problem, config, device, Layout.of(operands, paging), choose, stages)
+def _prepared(call: Call, config: S2OConfig | Pass, stages: Stages = CALL) -> _Prepared:
+    return _prepare(call.problem, config, runtime.getDevice(), Layout.of(call.operands, call.paging), stages)
 
 
 @remembered
-def _every_tile(problem: Problem, config: S2OConfig, device: int) -> Program:
-    return Program([every_tile(problem, config)], device)
+def _every_tile(problem: Problem, of_pass: Pass, device: int) -> Program:
+    return Program([every_tile(problem, of_pass)], device)
 
 
-def write_every_tile(visited: int, problem: Problem, config: S2OConfig, stream: int) -> None:
-    """To the address ``visited``, int32 of problem.visited_shape(config), what a dense call visits."""
-    program = _every_tile(problem, config, runtime.getDevice())
+def write_every_tile(visited: int, problem: Problem, of_pass: Pass, stream: int) -> None:
+    """To the address ``visited``, int32 of problem.visited_shape(of_pass), what a dense call visits."""
+    program = _every_tile(problem, of_pass, runtime.getDevice())
     with program.lock:
         program.params[0]["visited"] = visited
         program.launch(0, stream)
@@ -212,46 +172,38 @@ class _Prepared:
     """A call of one kind: its plan, its workspace and its launches."""
 
     def __init__(
-        self, problem: Problem, config: S2OConfig, device: int, layout: Layout, choose: Choose, stages: Stages
+        self, problem: Problem, config: S2OConfig | Pass, device: int, layout: Layout, stages: Stages
     ) -> None:
         operands = layout.operands(problem)
-        self.problem, self.config = problem, config
+        self.problem = problem
         self.plan = make_plan(
             problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
-            layout.page_size, choose,
+            layout.page_size,
         )  # fmt: skip
         self.workspace: Workspace = stages.workspace(self.plan, problem, config)
         planned = stages.launches(self.plan, problem, config, operands, self.workspace, layout.paging)
         self.program = Program([x for x in planned if x.blocks > 0], device, BASES)
         steps = self.program.launches
         # Whether pass 1 reads no keys but the queries' own.
-        self.own_keys_first = not self.plan.dense and problem.is_causal and config.window == 0
+        self.own_keys_first = not self.plan.dense and problem.is_causal and self.plan.of_pass.window == 0
         # The launch, pass 1 on Hopper, that takes three tensor maps, and the addresses that they are of.
         self.mapped = next((i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes), None)
         self.map_pointers: tuple[int, ...] = ()
         self.replays = len(steps) > GRAPH_LAUNCHES
 
     def run(
-        self,
-        operands: Operands,
-        paging: Paging | None,
-        lse: int,
-        visited: int,
-        stream: int,
-        memory: Memory,
-        observe: Observer | None,
-        await_keys: Await | None = None,
-        taus: int = 0,
-    ) -> str:
+        self, call: Call, stream: int, memory: Memory, observe: Observer | None = None,
+        await_keys: Await | None = None, taus: int = 0,
+    ) -> str:  # fmt: skip
         """Returns S2OStats.graphs."""
         if await_keys is not None and not (self.own_keys_first and observe is None):
             await_keys()
             await_keys = None
         # A short dense call needs none: to allocate and clear it takes the host as long as a launch does.
         address, keeper = memory(self.workspace.nbytes) if self.workspace.nbytes else (0, None)
-        q, k, v, out = operands
-        page_table = 0 if paging is None else paging.pointer
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, taus, lse, visited, address)
+        operands = q, k, v, out = call.operands
+        page_table = 0 if call.paging is None else call.paging.pointer
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, taus, call.lse, call.visited, address)
         with self.program.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)
@@ -282,9 +234,10 @@ class _Prepared:
             make_context_current()
         if visited:
             if self.plan.dense:
-                write_every_tile(visited, self.problem, self.config, stream)
+                write_every_tile(visited, self.problem, self.plan.of_pass, stream)
             else:
-                runtime.memsetAsync(visited, 0, 4 * math.prod(self.problem.visited_shape(self.config)), stream)
+                visited_shape = self.problem.visited_shape(self.plan.of_pass)
+                runtime.memsetAsync(visited, 0, 4 * math.prod(visited_shape), stream)
         elif "visited" in self.workspace.places:
             visited = address + self.workspace.places["visited"].offset
         if not lse and "lse" in self.workspace.places:

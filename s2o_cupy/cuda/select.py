@@ -27,9 +27,6 @@ from .tensor_maps import tensor_map
 
 __all__ = ["run"]
 
-Shape4 = tuple[int, int, int, int]
-Strides = tuple[int, int, int]
-
 # Called after each launch with its stage and the workspace's arrays; a tool's way to look inside.
 Observer = Callable[[str, Mapping[str, Any]], None]
 
@@ -41,7 +38,8 @@ def run(
     """``made``: addresses of what is written: entries, begins, keys and, where keys are permuted, k_order. Nothing
     waits for the GPU."""
     aligned = (q.pointer | k.pointer) % 16 == 0 and q.is_aligned() and k.is_aligned()
-    prepared = _prepare(problem, config, runtime.getDevice(), aligned, q.shape, q.strides, k.shape, k.strides)
+    of_q, of_k = q._replace(pointer=0), k._replace(pointer=0)
+    prepared = _prepare(problem, config, runtime.getDevice(), aligned, of_q, of_k)
     prepared.run({"q": q.pointer, "k": k.pointer, **made}, stream, memory, observe)
 
 
@@ -49,13 +47,11 @@ class _Selection:
     """Prepared launches of a method's stages."""
 
     def __init__(
-        self, problem: Problem, config: MethodConfig, device: int, aligned: bool, q_shape: Shape4, q_strides: Strides,
-        k_shape: Shape4, k_strides: Strides,
-    ) -> None:  # fmt: skip
+        self, problem: Problem, config: MethodConfig, device: int, aligned: bool, q: Operand, k: Operand
+    ) -> None:
         site = Site(
             problem, config.grid(problem), Inputs(problem.dtype, padded_head_dim(problem.head_dim), aligned),
-            device_limits(device), {"q": Operand(0, q_shape, q_strides), "k": Operand(0, k_shape, k_strides)},
-            config.workspace_bytes,
+            device_limits(device), {"q": q, "k": k}, config.workspace_bytes,
         )  # fmt: skip
         stages = config.stages(site)
         self.operands = site.operands

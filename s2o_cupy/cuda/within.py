@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..arrays.operand import Operands
+from ..arrays.operand import Call, Operands
 from ..plan import error_search
 from ..problem import Problem
 from ..spec import S2OConfig
@@ -21,4 +21,5 @@ def find_taus(
     not dense. ``operands``: as of `pipeline.run`; of the output, which the call then writes, rows of sampled segments
     are written."""
     of_segments, tried = error_search.searched(problem, config)
-    pipeline.run_stages(operands, of_segments, tried, STAGES, stream=stream, memory=memory, taus=taus)
+    call = Call(operands, 0, 0, of_segments)
+    pipeline.run_stages(call, tried, STAGES, stream=stream, memory=memory, taus=taus)

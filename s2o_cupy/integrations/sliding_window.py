@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..merge import merge_states
-from ..spec import S2OConfig
+from ..own.method import AnyMethod, pass_of
+from ..spec import Pass, S2OConfig
 from .packed_rows import starts
 from .torch import attention_varlen
 
@@ -49,7 +49,7 @@ def window_attention(
     lengths: Sequence[tuple[int, int]],
     window: int,
     *,
-    config: S2OConfig,
+    config: AnyMethod,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def window_attention(
         Of each sequence, packed in this order; seqlen_q <= seqlen_k, and the last query sees the last key.
     window : int
         At least 2.
-    config : S2OConfig
+    config : S2OConfig, or another method
         Of which only what does not decide the result is used: nothing is left out, whatever its tau.
     scale, softcap
         As of :func:`s2o_cupy.s2o_attention`.
@@ -74,7 +74,8 @@ def window_attention(
     lse : float32 Tensor (heads, total_q)
     """
     own, before = _calls(tuple(lengths), window)
-    attend = functools.partial(attention_varlen, config=_dense(config), scale=scale, softcap=softcap, return_lse=True)
+    dense = _dense(pass_of(config))
+    attend = functools.partial(attention_varlen, config=dense, scale=scale, softcap=softcap, return_lse=True)
     if not own.lengths_q:  # no sequence has a query
         return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=torch.float32)
     k_own, v_own = (_joined([x[begin:end] for begin, end in own.rows_k]) for x in (k, v))
@@ -123,8 +124,8 @@ def _calls(lengths: tuple[tuple[int, int], ...], window: int) -> tuple[_Call, _C
 
 
 @functools.lru_cache(maxsize=64)
-def _dense(config: S2OConfig) -> S2OConfig:
-    return replace(config.with_tau(0.0), dense_up_to=None)
+def _dense(of_pass: Pass) -> S2OConfig:
+    return S2OConfig(tau=0.0, block_m=of_pass.block_m, block_n=of_pass.block_n, path=of_pass.path)
 
 
 def _flipped(x: Tensor, rows: list[Rows]) -> Tensor:

@@ -24,7 +24,7 @@ from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
 from ..by_head import check_tau
 from ..problem import LAYOUTS, Problem, check_softcap, validate
-from ..spec import S2OConfig, not_a_config
+from ..spec import Pass, S2OConfig, not_a_config
 from .autocast import DEVICES, casting
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def _fake_varlen(
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, config: S2OConfig, scale: Any, softcap: Any, is_causal: Any, layout: Any
+    q: Tensor, k: Tensor, v: Tensor, config: S2OConfig | Pass, scale: Any, softcap: Any, is_causal: Any, layout: Any
 ) -> Problem:
     """The problem that tensors pose; raises what a call would."""
     _check_devices(q, k, v)

@@ -5,7 +5,6 @@ It takes the tensors of a schedule, and its rules as plain arguments. Importing 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ with with_extra(__name__, "PyTorch"):
 
 from ..api.gather import gather_attention as attend
 from ..schedules.schedule import Schedule
-from ..spec import S2OConfig
+from ..spec import Pass
 from .autocast import DEVICES, casting
 from .torch import check_arguments, check_forward_mode, problem_of
 
@@ -153,7 +152,7 @@ def _fake(
     """Shapes, dtypes and devices of the results without data. Blind to the lists' lengths, for which a graph would be
     one for these alone."""
     check_forward_mode()
-    problem = problem_of(q, k, v, _config(block_m, path), scale, softcap, is_causal, layout)
+    problem = problem_of(q, k, v, Pass(block_m, path=path), scale, softcap, is_causal, layout)
     for name, x, axes, dtype in (
         ("entries", entries, 1, torch.int32), ("begins", begins, 3, torch.int64), ("keys", keys, 3, torch.int32),
     ):  # fmt: skip
@@ -164,11 +163,6 @@ def _fake(
     rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
-
-
-@functools.lru_cache(maxsize=64)
-def _config(block_m: int, path: str) -> S2OConfig:
-    return S2OConfig(block_m=block_m, path=path)
 
 
 _library = torch.library.Library("s2o_cupy", "FRAGMENT")

@@ -27,7 +27,7 @@ from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..api.select import sparse_attention
 from ..api.sparse_varlen import sparse_attention_varlen
-from ..own.method import AnyMethod, kernels_config
+from ..own.method import AnyMethod, pass_of
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
@@ -323,7 +323,7 @@ class S2OAttention:
             return "short"
         if groups is None:
             return "layer"
-        if call.seqlen_q < max(kernels_config(group.config).block_m for group in groups):
+        if call.seqlen_q < max(pass_of(group.config).block_m for group in groups):
             return "few queries"
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM or query.shape[0] != key.shape[0]:
             return "shape"
@@ -379,7 +379,6 @@ def _attend(
     """[batch, seqlen, heads, head_dim], or [total, heads, head_dim] of packed sequences."""
     options: dict[str, Any] = {"config": config, "scale": scale, "softcap": softcap}
     if call.window is not None:
-        options["config"] = kernels_config(config)
         o, lse = window_attention(q, k, v, call.lengths, call.window, **options)
         return o if sinks is None else _with_sinks(o, lse, sinks)
     if sinks is not None:

@@ -16,7 +16,7 @@ from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs
 from ..plan.schedule_form import BLOCK_N
 from ..problem import Problem
-from ..spec import PATHS, S2OConfig, checked_int
+from ..spec import PATHS, Pass, checked_int
 from .grid import BlockGrid
 
 __all__ = [
@@ -88,11 +88,10 @@ class MethodConfig:
     def block_q(self) -> int:
         raise NotImplementedError
 
-    def kernels_config(self) -> S2OConfig:
-        """Of the passes."""
-        return S2OConfig(
-            segment=1024, tau=0.0, block_m=self.block_q, block_n=BLOCK_N, rank="mean", path=self.path, dense_up_to=0
-        )
+    @property
+    def of_pass(self) -> Pass:
+        """What it leaves to the passes; the rest its schedules say."""
+        return Pass(self.block_q, BLOCK_N, self.path)
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError for a problem that the method does not take."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 from ..errors import ArgumentValueError
-from ..spec import PATHS, checked_int, names_its_fields
+from ..spec import Pass, check_path, checked_int, names_its_fields
 
 __all__ = ["LEAST", "NSAConfig"]
 
@@ -79,5 +80,9 @@ class NSAConfig:
                 f"top is {self.top} with first {self.first} and local {self.local}; accepted: no fewer than "
                 "those two together, which are always chosen"
             )
-        if self.path not in PATHS:
-            raise ArgumentValueError(f"path is {self.path!r}; accepted: {', '.join(map(repr, PATHS))}")
+        check_path(self.path)
+
+    @functools.cached_property
+    def of_pass(self) -> Pass:
+        """Of the compressed branch: dense attention."""
+        return Pass(path=self.path)

@@ -15,14 +15,14 @@ from ..errors import ArgumentTypeError, ArgumentValueError
 from ..methods.base import MethodConfig
 from ..methods.registry import METHODS
 from ..plan.schedule_form import ScheduleForm
-from ..problem import Problem
+from ..problem import PLAIN, Problem
 from ..schedules.schedule import Schedule
-from ..spec import S2OConfig
+from ..spec import Pass, S2OConfig
 from .blasst import BLASSTConfig
 
 __all__ = [
-    "ACCEPTED", "IN_ARRAY_CODE", "AnyMethod", "Method", "OwnMethod", "as_method", "fields_given", "kernels_config",
-    "method_name",
+    "ACCEPTED", "IN_ARRAY_CODE", "AnyMethod", "Method", "OwnMethod", "as_method", "fields_given", "method_name",
+    "pass_of",
 ]  # fmt: skip
 
 IN_ARRAY_CODE: tuple[type[Any], ...] = (BLASSTConfig,)  # published methods that are callables
@@ -70,9 +70,7 @@ class OwnMethod:
     method: Method
     path = "auto"
     long_lists = False
-
-    def kernels_config(self) -> S2OConfig:
-        return _KERNELS
+    of_pass = PLAIN
 
     def check(self, problem: Problem) -> None:
         """It says itself which problems it takes."""
@@ -102,9 +100,6 @@ class OwnMethod:
         return made
 
 
-_KERNELS = S2OConfig(tau=0.0, dense_up_to=0)
-
-
 def as_method(config: Any, what: str = "config", owner: str = "", *, s2o: bool = True, also: str = "") -> Any:
     """An S2OConfig, the configuration of a published method, or an OwnMethod; TypeError if ``config`` is none of them.
     ``s2o``: whether an S2OConfig is. For errors ``what``: the argument, ``owner``: of what, ``also``: what else is
@@ -130,10 +125,10 @@ def _meant(config: Any) -> str:
     return f"; such as S2OConfig(tau={config})" if is_number else ""
 
 
-def kernels_config(config: AnyMethod) -> S2OConfig:
+def pass_of(config: AnyMethod) -> Pass:
     """Of the passes that attend by it."""
-    method = as_method(config)
-    return method if isinstance(method, S2OConfig) else method.kernels_config()
+    found: Pass = as_method(config).of_pass
+    return found
 
 
 def method_name(config: AnyMethod) -> str:

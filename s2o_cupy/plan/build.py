@@ -129,7 +129,7 @@ class Builder:
         self, problem: Problem, geometry: Geometry, operands: Mapping[str, Operand], memory: Workspace,
         paging: Paging | None = None,
     ) -> None:  # fmt: skip
-        self.memory = memory
+        self.problem, self.memory = problem, memory
         self.tensors = {
             name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
         }

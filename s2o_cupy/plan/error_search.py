@@ -106,19 +106,19 @@ def launches(
     sample = _sampled(plan.geometry)
     errors = [max(head_taus.as_float32(x), TINY) for x in config.errors(problem.heads)]
     found = head_taus.written(errors, 1, memory, {"taus": "errors"})  # a graph holds them
-    found.append(_choose(build, plan, problem, sample, 0))
+    found.append(_choose(build, plan, sample, 0))
     found.append(
-        attention_launch(build, plan.blocks, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
+        attention_launch(build, plan.blocks, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
     )
-    found += _sizes(build, plan, problem)
+    found += _sizes(build, plan)
     if plan.chunks:
         found += plan.method.before_rounds(build)
     for done in range(LADDERS):
         for i, chunk in enumerate(plan.chunks):
             if done == 0 or len(plan.chunks) > 1:  # the order of the only round is still there
                 found += plan.method.before_pass2(build, chunk)
-            found.append(_ladder(build, plan, problem, config, chunk, done, i))
-        found.append(_choose(build, plan, problem, sample, done + 1))
+            found.append(_ladder(build, plan, chunk, done, i))
+        found.append(_choose(build, plan, sample, done + 1))
     return tuple(replace(x, kernel=drawn(x.kernel)) for x in found)
 
 
@@ -127,9 +127,9 @@ def drawn(kernel: Kernel) -> Kernel:
     return replace(kernel, drawn=True) if kernel.family.knows_segments else kernel
 
 
-def _sizes(build: Builder, plan: LaunchPlan, problem: Problem) -> Iterator[Launch]:
+def _sizes(build: Builder, plan: LaunchPlan) -> Iterator[Launch]:
     """Of segments without candidates, which pass 2 does not come to."""
-    geometry = plan.geometry
+    geometry, problem = plan.geometry, build.problem
     without = sum(geometry.candidates(n) == 0 for n in range(geometry.segments))
     if without:
         values = {
@@ -140,19 +140,18 @@ def _sizes(build: Builder, plan: LaunchPlan, problem: Problem) -> Iterator[Launc
         yield build.launch("segment_sizes", kernel, problem.batch * problem.heads * without, values)
 
 
-def _ladder(
-    build: Builder, plan: LaunchPlan, problem: Problem, config: S2OConfig, chunk: Chunk, done: int, i: int
-) -> Launch:
-    heads = problem.batch * problem.heads
-    counter = 4 * (1 + done * len(plan.chunks) + i)
+def _ladder(build: Builder, plan: LaunchPlan, chunk: Chunk, done: int, i: int) -> Launch:
+    heads = build.problem.batch * build.problem.heads
+    further = {"next_q_tile": 4 * (1 + done * len(plan.chunks) + i), "ladders": 4 * done * heads * LADDER}
     launch = attention_launch(
-        build, plan.blocks, problem, config, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk, plan.tiles,
-        counter=counter, further={"ladders": 4 * done * heads * LADDER}, is_first=done == 0,
+        build, plan.blocks, plan.of_pass, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk, plan.tiles, further,
+        is_first=done == 0,
     )  # fmt: skip
     return replace(launch, blocks=_blocks(plan, chunk))
 
 
-def _choose(build: Builder, plan: LaunchPlan, problem: Problem, sample: Sampled, done: int) -> Launch:
+def _choose(build: Builder, plan: LaunchPlan, sample: Sampled, done: int) -> Launch:
+    problem = build.problem
     heads = problem.batch * problem.heads
     values: dict[str, Any] = {
         "all_heads": heads, "heads": problem.heads, "segments": plan.geometry.segments, "tiles": plan.tiles,

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..problem import Problem
-from ..spec import LONG_FROM, S2OConfig
+from ..spec import Pass, S2OConfig
 from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch
 from .kernels import Family, Kernel
 
-__all__ = ["arrays", "as_float32", "launches", "of_all", "written"]
+__all__ = ["arrays", "as_float32", "launches", "written"]
 
 KERNEL = Kernel(Family("head_taus", "head_taus.cu", "HeadTausParams", 256, 4, knows_segments=False))
 HEADS = 512  # of a launch (kHeadTaus)
@@ -28,19 +28,12 @@ def as_float32(tau: float) -> float:
     return tau if tau <= MAX_FLOAT32 else math.inf
 
 
-def of_all(config: S2OConfig) -> dict[str, float]:
-    """Parameters of the tau that all heads share, if they do."""
-    if config.tau is None and config.error is None:
-        return {"tau": config.default_tau, "tau_falls": 1 / LONG_FROM}
-    return {"tau": as_float32(config.tau) if isinstance(config.tau, float) else 0.0, "tau_falls": 0.0}
-
-
-def arrays(problem: Problem, config: S2OConfig) -> list[Array]:
+def arrays(problem: Problem, config: S2OConfig | Pass) -> list[Array]:
     """The place of numbers that come with the call; none: one is of all heads, or an error finds them."""
     return [("taus", (problem.batch, problem.heads), "float32")] if isinstance(config.tau, tuple) else []
 
 
-def launches(build: Builder, problem: Problem, config: S2OConfig) -> list[Launch]:
+def launches(build: Builder, problem: Problem, config: S2OConfig | Pass) -> list[Launch]:
     """What writes them, likewise."""
     if not isinstance(config.tau, tuple):
         return []

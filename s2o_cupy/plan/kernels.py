@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..problem import GPU_BLOCK_M, Problem
-from ..spec import STOP_LAG, Geometry, S2OConfig
+from ..spec import STOP_LAG, Geometry, Pass
 from .device import DeviceLimits
 from .params import Struct, struct
 
@@ -155,7 +155,7 @@ class Path:
         raise NotImplementedError
 
     def refusal(
-        self, problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+        self, problem: Problem, of_pass: Pass, limits: DeviceLimits, aligned: bool, compact: bool
     ) -> str | None:
         """Why it cannot run a problem, or None."""
         raise NotImplementedError

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arrays.operand import ENTRY_BYTES, ITEM_BYTES
+from ..problem import Problem
 from ..spec import Geometry
 from .build import Array, Builder, Launch, geometry_of
 from .kernels import Family, Inputs, Kernel
@@ -163,17 +164,18 @@ class LastQueries:
         if self.by_part:
             lists["shared_heads"] = heads
         return attention_launch(
-            self._of_parts(build, piece), lambda q_tiles: s.path.blocks(q_tiles, s.limits), problem, s.config,
+            self._of_parts(build, piece, problem), lambda q_tiles: s.path.blocks(q_tiles, s.limits), s.config.of_pass,
             "last_queries", s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)),
             Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0), self.tiles,
-            counter=counter, further=self._further(build, piece, part), read=OF_PARTS, tau=0.0, tau_falls=0.0,
-            lists=lists,
+            {"next_q_tile": counter, **self._further(build, piece, part)}, OF_PARTS,
+            tau=0.0, tau_falls=0.0, lists=lists,
         )  # fmt: skip
 
-    def _of_parts(self, build: Builder, piece: Piece) -> Builder:
+    def _of_parts(self, build: Builder, piece: Piece, problem: Problem) -> Builder:
         """With the strides of a piece's parts."""
         s, rows, width = self.setting, self._rows(piece), self.setting.inputs.head_dim
         found = copy.copy(build)
+        found.problem = problem
         geometry = Geometry(rows, s.problem.seqlen_k, s.geometry.segment, is_causal=False)
         found.geometry = geometry_of(geometry, s.problem.head_dim)
         found.tensors = {

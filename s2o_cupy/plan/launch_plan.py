@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from ..errors import ArgumentValueError
 from ..problem import Problem
-from ..spec import Geometry, S2OConfig
+from ..spec import Geometry, Pass, S2OConfig
 from .device import DeviceLimits
 from .kernels import Family, Inputs, Kernel, Path, padded_head_dim
-from .method import Choose, Method, Setting
+from .method import Choose, Method, NothingChosen, Setting
 from .paths import choose_path
 from .rounds import MAX_GRID, Chunk, near_heads
 
@@ -28,6 +28,7 @@ DEALT_ROUNDS = 8
 class LaunchPlan:
     """Kernels, grid sizes and rounds of one call on the GPU."""
 
+    of_pass: Pass
     geometry: Geometry  # a dense call's has one segment and no candidate
     dense: bool
     tiles: int  # pass-2 tiles of a full segment
@@ -101,8 +102,10 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 DENSE_UP_TO = 8192
 
 
-def is_dense(problem: Problem, config: S2OConfig) -> bool:
+def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
+    if isinstance(config, Pass):
+        return config.segment is None
     if config.dense_up_to is None:
         return config.never_stops or problem.seqlen_k <= DENSE_UP_TO
     return problem.seqlen_k <= config.dense_up_to
@@ -114,13 +117,14 @@ def packed_pass1(plan: LaunchPlan) -> Kernel:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool, page_size: int,
+    problem: Problem, config: S2OConfig | Pass, limits: DeviceLimits, aligned: bool, compact: bool, page_size: int,
     choose: Choose,
 ) -> LaunchPlan:  # fmt: skip
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
-    ``page_size``: of a paged cache that k and v are, or 0. ``choose``: the way to choose keys.
+    ``page_size``: of a paged cache that k and v are, or 0. ``choose``: S2O's way to choose keys; with a Pass nothing is
+    chosen.
     """
     paged = page_size > 0
     if paged and not aligned:
@@ -129,16 +133,17 @@ def make_plan(
             f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
         )
     dense = is_dense(problem, config)
-    geometry = problem.geometry(config)
-    if dense:  # one segment, whose own keys and window are all keys
-        geometry = replace(geometry, segment=max(1, problem.seqlen_q), window=problem.seqlen_k)
-    path, reason = choose_path(problem, config, limits, aligned, compact)
+    of_pass = config if isinstance(config, Pass) else config.of_pass
+    geometry = problem.geometry(replace(of_pass, segment=None) if dense else of_pass)
+    path, reason = choose_path(problem, of_pass, limits, aligned, compact)
     inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim), aligned, paged, problem.softcap > 0)
-    tiles = geometry.block_count(config.block_m)
+    tiles = geometry.block_count(of_pass.block_m)
     pass1_tiles = geometry.block_count(path.pass1_rows(inputs.head_dim, limits))
     heads = problem.batch * problem.heads
     whole = Chunk(0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0, 0)
-    method = choose(Setting(problem, config, geometry, inputs, path, limits, whole))
+    method: Method = NothingChosen()
+    if isinstance(config, S2OConfig):
+        method = choose(Setting(problem, config, geometry, inputs, path, limits, whole))
     grid = max(whole.rows * max(pass1_tiles, tiles), method.largest_grid)
     if grid > MAX_GRID:
         raise ValueError(
@@ -146,11 +151,13 @@ def make_plan(
             "Use a larger segment or fewer heads in one call"
         )
     boxes = path.map_boxes(geometry, problem.head_dim, page_size)
-    collects = dense and path.gathers_pages and not boxes and _collects(problem, config)
+    gathers = dense and path.gathers_pages and not boxes
+    collects = gathers and isinstance(config, S2OConfig) and _collects(problem, config)
     if collects:
         boxes = path.map_boxes(geometry, problem.head_dim, 0)
     whole_rows = paged and not collects and path.maps_whole_rows(problem.head_dim, boxes)
     return LaunchPlan(
+        of_pass=of_pass,
         geometry=geometry,
         dense=dense,
         tiles=tiles,
@@ -161,7 +168,7 @@ def make_plan(
         inputs=inputs,
         collect_pages=COLLECT_PAGES if collects else None,
         pass1=path.pass1(replace(inputs, paged=paged and not collects), limits, bool(boxes), whole_rows),
-        pass2=path.pass2(inputs, limits, config.block_m),
+        pass2=path.pass2(inputs, limits, of_pass.block_m),
         map_boxes=boxes,
         maps_whole_rows=whole_rows,
         method=method,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
 from ..problem import MAX_SCALE, Problem
-from ..spec import LOG2E, S2OConfig
+from ..spec import LOG2E, Pass, S2OConfig
 from . import head_taus
 from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, InTurns, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
@@ -25,7 +25,7 @@ __all__ = [
 NO_WORKSPACE = Workspace({}, 0, 0)
 
 
-def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspace:
+def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig | Pass) -> Workspace:
     counters: list[Array] = []
     if plan.counts_q_tiles:
         counters.append(("next_q_tile", (1 + len(plan.chunks),), "int32"))  # one for each launch of pass 1 or 2
@@ -46,50 +46,47 @@ def workspace(plan: LaunchPlan, problem: Problem, config: S2OConfig) -> Workspac
 def launches(
     plan: LaunchPlan,
     problem: Problem,
-    config: S2OConfig,
+    config: S2OConfig | Pass,
     operands: dict[str, Operand],
     memory: Workspace,
     paging: Paging | None = None,
 ) -> tuple[Launch, ...]:
     """All launches of a call in order; for the arguments see `Builder`."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
-    found = [_collect_pages(build, plan.collect_pages, problem)] if plan.collect_pages else []
+    found = [_collect_pages(build, plan.collect_pages)] if plan.collect_pages else []
     found.append(
-        attention_launch(build, plan.blocks, problem, config, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
+        attention_launch(build, plan.blocks, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
     )
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
-            counter = 4 * (1 + i)
+            further = {"next_q_tile": 4 * (1 + i)}
             found.append(
-                attention_launch(
-                    build, plan.blocks, problem, config, "pass2", plan.pass2, chunk, plan.tiles, counter=counter
-                )
+                attention_launch(build, plan.blocks, plan.of_pass, "pass2", plan.pass2, chunk, plan.tiles, further)
             )
             found += plan.method.after_pass2(build, chunk)
     return tuple(found)
 
 
 def packed_launch(
-    plan: LaunchPlan, kernel: Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
-    paging: Paging | None = None,
-) -> Launch:  # fmt: skip
+    plan: LaunchPlan, kernel: Kernel, problem: Problem, operands: dict[str, Operand], paging: Paging | None = None
+) -> Launch:
     """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
     return attention_launch(
-        build, plan.blocks, problem, config, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0
+        build, plan.blocks, plan.of_pass, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0
     )
 
 
 def listed_launch(
-    plan: LaunchPlan, kernel: Kernel, problem: Problem, config: S2OConfig, operands: dict[str, Operand],
-    paging: Paging | None, more: dict[str, Any],
+    plan: LaunchPlan, kernel: Kernel, problem: Problem, operands: dict[str, Operand], paging: Paging | None,
+    more: dict[str, Any],
 ) -> Launch:  # fmt: skip
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(build, plan.blocks, problem, config, "pass2", kernel, plan.whole, plan.tiles, **more)
+    return attention_launch(build, plan.blocks, plan.of_pass, "pass2", kernel, plan.whole, plan.tiles, **more)
 
 
 def packed_collect_launch(
@@ -97,17 +94,16 @@ def packed_collect_launch(
 ) -> Launch:
     """Copies of packed sequences' keys and values from pages; likewise."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return _collect_pages(build, kernel, problem, sequences=0)
+    return _collect_pages(build, kernel, sequences=0)
 
 
 def attention_launch(
-    build: Builder, blocks: Callable[[int], int], problem: Problem, config: S2OConfig, stage: str, kernel: Kernel,
-    chunk: Chunk, tiles: int, counter: int = 0, further: Mapping[str, int] = NOTHING,
-    read: Mapping[str, str] = NOTHING, **more: Any,
+    build: Builder, blocks: Callable[[int], int], of_pass: Pass, stage: str, kernel: Kernel, chunk: Chunk, tiles: int,
+    further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING, **more: Any,
 ) -> Launch:  # fmt: skip
-    """A launch of a pass. ``blocks``: for so many q tiles. ``counter``: where among the bytes of next_q_tile the launch
-    has its own. ``further``, ``read``: as of `Builder.launch`. ``more``: further parameters."""
-    p, q_tiles = problem, chunk.rows * tiles
+    """A launch of a pass. ``blocks``: for so many q tiles. ``further``, ``read``: as of `Builder.launch`. ``more``:
+    further parameters."""
+    p, q_tiles = build.problem, chunk.rows * tiles
     values: dict[str, Any] = {
         **build.tensors,
         "geometry": build.geometry,
@@ -115,20 +111,21 @@ def attention_launch(
         "heads": p.heads,
         "kv_heads": p.kv_heads,
         "tiles": tiles,
-        "steps_per_tile": max(1, config.block_n // kernel.step),
+        "steps_per_tile": max(1, of_pass.block_n // kernel.step),
         "q_tiles": q_tiles,
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
-        **head_taus.of_all(config),
+        "tau": head_taus.as_float32(of_pass.tau),
+        "tau_falls": of_pass.tau_falls,
         "cap_scale": min(abs(p.scale) / p.softcap, MAX_SCALE) if p.softcap else 0.0,
         "pages": build.pages,
         **more,
     }
-    further = {"next_q_tile": counter, **further}
     return build.launch(stage, kernel, blocks(q_tiles), values, chunk, further, read)
 
 
-def _collect_pages(build: Builder, kernel: Kernel, problem: Problem, **more: int) -> Launch:
+def _collect_pages(build: Builder, kernel: Kernel, **more: int) -> Launch:
+    problem = build.problem
     chunks = collected_chunks(problem)
     values = {
         "k": build.tensors["k"],

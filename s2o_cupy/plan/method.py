@@ -17,7 +17,7 @@ from .device import DeviceLimits
 from .kernels import Inputs, Path
 from .rounds import Chunk
 
-__all__ = ["Choose", "Method", "Setting"]
+__all__ = ["Choose", "Method", "NothingChosen", "Setting"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,26 @@ class Method(Protocol):
 
     def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         """Likewise, with pass 2's output."""
+
+
+class NothingChosen:
+    """Of a call that is pass 1 alone, or whose lists come from elsewhere."""
+
+    chunks: tuple[Chunk, ...] = ()
+    visits = False
+    largest_grid = 0
+
+    def arrays(self) -> list[Array]:
+        return []
+
+    def before_rounds(self, build: Builder) -> list[Launch]:
+        return []
+
+    def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        return []
+
+    def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        return []
 
 
 Choose = Callable[[Setting], Method]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..problem import GPU_BLOCK_M, Problem
-from ..spec import Geometry, S2OConfig
+from ..spec import Geometry, Pass
 from .device import DeviceLimits
 from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, padded_head_dim
 from .rounds import STEP
@@ -61,7 +61,7 @@ class _Portable(Path):
         return compute_capability >= 80
 
     def refusal(
-        self, problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+        self, problem: Problem, of_pass: Pass, limits: DeviceLimits, aligned: bool, compact: bool
     ) -> str | None:
         return None
 
@@ -170,7 +170,7 @@ class _Hopper(Path):
         return compute_capability == 90
 
     def refusal(
-        self, problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+        self, problem: Problem, of_pass: Pass, limits: DeviceLimits, aligned: bool, compact: bool
     ) -> str | None:
         if not self.runs_on(limits.compute_capability):
             return f"the GPU has compute capability {limits.compute_capability / 10}, not 9.0"
@@ -184,8 +184,8 @@ class _Hopper(Path):
             return f"scale is {problem.scale}, not positive"
         if problem.scale < SMALLEST_SCALE:  # a masked score, minus infinity, times 0 would be NaN
             return f"scale is {problem.scale}, which is 0 in float32"
-        if (config.block_m, config.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
-            return f"block_m and block_n are {config.block_m} and {config.block_n}, not {HOPPER_BLOCK}"
+        if (of_pass.block_m, of_pass.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
+            return f"block_m and block_n are {of_pass.block_m} and {of_pass.block_n}, not {HOPPER_BLOCK}"
         return None
 
     def pass1_rows(self, head_dim: int, limits: DeviceLimits) -> int:
@@ -323,20 +323,20 @@ def device_path(limits: DeviceLimits, name: str = "auto") -> Path:
 
 
 def choose_path(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool
+    problem: Problem, of_pass: Pass, limits: DeviceLimits, aligned: bool, compact: bool
 ) -> tuple[Path, str | None]:
     """The path that runs a problem, and why path="auto" did not take a faster one that the GPU has.
 
-    Raises ValueError where the path that ``config`` names cannot run it.
+    Raises ValueError where the path that ``of_pass`` names cannot run it.
     """
     reason = None
     for path in PATHS:
-        refusal = path.refusal(problem, config, limits, aligned, compact)
-        if config.path in ("auto", path.name) and refusal is None:
+        refusal = path.refusal(problem, of_pass, limits, aligned, compact)
+        if of_pass.path in ("auto", path.name) and refusal is None:
             return path, reason
-        if config.path == path.name:
+        if of_pass.path == path.name:
             others = " or ".join(repr(name) for name in ("auto", *(x.name for x in PATHS if x is not path)))
             raise ValueError(f"S2OConfig: path is {path.name!r}, but {refusal}; accepted: {others}")
-        if config.path == "auto" and path.runs_on(limits.compute_capability):
+        if of_pass.path == "auto" and path.runs_on(limits.compute_capability):
             reason = reason or refusal
     raise AssertionError("the last path takes every problem")

@@ -15,13 +15,11 @@ import numpy.typing as npt
 
 from ..problem import Problem
 from ..spec import LOG2E, UNITS, Geometry
-from .build import Array, Builder, Launch
 from .kernels import Kernel
 from .launch_plan import LaunchPlan
-from .method import Setting
 from .rounds import Chunk, near_heads
 
-__all__ = ["NothingChosen", "ScheduleShape", "listed_plan", "order_lists"]
+__all__ = ["ScheduleShape", "listed_plan", "order_lists"]
 
 SHORTEST_STEP = 32  # keys of a block whose values are left out, on GPUs of little shared memory
 
@@ -113,37 +111,14 @@ class ScheduleShape:
         return max(1, problem.seqlen_q) if self.segment is None else self.segment
 
 
-class NothingChosen:
-    """The method (method.py) of a call that is pass 1 alone: its lists come from elsewhere."""
-
-    chunks: tuple[Chunk, ...] = ()
-    visits = False
-    largest_grid = 0
-
-    def __init__(self, setting: Setting) -> None:
-        """Whatever it is."""
-
-    def arrays(self) -> list[Array]:
-        return []
-
-    def before_rounds(self, build: Builder) -> list[Launch]:
-        return []
-
-    def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
-        return []
-
-    def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
-        return []
-
-
-def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem, block_m: int) -> tuple[LaunchPlan, Kernel]:
+def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem) -> tuple[LaunchPlan, Kernel]:
     """From the plan of a call with the same arrays to that of pass 2 alone, by lists, and its kernel."""
     geometry = shape.geometry(problem)
     heads = problem.batch * problem.heads
     whole = Chunk(
         0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0, 0
     )
-    tiles = geometry.block_count(block_m)
+    tiles = geometry.block_count(plan.of_pass.block_m)
     return (
         replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)),
         plan.runs_on.listed(plan.pass2, shape.value_skip is not None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem import Problem
-from ..spec import Geometry
+from ..spec import Geometry, Pass
 from .schedule import ScheduleShape
 
 __all__ = ["BLOCK_N", "ScheduleForm"]
@@ -67,6 +67,10 @@ class ScheduleForm:
         if self.q_ordered:
             names.append("q_order")
         return tuple(names)
+
+    def of_pass(self, path: str) -> Pass:
+        """What the passes need to know; without a segment there is no dense part."""
+        return Pass(self.block_m, BLOCK_N, path, self.segment, self.window, 1, self.tau)
 
     def shape(self, problem: Problem) -> ScheduleShape:
         """What the kernels need to know of the lists."""

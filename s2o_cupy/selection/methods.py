@@ -5,9 +5,9 @@ from __future__ import annotations
 from ..plan import launch_plan
 from ..plan.device import DeviceLimits
 from ..plan.launch_plan import LaunchPlan
-from ..plan.method import Choose, Method, Setting
+from ..plan.method import Method, Setting
 from ..problem import Problem
-from ..spec import S2OConfig
+from ..spec import Pass, S2OConfig
 from .s2o import S2O
 
 __all__ = ["METHODS", "make_plan"]
@@ -20,8 +20,8 @@ def choose(setting: Setting) -> Method:
 
 
 def make_plan(
-    problem: Problem, config: S2OConfig, limits: DeviceLimits, aligned: bool, compact: bool = True, page_size: int = 0,
-    choose: Choose = choose,
+    problem: Problem, config: S2OConfig | Pass, limits: DeviceLimits, aligned: bool, compact: bool = True,
+    page_size: int = 0,
 ) -> LaunchPlan:  # fmt: skip
-    """plan.launch_plan.make_plan with the method that ``config`` names, or another."""
+    """plan.launch_plan.make_plan with the method that ``config`` names."""
     return launch_plan.make_plan(problem, config, limits, aligned, compact, page_size, choose)

@@ -190,7 +190,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     """Run the GPU pipeline on CuPy arrays [B, H, L, D] and copy every stage to the host."""
     import cupy
 
-    from ..arrays.operand import address, operand
+    from ..arrays.operand import Call, address, operand
     from ..cuda import pipeline
 
     config = replace(config, dense_up_to=0)  # every stage is to be seen
@@ -254,7 +254,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     visited = cupy.empty(problem.visited_shape(config), np.int32)
     operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
     stream = cupy.cuda.get_current_stream().ptr
-    plan = pipeline.run(operands, address(lse), address(visited), problem, config, stream=stream, observe=observe)
+    call = Call(operands, address(lse), address(visited), problem)
+    plan = pipeline.run(call, config, stream=stream, observe=observe)
     stages.path, stages.path_reason = plan.path, plan.path_reason
     stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))
     return stages

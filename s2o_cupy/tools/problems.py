@@ -7,13 +7,13 @@ from typing import Any
 from ..api.call import parse_backend
 from ..arrays.arguments import describe
 from ..problem import Problem, validate
-from ..spec import S2OConfig
+from ..spec import Pass, S2OConfig
 
 __all__ = ["problem_of"]
 
 
 def problem_of(
-    q: Any, k: Any, v: Any, config: S2OConfig, **options: Any
+    q: Any, k: Any, v: Any, config: S2OConfig | Pass, **options: Any
 ) -> tuple[Problem, str, tuple[Any, ...]]:
     """The problem of a call of `s2o_attention`, its backend and q, k and v as their framework has them (of a DLPack
     producer what can be sliced), or the call's error. ``options``: is_causal, scale, softcap and layout."""

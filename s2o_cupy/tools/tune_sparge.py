@@ -195,7 +195,7 @@ def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
             raise TypeError(f"tune_sparge: inputs[{i}] is {came}; accepted: (q, k, v), as inputs is {accepted}")
         try:
             q, k, v = x
-            problem, *_ = problem_of(q, k, v, config.kernels_config(), **options)
+            problem, *_ = problem_of(q, k, v, config.of_pass, **options)
             config.check(problem)
         except (TypeError, ValueError) as error:
             raise plain_kind(error)(f"tune_sparge: inputs[{i}] is not accepted: {error}") from error
