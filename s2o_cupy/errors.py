@@ -23,11 +23,11 @@ class ArgumentError(Exception):
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    pass
+    """An argument is of a type that is not accepted."""
 
 
 class ArgumentValueError(ArgumentError, ValueError):
-    pass
+    """An argument has a value that is not accepted."""
 
 
 class arguments_of(ContextDecorator):

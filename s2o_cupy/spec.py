@@ -252,7 +252,7 @@ class Pass:
     path: str = "auto"
     segment: int | None = None  # None: pass 1 is dense attention of all queries
     window: int = 0
-    unit: int = DEFAULT_UNIT["query"]
+    unit: int = DEFAULT_UNIT["query"]  # nothing of dense attention depends on it
     tau: float = 0.0  # of all heads; each head's own lie in an array
     tau_falls: float = 0.0  # 0, or how tau falls with the keys before a segment (AttentionParams::tau_of)
 
@@ -444,7 +444,7 @@ class S2OConfig:
 
     @functools.cached_property
     def of_pass(self) -> Pass:
-        """Of the passes of a call that is not dense."""
+        """What the passes of a call that is not dense read."""
         falls = self.tau is None and self.error is None
         tau = self.default_tau if falls else self.tau if isinstance(self.tau, float) else 0.0
         return Pass(

@@ -9,7 +9,7 @@
 // time as of 16-bit numbers, and pairs of sums are what instructions of float16 take. A product has 64 rows of unit_rows
 // (unit_rows.cu), the groups of a few units, and 256 columns, the queries of two neighbouring segments: a thread has two
 // groups of a unit and 64 queries, so that the largest is found without leaving the thread but for the last two or three
-// steps. Keys come from registers: from shared memory, which queries come from, they would have to wait for these.
+// steps. Keys come from registers, as queries take up the bandwidth of shared memory.
 //
 // A warpgroup multiplies and finds maxima, one more warp has the copy engine bring tiles. Three such blocks share a
 // multiprocessor: while one finds maxima, another's products run.
@@ -39,8 +39,8 @@ struct QueryWeightTraits {
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
 constexpr int kProducts = 64;
 
-// d[64, 256] (+)= a[64, 64] b[64, 256] of e4m3, of a two of every four columns, `kept`; `choices` says which.
-// Sums are float16. b: the lower half of the descriptor; kHigh: its upper.
+// d[64, 256] (+)= a[64, 64] b[64, 256], of e4m3 with float16 sums. Of a, `kept` has two of every four columns, and `choices`
+// says which. b is the lower half of a descriptor, kHigh its upper.
 template <uint32 kHigh>
 __device__ __forceinline__ void multiply_kept(uint32 (&d)[kProducts], const uint4& kept, uint32 choices, uint32 b,
                                               int accumulate) {
@@ -91,10 +91,11 @@ struct TileKeys {
   uint32 choices[Tile::kParts];
   uint32 shares;  // of row lane / 4 of the warp, above it that of the row 8 further
 
+  // Waits until the tile has landed.
   static __device__ __forceinline__ void wait(typename Traits::Shared& shared, int tile) {
     barrier_wait(shared.full[tile % Traits::kStages], tile / Traits::kStages & 1);
   }
-  // Once the tile has landed; then the warp is done with its place, which it says if it `is_new`.
+  // Reads a tile that has landed. Its place may then be filled anew, which the warp reports if the tile `is_new`.
   __device__ __forceinline__ void take(typename Traits::Shared& shared, int tile, bool is_new) {
     const int stage = tile % Traits::kStages, lane = threadIdx.x % 32;
     const unsigned char* units = shared.units[stage];

@@ -84,5 +84,5 @@ class NSAConfig:
 
     @functools.cached_property
     def of_pass(self) -> Pass:
-        """Of the compressed branch: dense attention."""
+        """What the passes read for the compressed branch, which is dense attention."""
         return Pass(path=self.path)

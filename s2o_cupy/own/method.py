@@ -126,7 +126,7 @@ def _meant(config: Any) -> str:
 
 
 def pass_of(config: AnyMethod) -> Pass:
-    """Of the passes that attend by it."""
+    """What the passes need to attend by it."""
     found: Pass = as_method(config).of_pass
     return found
 

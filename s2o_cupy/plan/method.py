@@ -71,7 +71,7 @@ class Method(Protocol):
 
 
 class NothingChosen:
-    """Of a call that is pass 1 alone, or whose lists come from elsewhere."""
+    """It chooses no keys: the call is pass 1 alone, or its lists come from elsewhere."""
 
     chunks: tuple[Chunk, ...] = ()
     visits = False

@@ -46,7 +46,7 @@ class Order:
         return []
 
     def arrays_before_rounds(self) -> list[Array]:
-        """What it has there until the first round."""
+        """The arrays of these that it needs only until the first round."""
         return []
 
     def before_rounds(self, build: Builder) -> list[Launch]:
