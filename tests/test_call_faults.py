@@ -97,7 +97,8 @@ def of_gradients(block: int) -> list[str]:
 
 
 def of_taus(path: str) -> list[str]:
-    """Taus from 0.05 on, of errors that suit the path's key tiles; as test_asked_error.py compares them."""
+    """Taus from 0.05 on, of errors that suit the path's key tiles; as test_asked_error.py compares them. In an order
+    that the path has as the reference has it: 8-bit products put keys elsewhere."""
     import cupy
 
     tile, errors, length = {
@@ -105,14 +106,14 @@ def of_taus(path: str) -> list[str]:
     }[path]  # fmt: skip
     case = Case(dtype="float16", heads=4, kv_heads=2, seqlen_q=length, block_m=tile, block_n=tile)
     q, k, v = case.arrays()
-    config = replace(case.config(path), tau=None, error=errors, dense_up_to=0)
+    config = replace(case.config(path), tau=None, error=errors, dense_up_to=0, rank="weight")
     _, stats = s2o_attention(*map(cupy.asarray, (q, k, v)), config=config, return_stats=True)
     lag = 1 if stats.path == "hopper" else 0
     sample = sampled(stats.problem, config)
     q, k, v = wide(q, k, v)
     segments, weights = sample
     expected = error_taus(q, k, v, config, segments, weights, scale=stats.problem.scale, stop_lag=lag)
-    return [] if np.allclose(cupy.asnumpy(stats.tau_per_head), expected, rtol=0.1) else ["taus"]
+    return [] if np.allclose(cupy.asnumpy(stats.tau_per_head), expected, rtol=0.02) else ["taus"]
 
 
 def of_visited() -> list[str]:

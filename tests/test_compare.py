@@ -175,8 +175,11 @@ def test_on_a_gpu(qkv):
     on_host = compare(q, k, v, configs, repeats=1)
     for mine, other in zip(found.rows, on_host.rows, strict=True):
         assert mine.milliseconds > 0 and other.milliseconds is None
-        assert mine.pooled_density == pytest.approx(other.pooled_density, abs=0.03)
-        assert mine.pooled_error == pytest.approx(other.pooled_error, rel=0.1, abs=2e-3)
+        # Hopper's q tiles of S2O stop a key tile of 128 later than the reference's, of half of all keys.
+        lag = 2 * 128 / q.shape[2] if isinstance(mine.config, S2OConfig) else 0.0
+        assert -0.03 <= mine.pooled_density - other.pooled_density <= lag + 0.03
+        least = 0 if lag else other.pooled_error * 0.9 - 2e-3
+        assert least <= mine.pooled_error <= other.pooled_error * 1.1 + 2e-3
     torch = pytest.importorskip("torch")
     arrays = (torch.from_numpy(x.astype(np.float32)).cuda().bfloat16() for x in (q, k, v))
     on_torch = compare(*arrays, configs, repeats=1)

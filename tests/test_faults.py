@@ -404,7 +404,7 @@ FAULTS = [
     ),
     *_faults(
         "pass2_sm90", HOPPER,
-        ("rows are swizzled wrongly", "output", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
+        ("rows are swizzled wrongly", "stop", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
          "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < tau * l", "sum < tau * 0.5f * l"),
         ("one row of many decides", "stop", "small &= first_row", "small = first_row"),

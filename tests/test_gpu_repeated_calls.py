@@ -11,12 +11,31 @@ import pytest
 from conftest import has_gpu, spin
 from packs import assert_same_bits, words
 
-from s2o_cupy import s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import graphs
 from s2o_cupy.cuda.graphs import GRAPH_LAUNCHES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
+
+
+# ---------------------------------------------------------------- plain calls
+
+
+@pytest.mark.parametrize(
+    "order", [{}, {"unit": 16}, {"rank": "weight", "tail": "none"}], ids=["default", "units of 16", "weight"]
+)
+def test_calls_that_fill_the_gpu_repeat_their_bits(gpu, path, order):
+    """With several blocks on each multiprocessor, which wait for one another's copies, products and memory."""
+    config = S2OConfig(path=path, dense_up_to=0, **order)
+    q, k, v = gpu(16_384 if path == "hopper" else 4096, heads=16, kv_heads=8, head_dim=128)
+    k += k[:, :, :1] * 3  # scores of a wide spread
+    first = s2o_attention(q, k, v, config=config, return_lse=True, return_stats=True)
+    for _ in range(10):
+        again = s2o_attention(q, k, v, config=config, return_lse=True, return_stats=True)
+        assert (words(first[0]) == words(again[0])).all()
+        assert (words(first[1]) == words(again[1])).all()
+        assert (first[2].visited == again[2].visited).all()
 
 
 # ---------------------------------------------------------------- captured by the caller

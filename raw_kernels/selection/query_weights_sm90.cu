@@ -25,7 +25,7 @@ struct QueryWeightTraits {
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
   static constexpr int kHeadDim = kHeadDim_, kThreads = 160, kConsumers = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 6;
   using Tile = KeyTile<kHeadDim>;
   struct alignas(1024) Shared {
     unsigned char queries[kSegments * kQueries * kHeadDim];
@@ -95,8 +95,8 @@ struct TileKeys {
   static __device__ __forceinline__ void wait(typename Traits::Shared& shared, int tile) {
     barrier_wait(shared.full[tile % Traits::kStages], tile / Traits::kStages & 1);
   }
-  // Reads a tile that has landed. Its place may then be filled anew, which the warp reports if the tile `is_new`.
-  __device__ __forceinline__ void take(typename Traits::Shared& shared, int tile, bool is_new) {
+  // Reads a tile that has landed.
+  __device__ __forceinline__ void take(const typename Traits::Shared& shared, int tile) {
     const int stage = tile % Traits::kStages, lane = threadIdx.x % 32;
     const unsigned char* units = shared.units[stage];
 #pragma unroll
@@ -106,8 +106,12 @@ struct TileKeys {
     }
     const uint16* of_rows = shared.shares[stage] + threadIdx.x / 32 * 16 + lane / 4;
     shares = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
+  }
+  // The place of a tile that has been multiplied may be filled anew. No sooner: the copy engine overtakes reads that are
+  // merely on their way, as products that read shared memory at its full rate hold them up.
+  static __device__ __forceinline__ void leave(typename Traits::Shared& shared, int tile) {
     __syncwarp();
-    if (is_new && lane == 0) barrier_arrive(shared.empty[stage]);
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty[tile % Traits::kStages]);
   }
 };
 
@@ -286,7 +290,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   TileKeys<Traits> keys;
   LaneMaxima<Traits::kClusters> maxima = {};
   keys.wait(shared, 0);
-  keys.take(shared, 0, true);
+  keys.take(shared, 0);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     wgmma_fence();
@@ -298,7 +302,8 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     if (next != tile) keys.wait(shared, next);
     wgmma_wait<0>();
     const uint32 share[2] = {__byte_perm(keys.shares, 0, 0x1010), __byte_perm(keys.shares, 0, 0x3232)};
-    keys.take(shared, next, next != tile);  // under the maxima: the next product need not wait for them
+    TileKeys<Traits>::leave(shared, tile);
+    keys.take(shared, next);  // under the maxima: the next product need not wait for them
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
 

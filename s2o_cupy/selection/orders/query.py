@@ -52,7 +52,7 @@ SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
-_QUERY_STAGES = 4
+_QUERY_STAGES = 6
 
 
 def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
