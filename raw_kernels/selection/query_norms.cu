@@ -40,8 +40,9 @@ struct NormTraits {
   static constexpr bool kAligned = true, kPaged = false;
   static constexpr int kOfWarp = kHeadDim > 64 ? 1 : 2;  // fragments of 16 queries
   static constexpr int kQueries = 128;                   // of a block
+  static constexpr int kBuffers = 4;                     // all but one on their way at once
   struct Shared {
-    uint16 rows[2][kStep * kHeadDim];
+    uint16 rows[kBuffers][kStep * kHeadDim];
     float longest[kThreads / 32];
     int first_key;
   };
@@ -91,22 +92,26 @@ struct QueryNorms {
     count = p.geometry.query_count(segment);
   }
   __device__ __forceinline__ int row(int i, int h) const { return first + (warp * kOfWarp + i) * 16 + lane / 4 + h * 8; }
-  // Two elements of a query of the segment, zeros past head_dim; past the last query of the last one.
-  __device__ __forceinline__ uint32 pair(const uint16* queries, int r, int column) const {
-    const uint16* from = queries + static_cast<int64>(min(r, count - 1)) * p.q.row + column;
-    const int head_dim = p.geometry.head_dim;
-    if (p.aligned) return column < head_dim ? *reinterpret_cast<const uint32*>(from) : 0u;
-    return (column < head_dim ? from[0] : 0u) | (column + 1 < head_dim ? from[1] : 0u) << 16;
-  }
+  // Zeros past head_dim; past the segment's last query that one.
   __device__ __forceinline__ void load_queries() {
     const uint16* queries =
         p.q.at(head / p.heads, head % p.heads) + static_cast<int64>(p.geometry.query_begin(segment)) * p.q.row;
+    const int column = lane % 4 * 2, left = p.geometry.head_dim - column;  // from this thread's first on
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
-      for (int c = 0; c < kDims; ++c)
+      for (int h = 0; h < 2; ++h) {
+        const uint16* from = queries + static_cast<int64>(min(row(i, h), count - 1)) * p.q.row + column;
+        const auto take = [&](const auto& pair) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[i][c][e] = pair(queries, row(i, e % 2), c * 16 + e / 2 * 8 + lane % 4 * 2);
+          for (int d = 0; d < Traits::kHeadDim; d += 8) a[i][d / 16][d / 8 % 2 * 2 + h] = pair(d);
+        };
+        if (p.aligned && p.geometry.head_dim == Traits::kHeadDim) {  // no branch for each: they are under way together
+          take([&](int d) { return *reinterpret_cast<const uint32*>(from + d); });
+        } else {
+          take([&](int d) { return (d < left ? from[d] : 0u) | (d + 1 < left ? from[d + 1] : 0u) << 16; });
+        }
+      }
   }
   __device__ __forceinline__ void multiply(uint32 rows) {
 #pragma unroll
@@ -163,30 +168,22 @@ struct QueryNorms {
   __device__ __forceinline__ int64 kv_head() const {
     return head / p.heads * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
   }
-  // Scores of the centre.
+  // Scores of the centre, each column of a product alike.
   __device__ __forceinline__ void find_centre() {
     const int blocks = p.geometry.units() / kBlockUnits;
     const uint16* row = p.block_keys + kv_head() * (1 + blocks) * Traits::kHeadDim + lane % 4 * 2;
+    float d[kOfWarp][4] = {};
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) centre[i][0] = centre[i][1] = 0.f;
+    for (int c = 0; c < kDims; ++c) {
+      const uint32 low = *reinterpret_cast<const uint32*>(row + c * 16);
+      const uint32 high = *reinterpret_cast<const uint32*>(row + c * 16 + 8);
 #pragma unroll
-    for (int c = 0; c < kDims; ++c)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const uint32 of = *reinterpret_cast<const uint32*>(row + c * 16 + e / 2 * 8);
-#pragma unroll
-        for (int i = 0; i < kOfWarp; ++i)
-          centre[i][e % 2] = fmaf(Element::low(a[i][c][e]), Element::low(of),
-                                  fmaf(Element::high(a[i][c][e]), Element::high(of), centre[i][e % 2]));
-      }
+      for (int i = 0; i < kOfWarp; ++i) Element::mma(d[i], a[i][c], low, high);
+    }
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        centre[i][h] += __shfl_xor_sync(kFullWarp, centre[i][h], 1);
-        centre[i][h] += __shfl_xor_sync(kFullWarp, centre[i][h], 2);
-        centre[i][h] *= p.scale_log2;
-      }
+      for (int h = 0; h < 2; ++h) centre[i][h] = d[i][2 * h] * p.scale_log2;
   }
   // The first rows are on their way while queries are; store() needs what pass 1 has left only at the end, and then it is
   // in L2.
@@ -201,6 +198,8 @@ struct QueryNorms {
     const Tensor<const uint16> units_at = {of_units, 0, 0, Traits::kHeadDim};
     const ContiguousKeys<Traits> source{shared, last, p.pages};
     const UnitsBetween between(g, segment);
+    // Those before the segment's own keys, and those from `second` on behind them.
+    const int before = begin / kBlockUnits, second = g.is_causal ? last : (behind + kBlockUnits - 1) / kBlockUnits;
     const int steps = (last + Traits::kStep - 1) / Traits::kStep;
     const int all = steps + (g.is_causal ? between.first[0] < between.end[0] : 3);
     const auto part = [&](int step) {
@@ -209,7 +208,7 @@ struct QueryNorms {
                          i == 0 ? between.end[0] : i == 1 ? between.end[1] : between.end[2]};
     };
     const auto load = [&](int step) {
-      const uint32 to = shared_address(shared.rows[step % 2]);
+      const uint32 to = shared_address(shared.rows[step % Traits::kBuffers]);
       if (step < steps) {
         load_step<Traits>(to, of_blocks, blocks_at, Traits::kHeadDim, source, step);
       } else if (step < all) {
@@ -217,26 +216,27 @@ struct QueryNorms {
       }
       cp_async_commit();
     };
-    load(0);
+    constexpr int kAhead = Traits::kBuffers - 1;
+#pragma unroll 1
+    for (int step = 0; step < kAhead; ++step) load(step);
     prefetch_state();
     load_queries();
     if (p.query_scales) store_scale();
+#pragma unroll 1
     for (int step = 0; step < all; ++step) {
-      load(step + 1);
-      cp_async_wait<1>();
-      __syncthreads();
-      multiply(shared_address(shared.rows[step % 2]));
+      cp_async_wait<kAhead - 1>();
+      __syncthreads();  // and every warp is done with the step before, whose buffer is free
+      load(step + kAhead);
+      multiply(shared_address(shared.rows[step % Traits::kBuffers]));
       if (step < steps) {
-        const int row = step * Traits::kStep;
-        const bool whole = (row + Traits::kStep) * kBlockUnits <= begin;
-        add(kBlockShift, whole, [&](int r) {
-          const int block = row + r;
-          return block < last && ((block + 1) * kBlockUnits <= begin || block * kBlockUnits >= behind);
-        });
+        const int row = step * Traits::kStep, first_end = before - row, second_first = second - row, end = last - row;
+        add(kBlockShift, first_end >= Traits::kStep,
+            [&](int r) { return r < first_end || (r >= second_first && r < end); });
       } else {
-        add(0.f, false, [&](int r) { return part(step).at(r) >= 0; });
+        const UnitsOfPart units = part(step);
+        const int there = units.end - units.first;
+        add(0.f, false, [&](int r) { return r < there; });
       }
-      __syncthreads();  // every warp is done with this buffer
     }
     cp_async_wait<0>();
   }

@@ -16,7 +16,7 @@ from .rounds import Chunk
 
 __all__ = ["Tail", "catalogue"]
 
-MOMENT_STEP = 64  # keys of a step of key_moments (kMomentStep)
+MOMENT_STEP = 32  # keys of a step of key_moments (kMomentStep)
 KEY_MOMENTS = Family(
     "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
     "MomentTraits<{element}, {head_dim}, {paged}>",
@@ -35,7 +35,7 @@ def moment_rows(head_dim: int) -> int:
 def key_moments(inputs: Inputs) -> Kernel:
     head_dim, rows = inputs.head_dim, moment_rows(inputs.head_dim)
     # sizeof(MomentTraits::Shared)
-    shared = 2 * MOMENT_STEP * (head_dim + 8 + rows + 8) * 2 + (head_dim + rows) * 4 + 4
+    shared = 4 * MOMENT_STEP * (head_dim + 8 + rows + 8) * 2 + (head_dim + rows) * 4 + 4
     return Kernel(KEY_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=shared)
 
 

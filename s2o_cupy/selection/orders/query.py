@@ -93,7 +93,7 @@ def key_tile_bytes(head_dim: int) -> int:
 
 def query_norms(inputs: Inputs) -> Kernel:
     threads = THREADS if inputs.head_dim > 64 else 128
-    shared = 2 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
+    shared = 4 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
     return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
 
 
