@@ -74,7 +74,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         (
             ("what pass 1 has found counts for nothing", "norms", "sum += own.y * exp2_approx(of_own - base);", ";"),
             ("it counts in keys, not in units", "norms", "own.x - g.unit_shift", "own.x"),
-            ("a block counts once", "norms", "add(kBlockShift, whole,", "add(0.f, whole,"),
+            ("a block counts once", "norms", "add(kBlockShift, first_end", "add(0.f, first_end"),
             ("units in no block do not count", "norms",
              "steps + (g.is_causal ? between.first[0] < between.end[0] : 3)", "steps"),
             ("a norm lacks what other lanes found", "norms",
@@ -88,8 +88,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_norms", QUERY_AROUND,
         (
-            ("a block counts that is no candidate as a whole", "norms", "((block + 1) * kBlockUnits <= begin",
-             "(block * kBlockUnits <= begin"),
+            ("a block counts that is no candidate as a whole", "norms", "before = begin / kBlockUnits,",
+             "before = (begin + kBlockUnits - 1) / kBlockUnits,"),
             ("units behind a segment do not count", "norms", "min(behind + kMask & ~kMask, units);", "behind;"),
         ),
     ),
