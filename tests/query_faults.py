@@ -74,9 +74,9 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         (
             ("what pass 1 has found counts for nothing", "norms", "sum += own.y * exp2_approx(of_own - base);", ";"),
             ("it counts in keys, not in units", "norms", "own.x - g.unit_shift", "own.x"),
-            ("a block counts once", "norms", "add(kBlockShift, first_end", "add(0.f, first_end"),
+            ("a block counts once", "norms", "add_step(rows, kBlockShift", "add_step(rows, 0.f"),
             ("units in no block do not count", "norms",
-             "steps + (g.is_causal ? between.first[0] < between.end[0] : 3)", "steps"),
+             "steps + (g.is_causal ? begin % kBlockUnits > 0 : 3)", "steps"),
             ("a norm lacks what other lanes found", "norms",
              "- base);\n        sum += __shfl_xor_sync(kFullWarp, sum, 1);", "- base);"),
         ),
@@ -90,7 +90,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         (
             ("a block counts that is no candidate as a whole", "norms", "before = begin / kBlockUnits,",
              "before = (begin + kBlockUnits - 1) / kBlockUnits,"),
-            ("units behind a segment do not count", "norms", "min(behind + kMask & ~kMask, units);", "behind;"),
+            ("units behind a segment do not count", "norms", "min(next, units)", "behind"),
         ),
     ),
     (

@@ -51,20 +51,16 @@ struct NormTraits {
 // Units that are candidates and in no whole block of candidates: some before the segment's own keys; without causality
 // also behind these, and at the end of all. Fewer than kBlockUnits each.
 struct UnitsBetween {
-  int first[3], end[3];
-  __device__ __forceinline__ UnitsBetween(const Geometry& g, int segment) {
+  int first, end;
+  // `part`: 0 to 2. Worked out when it is asked for: registers are few.
+  __device__ __forceinline__ UnitsBetween(const Geometry& g, int segment, int part) {
     constexpr int kMask = kBlockUnits - 1;
     const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
-    const int behind = begin + (units - g.ranked(segment)), whole = units & ~kMask;
-    first[0] = begin & ~kMask, end[0] = begin;
-    first[1] = behind, end[1] = min(behind + kMask & ~kMask, units);
-    first[2] = whole, end[2] = whole >= (behind + kMask & ~kMask) ? units : whole;
+    const int behind = begin + (units - g.ranked(segment)), whole = units & ~kMask, next = behind + kMask & ~kMask;
+    first = part == 0 ? begin & ~kMask : part == 1 ? behind : whole;
+    end = part == 0 ? begin : part == 1 ? min(next, units) : whole >= next ? units : whole;
   }
-};
-
-// As load_step asks for rows: those of one part.
-struct UnitsOfPart {
-  int first, end;
+  // As load_step asks for rows.
   __device__ __forceinline__ int at(int row) const { return first + row < end ? first + row : -1; }
   __device__ __forceinline__ int4 quad(int, int r4) const {
     return make_int4(at(r4 * 4), at(r4 * 4 + 1), at(r4 * 4 + 2), at(r4 * 4 + 3));
@@ -74,44 +70,55 @@ struct UnitsOfPart {
 template <class Traits>
 struct QueryNorms {
   using Element = typename Traits::Element;
-  static constexpr int kOfWarp = Traits::kOfWarp, kDims = Traits::kHeadDim / 16, kRowTiles = Traits::kStep / 8;
+  static constexpr int kOfWarp = Traits::kOfWarp, kGroups = Traits::kHeadDim / 32;
+  static constexpr int kPart = Traits::kStep / 2, kRowTiles = kPart / 8;  // rows of a step at a time: registers are few
 
   const QueryNormsParams& p;
   typename Traits::Shared& shared;
   int lane, warp, head, segment, first, count;  // `first`: of the block's queries, in the segment
-  uint32 a[kOfWarp][kDims][4];   // fragments of queries
-  float s[kOfWarp][kRowTiles][4];  // products [queries lane / 4 and 8 more, rows of a step]
+  uint4 a[kOfWarp][kGroups][2];    // of queries lane / 4 and 8 more, dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4
+  float s[kOfWarp][kRowTiles][4];  // their products, [2 h + e] those with row_of(e) of each 8 of kPart rows
   float m[kOfWarp][2], l[kOfWarp][2], centre[kOfWarp][2];
 
   __device__ __forceinline__ QueryNorms(const QueryNormsParams& p_, typename Traits::Shared& shared_)
       : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    const int of_head = p.geometry.segments() * p.tiles;
-    head = blockIdx.x / of_head;
-    segment = blockIdx.x % of_head / p.tiles;
-    first = blockIdx.x % p.tiles * Traits::kQueries;
+    find_queries();
+  }
+  // Once more where they are needed late, as registers are few.
+  __device__ __forceinline__ void find_queries() {
+    const uint32 block = block_index(), of_head = p.geometry.segments() * p.tiles;
+    head = block / of_head;
+    segment = block % of_head / p.tiles;
+    first = block % p.tiles * Traits::kQueries;
     count = p.geometry.query_count(segment);
   }
   __device__ __forceinline__ int row(int i, int h) const { return first + (warp * kOfWarp + i) * 16 + lane / 4 + h * 8; }
+  // Which of 8 rows column lane % 4 * 2 + e of a product is with: so that reads of rows meet no two in a bank.
+  __device__ __forceinline__ int row_of(int e) const { return lane % 4 + e * 4; }
   // Zeros past head_dim; past the segment's last query that one.
   __device__ __forceinline__ void load_queries() {
     const uint16* queries =
         p.q.at(head / p.heads, head % p.heads) + static_cast<int64>(p.geometry.query_begin(segment)) * p.q.row;
-    const int column = lane % 4 * 2, left = p.geometry.head_dim - column;  // from this thread's first on
+    const int column = lane % 4 * 8, dims = p.geometry.head_dim - column;  // from this thread's first on
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint16* from = queries + static_cast<int64>(min(row(i, h), count - 1)) * p.q.row + column;
-        const auto take = [&](const auto& pair) {
+        if (p.aligned) {
 #pragma unroll
-          for (int d = 0; d < Traits::kHeadDim; d += 8) a[i][d / 16][d / 8 % 2 * 2 + h] = pair(d);
-        };
-        if (p.aligned && p.geometry.head_dim == Traits::kHeadDim) {  // no branch for each: they are under way together
-          take([&](int d) { return *reinterpret_cast<const uint32*>(from + d); });
+          for (int g = 0; g < kGroups; ++g) a[i][g][h] = load_16_or_zeros(from + g * 32, g * 32 < dims);
         } else {
-          take([&](int d) { return (d < left ? from[d] : 0u) | (d + 1 < left ? from[d + 1] : 0u) << 16; });
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) a[i][g][h] = load_unaligned(from, g * 32, dims);
         }
       }
+  }
+  // d += queries times 32 dimensions of 8 rows, of one of which a thread has 8.
+  static __device__ __forceinline__ void add_product(float (&d)[4], const uint4 (&a)[2], const uint4& b) {
+    const uint32 low[4] = {a[0].x, a[1].x, a[0].y, a[1].y}, high[4] = {a[0].z, a[1].z, a[0].w, a[1].w};
+    Element::mma(d, low, b.x, b.y);
+    Element::mma(d, high, b.z, b.w);
   }
   __device__ __forceinline__ void multiply(uint32 rows) {
 #pragma unroll
@@ -120,27 +127,34 @@ struct QueryNorms {
       for (int j = 0; j < kRowTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[i][j][e] = 0.f;
+    const int first_row = lane / 4 / 2 + lane / 4 % 2 * 4;  // the one of column lane / 4: row_of of another lane
 #pragma unroll
-    for (int c = 0; c < kDims; ++c)
+    for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-      for (int j = 0; j < kRowTiles; j += 2) {
-        uint32 x[4];
-        ldmatrix_x4(x, chunk_address<Traits>(rows, j * 8 + lane % 8 + lane / 16 * 8, c * 2 + lane / 8 % 2));
+      for (int j = 0; j < kRowTiles; ++j) {
+        // Of row j * 8 + first_row, whose swizzle is that of first_row.
+        const uint32 at = chunk_address<Traits>(rows, first_row, g * 4 + lane % 4) + j * (8 * Traits::kHeadDim * 2);
+        const uint4 x = load_shared_16(at);
 #pragma unroll
-        for (int i = 0; i < kOfWarp; ++i) {
-          Element::mma(s[i][j], a[i][c], x[0], x[1]);
-          Element::mma(s[i][j + 1], a[i][c], x[2], x[3]);
-        }
+        for (int i = 0; i < kOfWarp; ++i) add_product(s[i][j], a[i][g], x);
       }
   }
   // Adds the weights of a step's rows to the sums; `counts(row)`: whether a row does; `shift`: log2 of what it stands for.
+  template <class Counts>
+  __device__ __forceinline__ void add_step(uint32 rows, float shift, bool all, const Counts& counts) {
+#pragma unroll 1
+    for (int first_row = 0; first_row < Traits::kStep; first_row += kPart) {
+      multiply(rows + first_row * (Traits::kHeadDim * 2));
+      add(shift, all, [&](int r) { return counts(first_row + r); });
+    }
+  }
   template <class Counts>
   __device__ __forceinline__ void add(float shift, bool all, const Counts& counts) {
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const bool is_in = all || counts(j * 8 + lane % 4 * 2 + e);
+        const bool is_in = all || counts(j * 8 + row_of(e));
 #pragma unroll
         for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
@@ -171,14 +185,13 @@ struct QueryNorms {
   // Scores of the centre, each column of a product alike.
   __device__ __forceinline__ void find_centre() {
     const int blocks = p.geometry.units() / kBlockUnits;
-    const uint16* row = p.block_keys + kv_head() * (1 + blocks) * Traits::kHeadDim + lane % 4 * 2;
+    const uint16* row = p.block_keys + kv_head() * (1 + blocks) * Traits::kHeadDim + lane % 4 * 8;
     float d[kOfWarp][4] = {};
 #pragma unroll
-    for (int c = 0; c < kDims; ++c) {
-      const uint32 low = *reinterpret_cast<const uint32*>(row + c * 16);
-      const uint32 high = *reinterpret_cast<const uint32*>(row + c * 16 + 8);
+    for (int g = 0; g < kGroups; ++g) {
+      const uint4 of = *reinterpret_cast<const uint4*>(row + g * 32);
 #pragma unroll
-      for (int i = 0; i < kOfWarp; ++i) Element::mma(d[i], a[i][c], low, high);
+      for (int i = 0; i < kOfWarp; ++i) add_product(d[i], a[i][g], of);
     }
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
@@ -197,22 +210,16 @@ struct QueryNorms {
     const Tensor<const uint16> blocks_at = {of_blocks, 0, 0, Traits::kHeadDim};
     const Tensor<const uint16> units_at = {of_units, 0, 0, Traits::kHeadDim};
     const ContiguousKeys<Traits> source{shared, last, p.pages};
-    const UnitsBetween between(g, segment);
     // Those before the segment's own keys, and those from `second` on behind them.
     const int before = begin / kBlockUnits, second = g.is_causal ? last : (behind + kBlockUnits - 1) / kBlockUnits;
     const int steps = (last + Traits::kStep - 1) / Traits::kStep;
-    const int all = steps + (g.is_causal ? between.first[0] < between.end[0] : 3);
-    const auto part = [&](int step) {
-      const int i = step - steps;
-      return UnitsOfPart{i == 0 ? between.first[0] : i == 1 ? between.first[1] : between.first[2],
-                         i == 0 ? between.end[0] : i == 1 ? between.end[1] : between.end[2]};
-    };
+    const int all = steps + (g.is_causal ? begin % kBlockUnits > 0 : 3);
     const auto load = [&](int step) {
       const uint32 to = shared_address(shared.rows[step % Traits::kBuffers]);
       if (step < steps) {
         load_step<Traits>(to, of_blocks, blocks_at, Traits::kHeadDim, source, step);
       } else if (step < all) {
-        load_step<Traits>(to, of_units, units_at, Traits::kHeadDim, part(step), 0);
+        load_step<Traits>(to, of_units, units_at, Traits::kHeadDim, UnitsBetween(g, segment, step - steps), 0);
       }
       cp_async_commit();
     };
@@ -227,15 +234,15 @@ struct QueryNorms {
       cp_async_wait<kAhead - 1>();
       __syncthreads();  // and every warp is done with the step before, whose buffer is free
       load(step + kAhead);
-      multiply(shared_address(shared.rows[step % Traits::kBuffers]));
+      const uint32 rows = shared_address(shared.rows[step % Traits::kBuffers]);
       if (step < steps) {
         const int row = step * Traits::kStep, first_end = before - row, second_first = second - row, end = last - row;
-        add(kBlockShift, first_end >= Traits::kStep,
-            [&](int r) { return r < first_end || (r >= second_first && r < end); });
+        add_step(rows, kBlockShift, first_end >= Traits::kStep,
+                 [&](int r) { return r < first_end || (r >= second_first && r < end); });
       } else {
-        const UnitsOfPart units = part(step);
-        const int there = units.end - units.first;
-        add(0.f, false, [&](int r) { return r < there; });
+        const UnitsBetween between(g, segment, step - steps);
+        const int there = between.end - between.first;
+        add_step(rows, 0.f, false, [&](int r) { return r < there; });
       }
     }
     cp_async_wait<0>();
@@ -277,12 +284,14 @@ struct QueryNorms {
       for (int h = 0; h < 2; ++h) {
         float length = 0.f;
 #pragma unroll
-        for (int c = 0; c < kDims; ++c)
+        for (int g = 0; g < kGroups; ++g) {
+          const uint4& x = a[i][g][h];
 #pragma unroll
-          for (int e = h; e < 4; e += 2) {
-            const float low = Element::low(a[i][c][e]), high = Element::high(a[i][c][e]);
+          for (const uint32 pair : {x.x, x.y, x.z, x.w}) {
+            const float low = Element::low(pair), high = Element::high(pair);
             length = fmaf(low, low, fmaf(high, high, length));
           }
+        }
         length += __shfl_xor_sync(kFullWarp, length, 1);
         length += __shfl_xor_sync(kFullWarp, length, 2);
         length = length * p.scale_log2 * p.scale_log2;  // finite for longer, though the square alone may not be
@@ -314,6 +323,7 @@ __device__ __forceinline__ void query_norms(const QueryNormsParams& p, typename 
 #pragma unroll
     for (int h = 0; h < 2; ++h) norms.m[i][h] = -infinity(), norms.l[i][h] = 0.f;
   norms.walk();
+  norms.find_queries();
   if (p.query_scales) norms.find_centre();  // late: registers are few
   norms.store();
 }

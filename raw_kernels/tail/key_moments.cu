@@ -15,7 +15,7 @@ namespace s2o {
 constexpr int kMomentKeys = spec::kMomentKeys;
 constexpr int kMomentShift = 13;
 static_assert(1 << kMomentShift == 2 * kMomentKeys, "a shift divides");
-constexpr int kMomentStep = 32;  // keys of a step
+constexpr int kMomentStep = 64;  // keys of a step
 constexpr int kMomentThreads = 256;
 
 struct KeyMomentsParams {
@@ -35,14 +35,13 @@ struct MomentTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kPaged = kPaged_;
-  static constexpr int kRows = kHeadDim == 128 ? 128 : 64;  // of a covariance, that a block finds
+  static constexpr int kRows = 64;  // of a covariance, that a block finds
   static constexpr int kRowTiles = kRows / 2 / 16, kColumnTiles = kHeadDim / 4 / 8;  // of a warp: one of two by four
   // Rows lie 16 bytes further apart than they are long, so that ldmatrix meets no two in a bank.
   static constexpr int kColumnPitch = kHeadDim + 8, kRowPitch = kRows + 8;
-  static constexpr int kBuffers = 4;  // of steps: all but one on their way at once
   struct Shared {
-    uint16 columns[kBuffers][kMomentStep * kColumnPitch];  // keys
-    uint16 rows[kBuffers][kMomentStep * kRowPitch];        // the others, a slice of them
+    uint16 columns[2][kMomentStep * kColumnPitch];  // keys
+    uint16 rows[2][kMomentStep * kRowPitch];        // the others, a slice of them
     float column_means[kHeadDim], row_means[kRows];
     int nonfinite;
   };
@@ -119,9 +118,8 @@ struct KeyMoments {
   }
   __device__ __forceinline__ void load(int step) const {
     if (step * kMomentStep < samples) {
-      const int buffer = step % Traits::kBuffers;
-      copy<kHeadDim>(shared.columns[buffer], p.k, step, 0);
-      copy<kRows>(shared.rows[buffer], p.v, step, slice * kRows);
+      copy<kHeadDim>(shared.columns[step % 2], p.k, step, 0);
+      copy<kRows>(shared.rows[step % 2], p.v, step, slice * kRows);
     }
     cp_async_commit();
   }
@@ -132,8 +130,7 @@ struct KeyMoments {
   }
   // products += rows^T columns, and the sums of both as products with ones.
   __device__ __forceinline__ void add(int step) {
-    const int buffer = step % Traits::kBuffers;
-    const uint32 columns = shared_address(shared.columns[buffer]), rows = shared_address(shared.rows[buffer]);
+    const uint32 columns = shared_address(shared.columns[step % 2]), rows = shared_address(shared.rows[step % 2]);
     const uint32 one = Element::pack(1.f, 1.f), ones[4] = {one, one, one, one};
 #pragma unroll
     for (int c = 0; c < kMomentStep; c += 16) {
@@ -223,15 +220,13 @@ __device__ __forceinline__ void key_moments(const KeyMomentsParams& p, typename 
   if (threadIdx.x == 0) shared.nonfinite = 0;
   KeyMoments<Traits> moments(p, shared);
   const int steps = (moments.samples + kMomentStep - 1) / kMomentStep;
-  constexpr int kAhead = Traits::kBuffers - 1;
-#pragma unroll 1
-  for (int step = 0; step < kAhead; ++step) moments.load(step);
-#pragma unroll 1
+  moments.load(0);
   for (int step = 0; step < steps; ++step) {
-    cp_async_wait<kAhead - 1>();
-    __syncthreads();  // and every warp is done with the step before, whose buffer is free
-    moments.load(step + kAhead);
+    moments.load(step + 1);
+    cp_async_wait<1>();
+    __syncthreads();
     moments.add(step);
+    __syncthreads();  // every warp is done with this buffer
   }
   cp_async_wait<0>();
   moments.store();
