@@ -36,11 +36,11 @@ static_assert(kBlockUnits == 64, "and as many rows of a step");
 template <class Element_, int kHeadDim_>
 struct NormTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_, kStep = kBlockUnits, kThreads = kHeadDim > 64 ? 256 : 128;
+  static constexpr int kHeadDim = kHeadDim_, kStep = kBlockUnits, kThreads = kHeadDim > 128 ? 256 : 128;
   static constexpr bool kAligned = true, kPaged = false;
-  static constexpr int kOfWarp = kHeadDim > 64 ? 1 : 2;  // fragments of 16 queries
+  static constexpr int kOfWarp = kHeadDim > 128 ? 1 : 2;  // fragments of 16 queries
   static constexpr int kQueries = 128;                   // of a block
-  static constexpr int kBuffers = 4;                     // all but one on their way at once
+  static constexpr int kBuffers = 3;                     // all but one on their way at once
   struct Shared {
     uint16 rows[kBuffers][kStep * kHeadDim];
     float longest[kThreads / 32];
@@ -71,7 +71,7 @@ template <class Traits>
 struct QueryNorms {
   using Element = typename Traits::Element;
   static constexpr int kOfWarp = Traits::kOfWarp, kGroups = Traits::kHeadDim / 32;
-  static constexpr int kPart = Traits::kStep / 2, kRowTiles = kPart / 8;  // rows of a step at a time: registers are few
+  static constexpr int kPart = Traits::kStep / (2 * kOfWarp), kRowTiles = kPart / 8;  // rows of a step at a time: registers are few
 
   const QueryNormsParams& p;
   typename Traits::Shared& shared;

@@ -35,7 +35,7 @@ struct MomentTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kPaged = kPaged_;
-  static constexpr int kRows = 64;  // of a covariance, that a block finds
+  static constexpr int kRows = kHeadDim == 128 ? 128 : 64;  // of a covariance, that a block finds
   static constexpr int kRowTiles = kRows / 2 / 16, kColumnTiles = kHeadDim / 4 / 8;  // of a warp: one of two by four
   // Rows lie 16 bytes further apart than they are long, so that ldmatrix meets no two in a bank.
   static constexpr int kColumnPitch = kHeadDim + 8, kRowPitch = kRows + 8;

@@ -17,9 +17,8 @@ from .rounds import Chunk
 __all__ = ["Tail", "catalogue"]
 
 MOMENT_STEP = 64  # keys of a step of key_moments (kMomentStep)
-MOMENT_ROWS = 64  # of a covariance, that a block finds (MomentTraits::kRows)
 KEY_MOMENTS = Family(
-    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, "({head_dim} > 128 ? 1 : 3)",
+    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
     "MomentTraits<{element}, {head_dim}, {paged}>",
 )  # fmt: skip
 ADD_TAIL = Family(
@@ -28,8 +27,13 @@ ADD_TAIL = Family(
 )  # fmt: skip
 
 
+def moment_rows(head_dim: int) -> int:
+    """Of a covariance, that a block finds (MomentTraits::kRows)."""
+    return 128 if head_dim == 128 else 64
+
+
 def key_moments(inputs: Inputs) -> Kernel:
-    head_dim, rows = inputs.head_dim, MOMENT_ROWS
+    head_dim, rows = inputs.head_dim, moment_rows(inputs.head_dim)
     # sizeof(MomentTraits::Shared)
     shared = 2 * MOMENT_STEP * (head_dim + 8 + rows + 8) * 2 + (head_dim + rows) * 4 + 4
     return Kernel(KEY_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=shared)
@@ -86,7 +90,7 @@ class Tail:
         s = self.setting
         values: dict[str, Any] = {name: build.tensors[name] for name in ("k", "v")}
         values |= {"kv_heads": s.problem.kv_heads, "aligned": s.inputs.aligned}
-        blocks = s.kv_heads * self.groups * (s.inputs.head_dim // MOMENT_ROWS)
+        blocks = s.kv_heads * self.groups * (s.inputs.head_dim // moment_rows(s.inputs.head_dim))
         return build.launch("key_moments", self.key_moments, blocks, values | self._shared(build))
 
     def after_pass2(self, build: Builder, chunk: Chunk) -> Launch:

@@ -38,7 +38,7 @@ UNIT_ROWS = Family(
 )  # fmt: skip
 QUERY_NORMS = Family(
     "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
-    "({head_dim} > 128 ? 1 : {head_dim} > 64 ? 2 : 3)", "NormTraits<{element}, {head_dim}>",
+    "({head_dim} > 128 ? 1 : 3)", "NormTraits<{element}, {head_dim}>",
 )  # fmt: skip
 QUERY_WEIGHTS = Family(
     "query_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2,
@@ -92,8 +92,8 @@ def key_tile_bytes(head_dim: int) -> int:
 
 
 def query_norms(inputs: Inputs) -> Kernel:
-    threads = THREADS if inputs.head_dim > 64 else 128
-    shared = 4 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
+    threads = THREADS if inputs.head_dim > 128 else 128
+    shared = 3 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
     return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
 
 
