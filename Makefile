@@ -2,6 +2,7 @@
 # make test      a sample of the kernels compiled, then the tests: what each commit is judged by
 # make test-all  every kernel for every architecture, slow tests too, more random cases
 # make loss      what S2O costs the small model of benchmarks/small_model, and what it saves; with PyTorch
+# make figures   every measured figure of README.md and docs anew, on a GPU, two hours; models are trained first
 # make lint      ruff and mypy
 # make docs      the documentation site, into build/site
 # make mutants   random faults in Python that changed since the commit SINCE: which of them no test sees
@@ -17,6 +18,7 @@
 #   INTEROP=1           also install PyTorch, JAX, transformers, diffusers for the CPU and test with them
 #   LINT=1              lint too, while kernels compile
 #   LOSS="--tune loss=0.005"   more arguments for loss
+#   ONLY=retrieval,host        figures to make      FIGURES_ARGS=--list   or --check, --dry-run, which need no GPU
 #   PYTEST="-k paged -x"   more arguments for pytest
 #   SINCE=main  MUTANTS="--count 50"   for mutants (python -m tests.mutants --help)
 #   SEED=1   other random numbers for torture    TORTURE="--only streams"   more arguments for it (--help lists them)
@@ -31,6 +33,8 @@ INTEROP ?= 0
 LINT ?= 0
 PYTEST ?=
 LOSS ?=
+ONLY ?=
+FIGURES_ARGS ?=
 SINCE ?= HEAD~1
 MUTANTS ?=
 SEED ?= 0
@@ -60,7 +64,7 @@ QUICK := -m "not slow"
 test test-all: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo loss test test-all kernels mutants lint mypy docs sanitize memcheck racecheck torture clean
+.PHONY: demo loss figures test test-all kernels mutants lint mypy docs sanitize memcheck racecheck torture clean
 
 demo: $(DEMO)
 	$(RUN) -m s2o_cupy demo
@@ -76,6 +80,10 @@ test-all: $(TEST)
 
 loss: $(WITH_TORCH)
 	$(RUN) benchmarks/model.py --small $(LOSS)
+
+# Without a GPU it only lists, and sets up nothing.
+figures: $(if $(filter-out none,$(CUDA)),$(WITH_TORCH))
+	$(if $(filter none,$(CUDA)),$(PYTHON),$(RUN)) benchmarks/figures.py $(if $(ONLY),--only $(ONLY)) $(FIGURES_ARGS)
 
 # PyTorch for CUDA may bring another NVRTC: that comes first.
 kernels: $(TEST) $(if $(filter-out none,$(CUDA)),$(FRAMEWORKS))

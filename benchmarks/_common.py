@@ -11,8 +11,6 @@ import math
 import os
 import pathlib
 import platform
-import re
-import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import _digest
 import numpy as np
+from _published import told, without_folders
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -157,7 +156,7 @@ def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[s
     """The arguments, and what every row has in common."""
     kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot", *FILES)}
     if "method" in kept:  # of a method's file the name
-        kept["method"] = [_without_folders(x) for x in kept["method"]]
+        kept["method"] = [without_folders(x) for x in kept["method"]]
     shared = (k for k in ("segment", "rank", "unit", "window") if rows and k in rows[0])
     return kept | {k: rows[0][k] for k in shared if len({row[k] for row in rows}) == 1}
 
@@ -171,7 +170,7 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
     if not commit:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = asked.stdout.strip() or "unknown"
-    about = {"commit": commit, "date": datetime.date.today().isoformat(), **_machine(device), "command": _command()}
+    about = {"commit": commit, "date": datetime.date.today().isoformat(), **_machine(device), "command": told(sys.argv)}
     return about | _digest.digests()
 
 
@@ -188,18 +187,6 @@ def _machine(device: str) -> dict[str, Any]:
         "cupy": cupy.__version__,
         "cuda_driver": cupy.cuda.runtime.driverGetVersion(),
     }
-
-
-def _command() -> str:
-    """This run's command, as from the root of a checkout and without other folders of the machine that measured."""
-    script, *arguments = sys.argv
-    plain = map(_without_folders, arguments)
-    return shlex.join(["python", f"benchmarks/{pathlib.Path(script).name}", *plain])
-
-
-def _without_folders(text: str) -> str:
-    """Also of NAME=FILE:FILE."""
-    return re.sub(r"[^=:,]*/", "", text)
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

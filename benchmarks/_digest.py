@@ -1,13 +1,16 @@
-"""What of the library a result was measured with: digests of each folder of kernels, of the constants that kernels and
-defaults are made of, and of the host's Python.
+"""What of the library a result was measured with: digests of each folder of kernels and of the constants that kernels
+and defaults are made of, and one of the Python that the measuring process had loaded.
 
-Lines of comments and blank ones are left out, so that words may change. Needs nothing but Python.
+Comments, docstrings and blank lines are left out, so that words may change. Needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,42 +19,92 @@ ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
 NOT_OF_NSA = {"blocks", "last_queries", "selection", "tail"}
+NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_loaded_elsewhere: set[str] = set()
 
 
-def digests(root: Path = ROOT) -> dict[str, Any]:
-    """``kernels``: by folder of raw_kernels, and of the constants in spec.py; ``host``: of s2o_cupy but for tools and
-    integrations."""
-    kernels: dict[str, list[Path]] = {}
+def digests(root: Path = ROOT, files: Iterable[str] | None = None) -> dict[str, Any]:
+    """``kernels``: by folder of raw_kernels, and of the constants in spec.py; ``python``: files of s2o_cupy, by default
+    those that are loaded, with one digest of all of them."""
+    names = sorted({*loaded(root), *_loaded_elsewhere} if files is None else files)
+    return {"kernels": kernels(root), "python": {"digest": python(names, root), "files": names}}
+
+
+@functools.cache
+def kernels(root: Path = ROOT) -> dict[str, str]:
+    found: dict[str, list[Path]] = {}
     folder = root / "raw_kernels"
     for file in sorted(file for end in ("cu", "cuh") for file in folder.rglob(f"*.{end}")):
-        kernels.setdefault(file.relative_to(folder).parts[0] if file.parent != folder else ".", []).append(file)
-    package = root / "s2o_cupy"
-    beside = {package / "tools", package / "integrations"}
-    host = [file for file in sorted(package.rglob("*.py")) if not beside & {*file.parents}]
-    constants = re.findall(r"^[A-Z][A-Z0-9_, ]*(?:: [^=]+)?= [^#\n]*", (package / "spec.py").read_text(), re.MULTILINE)
-    return {
-        "kernels": {name: _digest(files, folder) for name, files in sorted(kernels.items())}
-        | {"constants": hashlib.sha256("\n".join(map(str.rstrip, constants)).encode()).hexdigest()[:SHOWN]},
-        "host": _digest(host, package),
+        found.setdefault(file.relative_to(folder).parts[0] if file.parent != folder else ".", []).append(file)
+    spec = (root / "s2o_cupy" / "spec.py").read_text(encoding="utf-8")
+    constants = re.findall(r"^[A-Z][A-Z0-9_, ]*(?:: [^=]+)?= [^#\n]*", spec, re.MULTILINE)
+    by_folder = {
+        name: _digest((x.relative_to(folder).as_posix(), _code(x)) for x in files)
+        for name, files in sorted(found.items())
     }
+    return by_folder | {"constants": _hex("\n".join(map(str.rstrip, constants)))}
 
 
-def since(result: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What has become of the kernels that a result was measured with, in words; nothing if they are those of now."""
+def python(files: Iterable[str], root: Path = ROOT) -> str:
+    """One digest of files of s2o_cupy; of one that is gone its name counts."""
+    package = root / "s2o_cupy"
+    return _digest((name, _python(package / name)) for name in sorted(files))
+
+
+def loaded(root: Path = ROOT) -> list[str]:
+    """Files of s2o_cupy that this process has imported, but for tools."""
+    package = root / "s2o_cupy"
+    paths = [Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
+    names = {path.relative_to(package).as_posix() for path in paths if path.is_relative_to(package)}
+    return sorted(name for name in names if name.endswith(".py") and not name.startswith(NOT_TIMED))
+
+
+def add_loaded(files: Iterable[str]) -> None:
+    """Files that other processes of this run had loaded."""
+    _loaded_elsewhere.update(files)
+
+
+def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
+    """What has become of the code that a result was measured with, in words; nothing if it is that of now."""
     if not result.get("kernels"):
         return "its kernels were not recorded"
+    now = kernels(root)
     others = NOT_OF_NSA if "benchmarks/nsa.py" in result.get("command", "") else NSA
-    names = {*result["kernels"], *now["kernels"]} - others
-    same = all(result["kernels"].get(name) == now["kernels"].get(name) for name in names)
-    return "" if same else "kernels have changed since"
+    names = {*result["kernels"], *now} - others
+    if any(result["kernels"].get(name) != now.get(name) for name in names):
+        return "kernels have changed since"
+    known = result.get("python")
+    if not known:
+        return "its Python was not recorded"
+    return "" if known["digest"] == python(known["files"], root) else "the Python around its kernels has changed since"
 
 
-def _digest(files: Iterable[Path], folder: Path) -> str:
-    found = hashlib.sha256()
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        text = _COMMENT.sub("", text) if file.suffix != ".py" else re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)
-        lines = [line for line in (line.strip() for line in text.splitlines()) if line]
-        found.update("\n".join([file.relative_to(folder).as_posix(), *lines, ""]).encode())
-    return found.hexdigest()[:SHOWN]
+def _digest(texts: Iterable[tuple[str, str]]) -> str:
+    """Of names and the code of each."""
+    lines = ([name, *filter(None, map(str.strip, text.splitlines())), ""] for name, text in texts)
+    return _hex("".join(map("\n".join, lines)))
+
+
+def _hex(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:SHOWN]
+
+
+def _code(path: Path) -> str:
+    return _COMMENT.sub("", path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _python(path: Path) -> str:
+    """Without docstrings and lines of comments."""
+    if not path.exists():
+        return ""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            said = node.body[0]
+            last = said.end_lineno or said.lineno
+            lines[said.lineno - 1 : last] = [""] * (last - said.lineno + 1)
+    return "\n".join(line for line in lines if not line.lstrip().startswith("#"))

@@ -200,6 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of --retrieval alone."""
     parser.add_argument("--weights", help="of --retrieval (default: those of benchmarks/retrieval_model)")
     parser.add_argument("--repeats", type=int, default=5, help="of --retrieval's timings (default: 5)")
+    parser.add_argument("--alone", action="store_true", help="of --retrieval: dense attention and S2O, no other method")
 
 
 def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, gpu: bool) -> None:
@@ -211,7 +212,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, gpu: bool)
     if min(args.lengths) < SHORTEST:
         parser.error(f"--lengths: {min(args.lengths)}; accepted: {SHORTEST} or more with --retrieval")
     args.samples = args.samples or (8 if gpu else 2)
-    if gpu and not args.method:
+    if gpu and not args.method and not args.alone:
         args.method = [name for name in methods_by_name() if name != "s2o"]
     if not gpu:
         args.baselines = ["sdpa"]

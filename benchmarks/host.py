@@ -34,6 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import _common
+import _digest
 import cupy
 import numpy as np
 import torch
@@ -172,7 +173,9 @@ def in_processes(args: argparse.Namespace) -> list[list[Row]]:
             path = Path(folder, f"{i}.json")
             subprocess.run([sys.executable, __file__, *options, "--processes=0", f"--json={path}"], check=True,
                            stdout=subprocess.DEVNULL)  # fmt: skip
-            found.append(json.loads(path.read_text())["rows"])
+            result = json.loads(path.read_text())
+            found.append(result["rows"])
+            _digest.add_loaded(result["python"]["files"])
     return found[1:]
 
 
@@ -193,7 +196,7 @@ def in_this_process(args: argparse.Namespace) -> list[Row]:
     return [problem | row | {"gpu_us": gpu_us} for row in rows]
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=8)
@@ -202,11 +205,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="that count; those before are as many as it takes")
     parser.add_argument("--processes", type=int, default=3, help="that count; 0: this one only (default: %(default)s)")
     parser.add_argument("--json", help="write the result here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.dtype, args.device = "bfloat16", None
     _common.check_device(parser, args)
     if args.device == "cpu":
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
+    return args
+
+
+def main() -> None:
+    args = parse()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
     rows = of_all(in_processes(args) if args.processes else [in_this_process(args)])
     print(_common.table(rows, COLUMNS))

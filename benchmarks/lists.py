@@ -12,7 +12,7 @@ median of many launches.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -134,7 +134,7 @@ def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: tupl
     }  # fmt: skip
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=_common.integers, default=[32768, 131072], help="multiples of 1,024")
     parser.add_argument("--densities", type=_common.numbers, default=[0.05, 0.1, 0.3])
@@ -145,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--path", choices=("auto", "portable", "hopper"), default="auto")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", help="write the result here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if any(length % 1024 for length in args.lengths):
         parser.error(f"--lengths: {args.lengths}; accepted: multiples of 1024")
     return args

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,7 @@ class Case:
         return dict(found)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=_common.integers, default=[8192, 16384, 32768, 65536, 131072])
     parser.add_argument("--groups", type=_common.integers, default=[1, 2, 4, 8], help="query heads of a KV head")
@@ -88,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", help="write the result here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not set(args.blocks) <= set(SETTINGS):
         parser.error(f"--blocks: {','.join(args.blocks)}; accepted: {', '.join(SETTINGS)}")
     return args

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import _common
@@ -100,7 +100,7 @@ def measure(name: str, args: Any) -> list[Row]:
     ]  # fmt: skip
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=_common.names, default=BATCHES.split(","))
     parser.add_argument("--pages", type=_common.integers, default=[16, 64, 256])
@@ -109,11 +109,16 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--json", help="write the result here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.device = None
     _common.check_device(parser, args)
     if args.device == "cpu":
         parser.error("needs an NVIDIA GPU, CuPy and PyTorch with CUDA")
+    return args
+
+
+def main() -> None:
+    args = parse()
     rows = [row for name in args.batches for row in measure(name, args)]
     print(_common.table(rows, COLUMNS))
     _common.write_result(args, rows)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,7 @@ class Input:
         }
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", default="random", help=f"{_sources.HELP} (default: %(default)s)")
     parser.add_argument("--lengths", type=_common.integers, default=[8192, 32768, 131072])
@@ -205,7 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="memory in use beyond inputs and output")
     parser.add_argument("--random-order", type=_common.numbers, help="densities, such as 0.05,0.1,0.3: see above")
     parser.add_argument("--json", help="write the result here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     patterned = args.input in _sources.PATTERNS
     if (args.head_counts or args.head_dims) and not patterned:
         parser.error(f"--head-counts, --head-dims: {args.input} has its own; accepted with a pattern")

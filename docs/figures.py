@@ -8,9 +8,9 @@ A page names a table by a pair of comments; what stands between them is replaced
     <!-- figures:NAME VIEW KEY=VALUE -->
     <!-- /figures -->
 
-NAME is a file benchmarks/results/NAME.json as a script of benchmarks/ writes it, VIEW one of VIEWS below ("time" where
-it is left out) or "source", the line below a table alone. KEY=VALUE, as often as needed, keeps the rows of which that
-is true. Settings in which no two rows differ are said once, below the table. docs/pictures.py draws.
+NAME is a figure of benchmarks/_published.py, whose file is benchmarks/results/NAME.json, VIEW one of VIEWS below
+("time" where it is left out) or "source", the line below a table alone. KEY=VALUE, as often as needed, keeps the rows
+of which that is true. Settings in which no two rows differ are said once, below the table. docs/pictures.py draws.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import _digest  # noqa: E402
+import _published  # noqa: E402
 
-NOW = _digest.digests()
 RESULTS = ROOT / "benchmarks" / "results"
 MOST_COLUMNS = 7  # a wider table is cut off on a page
 
@@ -144,7 +144,7 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
     ),
     # Kinds of order, in files whose rows name them.
     "error": (
-        [("segment", _key("segment"), "d"), ("pooled_queries", _key("pooled_queries"), "d"), *_ORDER],
+        [("segment", _key("segment"), "d"), *_ORDER],
         [
             ("rel_l2", _key("rel_l2"), "error"),
             ("S2O ms", _key("s2o_ms"), "ms"),
@@ -175,7 +175,7 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
         [_ATTENTION],
         [
             (heading.format(model), _key(f"{key}_of_{model}"), form)
-            for model in "ABC"
+            for model in (*"ABC", "small", "small_1")
             for heading, key, form in (
                 ("{}: nats more than dense", "loss_difference", "+.4f"),
                 ("{}: where text is copied", "copies_loss_difference", "+.4f"),
@@ -269,6 +269,44 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("gathered first ms", _key("gather_ms"), "ms"),
         ],
     ),
+    # A prompt in chunks, sequences packed one behind the other, and these over a paged cache.
+    "chunks": (
+        _ORDER,
+        [
+            ("rel_l2", _key("rel_l2"), "error"),
+            ("one call's", _key("plain_rel_l2"), "error"),
+            ("chunks ms", _key("s2o_ms"), "ms"),
+            ("one call ms", _key("plain_ms"), "ms"),
+            ("cuDNN, one call, ms", _key("cudnn_ms"), "ms"),
+        ],
+    ),
+    "packed": (
+        _ORDER,
+        [
+            ("rel_l2", _key("rel_l2"), "error"),
+            ("packed ms", _key("s2o_ms"), "ms"),
+            ("one by one ms", _key("plain_ms"), "ms"),
+            ("cuDNN, one by one, ms", _key("cudnn_ms"), "ms"),
+            ("PyTorch's varlen_attn ms", _key("varlen_ms"), "ms"),
+        ],
+    ),
+    "ragged": (
+        [("batch", _key("batch"), "s"), ("tokens in all", _key("tokens"), ",d"), ("page size", _key("page_size"), "d")],
+        [
+            ("packed ms", _key("packed_ms"), "ms"),
+            ("paged ms", _key("paged_ms"), "ms"),
+            ("paged / packed", _key("x_packed"), ".2f"),
+        ],
+    ),
+    # Attention by lists of keys, from benchmarks/lists.py.
+    "lists": (
+        [("lists", _key("kind"), "s"), _DENSITY],
+        [
+            ("by lists ms", _key("lists_ms"), "ms"),
+            ("S2O's own pass 2 ms", _key("pass2_ms"), "ms"),
+            ("rate / cuDNN's", _key("efficiency"), ".2f"),
+        ],
+    ),
     # How long a call keeps the host, from benchmarks/host.py.
     "host": (
         [("call", _key("call"), "s")],
@@ -314,7 +352,7 @@ def _cell(value: Any, form: str) -> str:
     return f"{value:.2g}" if form == "error" else format(value, form)
 
 
-def _said(result: dict[str, Any], fixed: list[Column], row: Row) -> str:
+def _said(name: str, result: dict[str, Any], fixed: list[Column], row: Row) -> str:
     """What every figure of the table was measured with."""
     settings = result.get("settings", {})
     parts = [str(result["device"]), settings.get("dtype", ""), "causal"]
@@ -326,7 +364,8 @@ def _said(result: dict[str, Any], fixed: list[Column], row: Row) -> str:
     # Folders of the machine that measured say nothing to a reader.
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
     parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`", result.get("note", "")]
-    parts.append(_digest.since(result, NOW))
+    parts.append(_digest.since(result))
+    parts.append("its inputs are not in the repository" if name in _published.ELSEWHERE else "")
     return ", ".join(filter(None, parts))
 
 
@@ -346,7 +385,7 @@ def _with_losses(rows: list[Row], results: Path) -> tuple[list[Row], str]:
     losses = {(row["model"], same(row)): row["loss_difference"] for row in measured["rows"] if "order" in row}
     models = {model for model, _ in losses}
     found = [row | {f"loss_of_{model}": losses.get((model, same(row))) for model in models} for row in rows]
-    return found, f"; losses: {_said(measured, [], {})}"
+    return found, f"; losses: {_said('model_loss', measured, [], {})}"
 
 
 def _side_by_side(rows: list[Row]) -> list[Row]:
@@ -362,13 +401,16 @@ def _side_by_side(rows: list[Row]) -> list[Row]:
 
 def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS) -> str:
     """The table of one file in one view, with a line below that says where it comes from."""
-    result = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    path = results / f"{name}.json"
+    if name in _published.FIGURES and not path.exists():
+        return f"Not measured yet; `make figures ONLY={name}` does that."
+    result = json.loads(path.read_text(encoding="utf-8"))
     wanted = [pair.split("=", 1) for pair in only.split()]
     rows: list[Row] = [row for row in result["rows"] if all(str(row.get(key)) == value for key, value in wanted)]
     if not rows:
         raise ValueError(f"{name}.json has no row with {only}")
     if view == "source":
-        return f"<sub>{_said(result, _same(rows, [*_WHERE, _RANK]), rows[0])}</sub>"
+        return f"<sub>{_said(name, result, _same(rows, [*_WHERE, _RANK]), rows[0])}</sub>"
     rows, more = _with_losses(rows, results) if view == "cost" else (rows, "")
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = sorted(rows, key=lambda row: (models.index(row.get("model")), row["length"] if row.get("model") else 0))
@@ -383,7 +425,7 @@ def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS
     lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |"]
     lines += ["|" + "".join(" :--- |" if form == "s" else " ---: |" for _, _, form in columns)]
     lines += ["| " + " | ".join(_cell(value(row), form) for _, value, form in columns) + " |" for row in rows]
-    return "\n".join([*lines, "", f"<sub>{_said(result, fixed, rows[0])}{more}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{_said(name, result, fixed, rows[0])}{more}</sub>"])
 
 
 def _same(rows: list[Row], columns: list[Column]) -> list[Column]:

@@ -101,15 +101,19 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
     time.legend(frameon=False, loc="lower right")
     _tokens(time)
 
-    for model, colour in (("A", GREEN), ("B", ORANGE), ("C", BLUE)):
-        line = [row for row in rows["model_loss_query"] if row["model"] == model and row.get("default")]
+    measured = rows.get("small_loss") or rows["model_loss_query"]  # of the repository's models, once that is there
+    names = dict.fromkeys(row["model"] for row in measured)
+    for model, colour in zip(names, (GREEN, ORANGE, BLUE), strict=False):
+        line = [row for row in measured if row["model"] == model and row.get("default")]
         line = sorted(line, key=lambda row: row["length"])
         loss.errorbar(
             [row["length"] for row in line], [row["loss_difference"] for row in line], marker="o", color=colour,
             yerr=[2 * row["loss_difference_sem"] for row in line], capsize=3, label=f"model {model}",
         )  # fmt: skip
     loss.axhline(0, color=GREY, ls="--", lw=1, label="dense")
-    loss.set(ylabel="nats a token", title="Loss minus dense, ± 2 standard errors", ylim=(-0.015, 0.01))
+    loss.set(ylabel="nats a token", title="Loss minus dense, ± 2 standard errors")
+    low, high = loss.get_ylim()
+    loss.set_ylim(min(low, -0.015), max(high, 0.01))
     loss.legend(frameon=False)
     _tokens(loss)
     loss.margins(x=0.12)
@@ -121,6 +125,10 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
         answers.plot(
             [row["length"] for row in line], [100 * row["right"] for row in line], "-o", ms=4, color=colour, label=kind
         )
+    second = [row for row in rows.get("retrieval_2", []) if row["task"] == "all" and row.get("default")]
+    if second := sorted(second, key=lambda row: row["length"]):
+        lengths, right = [row["length"] for row in second], [100 * row["right"] for row in second]
+        answers.plot(lengths, right, "--s", ms=4, color=BLUE, label="S2O, a second model")
     answers.set(ylabel="% right", title="Answers of the retrieval model", ylim=(0, 105))
     answers.legend(frameon=False, loc=(0.02, 0.24))
     _tokens(answers)
@@ -177,7 +185,9 @@ def scaling(rows: dict[str, list[Row]]) -> Any:
 
 
 PICTURES = {
-    "time_and_loss": Picture(("speed_query", "retrieval", "model_loss_query"), time_and_loss),
+    "time_and_loss": Picture(
+        ("speed_query", "retrieval", "retrieval_2", "model_loss_query", "small_loss"), time_and_loss
+    ),
     "methods_A_131072": Picture(("methods",), partial(methods, "A")),
     "methods_B_131072": Picture(("methods",), partial(methods, "B")),
     "scaling": Picture(("scaling",), scaling),

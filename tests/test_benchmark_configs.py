@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import benchmark_modules as benchmark_modules
 import numpy as np
@@ -54,11 +53,10 @@ def test_configs():
     assert [_kinds.described(config, 1000)["default"] for config in (S2OConfig(), configs[0])] == [True, False]
 
 
-def test_a_command_names_no_folder(monkeypatch):
+def test_a_command_names_no_folder():
     words = ["/some/where/model.py", "--models", "A=/x/y.py:../z.npz:w.npy", "--set", "tau=0.1", "--json", "./m.json"]
-    monkeypatch.setattr(sys, "argv", words)
     told = "python benchmarks/model.py --models A=y.py:z.npz:w.npy --set tau=0.1 --json m.json"
-    assert _common._command() == told
+    assert _common.told(words) == told
 
 
 def test_errors_of_rows(rng):

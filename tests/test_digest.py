@@ -6,20 +6,29 @@ import benchmark_modules  # noqa: F401  (finds _digest)
 import pytest
 
 digest = pytest.importorskip("_digest")
+PYTHON = ["call.py", "plan/rounds.py"]
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Of three kernels and a module."""
+    """Of three kernels and some modules."""
     files = {
         "raw_kernels/own.cu": "int a;", "raw_kernels/nsa/one.cu": "int b;",
         "raw_kernels/sm90/two.cuh": "int c; // why\n",
-        "s2o_cupy/call.py": "x = 1\n", "s2o_cupy/tools/tool.py": "y = 1\n", "s2o_cupy/spec.py": "A: int = 1  # one\n",
+        "s2o_cupy/call.py": '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 1\n',
+        "s2o_cupy/plan/rounds.py": "y = 1\n", "s2o_cupy/other.py": "z = 1\n",
+        "s2o_cupy/spec.py": "A: int = 1  # one\n",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    digest.kernels.cache_clear()
+    digest._python.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -29,31 +38,58 @@ def checkout(tmp_path):
         ("raw_kernels/sm90/two.cuh", "int d;", "sm90"),
         ("raw_kernels/own.cu", "int c;", "."),
         ("raw_kernels/nsa/two.cu", "", "nsa"),
-        ("s2o_cupy/call.py", "# one\n\nx = 1\n", ""),
-        ("s2o_cupy/call.py", "x = 2\n", "host"),
-        ("s2o_cupy/spec.py", "A: int = 2\nB = 3\n", "constants host"),
-        ("s2o_cupy/tools/tool.py", "y = 2\n", ""),
+        ("s2o_cupy/call.py", '"""Of\ncalls."""\n# one\n\n\ndef call():\n    """A\n    call."""\n    return 1\n', ""),
+        ("s2o_cupy/call.py", '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 2\n', "python"),
+        ("s2o_cupy/plan/rounds.py", "y = '''text'''\n", "python"),
+        ("s2o_cupy/plan/rounds.py", None, "python"),
+        ("s2o_cupy/other.py", "z = 2\n", ""),
+        ("s2o_cupy/spec.py", "A: int = 2\nB = 3\n", "constants"),
     ],
 )
 def test_what_changes_a_digest(checkout, file, text, changed):
-    """Code of its folder; not comments, blank lines and tools."""
-    before = digest.digests(checkout)
-    assert set(before["kernels"]) == {".", "nsa", "sm90", "constants"}
-    (checkout / file).write_text(text)
-    after = digest.digests(checkout)
+    """Code of a folder of kernels, and of the Python that was loaded; not comments, docstrings and blank lines."""
+    before = digest.digests(checkout, PYTHON)
+    assert set(before["kernels"]) == {".", "nsa", "sm90", "constants"} and before["python"]["files"] == PYTHON
+    if text is None:
+        (checkout / file).unlink()
+    else:
+        (checkout / file).write_text(text)
+    digest.kernels.cache_clear()
+    digest._python.cache_clear()
+    after = digest.digests(checkout, PYTHON)
     names = {name for name in before["kernels"] if before["kernels"][name] != after["kernels"][name]}
-    assert names | ({"host"} if before["host"] != after["host"] else set()) == {*changed.split()}
+    assert names | ({"python"} if before["python"] != after["python"] else set()) == {*changed.split()}
 
 
-def test_what_has_become_of_a_result_s_kernels():
+def test_the_python_that_was_loaded():
+    import s2o_cupy.api.attention
+    import s2o_cupy.tools.patterns  # noqa: F401
+
+    found = digest.digests()["python"]["files"]
+    assert {"__init__.py", "api/attention.py", "spec.py"} <= {*found}
+    assert not [name for name in found if name.startswith("tools/")]
+    assert found == sorted(found) and all((digest.ROOT / "s2o_cupy" / name).exists() for name in found)
+
+
+def test_other_processes_of_a_run_add_what_they_loaded(monkeypatch):
+    monkeypatch.setattr(digest, "_loaded_elsewhere", set())
+    digest.add_loaded(["integrations/jax.py"])
+    assert "integrations/jax.py" in digest.digests()["python"]["files"]
+
+
+def test_what_has_become_of_a_result_s_kernels(monkeypatch):
     """NSA has a folder of its own, on which nothing else depends, and does not depend on all others."""
-    now = {"kernels": {"nsa": "1", "sm90": "2", "tail": "3"}}
+    now = {"nsa": "1", "sm90": "2", "tail": "3"}
+    monkeypatch.setattr(digest, "kernels", lambda root: now)
     of_s2o, of_nsa = {"command": "python benchmarks/speed.py"}, {"command": "python benchmarks/nsa.py --json a.json"}
+    known = {"files": ["spec.py"], "digest": digest.python(["spec.py"])}
 
-    def since(result, **changed):
-        return digest.since(result | {"kernels": now["kernels"] | changed}, now)
+    def since(result, python=known, **changed):
+        return digest.since(result | {"kernels": now | changed, "python": python})
 
     assert since(of_s2o) == since(of_nsa) == since(of_s2o, nsa="0") == since(of_nsa, tail="0") == ""
     for changed in (since(of_s2o, sm90="0"), since(of_nsa, sm90="0"), since(of_nsa, nsa="0"), since(of_s2o, new="4")):
         assert changed == "kernels have changed since"
-    assert digest.since(of_s2o, now) == "its kernels were not recorded"
+    assert digest.since(of_s2o) == "its kernels were not recorded"
+    assert since(of_s2o, python=None) == "its Python was not recorded"
+    assert since(of_s2o, python=known | {"digest": "0"}) == "the Python around its kernels has changed since"

@@ -431,6 +431,9 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
         assert table("speed", view)[0].startswith("| ")
     with pytest.raises(ValueError, match="has no row with length=1"):
         table("speed", "time", "length=1")
+    assert figures.table("retrieval_2", "answers", results=tmp_path) == (
+        "Not measured yet; `make figures ONLY=retrieval_2` does that."
+    )
     with pytest.raises(FileNotFoundError):  # nothing stands for figures that do not exist
         figures.render("<!-- figures:none -->\n<!-- /figures -->", tmp_path)
     wide = {key: i for i, key in enumerate(("input", "heads", "kv_heads", "head_dim", "length", "rank"))}

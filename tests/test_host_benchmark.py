@@ -65,14 +65,18 @@ def test_the_first_process_counts_for_nothing(monkeypatch, tmp_path):
     def run(command, check, stdout):
         script, *options = command[1:]
         (path,) = (x.removeprefix("--json=") for x in options if x.startswith("--json="))
-        Path(path).write_text(json.dumps({"rows": rows_of_a_process(60 - len(started))}))
+        result = {"rows": rows_of_a_process(60 - len(started)), "python": {"files": ["integrations/jax.py"]}}
+        Path(path).write_text(json.dumps(result))
         started.append((Path(script).name, options))
 
+    loaded: set[str] = set()
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(host._digest, "add_loaded", loaded.update)
     monkeypatch.setattr(host._common, "check_device", lambda parser, args: setattr(args, "device", "cuda"))
     monkeypatch.setattr(host._common, "provenance", lambda device: {})
     monkeypatch.setattr("sys.argv", ["host.py", "--heads", "4", "--json", str(tmp_path / "x.json")])
     host.main()
+    assert loaded == {"integrations/jax.py"}
     assert len(started) == 4 and {name for name, _ in started} == {"host.py"}
     assert all({"--heads=4", "--processes=0", "--tokens=4096"} <= set(options) for _, options in started)
     row = json.loads((tmp_path / "x.json").read_text())["rows"][0]

@@ -182,7 +182,7 @@ def arguments(tmp_path, **others):
     given = {
         "seed": 0, "device": "cpu", "minutes": 0.02, "start": None, "shares": None, "rate": 1e-3, "workers": 0,
         "compile": False, "tell": 0.05, "out": str(tmp_path / "weights.npz"), "hidden": 32, "layers": 2,
-        "intermediate": 48,
+        "intermediate": 48, "head_dim": 64,
     }  # fmt: skip
     return argparse.Namespace(**given | others)
 
@@ -248,9 +248,10 @@ def test_weights_come_back_from_bytes(train, tmp_path):
             assert ((back - weight).abs() <= weight.abs().amax(1, keepdim=True) * (0.501 / 127 + 0.004)).all()
 
 
-def test_it_is_a_llama(train):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_is_a_llama(train, head_dim):
     """transformers' gives the same logits; so does a Llama compiled, or where that fails."""
-    weights = train.network.initial(train.texts.VOCABULARY, 64, 3, 96, 0)
+    weights = train.network.initial(train.texts.VOCABULARY, 64, 3, 96, 0, head_dim)
     made = train.texts.made(np.random.default_rng(0), 1, 400, 0.5)
     ids = torch.from_numpy(made.ids).long()
     positions = torch.arange(400)[None] + 100_000
@@ -261,17 +262,15 @@ def test_it_is_a_llama(train):
     assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
-def test_first_heads_look_back(train):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_first_heads_look_back(train, head_dim):
     """Those of the first layer at the token 1, 2, 3 or 4 before, wherever they are."""
     network = train.network
-    weights = network.initial(train.texts.VOCABULARY, 256, 1, 64, 0)
+    weights = network.initial(train.texts.VOCABULARY, 256, 1, 64, 0, head_dim)
     ids = torch.from_numpy(train.texts.prose(np.random.default_rng(0), 300)).long()
-    x = network.norm(weights["model.embed_tokens.weight"][ids], torch.ones(256))
-    cos, sin = network.rotary(torch.arange(300)[None] + 50_000, torch.float32)
-    part = lambda name: weights[f"model.layers.0.self_attn.{name}_proj.weight"]  # noqa: E731
-    heads = lambda name: (x @ part(name).T).view(1, 300, -1, network.HEAD_DIM).transpose(1, 2)  # noqa: E731
-    q, k = network.rotated(heads("q"), cos, sin), network.rotated(heads("k"), cos, sin)
-    scores = (q[0] @ k[0].repeat_interleave(network.HEADS // network.KV_HEADS, 0).transpose(1, 2)) / 8
+    q, k, _ = network.qkv_by_layer(weights, ids[None], torch.float32)[0]
+    group = network.HEADS // network.KV_HEADS
+    scores = (q[0] @ k[0].repeat_interleave(group, 0).transpose(1, 2)) / head_dim**0.5
     likeliest = scores.masked_fill(torch.ones(300, 300).triu(1).bool(), -np.inf).argmax(-1)  # [heads, 300]
     back = torch.arange(300) - likeliest
     assert [back[head, 10:].mode().values.item() for head in range(network.HEADS)] == [1, 2, 3, 4, 1, 2, 3, 4]
@@ -288,6 +287,23 @@ def test_weights_with_norms_of_heads_are_qwen3s(train):
     del weights["model.layers.0.self_attn.k_norm.weight"]
     with pytest.raises(ValueError, match="not those of a Llama or Qwen3; missing .*k_norm"):
         _small_llama.load(train.loader, weights)
+
+
+def test_q_k_and_v_to_time_calls_on(train, tmp_path, monkeypatch):
+    """32 query heads over 8 KV heads of head_dim 128, of a model by the same script."""
+    program = _sources.module_of(str(FOLDER / "retrieval_128.py"))
+    monkeypatch.setattr(program, "WEIGHTS", tmp_path / "retrieval_128.npz")
+    with pytest.raises(ValueError, match="retrieval_128.npz: there is none in build/figures; `make figures` trains it"):
+        program.qkv_32_8(1024)
+    weights = train.network.initial(train.texts.VOCABULARY, 64, 4, 96, 0, 128)
+    train.loader.store(str(program.WEIGHTS), weights)
+    q, k, v = (x.float().cpu() for x in program.qkv_32_8(1024))
+    assert q.shape == (1, 32, 1024, 128) and k.shape == v.shape == (1, 8, 1024, 128)
+    ids = torch.from_numpy(train.texts.prompt(1024, program.SEED).ids.astype(np.int64))
+    stored = train.loader.on_cpu(str(program.WEIGHTS))
+    last = train.network.qkv_by_layer(stored, ids, torch.float32)[3]
+    for x, part, heads in zip((q, k, v), last, (8, 2, 2), strict=True):
+        torch.testing.assert_close(x[:, -heads:], part, rtol=0.05, atol=0.05)
 
 
 # ---------------------------------------------------------------- the weights that come with it

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
@@ -24,7 +23,6 @@ import network  # noqa: E402
 import numpy as np  # noqa: E402
 import texts  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 
 from s2o_cupy import inputs  # noqa: E402
 
@@ -32,24 +30,12 @@ LENGTH, QUERIES = 16384, 1024
 LAYER, KV_HEAD = 2, 0  # two of its four query heads look for single places, far away
 BITS = 7
 
-Tensor = Any  # torch.Tensor
-
 
 def attention_inputs(ids: np.ndarray, layer: int = LAYER) -> list[np.ndarray]:
     """q [rows, heads, length, head_dim], k and v [rows, kv_heads, length, head_dim] of one layer, float32, for ids
     [rows, length]."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def one_layer(x: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], matrices: list[Tensor]) -> Tensor:
-        h = network.norm(x, norms[0])
-        heads = [F.linear(h, w).view(*ids.shape, -1, network.HEAD_DIM).transpose(1, 2) for w in matrices[:3]]
-        found.append((network.rotated(heads[0], cos, sin), network.rotated(heads[1], cos, sin), heads[2]))
-        return network.layer(x, cos, sin, norms, matrices)
-
     weights, rows = loader.on_cpu(str(FOLDER / "weights.npz")), torch.from_numpy(ids.astype(np.int64))
-    with torch.no_grad():
-        network.hidden_states(weights, rows, torch.arange(ids.shape[1])[None], torch.float32, one_layer)
-    return [x.numpy() for x in found[layer]]
+    return [x.numpy() for x in network.qkv_by_layer(weights, rows, torch.float32)[layer]]
 
 
 def rounded(x: np.ndarray, bits: int = BITS) -> np.ndarray:

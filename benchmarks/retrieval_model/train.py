@@ -3,15 +3,16 @@
 
     python benchmarks/retrieval_model/train.py --out weights.npz --minutes 8
 
-A Llama of 4 layers, 8 query heads over 2 KV heads, head_dim 64, that finds what statements said up to 131,072 tokens
-before a question (`texts`). Texts grow from 128 tokens to 131,072; where they are short, positions jump in between, so
-that heads learn to look far from the start. --minutes is what all stages share. A stage ends before its time once
-nearly all of its answers are right, and takes up to as much again where few are. The weights so far are written at the
-end of each stage, and every minute.
+By default a Llama of 4 layers, 8 query heads over 2 KV heads, head_dim 64, that finds what statements said up to
+131,072 tokens before a question (`texts`). Texts grow from 128 tokens to 131,072; where they are short, positions jump
+in between, so that heads learn to look far from the start. --minutes is what all stages share. A stage ends before its
+time once nearly all of its answers are right, and takes up to as much again where few are. The weights so far are
+written at the end of each stage, and every minute.
 
     python benchmarks/retrieval_model/train.py --start weights.npz --shares 0,0,0,0,0.4,0.6 --minutes 4
 
-goes on from there, with the long texts alone. Needs PyTorch and NumPy.
+goes on from there, with the long texts alone. --seed, --layers, --hidden, --intermediate and --head-dim give another
+model. Needs PyTorch and NumPy.
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ def train(args: argparse.Namespace, stages: Sequence[Stage] = ()) -> dict[str, T
     if args.start:
         weights = {name: x.float() for name, x in loader.load(args.start).items()}
     else:
-        weights = network.initial(texts.VOCABULARY, args.hidden, args.layers, args.intermediate, args.seed)
+        weights = network.initial(
+            texts.VOCABULARY, args.hidden, args.layers, args.intermediate, args.seed, args.head_dim
+        )
     weights = {name: x.to(args.device) for name, x in weights.items()}
     print(f"{sum(x.numel() for x in weights.values()) / 1e6:.2f} million weights", flush=True)
     training = Training(args, weights, dtype, compiled() if args.compile else network.layer)
@@ -246,7 +249,11 @@ def evaluate(path: str, device: str, lengths: tuple[int, ...] = LENGTHS, prompts
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(HERE / "weights.npz"), help="the file to write (default: the one here)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the texts")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256, help="default: 256")
+    parser.add_argument("--intermediate", type=int, default=640, help="default: 640")
+    parser.add_argument("--head-dim", type=int, default=network.HEAD_DIM, help=f"default: {network.HEAD_DIM}")
     parser.add_argument("--minutes", type=float, default=8, help="of training, which the stages share (default: 8)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--start", help="weights to go on from (default: random ones)")
@@ -257,7 +264,6 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile a layer with torch.compile")
     parser.add_argument("--tell", type=float, default=5, help="seconds between lines (default: 5)")
     parser.add_argument("--evaluate", action="store_true", help="only score the weights of --out")
-    parser.set_defaults(hidden=256, layers=4, intermediate=640)
     args = parser.parse_args()
     if args.shares and len(args.shares) != len(STAGES):
         parser.error(f"--shares: accepted: {len(STAGES)} numbers")

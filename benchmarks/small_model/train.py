@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the small model of this folder on a CPU, on the text that comes with Python itself.
+"""Train the small model of this folder, on a CPU unless --device says so, on the text that comes with Python itself.
 
     python benchmarks/small_model/train.py --out weights.npz
 
@@ -91,14 +91,14 @@ def stages(text: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[np.ndar
             yield batch(text, rng, rows, length, random)
 
 
-def train(text: np.ndarray, seed: int = 0) -> Any:
+def train(text: np.ndarray, seed: int = 0, device: str = "cpu") -> Any:
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
     config = LlamaConfig(
         **SIZES, rope_parameters=rope, rms_norm_eps=1e-5, max_position_embeddings=POSITIONS, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=None, initializer_range=0.05,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
+    model = LlamaForCausalLM(config).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
     total = sum(stage[0] for stage in STAGES)
     begin = time.monotonic()
@@ -107,7 +107,7 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
         rate = min(1.0, step / 50, (total - step) / (total - STAGES[0][0]))
         for group in optimizer.param_groups:
             group["lr"] = RATE * max(rate, 0.02)
-        ids, positions, copies = map(torch.from_numpy, arrays)
+        ids, positions, copies = (torch.from_numpy(x).to(device) for x in arrays)
         # A mask of its own: positions that jump would otherwise be read as sequences packed one behind the other.
         hidden = model.model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
         logits = model.lm_head(hidden.last_hidden_state[:, :-1])  # [rows, length - 1, 256]
@@ -124,15 +124,17 @@ def train(text: np.ndarray, seed: int = 0) -> Any:
             )
             told = f"{new:.3f} nats a byte of text, {known:.3f} of its copies, {random:.3f} of copies of random bytes"
             print(f"{step:5} of {total}, {time.monotonic() - begin:5.0f} s: {told}", flush=True)
-    return model.eval()
+    return model.eval().cpu()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(HERE / "weights.npz"), help="the file to write (default: the one here)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="default: cpu, half an hour; cuda takes minutes")
     args = parser.parse_args()
-    model = train(np.frombuffer(docstrings(pathlib.Path(sysconfig.get_path("stdlib"))), np.uint8), args.seed)
+    text = docstrings(pathlib.Path(sysconfig.get_path("stdlib")))
+    model = train(np.frombuffer(text, np.uint8), args.seed, args.device)
     weights = {name: x.detach().half().numpy() for name, x in model.named_parameters()}
     np.savez_compressed(args.out, **weights)
     print(f"{args.out}: {pathlib.Path(args.out).stat().st_size / 1e6:.2f} MB")

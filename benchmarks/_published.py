@@ -1,0 +1,236 @@
+"""Every measured figure of README.md and docs: the file in benchmarks/results that it is drawn from, the command that
+makes it from a clone, and how long that takes. `benchmarks/figures.py` runs these commands, which is `make figures`.
+
+A command is one of a script in benchmarks, without --json, from the root of a clone. Its inputs are files of the clone,
+or models that `TRAINED` says how to make. What needs others is named in `ELSEWHERE`, and cannot be made from a clone.
+Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _digest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+STALE = RESULTS / "stale.txt"  # names of figures that are allowed to be older than what they time
+
+
+class Trained(NamedTuple):
+    """A model that a script of the repository trains, into ``file``."""
+
+    file: str
+    command: str
+    minutes: float  # of one H200, about
+    what: str
+
+
+class Figure(NamedTuple):
+    """``minutes``: of one H200, about, as expected and not measured. ``needs``: names in `TRAINED`."""
+
+    command: str
+    minutes: float
+    needs: tuple[str, ...] = ()
+    gpus: int = 1
+
+
+class Elsewhere(NamedTuple):
+    """A figure of inputs that are not in the repository, and the one of the repository's models that shall replace it:
+    once that is measured, this one's file and tables go."""
+
+    inputs: str
+    instead: str = ""
+
+
+TRAIN = "benchmarks/retrieval_model/train.py"
+TRAINED = {
+    "retrieval_128": Trained(
+        "build/figures/retrieval_128.npz",
+        f"{TRAIN} --out build/figures/retrieval_128.npz --seed 1 --head-dim 128 --minutes 10", 11,
+        "a retrieval model with head_dim 128, whose q, k and v calls are timed on",
+    ),
+    "second_retrieval": Trained(
+        "build/figures/retrieval_2.npz",
+        f"{TRAIN} --out build/figures/retrieval_2.npz --seed 2 --layers 5 --hidden 320 --intermediate 768 "
+        "--head-dim 128 --minutes 15", 16,
+        "a second retrieval model, of another shape, that nothing is chosen on: measured last, with the default alone",
+    ),
+    "small_1": Trained(
+        "build/figures/small_1.npz",
+        "benchmarks/small_model/train.py --out build/figures/small_1.npz --seed 1 --device cuda", 3,
+        "a second small model of language",
+    ),
+}  # fmt: skip
+
+_CALLS = "--input benchmarks/retrieval_model/retrieval_128.py"
+_OF_CALLS = ("retrieval_128",)
+_SMALL = "benchmarks/small_model"
+_BOTH = (
+    f"--models small={_SMALL}/loader.py:{_SMALL}/weights.npz:{_SMALL}/text.npz,"
+    f"small_1={_SMALL}/loader.py:build/figures/small_1.npz:{_SMALL}/text.npz --copy-ids 24 --baselines cudnn"
+)
+_SPEED = "benchmarks/speed.py --baselines cudnn"
+
+FIGURES = {
+    # Calls: time beside dense attention, with the error.
+    "speed_query": Figure(
+        f"{_SPEED} {_CALLS} --lengths 131072,65536,32768,16384,8192 --orders query,weight --error --memory "
+        "--repeats 10", 3, _OF_CALLS,
+    ),
+    "speed_trace": Figure(
+        f"{_SPEED} {_CALLS} --lengths 131072,65536,32768,16384,8192,4096,2048 --orders weight,mean --error --memory",
+        4, _OF_CALLS,
+    ),
+    "speed_density": Figure(
+        f"{_SPEED} {_CALLS} --lengths 131072 --taus 0.02,0.008,0.0018 --orders mean --workspace-mib 896 --error "
+        "--memory --repeats 4", 2, _OF_CALLS,
+    ),
+    "speed_tau0": Figure(
+        f"{_SPEED} {_CALLS} --lengths 16384,131072 --taus 0 --orders mean --error --repeats 4", 2, _OF_CALLS
+    ),
+    "speed_gather": Figure(
+        f"{_SPEED} {_CALLS} --lengths 131072 --taus 0 --orders mean --dense-up-to 0 --error --repeats 3", 2, _OF_CALLS
+    ),
+    "speed_portable": Figure(
+        f"{_SPEED} {_CALLS} --lengths 32768,131072 --orders query --path portable --error --repeats 6", 2, _OF_CALLS
+    ),
+    "quality_trace": Figure(
+        f"{_SPEED} {_CALLS} --lengths 131072 --taus 0.02,0.01,0.008,0.005,0.003 --orders mean,weight --tail none "
+        "--error --repeats 4", 4, _OF_CALLS,
+    ),
+    "speed_random_order": Figure(
+        f"{_SPEED} --lengths 131072 --random-order 0.05,0.1,0.3 --orders mean --repeats 5", 2
+    ),
+    "speed_heads": Figure(
+        f"{_SPEED} --lengths 32768 --head-counts 32:8,8:2,64:8 --head-dims 64,128 --orders mean --random-order 0.3 "
+        "--repeats 5", 2,
+    ),
+    "speed_head_dims": Figure(
+        "benchmarks/speed.py --baselines cudnn,flash2 --lengths 32768 --head-counts 16:8 --head-dims 80,96,256 "
+        "--orders mean --taus 0 --error --repeats 9", 2,
+    ),
+    "speed_head_dim_256": Figure(
+        f"{_SPEED} --lengths 32768 --head-counts 16:8 --head-dims 256 --random-order 0.05,0.1,0.3 --orders mean "
+        "--repeats 9", 1,
+    ),
+    "quality_patterns": Figure(
+        "benchmarks/quality.py --input patterns --lengths 32768 --taus 0.01 --orders mean,query --repeats 3 "
+        "--baselines cudnn", 2,
+    ),
+    "scaling": Figure(
+        "benchmarks/scaling.py --taus 0.01 --errors 0.06 --orders query --lengths 8192,32768,131072,524288,1048576 "
+        "--repeats 2 --limit-s 5 --baselines cudnn", 6,
+    ),
+    "nsa": Figure("benchmarks/nsa.py --lengths 16384,65536 --groups 1,2,4,8", 1),
+    "lists": Figure("benchmarks/lists.py --lengths 131072 --densities 0.05,0.1,0.3 --repeats 9", 2),
+    # Ways to call.
+    "paged": Figure(
+        f"benchmarks/serving.py {_CALLS} --parts paged --page-sizes 1,16,32,64,256 --taus 0.05 --repeats 9 "
+        "--baselines cudnn", 2, _OF_CALLS,
+    ),
+    "serving": Figure(
+        f"benchmarks/serving.py {_CALLS} --parts chunked,packed --taus 0.05 --repeats 5 --baselines cudnn",
+        4, _OF_CALLS,
+    ),
+    "ragged": Figure("benchmarks/ragged.py", 1),
+    "host": Figure("benchmarks/host.py", 3),
+    "many_gpus": Figure(
+        "benchmarks/many_gpus.py --ranks 2 --repeats 9 --lengths 131072,262144,524288,1048576", 4, gpus=2
+    ),
+    # Models: what is lost, answered and saved.
+    "retrieval": Figure(
+        "benchmarks/tasks.py --retrieval --lengths 32768,65536,131072 --samples 4 --repeats 2 --baselines cudnn "
+        "--method meanpooling --set rank=weight,tail=none", 3,
+    ),
+    "small_loss": Figure(
+        f"benchmarks/model.py {_BOTH} --lengths 32768,65536,131072 --set rank=weight,tail=none --set tail=none "
+        "--set tau=0.01 --repeats 3", 5, ("small_1",),
+    ),
+    "small_methods": Figure(f"benchmarks/methods.py {_BOTH} --lengths 131072 --repeats 1", 6, ("small_1",)),
+    "small_tuned": Figure(
+        "benchmarks/model.py --small --lengths 65536 --baselines cudnn --tune loss=0.005 --parts loss,time "
+        "--repeats 3", 5,
+    ),
+    "small_asked": Figure(
+        f"benchmarks/model.py {_BOTH} --lengths 16384,131072 --parts error --error-rows 4096 --set error=0.02 "
+        "--set error=0.05 --set error=0.1", 5, ("small_1",),
+    ),
+    # Last, with the default alone.
+    "retrieval_2": Figure(
+        "benchmarks/tasks.py --retrieval --weights build/figures/retrieval_2.npz --lengths 32768,65536,131072 "
+        "--samples 4 --repeats 2 --baselines cudnn --alone", 4, ("second_retrieval",),
+    ),
+}  # fmt: skip
+
+_A_TO_C = "models A, B and C and their texts"
+_SMOLLM2 = "SmolLM2-135M-Instruct, and a book of prose"
+ELSEWHERE = {
+    "model_loss_query": Elsewhere(_A_TO_C, "small_loss"),
+    "model_loss": Elsewhere(_A_TO_C, "small_loss"),
+    "model_loss_mean_keys": Elsewhere(_A_TO_C, "small_loss"),
+    "model_tail": Elsewhere(_A_TO_C, "small_loss"),
+    "methods": Elsewhere(_A_TO_C, "small_methods"),
+    "methods_public": Elsewhere(_A_TO_C, "small_methods"),
+    "asked_error": Elsewhere(_A_TO_C, "small_asked"),
+    "tune_A": Elsewhere(_A_TO_C, "small_tuned"),
+    "tune_B": Elsewhere(_A_TO_C, "small_tuned"),
+    "pretrained": Elsewhere(_SMOLLM2),
+    "pretrained_tasks": Elsewhere(_SMOLLM2),
+}
+
+# What the notebook keeps of something that was tried: on no other page, and not made again.
+NOTEBOOK = ("error_estimates", "int8", "speed_tail")
+
+
+def names() -> list[str]:
+    """Of all figures of README.md and docs, those first that `make figures` makes."""
+    return [*FIGURES, *ELSEWHERE]
+
+
+def without_folders(text: str) -> str:
+    """Also of NAME=FILE:FILE."""
+    return re.sub(r"[^=:,]*/", "", text)
+
+
+def told(words: Iterable[str]) -> str:
+    """A command as a result keeps it: as from the root of a checkout, and without other folders."""
+    script, *arguments = words
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *map(without_folders, arguments)])
+
+
+def result_of(name: str, results: Path = RESULTS) -> dict[str, Any]:
+    """Nothing where it is not measured yet."""
+    path = results / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def why_stale(name: str, results: Path = RESULTS, root: Path = ROOT) -> str:
+    """Why a figure is not what its command gives now, in words; nothing if it may be."""
+    result = result_of(name, results)
+    if not result:
+        return "not measured yet"
+    if changed := _digest.since(result, root):
+        return changed
+    if name in FIGURES:
+        command = told([*shlex.split(FIGURES[name].command), "--json", f"{name}.json"])
+        if result.get("command") != command:
+            return f"measured by another command: {result.get('command')}"
+    return ""
+
+
+def stale(results: Path = RESULTS) -> dict[str, str]:
+    """Names of stale figures, and why they are."""
+    return {name: why for name in names() if (why := why_stale(name, results))}
+
+
+def allowed(path: Path = STALE) -> list[str]:
+    """Names of figures that may be stale."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [line for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,272 @@
+"""The list of measured figures (benchmarks/_published.py) and what makes them (benchmarks/figures.py, `make figures`):
+every result is in the list, every command is one that its script takes, pages show nothing else, and what is older than
+the code it times is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_modules import BENCHMARKS
+
+import _published  # isort: skip
+import figures  # isort: skip
+
+ROOT = BENCHMARKS.parent
+# How many figures are of inputs that are not in the repository, and how many may be stale. These numbers only go down.
+MOST_ELSEWHERE, MOST_STALE = 11, 37
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDS_TORCH = {"speed", "lists", "nsa", "host", "many_gpus"}
+WITH_CUPY = NEEDS_TORCH - {"many_gpus"}
+# Scripts that measure an error, loss or answers in every run, or that the output has the same bits as another call's;
+# and those that time what has none.
+JUDGED = {"quality", "scaling", "serving", "ragged", "lists", "many_gpus", "methods", "tasks"}
+WITHOUT_ERROR = {"host": "the host's time alone", "nsa": "a rate on random input, of which no error is asked"}
+
+pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs a source checkout")
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- the list
+
+
+def test_results_are_those_of_the_list():
+    """No file is left over, none is missing without being told, and no figure is there twice."""
+    there = {path.stem for path in _published.RESULTS.glob("*.json")}
+    listed = [*_published.names(), *_published.NOTEBOOK]
+    assert len(listed) == len(set(listed)) and not {*listed} & {*_published.TRAINED}
+    assert there <= {*listed}, "results that benchmarks/_published.py does not list"
+    missing = {*listed} - there
+    assert all(_published.why_stale(name) == "not measured yet" for name in missing)
+    assert missing <= {*_published.FIGURES}, "only what `make figures` makes may be not measured yet"
+
+
+def test_pages_show_figures_of_the_list():
+    for page in PAGES:
+        shown = set(re.findall(r"<!-- figures:([\w-]+)", text_of(page)))
+        assert shown <= {*_published.names()}, page.name
+        linked = set(re.findall(r"results/([\w-]+)\.json", text_of(page)))
+        of_notebook = {*_published.NOTEBOOK} if page.parent.name == "notebook" else set()
+        assert linked <= {*_published.names()} | of_notebook, page.name
+
+
+def test_every_figure_is_shown():
+    for name in _published.names():
+        assert figures.readers(name), f"{name}: no page shows it"
+
+
+@pytest.mark.parametrize("name", _published.FIGURES)
+def test_commands_are_those_that_scripts_take(name, monkeypatch, tmp_path):
+    """With inputs of the clone, or of models that the list says how to train."""
+    script, *arguments = shlex.split(_published.FIGURES[name].command)
+    assert not {"--json", "--plot"} & {*arguments}
+    module = Path(script).stem
+    if module in NEEDS_TORCH:
+        pytest.importorskip("torch")
+    if module in WITH_CUPY:
+        pytest.importorskip("cupy")
+    for file in re.findall(r"[\w/]+\.(?:py|npz|npy)", " ".join(arguments)):
+        made = [x for x, model in _published.TRAINED.items() if model.file == file]
+        assert made or (ROOT / file).is_file(), file
+        assert {*made} <= {*_published.FIGURES[name].needs}
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    found = importlib.import_module(module)
+    monkeypatch.setattr("_common.has_gpu", lambda: True)
+    if module == "many_gpus":
+        monkeypatch.setattr(found.torch.cuda, "device_count", lambda: _published.FIGURES[name].gpus)
+    args = found.parse([*arguments, "--json", f"{name}.json"])
+    assert args.json == f"{name}.json"
+
+
+@pytest.mark.parametrize("name", _published.TRAINED)
+def test_what_is_trained_is_trained_by_the_script(name):
+    model = _published.TRAINED[name]
+    script, *arguments = shlex.split(model.command)
+    source = text_of(ROOT / script)
+    for option in re.findall(r"--[\w-]+", model.command):
+        assert f'"{option}"' in source, option
+    assert arguments[arguments.index("--out") + 1] == model.file
+    assert any(name in figure.needs for figure in _published.FIGURES.values())
+
+
+def test_no_speed_without_its_error_loss_or_answers():
+    for name, figure in _published.FIGURES.items():
+        script, *arguments = shlex.split(figure.command)
+        module = Path(script).stem
+        judged = module in JUDGED or module in WITHOUT_ERROR or "--error" in arguments
+        judged |= "--random-order" in arguments  # orders drawn at random: a rate, whatever is left out
+        if module == "model":
+            parts = arguments[arguments.index("--parts") + 1] if "--parts" in arguments else "loss"
+            judged |= bool({"loss", "error"} & {*parts.split(",")})
+        assert judged, name
+
+
+def test_the_second_model_is_looked_at_last_and_by_default_alone():
+    last = [*_published.FIGURES][-1]
+    command = shlex.split(_published.FIGURES[last].command)
+    assert last == "retrieval_2" and "--alone" in command and not {"--set", "--base", "--method"} & {*command}
+    shapes = [set(_published.TRAINED[x].command.split()) for x in ("second_retrieval", "retrieval_128")]
+    assert "--layers" in shapes[0] - shapes[1] and "2" in shapes[0] and "1" in shapes[1]  # another seed and shape
+    users = [name for name, figure in _published.FIGURES.items() if "second_retrieval" in figure.needs]
+    assert users == ["retrieval_2"]
+
+
+# ---------------------------------------------------------------- what is older than the code
+
+
+def test_stale_figures_are_named():
+    """Those of the stored list, which only gets shorter."""
+    stale, allowed = _published.stale(), _published.allowed()
+    told = "\n".join(f"{name}: {why}" for name, why in stale.items())
+    print(f"{len(stale)} stale figures, of at most {MOST_STALE}:\n{told}")
+    assert not {*stale} - {*allowed}, f"older than what they time; `make figures FIGURES_ARGS=--stale`:\n{told}"
+    assert not {*allowed} - {*stale}, "no longer stale: take them out of benchmarks/results/stale.txt"
+    assert len(allowed) == len({*allowed}) <= MOST_STALE
+
+
+def test_inputs_that_are_not_in_the_repository_are_counted():
+    """Each with the figure that takes its place, but for a pretrained model's."""
+    elsewhere = _published.ELSEWHERE
+    print(f"{len(elsewhere)} figures of inputs that are not in the repository, of at most {MOST_ELSEWHERE}")
+    assert len(elsewhere) <= MOST_ELSEWHERE, f"figures that `make figures` cannot make: {', '.join(elsewhere)}"
+    assert {other.instead for other in elsewhere.values()} <= {"", *_published.FIGURES}
+    for page in PAGES:
+        for name, shown in re.findall(r"<!-- figures:([\w-]+).*?-->(.*?)<!-- /figures", text_of(page), re.DOTALL):
+            own = shown.partition("; losses: ")[0]  # those beside a call are of another figure
+            assert ("its inputs are not in the repository" in own) == (name in elsewhere), (page.name, name)
+
+
+def test_why_a_figure_is_stale(tmp_path, monkeypatch):
+    command = _published.FIGURES["host"].command
+    name, path = "host", tmp_path / "host.json"
+    assert _published.why_stale(name, tmp_path) == "not measured yet"
+    monkeypatch.setattr(_published._digest, "since", lambda result, root: result["since"])
+    about = {"since": "", "command": f"python {command} --json host.json"}
+    for more, why in (
+        ({}, ""),
+        ({"since": "kernels have changed since"}, "kernels have changed since"),
+        ({"command": "python benchmarks/host.py --turns 3 --json host.json"}, "measured by another command: "),
+    ):
+        path.write_text(json.dumps(about | more))
+        found = _published.why_stale(name, tmp_path)
+        assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_a_command_is_told_as_results_keep_it():
+    words = shlex.split(_published.FIGURES["small_methods"].command)
+    assert _published.told(words).startswith(
+        "python benchmarks/methods.py --models small=loader.py:weights.npz:text.npz,small_1=loader.py:small_1.npz:"
+    )
+
+
+def test_numbers_of_the_readme():
+    """Those typed in sentences are those of the files."""
+    readme = " ".join(text_of(ROOT / "README.md").split())
+    calls = [row for row in _published.result_of("speed_query")["rows"] if row["length"] == 131072]
+    ratio = {row["rank"]: row["s2o_ms"] / row["cudnn_ms"] for row in calls}
+    answers = [x for x in _published.result_of("retrieval")["rows"] if x["task"] == "all" and x["attention"] == "s2o"]
+    right = {row["rank"]: row["right"] for row in answers if row["length"] == 131072}
+    query, weight = (f"{100 * right[rank]:.0f} %" for rank in ("query", "weight"))
+    assert f"{ratio['query']:.2f} of cuDNN's at 128K tokens; right answers of the retrieval model, {query}" in readme
+    assert f"{ratio['weight']:.2f} of cuDNN's time at 128K tokens, and {weight} of the answers" in readme
+
+
+# ---------------------------------------------------------------- what makes them
+
+
+def run(*arguments):
+    command = [sys.executable, str(BENCHMARKS / "figures.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_plan_needs_no_gpu(monkeypatch, tmp_path):
+    done = run("--dry-run", "--only", "speed_query,retrieval_2,host", "--train")
+    assert done.returncode == 0
+    names = re.findall(r"^ *[\d.]+ min  (\w+)$", done.stdout, re.MULTILINE)
+    assert names == ["retrieval_128", "speed_query", "host", "second_retrieval", "retrieval_2"]
+    assert "--json build/figures/speed_query.json" in done.stdout and "min in all on one H200" in done.stdout
+    assert "retrieval_128" in run("--list").stdout
+    done = run("--check")
+    assert done.returncode == int(bool(_published.stale())) and "inputs that are not in the repository" in done.stdout
+
+
+def test_refused(monkeypatch, capsys):
+    assert "its inputs are not in the repository" in run("--only", "pretrained").stderr
+    assert "--only: none; accepted: speed_query" in run("--only", "none").stderr
+    monkeypatch.setattr(figures, "gpus", lambda: 0)
+    assert figures.main(["--only", "host"]) == 2
+    assert "no usable GPU: an NVIDIA GPU, PyTorch with CUDA and CuPy are needed" in capsys.readouterr().err
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """An empty one, in whose place a script writes what it was called with."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, pathlib\n"
+        "into = pathlib.Path(sys.argv[-1])\n"
+        "'bad' in sys.argv and sys.exit(3)\n"
+        "'none' in sys.argv or into.write_text('{\"made\": true}')\n"
+    )
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "stale.txt").write_text("# why\nfirst\nsecond\nthird\n")
+    made = {
+        "first": _published.Figure("script.py", 1, ("model",)), "second": _published.Figure("script.py bad", 2),
+        "third": _published.Figure("script.py none", 1), "fourth": _published.Figure("script.py", 1, gpus=2),
+        "fifth": _published.Figure("script.py", 1, ("failing",)),
+    }  # fmt: skip
+    models = {
+        "model": _published.Trained("build/figures/model", "script.py --out build/figures/model", 3, "one"),
+        "failing": _published.Trained("build/figures/failing", "script.py bad --out build/figures/failing", 3, "one"),
+    }
+    for module in (_published, figures):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "FIGURES", made)
+        monkeypatch.setattr(module, "TRAINED", models)
+    monkeypatch.setattr(figures, "MADE", tmp_path / "build" / "figures")
+    monkeypatch.setattr(_published, "RESULTS", results)
+    monkeypatch.setattr(_published, "STALE", results / "stale.txt")
+    monkeypatch.setattr(_published, "stale", lambda: dict.fromkeys(("second", "third", "fourth", "fifth"), "why"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "figures.py").write_text("open('drawn', 'w').close()\n")
+    return tmp_path
+
+
+def test_what_is_made_and_what_failed(clone, monkeypatch, capfd):
+    """It goes on after a failure, a result is put in its place once it is whole, and the end says what failed."""
+    monkeypatch.setattr(figures, "gpus", lambda: 1)
+    assert figures.main([]) == 1
+    out, err = capfd.readouterr()
+    assert "needs 2 GPUs: left out" in out and "12 min in all" in out and "figures: 2 of 7 steps done" in out
+    assert out.index("1 of 7, model") < out.index("2 of 7, first")
+    assert [line.removeprefix("figures: ") for line in err.splitlines() if line.startswith("figures: ")] == [
+        "second: ended with 3", "third: wrote no result", "fourth: needs 2 GPUs, and there are 1",
+        "failing: ended with 3", "fifth: needs failing, whose training failed",
+    ]  # fmt: skip
+    assert [path.name for path in (clone / "results").glob("*.json")] == ["first.json"]
+    assert (clone / "drawn").exists()
+    assert (clone / "results" / "stale.txt").read_text() == "# why\nsecond\nthird\n"
+    assert [step.name for step in figures.steps(["first"])] == ["first"]  # the model is there by now
+    assert [step.name for step in figures.steps(["first"], train=True)] == ["model", "first"]
+
+
+def test_an_interrupt_ends_it(clone, monkeypatch, capfd):
+    def interrupted(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "gpus", lambda: 2)
+    monkeypatch.setattr(figures, "run", interrupted)
+    assert figures.main(["--only", "fourth,second"]) == 1
+    assert "second: interrupted" in capfd.readouterr().err and (clone / "drawn").exists()
