@@ -1,0 +1,357 @@
+"""Real servers on one GPU, with their own attention and with S2O: time to the first token, prompts at once, answers.
+
+    python benchmarks/server.py --model 8b --lengths 16384,65536,131072 --many 4096,8192,16384,32768 --json server.json
+    python benchmarks/server.py --model retrieval --parts answers --lengths 65536,131072
+    python benchmarks/server.py --server sglang --model 8b
+
+Starts a server by the command lines of docs/servers.md, asks it over HTTP, and stops it; by default one with its own
+attention and one with S2O at the same time, half of the memory each, so that they are asked in turns. Vllm or SGLang
+must be installed; s2o_cupy is this checkout's, where its entry points are found.
+
+--model: 8b, of Llama-3.1-8B's shape, whose weights the server makes up; retrieval, that of benchmarks/retrieval_model;
+or a folder. Made-up weights give attention that is nearly even, of which S2O visits about 1 / tau key tiles of each
+query tile; --density says how many that is, of the last chunk of each length.
+
+one: seconds from sending a prompt of random tokens to its first token, median of --repeats, after one that warms up.
+many: all of --many sent at once: prompt tokens a second until the last has its first token.
+decode: milliseconds for each further token, after a short prompt and after a long one.
+answers: of the retrieval model's texts, by one request a text: of each token of an answer, whether it was the likeliest
+one (`prompt_logprobs`), as `benchmarks/tasks.py --retrieval` counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import _common
+import numpy as np
+
+from s2o_cupy.tools.progress import progress
+
+Row = dict[str, Any]
+PARTS = ("one", "many", "decode", "answers")
+MODELS = pathlib.Path("build/server")
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 140_000,
+    "vocab_size": 128_256, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+SHORT = 1000  # tokens of the prompt that decoding starts from
+DECODED = 64  # tokens, of which the time of one is a share
+COLUMNS: list[_common.Column] = [
+    ("part", "part", "s"),
+    ("tokens", "length", ",d"),
+    ("prompts", "prompts", "d"),
+    ("attention", "attention", "s"),
+    ("density", "density", ".4f"),
+    ("seconds", "seconds", ".3f"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+    ("ms a token", "token_ms", ".2f"),
+    ("its own / it", "speedup", ".3f"),
+    ("right tokens", "right_tokens", ".4f"),
+    ("right", "right", ".4f"),
+    ("of", "answers", "d"),
+]
+
+
+# ---------------------------------------------------------------- models
+
+
+def model_folder(name: str) -> pathlib.Path:
+    """A folder as Hugging Face's from_pretrained reads it."""
+    if name not in ("8b", "retrieval"):
+        return pathlib.Path(name)
+    folder = MODELS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "8b":
+        (folder / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
+    else:
+        save_retrieval_model(folder)
+    return folder
+
+
+def save_retrieval_model(folder: pathlib.Path) -> None:
+    import _retrieval
+    import _small_llama
+    import _sources
+    import torch
+
+    loader = _sources.module_of(str(_retrieval.FOLDER / "loader.py"))
+    weights = {name: x.to(torch.bfloat16) for name, x in loader.on_cpu(str(_retrieval.WEIGHTS)).items()}
+    model = _small_llama.load(loader, weights)
+    model.config.max_position_embeddings = 1 << 18
+    model.save_pretrained(folder)
+
+
+def vocabulary(folder: pathlib.Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+# ---------------------------------------------------------------- servers
+
+
+def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
+        "--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager", "--port", str(port),
+        "--max-model-len", str(args.longest), "--max-num-batched-tokens", str(args.chunk), "--max-num-seqs", "16",
+        "--no-enable-prefix-caching", "--gpu-memory-utilization", str(args.memory), "--shutdown-timeout", "20",
+    ]  # fmt: skip
+    if attention == "s2o":
+        command += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"s2o": args.config})]
+    return [*command, *(["--load-format", "dummy"] if args.model == "8b" else [])]
+
+
+def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "m",
+        "--skip-tokenizer-init", "--dtype", "bfloat16", "--disable-cuda-graph", "--port", str(port),
+        "--context-length", str(args.longest), "--chunked-prefill-size", str(args.chunk),
+        "--max-running-requests", "16", "--disable-radix-cache", "--mem-fraction-static", str(args.memory),
+    ]  # fmt: skip
+    if attention == "s2o":
+        command += ["--prefill-attention-backend", "s2o"]
+    return [*command, *(["--load-format", "dummy"] if args.model == "8b" else [])]
+
+
+COMMANDS: dict[str, Callable[..., list[str]]] = {"vllm": vllm_command, "sglang": sglang_command}
+
+
+class Server:
+    """One that has been started, and answers."""
+
+    def __init__(self, args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> None:
+        self.args, self.attention, self.port = args, attention, port
+        self.log = MODELS / f"{args.server}_{attention}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        if args.server == "sglang" and attention == "s2o":
+            environment["S2O_CONFIG"] = json.dumps(args.config)
+        command = [*COMMANDS[args.server](args, folder, attention, port), *args.more]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        end = time.monotonic() + self.args.start_timeout
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
+                return
+            time.sleep(0.5)
+        tail = self.log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"{self.args.server} with {self.attention} attention did not start; {self.log} ends:\n{tail}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(40)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ask(self, ids: Sequence[int], tokens: int = 1, **more: Any) -> tuple[float, Mapping[str, Any]]:
+        """Seconds until all of an answer's tokens are there, and the answer."""
+        body = {
+            "model": "m", "prompt": [int(x) for x in ids], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        } | more  # fmt: skip
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        began = time.perf_counter()
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                found = answer.read()
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{self.attention}: {error}: {error.read()[:500]!r}") from error
+        return time.perf_counter() - began, json.loads(found)
+
+
+@contextlib.contextmanager
+def servers(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[list[Server]]:
+    """All of --attentions, at the same time."""
+    started: list[Server] = []
+    try:
+        for i, attention in enumerate(args.attentions):
+            if i:  # a server measures the memory that is free when it starts
+                started[-1].wait()
+            started.append(Server(args, folder, attention, args.port + i))
+        started[-1].wait()
+        yield started
+    finally:
+        for server in started:
+            server.stop()
+
+
+# ---------------------------------------------------------------- parts
+
+
+def in_turns(running: Sequence[Server], repeats: int, seconds: Callable[[Server], float]) -> list[float]:
+    """Of each server the median, after one that warms up."""
+    times = [[seconds(server) for server in running] for _ in range(repeats + 1)][1:]
+    return [statistics.median(of) for of in zip(*times, strict=True)]
+
+
+def rows_of(running: Sequence[Server], seconds: Sequence[float], **common: Any) -> list[Row]:
+    return [
+        {**common, "attention": server.attention, "seconds": x, "speedup": seconds[0] / x}
+        for server, x in zip(running, seconds, strict=True)
+    ]
+
+
+def one(running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for length in args.lengths:
+        step(f"one prompt of {length:,}")
+        seconds = in_turns(running, args.repeats, lambda server, n=length: server.ask(ids[:n])[0])
+        rows += rows_of(running, seconds, part="one", length=length, prompts=1)
+    return rows
+
+
+def many(
+    running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
+) -> list[Row]:
+    step(f"{len(args.many)} prompts at once")
+
+    def seconds(server: Server) -> float:
+        began = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(len(args.many)) as pool:
+            list(pool.map(lambda i: server.ask(np.roll(ids, i)[: args.many[i]]), range(len(args.many))))
+        return time.perf_counter() - began
+
+    total = sum(args.many)
+    rows = rows_of(running, in_turns(running, args.repeats, seconds), part="many", length=total, prompts=len(args.many))
+    return [row | {"tokens_per_s": total / row["seconds"]} for row in rows]
+
+
+def decode(
+    running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
+) -> list[Row]:
+    rows = []
+    for length in (SHORT, min(args.lengths)):
+        step(f"decoding after {length:,}")
+
+        def seconds(server: Server, n: int = length) -> float:
+            return server.ask(ids[:n], DECODED + 1)[0] - server.ask(ids[:n])[0]
+
+        found = rows_of(running, in_turns(running, args.repeats, seconds), part="decode", length=length, prompts=1)
+        rows += [row | {"token_ms": row["seconds"] / DECODED * 1e3} for row in found]
+    return rows
+
+
+def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: Callable[[str], None]) -> list[Row]:
+    import _retrieval
+
+    rows = []
+    for length in args.lengths:
+        texts = _retrieval.prompts(length, args.samples, args.seed)
+        for server in running:
+            step(f"answers in {length:,} tokens: {server.attention}")
+            right: list[np.ndarray] = []
+            for text in texts:
+                question, ids = text.question[0], text.ids[0]
+                _, found = server.ask(ids, prompt_logprobs=0)
+                logprobs = found["choices"][0]["prompt_logprobs"]
+                hit = np.array([at > 0 and logprobs[at][str(ids[at])]["rank"] == 1 for at in range(length)])
+                right += [hit[question == n + 1] for n in range(len(text.kinds))]
+            rows.append({
+                "part": "answers", "length": length, "prompts": len(texts), "attention": server.attention,
+                "right_tokens": float(np.concatenate(right).mean()), "right": float(np.mean([x.all() for x in right])),
+                "answers": len(right),
+            })  # fmt: skip
+    return rows
+
+
+def densities(args: argparse.Namespace) -> dict[int, float]:
+    """Of the last chunk of each length with attention that is even."""
+    import cupy
+
+    from s2o_cupy import S2OConfig, s2o_attention
+
+    config = S2OConfig(**{name: x for name, x in args.config.items() if name != "min_seqlen"})
+    found = {}
+    for length in args.lengths:
+        q, k, v = (cupy.random.randn(1, n, x, 128).astype("float16") / 64
+                   for n, x in ((4, min(args.chunk, length)), (1, length), (1, length)))  # fmt: skip
+        found[length] = s2o_attention(q, k, v, config=config, return_stats=True)[1].density
+    cupy.get_default_memory_pool().free_all_blocks()
+    return found
+
+
+# ---------------------------------------------------------------- command
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", choices=tuple(COMMANDS), default="vllm")
+    parser.add_argument("--model", default="8b", help="8b, retrieval or a folder (default: %(default)s)")
+    parser.add_argument("--parts", type=_common.names, help="default: one,many,decode; of retrieval answers")
+    parser.add_argument("--attentions", type=_common.names, default=["own", "s2o"], help="default: own,s2o")
+    parser.add_argument("--config", type=json.loads, default={}, help='of S2O, as JSON: {"tau": 0.01}')
+    parser.add_argument("--lengths", type=_common.integers, default=[16_384, 65_536, 131_072])
+    parser.add_argument(
+        "--many", type=_common.integers, default=[4096, 4096, 8192, 8192, 16_384, 16_384, 32_768, 40_960]
+    )
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a pass of the server (default: %(default)s)")
+    parser.add_argument("--memory", type=float, help="share of the GPU's of each server (default: 0.9 of it in all)")
+    parser.add_argument("--samples", type=int, default=2, help="texts of answers, of each length")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--density", action="store_true", help="of S2O where attention is even")
+    parser.add_argument("--port", type=int, default=8011)
+    parser.add_argument("--start-timeout", type=float, default=300, help="seconds (default: %(default)s)")
+    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("more", nargs="*", help="further arguments of the server, behind --")
+    args = parser.parse_args(argv)
+    args.parts = args.parts or (["answers"] if args.model == "retrieval" else ["one", "many", "decode"])
+    if wrong := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(wrong))}; accepted: {', '.join(PARTS)}")
+    if wrong := set(args.attentions) - {"own", "s2o"}:
+        parser.error(f"--attentions: {', '.join(sorted(wrong))}; accepted: own, s2o")
+    args.memory = args.memory or round(0.9 / len(args.attentions), 3)
+    args.longest = max(*args.lengths, *args.many) + 2 * DECODED
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    folder = model_folder(args.model)
+    ids = np.random.default_rng(args.seed).integers(vocabulary(folder), size=args.longest)
+    done, rows = itertools.count(), []
+    found = densities(args) if args.density else {}
+    with progress("server") as report:
+        step = lambda what: report(next(done), 2 + len(args.parts) * len(args.lengths), what)  # noqa: E731
+        step("start")
+        with servers(args, folder) as running:
+            for part in args.parts:
+                rows += {"one": one, "many": many, "decode": decode, "answers": answers}[part](running, args, ids, step)
+                rows = [
+                    row | {"density": found.get(row["length"])} if row["attention"] == "s2o" else row for row in rows
+                ]
+                _common.write_result(args, rows)
+    print(_common.table(rows, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
