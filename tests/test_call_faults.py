@@ -28,17 +28,15 @@ import test_method_faults
 from conftest import has_gpu, has_hopper
 from gpu_cases import DTYPES, Case
 from listed_calls import wrong_by_random_lists
-from packs import bits
 from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
 
-from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, selected_attention, selected_attention_backward
+from s2o_cupy import S2OConfig, s2o_attention, selected_attention, selected_attention_backward
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
 from s2o_cupy.plan import collecting, launch_plan
 from s2o_cupy.plan.error_search import sampled
 from s2o_cupy.reference import nsa, nsa_backward
 from s2o_cupy.reference.error_taus import error_taus
-from s2o_cupy.reference.fp8 import from_e4m3
 from s2o_cupy.selection.catalogue import kernels_for
 
 # ---------------------------------------------------------------- what a call gives otherwise than it must
@@ -141,33 +139,6 @@ def of_packed_pages(path: str, page_size: int, dense_up_to: int = 1000) -> list[
     return sanitize.ragged_differing(sanitize.ragged_on(path, dense_up_to), 128, page_size, "NHD")
 
 
-def of_fp8_pages(packed: bool) -> list[str]:
-    """Random bytes in pages, NaN among the values of some columns: as with what they stand for in 16-bit pages."""
-    import cupy
-
-    rng = np.random.default_rng(0)
-    lengths_k, table = [70, 90], rng.permutation(12).astype(np.int32).reshape(2, 6)
-    codes = rng.integers(0, 256, (2, 12, 16, 2, 64)).astype(np.uint8)
-    codes[codes & 127 == 127] = 0
-    codes[1, ..., :7] |= 127
-    scales = np.array([[0.5, 0.25], [1.0, 0.125]], np.float32)
-    heads = lambda x, of: from_e4m3(x.swapaxes(1, 2), of, np.float16).swapaxes(1, 2)  # noqa: E731
-    wide = [np.ascontiguousarray(heads(x, of)) for x, of in zip(codes, scales, strict=True)]
-    q = rng.standard_normal((80, 4, 64) if packed else (2, 4, 40, 64)).astype(np.float16)
-    config = S2OConfig(path="portable", dense_up_to=1000, segment=64, block_m=64, block_n=64)
-    options: dict[str, Any] = {"seqlen_k": lengths_k, "config": config, "return_lse": True}
-    if packed:
-        options["cu_seqlens_q"] = [0, 40, 80]
-    q, table, k_scale, v_scale = map(cupy.asarray, (q, table, *scales))
-    found = s2o_attention_paged(
-        q, *map(cupy.asarray, codes), table, k_scale=k_scale, v_scale=v_scale, **options
-    )
-    expected = s2o_attention_paged(q, *map(cupy.asarray, wide), table, **options)
-    return [
-        name for name, x, y in zip(("o", "lse"), found, expected, strict=True) if not np.array_equal(bits(x), bits(y))
-    ]  # fmt: skip
-
-
 def collecting_few(check: Callable[[], list[str]]) -> list[str]:
     """With pages that are copied to arrays though queries are few."""
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +159,7 @@ GATHERED, WHOLE_ROWS = partial(of_pages, PAGED, "hopper", 1), partial(of_pages, 
 PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), partial(of_packed_pages, "hopper", 16)
 COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
 COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
-FP8, PACKED_FP8 = partial(of_fp8_pages, packed=False), partial(of_fp8_pages, packed=True)
+FP8 = partial(sanitize.fp8_differing, sanitize.ragged_on("portable", 100))  # a sequence takes a turn, others do not
 LISTS, LISTS_HOPPER = (partial(wrong_by_random_lists, LISTED, path, 64) for path in ("portable", "hopper"))
 SKIPS, SKIPS_HOPPER = (
     partial(wrong_by_random_lists, LISTED, path, 1, value_skip=-1.0) for path in ("portable", "hopper")
@@ -294,9 +265,9 @@ FAULTS = [
     Fault("fp8_pages", "what is no number is one", "return magnitude == 0x7fu ? __int_as_float(0x7fffffff) : x;",
           "return x;", FP8),
     Fault("packed_fp8_pages", "keys are those before them", "key - first_key[n]);",
-          "max(key - first_key[n] - 1, 0));", PACKED_FP8),
+          "max(key - first_key[n] - 1, 0));", FP8),
     Fault("packed_fp8_pages", "values have the scale of keys", "scaled<Element>(value[i], p.v_scale.of(kv_head[i]));",
-          "scaled<Element>(value[i], p.k_scale.of(kv_head[i]));", PACKED_FP8),
+          "scaled<Element>(value[i], p.k_scale.of(kv_head[i]));", FP8),
     Fault("pass2_listed", "all tiles have the first one's list", "of_segment * p.tiles + tile : of_segment;",
           "of_segment * p.tiles : of_segment;", LISTS),
     Fault("pass2_listed", "a list's last key is not read", "listed = p.lists.keys[list(p)];",

@@ -13,7 +13,7 @@ from packs import bits, starts
 from pages import paged, random_table
 from ragged_pages import in_pages
 
-from s2o_cupy import MeanPoolingConfig, S2OConfig, s2o_attention, s2o_attention_paged, sparse_attention_paged
+from s2o_cupy import MeanPoolingConfig, S2OConfig, diff, s2o_attention, s2o_attention_paged, sparse_attention_paged
 from s2o_cupy.arrays.operand import Layout, Operand, Paging, Scale
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launches import launches, workspace
@@ -21,6 +21,7 @@ from s2o_cupy.problem import Problem
 from s2o_cupy.reference.fp8 import from_e4m3
 from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.tools.diff_fp8 import fp8_cache
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -43,30 +44,32 @@ def as_given(device: Device, scale: Any) -> Any:
 
 def assert_bits_of_16(
     device: Device, q: Any, k: Any, v: Any, rng: Any, page_size: int = 16, layout: Any = "NHD",
-    scales: tuple[Any, Any] = (0.5, 0.25), **options: Any,
+    scales: tuple[Any, Any] = (0.5, 0.25), **given_options: Any,
 ) -> Any:  # fmt: skip
     """A call on pages of 8 bits, one on 16-bit pages and one on arrays with the same values; what it gave, and its
     arrays."""
-    options = {"config": device.config, "return_lse": True, "return_stats": True} | options
+    options: dict[str, Any] = {"config": device.config, "return_lse": True, "return_stats": True} | given_options
     q = device.xp.asarray(q.astype(device.dtype))
     eights = [quantized(x, scale) for x, scale in zip((k, v), scales, strict=True)]
     values = [from_e4m3(x, np.array(s, np.float32), device.dtype) for x, s in zip(eights, scales, strict=True)]
     lengths = [k.shape[2]] * len(k)
     table, pages = random_table(rng, lengths, page_size)
     of = lambda x: paged(x, table, pages, page_size, layout, lengths)  # noqa: E731
-    caches, wide = [on_device(device, of(x)) for x in eights], [device.xp.asarray(of(x)) for x in values]
+    k_pages, v_pages = (on_device(device, of(x)) for x in eights)
+    k_wide, v_wide, *arrays = map(device.xp.asarray, (*map(of, values), *values))
     table = device.xp.asarray(table)
     given = dict(zip(("k_scale", "v_scale"), (as_given(device, s) for s in scales), strict=True))
     out = device.poisoned(q.shape)
-    found = s2o_attention_paged(q, *caches, table, seqlen_k=k.shape[2], layout=layout, out=out, **given, **options)
+    on_pages: dict[str, Any] = {"seqlen_k": k.shape[2], "layout": layout, **options}
+    found = s2o_attention_paged(q, k_pages, v_pages, table, out=out, **given, **on_pages)
     assert found[0] is out
-    of_pages = s2o_attention_paged(q, *wide, table, seqlen_k=k.shape[2], layout=layout, **options)
-    of_arrays = s2o_attention(q, *map(device.xp.asarray, values), **options)
+    of_pages = s2o_attention_paged(q, k_wide, v_wide, table, **on_pages)
+    of_arrays = s2o_attention(q, arrays[0], arrays[1], **options)
     for other in (of_pages, of_arrays):
         for x, y in ((found[0], other[0]), (found[1], other[1]), (found[2].visited, other[2].visited)):
             np.testing.assert_array_equal(bits(x), bits(y))
     assert (found[2].path, found[2].density) == (of_arrays[2].path, of_arrays[2].density)
-    return found, (q, *caches, table), given
+    return found, (q, k_pages, v_pages, table), given
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -233,12 +236,12 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (OTHERS["float8_e5m2"], TypeError, "k_pages is float8_e5m2, v_pages float8_e5m2; accepted: float32 as q, float8"),
-        (OTHERS["float8_e4m3fnuz"] | {"k_scale": 1.0}, TypeError, "k_pages is float8_e4m3fnuz.*; accepted: float32 as q"),
+        (OTHERS["float8_e5m2"], TypeError, "k_pages is float8_e5m2, with k_pages .*; accepted: float32 as q, float8_"),
+        (OTHERS["float8_e4m3fnuz"] | {"k_scale": 1.0}, TypeError, "k_pages is float8_e4m3fnuz, .*; accepted: float32"),
         (BYTES, TypeError, "k_pages is uint8.*; accepted: .* as uint8 with k_scale and v_scale"),
-        ({"k_pages": WIDE["k_pages"]}, TypeError, "v_pages is float8_e4m3fn, k_pages float32; accepted: .*same for both"),
-        (BYTES | {"k_pages": WIDE["k_pages"], "k_scale": 1.0}, TypeError, "v_pages is uint8, k_pages float32; accepted"),
-        (WIDE | {"k_scale": 1.0}, ValueError, "k_scale is given, but k_pages is float32; accepted: scales of a cache of"),
+        ({"k_pages": WIDE["k_pages"]}, TypeError, "v_pages is .*4m3fn, with k_pages float32 and .*; accepted: .*both"),
+        (BYTES | {"k_pages": WIDE["k_pages"], "k_scale": 1.0}, TypeError, "v_pages is uint8, with k_pages float32 and"),
+        (WIDE | {"k_scale": 1.0}, ValueError, "k_scale is given, but k_pages is float32; accepted: scales of a cache"),
         (WIDE | {"v_scale": 1.0}, ValueError, "v_scale is given, but k_pages is float32"),
         ({"q": zeros(2, 4, 30, 64, dtype=E4M3)}, TypeError, "q, k and v are float8_e4m3fn; accepted"),
         ({"k_scale": 0.0}, ValueError, "k_scale is 0.0; accepted: a finite number above 0"),
@@ -246,7 +249,7 @@ OTHERS = {
         ({"v_scale": float("nan")}, ValueError, "v_scale is nan; accepted"),
         ({"v_scale": True}, TypeError, "v_scale is a bool; accepted"),
         ({"v_scale": [1.0, 1.0]}, TypeError, "v_scale is a list; accepted"),
-        ({"v_scale": zeros(2, dtype=np.float64)}, TypeError, "v_scale is float64; accepted: a number, or an array of f"),
+        ({"v_scale": zeros(2, dtype=np.float64)}, TypeError, "v_scale is float64; accepted: a number, or an array of "),
         ({"k_scale": zeros(3)}, ValueError, r"k_scale has shape \(3,\); accepted: .* kv_heads, \(2,\)"),
         ({"k_scale": zeros(2, 1)}, ValueError, r"k_scale has shape \(2, 1\); accepted"),
     ],
@@ -385,3 +388,34 @@ def on_path(path: str) -> Device:
         pytest.skip("needs compute capability 9.0")
     config = SMALL_HOPPER if path == "hopper" else replace(SMALL, path=path)
     return Device("cuda", np.dtype(ml_dtypes.bfloat16), config)
+
+
+# ---------------------------------------------------------------- diff
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_what_diff_has_read(rng, dtype):
+    """Rounded to the nearest, each head by its own scale, and in pages all over."""
+    k, v = (rng.standard_normal((2, 2, 150, 64)).astype(dtype) for _ in range(2))
+    k[:, 1] *= 10
+    v[1, 0, 3, 5] = np.nan
+    cache = fp8_cache(k, v)
+    for x, pages, scale, values in zip((k, v), cache.pages, cache.scales, cache.values, strict=True):
+        eights = (x.astype(np.float32) / scale[:, None, None]).astype(E4M3)
+        codes = np.stack([pages[table].reshape(-1, 2, 64)[:150].swapaxes(0, 1) for table in cache.table])
+        codes[codes == 255] = 127
+        np.testing.assert_array_equal(codes, eights.view(np.uint8) & np.where(np.isnan(eights), 127, 255))
+        expected = (eights.astype(np.float32) * scale[:, None, None]).astype(dtype)
+        np.testing.assert_array_equal(values.astype(np.float32), expected.astype(np.float32))
+    assert cache.scales[0][1] > 5 * cache.scales[0][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["portable", "hopper"])
+@pytest.mark.parametrize("rank", ["query", "weight"])
+def test_diff(qkv, path, rank):
+    device = on_path(path)
+    q, k, v = (x.astype(device.dtype) for x in qkv(300, 700, batch=2, heads=4, kv_heads=2, head_dim=128))
+    report = diff(q, k, v, replace(device.config, rank=rank), fp8=True)
+    assert report.ok, report.table()
+    assert report.rows[0].stage == "fp8 pages" and report.rows[0].compared == 2 * k.size

@@ -78,7 +78,7 @@ def s2o_attention_paged(
     stream: Any = None,
     backend: str = "auto",
 ) -> Any:
-    """`s2o_attention` to keys and values in a paged cache, read where they lie.
+    """`s2o_attention` to keys and values in a paged cache, read where they lie but for those of 8 bits.
 
     The result is, bit for bit, that of `s2o_attention` to the same keys and values in one array, on the same ``path``.
 
@@ -142,13 +142,23 @@ def s2o_attention_paged(
     >>> cu_seqlens_q = [0, 100, 130]
     >>> s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=[300, 317], cu_seqlens_q=cu_seqlens_q).shape
     (130, 4, 64)
+
+    A cache of 8 bits:
+
+    >>> import ml_dtypes
+    >>> k_pages, v_pages = ((x / 0.5).astype(ml_dtypes.float8_e4m3fn) for x in (k_pages, v_pages))
+    >>> s2o_attention_paged(
+    ...     q, k_pages, v_pages, page_table, seqlen_k=[300, 317], cu_seqlens_q=cu_seqlens_q, k_scale=0.5, v_scale=0.5
+    ... ).shape
+    (130, 4, 64)
     """
     config = parse_config(config, tau)
     parsed = {"k_scale": parse_scale("k_scale", k_scale), "v_scale": parse_scale("v_scale", v_scale)}
     arrays = {name: x for name, x in parsed.items() if not isinstance(x, float)}
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table, **arrays}
     call = Call(inputs, backend, stream, out)
-    fp8 = is_fp8_cache(*call.infos[:3], k_scale, v_scale)
+    of_q, of_k, of_v = call.infos[:3]
+    fp8 = is_fp8_cache(of_q, of_k, of_v, k_scale, v_scale)
     starts_q = None if cu_seqlens_q is None else parse_starts("cu_seqlens_q", cu_seqlens_q)
     batch = paged(
         tuple([x.form for x in call.infos[:4]]), starts_q, parse_lengths("seqlen_k", seqlen_k),
@@ -162,7 +172,7 @@ def s2o_attention_paged(
             "accepted: one length for all sequences, or cu_seqlens_q, with which each has statistics of its own"
         )
     if not call.host:
-        check_rows(call.infos[1], call.infos[2])
+        check_rows(of_k, of_v)
     scales = None
     if fp8:
         k, v = (x if isinstance(x, float) else None for x in parsed.values())

@@ -46,14 +46,13 @@ def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: 
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         if x.dtype == "uint8" or x.dtype.startswith("float8"):
             raise ArgumentTypeError(
-                f"{name} is {x.dtype}, {'k' if name == 'v_pages' else 'v'}_pages "
-                f"{(k_pages if name == 'v_pages' else v_pages).dtype}; accepted: {q.dtype} as q, {FP8}, or its bytes as "
-                "uint8 with k_scale and v_scale, the same for both"
+                f"{name} is {x.dtype}, with k_pages {k_pages.dtype} and v_pages {v_pages.dtype}; accepted: {q.dtype} "
+                f"as q, {FP8}, or its bytes as uint8 with k_scale and v_scale, the same for both"
             )
     if given:
         raise ArgumentValueError(
-            f"{given[0]} is given, but k_pages is {k_pages.dtype}; accepted: scales of a cache of {FP8}, or of its bytes "
-            "as uint8"
+            f"{given[0]} is given, but k_pages is {k_pages.dtype}; accepted: scales of a cache of {FP8}, or of its "
+            "bytes as uint8"
         )
     return False
 
@@ -64,5 +63,6 @@ def check_scales(arrays: dict[str, ArrayInfo], kv_heads: int) -> None:
             raise ArgumentTypeError(f"{name} is {x.dtype}; accepted: a number, or an array of float32")
         if x.shape not in ((), (1,), (kv_heads,)):
             raise ArgumentValueError(
-                f"{name} has shape {tuple(x.shape)}; accepted: a number, or an array of one or of kv_heads, ({kv_heads},)"
+                f"{name} has shape {tuple(x.shape)}; accepted: a number, or an array of one or of kv_heads, "
+                f"({kv_heads},)"
             )

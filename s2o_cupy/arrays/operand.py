@@ -82,8 +82,8 @@ class Operand(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What the 8-bit keys of a cache, or its values, are multiplied by: ``value``, or where ``pointer`` is not 0 float32
-    numbers on the GPU."""
+    """What the 8-bit keys of a cache, or its values, are multiplied by: ``value``, or where ``pointer`` is not 0
+    float32 numbers on the GPU."""
 
     value: float = 1.0
     pointer: int = 0

@@ -65,9 +65,8 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
 
 class PackedPass:
     """A prepared launch. ``problem``: of one query and one key. ``compact``: as each sequence alone is. ``collects``:
-    where pass 1 would gather rows of pages, keys and values are copied to arrays first, as they always are of a cache of
-    8 bits. ``plan``: of each sequence, but
-    for its lengths."""
+    where pass 1 would gather rows of pages, keys and values are copied to arrays first, as those of 8 bits always
+    are. ``plan``: of each sequence, but for its lengths."""
 
     def __init__(
         self, problem: Problem, config: S2OConfig, device: int, compact: bool, layout: Layout, collects: bool
@@ -76,7 +75,8 @@ class PackedPass:
         operands = of_arrays.operands(problem)  # of a cache too the strides alone are read
         aligned, paging = layout.is_aligned(operands), layout.paging
         self.config, self.is_fp8 = config, layout.is_fp8
-        make = functools.partial(make_plan, problem, config, device_limits(device), aligned, compact, fp8=layout.is_fp8)
+        given = (problem, config, device_limits(device), aligned, compact)
+        make = functools.partial(make_plan, *given, fp8=layout.is_fp8)
         self.plan = make(layout.page_size)
         self.kernel = packed_pass1(self.plan)
         self.collector: PageCollector | None = None

@@ -18,7 +18,9 @@ from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, config_of, read_settings
 from .fallbacks import CallCounts, Kinds
 
-__all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "scales_of", "why_not_shape"]
+__all__ = [
+    "Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "scales_of", "why_not_shape",
+]  # fmt: skip
 
 Tensor = Any  # torch.Tensor
 

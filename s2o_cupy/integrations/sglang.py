@@ -139,8 +139,8 @@ class _Prefill:
         if save_kv_cache and k is not None:
             swa_loc = getattr(backend.forward_metadata, "swa_out_cache_loc", None)
             at = KVWriteLoc.for_layer(batch, layer, swa_loc=swa_loc)
-            of_cache = (k, v) if layer.k_scale is None else (k.clone(), v.clone())  # which it divides in place
-            pool.set_kv_buffer(layer, at, *of_cache, layer.k_scale, layer.v_scale)
+            new = [x if x is None or layer.k_scale is None else x.clone() for x in (k, v)]  # it divides them in place
+            pool.set_kv_buffer(layer, at, *new, layer.k_scale, layer.v_scale)
         if plan.page_table is None:
             self._prepare(plan)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [tokens, heads, head_dim]

@@ -15,8 +15,10 @@ from ..spec import S2OConfig
 from .kernels import Family, Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_ROWS, FP8_PAGES, MAX_CHUNKS
 
-__all__ = ["COLLECT_PAIRS", "COLLECT_PACKED_PAGES", "PACKED_FP8_PAGES", "fp8_kernels", "most_collected_keys",
-           "repays_collecting"]  # fmt: skip
+__all__ = [
+    "COLLECT_PAIRS", "COLLECT_PACKED_PAGES", "PACKED_FP8_PAGES", "fp8_kernels", "most_collected_keys",
+    "repays_collecting",
+]  # fmt: skip
 
 COLLECT_PACKED_PAGES = Kernel(
     Family("collect_packed_pages", "collect_pages.cu", "CollectPackedPagesParams", 256, 4)

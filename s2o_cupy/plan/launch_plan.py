@@ -146,8 +146,8 @@ def make_plan(
     if (paged or fp8) and not aligned:
         raise ArgumentValueError(
             "a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
-            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do (of 8-bit pages on 8 bytes), in "
-            "multiples of 8 elements"
+            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do (of an fp8 cache on 8 "
+            "bytes), in multiples of 8 elements"
         )
     if fp8:
         check_fp8_keys(problem)
