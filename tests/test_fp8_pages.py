@@ -116,16 +116,17 @@ def test_scales(device, qkv, rng, scales):
         np.testing.assert_array_equal(bits(o), bits(found[0]))
 
 
-def test_a_cache_of_other_strides(device, qkv, rng):
-    """Keys and values side by side, a stride of pages with room to spare, one scale of every other number."""
-    q, k, v = (x.astype(device.dtype) for x in qkv(200, 300, heads=4, kv_heads=2))
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_a_cache_of_other_strides(device, qkv, rng, head_dim):
+    """Keys and values side by side, where values may start on 8 bytes, and every other one of some scales."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(200, 300, heads=4, kv_heads=2, head_dim=head_dim))
     table, pages = random_table(rng, [300], 16)
     eights = [paged(quantized(x, 1.0), table, pages, 16, "HND", [300]) for x in (k, v)]
-    both = device.xp.asarray(np.concatenate(eights, axis=-1).view(np.uint8))  # [pages, kv_heads, 16, 128]
+    both = device.xp.asarray(np.concatenate(eights, axis=-1).view(np.uint8))  # [pages, kv_heads, 16, 2 * head_dim]
     scales = device.xp.asarray(np.array([1, 9, 2, 9], np.float32))[::2]
     q, table = device.xp.asarray(q), device.xp.asarray(table)
     options = {"seqlen_k": 300, "config": device.config, "layout": "HND"}
-    o = s2o_attention_paged(q, both[..., :64], both[..., 64:], table, k_scale=scales, v_scale=scales, **options)
+    o = s2o_attention_paged(q, both[..., :head_dim], both[..., head_dim:], table, k_scale=scales, v_scale=scales, **options)
     values = [from_e4m3(quantized(x, 1.0), np.array([1, 2]), device.dtype) for x in (k, v)]
     expected = s2o_attention(q, *map(device.xp.asarray, values), config=device.config)
     np.testing.assert_array_equal(bits(o), bits(expected))

@@ -318,6 +318,7 @@ def test_layers_that_are_not_s2os(ready, changes, options, kind, caplog):
     (said,) = [x for x in caplog.records if f"of the kind '{kind}'" in x.message]
     assert "SGLang's own attention takes" in said.message
 
+
 class Fp8Pool:
     """What another pool holds, in 8 bits."""
 

@@ -355,6 +355,7 @@ def test_a_cache_of_another_dtype(engine, monkeypatch):
     engine.run(served, cache.half(), engine.builder().build(0, engine.common(served, table)), impl)
     assert engine.plugin.counts.calls["cache dtype"] == 3
 
+
 @pytest.mark.parametrize("engine", ["pretended"], indirect=True)
 @pytest.mark.parametrize("of_heads", [False, True])
 @pytest.mark.parametrize("queries", ["16 bits", "8 bits"])

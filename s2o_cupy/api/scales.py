@@ -39,6 +39,8 @@ def _checked(name: str, x: float) -> float:
 
 def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: Any, v_scale: Any) -> bool:
     """Whether the pages have 8 bits. Bytes are taken for e4m3 where a scale came: nothing else tells."""
+    if k_scale is None and v_scale is None and k_pages.dtype == v_pages.dtype == q.dtype:
+        return False
     given = [name for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None]
     dtypes = {x.dtype for x in (k_pages, v_pages)}
     if dtypes == {FP8} or (dtypes == {"uint8"} and given):

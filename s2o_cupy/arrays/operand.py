@@ -126,13 +126,16 @@ class Layout(NamedTuple):
     Keys and values of 8 bits are read into arrays first, which then are the operands k and v."""
 
     strides: tuple[tuple[int, int, int], ...]
-    begins_aligned: bool  # all of them on 16 bytes
+    begins_aligned: bool  # all of them on 16 bytes, of 8 bits on 8
     paging: Paging | None  # where k and v are a paged cache
 
     @classmethod
     def of(cls, operands: Operands, paging: Paging | None) -> Layout:
         q, k, v, out = operands
-        begins_aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % ALIGNMENT == 0
+        of_cache = k.pointer | v.pointer
+        if paging is not None and paging.scales is not None:
+            of_cache *= 2
+        begins_aligned = (q.pointer | of_cache | out.pointer) % ALIGNMENT == 0
         if paging is not None:
             scales = paging.scales and (paging.scales[0]._replace(pointer=0), paging.scales[1]._replace(pointer=0))
             paging = paging._replace(pointer=0, scales=scales)
