@@ -125,8 +125,9 @@ def test_a_cache_of_other_strides(device, qkv, rng, head_dim):
     both = device.xp.asarray(np.concatenate(eights, axis=-1).view(np.uint8))  # [pages, kv_heads, 16, 2 * head_dim]
     scales = device.xp.asarray(np.array([1, 9, 2, 9], np.float32))[::2]
     q, table = device.xp.asarray(q), device.xp.asarray(table)
-    options = {"seqlen_k": 300, "config": device.config, "layout": "HND"}
-    o = s2o_attention_paged(q, both[..., :head_dim], both[..., head_dim:], table, k_scale=scales, v_scale=scales, **options)
+    options: dict[str, Any] = {"seqlen_k": 300, "config": device.config, "layout": "HND"}
+    options |= {"k_scale": scales, "v_scale": scales}
+    o = s2o_attention_paged(q, both[..., :head_dim], both[..., head_dim:], table, **options)
     values = [from_e4m3(quantized(x, 1.0), np.array([1, 2]), device.dtype) for x in (k, v)]
     expected = s2o_attention(q, *map(device.xp.asarray, values), config=device.config)
     np.testing.assert_array_equal(bits(o), bits(expected))
