@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,16 @@ class Cache:
             rows = torch.zeros(used * page_size, kv_heads, head_dim, dtype=k.dtype, device=k.device)
             rows[:seqlen] = x[0].transpose(0, 1)
             pages[self.table[0].long()] = rows.view(used, page_size, kv_heads, head_dim)
+
+    @functools.cached_property
+    def rounded(self) -> tuple[Cache, Cache]:
+        """The same in 8 bits (e4m3), and in 16 bits what those are."""
+        import torch
+
+        eight, wide = copy.copy(self), copy.copy(self)
+        eight.k, eight.v = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (self.k, self.v))
+        wide.k, wide.v = (x.to(self.k.dtype) for x in (eight.k, eight.v))
+        return eight, wide
 
     def gathered(self, seqlen: int) -> tuple[Any, Any]:
         """The first keys and values in one array each, as the cache has to be copied without a page table."""

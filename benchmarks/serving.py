@@ -14,7 +14,7 @@ PyTorch's varlen_attn where there is one. Each sequence is a piece of --input, r
 
 paged: the first chunk, the last one against all keys, and the whole prompt, by s2o_attention_paged from a cache whose
 pages lie in no order; beside it the same call on one array, and pages gathered into one array first. "pass" wants the
-same bits and at most 10 % more time than on one array.
+same bits and at most 10 % more time than on one array. And from a cache of 8 bits, beside a 16-bit one with its values.
 
 Errors are rel_l2 to dense attention in float32. Elsewhere "pass" says that chunks or packing give what the plain calls
 give: at tau 0 outputs that differ by no more than rounding (unit roundoff, as rel_l2), else density and error within
@@ -107,6 +107,9 @@ PAGED: list[_common.Column] = [
     ("/ gathered first", "x_gather", ".3f"),
     ("within 10 %", "cost_like", "s"),
     ("same bits", "bits_like", "s"),
+    ("fp8 ms", "fp8_ms", ".3f"),
+    ("fp8 / its values", "x_fp8", ".3f"),
+    ("fp8 same bits", "fp8_bits_like", "s"),
 ]
 
 
@@ -375,9 +378,13 @@ def measure_paged(
     attend: Callable[..., Any],
 ) -> Row:  # fmt: skip
     """``plain()`` and ``attend(q, k, v)`` write the same memory."""
-    call = partial(
-        s2o_attention_paged, q, cache.k, cache.v, cache.table, seqlen_k=seqlen_k, layout=cache.layout, config=config
-    )
+
+    def from_pages(of: _paged.Cache) -> Callable[..., Any]:
+        return partial(
+            s2o_attention_paged, q, of.k, of.v, of.table, seqlen_k=seqlen_k, layout=of.layout, config=config
+        )
+
+    call = from_pages(cache)
     expected = plain().clone()
     row: Row = {"page_size": cache.page_size, "same_bits": bool((call() == expected).all())}
     call = partial(call, out=plain())
@@ -385,6 +392,11 @@ def measure_paged(
     row["gather_ms"] = _common.time_ms(lambda: attend(q, *cache.gathered(seqlen_k)), args.repeats)
     row["plain_ms"] = _common.time_ms(plain, args.repeats)
     row |= ratios(row, ("plain", "gather"))
+    eight, wide = map(from_pages, cache.rounded)
+    row["fp8_bits_like"] = said(bool((eight() == wide()).all()))
+    row["wide_ms"] = _common.time_ms(partial(wide, out=plain()), args.repeats)
+    row["fp8_ms"] = _common.time_ms(partial(eight, out=plain()), args.repeats)
+    row["x_fp8"] = row["fp8_ms"] / row["wide_ms"]
     return row | {"bits_like": said(row["same_bits"]), "cost_like": said(row["x_plain"] <= 1 + SLACK)}
 
 

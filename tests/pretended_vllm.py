@@ -132,6 +132,7 @@ class FlashAttentionImpl:
         attn_type: Any = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None, sinks: Any = None,
     ) -> None:  # fmt: skip
         self.head_size, self.scale, self.kv_cache_dtype = head_size, scale, kv_cache_dtype
+        self.num_kv_heads = num_kv_heads
         self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         self.logits_soft_cap, self.attn_type, self.sinks = logits_soft_cap or 0, attn_type, sinks

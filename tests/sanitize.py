@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import nsa_cases
 import numpy as np
 import ragged_pages
@@ -25,7 +26,7 @@ from gpu_cases import DTYPES, SANITIZED, Case, run_diff
 from listed_calls import unlike_s2o, wrong_by_random_lists
 from method_stages import selected
 from method_stages import wrong_stages as wrong_of_method
-from packs import differing_on
+from packs import bits, differing_on
 from pages import differing, fits_pages
 
 from s2o_cupy import (
@@ -37,10 +38,12 @@ from s2o_cupy import (
     SpargeConfig,
     VerticalSlashConfig,
     XAttentionConfig,
+    s2o_attention_paged,
 )
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan import collecting
 from s2o_cupy.plan import launch_plan as plan
+from s2o_cupy.reference.fp8 import from_e4m3
 
 # Ragged queries: lengths of queries and of keys. One query, none, whole tiles, and one that is not dense.
 RAGGED = [130, 0, 1, 64, 300], [130, 9, 70, 65, 350]
@@ -81,6 +84,33 @@ def ragged_differing(device: Device, head_dim: int, page_size: int, layout: str)
     shapes = [(sum(lengths_q), 2, head_dim), *[(sum(lengths_k), 1, head_dim)] * 2]
     arrays = [rng.standard_normal(shape) for shape in shapes]
     return ragged_pages.differing(device, rng, arrays, lengths_q, lengths_k, page_size, layout)
+
+
+def fp8_differing(device: Device) -> list[str]:
+    """Random bytes in pages, NaN in some columns of values, with a scale for each KV head: as with what they stand for
+    in 16-bit pages."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    lengths_q, lengths_k = RAGGED
+    codes = rng.integers(0, 256, (2, sum(lengths_k), 2, 72)).astype(np.uint8)
+    codes[codes & 127 == 127] = 0
+    codes[1, ..., :7] |= 127
+    q = cupy.asarray(rng.standard_normal((sum(lengths_q), 4, 72)).astype(device.dtype))
+    eights, wide, scales = [], [], [np.array(x, np.float32) for x in ([0.02, 0.01], [0.5, 0.3])]
+    table, put = ragged_pages.in_pages(rng, codes[0].view(ml_dtypes.float8_e4m3fn), lengths_k, 16, "NHD")
+    for x, scale in zip(codes, scales, strict=True):
+        pages_of_8 = put(x.view(ml_dtypes.float8_e4m3fn)).view(np.uint8)
+        eights.append(cupy.asarray(pages_of_8))
+        of_heads = from_e4m3(pages_of_8.swapaxes(1, 2), scale, device.dtype)
+        wide.append(cupy.asarray(np.ascontiguousarray(of_heads.swapaxes(1, 2))))
+    options: dict[str, Any] = {"seqlen_k": lengths_k, "cu_seqlens_q": [0, *itertools.accumulate(lengths_q)]}
+    options |= {"config": device.config, "return_lse": True}
+    table, k_scale, v_scale = map(cupy.asarray, (table, *scales))
+    found = s2o_attention_paged(q, eights[0], eights[1], table, k_scale=k_scale, v_scale=v_scale, **options)
+    expected = s2o_attention_paged(q, wide[0], wide[1], table, **options)
+    pairs = zip(("o", "lse"), found, expected, strict=True)
+    return [name for name, x, y in pairs if not np.array_equal(bits(x), bits(y))]
 
 
 def ragged_on(path: str, dense_up_to: int = 200) -> Device:
@@ -145,6 +175,7 @@ def checks() -> Iterator[Check]:
     for path, paged in itertools.product(paths, PAGED):
         yield path, f"ragged queries over pages {paged}", partial(ragged_differing, ragged_on(path), *paged)
     for path in paths:
+        yield path, "ragged queries over pages of 8 bits", partial(fp8_differing, ragged_on(path))
         yield from checks_of_lists(path)
     for config, head_dim in METHODS:
         yield "", f"selection, head_dim={head_dim}, {config}", partial(wrong_selection, config, head_dim)

@@ -159,6 +159,7 @@ GATHERED, WHOLE_ROWS = partial(of_pages, PAGED, "hopper", 1), partial(of_pages, 
 PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), partial(of_packed_pages, "hopper", 16)
 COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
 COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
+FP8 = partial(sanitize.fp8_differing, sanitize.ragged_on("portable", 100))  # a sequence takes a turn, others do not
 LISTS, LISTS_HOPPER = (partial(wrong_by_random_lists, LISTED, path, 64) for path in ("portable", "hopper"))
 SKIPS, SKIPS_HOPPER = (
     partial(wrong_by_random_lists, LISTED, path, 1, value_skip=-1.0) for path in ("portable", "hopper")
@@ -257,6 +258,16 @@ FAULTS = [
           "kv_head = 0 * head;", COLLECT, hopper=True),
     Fault("collect_packed_pages", "keys are those before them", "key - first_key[n]);",
           "max(key - first_key[n] - 1, 0));", COLLECT_PACKED, hopper=True),
+    Fault("fp8_pages", "a byte of two has its neighbour's place", "from_e4m3(four >> 8 * (i + 1)));",
+          "from_e4m3(four >> 8 * i));", FP8),
+    Fault("fp8_pages", "every KV head has the first one's scale", "of_heads[kv_head * stride]",
+          "of_heads[0 * kv_head * stride]", FP8),
+    Fault("fp8_pages", "what is no number is one", "return magnitude == 0x7fu ? __int_as_float(0x7fffffff) : x;",
+          "return x;", FP8),
+    Fault("packed_fp8_pages", "keys are those before them", "key - first_key[n]);",
+          "max(key - first_key[n] - 1, 0));", FP8),
+    Fault("packed_fp8_pages", "values have the scale of keys", "scaled<Element>(value[i], p.v_scale.of(kv_head[i]));",
+          "scaled<Element>(value[i], p.k_scale.of(kv_head[i]));", FP8),
     Fault("pass2_listed", "all tiles have the first one's list", "of_segment * p.tiles + tile : of_segment;",
           "of_segment * p.tiles : of_segment;", LISTS),
     Fault("pass2_listed", "a list's last key is not read", "listed = p.lists.keys[list(p)];",

@@ -328,8 +328,8 @@ def test_diff_without_a_gpu_says_so():
 def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
     calls = []
 
-    def diff(q, k, v, config, *, scale, softcap, is_causal, progress):
-        calls.append((q, k, v, config, scale, softcap, is_causal))
+    def diff(q, k, v, config, *, scale, softcap, is_causal, fp8, progress):
+        calls.append((q, k, v, config, scale, softcap, is_causal, fp8))
         progress(1, 1)
         return types.SimpleNamespace(ok=ok, table=lambda: "the table", to_dict=lambda: {"worst": np.float32("nan")})
 
@@ -339,26 +339,27 @@ def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
     line = (
         "--length 70 --heads 6 --kv-heads 2 --head-dim 64 --dtype float16 --seed 3 --segment 64 --tau 0.5 "
         "--block-m 64 --block-n 192 --rank max --pooled-queries 4 --window 8 --workspace-bytes 2000000 "
-        "--scale -0.5 --softcap 30 --no-causal"
+        "--scale -0.5 --softcap 30 --no-causal --fp8"
     )
     options = line.split()
     status = cli.main(["diff", "slash", *options])
     assert status == (cli.OK if ok else cli.FOUND)
     assert capsys.readouterr().out == "the table\n"
-    q, k, v, config, scale, softcap, is_causal = calls.pop()
+    q, k, v, config, scale, softcap, is_causal, fp8 = calls.pop()
     assert q.shape == (1, 6, 70, 64)
     assert k.shape == v.shape == (1, 2, 70, 64)
     assert q.dtype == np.float16
     expected = s2o_cupy.S2OConfig(
         segment=64, tau=0.5, block_m=64, block_n=192, rank="max", pooled_queries=4, window=8, workspace_bytes=2000000
     )  # fmt: skip
-    assert (config, scale, softcap, is_causal) == (expected, -0.5, 30.0, False)
+    assert (config, scale, softcap, is_causal, fp8) == (expected, -0.5, 30.0, False, True)
 
     np.savez(tmp_path / "a.npz", q=q, k=k, v=v)
     assert cli.main(["diff", str(tmp_path / "a.npz"), "--json"]) == status
     assert json.loads(capsys.readouterr().out) == {"ok": ok, "worst": "nan"}
     assert calls[0][3] == s2o_cupy.S2OConfig()
     assert calls[0][0].dtype == np.float16  # files as stored
+    assert not calls[0][7]
     cli.main(["diff", "random", "--length", "8"])
     assert calls[1][0].dtype.name == "bfloat16"
     cli.main(["diff", str(tmp_path / "a.npz"), "--dtype", "bfloat16"])

@@ -153,11 +153,12 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
         assert operands[0].shape == operands[3].shape == (batch, 4, 30, 64)
         for x in operands[1:3]:  # [pages, kv_heads, page_size, head_dim]
             assert (x.shape, x.strides) == ((9, 2, 32, 64), (2 * 32 * 2 * 64, 64, 2 * 64))
-        assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9)
+        assert paging == (at(table[first:]), 7 if batch > 1 else 0, 32, 9, None)
         assert (lse != 0) == (seqlen_k != 160) and visited == 0
     assert problems[1][1] - problems[0][1] == 2 * 4 * 30 * 4
     s2o_attention_paged(q[:1], k, v, table[:1], seqlen_k=160, layout=layout)
-    assert pretended_gpu[-1][0][4] == (at(table), 0, 32, 9)  # of one sequence tables of any length are prepared once
+    expected = (at(table), 0, 32, 9, None)
+    assert pretended_gpu[-1][0][4] == expected  # of one sequence tables of any length are prepared once
     _, stats = s2o_attention_paged(*inputs, seqlen_k=160, layout=layout, return_stats=True)
     assert (stats.path, stats.path_reason) == ("portable", "a reason")
     _, stats = s2o_attention_paged(*inputs, seqlen_k=0, is_causal=False, layout=layout, return_stats=True)

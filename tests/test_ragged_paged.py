@@ -88,7 +88,7 @@ def test_one_call_for_all_that_are_long(monkeypatch, packed, rng):
     for (operands, lse, visited, problem, paging), i, begin in ((first, 0, 0), (second, 2, 300)):
         assert [x.pointer for x in operands[:3]] == [at(q[begin:]), at(cache), at(cache)]
         assert operands[0].shape == (1, 4, lengths_q[i], 64)
-        assert paging == (at(table[i:]), 0, 16, len(cache))
+        assert paging == (at(table[i:]), 0, 16, len(cache), None)
         assert (problem.seqlen_q, problem.seqlen_k) == (lengths_q[i], lengths_k[i])
         assert lse - first[1] == 4 * begin
         assert visited == 0

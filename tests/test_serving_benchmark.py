@@ -73,6 +73,9 @@ def test_pages_of_a_benchmark(torch):
     assert len(cache.k) == 14 and len(set(cache.table[0].tolist())) == 7
     for x, y in zip(cache.gathered(90), (k, v), strict=True):
         assert torch.equal(x, y[:, :, :90])
+    eight, wide = cache.rounded
+    assert eight.k.dtype == torch.float8_e4m3fn and torch.equal(eight.v.float(), wide.v)
+    assert 0 < (wide.k - cache.k).abs().max() < 0.25 and wide.table is cache.table
 
 
 def test_packed_sequences_are_pieces_of_the_input(torch, tmp_path, rng):

@@ -319,6 +319,67 @@ def test_layers_that_are_not_s2os(ready, changes, options, kind, caplog):
     assert "SGLang's own attention takes" in said.message
 
 
+class Fp8Pool:
+    """What another pool holds, in 8 bits."""
+
+    def __init__(self, pool: Any, scale: float) -> None:
+        self.bytes = [self._bytes(x, scale) for x in pool.get_kv_buffer(0)]
+
+    @staticmethod
+    def _bytes(x: Any, scale: Any) -> Any:
+        return (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
+        k, v = (x.view(torch.float8_e4m3fn) for x in self.bytes)
+        return k, v
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any, k_scale: Any, v_scale: Any) -> None:
+        for buffer, rows, scale in zip(self.bytes, (k, v), (k_scale, v_scale), strict=True):
+            rows.div_(1.0 if scale is None else scale)  # as SGLang's pool does
+            buffer[loc.loc] = self._bytes(rows, 1.0)
+
+
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_a_cache_of_8_bits(engine, scale):
+    """With the layer's scales: bit for bit s2o_attention to what the pool's bytes stand for."""
+    served = Served.make([(300, 300), (150, 900)]).to("cpu", torch.bfloat16)
+    engine.settings(tau=0.5)
+    runner = engine.runner(16, served)
+    batch = engine.batch(runner, served, 16)
+    runner.token_to_kv_pool = Fp8Pool(runner.token_to_kv_pool, scale or 1.0)
+    backend = engine.plugin.make_backend(runner)
+    of_layer = None if scale is None else torch.nn.Parameter(torch.tensor([scale]), requires_grad=False)
+    before = [x.clone() for x in (*served.k, *served.v)]
+    o = engine.run(backend, served, batch, engine.layer(served, k_scale=of_layer, v_scale=of_layer))
+    assert engine.plugin.counts.calls == {"s2o": 2}
+    assert all(torch.equal(x, y) for x, y in zip(before, (*served.k, *served.v), strict=True))
+    config = S2OConfig(tau=0.5, segment=64, block_m=64, block_n=64)
+    for i in range(2):
+        q, k, v = served.request(i)
+        k, v = (((x / (scale or 1)).to(torch.float8_e4m3fn).float() * (scale or 1)).bfloat16() for x in (k, v))
+        expected = s2o_attention(q, k, v, config=config, scale=SCALE)[0].transpose(0, 1)
+        assert torch.equal(o[served.starts[i] : served.starts[i + 1]], expected)
+
+
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize("kind", ["blocks", "e5m2", "scales"])
+def test_caches_of_8_bits_that_are_not_s2os(engine, kind):
+    """With a scale for each block (mxfp8), of other numbers, or with scales that are nobody's."""
+    served = Served.make([(300, 300), (150, 900)]).to("cpu", torch.bfloat16)
+    runner = engine.runner(16, served)
+    batch = engine.batch(runner, served, 16)
+    pool = runner.token_to_kv_pool = Fp8Pool(runner.token_to_kv_pool, 1.0)
+    if kind == "blocks":
+        pool.k_scale_buffer = [torch.ones(1)]
+    if kind == "e5m2":
+        engine.monkeypatch.setattr(pool, "get_kv_buffer", lambda _: [x.view(torch.float8_e5m2) for x in pool.bytes])
+    backend = engine.plugin.make_backend(runner)
+    engine.monkeypatch.setattr(type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: x[0])
+    engine.run(backend, served, batch, engine.layer(served, k_scale=torch.ones(3) if kind == "scales" else None))
+    assert engine.plugin.counts.calls == {"cache dtype": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [

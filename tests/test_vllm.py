@@ -356,6 +356,48 @@ def test_a_cache_of_another_dtype(engine, monkeypatch):
     assert engine.plugin.counts.calls["cache dtype"] == 3
 
 
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize("of_heads", [False, True])
+@pytest.mark.parametrize("queries", ["16 bits", "8 bits"])
+def test_a_cache_of_8_bits(engine, of_heads, queries):
+    """Bytes of e4m3 with the layer's scales: bit for bit s2o_attention to what they stand for. vLLM may round queries
+    likewise, with a scale of their own."""
+    served = Served.make([(300, 300), (150, 900)]).to("cpu", torch.bfloat16)
+    wide, table = in_cache(served)
+    layer, shape = engine.layer(), (KV_HEADS,) if of_heads else ()
+    layer._k_scale, layer._v_scale, layer._q_scale = (torch.full(shape, x) for x in (0.02, 0.03, 0.5))
+    if of_heads:
+        layer._v_scale[1] = 0.01
+    by_head = torch.stack([x.expand(KV_HEADS) for x in (layer._k_scale, layer._v_scale)], 1)  # [kv_heads, 2]
+    by_column = by_head.repeat_interleave(HEAD_DIM, 1)[:, None]  # [kv_heads, 1, 2 * head_dim]
+    eight = (wide / by_column).to(torch.float8_e4m3fn)
+    values = (eight.float() * by_column).bfloat16()
+    q = served.q if queries == "16 bits" else (served.q / 0.5).to(torch.float8_e4m3fn)
+    impl = engine.impl({"tau": 0.5}, kv_cache_dtype="fp8")
+    metadata = engine.builder(tau=0.5).build(0, engine.common(served, table))
+    output, key = torch.full_like(served.q, torch.nan), served.like(len(q), KV_HEADS, HEAD_DIM)
+    o = impl.forward(layer, q, key, key, eight.view(torch.uint8), metadata, output)
+    assert engine.plugin.counts.calls == {"s2o": 2}
+
+    served.q = served.q if queries == "16 bits" else (q.float() * 0.5).bfloat16()
+    expected = engine.run(served, values, metadata, engine.impl({"tau": 0.5}))
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize(("dtype", "scales"), [("fp8_e5m2", 1), ("fp8_per_token_head", 1), ("fp8", 3)])
+def test_caches_of_8_bits_that_are_not_s2os(engine, dtype, scales, monkeypatch):
+    served = Served.make([(300, 300), (150, 900)])
+    cache, table = in_cache(served)
+    impl, layer = engine.impl(kv_cache_dtype=dtype), engine.layer()
+    layer._k_scale = torch.ones(scales)
+    monkeypatch.setattr(type(impl).__mro__[1], "forward", lambda self, *arguments: None)
+    metadata = engine.builder().build(0, engine.common(served, table))
+    q, key = served.q, served.like(len(served.q), KV_HEADS, HEAD_DIM)
+    impl.forward(layer, q, key, key, cache.to(torch.float8_e4m3fn), metadata, torch.empty_like(q))
+    assert engine.plugin.counts.calls == {"cache dtype": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [

@@ -129,13 +129,13 @@ class Batch:
     @functools.cached_property
     def axes(self) -> tuple[Axes, Axes, Axes, Axes]:
         """Shapes and strides of the operands q, k, v and of an output in C order."""
-        (q, q_strides, dtype), (k, k_strides, _), (v, v_strides, _) = self._forms[:3]
-        size = _itemsize(dtype)
+        (q, q_strides, dtype), (k, k_strides, of_cache), (v, v_strides, _) = self._forms[:3]
+        size, k_size = _itemsize(dtype), _itemsize(of_cache)
         out_strides = tuple(size * math.prod(q[axis + 1 :]) for axis in range(len(q)))
         return (
             axes(q, q_strides, self.layout, size),
-            axes(k, k_strides, self.page_layout, size),
-            axes(v, v_strides, self.page_layout, size),
+            axes(k, k_strides, self.page_layout, k_size),
+            axes(v, v_strides, self.page_layout, k_size),
             axes(q, out_strides, self.layout, size),
         )
 
@@ -148,7 +148,7 @@ class Batch:
 
 
 def _itemsize(dtype: str) -> int:
-    return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    return {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
 def batched(
@@ -188,13 +188,14 @@ def packed(
 
 def paged(
     forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, seqlen_k: int | tuple[int, ...],
-    config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any,
+    config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any, fp8: bool = False,
 ) -> Batch:  # fmt: skip
     """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
-    ``starts_q`` is given."""
+    ``starts_q`` is given. ``fp8``: the pages have 8 bits, and are checked already."""
     q, k_pages, _, page_table = forms
     _check_no_error(config)
-    check_paged_shapes([x[0] for x in forms], [x[2] for x in forms], layout, packed=starts_q is not None)
+    dtypes = [q[2], q[2], q[2], page_table[2]] if fp8 else [x[2] for x in forms]
+    check_paged_shapes([x[0] for x in forms], dtypes, layout, packed=starts_q is not None)
     lengths = paged_lengths(seqlen_k, k_pages[0], page_table[0], layout)
     kv_heads, head_dim = k_pages[0][2 if layout == "NHD" else 1], k_pages[0][3]
     dtypes = [q[2]] * 3

@@ -10,18 +10,20 @@ from .. import cuda
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework
 from ..arrays.lazy_cupy import import_cupy
-from ..arrays.operand import ENTRY_BYTES, Call, Operand, Paging, address, operand
+from ..arrays.operand import ENTRY_BYTES, Call, Operand, Paging, Scale, address, operand
 from ..caches import remembered
 from ..plan.launch_plan import is_dense
 from ..plan.packed_table import PackedTable
 from ..plan.rounds import MAX_GRID
 from ..stats import NOTHING_RAN, Ran
 from .batch import Batch, Part
+from .scales import Scales
 
 __all__ = ["load_pipeline", "run"]
 
 LSE_BYTES = 4
 ITEM_BYTES = 4  # of visited
+SCALE_BYTES = 4
 
 
 def run(
@@ -34,16 +36,20 @@ def run(
     *,
     await_keys: Callable[[], None] | None = None,
     taus: Any = None,
+    scales: Scales | None = None,
 ) -> list[Ran]:
     """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is
     known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
     call, or that of all. ``await_keys``: as in `pipeline.run`, of a call with one part. ``taus``: of a config with an
-    error, which has one part too, float32 [batch, heads]; written. Returns what ran for each part."""
+    error, which has one part too, float32 [batch, heads]; written. ``scales``: of a cache of 8 bits; its arrays are the
+    last of ``infos``. Returns what ran for each part."""
     if batch.schedule is not None:
         return _gather(batch, framework, infos, o, lse, visited)
     pipeline = load_pipeline()
     q, k, v, out = _operands(batch, infos, o)
     paging = _paging(k, infos[3]) if batch.paged else None
+    if paging is not None and scales is not None:
+        paging = paging._replace(scales=_scales(scales, infos[4:]))
     stream, memory = framework.stream(), framework.memory(infos[0].native) or pipeline.allocate
     to_visit = [] if visited is None else [address(x) for x in visited]
     config = batch.config
@@ -103,6 +109,19 @@ def _operands(
 
 def _paging(k: Operand, table: ArrayInfo) -> Paging:
     return Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+
+
+def _scales(scales: Scales, infos: Sequence[ArrayInfo]) -> tuple[Scale, Scale]:
+    arrays = iter(infos)
+
+    def of(value: float | None) -> Scale:
+        if value is not None:
+            return Scale(value)
+        x = next(arrays)
+        return Scale(pointer=x.pointer, stride=x.strides[0] // SCALE_BYTES if x.shape not in ((), (1,)) else 0)
+
+    k, v = scales
+    return of(k), of(v)
 
 
 def _gather(

@@ -13,6 +13,7 @@ from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
 from ..reference import s2o
 from ..reference.error_taus import error_taus
+from ..reference.fp8 import from_e4m3
 from ..reference.gather import gather
 from ..reference.lists import KeyLists
 from ..reference.value_skip import ValueSkips
@@ -20,6 +21,7 @@ from ..schedules.check import check_lists
 from ..spec import S2OConfig
 from ..stats import Ran
 from .batch import Batch
+from .scales import Scales
 
 __all__ = ["attend", "bhsd", "blas_ready", "check_entries", "run"]
 
@@ -28,9 +30,10 @@ RAN: Ran = ("numpy", None, None)
 
 def run(
     batch: Batch, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
-    visited: Sequence[np.ndarray] | None, taus: np.ndarray | None = None,
+    visited: Sequence[np.ndarray] | None, taus: np.ndarray | None = None, scales: Scales | None = None,
 ) -> list[Ran]:  # fmt: skip
-    """Attend each part. ``natives``: q, k and v, of a paged call also the page table; ``o`` and, where they are not
+    """Attend each part. ``natives``: q, k and v, of a paged call also the page table, and arrays of ``scales``, of a
+    cache of 8 bits; ``o`` and, where they are not
     None, ``lse``, each sequence's ``visited`` (a packed call's) or that of all, and ``taus`` [batch, heads], of a
     config with an error, are written."""
     if batch.schedule is not None:
@@ -38,6 +41,10 @@ def run(
     q, k, v, *table = natives
     if table:
         check_entries(k, table[0], batch)
+    of_cache = None
+    if scales is not None:
+        arrays = iter(natives[4:])
+        of_cache = [next(arrays) if value is None else value for value in scales]
     for x in batch.parts:
         if batch.packed:
             q_part, o_part = (bhsd(rows[x.rows_q], "BSHD") for rows in (q, o))
@@ -50,6 +57,10 @@ def run(
             k_part, v_part = (
                 gathered(pages, table[0][x.sequences], x.problem.seqlen_k, batch.page_layout) for pages in (k, v)
             )
+            if of_cache is not None:
+                k_part, v_part = (
+                    from_e4m3(rows, scale, q.dtype) for rows, scale in zip((k_part, v_part), of_cache, strict=True)
+                )
         elif batch.packed:
             k_part, v_part = (bhsd(rows[x.rows_k], "BSHD") for rows in (k, v))
         else:

@@ -48,4 +48,6 @@ class PagedOptions(PackedOptions, total=False):
     """Of s2o_attention_paged."""
 
     cu_seqlens_q: Any
+    k_scale: Any
+    v_scale: Any
     layout: Literal["NHD", "HND"]

@@ -14,6 +14,7 @@ from .batch import paged
 from .call import Call
 from .habits import answers_habits
 from .run import parse_config, run
+from .scales import check_scales, is_fp8_cache, parse_scale
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,6 +64,8 @@ def s2o_attention_paged(
     *,
     seqlen_k: Any,
     cu_seqlens_q: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     tau: float | Sequence[float] | None = None,
     config: S2OConfig | None = None,
     scale: float | None = None,
@@ -75,7 +78,7 @@ def s2o_attention_paged(
     stream: Any = None,
     backend: str = "auto",
 ) -> Any:
-    """`s2o_attention` to keys and values in a paged cache, read where they lie.
+    """`s2o_attention` to keys and values in a paged cache, read where they lie but for those of 8 bits.
 
     The result is, bit for bit, that of `s2o_attention` to the same keys and values in one array, on the same ``path``.
 
@@ -85,8 +88,8 @@ def s2o_attention_paged(
         Queries, the last of each sequence if causal. On the GPU rows of q, of both caches and of the output start on
         16 bytes and head_dim is a multiple of 8. A view in another order of axes costs nothing.
     k_pages, v_pages : array, (pages, page_size, kv_heads, head_dim)
-        The cache, of q's framework, device and dtype. page_size is a power of two. Strides are read in place but for
-        the last axis, which is contiguous.
+        The cache, of q's framework, device and dtype, or 8 bits: float8_e4m3fn, or its bytes as uint8 with scales.
+        page_size is a power of two. Strides are read in place but for the last axis, which is contiguous.
     page_table : int32 array, (batch, pages_per_sequence)
         On q's device: entry i of a sequence is the page of its keys i * page_size and on. Only the entries of the
         first seqlen_k keys are read. On the GPU they are not checked, as the host would wait for it: an entry that is
@@ -100,6 +103,9 @@ def s2o_attention_paged(
         total_q. 0, then ascending; equal neighbours are a sequence without queries. As serving engines send a batch of
         prompts, chunks of prompts and prompts with a cached prefix. Best on the host, like seqlen_k. All sequences that
         are attended densely (``S2OConfig.dense_up_to``: short ones) share a launch, longer ones take turns.
+    k_scale, v_scale : float, or float32 array, () or (1,) or (kv_heads,), default 1
+        Of a cache of 8 bits: a key is k_scale times what is in its page, the product in float32, rounded to q's dtype.
+        Arrays are on q's device, and nothing waits for them.
     layout : {"NHD", "HND"}, default "NHD"
         Order of the axes of a page; "HND" is (pages, kv_heads, page_size, head_dim).
     return_stats : bool, default False
@@ -136,15 +142,29 @@ def s2o_attention_paged(
     >>> cu_seqlens_q = [0, 100, 130]
     >>> s2o_attention_paged(q, k_pages, v_pages, page_table, seqlen_k=[300, 317], cu_seqlens_q=cu_seqlens_q).shape
     (130, 4, 64)
+
+    A cache of 8 bits:
+
+    >>> import ml_dtypes
+    >>> k_pages, v_pages = ((x / 0.5).astype(ml_dtypes.float8_e4m3fn) for x in (k_pages, v_pages))
+    >>> s2o_attention_paged(
+    ...     q, k_pages, v_pages, page_table, seqlen_k=[300, 317], cu_seqlens_q=cu_seqlens_q, k_scale=0.5, v_scale=0.5
+    ... ).shape
+    (130, 4, 64)
     """
     config = parse_config(config, tau)
-    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    parsed = {"k_scale": parse_scale("k_scale", k_scale), "v_scale": parse_scale("v_scale", v_scale)}
+    arrays = {name: x for name, x in parsed.items() if not isinstance(x, float)}
+    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table, **arrays}
     call = Call(inputs, backend, stream, out)
+    of_q, of_k, of_v = call.infos[:3]
+    fp8 = is_fp8_cache(of_q, of_k, of_v, k_scale, v_scale)
     starts_q = None if cu_seqlens_q is None else parse_starts("cu_seqlens_q", cu_seqlens_q)
     batch = paged(
-        tuple([x.form for x in call.infos]), starts_q, parse_lengths("seqlen_k", seqlen_k),
-        config, call.backend, layout, is_causal, scale, softcap,
+        tuple([x.form for x in call.infos[:4]]), starts_q, parse_lengths("seqlen_k", seqlen_k),
+        config, call.backend, layout, is_causal, scale, softcap, fp8,
     )  # fmt: skip
+    check_scales(dict(zip(arrays, call.infos[4:], strict=True)), batch.whole.kv_heads)
     if return_stats and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]
         raise ArgumentValueError(
@@ -152,8 +172,12 @@ def s2o_attention_paged(
             "accepted: one length for all sequences, or cu_seqlens_q, with which each has statistics of its own"
         )
     if not call.host:
-        check_rows(call.infos[1], call.infos[2])
-    return run(batch, call, return_lse=return_lse, return_stats=return_stats)
+        check_rows(of_k, of_v)
+    scales = None
+    if fp8:
+        k, v = (x if isinstance(x, float) else None for x in parsed.values())
+        scales = k, v
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats, scales=scales)
 
 
 def check_rows(k_pages: ArrayInfo, v_pages: ArrayInfo) -> None:

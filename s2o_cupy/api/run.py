@@ -16,6 +16,7 @@ from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
 from .call import Call
+from .scales import Scales
 
 __all__ = ["parse_config", "run"]
 
@@ -38,10 +39,10 @@ def _with_tau(config: S2OConfig, tau: float | tuple[float, ...]) -> S2OConfig:
 
 def run(
     batch: Batch, call: Call, *, return_lse: bool, return_stats: bool, await_keys: Callable[[], None] | None = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | None = None, scales: Scales | None = None,
 ) -> Any:  # fmt: skip
-    """Run ``batch`` on the inputs of ``call``: q, k and v and, of a paged call, the page table, of `gather_attention`
-    the arrays of its ``schedule``."""
+    """Run ``batch`` on the inputs of ``call``: q, k and v and, of a paged call, the page table and arrays of its
+    ``scales``, of `gather_attention` the arrays of its ``schedule``."""
     framework = call.framework
     call.check_out(batch.whole.dtype)
     with call.scope():
@@ -65,12 +66,12 @@ def run(
 
                 if await_keys is not None:
                     await_keys()
-                ran = on_host.run(batch, call.on_host(), o.native, native_lse, to_visit, found_taus)
+                ran = on_host.run(batch, call.on_host(), o.native, native_lse, to_visit, found_taus, scales)
             else:
                 batch, infos = _readable(batch, call)
                 ran = on_gpu.run(
                     batch, framework, infos, call.where_output_is(o), native_lse, to_visit, await_keys=await_keys,
-                    taus=found_taus,
+                    taus=found_taus, scales=scales,
                 )  # fmt: skip
         if batch.idle:
             _without_keys(batch, framework, o, lse, visited)

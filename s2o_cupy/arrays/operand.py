@@ -9,7 +9,8 @@ from .array_info import ArrayInfo
 from .frameworks import framework_of
 
 __all__ = [
-    "ENTRY_BYTES", "ITEM_BYTES", "Call", "Layout", "Operand", "Operands", "Paging", "address", "axes", "operand",
+    "ENTRY_BYTES", "ITEM_BYTES", "Call", "Layout", "Operand", "Operands", "Paging", "Scale", "address", "axes",
+    "in_c_order", "operand",
 ]  # fmt: skip
 
 ITEM_BYTES = 2  # of float16 and bfloat16
@@ -80,6 +81,15 @@ class Operand(NamedTuple):
         return 0 <= reach * ITEM_BYTES < ALIGNMENT * NO_ROW
 
 
+class Scale(NamedTuple):
+    """What the 8-bit keys of a cache, or its values, are multiplied by: ``value``, or where ``pointer`` is not 0
+    float32 numbers on the GPU."""
+
+    value: float = 1.0
+    pointer: int = 0
+    stride: int = 0  # from one KV head's number to the next's; 0: one of all
+
+
 class Paging(NamedTuple):
     """The page table of a paged cache, int32 [batch, at least the pages of seqlen_k] on the GPU."""
 
@@ -87,6 +97,7 @@ class Paging(NamedTuple):
     stride: int  # entries from one sequence's to the next's
     page_size: int  # a power of two
     pages: int  # of the cache
+    scales: tuple[Scale, Scale] | None = None  # of keys and values, where the cache has bytes: e4m3
 
     def sequences(self, begin: int, end: int) -> Paging:
         """The page table of some of the sequences."""
@@ -110,41 +121,65 @@ class Call(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How q, k, v and out lie in memory, apart from their addresses: what the preparation of a call depends on."""
+    """How q, k, v and out lie in memory, apart from their addresses: what the preparation of a call depends on.
+
+    Keys and values of 8 bits are read into arrays first, which then are the operands k and v."""
 
     strides: tuple[tuple[int, int, int], ...]
-    begins_aligned: bool  # all of them on 16 bytes
+    begins_aligned: bool  # all of them on 16 bytes, of 8 bits on 8
     paging: Paging | None  # where k and v are a paged cache
 
     @classmethod
     def of(cls, operands: Operands, paging: Paging | None) -> Layout:
         q, k, v, out = operands
-        begins_aligned = (q.pointer | k.pointer | v.pointer | out.pointer) % ALIGNMENT == 0
-        paging = None if paging is None else paging._replace(pointer=0)
+        of_cache = k.pointer | v.pointer
+        if paging is not None and paging.scales is not None:
+            of_cache *= 2
+        begins_aligned = (q.pointer | of_cache | out.pointer) % ALIGNMENT == 0
+        if paging is not None:
+            scales = paging.scales and (paging.scales[0]._replace(pointer=0), paging.scales[1]._replace(pointer=0))
+            paging = paging._replace(pointer=0, scales=scales)
         return cls((q.strides, k.strides, v.strides, out.strides), begins_aligned, paging)
 
     @property
+    def is_fp8(self) -> bool:
+        return self.paging is not None and self.paging.scales is not None
+
+    @property
     def page_size(self) -> int:
-        """0: keys and values are arrays."""
-        return 0 if self.paging is None else self.paging.page_size
+        """0: keys and values are arrays, as kernels attend to them."""
+        return 0 if self.paging is None or self.is_fp8 else self.paging.page_size
 
     def operands(self, problem: Problem) -> dict[str, Operand]:
-        """By name, without addresses."""
+        """By name, without addresses; a cache of 8 bits as k_pages and v_pages, and as k and v what is read of it."""
         p = problem
         of_q, of_k = (p.batch, p.heads, p.seqlen_q, p.head_dim), (p.batch, p.kv_heads, p.seqlen_k, p.head_dim)
+        of_cache = of_k
         if self.paging is not None:
-            of_k = (self.paging.pages, p.kv_heads, self.paging.page_size, p.head_dim)
-        named = zip(("q", "k", "v", "out"), (of_q, of_k, of_k, of_q), self.strides, strict=True)
-        return {name: Operand(0, shape, strides) for name, shape, strides in named}
+            of_cache = (self.paging.pages, p.kv_heads, self.paging.page_size, p.head_dim)
+        cached = ("k_pages", "v_pages") if self.is_fp8 else ("k", "v")
+        named = zip(("q", *cached, "out"), (of_q, of_cache, of_cache, of_q), self.strides, strict=True)
+        found = {name: Operand(0, shape, strides) for name, shape, strides in named}
+        return found | ({"k": in_c_order(0, of_k), "v": in_c_order(0, of_k)} if self.is_fp8 else {})
 
     def is_aligned(self, operands: dict[str, Operand]) -> bool:
         """Whether every row starts on 16 bytes."""
         return self.begins_aligned and all(x.is_aligned() for x in operands.values())
 
     def is_compact(self, operands: dict[str, Operand]) -> bool:
-        """As of each operand, or of a cache."""
-        cached = () if self.paging is None else ("k", "v")
-        return all(x.is_compact_cache() if name in cached else x.is_compact() for name, x in operands.items())
+        """As of each operand, or of a cache. What is read into arrays first may lie anywhere."""
+        cached = () if self.paging is None or self.is_fp8 else ("k", "v")
+        return all(
+            x.is_compact_cache() if name in cached else x.is_compact()
+            for name, x in operands.items() if name not in ("k_pages", "v_pages")
+        )  # fmt: skip
+
+
+def in_c_order(pointer: int, shape: tuple[int, int, int, int]) -> Operand:
+    batch, heads, seqlen, head_dim = shape
+    strides = (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
+    sb, sh, ss = (s if n > 1 else 0 for s, n in zip(strides, (batch, heads, seqlen), strict=True))
+    return Operand(pointer, shape, (sb, sh, ss))
 
 
 def operand(array: Any, layout: str) -> Operand:

@@ -7,6 +7,7 @@ made once and cached; a call fills those in.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from cupy.cuda import runtime
 
 from ..arrays.operand import Layout, Operand, Operands, Paging
 from ..caches import remembered
-from ..plan.launch_plan import packed_pass1
+from ..plan.launch_plan import check_fp8_keys, packed_pass1
 from ..plan.launches import ALIGNMENT, packed_launch
 from ..plan.packed_table import PackedTable
 from ..problem import Problem
@@ -54,27 +55,32 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
     if paging is None:
         compact &= all(x.rows(0, table.longest_k).is_compact() for x in (k, v))
     else:
-        compact &= all(x.is_compact_cache() for x in (k, v))
+        if paging.scales is None:
+            compact &= all(x.is_compact_cache() for x in (k, v))
+        else:
+            check_fp8_keys(replace(table.problem, seqlen_k=table.longest_k))
         collects = table.collected_keys(config) > 0
     return prepared(table.problem, config, runtime.getDevice(), compact, Layout.of(operands, paging), collects)
 
 
 class PackedPass:
     """A prepared launch. ``problem``: of one query and one key. ``compact``: as each sequence alone is. ``collects``:
-    where pass 1 would gather rows of pages, keys and values are copied to arrays first. ``plan``: of each sequence, but
-    for its lengths."""
+    where pass 1 would gather rows of pages, keys and values are copied to arrays first, as those of 8 bits always
+    are. ``plan``: of each sequence, but for its lengths."""
 
     def __init__(
         self, problem: Problem, config: S2OConfig, device: int, compact: bool, layout: Layout, collects: bool
     ) -> None:
-        operands = layout._replace(paging=None).operands(problem)  # of a cache too the strides alone are read
+        of_arrays = layout if layout.is_fp8 else layout._replace(paging=None)
+        operands = of_arrays.operands(problem)  # of a cache too the strides alone are read
         aligned, paging = layout.is_aligned(operands), layout.paging
-        self.config = config
-        make = functools.partial(make_plan, problem, config, device_limits(device), aligned, compact)
-        self.plan = make() if paging is None else make(paging.page_size)
+        self.config, self.is_fp8 = config, layout.is_fp8
+        given = (problem, config, device_limits(device), aligned, compact)
+        make = functools.partial(make_plan, *given, fp8=layout.is_fp8)
+        self.plan = make(layout.page_size)
         self.kernel = packed_pass1(self.plan)
         self.collector: PageCollector | None = None
-        if collects and self.plan.gathers_pages and paging is not None:
+        if paging is not None and (layout.is_fp8 or (collects and self.plan.gathers_pages)):
             self.collector = PageCollector(self.plan, problem, operands, paging, device)
             self.plan, paging = make(), None
             self.kernel = packed_pass1(self.plan)
@@ -90,7 +96,8 @@ class PackedPass:
         """Attend. ``lse``: address of float32 [heads, total_q] to write, or 0. ``paging``: as `prepare` was given; each
         sequence's row of it is the table's to say. Nothing waits for the GPU."""
         collector = self.collector
-        launches = table.launches(self.kernel.block_m, table.collected_keys(self.config) if collector else 0)
+        most_keys = table.read_keys(self.config) if self.is_fp8 else table.collected_keys(self.config)
+        launches = table.launches(self.kernel.block_m, most_keys if collector else 0)
         counters = COUNTER_BYTES * len(launches)
         before_keys = -(-counters // ALIGNMENT) * ALIGNMENT
         keys_bytes = max(collector.nbytes(x.keys) for x in launches) if collector else 0  # launches take turns
@@ -100,9 +107,9 @@ class PackedPass:
         with self.program.lock:
             for i, launch in enumerate(launches):
                 now, table_now = operands, page_table
-                if collector:
+                if collector and paging is not None:
                     q, k, v, out = operands
-                    k, v = collector.run(k, v, page_table, launch, address + before_keys, stream)
+                    k, v = collector.run(k, v, paging, launch, address + before_keys, stream)
                     now, table_now = (q, k, v, out), 0
                 if self.pointed != (*now, lse, table_now):
                     self._point_to(now, lse, table_now)
@@ -119,7 +126,7 @@ class PackedPass:
     def _point_to(self, operands: Operands, lse: int, page_table: int) -> None:
         self.pointed = ()  # until all is written: a map may be refused
         for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
-            self.attention[name]["data"] = x.pointer
+            self.attention[name] = (x.pointer, *x.strides)  # of what is collected strides differ by launch
         self.attention["lse"] = lse
         self.attention["pages"]["table"] = page_table
         self.attention["geometry"]["seqlen_q"] = operands[0].shape[2]

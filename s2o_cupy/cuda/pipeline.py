@@ -72,6 +72,7 @@ class Stages(NamedTuple):
 
 
 CALL = Stages(workspace, launches)
+NO_CACHE = (0, 0, 0, 0)  # addresses of one of 8 bits, and of its scales
 
 
 class Launched(NamedTuple):
@@ -178,7 +179,7 @@ class _Prepared:
         self.problem = problem
         self.plan = make_plan(
             problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
-            layout.page_size,
+            layout.page_size, layout.is_fp8,
         )  # fmt: skip
         self.workspace: Workspace = stages.workspace(self.plan, problem, config)
         planned = stages.launches(self.plan, problem, config, operands, self.workspace, layout.paging)
@@ -201,9 +202,15 @@ class _Prepared:
             await_keys = None
         # A short dense call needs none: to allocate and clear it takes the host as long as a launch does.
         address, keeper = memory(self.workspace.nbytes) if self.workspace.nbytes else (0, None)
-        operands = q, k, v, out = call.operands
-        page_table = 0 if call.paging is None else call.paging.pointer
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, taus, call.lse, call.visited, address)
+        q, k, v, out = call.operands
+        page_table, cache = 0, NO_CACHE
+        if call.paging is not None:
+            page_table, scales = call.paging.pointer, call.paging.scales
+            if scales is not None:
+                cache = (k.pointer, v.pointer, scales[0].pointer, scales[1].pointer)
+                k, v = (self.workspace.operand(name, address) for name in ("keys", "values"))
+        operands, others = (q, k, v, out), (taus, call.lse, call.visited, address)
+        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, *cache, *others)
         with self.program.lock:
             if observe is not None:
                 self._begin(operands, addresses, stream)

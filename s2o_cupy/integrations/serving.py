@@ -18,7 +18,9 @@ from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, config_of, read_settings
 from .fallbacks import CallCounts, Kinds
 
-__all__ = ["Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "why_not_shape"]
+__all__ = [
+    "Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "scales_of", "why_not_shape",
+]  # fmt: skip
 
 Tensor = Any  # torch.Tensor
 
@@ -37,7 +39,7 @@ _UNEXPECTED = {
     "sinks": "the layer has attention sinks",
     "bias": "ALiBi, a bias or a temperature on scores",
     "mask": "tokens that see others than the causal ones, such as those of an image or of several scored items",
-    "cache dtype": "the cache has another dtype than the queries, such as fp8",
+    "cache dtype": "the cache has another dtype than the queries and is not e4m3 with a scale for all or for each head",
     "shape": "head_dim above 256 or no multiple of 8, or values of another head_dim",
     "page size": "pages whose size is no power of two",
     "token pool": "a pool of tokens whose numbers are translated, or that is no plain array of keys and values",
@@ -235,6 +237,14 @@ def why_not_shape(head_dim: int, head_dim_v: int, page_size: int) -> str | None:
     return "page size" if page_size & (page_size - 1) else None
 
 
+def scales_of(k_scale: Any, v_scale: Any, kv_heads: int) -> tuple[Any, Any] | None:
+    """The scales of a layer's cache of 8 bits as s2o_attention_paged takes them, 1 for None; None: it does not."""
+    flat = [1.0 if x is None else x if isinstance(x, float) else x.detach().reshape(-1) for x in (k_scale, v_scale)]
+    if any(not isinstance(x, float) and len(x) not in (1, kv_heads) for x in flat):
+        return None
+    return flat[0], flat[1]
+
+
 @functools.lru_cache(maxsize=64)  # layers share it
 def _with_last(config: S2OConfig, last: int) -> S2OConfig:
     return replace(config, dense_last=last)
@@ -242,15 +252,15 @@ def _with_last(config: S2OConfig, last: int) -> S2OConfig:
 
 def attend(
     run: Run, q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, out: Tensor, config: S2OConfig,
-    scale: float, softcap: float,
+    scale: float, softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] and page_table are those of the whole batch;
-    k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies. The last queries
-    of prompts attend densely, by the longest of them, not those of chunks before."""
+    k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies, with the scales
+    of one of 8 bits. The last queries of prompts attend densely, by the longest of them, not those of chunks before."""
     lengths_q, lengths_k = zip(*run.lengths, strict=True)
     config = _with_last(config, config.last_of_prompt(max(lengths_k)) if run.ends else 0)
     s2o_attention_paged(
         q[run.tokens], k_pages, v_pages, page_table[run.requests], seqlen_k=list(lengths_k),
         cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=config, scale=scale, softcap=softcap,
-        out=out[run.tokens],
+        out=out[run.tokens], k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, why_not_shape
+from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
 from .versions import SGLANG, warn_if_newer
 
 try:
@@ -69,6 +69,10 @@ def make_backend(runner: Any) -> Any:
     backend.__class__ = _with_s2o(type(backend))
     backend._s2o = _Prefill(runner, settings, rest)
     return backend
+
+
+def _scales(layer: Any) -> Any:
+    return scales_of(layer.k_scale, layer.v_scale, layer.tp_k_head_num)
 
 
 def _with_s2o(attention: Any) -> type:
@@ -135,7 +139,8 @@ class _Prefill:
         if save_kv_cache and k is not None:
             swa_loc = getattr(backend.forward_metadata, "swa_out_cache_loc", None)
             at = KVWriteLoc.for_layer(batch, layer, swa_loc=swa_loc)
-            pool.set_kv_buffer(layer, at, k, v, layer.k_scale, layer.v_scale)
+            new = [x if x is None or layer.k_scale is None else x.clone() for x in (k, v)]  # it divides them in place
+            pool.set_kv_buffer(layer, at, *new, layer.k_scale, layer.v_scale)
         if plan.page_table is None:
             self._prepare(plan)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [tokens, heads, head_dim]
@@ -147,9 +152,10 @@ class _Prefill:
             o = self.rest.forward_extend(q[rows].flatten(1), *some, layer, plan.rest, save_kv_cache=False)
             out[rows] = o.view(-1, *out.shape[1:])
         k_pages, v_pages = (self._pages(x, layer) for x in pool.get_kv_buffer(layer.layer_id))
+        scales = (None, None) if k_pages.dtype == q.dtype else _scales(layer)
         for run in plan.runs:
             if run.s2o:
-                attend(run, q, k_pages, v_pages, plan.page_table, out, config, layer.scaling, layer.logit_cap)
+                attend(run, q, k_pages, v_pages, plan.page_table, out, config, layer.scaling, layer.logit_cap, *scales)
         return out.flatten(1)
 
     def _why_not_batch(self, backend: Any, batch: Any, rows: int) -> str | None:
@@ -188,8 +194,12 @@ class _Prefill:
         capped = layer.logit_cap > 0 and layer.logit_capping_method != "tanh"
         if layer.pos_encoding_mode != "NONE" or layer.xai_temperature_len > 0 or capped:
             return "bias"
-        k_buffer, v_buffer = self.runner.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        if not k_buffer.dtype == v_buffer.dtype == q.dtype:
+        pool = self.runner.token_to_kv_pool
+        k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)
+        fp8 = k_buffer.dtype == v_buffer.dtype == torch.float8_e4m3fn != q.dtype
+        if fp8 and (getattr(pool, "k_scale_buffer", None) is not None or _scales(layer) is None):  # of blocks
+            return "cache dtype"
+        if not (fp8 or k_buffer.dtype == v_buffer.dtype == q.dtype):
             return "cache dtype"
         if not 3 <= k_buffer.dim() <= 4:
             return "token pool"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..spec import S2OConfig
-from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, why_not_shape
+from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
 from .versions import VLLM, warn_if_newer
 
 try:
@@ -40,6 +40,8 @@ except ImportError as error:
 __all__ = ["S2OBackend", "report"]
 
 Tensor = Any  # torch.Tensor
+
+FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of caches of e4m3
 
 counts = Counts("vLLM", "vllm.s2o_cupy")  # of this process
 warn_if_newer(VLLM, counts.kinds.log)
@@ -212,7 +214,8 @@ class S2OImpl(FlashAttentionImpl):
             return "sinks"
         if self.alibi_slopes is not None:
             return "bias"
-        return "cache dtype" if is_quantized_kv_cache(self.kv_cache_dtype) else None
+        quantized = is_quantized_kv_cache(self.kv_cache_dtype) and self.kv_cache_dtype not in FP8
+        return "cache dtype" if quantized else None
 
     def forward(
         self,
@@ -230,18 +233,22 @@ class S2OImpl(FlashAttentionImpl):
         if not isinstance(attn_metadata, S2OMetadata):  # a run that measures memory
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         config = self._config(layer)
-        reason = self._never or self._why_not(query, kv_cache, config, attn_metadata, scales)
+        of_cache = self._scales_of_cache(layer, kv_cache)
+        reason = self._never or self._why_not(query, kv_cache, config, attn_metadata, scales, of_cache is not None)
         for kind, times in attn_metadata.kinds.items():
             counts.add_now(reason if reason is not None and kind == "s2o" else kind, times)
         if reason is not None or config is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
         k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)  # [pages, page_size, kv_heads, D]
+        q, (k_scale, v_scale) = query, of_cache or (None, None)
+        if query.dtype != output.dtype:  # vLLM rounds them too where FlashAttention multiplies 8 bits
+            q = unquantized(query, layer._q_scale, output.dtype)
         for run, of_run in attn_metadata.parts:
             if of_run is None:
                 attend(
-                    run, query, k_pages, v_pages, attn_metadata.block_table, output, config, self.scale,
-                    self.logits_soft_cap or 0.0,
+                    run, q, k_pages, v_pages, attn_metadata.block_table, output, config, self.scale,
+                    self.logits_soft_cap or 0.0, k_scale, v_scale,
                 )  # fmt: skip
             else:
                 rows = [None if x is None else x[run.tokens] for x in (query, key, value)]
@@ -249,8 +256,9 @@ class S2OImpl(FlashAttentionImpl):
         return output
 
     def _why_not(
-        self, query: Tensor, kv_cache: Tensor, config: S2OConfig | None, metadata: S2OMetadata, scales: Sequence[Any]
-    ) -> str | None:
+        self, query: Tensor, kv_cache: Tensor, config: S2OConfig | None, metadata: S2OMetadata, scales: Sequence[Any],
+        fp8: bool,
+    ) -> str | None:  # fmt: skip
         """Why a batch is FlashAttention's, one of its kinds; None if parts of it are S2O's."""
         if not metadata.parts:
             return next(iter(metadata.kinds), "short")
@@ -258,7 +266,7 @@ class S2OImpl(FlashAttentionImpl):
             return "layer"
         if kv_cache.dim() != 4:  # of a version to come
             return "token pool"
-        if query.dtype != kv_cache.dtype:
+        if query.dtype != kv_cache.dtype and not fp8:
             return "cache dtype"
         if any(x is not None for x in scales):
             return "arguments"
@@ -266,7 +274,20 @@ class S2OImpl(FlashAttentionImpl):
             return "graph"
         return why_not_shape(self.head_size, kv_cache.shape[-1] - self.head_size, kv_cache.shape[2])
 
+    def _scales_of_cache(self, layer: Any, kv_cache: Tensor) -> tuple[Any, Any] | None:
+        """Those of keys and values, if it is a cache of e4m3 that S2O takes."""
+        if self.kv_cache_dtype not in FP8 or kv_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
+            return None
+        return scales_of(layer._k_scale, layer._v_scale, self.num_kv_heads)
+
     def _config(self, layer: Any) -> S2OConfig | None:
         if not self.settings.per_layer:
             return self.settings.config
         return self.settings.of_layer(extract_layer_index(layer.layer_name))
+
+
+def unquantized(query: Tensor, scale: Tensor, dtype: Any) -> Tensor:
+    """``scale``, of all heads or of those of each KV head, times queries [tokens, heads, head_dim] of e4m3."""
+    scale = scale.reshape(-1, 1, 1)
+    rows = query.to(dtype).unflatten(1, (len(scale), -1))
+    return torch.mul(rows, scale, out=rows).flatten(1, 2)

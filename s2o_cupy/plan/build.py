@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.operand import Operand, Paging
+from ..arrays.operand import Operand, Paging, in_c_order
 from ..problem import Problem
 from ..spec import Geometry
 from .kernels import Kernel
@@ -38,7 +38,10 @@ class InTurns(NamedTuple):
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
 # What a pointer of a parameter struct starts from.
-BASES = ("q", "k", "v", "out", "pages", "taus", "lse", "visited", "workspace")
+BASES = (
+    "q", "k", "v", "out", "pages", "k_pages", "v_pages", "k_scale", "v_scale", "taus", "lse", "visited", "workspace",
+)  # fmt: skip
+CACHE = ("k_pages", "v_pages")  # of 8 bits
 
 
 class Place(NamedTuple):
@@ -64,9 +67,7 @@ class Workspace:
     def operand(self, name: str, address: int) -> Operand:
         """A [batch, heads, seqlen, head_dim] array in a workspace that begins at ``address``."""
         offset, (batch, heads, seqlen, head_dim), _ = self.places[name]
-        strides = (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
-        sb, sh, ss = (s if n > 1 else 0 for s, n in zip(strides, (batch, heads, seqlen), strict=True))
-        return Operand(address + offset, (batch, heads, seqlen, head_dim), (sb, sh, ss))
+        return in_c_order(address + offset, (batch, heads, seqlen, head_dim))
 
 
 def lay_out(zeroed: Iterable[Array], others: Iterable[Array | InTurns]) -> Workspace:
@@ -121,8 +122,8 @@ def geometry_of(geometry: Geometry, head_dim: int) -> dict[str, int]:
 class Builder:
     """Makes the launches of a call. Its attributes are parameters that many kernels share, by name.
 
-    ``operands``: q, k, v and out, of which only the strides are read. ``paging``: where k and v are a paged cache; its
-    address apart.
+    ``operands``: q, k, v and out, and a cache of 8 bits, of which only the strides are read. ``paging``: where k and v
+    are a paged cache, or are read from one; its address apart.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Builder:
         self.tensors = {
             name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
         }
+        self.cache = {name: self.tensors.pop(name) for name in CACHE if name in self.tensors}
         self.geometry = geometry_of(geometry, problem.head_dim)
         stride, page_size = (0, 1) if paging is None else (paging.stride, paging.page_size)
         self.pages = {"stride": stride, "shift": page_size.bit_length() - 1}

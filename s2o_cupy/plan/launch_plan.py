@@ -16,7 +16,10 @@ from .method import Choose, Method, NothingChosen, Setting
 from .paths import choose_path
 from .rounds import MAX_GRID, Chunk, near_heads
 
-__all__ = ["DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "is_dense", "make_plan", "packed_pass1", "padded_head_dim"]
+__all__ = [
+    "DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "check_fp8_keys", "is_dense", "make_plan", "packed_pass1",
+    "padded_head_dim",
+]  # fmt: skip
 
 
 # Q tiles for each multiprocessor up to which the blocks of a dense call are dealt theirs: a counter in memory, which
@@ -37,7 +40,7 @@ class LaunchPlan:
     path_reason: str | None  # why path="auto" did not take a faster path that the GPU has
     limits: DeviceLimits
     inputs: Inputs
-    collect_pages: Kernel | None  # before pass 1, which then reads arrays in the workspace
+    collect_pages: Kernel | None  # before all others, which then read arrays in the workspace
     pass1: Kernel
     pass2: Kernel
     map_boxes: tuple[int, ...]  # rows of a box of pass 1's tensor maps of q, k and v; empty: it has none
@@ -83,7 +86,9 @@ class LaunchPlan:
 COLLECT_ROWS = 16384
 COLLECT_CHUNK = 16  # bytes that a thread copies at once
 COLLECT_CHUNKS = 4 * 256  # that a block copies of keys, and of values
+MAX_CHUNKS = 2**31 - COLLECT_CHUNKS  # of a launch
 COLLECT_PAGES = Kernel(Family("collect_pages", "collect_pages.cu", "CollectPagesParams", 256, 4))
+FP8_PAGES = Family("fp8_pages", "fp8_pages.cu", "Fp8PagesParams", 256, 4, traits="Fp8Traits<{element}>")
 
 
 def collected_chunks(problem: Problem) -> int:
@@ -91,9 +96,20 @@ def collected_chunks(problem: Problem) -> int:
     return problem.batch * problem.kv_heads * problem.seqlen_k * (problem.head_dim * 2 // COLLECT_CHUNK)
 
 
+def check_fp8_keys(problem: Problem) -> None:
+    """Whether one launch reads them."""
+    chunks = collected_chunks(problem)
+    if chunks >= MAX_CHUNKS:
+        most = MAX_CHUNKS * problem.seqlen_k // chunks
+        raise ArgumentValueError(
+            f"seqlen_k is {problem.seqlen_k} with batch {problem.batch}, {problem.kv_heads} KV heads and head_dim "
+            f"{problem.head_dim} of an fp8 cache; accepted: up to {most}, which are read into 64 GiB"
+        )
+
+
 def _collects(problem: Problem, config: S2OConfig) -> bool:
     chunks = collected_chunks(problem)
-    fits = 2 * chunks * COLLECT_CHUNK <= config.workspace_bytes and chunks < 2**31 - COLLECT_CHUNKS
+    fits = 2 * chunks * COLLECT_CHUNK <= config.workspace_bytes and chunks < MAX_CHUNKS
     return fits and problem.seqlen_q * (problem.heads // problem.kv_heads) >= COLLECT_ROWS
 
 
@@ -118,20 +134,23 @@ def packed_pass1(plan: LaunchPlan) -> Kernel:
 
 def make_plan(
     problem: Problem, config: S2OConfig | Pass, limits: DeviceLimits, aligned: bool, compact: bool, page_size: int,
-    choose: Choose,
+    choose: Choose, fp8: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     """Decide kernels, tiles and rounds. Raises ValueError if the problem exceeds the largest grid.
 
     ``aligned``: rows are whole chunks of 16 bytes. ``compact``: 32 bits hold a row's offset in such chunks.
     ``page_size``: of a paged cache that k and v are, or 0. ``choose``: S2O's way to choose keys; with a Pass nothing is
-    chosen.
+    chosen. ``fp8``: k and v are arrays that are read from a paged cache of 8 bits first.
     """
     paged = page_size > 0
-    if paged and not aligned:
+    if (paged or fp8) and not aligned:
         raise ArgumentValueError(
             "a row of q, k_pages, v_pages or out does not start on 16 bytes, or head_dim "
-            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
+            f"({problem.head_dim}) is no multiple of 8; accepted on the GPU: rows that do (of an fp8 cache on 8 "
+            "bytes), in multiples of 8 elements"
         )
+    if fp8:
+        check_fp8_keys(problem)
     dense = is_dense(problem, config)
     of_pass = config if isinstance(config, Pass) else config.of_pass
     geometry = problem.geometry(replace(of_pass, segment=None) if dense else of_pass)
@@ -156,6 +175,7 @@ def make_plan(
     if collects:
         boxes = path.map_boxes(geometry, problem.head_dim, 0)
     whole_rows = paged and not collects and path.maps_whole_rows(problem.head_dim, boxes)
+    collect = Kernel(FP8_PAGES, problem.dtype) if fp8 else COLLECT_PAGES if collects else None
     return LaunchPlan(
         of_pass=of_pass,
         geometry=geometry,
@@ -166,7 +186,7 @@ def make_plan(
         path_reason=reason,
         limits=limits,
         inputs=inputs,
-        collect_pages=COLLECT_PAGES if collects else None,
+        collect_pages=collect,
         pass1=path.pass1(replace(inputs, paged=paged and not collects), limits, bool(boxes), whole_rows),
         pass2=path.pass2(inputs, limits, of_pass.block_m),
         map_boxes=boxes,

@@ -53,7 +53,7 @@ def launches(
 ) -> tuple[Launch, ...]:
     """All launches of a call in order; for the arguments see `Builder`."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
-    found = [_collect_pages(build, plan.collect_pages)] if plan.collect_pages else []
+    found = [_collect_pages(build, plan.collect_pages, paging)] if plan.collect_pages else []
     found.append(
         attention_launch(build, plan.blocks, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
     )
@@ -94,7 +94,7 @@ def packed_collect_launch(
 ) -> Launch:
     """Copies of packed sequences' keys and values from pages; likewise."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return _collect_pages(build, kernel, sequences=0)
+    return _collect_pages(build, kernel, paging, sequences=0)
 
 
 def attention_launch(
@@ -124,12 +124,15 @@ def attention_launch(
     return build.launch(stage, kernel, blocks(q_tiles), values, chunk, further, read)
 
 
-def _collect_pages(build: Builder, kernel: Kernel, **more: int) -> Launch:
+def _collect_pages(build: Builder, kernel: Kernel, paging: Paging | None, **more: int) -> Launch:
     problem = build.problem
     chunks = collected_chunks(problem)
-    values = {
-        "k": build.tensors["k"],
-        "v": build.tensors["v"],
+    values: dict[str, Any] = {"k": build.tensors["k"], "v": build.tensors["v"]}
+    if paging is not None and paging.scales is not None:
+        values = dict(build.cache)
+        for name, scale in zip(("k_scale", "v_scale"), paging.scales, strict=True):
+            values[name] = {"stride": scale.stride, "value": scale.value}
+    values |= {
         "kv_heads": problem.kv_heads,
         "seqlen_k": problem.seqlen_k,
         "row_chunks": problem.head_dim * ITEM_BYTES // COLLECT_CHUNK,
@@ -137,4 +140,4 @@ def _collect_pages(build: Builder, kernel: Kernel, **more: int) -> Launch:
         "pages": build.pages,
         **more,
     }
-    return build.launch("collect_pages", kernel, -(-chunks // COLLECT_CHUNKS), values)
+    return build.launch(kernel.function, kernel, -(-chunks // COLLECT_CHUNKS), values)

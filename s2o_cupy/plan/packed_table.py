@@ -50,6 +50,10 @@ class PackedTable:
         most = most_collected_keys(self.problem, config)
         return most if self._repays_collecting and self.longest_k <= most else 0
 
+    def read_keys(self, config: S2OConfig) -> int:
+        """Likewise of a cache of 8 bits, all of which are read; a sequence is never cut."""
+        return max(self.longest_k, most_collected_keys(self.problem, config))
+
     def launches(self, block_m: int, most_keys: int = 0) -> list[PackedLaunch]:
         """For q tiles of ``block_m`` rows. ``most_keys``: the keys of a launch, up to so many, are collected from pages
         one sequence behind the other, and `begin_k` is where they begin there; 0: they lie as the caller said."""

@@ -49,7 +49,7 @@ _SCALARS = {
     )
 }  # fmt: skip
 _POINTER = _Scalar("pointer", np.dtype("u8"), "Q")
-_POINTED = (*_SCALARS, "uint16", "float2")  # what a pointer may point to, beside structs
+_POINTED = (*_SCALARS, "uint8", "uint16", "float2")  # what a pointer may point to, beside structs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ..methods import antidiagonal, flex_prefill, last_rows, vertical_slash
 from ..methods import kernels as methods
 from ..nsa import kernels as nsa
 from ..plan import error_search, tail
-from ..plan.collecting import COLLECT_PACKED_PAGES
+from ..plan.collecting import COLLECT_PACKED_PAGES, fp8_kernels
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.head_taus import KERNEL as HEAD_TAUS
@@ -36,6 +36,8 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     yield from (EVERY_TILE, HEAD_TAUS)
     if any(path.gathers_pages for path in paths):
         yield from (COLLECT_PAGES, COLLECT_PACKED_PAGES)
+    for dtype in ("float16", "bfloat16"):
+        yield from fp8_kernels(dtype)
     arrays = ((True, False), (False, False), (True, True))  # aligned, paged: a paged cache is always aligned
     for dtype, head_dim, (aligned, paged) in itertools.product(("float16", "bfloat16"), HEAD_DIMS, arrays):
         sample, plain = (dtype, head_dim) == SAMPLE, aligned and not paged

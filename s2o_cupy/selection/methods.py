@@ -21,7 +21,7 @@ def choose(setting: Setting) -> Method:
 
 def make_plan(
     problem: Problem, config: S2OConfig | Pass, limits: DeviceLimits, aligned: bool, compact: bool = True,
-    page_size: int = 0,
+    page_size: int = 0, fp8: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     """plan.launch_plan.make_plan with the method that ``config`` names."""
-    return launch_plan.make_plan(problem, config, limits, aligned, compact, page_size, choose)
+    return launch_plan.make_plan(problem, config, limits, aligned, compact, page_size, choose, fp8)

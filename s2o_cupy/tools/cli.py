@@ -111,8 +111,9 @@ def _diff(args: argparse.Namespace) -> int:
 
     with progress("diff") as report:
         found = diffing.diff(
-            *qkv, config, scale=args.scale, softcap=args.softcap, is_causal=not args.no_causal, progress=report
-        )
+            *qkv, config, scale=args.scale, softcap=args.softcap, is_causal=not args.no_causal, fp8=args.fp8,
+            progress=report,
+        )  # fmt: skip
     print_result(args, {"ok": found.ok, **found.to_dict()}, lambda _: found.table())
     return OK if found.ok else FOUND
 
@@ -441,6 +442,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     add_config(diff, S2OConfig())
     _add_scores(diff)
     diff.add_argument("--no-causal", action="store_true", help="let every query see every key")
+    diff.add_argument("--fp8", action="store_true", help="keys and values rounded to e4m3, in the pages of a cache")
 
     # Without abbreviations, as --tau would be one of --taus.
     tune = command("tune", _tune, "the tau of an error or a density, by a sample of segments", INPUT_HELP,

@@ -20,6 +20,7 @@ from ..extras import remedy
 from ..problem import Problem, validate
 from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 from . import diff_query_weights as by_query
+from .diff_fp8 import Fp8Cache, fp8_cache, wrong_values
 from .diff_queries import query_order_parts
 from .diff_tail import BeforeTail, with_tail
 from .diff_units import wrong_means, wrong_outliers
@@ -52,6 +53,7 @@ class GpuStages:
     lse: Array  # [B, H, Lq]
     before_tail: BeforeTail | None = None  # of a call with a tail
     query: by_query.QueryStages | None = None  # of rank="query"
+    read: tuple[Array, Array] | None = None  # keys and values of a cache of 8 bits, [B, Hkv, Lk, D] of q's dtype
     path: str = "portable"  # which kernels ran
     path_reason: str | None = None  # S2OStats.path_reason
 
@@ -125,6 +127,7 @@ def diff(
     scale: float | None = None,
     softcap: float = 0.0,
     is_causal: bool = True,
+    fp8: bool = False,
     progress: Progress | None = None,
 ) -> DiffReport:
     """Run the kernels and the NumPy reference on the same input and compare every stage.
@@ -134,6 +137,7 @@ def diff(
     q, k, v : arrays, (batch, heads, seqlen_q, head_dim) and (batch, kv_heads, seqlen_k, head_dim), or without batch
         float16 or bfloat16, on the host (NumPy, ml_dtypes.bfloat16) or on the GPU (CuPy).
     config, scale, softcap, is_causal : as for `s2o_attention`; of an error the taus that the GPU finds are taken
+    fp8 : k and v are rounded to 8 bits (e4m3) with a scale for each head, and the GPU reads them from pages of a cache
     progress : called with (done, total)
 
     Returns
@@ -169,10 +173,14 @@ def diff(
     if problem.empty or problem.seqlen_k == 0:
         raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
     hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
+    cache = None
+    if fp8:
+        cache = fp8_cache(hk, hv)
+        hk, hv = cache.values
     arrays = cupy.asarray(hq), cupy.asarray(hk), cupy.asarray(hv)
     if config.error is not None:
         config = config.with_found_taus(_found_taus(arrays, problem, config))
-    stages = capture(*arrays, problem, config)
+    stages = capture(*arrays, problem, config, cache)
     return compare(stages, hq, hk, hv, problem, config, progress=progress)
 
 
@@ -186,11 +194,12 @@ def _found_taus(arrays: tuple[Any, Any, Any], problem: Problem, config: S2OConfi
     return taus
 
 
-def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuStages:
-    """Run the GPU pipeline on CuPy arrays [B, H, L, D] and copy every stage to the host."""
+def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: Fp8Cache | None = None) -> GpuStages:
+    """Run the GPU pipeline on CuPy arrays [B, H, L, D], or with what ``cache`` holds as k and v, and copy every stage
+    to the host."""
     import cupy
 
-    from ..arrays.operand import Call, address, operand
+    from ..arrays.operand import Call, Paging, Scale, address, operand
     from ..cuda import pipeline
 
     config = replace(config, dense_up_to=0)  # every stage is to be seen
@@ -218,7 +227,9 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
         def host(name: str) -> Array:
             return cupy.asnumpy(arrays[name])
 
-        if stage == "pass1":
+        if stage == "fp8_pages":
+            stages.read = host("keys").view(q.dtype), host("values").view(q.dtype)
+        elif stage == "pass1":
             stages.o1 = cupy.asnumpy(out)
             if "state" in arrays:
                 state = host("state").reshape(batch, heads, problem.seqlen_q, 2)
@@ -253,8 +264,16 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig) -> GpuS
     lse = cupy.full(q.shape[:3], np.nan, np.float32)
     visited = cupy.empty(problem.visited_shape(config), np.int32)
     operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
+    paging = None
+    if cache is not None:
+        k_pages, v_pages, table, *scales = (cupy.asarray(x) for x in (*cache.pages, cache.table, *cache.scales))
+        operands = (operands[0], operand(k_pages, "BSHD"), operand(v_pages, "BSHD"), operands[3])
+        k_scale, v_scale = (Scale(pointer=address(x), stride=1) for x in scales)
+        pages, page_size = cache.pages[0].shape[:2]
+        stride = table.shape[1] if batch > 1 else 0
+        paging = Paging(address(table), stride, page_size, pages, (k_scale, v_scale))
     stream = cupy.cuda.get_current_stream().ptr
-    call = Call(operands, address(lse), address(visited), problem)
+    call = Call(operands, address(lse), address(visited), problem, paging)
     plan = pipeline.run(call, config, stream=stream, observe=observe)
     stages.path, stages.path_reason = plan.path, plan.path_reason
     stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))
@@ -321,7 +340,7 @@ def compare(
     from ..reference import s2o
     from ..stats import S2OStats
 
-    unit = UNIT[problem.dtype]
+    unit, kv = UNIT[problem.dtype], (k, v)
     geometry, segments = problem.geometry(config), problem.geometry(config).segments
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale, softcap = problem.scale, problem.softcap
@@ -334,6 +353,11 @@ def compare(
     total = 6
     done = iter(range(1, total + 1))
     step = (lambda: progress(next(done), total)) if progress else (lambda: None)
+
+    # What is read from pages of 8 bits: equal.
+    if stages.read is not None:
+        part = np.stack([wrong_values(x, y) for x, y in zip(stages.read, kv, strict=True)])
+        rows.integers("fp8 pages", part, int((part > 0).sum()), "exact")
 
     # Pooled queries: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
     if config.rank == "query":

@@ -128,6 +128,8 @@ class TorchFramework(Framework):
         x = x.detach().cpu()
         if x.dtype == torch.bfloat16:  # NumPy imports none: carry the bits as int16
             return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+        if x.element_size() == 1 and x.is_floating_point():  # its bytes
+            return x.view(torch.uint8).numpy()
         return x.numpy()
 
     def export(self, native: Any, like: Any) -> Any:
