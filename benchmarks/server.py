@@ -29,6 +29,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -144,11 +145,19 @@ class Server:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if args.server == "sglang" and attention == "s2o":
             environment["S2O_CONFIG"] = json.dumps(args.config)
+        self.check_port(port)
         command = [*COMMANDS[args.server](args, folder, attention, port), *args.more]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
+
+    @staticmethod
+    def check_port(port: int) -> None:
+        """Else another server would answer in this one's place."""
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)) == 0:
+                raise SystemExit(f"--port: somebody answers at {port} already; accepted: ports that are free")
 
     def wait(self) -> None:
         end = time.monotonic() + self.args.start_timeout
@@ -336,6 +345,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped, too
     folder = model_folder(args.model)
     ids = np.random.default_rng(args.seed).integers(vocabulary(folder), size=args.longest)
     done, rows = itertools.count(), []
