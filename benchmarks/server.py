@@ -179,7 +179,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def ask(self, ids: Sequence[int], tokens: int = 1, **more: Any) -> tuple[float, Mapping[str, Any]]:
+    def ask(self, ids: Sequence[int] | np.ndarray, tokens: int = 1, **more: Any) -> tuple[float, Mapping[str, Any]]:
         """Seconds until all of an answer's tokens are there, and the answer."""
         body = {
             "model": "m", "prompt": [int(x) for x in ids], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
@@ -233,8 +233,12 @@ def one(running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, st
     rows = []
     for length in args.lengths:
         step(f"one prompt of {length:,}")
-        seconds = in_turns(running, args.repeats, lambda server, n=length: server.ask(ids[:n])[0])
-        rows += rows_of(running, seconds, part="one", length=length, prompts=1)
+
+        def seconds(server: Server, n: int = length) -> float:
+            return server.ask(ids[:n])[0]
+
+        found = in_turns(running, args.repeats, seconds)
+        rows += rows_of(running, found, part="one", length=length, prompts=1)
     return rows
 
 

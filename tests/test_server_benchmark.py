@@ -1,0 +1,146 @@
+"""benchmarks/server.py asks real servers; here something answers in their place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+# Answers every token of a prompt with rank 1, but every fifth with rank 2 where its port is odd.
+FAKE = """
+    import http.server, json, sys
+    port = int(sys.argv[1])
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_): pass
+        def reply(self, found):
+            body = json.dumps(found).encode()
+            self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+            self.wfile.write(body)
+        def do_GET(self): self.reply({})
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ranks = [None] + [{str(x): {"rank": 2 if port % 2 and i % 5 == 0 else 1}}
+                              for i, x in enumerate(asked["prompt"]) if i]
+            self.reply({"choices": [{"prompt_logprobs": ranks if "prompt_logprobs" in asked else None}]})
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    """The first of two neighbours that are free, and even."""
+    for port in range(18_000, 19_000, 2):
+        with socket.socket() as one, socket.socket() as two:
+            if one.connect_ex(("127.0.0.1", port)) and two.connect_ex(("127.0.0.1", port + 1)):
+                return port
+    raise AssertionError("no free port")
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """The script, whose servers are the fake one."""
+    module = pytest.importorskip("server")
+    fake = tmp_path / "fake.py"
+    fake.write_text(textwrap.dedent(FAKE))
+    monkeypatch.setattr(module, "MODELS", tmp_path)
+    monkeypatch.setattr(module, "COMMANDS", {"vllm": lambda args, folder, attention, port: [
+        sys.executable, str(fake), str(port)]})  # fmt: skip
+    monkeypatch.setattr(module._common, "provenance", lambda device: {})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return module
+
+
+def measured(server, tmp_path, *arguments):
+    server.main([*map(str, arguments), "--port", str(free_port()), "--json", str(tmp_path / "x.json")])
+    return json.loads((tmp_path / "x.json").read_text())["rows"]
+
+
+def test_rows_of_each_part(server, tmp_path):
+    """Beside each other: the same prompts, asked in turns; ratios are to the server's own attention."""
+    rows = measured(server, tmp_path, "--model", "8b", "--lengths", "64,256", "--many", "8,16,32", "--repeats", 1)
+    parts = [(row["part"], row["attention"], row["length"]) for row in rows]
+    assert parts == [
+        ("one", "own", 64), ("one", "s2o", 64), ("one", "own", 256), ("one", "s2o", 256), ("many", "own", 56),
+        ("many", "s2o", 56), ("decode", "own", 1000), ("decode", "s2o", 1000), ("decode", "own", 64),
+        ("decode", "s2o", 64),
+    ]  # fmt: skip
+    assert all(row["speedup"] == 1 for row in rows if row["attention"] == "own")
+    assert all(row["tokens_per_s"] == 56 / row["seconds"] for row in rows if row["part"] == "many")
+
+
+def test_answers_are_counted_as_tasks_py_counts_them(server, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    own, s2o = measured(server, tmp_path, "--model", "retrieval", "--lengths", 1024, "--many", 8, "--samples", 1)
+    assert (own["right_tokens"], own["right"]) == (1, 1)
+    assert 0.7 < s2o["right_tokens"] < 0.9 and s2o["right"] < 0.6  # one token of five is wrong
+    assert own["answers"] == s2o["answers"] > 0
+
+
+def test_servers_are_stopped_with_the_script(tmp_path):
+    """Also by SIGTERM, as `timeout` sends it: a server that is left holds the GPU and the port."""
+    port = free_port()
+    script = tmp_path / "run.py"
+    (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
+    script.write_text(textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+        import server
+        server.MODELS = server.pathlib.Path({str(tmp_path)!r})
+        server.COMMANDS["vllm"] = lambda args, folder, attention, port: [
+            sys.executable, {str(tmp_path / "fake.py")!r}, str(port)]
+        server.one = lambda *_: (print("asking", flush=True), time.sleep(60))
+        server.main(["--parts", "one", "--port", "{port}", "--lengths", "64", "--many", "8"])
+    """))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "asking\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 1
+    for at in (port, port + 1):
+        with socket.socket() as asked:
+            assert asked.connect_ex(("127.0.0.1", at)) != 0
+
+
+def test_a_port_that_answers_is_refused(server, tmp_path):
+    """Else another server, perhaps of another model, would be measured."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="answers at"):
+        server.main(["--port", str(taken.getsockname()[1]), "--lengths", "64", "--many", "8"])
+
+
+def test_a_server_that_does_not_start_says_why(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(server, "COMMANDS", {"vllm": lambda *_: [sys.executable, "-c", "raise OSError('no GPU')"]})
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match="(?s)own attention did not start.*no GPU"):
+        server.main(["--port", str(free_port()), "--lengths", "64", "--many", "8"])
+    assert time.monotonic() - began < 30
+
+
+def test_command_lines(server):
+    """Those of docs/servers.md, beside what a measuring needs."""
+    import importlib
+
+    module = importlib.reload(server)
+    args = module.parse(["--config", '{"tau": 0.02}', "--lengths", "4096", "--", "--seed", "1"])
+    own, s2o = (module.vllm_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
+    assert set(s2o) - set(own) == {"--attention-backend", "CUSTOM", "--additional-config", '{"s2o": {"tau": 0.02}}'}
+    own, s2o = (module.sglang_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
+    assert set(s2o) - set(own) == {"--prefill-attention-backend", "s2o"}
+    assert args.more == ["--seed", "1"] and args.longest > 40_960
+    assert os.fspath(module.MODELS) == "build/server"
+
+
+@pytest.mark.parametrize("wrong", [["--parts", "all"], ["--attentions", "own,flash"]])
+def test_wrong_arguments(server, wrong, capsys):
+    with pytest.raises(SystemExit):
+        server.parse(wrong)
+    assert "accepted:" in capsys.readouterr().err
