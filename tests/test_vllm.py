@@ -69,7 +69,7 @@ class Engine:
         self.kernel_name = "_FA4_DENSE_ATTENTION_KERNEL"
         if not hasattr(self.flash_attn, self.kernel_name):
             self.kernel_name = "flash_attn_varlen_func"
-        self.flash_attn_kernel = getattr(self.flash_attn, self.kernel_name, None)
+        self.flash_attn_kernel: Any = getattr(self.flash_attn, self.kernel_name, None)
         monkeypatch.setattr(self.flash_attn, self.kernel_name, kernel, raising=False)
         self.like = Served.make()  # whose heads, dtype and device are the model's
 
