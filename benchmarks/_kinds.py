@@ -12,8 +12,8 @@ import _baselines
 import _common
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.own.method import AnyMethod, method_name
-from s2o_cupy.tools.compare import parse_method, settings_of
+from s2o_cupy.methods.own import AnyMethod, method_name
+from s2o_cupy.tools.comparing import parse_method, settings_of
 from s2o_cupy.tools.tune_layers import TunedLayers
 
 Kind = str | AnyMethod | TunedLayers  # a baseline by its name

@@ -13,9 +13,9 @@ import torch
 from _kinds import Kind, attention
 from _small_llama import hooked
 
-from s2o_cupy import sparse_attention
 from s2o_cupy.integrations.head_groups import LayerConfigs
-from s2o_cupy.own.method import AnyMethod
+from s2o_cupy.methods import sparse_attention
+from s2o_cupy.methods.own import AnyMethod
 from s2o_cupy.tools.tune_layers import TunedLayers
 
 RUNS = 64  # of neighbouring rows, where not all are looked at

@@ -19,7 +19,7 @@ import _sources
 import numpy as np
 from _kinds import attention, described, kinds, told, turns
 
-from s2o_cupy.tools.compare import methods_by_name
+from s2o_cupy.tools.comparing import methods_by_name
 
 Row = dict[str, Any]
 FOLDER = pathlib.Path(__file__).parent / "retrieval_model"

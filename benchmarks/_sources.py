@@ -15,8 +15,8 @@ from typing import Any
 import _common  # noqa: F401  (finds s2o_cupy)
 import numpy as np
 
-from s2o_cupy import inputs
 from s2o_cupy.arrays.frameworks import to_host
+from s2o_cupy.tools import inputs
 from s2o_cupy.tools.patterns import PATTERNS
 
 HELP = (

@@ -24,7 +24,7 @@ import _kinds
 import _sources
 from _kinds import Kind, attention, described, kinds, told
 
-from s2o_cupy import sparse_attention
+from s2o_cupy.methods import sparse_attention
 from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]

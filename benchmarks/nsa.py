@@ -21,10 +21,10 @@ import _baselines
 import _common
 import torch
 
-from s2o_cupy import NSAConfig, nsa_attention, nsa_compress
 from s2o_cupy.arrays.operand import Operand, operand
-from s2o_cupy.cuda import nsa
 from s2o_cupy.cuda.pipeline import allocate
+from s2o_cupy.nsa import NSAConfig, nsa_attention, nsa_compress
+from s2o_cupy.nsa import launches as nsa
 from s2o_cupy.problem import Problem
 
 Row = dict[str, Any]

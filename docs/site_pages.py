@@ -42,8 +42,8 @@ API = {
             *(f"{PACKAGE}.tools.{name}" for name in ("loss_search.Trial", "must_hold.Part", "must_hold.Bound")),
             f"{PACKAGE}.tools.measured_method.MeasuredMethod",
             *(f"{INTEGRATIONS}.model_report.{name}" for name in ("ModelReport", "LayerReport")),
-            *(f"{PACKAGE}.{name}" for name in ("tune", "tools.tune.TuneResult")),
-            *(f"{PACKAGE}.{name}" for name in ("error_per_head", "tools.sampled.ErrorEstimate", "attention_within")),
+            *(f"{PACKAGE}.{name}" for name in ("tools.tune", "tools.tuning.TuneResult")),
+            *(f"{PACKAGE}.tools.{name}" for name in ("error_per_head", "sampled.ErrorEstimate", "attention_within")),
         ],
     ),
     "api/schedules.md": (
@@ -58,14 +58,20 @@ API = {
     "api/methods.md": (
         "Methods",
         [
-            f"{PACKAGE}.{name}"
-            for name in (
-                "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "select", "MeanPoolingConfig",
-                "PBSConfig", "SpargeConfig", "tune_sparge",
-                "tools.tune_sparge.SpargeTuning", "XAttentionConfig", "FlexPrefillConfig", "VerticalSlashConfig",
-                "AShapeConfig", "BLASSTConfig", "own.method.Method", "compare", "tools.compare.Comparison",
-                "tools.compare.Compared",
-            )
+            *(
+                f"{PACKAGE}.methods.{name}"
+                for name in (
+                    "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "select",
+                    "MeanPoolingConfig", "PBSConfig", "SpargeConfig", "XAttentionConfig", "FlexPrefillConfig",
+                    "VerticalSlashConfig", "AShapeConfig", "BLASSTConfig", "own.Method",
+                )
+            ),
+            *(
+                f"{PACKAGE}.tools.{name}"
+                for name in (
+                    "tune_sparge", "sparge_tuning.SpargeTuning", "compare", "comparing.Comparison", "comparing.Compared"
+                )
+            ),
         ],
     ),
     "api/nsa.md": (
@@ -73,14 +79,14 @@ API = {
         [
             f"{PACKAGE}.{name}"
             for name in (
-                "nsa_attention", "NSAConfig", "nsa_compress", "nsa_select", "selected_attention",
-                "selected_attention_backward", "window_attention", "integrations.nsa",
+                "nsa.nsa_attention", "nsa.NSAConfig", "nsa.nsa_compress", "nsa.nsa_select", "nsa.selected_attention",
+                "nsa.selected_attention_backward", "nsa.window_attention", "integrations.nsa",
             )
         ],
     ),
     "api/tools.md": (
         "Inputs, metrics, diff",
-        [f"{PACKAGE}.{name}" for name in ("merge_states", "diff", "inputs", "metrics")],
+        [f"{PACKAGE}.{name}" for name in ("merge_states", "tools.diff", "tools.inputs", "tools.metrics")],
     ),
     "api/integrations.md": (
         "Integrations",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import ml_dtypes
 
-from s2o_cupy import inputs
+from s2o_cupy.tools import inputs
 
 
 def keep_heads(qkv: inputs.QKV, kept: list[int]) -> inputs.QKV:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -111,15 +112,16 @@ class S2OStats:
         if self.given is None:
             raise ValueError(
                 "S2OStats.error_per_head: accepted: statistics of s2o_attention; for a packed or paged call give a "
-                "sequence of it to s2o_cupy.error_per_head"
+                "sequence of it to s2o_cupy.tools.error_per_head"
             )
         q, k, v = (x() for x in self.given.arrays)
         if q is None or k is None or v is None:
             raise ValueError(
                 "S2OStats.error_per_head: q, k or v of the call are gone; accepted: keep them until it is asked for, "
-                "or give them to s2o_cupy.error_per_head"
+                "or give them to s2o_cupy.tools.error_per_head"
             )
-        from . import error_per_head
+        # By name: the core imports no tool, and loads this one for who asks.
+        error_per_head = importlib.import_module(f"{__package__}.tools.sampled").error_per_head
 
         p = self.problem
         options: dict[str, Any] = {"scale": p.scale, "softcap": p.softcap, "is_causal": p.is_causal}

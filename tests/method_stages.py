@@ -48,7 +48,7 @@ def selected(q: Any, k: Any, config: Any, **options: Any) -> Found:
     """Of host arrays of the GPU's dtypes."""
     import cupy
 
-    from s2o_cupy.cuda import select
+    from s2o_cupy.methods import launches as select
 
     problem = validate(
         [q.shape, k.shape, k.shape], [str(q.dtype)] * 3, config=config.of_pass, backend="cupy", **options

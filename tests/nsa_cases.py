@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gpu_rounding import beyond_rounding
 
-from s2o_cupy import NSAConfig
+from s2o_cupy.nsa import NSAConfig
 from s2o_cupy.reference import nsa
 from s2o_cupy.tools.diffing import UNIT, _score_error
 

@@ -29,18 +29,17 @@ from method_stages import wrong_stages as wrong_of_method
 from packs import bits, differing_on
 from pages import differing, fits_pages
 
-from s2o_cupy import (
+from s2o_cupy import S2OConfig, s2o_attention_paged
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.methods import (
     FlexPrefillConfig,
     MeanPoolingConfig,
-    NSAConfig,
     PBSConfig,
-    S2OConfig,
     SpargeConfig,
     VerticalSlashConfig,
     XAttentionConfig,
-    s2o_attention_paged,
 )
-from s2o_cupy.caches import clear_cache
+from s2o_cupy.nsa import NSAConfig
 from s2o_cupy.plan import collecting
 from s2o_cupy.plan import launch_plan as plan
 from s2o_cupy.reference.fp8 import from_e4m3

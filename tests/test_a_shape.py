@@ -8,7 +8,8 @@ from conftest import has_gpu
 from gpu_rounding import allowed_error
 from schedules import FRAMEWORKS, masked_attention, meant
 
-from s2o_cupy import AShapeConfig, gather_attention, select, sparse_attention
+from s2o_cupy import gather_attention
+from s2o_cupy.methods import AShapeConfig, select, sparse_attention
 from s2o_cupy.reference.methods.a_shape import attended
 
 CONFIGS = [{"initial": 5, "window": 100}, {"initial": 0, "window": 0}, {"initial": 300, "window": 64},

@@ -8,8 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
-from s2o_cupy import MeanPoolingConfig, Schedule, gather_attention, gather_attention_paged, select, sparse_attention
+from s2o_cupy import Schedule, gather_attention, gather_attention_paged
 from s2o_cupy.errors import ArgumentTypeError, ArgumentValueError, arguments_of
+from s2o_cupy.methods import MeanPoolingConfig, select, sparse_attention
 
 MEAN = MeanPoolingConfig()
 RULES = {"seqlen_q": 128, "seqlen_k": 128, "segment": 128}

@@ -12,11 +12,12 @@ import pytest
 from conftest import has_gpu
 from packs import bits, on_the_cpu
 
-from s2o_cupy import S2OConfig, error_per_head, inputs, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
 from s2o_cupy.plan.error_search import sampled
 from s2o_cupy.reference import dense_attention, s2o
 from s2o_cupy.reference.error_taus import LEAST_ERROR, chosen_tau, error_taus, second_ladder
 from s2o_cupy.spec import FIRST_LADDER
+from s2o_cupy.tools import error_per_head, inputs
 
 SMALL = S2OConfig(segment=64, block_m=64, block_n=64, unit=8, dense_up_to=0)
 

@@ -14,10 +14,11 @@ from benchmark_modules import BENCHMARKS
 from conftest import has_gpu
 from in_process import run_script
 
-from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.plan.rounds import Chunk
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.spec import Geometry
+from s2o_cupy.tools import inputs, metrics
 
 # isort: split
 import _baselines

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import FRAMEWORKS, masked_attention, meant
 
-from s2o_cupy import BLASSTConfig, compare, select, sparse_attention
+from s2o_cupy.methods import BLASSTConfig, select, sparse_attention
 from s2o_cupy.reference.methods.blasst import attended
-from s2o_cupy.tools.compare import parse_method
+from s2o_cupy.tools import compare
+from s2o_cupy.tools.comparing import parse_method
 
 THRESHOLDS = (0.0, 1e-3, 0.05, 0.3, 1.0)
 

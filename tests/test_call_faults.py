@@ -30,14 +30,15 @@ from gpu_cases import DTYPES, Case
 from listed_calls import wrong_by_random_lists
 from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
 
-from s2o_cupy import S2OConfig, s2o_attention, selected_attention, selected_attention_backward
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
+from s2o_cupy.nsa import selected_attention, selected_attention_backward
 from s2o_cupy.plan import collecting, launch_plan
 from s2o_cupy.plan.error_search import sampled
 from s2o_cupy.reference import nsa, nsa_backward
 from s2o_cupy.reference.error_taus import error_taus
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.tools.catalogue import kernels_for
 
 # ---------------------------------------------------------------- what a call gives otherwise than it must
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import inputs
+from s2o_cupy.tools import inputs
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", "5.16")

@@ -18,7 +18,7 @@ import s2o_cupy
 import s2o_cupy.__main__
 from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import CompiledKernel
-from s2o_cupy.tools import cli, info
+from s2o_cupy.tools import cli, compile_ahead, info
 
 ROOT = Path(s2o_cupy.__file__).parents[1]
 
@@ -260,7 +260,7 @@ def test_compile_judges(monkeypatch, capsys, tmp_path, results, status):
         progress(1, 1)
         return results
 
-    monkeypatch.setattr(compiler, "compile_all", compile_all)
+    monkeypatch.setattr(compile_ahead, "compile_all", compile_all)
     monkeypatch.setenv("S2O_CACHE_DIR", str(tmp_path))
     assert cli.main(["compile", "--arch", "sm_90a, sm_80", "--json"]) == status
     assert asked == ["sm_90a", "sm_80", None, None, False]
@@ -286,7 +286,7 @@ def test_compile_of_one_dtype_and_size(monkeypatch, capsys):
         asked.append((list(architectures), dtypes, head_dims, sample))
         return [compiled()]
 
-    monkeypatch.setattr(compiler, "compile_all", compile_all)
+    monkeypatch.setattr(compile_ahead, "compile_all", compile_all)
     monkeypatch.setattr(compiler, "local_architectures", lambda: ["sm_90a"])
     assert cli.main(["compile", "--dtype", "float16", "--head-dim", "80"]) == cli.OK
     monkeypatch.setattr(compiler, "local_architectures", list)
@@ -300,7 +300,7 @@ def test_compile_of_one_dtype_and_size(monkeypatch, capsys):
 def test_compile_says_where_nothing_can_be_kept(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("S2O_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr(compiler, "compile_all", lambda *asked, **options: [compiled()])
+    monkeypatch.setattr(compile_ahead, "compile_all", lambda *asked, **options: [compiled()])
     assert cli.main(["compile"]) == cli.OK
     assert "not kept for calls: Not a directory" in capsys.readouterr().out
 

@@ -10,20 +10,11 @@ import pytest
 from conftest import has_gpu
 from schedules import FRAMEWORKS
 
-from s2o_cupy import (
-    MeanPoolingConfig,
-    S2OConfig,
-    SpargeConfig,
-    VerticalSlashConfig,
-    XAttentionConfig,
-    compare,
-    inputs,
-    metrics,
-    sparse_attention,
-)
+from s2o_cupy import S2OConfig
+from s2o_cupy.methods import MeanPoolingConfig, SpargeConfig, VerticalSlashConfig, XAttentionConfig, sparse_attention
 from s2o_cupy.methods.registry import METHODS
-from s2o_cupy.tools import cli
-from s2o_cupy.tools import compare as tool
+from s2o_cupy.tools import cli, compare, inputs, metrics
+from s2o_cupy.tools import comparing as tool
 
 CONFIGS = (S2OConfig(tau=0.3, dense_up_to=0), XAttentionConfig(threshold=0.3), MeanPoolingConfig(threshold=0.3))
 

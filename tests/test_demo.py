@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from conftest import has_gpu
 
-from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.plan import launch_plan
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.spec import Geometry
-from s2o_cupy.tools import cli, demo
+from s2o_cupy.tools import cli, demo, inputs, metrics
 
 UNCHANGED = ["--no-picture", "--json"]
 

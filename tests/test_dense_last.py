@@ -10,8 +10,9 @@ import pytest
 from packs import bits, starts
 from ragged_pages import differing
 
-from s2o_cupy import S2OConfig, error_per_head, metrics, s2o_attention, s2o_attention_varlen
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
 from s2o_cupy.spec import Geometry
+from s2o_cupy.tools import error_per_head, metrics
 
 STOPS = 0.3
 

@@ -64,7 +64,7 @@ def imported(code):
             modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add((node.module or "").split(".")[0])
-            if node.module == "s2o_cupy":
+            if node.module in ("s2o_cupy", "s2o_cupy.methods", "s2o_cupy.nsa", "s2o_cupy.tools"):
                 ours |= {alias.name for alias in node.names}
             if (node.module or "").startswith("s2o_cupy.integrations."):
                 name = str(node.module).split(".")[2]

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from s2o_cupy import S2OConfig, inputs, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.reference import s2o as stages
-from s2o_cupy.tools import demo
+from s2o_cupy.tools import demo, inputs
 from s2o_cupy.tools.earlier_keys import EarlierKeys, SegmentMap, segment_map, segment_maps
 
 CONFIG = S2OConfig(segment=64, block_m=32, block_n=32, unit=8, window=16, tau=0.05, dense_up_to=0)

@@ -14,9 +14,9 @@ from s2o_cupy.plan import error_search
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import LaunchPlan
 from s2o_cupy.problem import Problem
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.spec import FIRST_LADDER, Geometry
+from s2o_cupy.tools.catalogue import kernels_for
 
 CONFIG = S2OConfig(error=(0.1, 0.05) * 3)
 

@@ -15,7 +15,7 @@ from query_faults import BYTES, ON_HOPPER, QUERY, QUERY_AROUND, QUERY_FAULTS
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
 from s2o_cupy.plan.kernels import Kernel
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.tools.catalogue import kernels_for
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,16 @@ from packs import bits, starts
 from pages import paged, random_table
 from ragged_pages import in_pages
 
-from s2o_cupy import MeanPoolingConfig, S2OConfig, diff, s2o_attention, s2o_attention_paged, sparse_attention_paged
+from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged
 from s2o_cupy.arrays.operand import Layout, Operand, Paging, Scale
+from s2o_cupy.methods import MeanPoolingConfig, sparse_attention_paged
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference.fp8 import from_e4m3
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.tools import diff
+from s2o_cupy.tools.catalogue import kernels_for
 from s2o_cupy.tools.diff_fp8 import fp8_cache
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

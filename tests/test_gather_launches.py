@@ -11,8 +11,8 @@ from s2o_cupy.arrays.operand import Call, Operand, Paging
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.problem import Problem
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
+from s2o_cupy.tools.catalogue import kernels_for
 
 SHAPE = (2, 8, 2, 600, 1000, 128)  # batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim
 OUT, LSE, VISITED = 0x40000, 0x50000, 0x60000

@@ -16,7 +16,8 @@ from conftest import has_gpu, has_hopper, spin
 from gpu_cases import CASES, PATHS, place, run_diff
 from packs import assert_same_bits, words
 
-from s2o_cupy import S2OConfig, diff, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.tools import diff
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

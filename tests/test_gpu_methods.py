@@ -11,7 +11,9 @@ from conftest import has_gpu, spin
 from method_stages import selected, wrong_stages
 from test_methods import WHOLE, underflowing
 
-from s2o_cupy import (
+from s2o_cupy import gather_attention
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.methods import (
     AShapeConfig,
     FlexPrefillConfig,
     MeanPoolingConfig,
@@ -19,12 +21,11 @@ from s2o_cupy import (
     SpargeConfig,
     VerticalSlashConfig,
     XAttentionConfig,
-    gather_attention,
+    kernels,
+    last_rows,
     select,
     sparse_attention,
 )
-from s2o_cupy.caches import clear_cache
-from s2o_cupy.methods import kernels, last_rows
 from s2o_cupy.reference.methods import blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]

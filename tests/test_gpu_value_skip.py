@@ -16,11 +16,12 @@ from gpu_cases import DTYPES
 from key_lists import all_keys, random_lists
 from listed_calls import attend, wrong_skips
 
-from s2o_cupy import SpargeConfig, gather_attention, select, sparse_attention
+from s2o_cupy import gather_attention
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
+from s2o_cupy.methods import SpargeConfig, select, sparse_attention
 from s2o_cupy.reference.lists import KeyLists
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.tools.catalogue import kernels_for
 
 needs_gpu = pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")
 LIMIT = -3.0

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig, XAttentionConfig
+from s2o_cupy import S2OConfig
 from s2o_cupy.integrations.head_groups import HeadGroup, LayerConfigs, head_groups
+from s2o_cupy.methods import XAttentionConfig
 
 CONFIGS = [S2OConfig(tau=tau, segment=segment) for tau in (0.0, 0.01) for segment in (128, 256)]
 A, B, C = (S2OConfig(segment=segment) for segment in (128, 256, 512))

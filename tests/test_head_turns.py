@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from schedules import FRAMEWORKS
 
-from s2o_cupy import VerticalSlashConfig, sparse_attention
-from s2o_cupy.api import select as module
+from s2o_cupy.methods import VerticalSlashConfig, sparse_attention
+from s2o_cupy.methods import attention as module
 
 LISTS = 4 * 4 * sum(range(0, 1500, 128))  # bytes of those of a KV head with 4 query heads
 

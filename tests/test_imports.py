@@ -25,13 +25,12 @@ FLOORS = (
     {"problem"},
     {"arrays"},
     {"plan"},
-    {"methods", "nsa"},
     {"selection"},
     {"cuda"},
     {"stats", "merge"},
     {"schedules"},
-    {"own"},
     {"api"},
+    {"methods", "nsa"},
     {"tools"},
     {"integrations"},
 )
@@ -109,6 +108,27 @@ def test_imports_go_down():
     assert not set(upward) - allowed
 
 
+FEATURES = {"methods", "nsa", "integrations", "tools"}
+
+
+def test_the_core_imports_no_feature():
+    """Not inside functions either, and the package's entrance loads them only for who asks."""
+    for name, path in files().items():
+        if room(name) in FEATURES | ENTRANCES - {"__init__"}:
+            continue
+        found = {room(target) for target in package_imports(name, path)} & FEATURES
+        assert not found or (name == "__init__" and "TYPE_CHECKING" in path.read_text(encoding="utf-8")), name
+    code = """
+import numpy, s2o_cupy
+x = numpy.ones((1, 1, 4, 8), numpy.float32)
+s2o_cupy.s2o_attention(x, x, x, return_stats=True)[1].density_per_head
+x = numpy.ones((1, 1, 128, 8), numpy.float32)
+s2o_cupy.gather_attention(x, x, x, s2o_cupy.Schedule.from_block_mask(numpy.ones((1, 1, 1, 1), bool), segment=128))
+"""
+    loaded = {name.split(".")[1] for name in loaded_after(code) if name.startswith("s2o_cupy.")}
+    assert not loaded & FEATURES
+
+
 def test_no_circle_of_files():
     """Not even one that imports inside functions would hide."""
     imports = {
@@ -183,7 +203,7 @@ def test_the_gpu_path_does_not_import_the_reference():
     """Only the CPU backend and the tools do."""
     for name, path in files().items():
         if any("reference" in x.split(".") for x in imports_of(path)):
-            assert name in ("api.on_host", "api.nsa_on_host") or room(name) == "tools", name
+            assert name in ("api.on_host", "nsa.on_host") or room(name) == "tools", name
 
 
 def test_no_module_imports_a_top_level_reference():
@@ -241,5 +261,5 @@ def test_public_names():
 def test_diff_is_a_function():
     import s2o_cupy.tools.diffing
 
-    assert callable(s2o_cupy.diff)
-    assert s2o_cupy.diff is s2o_cupy.tools.diffing.diff
+    assert callable(s2o_cupy.tools.diff)
+    assert s2o_cupy.tools.diff is s2o_cupy.tools.diffing.diff

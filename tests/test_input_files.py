@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import inputs
-from s2o_cupy.tools import cli, readers
+from s2o_cupy.tools import cli, inputs, readers
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (1, 2, 3, 4)

@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import inputs, metrics
-from s2o_cupy.tools import patterns
+from s2o_cupy.tools import inputs, metrics, patterns
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]

@@ -18,7 +18,8 @@ from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import ARCHITECTURES, check_device, render
 from s2o_cupy.plan import kernels
 from s2o_cupy.selection import s2o_kernels
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.tools import compile_ahead
+from s2o_cupy.tools.catalogue import kernels_for
 
 ALL = {kernel: None for arch in (80, 86, 89, 90, 100, 120) for kernel in kernels_for(arch)}
 SMALL = next(kernel for kernel in ALL if kernel.name == "guides-float16-d64")
@@ -157,9 +158,9 @@ def nvrtc():
 def test_compile_all(nvrtc, monkeypatch):
     """In the order that was asked for, each with what ptxas says. `s2o compile` in `make test` judges them all."""
     few = tuple(k for k in kernels_for(80) if k.function in ("block_sums", "candidate_means") and k.head_dim == 128)
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: few)
+    monkeypatch.setattr(compile_ahead, "all_kernels", lambda arch: few)
     seen: list[tuple[int, int]] = []
-    results = compiler.compile_all(["sm_80"], progress=lambda done, total: seen.append((done, total)))
+    results = compile_ahead.compile_all(["sm_80"], progress=lambda done, total: seen.append((done, total)))
     assert [r.name for r in results] == [k.name for k in few]
     assert seen == [(i + 1, len(few)) for i in range(len(few))]
     for r in results:
@@ -171,7 +172,7 @@ def test_compile_all(nvrtc, monkeypatch):
 def test_compile_all_of_one_dtype_and_size(monkeypatch):
     """Kernels that have neither belong to every one."""
     monkeypatch.setattr(compiler, "machine_code", lambda kernel, arch: (kernel, arch))
-    found = compiler.compile_all(["sm_90a"], dtypes=["float16"], head_dims=[64])
+    found = compile_ahead.compile_all(["sm_90a"], dtypes=["float16"], head_dims=[64])
     assert found == [
         (kernel, "sm_90a")
         for kernel in kernels_for(90)
@@ -185,7 +186,7 @@ def test_compile_all_of_a_sample(monkeypatch):
     those over packed sequences; elsewhere the passes."""
     monkeypatch.setattr(compiler, "machine_code", lambda kernel, arch: kernel)
     for arch in ARCHITECTURES:
-        few, every = compiler.compile_all([arch], sample=True), compiler.compile_all([arch])
+        few, every = compile_ahead.compile_all([arch], sample=True), compile_ahead.compile_all([arch])
         assert set(few) < set(every)
         own = {"sm_80": "", "sm_90a": "_sm90"}.get(arch)
         passes = {f"{name}{own or ''}" for name in ("pass1", "pass2", "pass1_packed", "pass2_listed",
@@ -210,19 +211,19 @@ def test_compile_all_of_a_sample(monkeypatch):
 
 def test_every_architecture_is_known():
     for arch in ARCHITECTURES:
-        assert compiler.all_kernels(arch) == kernels_for(int(re.sub(r"\D", "", arch)))
+        assert compile_ahead.all_kernels(arch) == kernels_for(int(re.sub(r"\D", "", arch)))
 
 
 @pytest.mark.parametrize("name", ["sm90", "90", "compute_90", "sm_9", "sm_90x", "", "sm_90 "])
 def test_a_name_that_is_no_architecture(name):
     with pytest.raises(ValueError, match=rf"architectures has '{name}'; accepted: names such as sm_80, "):
-        compiler.compile_all(["sm_80", name])
+        compile_ahead.compile_all(["sm_80", name])
 
 
 def test_an_architecture_that_nvrtc_does_not_know(nvrtc, monkeypatch):
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(compile_ahead, "all_kernels", lambda arch: (SMALL,))
     with pytest.raises(S2OError, match="guides-float16-d64 does not compile for sm_999:"):
-        compiler.compile_all(["sm_999"])
+        compile_ahead.compile_all(["sm_999"])
 
 
 def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
@@ -231,28 +232,28 @@ def test_a_source_error_is_reported_with_its_place(nvrtc, monkeypatch):
     def broken(kernel):
         return good(kernel).replace("lane * 8 + 8 <= head_dim", "lane * 8 + 8 <= hed_dim")
 
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(compile_ahead, "all_kernels", lambda arch: (SMALL,))
     monkeypatch.setattr(compiler, "render", broken)
     place = r"does not compile for sm_80:\n(.*\n)*common/row_sums\.cuh\(\d+\): error.*hed_dim"
     with pytest.raises(S2OError, match=place):
-        compiler.compile_all(["sm_80"])
+        compile_ahead.compile_all(["sm_80"])
 
 
 def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, monkeypatch):
     import dataclasses
 
     small = dataclasses.replace(s2o_kernels.key_order_head(), shared_bytes=4)
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (small,))
+    monkeypatch.setattr(compile_ahead, "all_kernels", lambda arch: (small,))
     with pytest.raises(S2OError, match="the plan counts the shared memory differently"):
-        compiler.compile_all(["sm_80"])
+        compile_ahead.compile_all(["sm_80"])
     other = dataclasses.replace(SMALL.family.params, itemsize=192)
     monkeypatch.setattr(kernels, "struct", lambda source, name: other)
-    monkeypatch.setattr(compiler, "all_kernels", lambda arch: (SMALL,))
+    monkeypatch.setattr(compile_ahead, "all_kernels", lambda arch: (SMALL,))
     with pytest.raises(S2OError, match="lays the parameters out differently"):
-        compiler.compile_all(["sm_80"])
+        compile_ahead.compile_all(["sm_80"])
 
 
 def test_compiling_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(S2OError, match=r"compiling needs CuPy and NVRTC .*remedy: pip install"):
-        compiler.compile_all(["sm_80"])
+        compile_ahead.compile_all(["sm_80"])

@@ -16,9 +16,9 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.last_queries import MOST_PARTS, PART_KEYS, parts_of
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.spec import Geometry
+from s2o_cupy.tools.catalogue import kernels_for
 
 CONFIG = S2OConfig(dense_up_to=0)
 

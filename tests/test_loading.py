@@ -18,7 +18,7 @@ from s2o_cupy.arrays import lazy_cupy
 from s2o_cupy.cuda import compiler, cubin_cache
 from s2o_cupy.cuda.compiler import CompiledKernel, device_architecture
 from s2o_cupy.cuda.cubin_cache import Entry
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.tools.catalogue import kernels_for
 
 KERNELS = kernels_for(80)[:4]
 ENTRY = Entry(b"\x7fELF machine code\n\0 and more", {"registers": 40, "warnings": []})
@@ -174,7 +174,7 @@ def loads(monkeypatch):
     monkeypatch.setattr(compiler, "_function", function)
     monkeypatch.setattr(compiler, "_architecture_of", lambda device: "sm_80")
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(compiler, "_threads", lambda: 2)
+    monkeypatch.setattr(compiler, "threads", lambda: 2)
     yield done
     assert compiler._compiling == {}
 

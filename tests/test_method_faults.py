@@ -10,18 +10,19 @@ from conftest import has_gpu, has_hopper
 from method_stages import selected, wrong_stages
 from test_gpu_methods import draw
 
-from s2o_cupy import (
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.cuda import compiler
+from s2o_cupy.methods import (
     FlexPrefillConfig,
     MeanPoolingConfig,
     PBSConfig,
     SpargeConfig,
     VerticalSlashConfig,
     XAttentionConfig,
+    kernels,
+    last_rows,
 )
-from s2o_cupy.caches import clear_cache
-from s2o_cupy.cuda import compiler
-from s2o_cupy.methods import kernels, last_rows
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.tools.catalogue import kernels_for
 
 XATTENTION, PORTABLE = XAttentionConfig(), XAttentionConfig(stride=16, path="portable")
 FLEX, LINES = FlexPrefillConfig(gamma=0.6, tau=0.9, min_blocks=2), VerticalSlashConfig(verticals=100, slashes=60)

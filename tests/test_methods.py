@@ -10,25 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import FRAMEWORKS
 
-from s2o_cupy import (
+from s2o_cupy import S2OConfig, Schedule, gather_attention, s2o_attention
+from s2o_cupy.methods import (
     FlexPrefillConfig,
     MeanPoolingConfig,
     PBSConfig,
-    S2OConfig,
-    Schedule,
     SpargeConfig,
     VerticalSlashConfig,
     XAttentionConfig,
-    gather_attention,
-    inputs,
-    metrics,
-    s2o_attention,
     select,
     sparse_attention,
 )
 from s2o_cupy.methods.grid import BlockGrid
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.reference.methods import blocks, pbs
+from s2o_cupy.tools import inputs, metrics
 
 CONFIGS = {
     "MeanPooling": MeanPoolingConfig(),

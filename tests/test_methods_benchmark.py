@@ -12,7 +12,7 @@ from in_process import run_script
 from test_model_benchmark import arguments, folder, no_gpu_needed, small_llama  # noqa: F401
 
 from s2o_cupy.methods.registry import METHODS
-from s2o_cupy.tools.compare import parse_method
+from s2o_cupy.tools.comparing import parse_method
 
 # isort: split
 import methods

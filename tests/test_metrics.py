@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from s2o_cupy import metrics
+from s2o_cupy.tools import metrics
 
 ERRORS = (metrics.rel_l2, metrics.rel_l1, metrics.mse)
 

@@ -13,16 +13,14 @@ import pytest
 from s2o_cupy import (
     S2OConfig,
     Schedule,
-    attention_within,
     gather_attention,
     gather_attention_varlen,
-    inputs,
     s2o_attention,
     s2o_attention_paged,
     s2o_attention_varlen,
-    sparse_attention,
-    sparse_attention_varlen,
 )
+from s2o_cupy.methods import sparse_attention, sparse_attention_varlen
+from s2o_cupy.tools import attention_within, inputs
 
 Q, K = np.zeros((1, 4, 200, 16), np.float32), np.zeros((1, 2, 200, 16), np.float32)
 PACKED = Q[0].swapaxes(0, 1), K[0].swapaxes(0, 1), K[0].swapaxes(0, 1)

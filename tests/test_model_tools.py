@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from conftest import SMALL
 
-from s2o_cupy import S2OConfig, error_per_head, metrics, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.tools import error_per_head, metrics
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.16")

@@ -8,8 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from s2o_cupy import NSAConfig
-from s2o_cupy.nsa import kernels
+from s2o_cupy.nsa import NSAConfig, kernels
 from s2o_cupy.nsa.backward_plan import halves, make_backward_plan
 from s2o_cupy.nsa.plan import compressed_count, make_plan, remainders
 from s2o_cupy.plan.device import DeviceLimits

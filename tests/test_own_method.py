@@ -13,21 +13,18 @@ from own_methods import LargestKeys, everything, some
 from pages import paged, random_table
 from schedules import FRAMEWORKS, masked_attention, meant
 
-from s2o_cupy import (
+from s2o_cupy import S2OConfig, Schedule, gather_attention
+from s2o_cupy.methods import (
     MeanPoolingConfig,
     PBSConfig,
-    S2OConfig,
-    Schedule,
-    compare,
-    gather_attention,
     select,
     sparse_attention,
     sparse_attention_paged,
     sparse_attention_varlen,
 )
-from s2o_cupy.own.method import method_name
-from s2o_cupy.tools import cli
-from s2o_cupy.tools.compare import parse_method, settings_of
+from s2o_cupy.methods.own import method_name
+from s2o_cupy.tools import cli, compare
+from s2o_cupy.tools.comparing import parse_method, settings_of
 
 FILE = own_methods.__file__
 
@@ -298,7 +295,7 @@ def test_torch_compile_breaks_its_graph_at_the_call(qkv):
 
     assert torch.equal(torch.compile(call, backend=backend)(q), call(q))
     assert len(graphs) == 2 and not any("sort" in str(target) for graph in graphs for target in graph)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a graph cannot hold s2o_cupy.sparse_attention"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a graph cannot hold sparse_attention"):
         torch.compile(call, backend="eager", fullgraph=True)(q)
 
 

@@ -142,7 +142,7 @@ CHECK = """
 import importlib.util, json, pathlib, sys
 import numpy as np, s2o_cupy, s2o_cupy.reference, s2o_cupy.__main__
 from importlib import resources
-from s2o_cupy import inputs
+from s2o_cupy.tools import inputs
 from s2o_cupy.plan import kernels
 for name in ("reference", "raw_kernels", "tests"):
     assert importlib.util.find_spec(name) is None, name

@@ -157,7 +157,7 @@ def test_single_rows_have_no_stride(stride, lengths, fits):
     [(64, 0.0, True), (128, 0.0, True), (128, 0.0, False), (128, 30.0, True), (128, 30.0, False), (256, 0.0, True)],
 )
 def test_kernels_that_are_compiled_ahead(compute_capability, head_dim, softcap, aligned):
-    from s2o_cupy.selection.catalogue import kernels_for
+    from s2o_cupy.tools.catalogue import kernels_for
 
     problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
     plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), aligned)
@@ -313,7 +313,7 @@ def test_of_a_cache_only_rows_of_queries_lie_together():
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("head_dim", "softcap"), [(64, 0.0), (128, 0.0), (128, 30.0), (256, 0.0)])
 def test_kernels_of_pages_that_are_compiled_ahead(compute_capability, page_size, head_dim, softcap):
-    from s2o_cupy.selection.catalogue import kernels_for
+    from s2o_cupy.tools.catalogue import kernels_for
 
     problem = Problem(1, 8, 2, 1, 1, head_dim, "bfloat16", True, 0.1, softcap)
     plan = make_plan(problem, DENSE, DeviceLimits.of_architecture(compute_capability), True, True, page_size)

@@ -12,9 +12,9 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import COLLECT_ROWS
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.spec import RANKS
+from s2o_cupy.tools.catalogue import kernels_for
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v

@@ -9,8 +9,8 @@ import pytest
 
 from s2o_cupy.cuda.compiler import _with_includes
 from s2o_cupy.plan.params import Struct, read_struct
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.spec import KERNEL_CONSTANTS
+from s2o_cupy.tools.catalogue import kernels_for
 
 FAMILIES = {kernel.family: None for kernel in (*kernels_for(80), *kernels_for(90))}
 SOURCES = {(family.source, family.params_type): family.params for family in FAMILIES}

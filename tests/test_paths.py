@@ -13,9 +13,9 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.kernels import Inputs
 from s2o_cupy.plan.paths import HOPPER, PATHS, PORTABLE, choose_path, path_of
 from s2o_cupy.problem import GPU_BLOCK_M, Problem
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.spec import PATHS as NAMES
 from s2o_cupy.spec import STOP_LAG, Geometry, S2OConfig
+from s2o_cupy.tools.catalogue import kernels_for
 
 PACKAGE = Path(s2o_cupy.__file__).parent
 PROBLEM = Problem(1, 8, 2, 1000, 1000, 128, "bfloat16", True, 0.1)

@@ -19,7 +19,6 @@ from s2o_cupy.plan.paths import MAX_STAGES, attention_shared, blocks_that_fit, s
 from s2o_cupy.plan.rounds import MAX_GRID, STEP, UNIT_STEP, Chunk
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order
-from s2o_cupy.selection.catalogue import kernels_for
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.orders.pooled import HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS, score_blocks
 from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_blocks
@@ -40,6 +39,7 @@ from s2o_cupy.spec import (
     S2OConfig,
     moment_group,
 )
+from s2o_cupy.tools.catalogue import kernels_for
 
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 LIMITS = {cc: DeviceLimits.of_architecture(cc) for cc in ARCHITECTURES}

@@ -12,7 +12,8 @@ import pytest
 from pretended import array_at, pretend_gpu
 
 import s2o_cupy.cuda
-from s2o_cupy import (
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.methods import (
     AShapeConfig,
     FlexPrefillConfig,
     MeanPoolingConfig,
@@ -22,7 +23,6 @@ from s2o_cupy import (
     XAttentionConfig,
     select,
 )
-from s2o_cupy.caches import clear_cache
 from s2o_cupy.methods.base import Site
 from s2o_cupy.methods.registry import METHODS
 from s2o_cupy.plan.build import lay_out
@@ -58,9 +58,9 @@ def kernels(monkeypatch):
             array_at(address, arrays[name].dtype, arrays[name].shape)[...] = arrays[name]
 
     pretend_gpu(monkeypatch)
-    module = types.ModuleType("s2o_cupy.cuda.select")
+    module = types.ModuleType("s2o_cupy.methods.launches")
     module.run = run
-    monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.select", module)
+    monkeypatch.setitem(sys.modules, "s2o_cupy.methods.launches", module)
     monkeypatch.setattr(s2o_cupy.cuda, "select", module, raising=False)
     return calls
 

@@ -19,9 +19,9 @@ import _sources  # noqa: E402
 import _turns  # noqa: E402
 import tasks  # noqa: E402
 
+from s2o_cupy.methods.own import IN_ARRAY_CODE  # noqa: E402
 from s2o_cupy.methods.registry import METHODS  # noqa: E402
-from s2o_cupy.own.method import IN_ARRAY_CODE  # noqa: E402
-from s2o_cupy.tools.compare import parse_method  # noqa: E402
+from s2o_cupy.tools.comparing import parse_method  # noqa: E402
 
 KINDS = _retrieval.texts().KINDS
 

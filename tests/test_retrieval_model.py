@@ -16,7 +16,7 @@ pytest.importorskip("transformers", "5.16")
 import _small_llama  # noqa: E402
 import _sources  # noqa: E402
 
-from s2o_cupy import inputs  # noqa: E402
+from s2o_cupy.tools import inputs  # noqa: E402
 
 FOLDER = BENCHMARKS / "retrieval_model"
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from test_methods import columns_of, draw, trace  # noqa: F401
 
-from s2o_cupy import FlexPrefillConfig, VerticalSlashConfig, XAttentionConfig, metrics, select, sparse_attention
+from s2o_cupy.methods import FlexPrefillConfig, VerticalSlashConfig, XAttentionConfig, select, sparse_attention
 from s2o_cupy.methods.grid import BlockGrid
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.reference.methods import flex_prefill, last_rows, vertical_slash, xattention
+from s2o_cupy.tools import metrics
 
 
 def causal_weights(q, k, scale):

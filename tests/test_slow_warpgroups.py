@@ -11,10 +11,10 @@ from conftest import has_gpu, has_hopper
 from nsa_cases import draw
 from test_gpu_nsa import DTYPES, attend
 
-from s2o_cupy import NSAConfig
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
-from s2o_cupy.selection.catalogue import kernels_for
+from s2o_cupy.nsa import NSAConfig
+from s2o_cupy.tools.catalogue import kernels_for
 
 NANOSECONDS = 5000  # of a step; one takes some 2,000
 LENGTH = 9000  # five steps of compressed keys, of which three are in shared memory

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from test_methods import columns_of, draw
 
-from s2o_cupy import S2OConfig, SpargeConfig, select, sparse_attention
+from s2o_cupy import S2OConfig
+from s2o_cupy.methods import SpargeConfig, select, sparse_attention
 from s2o_cupy.methods.hilbert import hilbert_order
 from s2o_cupy.reference.methods import blocks, sparge
 

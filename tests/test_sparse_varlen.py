@@ -8,14 +8,11 @@ from conftest import has_gpu
 from pages import paged, random_table
 from schedules import FRAMEWORKS, random_schedule
 
-from s2o_cupy import (
+from s2o_cupy import S2OConfig, gather_attention, gather_attention_varlen, s2o_attention
+from s2o_cupy.methods import (
     MeanPoolingConfig,
     PBSConfig,
-    S2OConfig,
     SpargeConfig,
-    gather_attention,
-    gather_attention_varlen,
-    s2o_attention,
     sparse_attention,
     sparse_attention_paged,
     sparse_attention_varlen,

@@ -8,8 +8,9 @@ from schedules import random_schedule
 from torch_fixtures import fresh_graphs as fresh_graphs
 from torch_fixtures import tensors as tensors
 
-from s2o_cupy import Schedule, SpargeConfig, select
+from s2o_cupy import Schedule
 from s2o_cupy import gather_attention as call
+from s2o_cupy.methods import SpargeConfig, select
 
 torch = pytest.importorskip("torch")
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import has_gpu
 from nsa_cases import SMALL, draw
 
-from s2o_cupy import NSAConfig, nsa_select, selected_attention, selected_attention_backward
+from s2o_cupy.nsa import NSAConfig, nsa_select, selected_attention, selected_attention_backward
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if has_gpu() else ["cpu"]
 NAMES = ("q", "k", "v", "k_cmp", "v_cmp", "gates", "k_win", "v_win")

@@ -14,9 +14,11 @@ transformers = pytest.importorskip("transformers", "5.16")
 
 from tiny_llama import LENGTH, llama, logits_of, prompt  # noqa: E402
 
-from s2o_cupy import MeanPoolingConfig, S2OConfig, compare, select  # noqa: E402
+from s2o_cupy import S2OConfig  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+from s2o_cupy.methods import MeanPoolingConfig, select  # noqa: E402
+from s2o_cupy.tools import compare  # noqa: E402
 
 POOLED = MeanPoolingConfig(threshold=0.3, keep_first=False)
 pytestmark = pytest.mark.usefixtures("without_gradients")

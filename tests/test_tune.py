@@ -11,11 +11,11 @@ import pytest
 from test_interop import Producer
 
 import s2o_cupy
-from s2o_cupy import S2OConfig, inputs, metrics, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.plan import launch_plan
-from s2o_cupy.tools import cli, sampled
+from s2o_cupy.tools import cli, inputs, metrics, sampled
 from s2o_cupy.tools.sampled import error_per_head
-from s2o_cupy.tools.tune import TAUS, tune
+from s2o_cupy.tools.tuning import TAUS, tune
 
 ALL = 1 << 20  # segments
 SMALL = S2OConfig(segment=32, tau=0.1, block_m=16, block_n=16, unit=8)
@@ -299,8 +299,8 @@ def test_what_is_said(medium, monkeypatch):
 
 
 def test_public_names():
-    assert s2o_cupy.tune is tune and s2o_cupy.error_per_head is error_per_head
-    assert {"tune", "error_per_head"} <= {*s2o_cupy.__all__}
+    assert s2o_cupy.tools.tune is tune and s2o_cupy.tools.error_per_head is error_per_head
+    assert {"tune", "error_per_head"} <= {*s2o_cupy.tools.__all__}
 
 
 # ---------------------------------------------------------------- the command

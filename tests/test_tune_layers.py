@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig, error_per_head, inputs
+from s2o_cupy import S2OConfig
 from s2o_cupy.plan import launch_plan
 from s2o_cupy.spec import RANKS
-from s2o_cupy.tools import cli
+from s2o_cupy.tools import cli, error_per_head, inputs
 from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
 from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
 from s2o_cupy.tools.tau_ladder import Unit, ladder

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from test_methods import draw
 
-from s2o_cupy import PBSConfig, SpargeConfig, metrics, select, sparse_attention, tune_sparge
+from s2o_cupy.methods import PBSConfig, SpargeConfig, select, sparse_attention
 from s2o_cupy.reference import dense_attention
-from s2o_cupy.tools import tune_sparge as module
+from s2o_cupy.tools import metrics, tune_sparge
+from s2o_cupy.tools import sparge_tuning as module
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from schedules import FRAMEWORKS
 
-from s2o_cupy import Schedule, SpargeConfig, gather_attention, inputs, metrics, select, sparse_attention
+from s2o_cupy import Schedule, gather_attention
+from s2o_cupy.methods import SpargeConfig, select, sparse_attention
 from s2o_cupy.plan.paths import HOPPER, PORTABLE
 from s2o_cupy.reference import dense_attention, s2o
 from s2o_cupy.reference.lists import KeyLists, attend_lists
 from s2o_cupy.reference.value_skip import ValueSkips
 from s2o_cupy.spec import VALUE_KEYS, VALUE_ROWS
+from s2o_cupy.tools import inputs, metrics
 
 REFUSED = [0, 0.0, 1, float("nan"), float("inf"), (-1.0, 0.0)]
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from conftest import has_gpu
 
-from s2o_cupy import S2OConfig, attention_within, inputs, s2o_attention
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.reference import dense_attention
+from s2o_cupy.tools import attention_within, inputs
 
 SMALL = S2OConfig(segment=64, block_m=64, block_n=32, unit=8)
 

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import texts  # noqa: E402
 import torch  # noqa: E402
 
-from s2o_cupy import inputs  # noqa: E402
+from s2o_cupy.tools import inputs  # noqa: E402
 
 LENGTH, QUERIES = 16384, 1024
 LAYER, KV_HEAD = 2, 0  # two of its four query heads look for single places, far away

@@ -1,10 +1,10 @@
-"""BLASST's rule, block by block as its kernel goes: `s2o_cupy.own.blasst` says what it is."""
+"""BLASST's rule, block by block as its kernel goes: `s2o_cupy.methods.blasst` says what it is."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...own.blasst import BLASSTConfig
+from ...methods.blasst import BLASSTConfig
 from ..dense import Array
 
 __all__ = ["attended"]

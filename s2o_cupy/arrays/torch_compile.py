@@ -44,7 +44,7 @@ def outside_graphs(function: Function) -> Function:
     for known in (call, untraced):  # as torch.compiler.disable() marks a function
         known.__dict__["_torchdynamo_disable"] = True
         known.__dict__["_torchdynamo_disable_msg"] = (
-            f"a graph cannot hold s2o_cupy.{function.__name__}; accepted with fullgraph=True: attention and "
+            f"a graph cannot hold {function.__name__}; accepted with fullgraph=True: attention and "
             "attention_varlen of s2o_cupy.integrations.torch, which are operators"
         )
     return cast("Function", call)

@@ -11,23 +11,21 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 from ..arrays.lazy_cupy import import_cupy
-from ..extras import remedy
 from ..plan.kernels import Kernel
 from ..plan.paths import path_of
-from ..selection.catalogue import kernels_for, sample_for
 from ..spec import KERNEL_CONSTANTS, S2OError
 from . import cubin_cache
 
 __all__ = [
-    "ARCHITECTURES", "CompiledKernel", "architecture_path", "check_device", "compile_all", "device_architecture",
-    "load", "load_all", "local_architectures", "machine_code", "render",
+    "ARCHITECTURES", "CompiledKernel", "architecture_path", "check_device", "device_architecture", "load",
+    "load_all", "local_architectures", "machine_code", "render", "threads",
 ]  # fmt: skip
 
 ENTRY = "s2o_{function}"
@@ -209,7 +207,7 @@ def _compile(kernel: Kernel, arch: str, text: str, options: Sequence[str]) -> Co
     )
 
 
-def _threads() -> int:
+def threads() -> int:
     """Compilations at a time: NVRTC takes a core for each and keeps no thread of Python's waiting."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -251,7 +249,7 @@ def load_all(kernels: Sequence[Kernel], device: int) -> list[Any]:
     missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in _loaded]
     if missing:
         arch = _architecture_of(device)
-        with ThreadPoolExecutor(min(len(missing), _threads()), "s2o-compile") as pool:
+        with ThreadPoolExecutor(min(len(missing), threads()), "s2o-compile") as pool:
             with _lock:
                 waiting = {}
                 for kernel in missing:
@@ -285,7 +283,6 @@ def _function(kernel: Kernel, code: bytes) -> Any:
     return loaded
 
 
-# --- Compiling ahead, with or without a GPU ---
 def local_architectures() -> list[str]:
     """What calls compile for on this machine's GPUs that can run the kernels; none without CuPy or a GPU."""
     try:
@@ -295,56 +292,3 @@ def local_architectures() -> list[str]:
         return list(dict.fromkeys(_architecture_of(x) for x in usable))
     except Exception:  # no driver, or an S2OError without CuPy
         return []
-
-
-@functools.lru_cache
-def all_kernels(arch: str) -> tuple[Kernel, ...]:
-    """Every kernel that a device of an architecture may be asked for."""
-    return kernels_for(int(re.sub(r"\D", "", arch)))
-
-
-@functools.lru_cache
-def sampled_kernels(arch: str) -> tuple[Kernel, ...]:
-    """Some of them, which stand for the others."""
-    return sample_for(int(re.sub(r"\D", "", arch)))
-
-
-def compile_all(
-    architectures: Sequence[str] = ARCHITECTURES,
-    progress: Callable[[int, int], None] | None = None,
-    dtypes: Sequence[str] | None = None,
-    head_dims: Sequence[int] | None = None,
-    sample: bool = False,
-) -> list[CompiledKernel]:
-    """Compile every kernel for the named architectures into the cache folder that calls use.
-
-    Needs CuPy and NVRTC, but no GPU. A kernel that is in the folder already is not compiled again. ``dtypes`` and
-    ``head_dims`` (64, 128 or 256): only kernels of these, and those that are of none. ``sample``: only some, which
-    stand for the others (selection/catalogue.py says which). ``progress`` is called with (done, total). Raises S2OError
-    if CuPy or NVRTC is missing or a kernel does not compile; spills and warnings are in the result for the caller to
-    judge.
-    """
-    unknown = [arch for arch in architectures if not re.fullmatch(r"sm_\d{2,3}[af]?", arch)]
-    if unknown:
-        raise ValueError(f"architectures has {unknown[0]!r}; accepted: names such as {', '.join(ARCHITECTURES)}")
-    try:
-        import_cupy()
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except Exception as error:
-        raise S2OError(f"compiling needs CuPy and NVRTC ({error}); remedy: {remedy('NVRTC')}") from error
-    jobs = [
-        (kernel, arch)
-        for arch in architectures
-        for kernel in (sampled_kernels if sample else all_kernels)(arch)
-        if "{element}" not in (kernel.family.traits or "")
-        or ((dtypes is None or kernel.dtype in dtypes) and (head_dims is None or kernel.head_dim in head_dims))
-    ]
-    done: list[CompiledKernel] = []
-    with ThreadPoolExecutor(_threads()) as pool:
-        for compiled in pool.map(lambda job: machine_code(*job), jobs):
-            done.append(compiled)
-            if progress:
-                progress(len(done), len(jobs))
-    return done

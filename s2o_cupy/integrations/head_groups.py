@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..own.method import AnyMethod, as_method, method_name
+from ..methods.own import AnyMethod, as_method, method_name
 from ..spec import S2OConfig
 
 __all__ = ["HeadGroup", "LayerConfigs", "head_groups"]

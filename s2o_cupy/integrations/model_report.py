@@ -14,11 +14,11 @@ from transformers import AttentionInterface
 
 from ..api.attention import s2o_attention
 from ..api.habits import answers_habits
-from ..api.select import sparse_attention
-from ..own.method import method_name
+from ..methods.attention import sparse_attention
+from ..methods.own import method_name
 from ..plan import launch_plan
 from ..spec import S2OConfig
-from ..tools.compare import settings_of
+from ..tools.comparing import settings_of
 from ..tools.layer_settings import head_name
 from ..tools.must_hold import mean_and_error, runs
 from ..tools.progress import Report

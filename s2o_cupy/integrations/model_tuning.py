@@ -12,10 +12,10 @@ import numpy as np
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
-from ..api.select import sparse_attention
-from ..own.method import AnyMethod, as_method, method_name
+from ..methods.attention import sparse_attention
+from ..methods.own import AnyMethod, as_method, method_name
 from ..spec import S2OConfig
-from ..tools.compare import settings_of
+from ..tools.comparing import settings_of
 from ..tools.layer_curves import LayerCurves, measure_layer, merged
 from ..tools.layer_settings import MIN_SEQLEN
 from ..tools.loss_search import Trial, fastest
@@ -23,7 +23,6 @@ from ..tools.measured_method import MeasuredMethod
 from ..tools.must_hold import Lost, Predictions, cut, how_easy, judge, mean_and_error, prices
 from ..tools.progress import Report
 from ..tools.sampled import check_segments
-from ..tools.tune import Target, parse_target, parse_taus
 from ..tools.tune_layers import (
     LAYER_TAUS,
     Step,
@@ -40,7 +39,8 @@ from ..tools.tune_layers import (
     ordering,
     steps_of,
     work_of,
-)  # fmt: skip
+)
+from ..tools.tuning import Target, parse_target, parse_taus
 from .head_groups import LayerConfigs
 from .model_arguments import check_min_seqlen
 from .model_texts import Text, check_held_back, parse_texts

@@ -1,8 +1,8 @@
 """NSA with gradients, for training with PyTorch. Importing this imports PyTorch.
 
-Forward it is :func:`s2o_cupy.nsa_attention`. Backward the selected branch goes by blocks of keys, as forward
-(:func:`s2o_cupy.selected_attention_backward`), and PyTorch computes the other two, some rows at a time. Which blocks a
-token attends to is a choice: it has no gradient.
+Forward it is :func:`s2o_cupy.nsa.nsa_attention`. Backward the selected branch goes by blocks of keys, as forward
+(:func:`s2o_cupy.nsa.selected_attention_backward`), and PyTorch computes the other two, some rows at a time. Which
+blocks a token attends to is a choice: it has no gradient.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ with with_extra(__name__, "PyTorch"):
     import torch
     from torch.autograd.function import once_differentiable
 
-from ..api.nsa import nsa_attention as attend
-from ..api.nsa import nsa_select, selected_attention
-from ..api.nsa_backward import selected_attention_backward
+from ..nsa.attention import nsa_attention as attend
+from ..nsa.attention import nsa_select, selected_attention
 from ..nsa.config import NSAConfig
+from ..nsa.gradients import selected_attention_backward
 
 __all__ = ["nsa_attention"]
 
@@ -39,11 +39,11 @@ def nsa_attention(
     v_win: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """:func:`s2o_cupy.nsa_attention` with a derivative with respect to each tensor.
+    """:func:`s2o_cupy.nsa.nsa_attention` with a derivative with respect to each tensor.
 
     Parameters
     ----------
-    q, k, v, k_cmp, v_cmp, gates, config, k_win, v_win, scale : as in :func:`s2o_cupy.nsa_attention`
+    q, k, v, k_cmp, v_cmp, gates, config, k_win, v_win, scale : as in :func:`s2o_cupy.nsa.nsa_attention`
         Tensors are (batch, heads, seqlen, head_dim), gates (batch, seqlen_q, 3) or (batch, heads, seqlen_q, 3), on the
         CPU or a GPU.
 
@@ -53,7 +53,7 @@ def nsa_attention(
 
     Raises
     ------
-    As :func:`s2o_cupy.nsa_attention`. A second derivative is a RuntimeError.
+    As :func:`s2o_cupy.nsa.nsa_attention`. A second derivative is a RuntimeError.
 
     Notes
     -----
@@ -63,7 +63,7 @@ def nsa_attention(
     Examples
     --------
     >>> import torch
-    >>> from s2o_cupy import nsa_compress
+    >>> from s2o_cupy.nsa import nsa_compress
     >>> from s2o_cupy.integrations.nsa import nsa_attention
     >>> q = torch.randn(1, 4, 200, 64, requires_grad=True)
     >>> k, v = torch.randn(2, 1, 2, 200, 64)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..merge import merge_states
-from ..own.method import AnyMethod, pass_of
+from ..methods.own import AnyMethod, pass_of
 from ..spec import Pass, S2OConfig
 from .packed_rows import starts
 from .torch import attention_varlen

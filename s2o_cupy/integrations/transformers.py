@@ -25,9 +25,9 @@ with with_extra(__name__, "transformers"):
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
-from ..api.select import sparse_attention
-from ..api.sparse_varlen import sparse_attention_varlen
-from ..own.method import AnyMethod, pass_of
+from ..methods.attention import sparse_attention
+from ..methods.own import AnyMethod, pass_of
+from ..methods.varlen import sparse_attention_varlen
 from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings

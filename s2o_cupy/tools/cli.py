@@ -123,7 +123,7 @@ def _tune(args: argparse.Namespace) -> int:
     from .layer_files import head_names
     from .plot import SweepPoint, draw_sweep
     from .progress import progress
-    from .tune import TAUS, tune
+    from .tuning import TAUS, tune
 
     if args.by is not None:
         return _tune_layers(args)
@@ -208,7 +208,7 @@ def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from .compare import compare, default_configs, draw, parse_method
+    from .comparing import compare, default_configs, draw, parse_method
     from .info import gpu_problem
     from .progress import progress
 
@@ -245,6 +245,7 @@ def _info(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     from ..cuda import compiler, cubin_cache
+    from . import compile_ahead
     from .progress import progress
 
     if args.arch is None:
@@ -262,7 +263,7 @@ def _compile(args: argparse.Namespace) -> int:
     dtypes = None if args.dtype is None else [args.dtype]
     head_dims = None if args.head_dim is None else [padded_head_dim(args.head_dim)]
     with progress("compile") as report:
-        compiled = compiler.compile_all(
+        compiled = compile_ahead.compile_all(
             architectures, report, dtypes=dtypes, head_dims=head_dims, sample=args.sample
         )
     rows = [
@@ -408,7 +409,7 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
 
 
 def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
-    from .compare import methods_by_name
+    from .comparing import methods_by_name
     from .demo import CONFIG
 
     raw = argparse.RawDescriptionHelpFormatter

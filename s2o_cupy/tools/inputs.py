@@ -1,6 +1,6 @@
 """Attention inputs: the user's own files, two recorded ones, and synthetic patterns.
 
->>> from s2o_cupy import inputs
+>>> from s2o_cupy.tools import inputs
 >>> q, k, v = inputs.builtin("slash", length=256)
 >>> q.shape, k.shape, q.dtype.name
 ((1, 4, 256, 128), (1, 1, 256, 128), 'float32')

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..own.method import AnyMethod, as_method
+from ..methods.own import AnyMethod, as_method
 
 __all__ = ["OwnPlace", "own_method", "own_place"]
 

@@ -112,7 +112,8 @@ def error_per_head(
 
     Examples
     --------
-    >>> from s2o_cupy import S2OConfig, error_per_head, inputs
+    >>> from s2o_cupy import S2OConfig
+    >>> from s2o_cupy.tools import error_per_head, inputs
     >>> q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
     >>> found = error_per_head(q, k, v, S2OConfig(tau=0.1, block_n=64), segments=4)
     >>> found.error.shape, len(found.segments), found.segments_total

@@ -21,7 +21,7 @@ from .loss_search import Trial
 from .measured_method import MeasuredMethod
 from .progress import Report
 from .tau_ladder import Unit, ladder
-from .tune import DENSE_ON_A_GPU, Target, parse_target, parse_taus
+from .tuning import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 

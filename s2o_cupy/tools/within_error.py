@@ -12,7 +12,7 @@ from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..spec import S2OConfig
 from .sampled import Sample
-from .tune import TAUS, parse_taus, positive
+from .tuning import TAUS, parse_taus, positive
 
 __all__ = ["WITHIN_TAUS", "attention_within"]
 
@@ -72,7 +72,8 @@ def attention_within(
 
     Examples
     --------
-    >>> from s2o_cupy import S2OConfig, attention_within, inputs
+    >>> from s2o_cupy import S2OConfig
+    >>> from s2o_cupy.tools import attention_within, inputs
     >>> q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
     >>> o, taus = attention_within(q, k, v, 0.05, config=S2OConfig(block_n=64), segments=4)
     >>> o.shape, taus.shape

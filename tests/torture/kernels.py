@@ -10,7 +10,7 @@ from .harness import Run, check
 def load(run: Run) -> str:
     """Compile (or find in CuPy's cache) and load every kernel of this GPU's catalogue."""
     from s2o_cupy.cuda.compiler import load as load_kernel
-    from s2o_cupy.selection.catalogue import kernels_for
+    from s2o_cupy.tools.catalogue import kernels_for
 
     kernels = sorted(kernels_for(capability()), key=lambda kernel: (not kernel.name.startswith("pass"), kernel.name))
     loaded = 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..api.call import Call
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Output
 from ..arrays.operand import ALIGNMENT, Operand, address, axes
 from ..problem import PLAIN, Problem, cached_validate
 from ..spec import checked_int
-from .call import Call
 
 __all__ = ["NsaCall", "axis_of_tokens"]
 

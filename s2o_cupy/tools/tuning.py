@@ -171,7 +171,8 @@ def tune(
 
     Examples
     --------
-    >>> from s2o_cupy import S2OConfig, inputs, tune
+    >>> from s2o_cupy import S2OConfig
+    >>> from s2o_cupy.tools import inputs, tune
     >>> q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
     >>> found = tune(q, k, v, density=0.9, taus=(0.5, 0.1, 0.02), config=S2OConfig(block_n=64), segments=4)
     >>> found.estimate.pooled_density <= 0.9

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from ..arrays.frameworks.base import Framework
 from ..errors import ArgumentTypeError, ArgumentValueError
-from ..methods.base import MethodConfig
-from ..methods.registry import METHODS
 from ..plan.schedule_form import ScheduleForm
 from ..problem import PLAIN, Problem
 from ..schedules.schedule import Schedule
 from ..spec import Pass, S2OConfig
+from .base import MethodConfig
 from .blasst import BLASSTConfig
+from .registry import METHODS
 
 __all__ = [
     "ACCEPTED", "IN_ARRAY_CODE", "AnyMethod", "Method", "OwnMethod", "as_method", "fields_given", "method_name",

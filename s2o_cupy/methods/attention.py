@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from ..api.attention import s2o_attention
+from ..api.call import Call
+from ..api.gather import gather_attention
+from ..api.habits import answers_habits
 from ..arrays.frameworks.base import Output
 from ..arrays.operand import address, operand
 from ..arrays.torch_compile import outside_graphs
 from ..errors import arguments_of
-from ..methods.base import MethodConfig
-from ..own.method import OwnMethod, as_method
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, cached_validate
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig
-from .attention import s2o_attention
-from .call import Call
-from .gather import gather_attention
-from .habits import answers_habits
+from .base import MethodConfig
 from .head_turns import in_turns
+from .own import OwnMethod, as_method
 
 __all__ = ["select", "sparse_attention"]
 
@@ -47,7 +47,7 @@ def select(
     q, k : arrays as `s2o_attention` takes them
     config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig, \
             AShapeConfig, BLASSTConfig or callable
-        Its class says the method. A callable is one of the caller's own (`s2o_cupy.own.method.Method`): it is called
+        Its class says the method. A callable is one of the caller's own (`s2o_cupy.methods.own.Method`): it is called
         with views of q, (batch, heads, seqlen_q, head_dim), and k, and with is_causal and scale, and returns a
         Schedule, which is checked: its content on the CPU alone.
     is_causal, scale, layout, stream, backend : as in `s2o_attention`
@@ -74,7 +74,7 @@ def select(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import MeanPoolingConfig, select
+    >>> from s2o_cupy.methods import MeanPoolingConfig, select
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 1024, 64))
     >>> schedule = select(q, k, MeanPoolingConfig(threshold=0.5))
     >>> schedule.keys.shape
@@ -151,7 +151,7 @@ def sparse_attention(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import MeanPoolingConfig, sparse_attention
+    >>> from s2o_cupy.methods import MeanPoolingConfig, sparse_attention
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 1024, 64))
     >>> o, stats = sparse_attention(q, k, v, config=MeanPoolingConfig(threshold=1), return_stats=True)
     >>> stats.density
@@ -212,7 +212,7 @@ def _on_host(
     call: Call, made: dict[str, np.ndarray], problem: Problem, config: MethodConfig, layout: str
 ) -> None:
     """By the reference."""
-    from .on_host import bhsd, blas_ready
+    from ..api.on_host import bhsd, blas_ready
 
     blocks = importlib.import_module("s2o_cupy.reference.methods.blocks")
     method = importlib.import_module(f"s2o_cupy.reference.methods.{config.reference}")
@@ -228,7 +228,7 @@ def _on_host(
 
 def _on_gpu(call: Call, made: dict[str, Any], problem: Problem, config: MethodConfig, layout: str) -> None:
     stream, memory = call.launching()
-    from ..cuda import select as launched
+    from . import launches as launched
 
     readable = [x if x.has_contiguous_rows else call.copied(x) for x in call.exchanged()]
     q, k = (operand(x, layout) for x in readable)

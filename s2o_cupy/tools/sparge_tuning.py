@@ -13,9 +13,9 @@ import numpy as np
 from ..api.attention import s2o_attention
 from ..api.gather import gather_attention
 from ..api.habits import answers_habits
-from ..api.select import select
 from ..arrays.frameworks import to_host
 from ..errors import plain_kind
+from ..methods.attention import select
 from ..methods.base import checked_bool, checked_number
 from ..methods.sparge import LARGEST, SpargeConfig
 from ..plan.schedule_form import ScheduleForm

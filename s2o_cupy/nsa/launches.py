@@ -18,17 +18,17 @@ from cupy.cuda import runtime
 
 from ..arrays.operand import Operand
 from ..caches import remembered
-from ..nsa import kernels
-from ..nsa.config import NSAConfig
-from ..nsa.plan import NsaPlan, make_plan
+from ..cuda import pipeline
+from ..cuda.pipeline import Memory, device_limits
+from ..cuda.program import Program
 from ..plan.build import ALIGNMENT, Launch
 from ..plan.kernels import Kernel
 from ..plan.params import Struct
 from ..problem import Problem
 from ..spec import LOG2E
-from . import pipeline
-from .pipeline import Memory, device_limits
-from .program import Program
+from . import kernels
+from .config import NSAConfig
+from .plan import NsaPlan, make_plan
 
 __all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "calling", "select", "tensor"]
 

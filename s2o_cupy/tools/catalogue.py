@@ -16,7 +16,7 @@ from ..plan.head_taus import KERNEL as HEAD_TAUS
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel, Path
 from ..plan.launch_plan import COLLECT_PAGES
 from ..plan.paths import PATHS, is_written_for, path_of
-from .methods import METHODS
+from ..selection.methods import METHODS
 
 __all__ = ["kernels_for", "sample_for"]
 

@@ -14,16 +14,16 @@ from cupy.cuda import runtime
 
 from ..arrays.operand import Operand
 from ..caches import remembered
-from ..methods.antidiagonal import MAP_ROWS
-from ..methods.base import MethodConfig, Site
-from ..methods.stages import BASES
+from ..cuda.pipeline import Memory, allocate, device_limits
+from ..cuda.program import Program
+from ..cuda.tables import on_device
+from ..cuda.tensor_maps import tensor_map
 from ..plan.build import lay_out
 from ..plan.kernels import Inputs, Kernel, padded_head_dim
 from ..problem import Problem
-from .pipeline import Memory, allocate, device_limits
-from .program import Program
-from .tables import on_device
-from .tensor_maps import tensor_map
+from .antidiagonal import MAP_ROWS
+from .base import MethodConfig, Site
+from .stages import BASES
 
 __all__ = ["run"]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..api.call import Call
+from ..api.on_gpu import load_pipeline
 from ..arrays import operand
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
-from ..nsa.config import LEAST, NSAConfig
-from ..nsa.plan import compressed_count
 from ..problem import Problem
 from ..spec import checked_int
-from .call import Call
-from .nsa_call import NsaCall, axis_of_tokens
-from .on_gpu import load_pipeline
+from .call import NsaCall, axis_of_tokens
+from .config import LEAST, NSAConfig
+from .plan import compressed_count
 
 __all__ = ["nsa_attention", "nsa_compress", "nsa_select", "selected_attention", "window_attention"]
 
@@ -83,7 +83,7 @@ def nsa_attention(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import nsa_attention, nsa_compress
+    >>> from s2o_cupy.nsa import nsa_attention, nsa_compress
     >>> rng = np.random.default_rng(0)
     >>> q = rng.standard_normal((1, 4, 300, 64), dtype=np.float32)
     >>> k, v = rng.standard_normal((2, 1, 2, 300, 64), dtype=np.float32)
@@ -109,7 +109,7 @@ def nsa_attention(
     gates_strides = _gates_strides(of["gates"], problem, layout, of["q"].dtype)
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
-        from . import nsa_on_host
+        from . import on_host as nsa_on_host
 
         x = {name: call.bhsd(name, native) for name, native in natives.items() if name != "gates"}
         g = natives["gates"]
@@ -165,7 +165,7 @@ def nsa_select(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import nsa_compress, nsa_select
+    >>> from s2o_cupy.nsa import nsa_compress, nsa_select
     >>> q = np.random.default_rng(0).standard_normal((1, 2, 200, 64), dtype=np.float32)
     >>> nsa_select(q, nsa_compress(q))[0, 0, 130, :4].tolist()
     [0, 1, 2, -1]
@@ -178,7 +178,7 @@ def nsa_select(
     call.expect("k_cmp", expected, f"(batch, kv_heads, compressed, head_dim) of seqlen_k {problem.seqlen_k}")
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
-        from . import nsa_on_host
+        from . import on_host as nsa_on_host
 
         q, k_cmp = (call.bhsd(name, x) for name, x in natives.items())
         return (nsa_on_host.select(q, k_cmp, problem, config),)
@@ -234,7 +234,7 @@ def selected_attention(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import selected_attention
+    >>> from s2o_cupy.nsa import selected_attention
     >>> q = np.random.default_rng(0).standard_normal((1, 2, 128, 64), dtype=np.float32)
     >>> blocks = np.tile(np.array([0, 1], np.int32), (1, 2, 128, 1))
     >>> selected_attention(q, q, q, blocks).shape
@@ -249,7 +249,7 @@ def selected_attention(
     config = NSAConfig(block, found.shape[3], 0, 1, length=1, stride=1, workspace_bytes=workspace_bytes)
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
-        from . import nsa_on_host
+        from . import on_host as nsa_on_host
 
         q, k, v = (call.bhsd(name, natives[name]) for name in "qkv")
         return nsa_on_host.attend_blocks(q, k, v, natives["blocks"], config.block, problem)
@@ -298,7 +298,7 @@ def window_attention(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import window_attention
+    >>> from s2o_cupy.nsa import window_attention
     >>> q = np.random.default_rng(0).standard_normal((1, 2, 128, 64), dtype=np.float32)
     >>> window_attention(q, q, q, 32, sinks=4).shape
     (1, 2, 128, 64)
@@ -310,7 +310,7 @@ def window_attention(
     problem = call.problem
 
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
-        from . import nsa_on_host
+        from . import on_host as nsa_on_host
 
         q, k, v = (call.bhsd(name, native) for name, native in natives.items())
         return nsa_on_host.attend_window(q, k, v, config.window, sinks, problem)
@@ -348,7 +348,7 @@ def nsa_compress(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import nsa_compress
+    >>> from s2o_cupy.nsa import nsa_compress
     >>> x = np.arange(96.0).reshape(1, 1, 96, 1)
     >>> nsa_compress(x)[0, 0, :, 0].tolist()
     [15.5, 31.5, 47.5, 63.5, 79.5]
@@ -380,7 +380,7 @@ def nsa_compress(
 def _kernels() -> Any:
     """The module that launches them, imported when it is first needed."""
     load_pipeline()
-    from ..cuda import nsa
+    from . import launches as nsa
 
     return nsa
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from ..methods.base import BLOCKS, checked_choice, checked_number
 from ..schedules.schedule import Schedule
 from ..spec import checked_int, names_its_fields
+from .base import BLOCKS, checked_choice, checked_number
 
 __all__ = ["BLASSTConfig"]
 

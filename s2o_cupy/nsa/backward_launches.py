@@ -8,12 +8,12 @@ from typing import NamedTuple
 from cupy.cuda import runtime
 
 from ..arrays.operand import Operand
-from ..nsa import kernels
-from ..nsa.backward_plan import halves, make_backward_plan
-from ..nsa.config import NSAConfig
-from . import pipeline
-from .nsa import Pair, calling, tensor
-from .pipeline import Memory, device_limits
+from ..cuda import pipeline
+from ..cuda.pipeline import Memory, device_limits
+from . import kernels
+from .backward_plan import halves, make_backward_plan
+from .config import NSAConfig
+from .launches import Pair, calling, tensor
 
 __all__ = ["Gradients", "attend_blocks_backward"]
 

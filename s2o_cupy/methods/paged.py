@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..api.batch import paged
+from ..api.call import Call
+from ..api.gather import gather_attention, gather_attention_paged
+from ..api.habits import answers_habits
+from ..api.paged import check_rows, s2o_attention_paged
 from ..arrays.torch_compile import outside_graphs
 from ..errors import arguments_of
-from ..own.method import as_method
 from ..problem import MAX_SEQLEN
 from ..spec import S2OConfig, checked_int
-from .batch import paged
-from .call import Call
-from .gather import gather_attention, gather_attention_paged
-from .habits import answers_habits
-from .paged import check_rows, s2o_attention_paged
-from .select import select
+from .attention import select
+from .own import as_method
 
 __all__ = ["sparse_attention_paged"]
 
@@ -66,7 +66,7 @@ def sparse_attention_paged(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import MeanPoolingConfig, sparse_attention_paged
+    >>> from s2o_cupy.methods import MeanPoolingConfig, sparse_attention_paged
     >>> rng = np.random.default_rng(0)
     >>> k_pages, v_pages = rng.standard_normal((2, 100, 16, 2, 64), dtype=np.float32)
     >>> page_table = rng.permutation(100).astype(np.int32).reshape(2, 50)
@@ -89,7 +89,7 @@ def sparse_attention_paged(
     forms, of_pass = tuple([x.form for x in infos]), method.of_pass
     batch = paged(forms, None, seqlen_k, of_pass, call.backend, layout, is_causal, scale, softcap)
     if host:
-        from .on_host import check_entries
+        from ..api.on_host import check_entries
 
         check_entries(framework.on_host(k_pages), framework.on_host(page_table), batch)
     else:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ..api.habits import answers_habits
-from ..api.select import sparse_attention
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
+from ..methods.attention import sparse_attention
 from ..methods.base import MethodConfig
+from ..methods.blasst import BLASSTConfig
+from ..methods.own import ACCEPTED, IN_ARRAY_CODE, AnyMethod, as_method, fields_given, method_name
 from ..methods.registry import METHODS
 from ..methods.sparge import SpargeConfig
-from ..own.blasst import BLASSTConfig
-from ..own.method import ACCEPTED, IN_ARRAY_CODE, AnyMethod, as_method, fields_given, method_name
 from ..problem import Problem
 from ..spec import S2OConfig
 from .own_file import own_method, own_place
@@ -261,7 +261,9 @@ def compare(
 
     Examples
     --------
-    >>> from s2o_cupy import MeanPoolingConfig, S2OConfig, XAttentionConfig, compare, inputs
+    >>> from s2o_cupy import S2OConfig
+    >>> from s2o_cupy.methods import MeanPoolingConfig, XAttentionConfig
+    >>> from s2o_cupy.tools import compare, inputs
     >>> q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
     >>> found = compare(q, k, v, [S2OConfig(dense_up_to=0), XAttentionConfig(), MeanPoolingConfig()], repeats=1)
     >>> [row.name for row in found.rows]

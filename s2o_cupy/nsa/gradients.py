@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..api.call import Call
+from ..api.on_gpu import load_pipeline
 from ..arrays import operand
 from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
-from ..nsa.config import LEAST, NSAConfig
 from ..spec import checked_int
-from .call import Call
-from .nsa_call import NsaCall
-from .on_gpu import load_pipeline
+from .call import NsaCall
+from .config import LEAST, NSAConfig
 
 __all__ = ["selected_attention_backward"]
 
@@ -63,7 +63,7 @@ def selected_attention_backward(
     Examples
     --------
     >>> import numpy as np
-    >>> from s2o_cupy import selected_attention, selected_attention_backward
+    >>> from s2o_cupy.nsa import selected_attention, selected_attention_backward
     >>> q, k, v, do = np.random.default_rng(0).standard_normal((4, 1, 2, 128, 64), dtype=np.float32)
     >>> blocks = np.tile(np.array([0, 1], np.int32), (1, 2, 128, 1))
     >>> o, lse = selected_attention(q, k, v, blocks, return_lse=True)
@@ -89,14 +89,14 @@ def selected_attention_backward(
     config = NSAConfig(block, of["blocks"].shape[3], 0, 1, length=1, stride=1, workspace_bytes=workspace_bytes)
 
     def on_host(x: dict[str, Any]) -> tuple[Any, ...]:
-        from . import nsa_on_host
+        from . import on_host as nsa_on_host
 
         arrays = {name: x[name] for name in inputs}
         return nsa_on_host.attend_blocks_backward(**arrays, block=block, problem=problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         load_pipeline()
-        from ..cuda import nsa_backward
+        from . import backward_launches as nsa_backward
 
         arrays = operand.Call((x["q"], x["k"], x["v"], x["o"]), x["lse"].pointer, 0, problem)
         nsa_backward.attend_blocks_backward(

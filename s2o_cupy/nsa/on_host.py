@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..nsa.config import NSAConfig
 from ..problem import Problem
 from ..reference import nsa, nsa_backward
+from .config import NSAConfig
 
 __all__ = ["attend", "attend_blocks", "attend_blocks_backward", "attend_window", "select"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..methods.base import MethodConfig
+from ..api.call import Call
+from ..api.in_parts import Part, in_parts
 from ..problem import cached_validate
-from .call import Call
-from .in_parts import Part, in_parts
+from .base import MethodConfig
 
 __all__ = ["in_turns"]
 
