@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pretended import array_at, pretend_gpu
 
-import s2o_cupy.cuda
+import s2o_cupy.methods
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.methods import (
     AShapeConfig,
@@ -61,7 +61,7 @@ def kernels(monkeypatch):
     module = types.ModuleType("s2o_cupy.methods.launches")
     module.run = run
     monkeypatch.setitem(sys.modules, "s2o_cupy.methods.launches", module)
-    monkeypatch.setattr(s2o_cupy.cuda, "select", module, raising=False)
+    monkeypatch.setattr(s2o_cupy.methods, "launches", module, raising=False)
     return calls
 
 
