@@ -228,9 +228,9 @@ def _on_host(
 
 def _on_gpu(call: Call, made: dict[str, Any], problem: Problem, config: MethodConfig, layout: str) -> None:
     stream, memory = call.launching()
-    from . import launches as launched
+    from . import launches
 
     readable = [x if x.has_contiguous_rows else call.copied(x) for x in call.exchanged()]
     q, k = (operand(x, layout) for x in readable)
     where = {name: address(x) for name, x in made.items()}
-    launched.run(q, k, where, problem, config, stream=stream, memory=memory)
+    launches.run(q, k, where, problem, config, stream=stream, memory=memory)

@@ -380,9 +380,9 @@ def nsa_compress(
 def _kernels() -> Any:
     """The module that launches them, imported when it is first needed."""
     load_pipeline()
-    from . import launches as nsa
+    from . import launches
 
-    return nsa
+    return launches
 
 
 def _gates_strides(gates: ArrayInfo, problem: Problem, layout: str, dtype: str) -> tuple[int, int, int]:

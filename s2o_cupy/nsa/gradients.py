@@ -96,11 +96,12 @@ def selected_attention_backward(
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         load_pipeline()
-        from . import backward_launches as nsa_backward
+        from . import backward_launches
 
         arrays = operand.Call((x["q"], x["k"], x["v"], x["o"]), x["lse"].pointer, 0, problem)
-        nsa_backward.attend_blocks_backward(
-            arrays, x["blocks"].pointer, x["do"], nsa_backward.Gradients(*results), config, stream=stream, memory=memory
+        gradients = backward_launches.Gradients(*results)
+        backward_launches.attend_blocks_backward(
+            arrays, x["blocks"].pointer, x["do"], gradients, config, stream=stream, memory=memory
         )
 
     dtype = "float64" if problem.dtype == "float64" else "float32"
