@@ -121,11 +121,14 @@ def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str,
 
 
 def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
+    # Its share is of the memory that is free when it starts.
+    share = args.memory / (1 - args.attentions.index(attention) * args.memory)
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--disable-cuda-graph", "--port", str(port),
         "--context-length", str(args.longest), "--chunked-prefill-size", str(args.chunk),
-        "--max-running-requests", "16", "--disable-radix-cache", "--mem-fraction-static", str(args.memory),
+        "--max-running-requests", "16", "--disable-radix-cache", "--mem-fraction-static", f"{share:.3f}",
+        "--attention-backend", "fa3", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     ]  # fmt: skip
     if attention == "s2o":
         command += ["--prefill-attention-backend", "s2o"]
@@ -181,11 +184,13 @@ class Server:
 
     def ask(self, ids: Sequence[int] | np.ndarray, tokens: int = 1, **more: Any) -> tuple[float, Mapping[str, Any]]:
         """Seconds until all of an answer's tokens are there, and the answer."""
-        body = {
-            "model": "m", "prompt": [int(x) for x in ids], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        } | more  # fmt: skip
+        prompt, path = [int(x) for x in ids], "v1/completions"
+        body: Row = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        if self.args.server == "sglang":  # whose /v1/completions needs a tokenizer
+            settings = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            path, body = "generate", {"input_ids": prompt, "sampling_params": settings}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
+            f"http://127.0.0.1:{self.port}/{path}", json.dumps(body | more).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
         began = time.perf_counter()
@@ -195,6 +200,15 @@ class Server:
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{self.attention}: {error}: {error.read()[:500]!r}") from error
         return time.perf_counter() - began, json.loads(found)
+
+    def likeliest(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Of each token of a prompt but the first, which has none before it: whether it was the likeliest."""
+        if self.args.server == "sglang":
+            found = self.ask(ids, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)[1]
+            top = found["meta_info"]["input_top_logprobs"]  # of each token: [[logprob, token, None]]; None of the first
+            return np.array([x is not None and x[0][1] == i for x, i in zip(top, ids, strict=True)])
+        logprobs = self.ask(ids, prompt_logprobs=0)[1]["choices"][0]["prompt_logprobs"]
+        return np.array([x is not None and x[str(i)]["rank"] == 1 for x, i in zip(logprobs, ids, strict=True)])
 
 
 @contextlib.contextmanager
@@ -284,9 +298,7 @@ def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: C
             right: list[np.ndarray] = []
             for text in texts:
                 question, ids = text.question[0], text.ids[0]
-                _, found = server.ask(ids, prompt_logprobs=0)
-                logprobs = found["choices"][0]["prompt_logprobs"]
-                hit = np.array([at > 0 and logprobs[at][str(ids[at])]["rank"] == 1 for at in range(length)])
+                hit = server.likeliest(ids)
                 right += [hit[question == n + 1] for n in range(len(text.kinds))]
             rows.append({
                 "part": "answers", "length": length, "prompts": len(texts), "attention": server.attention,

@@ -30,6 +30,10 @@ FAKE = """
         def do_GET(self): self.reply({})
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/generate":  # SGLang's: the likeliest token before each, here one of five another
+                ids = asked["input_ids"]
+                top = [None] + [[[-1.0, x + (port % 2 and i % 5 == 0), None]] for i, x in enumerate(ids) if i]
+                return self.reply({"meta_info": {"input_top_logprobs": top if "return_logprob" in asked else None}})
             ranks = [None] + [{str(x): {"rank": 2 if port % 2 and i % 5 == 0 else 1}}
                               for i, x in enumerate(asked["prompt"]) if i]
             self.reply({"choices": [{"prompt_logprobs": ranks if "prompt_logprobs" in asked else None}]})
@@ -53,8 +57,8 @@ def server(monkeypatch, tmp_path):
     fake = tmp_path / "fake.py"
     fake.write_text(textwrap.dedent(FAKE))
     monkeypatch.setattr(module, "MODELS", tmp_path)
-    monkeypatch.setattr(module, "COMMANDS", {"vllm": lambda args, folder, attention, port: [
-        sys.executable, str(fake), str(port)]})  # fmt: skip
+    command = lambda args, folder, attention, port: [sys.executable, str(fake), str(port)]  # noqa: E731
+    monkeypatch.setattr(module, "COMMANDS", {"vllm": command, "sglang": command})
     monkeypatch.setattr(module._common, "provenance", lambda device: {})
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     return module
@@ -78,10 +82,12 @@ def test_rows_of_each_part(server, tmp_path):
     assert all(row["tokens_per_s"] == 56 / row["seconds"] for row in rows if row["part"] == "many")
 
 
-def test_answers_are_counted_as_tasks_py_counts_them(server, tmp_path):
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_answers_are_counted_as_tasks_py_counts_them(server, name, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    own, s2o = measured(server, tmp_path, "--model", "retrieval", "--lengths", 1024, "--many", 8, "--samples", 1)
+    texts = ("--model", "retrieval", "--lengths", 1024, "--samples", 1)
+    own, s2o = measured(server, tmp_path, "--server", name, *texts, "--many", 8)
     assert (own["right_tokens"], own["right"]) == (1, 1)
     assert 0.7 < s2o["right_tokens"] < 0.9 and s2o["right"] < 0.6  # one token of five is wrong
     assert own["answers"] == s2o["answers"] > 0
@@ -134,7 +140,10 @@ def test_command_lines(server):
     own, s2o = (module.vllm_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
     assert set(s2o) - set(own) == {"--attention-backend", "CUSTOM", "--additional-config", '{"s2o": {"tau": 0.02}}'}
     own, s2o = (module.sglang_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
-    assert set(s2o) - set(own) == {"--prefill-attention-backend", "s2o"}
+    assert {"--prefill-attention-backend", "s2o"} < set(s2o) - set(own)
+    # Of the memory that the first one leaves the second takes as much.
+    shares = [float(x[x.index("--mem-fraction-static") + 1]) for x in (own, s2o)]
+    assert shares[0] == pytest.approx((1 - shares[0]) * shares[1], abs=1e-3)
     assert args.more == ["--seed", "1"] and args.longest > 40_960
     assert os.fspath(module.MODELS) == "build/server"
 

@@ -23,8 +23,8 @@ def register_with_vllm() -> None:
 
         custom = AttentionBackendEnum.CUSTOM
         taken = custom.is_overridden() and custom.get_path() != VLLM_BACKEND
-    except (ImportError, AttributeError):
-        log.warning(VLLM.cannot("s2o_cupy", "this vLLM has no attention that S2O can be put on"))
+    except (ImportError, AttributeError) as error:
+        log.warning(VLLM.cannot("s2o_cupy", f"this vLLM has no attention that S2O can be put on ({error})"))
         return
     if taken:
         log.warning(
@@ -39,9 +39,9 @@ def register_with_sglang() -> None:
     try:
         from sglang.srt.arg_groups import choices
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    except ImportError:
+    except ImportError as error:  # also of a package that SGLang needs
         log = logging.getLogger("s2o_cupy.integrations.sglang")
-        log.warning(SGLANG.cannot("s2o_cupy", "this SGLang has no attention that S2O can be put on"))
+        log.warning(SGLANG.cannot("s2o_cupy", f"this SGLang has no attention that S2O can be put on ({error})"))
         return
     if "s2o" not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices(["s2o"])
