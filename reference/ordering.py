@@ -323,7 +323,9 @@ def key_order(
             scores = query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale).astype(np.float16)
         elif config.rank == "weight":
             scores = unit_weights(pooled, counts, keys, n, geometry, scale).astype(np.float16)
-        else:
+        elif config.rank in ("mean", "max"):
             scores = log_weights(key_scores(pooled, counts, keys, n, geometry), scale)
+        else:
+            raise ValueError(f"key_order: rank is {config.rank!r}, which has no scores here")
         orders.append(unit_positions(ordered_units(scores, n, geometry, config), n, geometry))
     return orders

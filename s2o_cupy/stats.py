@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays.frameworks import to_host
 from .plan.head_taus import as_float32
-from .plan.launch_plan import is_dense
+from .plan.launch_plan import dense_reason, is_dense
 from .problem import Problem
 from .spec import Geometry, S2OConfig
 
@@ -136,6 +136,13 @@ class S2OStats:
         return np.concatenate(errors)
 
     @property
+    def dense_reason(self) -> str | None:
+        """Why the GPU computed plain dense attention, such as ``"seqlen_k is 4,096, and dense_up_to 8,192"``.
+
+        None where it did not, and of the NumPy reference, which always takes S2O's way."""
+        return None if self.path in (None, "numpy") else dense_reason(self.problem, self.config)
+
+    @property
     def geometry(self) -> Geometry:
         return self.problem.geometry(self.config)
 
@@ -174,6 +181,8 @@ class S2OStats:
         path = f"path: {self.path}" + (f" ({self.path_reason})" if self.path_reason else "")
         if (self.graphs or "").startswith("off"):
             path += f", graphs {self.graphs}"
+        if self.dense_reason:
+            path += f", dense: {self.dense_reason}"
         return f"S2OStats(visited: {sizes} [batch, heads, segments, tiles], {path}, {self.problem}, {self.config})"
 
     def _like_visited(self, host: np.ndarray) -> Any:

@@ -11,7 +11,8 @@ from conftest import has_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy import S2OConfig, S2OStats, s2o_attention
+from s2o_cupy.problem import Problem
 from s2o_cupy.spec import STOP_LAG
 
 INPUTS = ("q", "k", "v")
@@ -427,3 +428,23 @@ def test_many_heads(device, qkv, config, batch, heads):
     o = device.attend(q, k, v, tau=0)
     np.testing.assert_array_equal(o[:, :, 0], np.broadcast_to(device.round(v)[:, :, 0], o[:, :, 0].shape))
     device.assert_dense(o, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "reason"),
+    [
+        ("hopper", {}, "seqlen_k is 300, and dense_up_to 8,192"),
+        ("portable", {"dense_up_to": 300}, "seqlen_k is 300, and dense_up_to 300"),
+        ("portable", {"dense_up_to": 299}, None),
+        ("hopper", {"tau": 0}, "tau is 0"),
+        ("hopper", {"tau": 0, "dense_up_to": 0}, None),
+        ("numpy", {}, None),
+    ],
+)
+def test_statistics_say_why_a_call_was_dense(path, options, reason, monkeypatch):
+    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)  # as it is outside of tests
+    config = S2OConfig(**options)
+    problem = Problem(1, 2, 1, 300, 300, 64, "float16", True, 0.125)
+    stats = S2OStats(np.zeros(problem.visited_shape(config), np.int32), problem, config, path)
+    assert stats.dense_reason == reason
+    assert (f"dense: {reason}" in repr(stats)) == (reason is not None)

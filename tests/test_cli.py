@@ -71,7 +71,7 @@ FIELDS = {
         (["diff"], ()),
         (["tune"], ("tau", "error")),  # what it finds, and what it is asked for
         (["tune-model", "model", "text", "--density", "0.5"], ("tau", "error")),
-        (["report", "model", "text"], ()),
+        (["report", "model", "text"], ("error",)),  # of which each call would find taus of its own
     ],
 )
 def test_every_field_of_the_configuration_is_an_option(command, found):

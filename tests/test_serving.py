@@ -82,6 +82,7 @@ def test_a_file_whose_name_looks_like_json(tmp_path, monkeypatch):
         ("{tau: 1}", "here is no JSON .*; accepted: a JSON object"),
         ({"taw": 0.1}, r"here: 'taw' is not a setting; did you mean tau\? accepted: min_seqlen, .*segment, tau,"),
         ({"tau": -1}, "here: S2OConfig: tau is -1; accepted: a number >= 0"),
+        ({"error": 0.05}, "here: error is 0.05; accepted: a tau"),
         ({"min_seqlen": "8192"}, "here: min_seqlen is '8192'; accepted: an integer >= 0"),
         ({"backend": 3}, "here: backend is 3; accepted: a name"),
         ({"per_layer": [1]}, "here: per_layer is a list; accepted: a JSON object by layer"),
@@ -202,7 +203,7 @@ def test_an_engine_that_is_too_old(engine, monkeypatch, caplog):
     with caplog.at_level("WARNING"):
         logging.getLogger("vllm").propagate = True
         getattr(plugins, f"register_with_{engine}")()
-    assert re.search(r"s2o_cupy: this \w+ has no attention that S2O can be put on; it needs \w+ [\d.]+", caplog.text)
+    assert re.search(r"s2o_cupy: this \w+ has no attention that S2O can be put on \(.*\); it needs \w+ [\d.]+", caplog.text)
 
 
 @pytest.mark.parametrize("tested", [VLLM, SGLANG, DIFFUSERS])

@@ -213,6 +213,8 @@ def test_another_segment_may_be_written_into_a_file(rank, tmp_path):
     [
         ("{", ValueError, "not JSON"),
         ("[]", ValueError, 'no object with "config"'),
+        ('{"config": {}, "per_layr": {}}', ValueError, "per_layr is no entry; did you mean per_layer?"),
+        ('{"config": {}, "min_seqln": 4}', ValueError, "min_seqln is no entry; did you mean min_seqlen?"),
         ('{"config": {}, "per_layer": [1]}', ValueError, "per_layer is a list; accepted: an object"),
         ('{"config": {}, "per_layer": {"a": {}}}', ValueError, "per_layer has 'a'; accepted: a layer such as"),
         ('{"config": {}, "per_layer": {"1": 2}}', ValueError, "per_layer has 2 for 1; accepted: fields of S2OConfig"),

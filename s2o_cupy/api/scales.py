@@ -43,7 +43,7 @@ def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: 
         return False
     given = [name for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None]
     dtypes = {x.dtype for x in (k_pages, v_pages)}
-    if dtypes == {FP8} or (dtypes == {"uint8"} and given):
+    if dtypes == {FP8} or (dtypes == {"uint8"} and len(given) == 2):
         return True
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         if x.dtype == "uint8" or x.dtype.startswith("float8"):

@@ -59,7 +59,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     report.add_argument("--settings", help="a JSON file of `s2o tune-model --out`, instead of the options of S2O")
     report.add_argument("--no-loss", action="store_true", help="leave the model's loss out")
     report.add_argument("--plot", help="a picture to write: density and error by layer and head")
-    cli.add_config(report, S2OConfig())
+    cli.add_config(report, S2OConfig(), found=("error",))  # a report is of given taus
 
 
 def _add_model(parser: argparse.ArgumentParser, texts: str | None) -> None:

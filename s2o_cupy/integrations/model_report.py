@@ -282,6 +282,8 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
             )
         members = np.arange(heads)[group.heads].tolist()
         tau = group.config.tau
+        if isinstance(tau, tuple) and len(tau) != len(members):
+            raise ValueError(f"report: tau has {len(tau)} numbers; accepted: one, or {len(members)}, one for each head")
         for h, of_head in zip(members, tau if isinstance(tau, tuple) else (tau,) * len(members), strict=True):
             configs[h] = group.config.with_tau(of_head)
     tau, density, error, standard_error, share = np.zeros((5, heads))

@@ -103,6 +103,12 @@ class ServingSettings:
         else:
             layers = given.pop("per_layer", None) or {}
             config, per_layer = _config(given, owner), _layers(given, layers, owner)
+        for asked in (config, *per_layer.values()):
+            if asked is not None and asked.error is not None:
+                raise ValueError(
+                    f"{owner}: error is {asked.error}; accepted: a tau, for each layer if need be, as s2o tune-model "
+                    "--error finds them"
+                )
         return cls(config, min_seqlen, per_layer, backend)
 
     @functools.cached_property

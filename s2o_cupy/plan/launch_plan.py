@@ -17,8 +17,8 @@ from .paths import choose_path
 from .rounds import MAX_GRID, Chunk, near_heads
 
 __all__ = [
-    "DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "check_fp8_keys", "is_dense", "make_plan", "packed_pass1",
-    "padded_head_dim",
+    "DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "check_fp8_keys", "dense_reason", "is_dense", "make_plan",
+    "packed_pass1", "padded_head_dim",
 ]  # fmt: skip
 
 
@@ -113,8 +113,8 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
     return fits and problem.seqlen_q * (problem.heads // problem.kv_heads) >= COLLECT_ROWS
 
 
-# Keys up to which dense attention is at least as fast as ordering and stopping: on an H200 with the model trace of
-# docs/kernels.md, 8,192 keys take the same time either way, and dense attention makes no error.
+# Keys up to which dense attention is at least as fast as ordering and stopping: of 8,192 keys both take the same time
+# (docs/figures/time.md), and dense attention makes no error.
 DENSE_UP_TO = 8192
 
 
@@ -122,9 +122,17 @@ def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if isinstance(config, Pass):
         return config.segment is None
-    if config.dense_up_to is None:
-        return config.never_stops or problem.seqlen_k <= DENSE_UP_TO
-    return problem.seqlen_k <= config.dense_up_to
+    return dense_reason(problem, config) is not None
+
+
+def dense_reason(problem: Problem, config: S2OConfig) -> str | None:
+    """Why a call is plain dense attention; None where it is not."""
+    if config.dense_up_to is None and config.never_stops:
+        return "tau is 0"
+    limit = DENSE_UP_TO if config.dense_up_to is None else config.dense_up_to
+    if problem.seqlen_k <= limit:
+        return f"seqlen_k is {problem.seqlen_k:,}, and dense_up_to {limit:,}"
+    return None
 
 
 def packed_pass1(plan: LaunchPlan) -> Kernel:

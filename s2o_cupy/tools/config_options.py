@@ -39,7 +39,7 @@ CONFIG_HELP = {
 BY_RANK = {
     "rank": "query, with --pooled-queries weight",
     "segment": "128, with --rank max or mean 1024",
-    "unit": "16, with --rank max or mean 1",
+    "unit": f"{spec.DEFAULT_UNIT['query']}, with --rank weight {spec.DEFAULT_UNIT['weight']}, with max or mean 1",
     "pooled_queries": "all of a segment, with --rank weight one for 8 queries, with max 16, with mean 1",
     "clusters": f"{spec.CLUSTERS[-1]}",
     "tail": "first_order with --rank query, else none",

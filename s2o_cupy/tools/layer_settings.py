@@ -9,6 +9,7 @@ as layer.head, both counted from 0; null leaves a layer to the model's own atten
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -28,6 +29,8 @@ __all__ = [
 MIN_SEQLEN = 8192  # keys of a call, if nobody says: up to so many a call on a GPU is plain dense attention
 BY = ("model", "layer", "head")  # what may have a tau of its own
 PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
+
+_READ = ("config", "per_layer", "min_seqlen")  # entries of a file
 
 
 class Settings(NamedTuple):
@@ -85,6 +88,9 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         raise ValueError(f"{path}: not JSON ({error}); accepted: a file that tune_model or s2o tune wrote") from error
     if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):
         raise ValueError(f'{path}: no object with "config"; accepted: a file that tune_model or s2o tune wrote')
+    for name in found:  # tools write more than is read here, but nothing that looks like what is
+        if name not in _READ and (close := difflib.get_close_matches(name, _READ, 1, 0.8)):
+            raise ValueError(f"{path}: {name} is no entry; did you mean {close[0]}?")
     base, entries, min_seqlen = found["config"], found.get("per_layer") or {}, found.get("min_seqlen")
     if min_seqlen is not None and (isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0):
         raise ValueError(f"{path}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0, or null")

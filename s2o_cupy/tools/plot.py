@@ -266,10 +266,15 @@ def _mass(axis: Any, view: SegmentMap) -> None:
 def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float] | None) -> None:
     density, error = [p.density for p in sweep], [p.rel_l2 for p in sweep]
     axis.plot(density, error, "-o", color=_VISITED, ms=4)
+    last = None  # the last point that was labelled
     for i, point in enumerate(sweep):
         here = point.tau == tau
         if here:
             axis.plot(point.density, point.rel_l2, "o", ms=9, mfc="none", mec="#d1495b", mew=1.6)
+        near = last and abs(point.density - last.density) < 0.03 and abs(point.rel_l2 - last.rel_l2) < 0.06 * max(error)
+        if near and not here:
+            continue
+        last = point
         axis.annotate(
             "error" if point.tau is None else f"{point.tau:g}", (point.density, point.rel_l2),
             textcoords="offset points", xytext=(6, 5 + i % 2 * 9),
