@@ -111,18 +111,19 @@ def validate(
         scale=_check_scale(scale, q[3]),
         softcap=check_softcap(softcap),
     )
+    other = "BHSD" if layout == "BSHD" else "BSHD"
     try:
         _check_sizes(problem, q, k, v)
     except ArgumentValueError as error:
-        if has_layout and layout == "BHSD" and _fits_bshd(problem, q, k, v):
-            raise ArgumentValueError(f"{error.args[0]}. Did you mean layout='BSHD'? These shapes fit it") from None
+        if has_layout and layout in _AXES and _fits_other_layout(problem, q, k, v):
+            raise ArgumentValueError(f"{error.args[0]}. Did you mean layout={other!r}? These shapes fit it") from None
         raise
     # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
     many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
-    if has_layout and layout == "BHSD" and many_heads and _fits_bshd(problem, q, k, v):
+    if has_layout and layout in _AXES and many_heads and _fits_other_layout(problem, q, k, v):
         warnings.warn(
-            f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are (batch, "
-            "seqlen, heads, head_dim), pass layout='BSHD'",
+            f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are "
+            f"({_AXES[other]}), pass layout={other!r}",
             stacklevel=2,
         )
     if isinstance(config, S2OConfig):
@@ -278,8 +279,11 @@ def _check_by_head(problem: Problem, config: S2OConfig) -> None:
         )
 
 
-def _fits_bshd(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:
-    """Whether the shapes, read as BHSD and refused, are a likely problem as BSHD: with more keys than heads of them."""
+_AXES = {"BHSD": "batch, heads, seqlen, head_dim", "BSHD": "batch, seqlen, heads, head_dim"}
+
+
+def _fits_other_layout(problem: Problem, q: Shape, k: Shape, v: Shape) -> bool:
+    """Whether the shapes, of one layout, are a likely problem in the other: with more keys than heads of them."""
     q, k, v = ((s[0], s[2], s[1], s[3]) for s in (q, k, v))
     swapped = replace(problem, heads=q[1], kv_heads=k[1], seqlen_q=q[2], seqlen_k=k[2])
     try:

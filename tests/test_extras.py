@@ -49,7 +49,7 @@ def test_integrations_without_their_frameworks():
     needs = {
         **dict.fromkeys(("torch", "torch_gather", "drop_in", "nsa", "distributed"), "PyTorch"),
         **dict.fromkeys(("transformers", "capture", "model_tools"), "transformers"),
-        "jax": "JAX", "diffusers": "PyTorch",
+        "jax": "JAX", "diffusers": "diffusers",
     }  # fmt: skip
     code = f"""
 import importlib, sys

@@ -83,3 +83,8 @@ def test_arrays_that_lie_as_bshd():
         s2o_attention(q, k, k)
     with pytest.warns(UserWarning, match="q has 4096 heads of 8 queries each; if .* layout='BSHD'"):
         s2o_attention(q, q, q)
+    q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)  # and the other way round
+    with pytest.raises(ValueError, match="Did you mean layout='BHSD'"):
+        s2o_attention(q, k, k, layout="BSHD")
+    with pytest.warns(UserWarning, match="q has 4096 heads of 8 queries each; if .* layout='BHSD'"):
+        s2o_attention(q, q, q, layout="BSHD")

@@ -14,10 +14,9 @@ from typing import Any
 
 from ..extras import with_extra
 
-with with_extra(__name__, "PyTorch"):
-    import torch
-with with_extra(__name__, "diffusers"):
+with with_extra(__name__, "diffusers"):  # whose extra has PyTorch, too
     import diffusers  # noqa: F401
+    import torch
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
