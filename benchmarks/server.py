@@ -5,8 +5,8 @@
     python benchmarks/server.py --server sglang --model 8b
 
 Starts a server by the command lines of docs/servers.md, asks it over HTTP, and stops it; by default one with its own
-attention and one with S2O at the same time, half of the memory each, so that they are asked in turns. Vllm or SGLang
-must be installed; s2o_cupy is this checkout's, where its entry points are found.
+attention and one with S2O at the same time, half of the memory each, so that they are asked in turns. It needs vLLM or
+SGLang; s2o_cupy is this checkout's, where its entry points are found.
 
 --model: 8b, of Llama-3.1-8B's shape, whose weights the server makes up; retrieval, that of benchmarks/retrieval_model;
 or a folder. Made-up weights give attention that is nearly even, of which S2O visits about 1 / tau key tiles of each

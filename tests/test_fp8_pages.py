@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from ragged_pages import in_pages
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged
 from s2o_cupy.arrays.operand import Layout, Operand, Paging, Scale
 from s2o_cupy.methods import MeanPoolingConfig, sparse_attention_paged
+from s2o_cupy.plan.collecting import most_collected_keys
 from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.launch_plan import check_fp8_keys
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference.fp8 import from_e4m3
@@ -199,8 +202,11 @@ def test_packed_queries(device, rng, workspace_bytes):
     ones take turns. NHD pages of 8 rows."""
     lengths_q, lengths_k = [130, 0, 1, 64, 300, 100], [130, 9, 70, 350, 700, 350]
     config = replace(device.config, dense_up_to=400, workspace_bytes=workspace_bytes)
-    q = rng.standard_normal((sum(lengths_q), 4, 64)).astype(device.dtype)
-    k, v = (rng.standard_normal((sum(lengths_k), 2, 64)).astype(E4M3) for _ in range(2))
+    q = rng.standard_normal((sum(lengths_q), 4, 256)).astype(device.dtype)
+    k, v = (rng.standard_normal((sum(lengths_k), 2, 256)).astype(E4M3) for _ in range(2))
+    # Keys of one launch: of the dense ones, up to 400, all 900 or fewer than the two longest together have.
+    at_once = most_collected_keys(replace(PROBLEM, head_dim=256), config)
+    assert at_once >= 900 if workspace_bytes > 1 << 20 else 350 <= at_once < 700
     scales = np.array([0.5, 0.3], np.float32)
     wide = [from_e4m3(x.swapaxes(0, 1), scales, device.dtype).swapaxes(0, 1) for x in (k, v)]
     table, put = in_pages(rng, k, lengths_k, 8, "NHD")
@@ -248,7 +254,11 @@ OTHERS = {
         (WIDE | {"k_scale": 1.0}, ValueError, "k_scale is given, but k_pages is float32; accepted: scales of a cache"),
         (WIDE | {"v_scale": 1.0}, ValueError, "v_scale is given, but k_pages is float32"),
         ({"q": zeros(2, 4, 30, 64, dtype=E4M3)}, TypeError, "q, k and v are float8_e4m3fn; accepted"),
-        ({"k_scale": 0.0}, ValueError, "k_scale is 0.0; accepted: a finite number above 0"),
+        ({"k_scale": 0.0}, ValueError, "k_scale is 0.0; accepted: a number from 1.2e-38 to 3.4e\\+38"),
+        ({"v_scale": 1e39}, ValueError, "v_scale is 1e\\+39; accepted"),
+        ({"v_scale": np.array([1j])}, TypeError, "v_scale is complex128; accepted"),
+        (BYTES | {"k_scale": 1.0}, TypeError, "k_pages is uint8.*; k_scale came alone"),
+        (BYTES | {"v_scale": 1.0}, TypeError, "k_pages is uint8.*; v_scale came alone"),
         ({"k_scale": np.array(-1.0)}, ValueError, "k_scale is -1.0; accepted"),
         ({"v_scale": float("nan")}, ValueError, "v_scale is nan; accepted"),
         ({"v_scale": True}, TypeError, "v_scale is a bool; accepted"),
@@ -284,8 +294,12 @@ def test_rows_that_the_gpu_does_not_take(head_dim):
 
 def test_more_keys_than_a_launch_reads():
     problem = replace(PROBLEM, seqlen_k=2**26, kv_heads=8, heads=8)
-    with pytest.raises(ValueError, match="seqlen_k is 67108864 with batch 1, .* of an fp8 cache; accepted: up to 3355"):
-        make_plan(problem, S2OConfig(), LIMITS, True, fp8=True)
+    with pytest.raises(ValueError, match="seqlen_k is 67108864 with batch 1, .* of an fp8 cache; acc") as caught:
+        check_fp8_keys(problem)
+    most = int(re.findall(r"accepted: up to (\d+)", str(caught.value))[0])
+    check_fp8_keys(replace(problem, seqlen_k=most))
+    with pytest.raises(ValueError, match=f"accepted: up to {most},"):
+        check_fp8_keys(replace(problem, seqlen_k=most + 1))
 
 
 # ---------------------------------------------------------------- what is launched
@@ -324,6 +338,17 @@ def test_a_layout_does_not_know_addresses():
     layout = Layout.of((q, cache, cache, q), paging)
     assert layout.paging == Paging(0, 5, 16, 9, (Scale(), Scale(0.5)))
     assert layout.is_fp8 and layout.page_size == 0
+
+
+@pytest.mark.parametrize(
+    ("of_q", "of_cache", "row", "aligned"), [(0, 8, 64, True), (0, 4, 64, False), (8, 0, 64, False), (0, 0, 68, False)]
+)
+def test_rows_of_8_bits_begin_on_8_bytes(of_q, of_cache, row, aligned):
+    """And those of q on 16, as ever."""
+    q = Operand((1 << 20) + of_q, (1, 4, 1000, 64), (4 * 64 * 1000, 64 * 1000, 64))
+    cache = Operand((1 << 21) + of_cache, (2000, 2, 16, 64), (2 * 16 * row, 16 * row, row))
+    layout = Layout.of((q, cache, cache, q), PAGING)
+    assert layout.is_aligned(layout.operands(PROBLEM)) == aligned
 
 
 # ---------------------------------------------------------------- calls that come again, on a GPU

@@ -303,7 +303,9 @@ def test_q_k_and_v_to_time_calls_on(train, tmp_path, monkeypatch):
     stored = train.loader.on_cpu(str(program.WEIGHTS))
     last = train.network.qkv_by_layer(stored, ids, torch.float32)[3]
     for x, part, heads in zip((q, k, v), last, (8, 2, 2), strict=True):
-        torch.testing.assert_close(x[:, -heads:], part, rtol=0.05, atol=0.05)
+        # On a GPU the model is bfloat16, which rounds by up to 2^-9; residuals pass four layers with two sums each.
+        rounding = 8 * 2.0**-9 * float(part.abs().max()) if torch.cuda.is_available() else 0.0
+        torch.testing.assert_close(x[:, -heads:], part, rtol=0, atol=rounding)
 
 
 # ---------------------------------------------------------------- the weights that come with it

@@ -71,7 +71,8 @@ template <class Traits>
 struct QueryNorms {
   using Element = typename Traits::Element;
   static constexpr int kOfWarp = Traits::kOfWarp, kGroups = Traits::kHeadDim / 32;
-  static constexpr int kPart = Traits::kStep / (2 * kOfWarp), kRowTiles = kPart / 8;  // rows of a step at a time: registers are few
+  // Rows of a step that are taken at a time, as registers are few.
+  static constexpr int kPart = Traits::kStep / (2 * kOfWarp), kRowTiles = kPart / 8;
 
   const QueryNormsParams& p;
   typename Traits::Shared& shared;

@@ -33,9 +33,8 @@ def run(
     visited: Sequence[np.ndarray] | None, taus: np.ndarray | None = None, scales: Scales | None = None,
 ) -> list[Ran]:  # fmt: skip
     """Attend each part. ``natives``: q, k and v, of a paged call also the page table, and arrays of ``scales``, of a
-    cache of 8 bits; ``o`` and, where they are not
-    None, ``lse``, each sequence's ``visited`` (a packed call's) or that of all, and ``taus`` [batch, heads], of a
-    config with an error, are written."""
+    cache of 8 bits. ``o`` and, where they are not None, ``lse``, each sequence's ``visited`` (a packed call's) or that
+    of all, and ``taus`` [batch, heads], of a config with an error, are written."""
     if batch.schedule is not None:
         return _gather(batch, batch.schedule, natives, o, lse, visited)
     q, k, v, *table = natives

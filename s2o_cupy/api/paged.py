@@ -86,9 +86,10 @@ def s2o_attention_paged(
     ----------
     q : array, (batch, heads, seqlen_q, head_dim), or with ``cu_seqlens_q`` (total_q, heads, head_dim)
         Queries, the last of each sequence if causal. On the GPU rows of q, of both caches and of the output start on
-        16 bytes and head_dim is a multiple of 8. A view in another order of axes costs nothing.
+        16 bytes, of a cache of 8 bits on 8, and head_dim is a multiple of 8. A view in another order of axes costs
+        nothing.
     k_pages, v_pages : array, (pages, page_size, kv_heads, head_dim)
-        The cache, of q's framework, device and dtype, or 8 bits: float8_e4m3fn, or its bytes as uint8 with scales.
+        The cache, of q's framework, device and dtype, or 8 bits: float8_e4m3fn, or its bytes as uint8 with both scales.
         page_size is a power of two. Strides are read in place but for the last axis, which is contiguous.
     page_table : int32 array, (batch, pages_per_sequence)
         On q's device: entry i of a sequence is the page of its keys i * page_size and on. Only the entries of the
@@ -103,7 +104,7 @@ def s2o_attention_paged(
         total_q. 0, then ascending; equal neighbours are a sequence without queries. As serving engines send a batch of
         prompts, chunks of prompts and prompts with a cached prefix. Best on the host, like seqlen_k. All sequences that
         are attended densely (``S2OConfig.dense_up_to``: short ones) share a launch, longer ones take turns.
-    k_scale, v_scale : float, or float32 array, () or (1,) or (kv_heads,), default 1
+    k_scale, v_scale : float, or float32 array, () or (1,) or (kv_heads,), default 1 of float8_e4m3fn
         Of a cache of 8 bits: a key is k_scale times what is in its page, the product in float32, rounded to q's dtype.
         Arrays are on q's device, and nothing waits for them.
     layout : {"NHD", "HND"}, default "NHD"

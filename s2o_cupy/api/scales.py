@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError
 __all__ = ["FP8", "Scales", "check_scales", "is_fp8_cache", "parse_scale"]
 
 FP8 = "float8_e4m3fn"
+_NUMBERS = ("float16", "bfloat16", "float32", "float64")  # of one number on the host
 Scales = tuple[float | None, float | None]  # of keys and values; None: an array among the call's inputs
 
 
@@ -26,19 +26,20 @@ def parse_scale(name: str, x: Any) -> Any:
         return _checked(name, float(x))
     framework = framework_of(name, x)
     info = framework.describe(x)
-    if info.device.kind == "cpu" and math.prod(info.shape) == 1:
+    if info.device.kind == "cpu" and info.shape in ((), (1,)) and info.dtype in _NUMBERS:
         return _checked(name, float(np.asarray(framework.on_host(x)).reshape(())))
     return x
 
 
 def _checked(name: str, x: float) -> float:
-    if not (math.isfinite(x) and x > 0):
-        raise ArgumentValueError(f"{name} is {x}; accepted: a finite number above 0")
+    tiny, large = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    if not tiny <= x <= large:  # kernels multiply by a float32, and not by a subnormal one
+        raise ArgumentValueError(f"{name} is {x}; accepted: a number from {tiny:.2g} to {large:.2g}")
     return x
 
 
 def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: Any, v_scale: Any) -> bool:
-    """Whether the pages have 8 bits. Bytes are taken for e4m3 where a scale came: nothing else tells."""
+    """Whether the pages have 8 bits. Bytes are taken for e4m3 where both scales came: nothing else tells."""
     if k_scale is None and v_scale is None and k_pages.dtype == v_pages.dtype == q.dtype:
         return False
     given = [name for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None]
@@ -50,11 +51,12 @@ def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: 
             raise ArgumentTypeError(
                 f"{name} is {x.dtype}, with k_pages {k_pages.dtype} and v_pages {v_pages.dtype}; accepted: {q.dtype} "
                 f"as q, {FP8}, or its bytes as uint8 with k_scale and v_scale, the same for both"
+                + (f"; {given[0]} came alone" if len(given) == 1 else "")
             )
     if given:
         raise ArgumentValueError(
-            f"{given[0]} is given, but k_pages is {k_pages.dtype}; accepted: scales of a cache of {FP8}, or of its "
-            "bytes as uint8"
+            f"{given[0]} is given, but k_pages is {k_pages.dtype}; accepted: scales of a cache of {FP8}, or both "
+            "of its bytes as uint8"
         )
     return False
 

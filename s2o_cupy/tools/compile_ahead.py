@@ -59,8 +59,8 @@ def compile_all(
         (kernel, arch)
         for arch in architectures
         for kernel in (sampled_kernels if sample else all_kernels)(arch)
-        if "{element}" not in (kernel.family.traits or "")
-        or ((dtypes is None or kernel.dtype in dtypes) and (head_dims is None or kernel.head_dim in head_dims))
+        if (dtypes is None or kernel.dtype in dtypes or "{element}" not in (kernel.family.traits or ""))
+        and (head_dims is None or kernel.head_dim in head_dims or "{head_dim}" not in (kernel.family.traits or ""))
     ]
     done: list[CompiledKernel] = []
     with ThreadPoolExecutor(compiler.threads()) as pool:
