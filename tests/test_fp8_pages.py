@@ -367,17 +367,21 @@ def test_replays_follow_what_is_at_the_addresses(qkv, rng, path, dense):
     scales = [0.5, 2.0], [0.25, 0.125]
     _, arrays, given = assert_bits_of_16(device, q, k, v, rng, scales=scales, config=config)
     q, k_pages, v_pages, table = arrays
-    options = {"seqlen_k": 700, "config": config, "return_stats": True}
-    for turn in range(6):
-        o, stats = s2o_attention_paged(*arrays, **given, **options)
+    options = {"seqlen_k": 700, "config": config}
+    out, said = cupy.empty_like(q), []
+    for _ in range(6):
+        # The pool gives the same memory to the statistics of each, which are let go before anything else is asked for.
+        said.append(s2o_attention_paged(*arrays, **given, **options, out=out, return_stats=True)[1].graphs)
+        o = out.copy()
         fresh = s2o_attention_paged(
             q, k_pages.copy(), v_pages.copy(), table, **{name: x.copy() for name, x in given.items()}, **options
         )
-        np.testing.assert_array_equal(bits(o), bits(fresh[0]))
-        if turn > 1 and not dense and hasattr(cupy.cuda.Stream, "begin_capture"):
-            assert stats.graphs == "replayed"
+        np.testing.assert_array_equal(bits(o), bits(fresh))
+        del o, fresh
         k_pages[...] = cupy.roll(k_pages, 1, axis=3)
         given["v_scale"] *= 2
+    if not dense and hasattr(cupy.cuda.Stream, "begin_capture"):
+        assert said.count("replayed") >= 4, said
 
 
 @pytest.mark.gpu
