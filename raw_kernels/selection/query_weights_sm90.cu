@@ -32,7 +32,7 @@ struct QueryWeightTraits {
     unsigned char not_finite[kSegments * kQueries];  // whether a query has an element that is not
     unsigned char units[kStages][Tile::kBytes];
     uint16 shares[kStages][kTileRows];
-    uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all warps are done with it
+    uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all threads are done with it
   };
 };
 
@@ -108,10 +108,10 @@ struct TileKeys {
     shares = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
   }
   // The place of a tile that has been multiplied may be filled anew. No sooner: the copy engine overtakes reads that are
-  // merely on their way, as products that read shared memory at its full rate hold them up.
+  // merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for its own
+  // reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
   static __device__ __forceinline__ void leave(typename Traits::Shared& shared, int tile) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty[tile % Traits::kStages]);
+    barrier_arrive(shared.empty[tile % Traits::kStages]);
   }
 };
 
@@ -234,7 +234,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(shared.full[s], 1);
-      barrier_init(shared.empty[s], Traits::kConsumers / 32);
+      barrier_init(shared.empty[s], Traits::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
