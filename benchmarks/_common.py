@@ -149,7 +149,7 @@ def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 # Arguments that are paths, of which a result keeps the names, in its command.
-FILES = ("models", "hugging_face", "text", "tokens", "haystack", "weights")
+FILES = ("models", "hugging_face", "text", "tokens", "haystack", "weights", "rivals")
 
 
 def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,10 @@ Random normal q, k and v, whose compressed keys are means and whose gates are ra
 this shows speed only. ``ms`` and ``cudnn_ms`` are medians of single calls, from the host's call on; ``queued_ms`` and
 ``cudnn_queued_ms`` are of calls that wait for each other on the GPU. ``speedup`` is cuDNN's time over NSA's. The other
 columns are the stages of one call, one after the other, timed between events.
+
+    python benchmarks/nsa.py --lengths 65536 --rivals fsa=FOLDER,fla=FOLDER --input FILE --json beside.json
+
+times ours and others' kernels in turns, forward and with the backward; what of, `_nsa_rivals` and `_nsa_beside` say.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from typing import Any
 
 import _baselines
 import _common
+import _nsa_beside
+import _nsa_rivals
+import _sources
 import torch
 
 from s2o_cupy.arrays.operand import Operand, operand
@@ -43,9 +50,7 @@ class Case:
         self.out = torch.empty_like(self.q)
 
     def attend(self, config: NSAConfig) -> Any:
-        return nsa_attention(
-            self.q, self.k, self.v, self.k_cmp, self.v_cmp, self.gates, config=config, out=self.out
-        )
+        return nsa_attention(self.q, self.k, self.v, self.k_cmp, self.v_cmp, self.gates, config=config, out=self.out)
 
     def stages(self, config: NSAConfig) -> Row:
         """Milliseconds of each, added up over rounds."""
@@ -88,15 +93,55 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rivals", type=_nsa_rivals.folders, help=f"{_nsa_rivals.ACCEPTED}; time these beside ours")
+    parser.add_argument("--input", default="random", help=f"with --rivals: {_sources.HELP} (default: %(default)s)")
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args(argv)
     if not set(args.blocks) <= set(SETTINGS):
         parser.error(f"--blocks: {','.join(args.blocks)}; accepted: {', '.join(SETTINGS)}")
+    if args.input != "random" and not args.rivals:
+        parser.error(f"--input {args.input}; accepted: random, and others with --rivals")
     return args
+
+
+def tell(row: Row) -> None:
+    print(*(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def beside(args: argparse.Namespace, device: str = "cuda") -> Row:
+    """Ours and others', as a result. It is written after each case, so that what a later one does to the GPU costs no
+    row."""
+    result: Row = {}
+    if args.input == "random":
+        print("q, k and v are random: no model's, whose selections differ", flush=True)
+    told: list[str] = []
+
+    def note(line: str) -> None:
+        if line not in told:
+            told.append(line)
+            print(line, flush=True)
+
+    rows: list[Row] = []
+    kept = {"input": _sources.Case(args.input).row()["input"], "rivals": {}, "includes": {}, "told": told}
+    kept["rivals"] = {name: _nsa_rivals.commit(folder) for name, folder in args.rivals.items()}
+    try:
+        for found, includes in _nsa_beside.rows(args, SETTINGS, note, device):
+            rows += found
+            for row in found:
+                tell(row)
+            kept["includes"] |= includes
+            result = {**_common.provenance(), "settings": _common.settings(args, rows), **kept, "rows": rows}
+            _common.write_json(args.json, result)
+    except _nsa_beside.GpuLost as error:
+        raise SystemExit(f"the GPU is lost for this process: {error}; {len(rows)} rows are kept") from error
+    return result
 
 
 def main() -> None:
     args = parse()
+    if args.rivals:
+        beside(args)
+        return
     rows: list[Row] = []
     for length in args.lengths:
         for group in args.groups:
@@ -112,8 +157,7 @@ def main() -> None:
                 row |= {"speedup": cudnn_ms / ms, "queued_ms": queued, "cudnn_queued_ms": cudnn_queued}
                 row |= {"queued_speedup": cudnn_queued / queued, **case.stages(config)}
                 rows.append(row)
-                said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-                print(" ".join(said), flush=True)
+                tell(row)
     result = {**_common.provenance(), "settings": _common.settings(args, rows), "rows": rows}
     _common.write_json(args.json, result)
 
