@@ -195,9 +195,12 @@ def write_json(path: str | None, result: dict[str, Any]) -> None:
         pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def write_result(args: argparse.Namespace, rows: Sequence[dict[str, Any]], device: str = "cuda") -> None:
-    """To --json, if given: where the rows come from, the arguments, and the rows."""
-    write_json(args.json, {**provenance(device), "settings": settings(args, rows), "rows": rows})
+def write_result(
+    args: argparse.Namespace, rows: Sequence[dict[str, Any]], device: str = "cuda", note: str = ""
+) -> None:
+    """To --json, if given: where the rows come from, the arguments, and the rows. ``note``: what pages say below."""
+    noted = {"note": note} if note else {}
+    write_json(args.json, {**provenance(device), **noted, "settings": settings(args, rows), "rows": rows})
 
 
 def describe(config: S2OConfig, seqlen_k: int = 0) -> dict[str, Any]:

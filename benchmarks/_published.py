@@ -32,12 +32,14 @@ class Trained(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """``minutes``: of one H200, about, as expected and not measured. ``needs``: names in `TRAINED`."""
+    """``minutes``: of one H200, about, as expected and not measured. ``needs``: names in `TRAINED`. ``package``: one
+    that must be installed beside what `make figures` installs."""
 
     command: str
     minutes: float
     needs: tuple[str, ...] = ()
     gpus: int = 1
+    package: str = ""
 
 
 class Elsewhere(NamedTuple):
@@ -54,8 +56,8 @@ TRAINED = {
         "build/figures/retrieval_2.npz",
         f"{TRAIN} --out build/figures/retrieval_2.npz --seed 2 --layers 5 --hidden 320 --intermediate 768 "
         "--head-dim 128 --minutes 12", 13,
-        "a second retrieval model, of another shape, that nothing is chosen on: its answers are measured last, with the "
-        "default alone, and calls are timed on its q, k and v",
+        "a second retrieval model, of another shape, that nothing is chosen on: its answers are measured last, with "
+        "the default alone, and calls are timed on its q, k and v",
     ),
     "small_1": Trained(
         "build/figures/small_1.npz",
@@ -72,6 +74,12 @@ _BOTH = (
     f"small_1={_SMALL}/loader.py:build/figures/small_1.npz:{_SMALL}/text.npz --copy-ids 24 --baselines cudnn"
 )
 _SPEED = "benchmarks/speed.py --baselines cudnn"
+_SERVER = "benchmarks/server.py"
+_SHAPE_8B = (
+    "--model 8b --lengths 16384,65536,131072 --many 8192,8192,16384,16384,16384,32768,65536,131072 "
+    "--parts one,many,decode --repeats 2"
+)
+_ANSWERS = "--model retrieval --lengths 65536,131072 --samples 4 --memory 0.12"
 
 FIGURES = {
     # Calls: time beside dense attention, with the error.
@@ -138,6 +146,16 @@ FIGURES = {
     "host": Figure("benchmarks/host.py", 3),
     "many_gpus": Figure(
         "benchmarks/many_gpus.py --ranks 2 --repeats 9 --lengths 131072,262144,524288,1048576", 4, gpus=2
+    ),
+    "video": Figure("benchmarks/video.py", 3),
+    # Servers, by their own attention and by S2O.
+    "server_vllm": Figure(f"{_SERVER} {_SHAPE_8B} --memory 0.46 --density --start-timeout 150", 6, package="vllm"),
+    "server_vllm_answers": Figure(f"{_SERVER} {_ANSWERS} --start-timeout 200", 3, package="vllm"),
+    "server_sglang": Figure(
+        f"{_SERVER} --server sglang {_SHAPE_8B} --memory 0.44 --start-timeout 200", 6, package="sglang"
+    ),
+    "server_sglang_answers": Figure(
+        f"{_SERVER} --server sglang {_ANSWERS} --start-timeout 150", 3, package="sglang"
     ),
     # Models: what is lost, answered and saved.
     "retrieval": Figure(

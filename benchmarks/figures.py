@@ -16,6 +16,7 @@ writes the tables and draws the pictures. --check ends with 1 if a figure is sta
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shlex
 import shutil
@@ -42,6 +43,15 @@ class Step(NamedTuple):
     command: list[str]
     minutes: float
     gpus: int = 1
+    package: str = ""  # that must be there
+
+    def lacks(self, gpus: int) -> str:
+        """Of a machine with so many GPUs, in words; nothing if it can run."""
+        if self.gpus > gpus:
+            return f"needs {self.gpus} GPUs, and there are {gpus}"
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"needs {self.package}, which is not installed"
+        return ""
 
 
 def steps(names: Sequence[str], train: bool = False) -> list[Step]:
@@ -53,7 +63,7 @@ def steps(names: Sequence[str], train: bool = False) -> list[Step]:
             if train or not (ROOT / TRAINED[model].file).exists():
                 found.setdefault(model, Step(model, shlex.split(TRAINED[model].command), TRAINED[model].minutes))
         into = ["--json", (MADE / f"{name}.json").relative_to(ROOT).as_posix()]
-        found[name] = Step(name, shlex.split(figure.command) + into, figure.minutes, figure.gpus)
+        found[name] = Step(name, shlex.split(figure.command) + into, figure.minutes, figure.gpus, figure.package)
     return [*found.values()]
 
 
@@ -71,11 +81,12 @@ def readers(name: str) -> list[str]:
 
 
 def plan(made: Sequence[Step], gpus: int | None = None) -> str:
-    """Steps, with the minutes that each takes; of more GPUs than there are, that it is left out."""
+    """Steps, with the minutes that each takes; of those that cannot run here, that they are left out."""
     lines = []
     for step in made:
-        note = f", needs {step.gpus} GPUs" if step.gpus > 1 else ""
-        note += ": left out" if gpus is not None and step.gpus > gpus else ""
+        wanted = [f"{step.gpus} GPUs"] * (step.gpus > 1) + [step.package] * bool(step.package)
+        note = f", needs {' and '.join(wanted)}" if wanted else ""
+        note += ": left out" if gpus is not None and step.lacks(gpus) else ""
         lines.append(f"{step.minutes:4g} min  {step.name}{note}\n          python {shlex.join(step.command)}")
     total = sum(step.minutes for step in made)
     return "\n".join([*lines, f"{total:4g} min in all on one H200, about, for {len(made)} steps"])
@@ -86,6 +97,7 @@ def listed() -> str:
     for name, figure in FIGURES.items():
         needs = f"; needs {', '.join(figure.needs)}" if figure.needs else ""
         needs += f"; {figure.gpus} GPUs" if figure.gpus > 1 else ""
+        needs += f"; {figure.package}" if figure.package else ""
         lines += [f"{name}: {figure.minutes:g} min{needs}", f"    python {figure.command}"]
         lines += [f"    {reader}" for reader in readers(name)]
     for name, model in TRAINED.items():
@@ -138,8 +150,8 @@ def make(made: Sequence[Step], there: int) -> dict[str, str]:
     for number, step in enumerate(made, 1):
         print(f"\nfigures: {number} of {len(made)}, {step.name}, about {step.minutes:g} minutes", flush=True)
         lacking = [model for model in needs(step.name) if not (ROOT / TRAINED[model].file).exists()]
-        if step.gpus > there:
-            failed[step.name] = f"needs {step.gpus} GPUs, and there are {there}"
+        if absent := step.lacks(there):
+            failed[step.name] = absent
         elif lacking:
             failed[step.name] = f"needs {', '.join(lacking)}, whose training failed"
         else:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -40,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import _common
+import _digest
 import numpy as np
 
 from s2o_cupy.tools.progress import progress
@@ -324,6 +326,21 @@ def densities(args: argparse.Namespace) -> dict[int, float]:
     return found
 
 
+def version(server: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{server} {importlib.metadata.version(server)}"
+    return ""
+
+
+def add_served() -> None:
+    """To the digests of a result: what a server's processes load of S2O to attend, which this one need not."""
+    package = _digest.ROOT / "s2o_cupy"
+    folders = ("api", "arrays", "cuda", "integrations", "plan", "selection")
+    named = [path.relative_to(package).as_posix() for folder in folders for path in (package / folder).rglob("*.py")]
+    servers = {f"integrations/{name}.py" for name in ("fallbacks", "plugins", "serving", "sglang", "vllm")}
+    _digest.add_loaded(name for name in named if not name.startswith("integrations/") or name in servers)
+
+
 # ---------------------------------------------------------------- command
 
 
@@ -362,6 +379,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped, too
+    add_served()
     folder = model_folder(args.model)
     ids = np.random.default_rng(args.seed).integers(vocabulary(folder), size=args.longest)
     done, rows = itertools.count(), []
@@ -375,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows = [
                     row | {"density": found.get(row["length"])} if row["attention"] == "s2o" else row for row in rows
                 ]
-                _common.write_result(args, rows)
+                _common.write_result(args, rows, note=version(args.server))
     print(_common.table(rows, COLUMNS))
 
 

@@ -290,6 +290,36 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("PyTorch's varlen_attn ms", _key("varlen_ms"), "ms"),
         ],
     ),
+    # Servers, from benchmarks/server.py: of each length by the server's own attention and by S2O (`_servers`).
+    "servers": (
+        [],
+        [
+            ("seconds of", _key("said"), "s"),
+            ("its own, s", _key("own"), ".3f"),
+            ("S2O, s", _key("s2o"), ".3f"),
+            ("its own / S2O", _ratio("own", "s2o"), ".2f"),
+            ("S2O's density", _key("density"), ".3f"),
+        ],
+    ),
+    "served": (
+        [_ATTENTION],
+        [
+            ("questions", _key("answers"), ",d"),
+            ("right answers", _key("right"), ".1%"),
+            ("right tokens", _key("right_tokens"), ".2%"),
+        ],
+    ),
+    # A video's size, from benchmarks/video.py.
+    "video": (
+        [("method", _key("method"), "s")],
+        [
+            ("error asked", _key("asked"), "g"),
+            ("rel_l2", _key("rel_l2"), "error"),
+            ("density", _key("density"), ".4f"),
+            ("ms", _key("ms"), "ms"),
+            ("of cuDNN's time", _key("x_cudnn"), ".3f"),
+        ],
+    ),
     "ragged": (
         [("batch", _key("batch"), "s"), ("tokens in all", _key("tokens"), ",d"), ("page size", _key("page_size"), "d")],
         [
@@ -399,6 +429,24 @@ def _side_by_side(rows: list[Row]) -> list[Row]:
     return list(found.values())
 
 
+SERVED = {
+    "one": "the first token of a prompt", "many": "the first tokens of {} prompts at once",
+    "decode": "64 further tokens",
+}  # fmt: skip
+
+
+def _servers(rows: list[Row]) -> list[Row]:
+    """One row for both attentions of a server: ``own`` and ``s2o`` are seconds."""
+    found: dict[Any, Row] = {}
+    for row in rows:
+        said = SERVED[row["part"]].format(row["prompts"])
+        same = found.setdefault((row["part"], row["length"]), {"said": said, "length": row["length"]})
+        same[row["attention"]] = row["seconds"]
+        if row["part"] == "one" and row.get("density"):
+            same["density"] = row["density"]
+    return list(found.values())
+
+
 def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS) -> str:
     """The table of one file in one view, with a line below that says where it comes from."""
     path = results / f"{name}.json"
@@ -414,7 +462,7 @@ def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS
     rows, more = _with_losses(rows, results) if view == "cost" else (rows, "")
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = sorted(rows, key=lambda row: (models.index(row.get("model")), row["length"] if row.get("model") else 0))
-    rows = _side_by_side(rows) if view == "models" else rows
+    rows = _side_by_side(rows) if view == "models" else _servers(rows) if view == "servers" else rows
     rows = [row for row in rows if row["task"] == "all"] if view == "answers" else rows
     settings, figures = VIEWS[view]
     fixed = _same(rows, [*_WHERE, *settings])

@@ -26,8 +26,11 @@ NEEDS_TORCH = {"speed", "lists", "nsa", "host", "many_gpus"}
 WITH_CUPY = NEEDS_TORCH - {"many_gpus"}
 # Scripts that measure an error, loss or answers in every run, or that the output has the same bits as another call's;
 # and those that time what has none.
-JUDGED = {"quality", "scaling", "serving", "ragged", "lists", "many_gpus", "methods", "tasks"}
-WITHOUT_ERROR = {"host": "the host's time alone", "nsa": "a rate on random input, of which no error is asked"}
+JUDGED = {"quality", "scaling", "serving", "ragged", "lists", "many_gpus", "methods", "tasks", "video"}
+WITHOUT_ERROR = {
+    "host": "the host's time alone", "nsa": "a rate on random input, of which no error is asked",
+    "server": "of a model whose weights are made up; answers of another stand beside it",
+}  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs a source checkout")
 

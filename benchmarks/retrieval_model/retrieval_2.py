@@ -1,7 +1,8 @@
-"""q, k and v to time calls on, for ``--input``: those of the last four of five layers of the second retrieval model, with
-head_dim 128, on a text of the wanted length; 32 query heads over 8 KV heads.
+"""q, k and v to time calls on, for ``--input``: those of the last four of five layers of the second retrieval model,
+with head_dim 128, on a text of the wanted length; 32 query heads over 8 KV heads.
 
-`make figures` trains the model, into build/figures: `train.py` of this folder with another seed and shape. Needs PyTorch.
+`make figures` trains the model, into build/figures: `train.py` of this folder with another seed and shape. Needs
+PyTorch.
 """
 
 from __future__ import annotations

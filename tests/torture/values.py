@@ -28,8 +28,8 @@ def grid(run: Run, *axes: Any) -> list[tuple[Any, ...]]:
 
 @check(40, shards=2, dry=True)
 def not_finite_ahead(run: Run) -> str:
-    """NaN, Inf or a huge value in a future key or value changes no bit of an earlier row, of o or of lse; of one of the same
-    segment none but by the order of its sums."""
+    """NaN, Inf or a huge value in a future key or value changes no bit of an earlier row, of o or of lse; of one of the
+    same segment none but by the order of its sums."""
     S, segment = of_size(1500, 300), of_size(256, 64)
     cases = grid(run, paths(), HEAD_DIMS, DTYPES, (0.0, 0.05), (0, None))
     calls = 0
