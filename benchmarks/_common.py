@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import _digest
+import _missing  # noqa: F401  (says which package is missing)
 import numpy as np
 from _published import told, without_folders
 

@@ -24,10 +24,13 @@ def places(path: str) -> tuple[str, dict[str, Any]]:
 
 
 def tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    from s2o_cupy.integrations.text_ids import tokenizer_of
 
     folder, options = places(path)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+    try:
+        return tokenizer_of(folder, local_files_only=True, **options)
+    except ValueError as error:
+        raise SystemExit(f"--hugging-face: {error}") from None
 
 
 def ids_of(path: str, text: str) -> np.ndarray:

@@ -7,7 +7,8 @@ A length that the input does not have is measured on the pattern "mixture", and 
 rel_l2 and rel_l1 are those of some whole segments, evenly spread, against dense attention of their rows in float32:
 at a million tokens an exact answer for all of them would take longer than everything else. For --errors the tau is
 searched on the same segments, each with only the keys up to its end, which is how the whole call treats it. Memory is
-what a call takes beside its inputs and output. Without a GPU the NumPy reference runs and nothing is timed.
+what a call takes beside its inputs and output. Without a GPU the NumPy reference runs, by default at short lengths, and
+nothing is timed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from s2o_cupy.tools.progress import Report, progress
 
 Row = dict[str, Any]
 FALLBACK = "mixture"
+LENGTHS = {"cuda": [8192 << i for i in range(8)], "cpu": [2048, 4096, 8192]}  # the reference: seconds for these
+LENGTHS_HELP = "default: 8192 to 1048576, each twice the one before; on a CPU 2048, 4096, 8192"
 COLUMNS: list[_common.Column] = [
     ("input", "input", "s"),
     ("tokens", "length", ",d"),
@@ -187,7 +190,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", default=FALLBACK, help=f"{_sources.HELP} (default: %(default)s)")
     parser.add_argument("--input-up-to", type=int, help="longest length to take from --input; default: what it has")
-    parser.add_argument("--lengths", type=_common.integers, default=[8192 << i for i in range(8)])
+    parser.add_argument("--lengths", type=_common.integers, help=LENGTHS_HELP)
     parser.add_argument("--taus", type=_common.numbers, default=[0.01])
     parser.add_argument("--errors", type=_common.numbers, default=[], help="rel_l2 at which to measure, such as 0.06")
     parser.add_argument("--sample", type=int, default=4, help="segments that errors are measured on")
@@ -206,6 +209,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _common.check_device(parser, args)
     if args.sample < 1:
         parser.error("--sample: accepted: 1 or more")
+    if args.lengths is None:
+        args.lengths = LENGTHS[args.device]
     return args
 
 

@@ -1,13 +1,20 @@
-"""Errors of arguments: raised without the name of a function, which the one that was called puts before them.
+"""Errors of arguments: raised without the name of a function, which the one that was called puts before them. And
+warnings of them, which name the caller's line.
 
 Standard library only.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from contextlib import ContextDecorator
+from types import FrameType
 
-__all__ = ["ArgumentError", "ArgumentTypeError", "ArgumentValueError", "arguments_of", "plain_kind"]
+__all__ = ["ArgumentError", "ArgumentTypeError", "ArgumentValueError", "arguments_of", "plain_kind", "warn_caller"]
+
+# Packages whose frames lie between a caller and what warns: this one, and those of its decorators and operators.
+_BETWEEN = (__name__.partition(".")[0], "contextlib", "functools", "torch")
 
 
 class ArgumentError(Exception):
@@ -47,3 +54,12 @@ class arguments_of(ContextDecorator):
 def plain_kind(error: Exception) -> type[TypeError] | type[ValueError]:
     """What to raise in the place of ``error`` with a text that is complete."""
     return TypeError if isinstance(error, TypeError) else ValueError
+
+
+def warn_caller(message: str) -> None:
+    """A UserWarning of the line outside of this package that called it, however many functions lie between."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .caches import remembered
-from .errors import ArgumentTypeError, ArgumentValueError
+from .errors import ArgumentTypeError, ArgumentValueError, warn_caller
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
 __all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "Problem", "validate"]
@@ -121,10 +120,9 @@ def validate(
     # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
     many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
     if has_layout and layout in _AXES and many_heads and _fits_other_layout(problem, q, k, v):
-        warnings.warn(
+        warn_caller(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are "
-            f"({_AXES[other]}), pass layout={other!r}",
-            stacklevel=2,
+            f"({_AXES[other]}), pass layout={other!r}"
         )
     if isinstance(config, S2OConfig):
         _check_by_head(problem, config)

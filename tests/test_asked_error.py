@@ -322,3 +322,17 @@ def test_what_the_search_leaves_out_of_account(changes):
         s2o_attention(q, k, v, config=x, return_stats=True) for x in (config, replace(config, **changes))
     )
     np.testing.assert_array_equal(stats.tau_per_head, plain.tau_per_head)
+
+
+@pytest.mark.parametrize(("length", "of_asked", "worst"), [(1024, 1.52, 1.95), (2816, 0.65, 1.02)])
+def test_short_calls_err_by_more_than_was_asked(length, of_asked, worst):
+    """All segments are taken, but a head's error has few steps, between which the taus that are tried may lie:
+    docs/tuning.md says these figures."""
+    q, k, v = (x.astype(np.float32) for x in inputs.builtin("trace", length=length))
+    o, stats = s2o_attention(q, k, v, config=S2OConfig(error=0.02), return_stats=True)
+    assert len(sampled(stats.problem, stats.config).segments) == -(-length // 128)
+    dense = dense_attention(q, k, v)[0]
+    squared = lambda x, axes=None: np.square(x).sum(axis=axes)  # noqa: E731
+    assert np.sqrt(squared(o - dense) / squared(dense)) / 0.02 == pytest.approx(of_asked, abs=0.01)
+    by_head = np.sqrt(squared(o - dense, (0, 2, 3)) / squared(dense, (0, 2, 3)))
+    assert by_head.max() / 0.02 == pytest.approx(worst, abs=0.01)

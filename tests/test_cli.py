@@ -141,7 +141,10 @@ def test_options_that_are_not_given_follow_those_that_are(command):
         (["demo", "--segment", "0"], "segment is 0"),
         (["demo", "--picture-head", "-1"], "the head to draw is -1; accepted: 0 to 3, as q has 4"),
         (["demo", "--picture-head", "9"], "the head to draw is 9; accepted: 0 to 3, as q has 4"),
-        (["demo", "--tau", "0.1,0.2,0.3,0.4"], "tau is (0.1, 0.2, 0.3, 0.4); accepted: one tau for all heads"),
+        (["demo", "--tau", "0.1,0.2", "--length", "300"], "tau has 2 numbers, q has 4 heads; accepted: one number for"),
+        (["demo", "--plot", "a.png", "--no-picture"], "argument --no-picture: not allowed with argument --plot"),
+        (["compare", "--tau", "0.1"], "--tau is not accepted; did you mean --method s2o:tau=VALUE? accepted: --dtype"),
+        (["compare", "--dense-up-to=0"], "--dense-up-to is not accepted; did you mean --method s2o:dense_up_to=VALUE?"),
         (["demo", "--segmnt", "3"], "--segmnt is not accepted; did you mean --segment? accepted: --block-m"),
         (["info", "--tau=3"], "--tau is not accepted; accepted: --help, --json, -h"),
         (["info", "trace"], "trace is not accepted; accepted: --help"),
@@ -309,7 +312,10 @@ def test_compile_without_cupy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     assert cli.main(["compile"]) == cli.UNABLE
-    assert "pip install" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("s2o compile: compiling needs CuPy and NVRTC (")
+    assert said.count("pip install") == 1
+    assert said.endswith('remedy: pip install ".[compile]" in a checkout of s2o_cupy\n')
 
 
 # ---------------------------------------------------------------- diff
@@ -364,6 +370,11 @@ def test_diff_passes_everything_on(monkeypatch, capsys, tmp_path, ok):
     assert calls[1][0].dtype.name == "bfloat16"
     cli.main(["diff", str(tmp_path / "a.npz"), "--dtype", "bfloat16"])
     assert calls[2][0].dtype.name == "bfloat16"
+    q[0, 2, 5, 7] = np.nan
+    np.savez(tmp_path / "a.npz", q=q, k=k, v=v)
+    capsys.readouterr()
+    cli.main(["diff", str(tmp_path / "a.npz")])
+    assert "s2o diff: note: the input q has 1 of 26,880 values that are not finite" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

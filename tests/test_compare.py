@@ -101,14 +101,35 @@ def test_what_is_refused(configs, options, message, qkv, monkeypatch):
         compare(*qkv(200), configs, **options)
 
 
-def test_nothing_and_what_is_not_finite(qkv):
+def test_nothing_and_what_is_not_finite(qkv, monkeypatch):
     q, k, v = qkv(200)
     with pytest.raises(ValueError, match="compare: q is .* accepted: at least one head, query and key"):
         compare(q[:, :, :0], k, v)
     v = v.copy()
     v[0, 0, 3] = np.nan
-    with pytest.raises(ValueError, match="compare: dense attention's output is not finite"):
+    monkeypatch.setattr(tool, "sparse_attention", lambda *_, **__: pytest.fail("attention was computed"))
+    said = r"^compare: v has .* values that are not finite, the first nan at \[0, 0, 3, 0\]; accepted: finite q, k"
+    with pytest.raises(ValueError, match=said):
         compare(q, k, v)
+    for make in FRAMEWORKS.values():
+        try:
+            framework = make()
+        except pytest.skip.Exception:
+            continue
+        with pytest.raises(ValueError, match=said.replace("0, 3, 0", "3, 0, 0")):
+            compare(*(framework.array(x.swapaxes(1, 2)) for x in (q, k, v)), layout="BSHD")
+
+
+def test_an_output_that_is_not_finite(qkv):
+    """Of finite inputs: a sum of values beyond float64."""
+    q, k, v = (x.astype(np.float64) for x in qkv(200))
+    with pytest.raises(ValueError, match="compare: dense attention's output is not finite; accepted: smaller values"):
+        compare(q, k, np.full_like(v, 1.7e308))
+
+
+def test_the_fields_of_s2o_are_not_arguments(qkv):
+    with pytest.raises(TypeError, match=re.escape("a field of S2OConfig: configs=[S2OConfig(tau=...), ...]")):
+        compare(*qkv(200), tau=0.1)
 
 
 # ---------------------------------------------------------------- the command

@@ -111,6 +111,26 @@ def test_an_error_instead_of_a_tau(tmp_path, capsys):
     assert f"\n error {found['overall']['density']:9.3f} {found['overall']['rel_l2']:9.4f}\n" in text
 
 
+def test_a_tau_for_each_head(tmp_path, capsys):
+    """As s2o_attention takes it: its point stands beside the sweep."""
+    pytest.importorskip("matplotlib")
+    picture, options = tmp_path / "a.png", ["--length", "600", "--tau", "2,0.5,0.1,0"]
+    assert cli.main(["demo", *options, "--plot", str(picture), "--json"]) == cli.OK
+    found = json.loads(capsys.readouterr().out)
+    point = found["sweep"][-1]
+    assert (point["tau"], point["rel_l2"]) == ([2, 0.5, 0.1, 0], found["overall"]["rel_l2"])
+    assert len(found["sweep"]) == len(demo.SWEEP) + 1 and picture.stat().st_size > 50_000
+    densities = [row["density"] for row in found["heads"]]
+    assert densities[-1] == 1 > densities[0]
+    if found["path"] == "numpy":
+        config = replace(demo.CONFIG, tau=(2, 0.5, 0.1, 0))
+        _, stats = s2o_attention(*inputs.builtin("trace", 600), config=config, return_stats=True)
+        assert densities == pytest.approx(stats.density_per_head[0].tolist())
+    text = demo.table(found)
+    assert "\ntau 0 to 2 by head, segment 128" in text and "tau 0 to 2 by head instead of 0.1" in text
+    assert f"\nby head {found['overall']['density']:9.3f} {found['overall']['rel_l2']:9.4f}\n" in text
+
+
 def test_heads_that_a_picture_shows():
     """All of them, or eight with the chosen one among them."""
     assert demo._shown_heads(1, 4) == [0, 1, 2, 3]
@@ -182,9 +202,10 @@ def test_values_that_are_not_finite_are_found(tmp_path, rng, capsys, name, value
     arrays[name][0, 1, 7, 3:5] = value
     file = file_of(tmp_path, *arrays.values())
     assert cli.main(["demo", file, "--plot", str(tmp_path / "a.png")]) == cli.FOUND
-    text = capsys.readouterr().out
-    assert f"WRONG: {name} has 2 of 9,600 values that are not finite, the first {value} at [0, 1, 7, 3]" in text
-    assert "WRONG: S2O's output at tau 0.01 has" in text
+    text, note = capsys.readouterr()
+    said = f"the input {name} has 2 of 9,600 values that are not finite, the first {value} at [0, 1, 7, 3]"
+    assert f"WRONG: {said}; outputs of it were not judged" in text and text.count("WRONG") == 1
+    assert note == f"s2o demo: note: {said}: results of it are not S2O's fault\n"
     assert "No picture: " in text
     assert cli.main(["demo", file, *UNCHANGED]) == cli.FOUND
     found = json.loads(capsys.readouterr().out)

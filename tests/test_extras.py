@@ -48,7 +48,8 @@ def test_integrations_without_their_frameworks():
     """In a process that has none of them."""
     needs = {
         **dict.fromkeys(("torch", "torch_gather", "drop_in", "nsa", "distributed"), "PyTorch"),
-        **dict.fromkeys(("transformers", "capture", "model_tools"), "transformers"),
+        **dict.fromkeys(("serving", "vllm", "sglang"), "PyTorch"),
+        **dict.fromkeys(("transformers", "capture", "model_tools", "text_ids"), "transformers"),
         "jax": "JAX", "diffusers": "diffusers",
     }  # fmt: skip
     code = f"""

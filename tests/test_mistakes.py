@@ -5,6 +5,7 @@ is accepted, or what was probably meant."""
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from s2o_cupy import (
     S2OConfig,
     Schedule,
+    errors,
     gather_attention,
     gather_attention_varlen,
     s2o_attention,
@@ -20,7 +22,7 @@ from s2o_cupy import (
     s2o_attention_varlen,
 )
 from s2o_cupy.methods import sparse_attention, sparse_attention_varlen
-from s2o_cupy.tools import attention_within, inputs
+from s2o_cupy.tools import attention_within, compare, inputs
 
 Q, K = np.zeros((1, 4, 200, 16), np.float32), np.zeros((1, 2, 200, 16), np.float32)
 PACKED = Q[0].swapaxes(0, 1), K[0].swapaxes(0, 1), K[0].swapaxes(0, 1)
@@ -111,6 +113,10 @@ MISTAKES = {
         lambda: attention_within(Q, K, K),
         "attention_within: error is missing, the rel_l2 against dense attention to keep to, such as 0.05",
     ),
+    "a field of S2OConfig to compare": (
+        lambda: compare(Q, K, K, error=0.1),
+        "compare: error is not an argument; it is a field of S2OConfig: configs=[S2OConfig(error=...), ...]",
+    ),
     "another library's name": (
         lambda: sparse_attention_varlen(*PACKED, [0, 200], config=S2OConfig(), causal=True),
         "sparse_attention_varlen: causal is not an argument; did you mean is_causal?",
@@ -156,6 +162,35 @@ def test_more_heads_than_tokens_are_suspected(shape, suspected):
         s2o_attention(x, x, x, scale=0.5 + shape[1] / 1000)  # a problem of its own, as each is warned of once
     said = [str(x.message) for x in caught if "pass layout='BSHD'" in str(x.message)]
     assert len(said) == suspected and all(f"q has {shape[1]} heads of {shape[2]} queries each" in x for x in said)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_warnings_name_the_caller_s_line(number):
+    """However many functions lie between it and the warning."""
+    x = np.ones((1, 40, 8, 16), np.float32)
+    options = {"scale": 0.25 + number / 1000}  # a problem of its own, as each is warned of once
+    with pytest.warns(UserWarning, match="pass layout='BSHD'") as caught:
+        if number == 0:
+            s2o_attention(x, x, x, **options)
+        elif number == 1:
+            sparse_attention(x, x, x, config=S2OConfig(), **options)
+        elif number == 2:
+            compare(x, x, x, [S2OConfig()], **options)
+        elif number == 3:
+            attention_within(x, x, x, 0.5, **options)
+        else:
+            torch = pytest.importorskip("torch")
+            from s2o_cupy.integrations.torch import attention
+
+            attention(*[torch.from_numpy(x)] * 3, **options)
+    assert {y.filename for y in caught if "pass layout" in str(y.message)} == {__file__}
+
+
+def test_a_warning_whose_callers_are_all_of_the_package(monkeypatch):
+    """Then it is of the outermost."""
+    monkeypatch.setattr(errors, "_BETWEEN", {x.split(".")[0] for x in sys.modules} | {"__main__"})
+    with pytest.warns(UserWarning, match="so it is"):
+        errors.warn_caller("so it is")
 
 
 def test_other_calls_have_no_such_layout():

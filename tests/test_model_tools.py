@@ -426,11 +426,19 @@ def test_the_commands(folder, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert [x["heads"][f"{x['layer']}.0"]["tau"] for x in found["layers"]] == [x.tau for x in per_layer.values()]
     assert found["tokens"] == LENGTH and found["picture"] == picture
+    text, short = folder / "text.txt", folder / "short.npy"
+    text.write_text("some words")
+    np.save(short, np.arange(1))
     for message, arguments in (
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
         ("s2o report: ", ["report", str(folder / "none"), where[1]]),
         ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
         ("no such file; accepted: a file that tune_model", ["report", *where, "--settings", "none.json"]),
+        ("--settings and --tau, --unit came together; accepted: --settings, or options of S2O",
+         ["report", *where, "--settings", tuned, "--tau", "0.1", "--unit=8"]),
+        ("model has no tokenizer that transformers can read (", ["report", where[0], str(text)]),
+        ("such as tokenizer.json, beside the model's, or token ids in a .npy file", ["report", where[0], str(text)]),
+        ("short.npy is 1 tokens; accepted: 2 or more", ["report", where[0], str(short)]),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -280,6 +280,51 @@ def test_the_command(capsys):
     assert "NOT_A_METHOD is a int" in capsys.readouterr().err
 
 
+class Scaled:
+    def __call__(self, q, k, scale):
+        pytest.fail("it was called")
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (lambda q, k: None, "the method <lambda>(q, k) is called as <lambda>(q, k, is_causal=, scale=), which it does "
+         "not take (got an unexpected keyword argument 'is_causal')"),
+        (lambda q, *, is_causal, scale: None, "(too many positional arguments)"),
+        (lambda q, k, v, *, is_causal, scale: None, "(missing a required argument: 'v')"),
+        (Scaled(), "the method scaled(q, k, scale) is called as scaled(q, k, is_causal=, scale=), which it"),
+        (functools.partial(everything, nothing=1), "the method everything(q: "),  # type: ignore[call-arg]
+    ],
+)  # fmt: skip
+def test_a_signature_that_a_call_does_not_fit(method, said, qkv, monkeypatch):
+    """Said before it is called, and of compare before anything is measured."""
+    q, k, v = qkv(200)
+    accepted = "accepted: two arguments by position, q and k, and the keywords is_causal and scale"
+    for name, call in (
+        ("sparse_attention", lambda: sparse_attention(q, k, v, config=method)),
+        ("select", lambda: select(q, k, method)),
+        ("compare", lambda: compare(q, k, v, [S2OConfig(), method])),
+    ):  # fmt: skip
+        with pytest.raises(TypeError) as error:
+            call()
+        assert str(error.value).startswith(f"{name}: the method ") and str(error.value).endswith(accepted)
+        assert said in str(error.value)
+
+
+def test_signatures_that_nobody_knows_or_that_take_more(qkv):
+    """An error from inside stays what it is."""
+    q, k, v = qkv(200)
+    sparse_attention(q, k, v, config=lambda *of, **options: everything(*of, **options))
+
+    def wrong(q, k, *, is_causal, scale, more=1):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="^of its own$"):
+        sparse_attention(q, k, v, config=wrong)
+    with pytest.raises(TypeError, match="returned a|argument"):
+        sparse_attention(q, k, v, config=print)
+
+
 # ---------------------------------------------------------------- PyTorch's compiler and autocast, and a GPU
 
 

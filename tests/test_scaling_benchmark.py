@@ -3,6 +3,7 @@
 import benchmark_modules as benchmark_modules
 import numpy as np
 import pytest
+from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, s2o_attention
 
@@ -27,3 +28,12 @@ def test_a_search_is_as_sparse_as_the_whole_call(given, searched, monkeypatch):
     monkeypatch.setattr(scaling, "s2o_attention", attention)
     sample.errors_at(S2OConfig(**given))
     assert asked == [searched] * len(sample.ranges)
+
+
+def test_lengths_by_device():
+    """The reference takes minutes where a GPU takes milliseconds."""
+    assert scaling.parse(["--device", "cpu"]).lengths == [2048, 4096, 8192]
+    assert scaling.parse(["--device", "cpu", "--lengths", "512"]).lengths == [512]
+    if has_gpu():
+        assert scaling.parse(["--device", "cuda"]).lengths == [8192 << i for i in range(8)]
+    assert "2048, 4096, 8192" in scaling.LENGTHS_HELP and scaling.LENGTHS["cuda"][-1] == 1 << 20

@@ -103,6 +103,14 @@ def test_settings_that_are_refused(given, message):
         ServingSettings.parse(given, "here")
 
 
+def test_layers_that_a_model_has_not():
+    settings = ServingSettings.parse({"per_layer": {"0": None, "31": {"tau": 0.1}, "40": None, "32": None}}, "here")
+    assert settings.within(None, "here") is settings.within(41, "here") is settings
+    said = "here: per_layer names 32, 40; accepted: 0 to 31, as the model has 32 layers"
+    with pytest.raises(ValueError, match=said):
+        settings.within(32, "here")
+
+
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "kind"),
     [

@@ -363,6 +363,24 @@ def test_a_cache_of_8_bits(engine, scale):
 
 
 @pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_keys_and_values_are_copied_only_where_the_pool_divides_them(engine, fp8):
+    """A model may come with scales that a cache of its own dtype does not use."""
+    served = Served.make([(300, 300)]).to("cpu", torch.bfloat16)
+    runner = engine.runner(16, served)
+    batch = engine.batch(runner, served, 16)
+    if fp8:
+        runner.token_to_kv_pool = Fp8Pool(runner.token_to_kv_pool, 0.5)
+    backend, copied = engine.plugin.make_backend(runner), []
+    clone = torch.Tensor.clone
+    engine.monkeypatch.setattr(torch.Tensor, "clone", lambda x, **options: copied.append(x) or clone(x, **options))
+    scale = torch.tensor([0.5])
+    engine.run(backend, served, batch, engine.layer(served, k_scale=scale, v_scale=scale))
+    assert engine.plugin.counts.calls == {"s2o": 1}
+    assert len(copied) == (2 if fp8 else 0)
+
+
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
 @pytest.mark.parametrize("kind", ["blocks", "e5m2", "scales"])
 def test_caches_of_8_bits_that_are_not_s2os(engine, kind):
     """With a scale for each block (mxfp8), of other numbers, or with scales that are nobody's."""
@@ -419,6 +437,24 @@ def test_layers_with_settings_of_their_own(ready):
     backend.init_forward_metadata(batch)
     torch.testing.assert_close(engine.run(backend, served, batch), served.expected(), rtol=0, atol=2e-6)
     assert engine.plugin.counts.calls["layer"] == 3
+
+
+@pytest.mark.parametrize(("counts", "last"), [((4, 4), 3), ((4, 8), 7), ((4, 2), 3), ((None, None), 99)])
+def test_layers_that_the_model_has_not(engine, counts, last):
+    """An error where the server starts; a model may have two attentions in each of its layers."""
+    names = ("num_hidden_layers", "num_attention_layers")
+    runner = engine.runner(1)
+    runner.model_config = types.SimpleNamespace(**dict(zip(names, counts, strict=True)))
+    make = engine.plugin.make_backend
+    engine.settings(per_layer={str(last): None})
+    assert make(runner)._s2o.settings.per_layer == {last: None}
+    if counts[0] is not None:
+        engine.settings(per_layer={"0": None, str(last + 1): None})
+        said = rf"SGLang: S2O_CONFIG: per_layer names {last + 1}; accepted: 0 to {last}, as the model has {last + 1} "
+        with pytest.raises(ValueError, match=said):
+            make(runner)
+        runner.is_draft_worker = True  # whose layers are its own
+        make(runner)
 
 
 def test_whose_attention_takes_the_rest(engine):

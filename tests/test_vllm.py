@@ -529,3 +529,25 @@ def test_without_vllm(monkeypatch):
     monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
     with pytest.raises(ImportError, match=r"integrations.vllm: .*needs vLLM 0.31 or newer, .*; remedy: pip install"):
         import s2o_cupy.integrations.vllm  # noqa: F401
+
+
+@pytest.mark.parametrize("drafted", [0, 1])
+def test_layers_that_the_model_has_not(engine, drafted):
+    """An error where the server starts; a draft model's layers are numbered behind the model's."""
+    model, draft = (types.SimpleNamespace(get_total_num_hidden_layers=lambda n=n: n) for n in (4, 1))
+    made, last = engine.config, 3 + drafted
+
+    def config(**settings):
+        given = types.SimpleNamespace(**vars(made(**settings)))
+        given.model_config = model
+        given.speculative_config = types.SimpleNamespace(draft_model_config=draft) if drafted else None
+        return given
+
+    engine.monkeypatch.setattr(engine, "config", config)
+    settings = engine.plugin.settings_of(config(per_layer={str(last): None}))
+    assert settings.per_layer == {last: None}
+    beyond = {"per_layer": {"3": None, str(last + 1): None}}
+    said = rf"vLLM: .*: per_layer names {last + 1}; accepted: 0 to {last}, as the model has {last + 1} layers"
+    for start in (lambda: engine.plugin.settings_of(config(**beyond)), lambda: engine.impl(beyond)):
+        with pytest.raises(ValueError, match=said):
+            start()

@@ -117,7 +117,9 @@ def _hint(unknown: str, known: Any) -> str:
     meant = meant or unknown
     if meant in _HINTS:
         return _HINTS[meant]
-    if "config" in known and meant in (field.name for field in fields(S2OConfig)):
-        return f"it is a field of S2OConfig: config=S2OConfig({meant}=...)"
+    if meant in (field.name for field in fields(S2OConfig)):
+        for name, text in (("config", "S2OConfig({}=...)"), ("configs", "[S2OConfig({}=...), ...]")):
+            if name in known:
+                return f"it is a field of S2OConfig: {name}={text.format(meant)}"
     near = difflib.get_close_matches(unknown, known, n=1)
     return (f"did you mean {near[0]}? " if near else "") + f"accepted: {', '.join(known)}"

@@ -7,12 +7,12 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..extras import with_extra
 from ..spec import S2OConfig
 from ..tools import cli
+from ..tools.config_options import options_given
 from ..tools.layer_settings import BY, MIN_SEQLEN
 
 __all__ = ["add"]
@@ -95,7 +95,6 @@ def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
 
 def _ids(args: argparse.Namespace, text: str) -> Any:
     import numpy as np
-    from transformers import AutoTokenizer
 
     if text.endswith(".npy"):
         stored = np.load(text, allow_pickle=False)
@@ -103,7 +102,11 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
             raise ValueError(f"{text}: {stored.dtype}; accepted: token ids, integers")
         ids = stored.astype(np.int64).reshape(-1)
     else:
-        ids = np.array(AutoTokenizer.from_pretrained(args.model)(Path(text).read_text(encoding="utf-8"))["input_ids"])
+        from .text_ids import text_ids
+
+        ids = text_ids(args.model, text)
+    if len(ids) < 2:
+        raise ValueError(f"{text} is {len(ids)} tokens; accepted: 2 or more")
     length = min(len(ids), 32768) if args.length is None else args.length
     if not 1 < length <= len(ids):
         raise ValueError(f"--length is {length}; accepted: 2 to {len(ids)}, the tokens of {text}")
@@ -159,6 +162,8 @@ def _tune_model(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from ..tools.progress import progress
 
+    if args.settings is not None and (given := options_given(args)):
+        raise ValueError(f"--settings and {', '.join(given)} came together; accepted: --settings, or options of S2O")
     cli.check_plot(args)
     from .model_tools import report
     from .transformers import register

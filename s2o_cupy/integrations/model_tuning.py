@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
+from ..errors import warn_caller
 from ..methods.attention import sparse_attention
 from ..methods.own import AnyMethod, as_method, method_name
 from ..spec import S2OConfig
@@ -192,7 +192,7 @@ def tune_model(
         else:
             found = search.by_loss(target, by, curves, costs, measure)
     for note in found.notes:
-        warnings.warn(f"tune_model: {note}", UserWarning, stacklevel=3)
+        warn_caller(f"tune_model: {note}")
     measured = () if found.interrupted else tuple(search.measured(method) for method in beside)
     return replace(found, min_seqlen=min_seqlen, beside=measured)
 

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
+from ..extras import with_extra
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, config_of, read_settings
-from .fallbacks import CallCounts, Kinds
+
+with with_extra(__name__, "PyTorch"):
+    from .fallbacks import CallCounts, Kinds
 
 __all__ = [
     "Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "scales_of", "why_not_shape",
@@ -115,6 +118,16 @@ class ServingSettings:
     def block_m(self) -> int:
         """The largest of all layers: a request is S2O's in all of them or in none, before layers are known."""
         return max(config.block_m for config in (self.config, *self.per_layer.values()) if config)
+
+    def within(self, layers: int | None, owner: str) -> ServingSettings:
+        """The same of a model with so many layers; ValueError if per_layer names others. None: nobody knows."""
+        beyond = sorted(layer for layer in self.per_layer if layers is not None and layer >= layers)
+        if beyond and layers is not None:
+            raise ValueError(
+                f"{owner}: per_layer names {', '.join(map(str, beyond))}; accepted: 0 to {layers - 1}, as the model "
+                f"has {layers} layers"
+            )
+        return self
 
     def of_layer(self, layer: int) -> S2OConfig | None:
         return self.per_layer.get(layer, self.config)

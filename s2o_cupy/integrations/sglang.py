@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from ..extras import with_extra
+
+with with_extra(__name__, "PyTorch"):
+    import torch
 
 from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
 from .versions import SGLANG, warn_if_newer
@@ -66,9 +69,17 @@ def make_backend(runner: Any) -> Any:
     backend, rest = ATTENTION_BACKENDS[name](runner), ATTENTION_BACKENDS[name](runner)
     if runner.is_draft_worker:
         return backend
+    settings.within(_layers(runner), f"SGLang: {SETTINGS}")
     backend.__class__ = _with_s2o(type(backend))
     backend._s2o = _Prefill(runner, settings, rest)
     return backend
+
+
+def _layers(runner: Any) -> int | None:
+    """Of the runner's model, None where it does not say. Some have two attentions in each of their layers."""
+    model = getattr(runner, "model_config", None)
+    counts = [getattr(model, name, None) for name in ("num_hidden_layers", "num_attention_layers")]
+    return max((x for x in counts if isinstance(x, int)), default=None)
 
 
 def _scales(layer: Any) -> Any:
@@ -139,7 +150,9 @@ class _Prefill:
         if save_kv_cache and k is not None:
             swa_loc = getattr(backend.forward_metadata, "swa_out_cache_loc", None)
             at = KVWriteLoc.for_layer(batch, layer, swa_loc=swa_loc)
-            new = [x if x is None or layer.k_scale is None else x.clone() for x in (k, v)]  # it divides them in place
+            # Of another dtype it divides them in place; what is left to SGLang reads them too.
+            divided = layer.k_scale is not None and pool.get_kv_buffer(layer.layer_id)[0].dtype != k.dtype
+            new = [x.clone() if divided and x is not None else x for x in (k, v)]
             pool.set_kv_buffer(layer, at, *new, layer.k_scale, layer.v_scale)
         if plan.page_table is None:
             self._prepare(plan)

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
+from ..extras import with_extra
 from ..spec import S2OConfig
+
+with with_extra(__name__, "PyTorch"):
+    import torch
+
 from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
 from .versions import VLLM, warn_if_newer
 
@@ -56,7 +59,17 @@ def settings_of(vllm_config: Any) -> ServingSettings:
     """``--additional-config '{"s2o": {...}}'``."""
     additional = getattr(vllm_config, "additional_config", None)
     given = additional.get("s2o", {}) if isinstance(additional, dict) else {}
-    return ServingSettings.parse(given, 'vLLM: additional_config["s2o"]')
+    owner = 'vLLM: additional_config["s2o"]'
+    return ServingSettings.parse(given, owner).within(_layers(vllm_config), owner)
+
+
+def _layers(vllm_config: Any) -> int | None:
+    """Of the model, and behind them those of its draft model; None where the configuration does not say."""
+    drafted = getattr(vllm_config, "speculative_config", None)
+    models = [getattr(vllm_config, "model_config", None)]
+    models += [] if drafted is None else [getattr(drafted, "draft_model_config", None)]
+    counts = [getattr(model, "get_total_num_hidden_layers", None) for model in models]
+    return None if None in counts else sum(count() for count in counts if count is not None)
 
 
 class S2OBackend(FlashAttentionBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import sys
 from collections.abc import Mapping
@@ -73,7 +74,23 @@ class OwnMethod:
     of_pass = PLAIN
 
     def check(self, problem: Problem) -> None:
-        """It says itself which problems it takes."""
+        """Whether it can be called as `Method` is. Which problems it takes it says itself."""
+        function: Any = self.method
+        before, options = (), {"is_causal": True, "scale": 1.0}
+        if isinstance(function, functools.partial):
+            before, options, function = function.args, function.keywords | options, function.func
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of C, say
+            return
+        try:
+            signature.bind(*before, None, None, **options)
+        except TypeError as error:
+            name = method_name(self.method)
+            raise ArgumentTypeError(
+                f"the method {name}{signature} is called as {name}(q, k, is_causal=, scale=), which it does not take "
+                f"({error}); accepted: two arguments by position, q and k, and the keywords is_causal and scale"
+            ) from None
 
     def schedule(self, framework: Framework, q: Any, k: Any, problem: Problem, layout: str, device: Any) -> Schedule:
         """What the method chooses for q and k, arrays of ``framework`` on ``device``; checked, as far as can be without

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from ..plan.launch_plan import padded_head_dim
 from ..spec import S2OConfig, S2OError
 from . import inputs
 from .config_options import add_config, config_of
+from .finite import note_not_finite
 from .layer_settings import BY
 
 __all__ = [
@@ -90,7 +92,8 @@ def _demo(args: argparse.Namespace) -> int:
     from .progress import progress
 
     qkv = _input(args)
-    picture = None if args.no_picture else args.plot
+    note_not_finite(args.command, qkv)
+    picture = None if args.no_picture else args.plot or "s2o_demo.png"
     source = RECORDED.get(" ".join(args.input), " ".join(args.input))
     with progress("demo") as report:
         found = demo.run(qkv, config_of(args), source=source, picture=picture, head=args.picture_head, progress=report)
@@ -109,6 +112,7 @@ def _diff(args: argparse.Namespace) -> int:
     from . import diffing
     from .progress import progress
 
+    note_not_finite(args.command, qkv)
     with progress("diff") as report:
         found = diffing.diff(
             *qkv, config, scale=args.scale, softcap=args.softcap, is_causal=not args.no_causal, fp8=args.fp8,
@@ -344,6 +348,9 @@ def _unknown(arguments: Sequence[str], accepted: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, accepted, n=1)
     if name == "--out" and "--plot" in accepted:  # a picture, while --out is a file of settings
         near = ["--plot"]
+    field = name.removeprefix("--").replace("-", "_")
+    if "--method" in accepted and field in (x.name for x in fields(S2OConfig)):
+        near = [f"--method s2o:{field}=VALUE"]
     meant = f"did you mean {near[0]}? " if near else ""
     return f"{name} is not accepted; {meant}accepted: {', '.join(accepted)}"
 
@@ -434,8 +441,9 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
     _add_input(demo, "trace", "as stored, or float32")
     add_config(demo, CONFIG)
-    demo.add_argument("--plot", default="s2o_demo.png", help="the picture to write (default: %(default)s)")
-    demo.add_argument("--no-picture", action="store_true", help="write no picture")
+    drawn = demo.add_mutually_exclusive_group()
+    drawn.add_argument("--plot", help="the picture to write (default: s2o_demo.png)")
+    drawn.add_argument("--no-picture", action="store_true", help="write no picture")
     demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")
 
     diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)

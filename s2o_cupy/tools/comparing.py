@@ -12,6 +12,7 @@ import numpy as np
 from ..api.habits import answers_habits
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
+from ..errors import arguments_of
 from ..methods.attention import sparse_attention
 from ..methods.base import MethodConfig
 from ..methods.blasst import BLASSTConfig
@@ -20,6 +21,7 @@ from ..methods.registry import METHODS
 from ..methods.sparge import SpargeConfig
 from ..problem import Problem
 from ..spec import S2OConfig
+from .finite import all_finite, not_finite_of
 from .own_file import own_method, own_place
 from .problems import problem_of
 from .progress import Report
@@ -252,7 +254,7 @@ def compare(
     Raises
     ------
     TypeError, ValueError
-        An argument is not accepted, or dense attention's output is not finite.
+        An argument is not accepted, or one of the arrays or dense attention's output is not finite.
 
     Notes
     -----
@@ -278,6 +280,8 @@ def compare(
     chosen = _checked(default_configs(is_causal) if configs is None else configs, problem)
     if isinstance(repeats, bool) or not isinstance(repeats, (int, np.integer)) or repeats < 1:
         raise ValueError(f"compare: repeats is {repeats!r}; accepted: an integer >= 1")
+    if wrong := not_finite_of(arrays):
+        raise ValueError(f"compare: {wrong[0]}; accepted: finite q, k and v")
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
     calls = _Calls(arrays, options, backend == "cupy")
     turns = WARMUP + repeats if calls.on_gpu else 0  # a reference's times say nothing
@@ -291,8 +295,8 @@ def compare(
             progress(done, total, "dense" if config is DENSE else method_name(config))
 
     dense, _ = calls.run(DENSE)
-    if not calls.is_finite(dense):
-        raise ValueError("compare: dense attention's output is not finite; accepted: finite q, k and v")
+    if not all_finite(dense):
+        raise ValueError("compare: dense attention's output is not finite; accepted: smaller values of q, k and v")
     step(DENSE)
     found = []
     for config in chosen:
@@ -325,7 +329,8 @@ def _checked(configs: Any, problem: Problem) -> tuple[AnyMethod, ...]:
     for i, config in enumerate(found):
         method = as_method(config, f"configs[{i}]", "compare")
         if not isinstance(method, S2OConfig):
-            method.check(problem)
+            with arguments_of("compare"):
+                method.check(problem)
     return found
 
 
@@ -357,9 +362,6 @@ class _Calls:
             end_event.record(stream)
             end_event.synchronize()
         return float(cupy.cuda.get_elapsed_time(begin_event, end_event))
-
-    def is_finite(self, o: Any) -> bool:
-        return bool(np.isfinite(self._squares(o)).all())
 
     def errors(self, o: Any, dense: Any) -> tuple[np.ndarray, float]:
         """rel_l2 of each head, float64 [batch, heads], and over all."""

@@ -54,7 +54,8 @@ def compile_all(
 
         nvrtc.getVersion()
     except Exception as error:
-        raise S2OError(f"compiling needs CuPy and NVRTC ({error}); remedy: {remedy('NVRTC')}") from error
+        why = error.__cause__ or error  # without import_cupy's own remedy, which is that of calls
+        raise S2OError(f"compiling needs CuPy and NVRTC ({why}); remedy: {remedy('NVRTC')}") from error
     jobs = [
         (kernel, arch)
         for arch in architectures

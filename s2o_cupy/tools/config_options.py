@@ -11,7 +11,7 @@ from .. import spec
 from ..plan.launch_plan import DENSE_UP_TO
 from ..spec import S2OConfig
 
-__all__ = ["add_config", "config_of"]
+__all__ = ["add_config", "config_of", "options_given"]
 
 CHOICES = {"rank": spec.RANKS, "path": spec.PATHS, "tail": spec.TAILS}
 CONFIG_HELP = {
@@ -55,6 +55,22 @@ def _by_head(text: str) -> float | list[float]:
     return found[0] if len(found) == 1 else found
 
 
+class _Stored(argparse.Action):
+    """Stores a value, and that its option was given."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = [*options_given(namespace), self.option_strings[0]]
+
+
+def options_given(args: argparse.Namespace) -> list[str]:
+    """Those of S2OConfig's fields that stand on the command line."""
+    found: list[str] = getattr(args, "given", [])
+    return found
+
+
 def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequence[str] = ()) -> None:
     """An option for each field, but for those that the command finds."""
     group = parser.add_argument_group("S2O")
@@ -80,7 +96,8 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             said = f"{spec.DENSE_LAST} of {spec.DENSE_LAST * spec.DENSE_LAST_PART} or more, with --rank query or weight"
         if field.name == "error":
             said = "none"
-        options: dict[str, Any] = {"type": kind, "help": f"{CONFIG_HELP[field.name]} (default: {said})"}
+        said = f"{CONFIG_HELP[field.name]} (default: {said})"
+        options: dict[str, Any] = {"type": kind, "action": _Stored, "help": said}
         if field.name in CHOICES:
             options["choices"] = CHOICES[field.name]
         group.add_argument(f"--{field.name.replace('_', '-')}", default=default, **options)

@@ -16,8 +16,9 @@ from ..reference import dense_attention
 from ..spec import Geometry, S2OConfig, tau_text
 from . import info, metrics
 from .earlier_keys import EarlierKeys, segment_maps
+from .finite import not_finite, not_finite_of
 from .inputs import QKV, to_gpu
-from .plot import check_picture
+from .plot import check_picture, sweep_label
 from .progress import Report
 
 __all__ = ["CONFIG", "run", "table"]
@@ -49,8 +50,6 @@ def run(
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
     if config.tau is None and config.error is None:
         config = config.with_tau(config.tau_of(k.shape[2]))
-    if not isinstance(config.tau, float | None):
-        raise ValueError(f"demo: tau is {config.tau}; accepted: one tau for all heads, or an error")
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
     geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
@@ -59,9 +58,11 @@ def run(
     report = progress or (lambda *_: None)
     scale = 1 / math.sqrt(q.shape[3])
     problem = info.gpu_problem()
-    of_sweep = {*SWEEP} if config.tau is None else {*SWEEP, config.tau}
-    taus: list[float | None] = [*sorted(of_sweep, reverse=True), *([None] if config.tau is None else [])]
+    is_number = isinstance(config.tau, float)
+    of_sweep = {*SWEEP, config.tau} if isinstance(config.tau, float) else {*SWEEP}
+    taus: list[Any] = [*sorted(of_sweep, reverse=True), *([] if is_number else [config.tau])]
     chosen = _stop({"tau": config.tau, "error": config.error})
+    of_input = not_finite_of((q, k, v))
     steps = 4 + len(taus)
 
     report(0, steps, chosen)
@@ -75,8 +76,9 @@ def run(
     density = to_host(stats.density_per_head)[0]
     heads = [_errors(o[:, h], exact[:, h]) | {"head": h, "density": float(density[h])} for h in range(q.shape[1])]
     overall = _errors(o, exact) | {"density": stats.density}
-    named = {"q": q, "k": k, "v": v, "dense attention's output": exact, f"S2O's output at {chosen}": o}
-    wrong = [words for name, x in named.items() for words in _not_finite(name, x)]
+    wrong = [f"the input {words}; outputs of it were not judged" for words in of_input]
+    for name, x in {"dense attention's output": exact, f"S2O's output at {chosen}": o}.items():
+        wrong += [] if of_input else not_finite(name, x)
 
     report(2, steps, "the earlier keys")
     views = []  # of the heads to draw
@@ -96,13 +98,13 @@ def run(
 
     sweep = []
     for step, tau in enumerate(taus):
-        report(3 + step, steps, chosen if tau is None else f"tau {tau:g}")
+        report(3 + step, steps, chosen if tau == config.tau else f"tau {tau:g}")
         point = {"tau": tau, "density": overall["density"], "rel_l2": overall["rel_l2"]}
-        if tau is not None and tau != config.tau:
+        if tau != config.tau:
             with np.errstate(invalid="ignore", over="ignore"):
                 o_tau, stats_tau = call(config=config, tau=tau, return_stats=True)
             o_tau = to_host(o_tau)
-            wrong += _not_finite(f"S2O's output at tau {tau:g}", o_tau)
+            wrong += [] if of_input else not_finite(f"S2O's output at tau {tau:g}", o_tau)
             point |= {"density": stats_tau.density, "rel_l2": metrics.rel_l2(o_tau, exact)}
         sweep.append(point)
 
@@ -158,17 +160,17 @@ def table(found: dict[str, Any]) -> str:
         )
     overall = found["overall"]
     rest = "estimates from a sample (tail)" if found["adds_tail"] else "does not count"
+    width = 6 if all(isinstance(p["tau"], float | None) for p in found["sweep"]) else len("by head")
     lines += [
         "S2O chooses among the keys before each segment, which hold "
         f"{overall['earlier_mass']:.1%} of the softmax mass.",
         f"Of the pairs with them {overall['earlier_pairs_computed']:.1%} were computed; the others hold "
         f"{overall['earlier_mass_left_out']:.1%} of that mass, which S2O {rest}.",
         "",
-        f"{'tau':>6} {'density':>9} {'rel_l2':>9}   (all heads)",
+        f"{'tau':>{width}} {'density':>9} {'rel_l2':>9}   (all heads)",
     ]
     for p in found["sweep"]:
-        tau = "error" if p["tau"] is None else f"{p['tau']:g}"
-        lines.append(f"{tau:>6} {p['density']:>9.3f} {p['rel_l2']:>9.4f}")
+        lines.append(f"{sweep_label(p['tau']):>{width}} {p['density']:>9.3f} {p['rel_l2']:>9.4f}")
     lines.append("")
     if found["backend"] == "cupy":
         lines += [
@@ -195,7 +197,7 @@ def _stop(config: dict[str, Any]) -> str:
     """What decides when a tile of queries stops, in words."""
     if config["tau"] is None:
         return f"error {tau_text(config['error'])}"
-    return f"tau {config['tau']:g}"
+    return f"tau {tau_text(config['tau'])}"
 
 
 def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
@@ -210,7 +212,7 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int) -> list[str]:
     default["tail"] = "first_order" if of_rank.adds_tail and not of_error else "none"
     default["tau"] = None if of_error else default["tau"]
     changed = [
-        f"{name} {config[name]} instead of {value}"
+        f"{name} {tau_text(config[name]) if name == 'tau' else config[name]} instead of {value}"
         for name, value in default.items()
         if name not in ("dense_up_to", "error") and config[name] not in (None, value)
     ]
@@ -260,15 +262,6 @@ def _check_picture(path: str, geometry: Geometry) -> str | None:
             "accepted: a segment of at most half of them, or --no-picture"
         )
     return None
-
-
-def _not_finite(name: str, x: np.ndarray) -> list[str]:
-    """Which of x's values are NaN or infinite, in words; nothing if none is."""
-    bad = ~np.isfinite(x.astype(np.float32) if x.dtype.name == "bfloat16" else x)
-    if not bad.any():
-        return []
-    first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), x.shape))
-    return [f"{name} has {bad.sum():,} of {x.size:,} values that are not finite, the first {x[first]} at {list(first)}"]
 
 
 def _errors(o: np.ndarray, exact: np.ndarray) -> dict[str, float]:

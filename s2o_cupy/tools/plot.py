@@ -19,7 +19,7 @@ PICTURES = (".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 
 
 class SweepPoint(NamedTuple):
-    tau: float | None  # None: of an error
+    tau: float | Sequence[float] | None  # several: by head; None: of an error
     density: float
     rel_l2: float
 
@@ -263,6 +263,13 @@ def _mass(axis: Any, view: SegmentMap) -> None:
     axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
+def sweep_label(tau: float | Sequence[float] | None) -> str:
+    """What stands beside a point of a sweep."""
+    if tau is None:
+        return "error"
+    return f"{tau:g}" if isinstance(tau, (int, float)) else "by head"
+
+
 def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float] | None) -> None:
     density, error = [p.density for p in sweep], [p.rel_l2 for p in sweep]
     axis.plot(density, error, "-o", color=_VISITED, ms=4)
@@ -276,7 +283,7 @@ def _sweep(axis: Any, sweep: Sequence[SweepPoint], tau: float | Sequence[float] 
             continue
         last = point
         axis.annotate(
-            "error" if point.tau is None else f"{point.tau:g}", (point.density, point.rel_l2),
+            sweep_label(point.tau), (point.density, point.rel_l2),
             textcoords="offset points", xytext=(6, 5 + i % 2 * 9),
             fontsize=8.5, color="#d1495b" if here else "#444444", fontweight="bold" if here else "normal",
         )  # fmt: skip
