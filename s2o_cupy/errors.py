@@ -1,4 +1,5 @@
-"""Errors of arguments: raised without the name of a function, which the one that was called puts before them.
+"""Errors of arguments, which are raised without the name of a function, as the one that was called puts its own before
+them, and of the machine.
 
 Standard library only.
 """
@@ -7,7 +8,11 @@ from __future__ import annotations
 
 from contextlib import ContextDecorator
 
-__all__ = ["ArgumentError", "ArgumentTypeError", "ArgumentValueError", "arguments_of", "plain_kind"]
+__all__ = ["ArgumentError", "ArgumentTypeError", "ArgumentValueError", "S2OError", "arguments_of", "plain_kind"]
+
+
+class S2OError(RuntimeError):
+    """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
 
 
 class ArgumentError(Exception):
