@@ -32,7 +32,7 @@ from .lengths import (
     paged_lengths,
 )  # fmt: skip
 
-__all__ = ["Batch", "Part", "batched", "packed", "paged"]
+__all__ = ["Batch", "Cached", "Part", "batched", "packed", "paged"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in bytes, dtype
 Axes = tuple[tuple[int, int, int, int], tuple[int, int, int]]  # shape and strides of an Operand
@@ -186,13 +186,21 @@ def packed(
     return Batch(parts, base, config, forms, layout="BSHD", packed=True)
 
 
+class Cached(NamedTuple):
+    """Keys and values in the pages of a cache."""
+
+    seqlen_k: int | tuple[int, ...]  # of all sequences, or of each
+    layout: Any  # the order of a page's axes
+    fp8: bool = False  # the pages have 8 bits, and are checked already
+
+
 def paged(
-    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, seqlen_k: int | tuple[int, ...],
-    config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any, fp8: bool = False,
+    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, cached: Cached, config: S2OConfig | Pass, backend: str,
+    is_causal: Any, scale: Any, softcap: Any,
 ) -> Batch:  # fmt: skip
-    """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
-    ``starts_q`` is given. ``fp8``: the pages have 8 bits, and are checked already."""
+    """q, k_pages, v_pages and page_table; q is batched, or packed if ``starts_q`` is given."""
     q, k_pages, _, page_table = forms
+    seqlen_k, layout, fp8 = cached
     _check_no_error(config)
     dtypes = [q[2], q[2], q[2], page_table[2]] if fp8 else [x[2] for x in forms]
     check_paged_shapes([x[0] for x in forms], dtypes, layout, packed=starts_q is not None)
