@@ -17,7 +17,9 @@ from .caches import remembered
 from .errors import ArgumentTypeError, ArgumentValueError
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
-__all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "Problem", "validate"]
+__all__ = [
+    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_softcap", "validate",
+]  # fmt: skip
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
 BACKEND_DTYPES = {
@@ -76,6 +78,12 @@ class Problem:
         return self.batch, self.heads, geometry.segments, geometry.block_count(config.block_m)
 
 
+class OnlyLayout(str):
+    """A layout that the caller has no choice of."""
+
+    __slots__ = ()
+
+
 def validate(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[str],
@@ -86,11 +94,10 @@ def validate(
     is_causal: bool = True,
     scale: float | None = None,
     softcap: float = 0.0,
-    has_layout: bool = True,
 ) -> Problem:
-    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller
-    may choose the layout, and is asked about it where the axes look as if they were in the other order. ``config``: a
-    Pass where not S2O chooses keys.
+    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``config``: a Pass where not
+    S2O chooses keys. ``layout``: where the axes look as if they were in the other order, the caller is asked about it
+    unless it is an `OnlyLayout`.
 
     Raises
     ------
@@ -111,16 +118,16 @@ def validate(
         scale=_check_scale(scale, q[3]),
         softcap=check_softcap(softcap),
     )
-    other = "BHSD" if layout == "BSHD" else "BSHD"
+    other, may_differ = "BHSD" if layout == "BSHD" else "BSHD", not isinstance(layout, OnlyLayout)
     try:
         _check_sizes(problem, q, k, v)
     except ArgumentValueError as error:
-        if has_layout and layout in _AXES and _fits_other_layout(problem, q, k, v):
+        if may_differ and _fits_other_layout(problem, q, k, v):
             raise ArgumentValueError(f"{error.args[0]}. Did you mean layout={other!r}? These shapes fit it") from None
         raise
     # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
     many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
-    if has_layout and layout in _AXES and many_heads and _fits_other_layout(problem, q, k, v):
+    if may_differ and many_heads and _fits_other_layout(problem, q, k, v):
         warnings.warn(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are "
             f"({_AXES[other]}), pass layout={other!r}",

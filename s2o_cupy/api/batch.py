@@ -20,7 +20,7 @@ from ..arrays.operand import axes
 from ..caches import remembered
 from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
-from ..problem import Problem, Shape, validate
+from ..problem import OnlyLayout, Problem, Shape, validate
 from ..spec import Pass, S2OConfig
 from .lengths import (
     PAGE_LAYOUTS,
@@ -220,8 +220,8 @@ def paged(
     for length in {longest, *lengths}:
         of_k = (q[0][0], kv_heads, length, head_dim)
         problems[length] = validate(
-            (q[0], of_k, of_k), dtypes, config=config, backend=backend, is_causal=is_causal, scale=scale,
-            softcap=softcap, has_layout=False,
+            (q[0], of_k, of_k), dtypes, config=config, backend=backend, layout=OnlyLayout("BHSD"), is_causal=is_causal,
+            scale=scale, softcap=softcap,
         )  # fmt: skip
     parts, first = [], 0
     for length, same in itertools.groupby(lengths):  # neighbours of one length

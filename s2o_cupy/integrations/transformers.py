@@ -39,7 +39,7 @@ from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
 from .model_arguments import check_min_seqlen
 from .packed_rows import pack, starts, unpack
-from .plain import plain_attention
+from .plain import Weights, plain_attention
 from .sliding_window import window_attention
 from .torch import attention, attention_varlen
 
@@ -179,9 +179,8 @@ class Asked(NamedTuple):
                     raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
             no_mask = mask is None or isinstance(mask, CausalMask)
             return plain_attention(
-                query, key, value, None if no_mask else mask,
-                is_causal=self.call.causal and no_mask and query.shape[2] > 1,
-                scale=self.scale, softcap=self.softcap, sinks=self.sinks, dropout=self.dropout,
+                query, key, value, None if no_mask else mask, self.call.causal and no_mask and query.shape[2] > 1,
+                Weights(self.scale, self.softcap, self.sinks, self.dropout),
             )  # fmt: skip
         if isinstance(mask, CausalMask):
             # None is sdpa's own way to say so, where there are as many queries as keys.
