@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .caches import remembered
+from .caches import remembered_or_made
 from .errors import ArgumentTypeError, ArgumentValueError
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
 __all__ = [
-    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_softcap", "validate",
+    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_scale", "check_softcap",
+    "validate",
 ]  # fmt: skip
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
@@ -115,7 +116,7 @@ def validate(
         head_dim=q[3],
         dtype=_check_dtypes(dtypes, backend),
         is_causal=_check_causal(is_causal),
-        scale=_check_scale(scale, q[3]),
+        scale=_default_scale(q[3]) if scale is None else check_scale(scale),
         softcap=check_softcap(softcap),
     )
     other, may_differ = "BHSD" if layout == "BSHD" else "BSHD", not isinstance(layout, OnlyLayout)
@@ -142,28 +143,15 @@ def validate(
     return problem
 
 
-@remembered
-def _validate(
-    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, backend: str, layout: str,
-    is_causal: bool, scale: float | None, softcap: float,
+@remembered_or_made
+def cached_validate(
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, backend: str, layout: Any,
+    is_causal: Any, scale: Any, softcap: Any,
 ) -> Problem:  # fmt: skip
+    """`validate`, remembered."""
     return validate(
         shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
     )
-
-
-def cached_validate(
-    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, *options: Any
-) -> Problem:
-    """`validate`, remembered; ``options``: backend, layout, is_causal, scale, softcap."""
-    try:
-        return _validate(shapes, dtypes, config, *options)
-    except TypeError:  # not accepted, or not hashable, which validate has better words for
-        backend, layout, is_causal, scale, softcap = options
-        return validate(
-            shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale,
-            softcap=softcap,
-        )  # fmt: skip
 
 
 def _check_layout(layout: Any) -> None:
@@ -212,9 +200,8 @@ def _check_causal(is_causal: Any) -> bool:
     raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
 
 
-def _check_scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return 1 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+def check_scale(scale: Any) -> float:
+    """``scale`` as a float, or an error that says what is accepted."""
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise ArgumentTypeError(
             f"scale is {scale!r} ({type(scale).__name__}); "
@@ -229,6 +216,10 @@ def _check_scale(scale: Any, head_dim: int) -> float:
             f"scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, or None for 1 / sqrt(head_dim)"
         )
     return value
+
+
+def _default_scale(head_dim: int) -> float:
+    return 1 / math.sqrt(head_dim) if head_dim > 0 else 1.0
 
 
 def check_softcap(softcap: Any) -> float:

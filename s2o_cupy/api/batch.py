@@ -12,12 +12,11 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arrays.operand import axes
-from ..caches import remembered
+from ..caches import remembered_or_made
 from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
 from ..problem import OnlyLayout, Problem, Shape, validate
@@ -151,6 +150,7 @@ def _itemsize(dtype: str) -> int:
     return {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
+@remembered_or_made
 def batched(
     forms: tuple[Form, ...], config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any,
     softcap: Any,
@@ -163,6 +163,7 @@ def batched(
     return Batch([Part(0, problem.batch, 0, 0, problem)], problem, config, forms, layout=layout)
 
 
+@remembered_or_made
 def packed(
     forms: tuple[Form, ...], starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None, config: S2OConfig,
     backend: str, is_causal: Any, scale: Any, softcap: Any,
@@ -194,6 +195,7 @@ class Cached(NamedTuple):
     fp8: bool = False  # the pages have 8 bits, and are checked already
 
 
+@remembered_or_made
 def paged(
     forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, cached: Cached, config: S2OConfig | Pass, backend: str,
     is_causal: Any, scale: Any, softcap: Any,
@@ -252,21 +254,3 @@ def _one_each(base: Problem, starts_q: tuple[int, ...], begins_k: Any, lengths_k
             problems[lengths] = replace(base, seqlen_q=lengths[0], seqlen_k=lengths[1])
         parts.append(Part(i, i + 1, begin_q, begin_k, problems[lengths]))
     return parts
-
-
-def _or_a_better_error(build: Callable[..., Batch]) -> Callable[..., Batch]:
-    """``build``, remembered. What is not hashable is not accepted either, and has better words there."""
-    known = remembered(build)
-
-    def found(*arguments: Any) -> Batch:
-        try:
-            return known(*arguments)
-        except TypeError:
-            return build(*arguments)
-
-    return found
-
-
-batched = _or_a_better_error(batched)
-packed = _or_a_better_error(packed)
-paged = _or_a_better_error(paged)

@@ -29,9 +29,7 @@ __all__ = ["attend", "bhsd", "blas_ready", "check_entries", "run"]
 RAN: Ran = ("numpy", None, None)
 
 
-def run(
-    batch: Batch, natives: Sequence[np.ndarray], results: Results, scales: Scales | None = None
-) -> list[Ran]:
+def run(batch: Batch, natives: Sequence[np.ndarray], results: Results, scales: Scales | None = None) -> list[Ran]:
     """Attend each part. ``natives``: q, k and v, of a paged call also the page table, and arrays of ``scales``, of a
     cache of 8 bits."""
     if batch.schedule is not None:
@@ -70,9 +68,7 @@ def run(
     return [RAN] * len(batch.parts)
 
 
-def _gather(
-    batch: Batch, form: ScheduleForm, natives: Sequence[np.ndarray], results: Results
-) -> list[Ran]:
+def _gather(batch: Batch, form: ScheduleForm, natives: Sequence[np.ndarray], results: Results) -> list[Ran]:
     """By a schedule, whose arrays ``natives`` has behind the others. Nobody waits for them here: they are checked."""
     o, lse, visited, _ = results
     arrays = dict(zip(form.array_names, natives[4 if batch.paged else 3 :], strict=True))

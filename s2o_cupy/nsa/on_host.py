@@ -42,9 +42,7 @@ def attend_blocks(
     return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
 
 
-def attend_blocks_backward(
-    arrays: Mapping[str, np.ndarray], block: int, problem: Problem
-) -> tuple[np.ndarray, ...]:
+def attend_blocks_backward(arrays: Mapping[str, np.ndarray], block: int, problem: Problem) -> tuple[np.ndarray, ...]:
     """Gradients of q, k and v. ``arrays``: those of `selected_attention_backward` by name."""
     wide = {name: _wide(x) for name, x in arrays.items()}
     return nsa_backward.selected_backward(**wide, block=block, scale=problem.scale)
