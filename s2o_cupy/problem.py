@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .by_head import checked_real
 from .caches import remembered_or_made
 from .errors import ArgumentTypeError, ArgumentValueError
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
@@ -202,15 +202,7 @@ def _check_causal(is_causal: Any) -> bool:
 
 def check_scale(scale: Any) -> float:
     """``scale`` as a float, or an error that says what is accepted."""
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise ArgumentTypeError(
-            f"scale is {scale!r} ({type(scale).__name__}); "
-            "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
-        )
-    try:
-        value = float(scale)
-    except OverflowError:  # an integer beyond any float
-        value = math.inf
+    value = checked_real("scale", scale, "a finite Python number, or None for 1 / sqrt(head_dim)")
     if not abs(value) <= MAX_SCALE:  # NaN and infinities fail too
         raise ArgumentValueError(
             f"scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, or None for 1 / sqrt(head_dim)"
@@ -224,15 +216,10 @@ def _default_scale(head_dim: int) -> float:
 
 def check_softcap(softcap: Any) -> float:
     """``softcap`` as a float, or an error that says what is accepted."""
-    accepted = f"accepted: 0 (off), or a number from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}"
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        raise ArgumentTypeError(f"softcap is {softcap!r} ({type(softcap).__name__}); {accepted}")
-    try:
-        value = float(softcap)
-    except OverflowError:  # an integer beyond any float
-        value = math.inf
+    accepted = f"0 (off), or a number from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}"
+    value = checked_real("softcap", softcap, accepted)
     if not (value == 0 or MIN_SOFTCAP <= value <= MAX_SOFTCAP):  # NaN fails too
-        raise ArgumentValueError(f"softcap is {softcap}; {accepted}")
+        raise ArgumentValueError(f"softcap is {softcap}; accepted: {accepted}")
     return value
 
 
