@@ -25,7 +25,7 @@ _loaded_elsewhere: set[str] = set()
 
 
 def digests(root: Path = ROOT, files: Iterable[str] | None = None) -> dict[str, Any]:
-    """``kernels``: by folder of raw_kernels, and of the constants in spec.py; ``python``: files of s2o_cupy, by default
+    """``kernels``: by folder of raw_kernels, and of the constants in spec/; ``python``: files of s2o_cupy, by default
     those that are loaded, with one digest of all of them."""
     names = sorted({*loaded(root), *_loaded_elsewhere} if files is None else files)
     return {"kernels": kernels(root), "python": {"digest": python(names, root), "files": names}}
@@ -37,7 +37,7 @@ def kernels(root: Path = ROOT) -> dict[str, str]:
     folder = root / "raw_kernels"
     for file in sorted(file for end in ("cu", "cuh") for file in folder.rglob(f"*.{end}")):
         found.setdefault(file.relative_to(folder).parts[0] if file.parent != folder else ".", []).append(file)
-    spec = (root / "s2o_cupy" / "spec.py").read_text(encoding="utf-8")
+    spec = (root / "s2o_cupy" / "spec" / "constants.py").read_text(encoding="utf-8")
     constants = re.findall(r"^[A-Z][A-Z0-9_, ]*(?:: [^=]+)?= [^#\n]*", spec, re.MULTILINE)
     by_folder = {
         name: _digest((x.relative_to(folder).as_posix(), _code(x)) for x in files)

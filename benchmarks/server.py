@@ -335,8 +335,9 @@ def version(server: str) -> str:
 def add_served() -> None:
     """To the digests of a result: what a server's processes load of S2O to attend, which this one need not."""
     package = _digest.ROOT / "s2o_cupy"
-    folders = ("api", "arrays", "cuda", "integrations", "plan", "selection")
-    named = [path.relative_to(package).as_posix() for folder in folders for path in (package / folder).rglob("*.py")]
+    folders = ("api", "arrays", "cuda", "integrations", "plan", "selection", "spec")
+    paths = [*package.glob("*.py"), *(path for folder in folders for path in (package / folder).rglob("*.py"))]
+    named = [path.relative_to(package).as_posix() for path in paths]
     servers = {f"integrations/{name}.py" for name in ("fallbacks", "plugins", "serving", "sglang", "vllm")}
     _digest.add_loaded(name for name in named if not name.startswith("integrations/") or name in servers)
 

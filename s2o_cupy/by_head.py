@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["by_head", "check_error", "check_one_tau", "check_tau", "check_value_skip"]
+__all__ = ["by_head", "check_error", "check_one_tau", "check_tau", "check_value_skip", "checked_real"]
 
 
 def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str = "") -> float | tuple[float, ...]:
@@ -28,7 +28,8 @@ def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: st
     return found
 
 
-def _real(name: str, value: Any, accepted: str, owner: str) -> float:
+def checked_real(name: str, value: Any, accepted: str, owner: str = "") -> float:
+    """``value`` as a float, or an error that says what is accepted."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
     try:
@@ -44,7 +45,7 @@ def check_tau(tau: Any, owner: str = "") -> float | tuple[float, ...]:
 
 def check_one_tau(name: str, tau: Any, owner: str) -> float:
     accepted = "a number >= 0 (0 never stops: dense attention; math.inf stops after one key tile), or one for each head"
-    value = _real(name, tau, accepted, owner)
+    value = checked_real(name, tau, accepted, owner)
     if not value >= 0:  # NaN fails too
         raise ArgumentValueError(f"{name} is {tau}; accepted: {accepted}", owner)
     return value
@@ -55,7 +56,7 @@ def check_error(error: Any, owner: str = "") -> float | tuple[float, ...]:
     accepted = "a finite number above 0, or one for each query head"
 
     def check(name: str, value: Any) -> float:
-        number = _real(name, value, accepted, owner)
+        number = checked_real(name, value, accepted, owner)
         if not 0 < number < math.inf:
             raise ArgumentValueError(f"{name} is {value}; accepted: {accepted}", owner)
         return number
@@ -70,7 +71,7 @@ def check_value_skip(value: Any, owner: str = "") -> float | tuple[float, ...] |
         return None
 
     def check(name: str, number: Any) -> float:
-        value = _real(name, number, accepted, owner)
+        value = checked_real(name, number, accepted, owner)
         if not value < 0:  # NaN fails too
             raise ArgumentValueError(
                 f"{name} is {number!r}; accepted: {accepted} (at 0 a row's own maximum would be left out)", owner

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["CALLS", "clear_cache", "forgets", "remembered"]
+__all__ = ["CALLS", "clear_cache", "forgets", "remembered", "remembered_or_made"]
 
 # Calls that are remembered, by shapes, strides, dtypes, lengths and options. A model's layers share a few; packed
 # sequences come in many lengths.
@@ -22,6 +22,20 @@ def remembered(function: F) -> F:
     cached = functools.lru_cache(maxsize=CALLS, typed=True)(function)
     forgets(cached.cache_clear)
     return cached  # type: ignore[return-value]
+
+
+def remembered_or_made(function: F) -> F:
+    """The same, made anew of arguments that are not hashable: these are not accepted, and ``function`` says so."""
+    known = remembered(function)
+
+    @functools.wraps(function)
+    def found(*arguments: Any) -> Any:
+        try:
+            return known(*arguments)
+        except TypeError:
+            return function(*arguments)
+
+    return found  # type: ignore[return-value]
 
 
 def forgets(forget: Callable[[], Any]) -> None:

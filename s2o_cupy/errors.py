@@ -1,5 +1,5 @@
-"""Errors of arguments: raised without the name of a function, which the one that was called puts before them. And
-warnings of them, which name the caller's line.
+"""Errors of arguments: raised without the name of a function, which the one that was called puts before them. Warnings
+of them, which name the caller's line. And the error of the machine.
 
 Standard library only.
 """
@@ -11,10 +11,16 @@ import warnings
 from contextlib import ContextDecorator
 from types import FrameType
 
-__all__ = ["ArgumentError", "ArgumentTypeError", "ArgumentValueError", "arguments_of", "plain_kind", "warn_caller"]
+__all__ = [
+    "ArgumentError", "ArgumentTypeError", "ArgumentValueError", "S2OError", "arguments_of", "plain_kind", "warn_caller",
+]  # fmt: skip
 
 # Packages whose frames lie between a caller and what warns: this one, and those of its decorators and operators.
 _BETWEEN = (__name__.partition(".")[0], "contextlib", "functools", "torch")
+
+
+class S2OError(RuntimeError):
+    """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
 
 
 class ArgumentError(Exception):

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .caches import remembered
+from .by_head import checked_real
+from .caches import remembered_or_made
 from .errors import ArgumentTypeError, ArgumentValueError, warn_caller
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
-__all__ = ["cached_validate", "check_softcap", "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "Problem", "validate"]
+__all__ = [
+    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_scale", "check_softcap",
+    "validate",
+]  # fmt: skip
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
 BACKEND_DTYPES = {
@@ -75,6 +78,12 @@ class Problem:
         return self.batch, self.heads, geometry.segments, geometry.block_count(config.block_m)
 
 
+class OnlyLayout(str):
+    """A layout that the caller has no choice of."""
+
+    __slots__ = ()
+
+
 def validate(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[str],
@@ -85,11 +94,10 @@ def validate(
     is_causal: bool = True,
     scale: float | None = None,
     softcap: float = 0.0,
-    has_layout: bool = True,
 ) -> Problem:
-    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``has_layout``: the caller
-    may choose the layout, and is asked about it where the axes look as if they were in the other order. ``config``: a
-    Pass where not S2O chooses keys.
+    """The Problem that q, k and v of these ``shapes`` and ``dtypes`` pose to ``backend``. ``config``: a Pass where not
+    S2O chooses keys. ``layout``: where the axes look as if they were in the other order, the caller is asked about it
+    unless it is an `OnlyLayout`.
 
     Raises
     ------
@@ -107,19 +115,19 @@ def validate(
         head_dim=q[3],
         dtype=_check_dtypes(dtypes, backend),
         is_causal=_check_causal(is_causal),
-        scale=_check_scale(scale, q[3]),
+        scale=_default_scale(q[3]) if scale is None else check_scale(scale),
         softcap=check_softcap(softcap),
     )
-    other = "BHSD" if layout == "BSHD" else "BSHD"
+    other, may_differ = "BHSD" if layout == "BSHD" else "BSHD", not isinstance(layout, OnlyLayout)
     try:
         _check_sizes(problem, q, k, v)
     except ArgumentValueError as error:
-        if has_layout and layout in _AXES and _fits_other_layout(problem, q, k, v):
+        if may_differ and _fits_other_layout(problem, q, k, v):
             raise ArgumentValueError(f"{error.args[0]}. Did you mean layout={other!r}? These shapes fit it") from None
         raise
     # Heads of a model are rarely more than its tokens: these are likely to be the tokens.
     many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
-    if has_layout and layout in _AXES and many_heads and _fits_other_layout(problem, q, k, v):
+    if may_differ and many_heads and _fits_other_layout(problem, q, k, v):
         warn_caller(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are "
             f"({_AXES[other]}), pass layout={other!r}"
@@ -133,28 +141,15 @@ def validate(
     return problem
 
 
-@remembered
-def _validate(
-    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, backend: str, layout: str,
-    is_causal: bool, scale: float | None, softcap: float,
+@remembered_or_made
+def cached_validate(
+    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, backend: str, layout: Any,
+    is_causal: Any, scale: Any, softcap: Any,
 ) -> Problem:  # fmt: skip
+    """`validate`, remembered."""
     return validate(
         shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
     )
-
-
-def cached_validate(
-    shapes: tuple[Shape, ...], dtypes: tuple[str, ...], config: S2OConfig | Pass, *options: Any
-) -> Problem:
-    """`validate`, remembered; ``options``: backend, layout, is_causal, scale, softcap."""
-    try:
-        return _validate(shapes, dtypes, config, *options)
-    except TypeError:  # not accepted, or not hashable, which validate has better words for
-        backend, layout, is_causal, scale, softcap = options
-        return validate(
-            shapes, dtypes, config=config, backend=backend, layout=layout, is_causal=is_causal, scale=scale,
-            softcap=softcap,
-        )  # fmt: skip
 
 
 def _check_layout(layout: Any) -> None:
@@ -203,18 +198,9 @@ def _check_causal(is_causal: Any) -> bool:
     raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
 
 
-def _check_scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return 1 / math.sqrt(head_dim) if head_dim > 0 else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise ArgumentTypeError(
-            f"scale is {scale!r} ({type(scale).__name__}); "
-            "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
-        )
-    try:
-        value = float(scale)
-    except OverflowError:  # an integer beyond any float
-        value = math.inf
+def check_scale(scale: Any) -> float:
+    """``scale`` as a float, or an error that says what is accepted."""
+    value = checked_real("scale", scale, "a finite Python number, or None for 1 / sqrt(head_dim)")
     if not abs(value) <= MAX_SCALE:  # NaN and infinities fail too
         raise ArgumentValueError(
             f"scale is {scale}; accepted: a finite number up to {MAX_SCALE:g} in size, or None for 1 / sqrt(head_dim)"
@@ -222,17 +208,16 @@ def _check_scale(scale: Any, head_dim: int) -> float:
     return value
 
 
+def _default_scale(head_dim: int) -> float:
+    return 1 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+
+
 def check_softcap(softcap: Any) -> float:
     """``softcap`` as a float, or an error that says what is accepted."""
-    accepted = f"accepted: 0 (off), or a number from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}"
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        raise ArgumentTypeError(f"softcap is {softcap!r} ({type(softcap).__name__}); {accepted}")
-    try:
-        value = float(softcap)
-    except OverflowError:  # an integer beyond any float
-        value = math.inf
+    accepted = f"0 (off), or a number from {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}"
+    value = checked_real("softcap", softcap, accepted)
     if not (value == 0 or MIN_SOFTCAP <= value <= MAX_SOFTCAP):  # NaN fails too
-        raise ArgumentValueError(f"softcap is {softcap}; {accepted}")
+        raise ArgumentValueError(f"softcap is {softcap}; accepted: {accepted}")
     return value
 
 

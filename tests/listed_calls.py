@@ -66,7 +66,7 @@ def attend(
     [B, H, Lq, 2] of a pass before. ``page_size``: k and v are put into a cache."""
     import cupy
 
-    from s2o_cupy.cuda.lists import ListPointers, attend_lists
+    from s2o_cupy.cuda.lists import ListPointers, SkipPointers, attend_lists
 
     settings = S2OConfig(**({"tau": 0.0} | config), path=path)
     problem = problem or problem_of(q, k, settings, scale=scale, softcap=softcap)
@@ -95,7 +95,7 @@ def attend(
         groups = settings.block_m // value_rows(path, q.shape[-1], settings.block_m)
         blocks = -(-problem.seqlen_k // SHORTEST_STEP)
         skips["skipped"] = cupy.full(visited.shape, -1, np.int32)
-        skips["found_skips"] = cupy.zeros((*visited.shape, groups, blocks), np.int32)
+        skips["found"] = cupy.zeros((*visited.shape, groups, blocks), np.int32)
     entries, keys = (cupy.asarray(x, dtype=np.int32) for x in (lists.entries, lists.keys))
     begins = cupy.asarray(lists.begins, dtype=np.int64)
     order = None if q_order is None else cupy.asarray(q_order, dtype=np.int32)
@@ -104,7 +104,8 @@ def attend(
     )
     plan = attend_lists(
         Call(operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, paging), pointers, shape, settings.of_pass,
-        stream=cupy.cuda.get_current_stream().ptr, state=state, **{name: x.data.ptr for name, x in skips.items()},
+        stream=cupy.cuda.get_current_stream().ptr, state=state,
+        skips=SkipPointers(**{name: x.data.ptr for name, x in skips.items()}),
     )  # fmt: skip
     assert plan.path == path
     found = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited, *skips.values())))

@@ -18,7 +18,7 @@ from test_diffing import stand_in
 from s2o_cupy import S2OConfig
 from s2o_cupy.problem import Problem
 from s2o_cupy.spec import LOG2E, moment_keys
-from s2o_cupy.tools.diff_tail import BeforeTail
+from s2o_cupy.tools.diff_stages import BeforeTail
 from s2o_cupy.tools.diffing import DiffReport, compare
 
 HEAD_DIM, SEGMENT, UNIT = 16, 32, 4

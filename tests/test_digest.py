@@ -17,7 +17,7 @@ def checkout(tmp_path):
         "raw_kernels/sm90/two.cuh": "int c; // why\n",
         "s2o_cupy/call.py": '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 1\n',
         "s2o_cupy/plan/rounds.py": "y = 1\n", "s2o_cupy/other.py": "z = 1\n",
-        "s2o_cupy/spec.py": "A: int = 1  # one\n",
+        "s2o_cupy/spec/constants.py": "A: int = 1  # one\n",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def nothing_kept():
         ("s2o_cupy/plan/rounds.py", "y = '''text'''\n", "python"),
         ("s2o_cupy/plan/rounds.py", None, "python"),
         ("s2o_cupy/other.py", "z = 2\n", ""),
-        ("s2o_cupy/spec.py", "A: int = 2\nB = 3\n", "constants"),
+        ("s2o_cupy/spec/constants.py", "A: int = 2\nB = 3\n", "constants"),
     ],
 )
 def test_what_changes_a_digest(checkout, file, text, changed):
@@ -66,7 +66,7 @@ def test_the_python_that_was_loaded():
     import s2o_cupy.tools.patterns  # noqa: F401
 
     found = digest.digests()["python"]["files"]
-    assert {"__init__.py", "api/attention.py", "spec.py"} <= {*found}
+    assert {"__init__.py", "api/attention.py", "spec/constants.py"} <= {*found}
     assert not [name for name in found if name.startswith("tools/")]
     assert found == sorted(found) and all((digest.ROOT / "s2o_cupy" / name).exists() for name in found)
 
@@ -82,7 +82,7 @@ def test_what_has_become_of_a_result_s_kernels(monkeypatch):
     now = {"nsa": "1", "sm90": "2", "tail": "3"}
     monkeypatch.setattr(digest, "kernels", lambda root: now)
     of_s2o, of_nsa = {"command": "python benchmarks/speed.py"}, {"command": "python benchmarks/nsa.py --json a.json"}
-    known = {"files": ["spec.py"], "digest": digest.python(["spec.py"])}
+    known = {"files": ["problem.py"], "digest": digest.python(["problem.py"])}
 
     def since(result, python=known, **changed):
         return digest.since(result | {"kernels": now | changed, "python": python})

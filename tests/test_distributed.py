@@ -230,7 +230,7 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
     q, k, v = _cases(8 * SEGMENT, "float32", "cpu")
     both = parallel(8 * SEGMENT, config=MEAN)
     log = []
-    exchange, attend = dist.batch_isend_irecv, module.attend
+    exchange, attend = dist.batch_isend_irecv, module._attend
 
     class Logged:
         def __init__(self, index, works):
@@ -245,13 +245,13 @@ def _later_rows_are_waited_for(rank, world_size, folder, expected):
         log.append("start")
         return [Logged(log.count("start") - 1, exchange(transfers))]
 
-    def compute(q, k, v, **options):
+    def compute(q, k, *further, **options):
         log.append(f"attend {k.shape[1] // SEGMENT}")
-        return attend(q, k, v, **options)
+        return attend(q, k, *further, **options)
 
-    module.dist.batch_isend_irecv, module.attend = start, compute
+    module.dist.batch_isend_irecv, module._attend = start, compute
     both.attention(*(both.shard(x, 2) for x in (q, k, v)))
-    module.dist.batch_isend_irecv, module.attend = exchange, attend
+    module.dist.batch_isend_irecv, module._attend = exchange, attend
     assert ", ".join(log) == expected[rank]
 
 
@@ -267,20 +267,20 @@ def _heads_go_in_stages(rank, world_size, folder, stages, expected):
     q, k, v = (torch.from_numpy(rng.standard_normal((2, n, 300, 32), dtype=np.float32)) for n in (12, 6, 6))
     both = parallel(300, config=MEAN, split="heads")
     log = []
-    exchange, attend = dist.batch_isend_irecv, module.attend
+    exchange, attend = dist.batch_isend_irecv, module._attend
 
     def start(transfers):
         log.append("send")
         return exchange(transfers)
 
-    def compute(q, k, v, **options):
+    def compute(q, k, *further, **options):
         log.append(f"attend {q.shape[2]}:{k.shape[2]}")
-        return attend(q, k, v, **options)
+        return attend(q, k, *further, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_exchange, "STAGES", stages)
         patch.setattr(module.dist, "batch_isend_irecv", start)
-        patch.setattr(module, "attend", compute)
+        patch.setattr(module, "_attend", compute)
         found = both.attention(*(both.shard(x, 2) for x in (q, k, v)), return_lse=True)
     assert log == expected
     for x, y in zip(found, s2o_attention(q, k, v, config=MEAN, return_lse=True), strict=True):

@@ -21,11 +21,12 @@ SEGMENT = SMALL.segment
 
 @pytest.fixture
 def attended(torch, monkeypatch):
-    """q, k, v and config of each call of `attend`, which computes nothing."""
+    """q, k, v and config of each call of `_attend`, which computes nothing."""
     import s2o_cupy.integrations.distributed as module
 
     calls = []
-    monkeypatch.setattr(module, "attend", lambda q, k, v, *, config, **options: calls.append((q, k, v, config)))
+    note = lambda q, k, v, out, problem, config, *_, **options: calls.append((q, k, v, config))  # noqa: E731
+    monkeypatch.setattr(module, "_attend", note)
     return calls
 
 

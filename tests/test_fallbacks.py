@@ -104,14 +104,15 @@ def test_every_reason_has_words():
     import ast
     import inspect
 
-    from s2o_cupy.integrations import mask_functions
+    from s2o_cupy.integrations import fallbacks, mask_functions
     from s2o_cupy.integrations import transformers as integration
 
     given = {"mask"}  # the default of getattr
-    for node in ast.walk(ast.parse(inspect.getsource(integration))):
-        if isinstance(node, ast.FunctionDef) and node.name == "_why_not":
-            values = [x.value for x in ast.walk(node) if isinstance(x, ast.Return)]
-            given |= {x.value for x in values if isinstance(x, ast.Constant) and x.value}
+    for module in (integration, fallbacks):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.FunctionDef) and node.name in ("_why_not", "why_not_tensors"):
+                values = [x.value for x in ast.walk(node) if isinstance(x, ast.Return)]
+                given |= {x.value for x in values if isinstance(x, ast.Constant) and x.value}
     for node in ast.walk(ast.parse(inspect.getsource(mask_functions))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "make" and node.args:
             given |= {x.value for x in node.args if isinstance(x, ast.Constant)}

@@ -54,7 +54,7 @@ class Kernels:
         self.store(state, operands[3], lse, address)
         return address, keeper
 
-    def attend_lists(self, call, lists, shape, config, *, stream, state=0, skipped=0, memory=None):
+    def attend_lists(self, call, lists, shape, config, *, stream, state=0, skips=(0, 0), memory=None):
         operands, lse, visited, problem, paging = call
         self.launched.append(("sinks" if lists.kept else "lists", problem.batch))
         shape.check(problem)
@@ -88,8 +88,8 @@ class Kernels:
         self.store(ends, out, lse, lists.kept)
         if visited:
             array_at(visited, np.int32, taken.shape)[...] = taken
-        if skipped:
-            array_at(skipped, np.int32, taken.shape)[...] = left_out
+        if skips[0]:
+            array_at(skips[0], np.int32, taken.shape)[...] = left_out
         return types.SimpleNamespace(path="portable", path_reason=None)
 
     @staticmethod

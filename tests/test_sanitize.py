@@ -49,8 +49,8 @@ def launched(monkeypatch):
     share ``launched.share`` is read."""
     found = types.SimpleNamespace(share=1.0)
 
-    def launch(call, lists, shape, config, *, stream, state):
-        assert state == 0
+    def launch(call, lists, shape, config, *, stream, state, skips):
+        assert state == 0 and skips == (0, 0)
         operands, lse, visited, problem, paging = call
         dtype = np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))
         q, k, v, out = (elements(x, dtype) for x in operands)

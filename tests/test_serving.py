@@ -22,6 +22,7 @@ pytest.importorskip("torch")
 from s2o_cupy import S2OConfig
 from s2o_cupy.integrations import plugins, serving
 from s2o_cupy.integrations.serving import (
+    Cache,
     Counts,
     Run,
     ServingSettings,
@@ -188,7 +189,7 @@ def test_the_last_queries_of_prompts_alone_attend_densely(monkeypatch, settings,
     q, table, config = np.zeros((500, 1, 8)), np.zeros((2, 1)), S2OConfig(**settings)
     lengths = ((200, longest), (300, 1000))
     for ends in (True, False):
-        attend(Run(True, slice(0, 2), slice(0, 500), lengths, ends), q, q, q, table, q, config, 1.0, 0.0)
+        attend(Run(True, slice(0, 2), slice(0, 500), lengths, ends), q, Cache(q, q, table), q, config, 1.0, 0.0)
     assert [x.dense_last for x in seen] == [expected, 0]
     assert {replace(x, dense_last=config.dense_last) for x in seen} == {config}
 

@@ -191,7 +191,7 @@ def test_windows_on_a_gpu(window):
         rows, keys = slice(begin_q, begin_q := begin_q + n), slice(begin_k, begin_k := begin_k + m)
         mask = CausalMask(1, n, m, m, "cuda", window=window).make()
         exact = plain.plain_attention(
-            *(x.transpose(0, 1)[None].float() for x in (q[rows], k[keys], v[keys])), mask, is_causal=False, scale=None
+            *(x.transpose(0, 1)[None].float() for x in (q[rows], k[keys], v[keys])), mask, False, plain.Weights()
         )
         error = (o[rows].float() - exact[0]).norm() / exact.norm()
         assert error < 5e-3
@@ -231,7 +231,7 @@ def test_plain_attention(qkv, seqlen_q, sinks):
     for said in (None, mask, added):
         o = plain.plain_attention(
             *(torch.from_numpy(x) for x in (q, k, v)), None if said is None else torch.from_numpy(said),
-            is_causal=said is None, scale=None, softcap=1.5, sinks=None if sinks is False else torch.from_numpy(sinks),
+            said is None, plain.Weights(softcap=1.5, sinks=None if sinks is False else torch.from_numpy(sinks)),
         )  # fmt: skip
         np.testing.assert_allclose(o.numpy(), exact, atol=1e-6)
 
@@ -244,6 +244,6 @@ def test_sinks_of_heads_with_configs_of_their_own(qkv):
     module.layer_idx = 0
     s2o = register(config=DENSE, per_layer={(0, 1): replace(DENSE, segment=32)}, min_seqlen=100)
     o, _ = s2o(module, q, k, v, None, s_aux=sinks)
-    exact = plain.plain_attention(q, k, v, None, is_causal=True, scale=None, sinks=sinks)
+    exact = plain.plain_attention(q, k, v, None, True, plain.Weights(sinks=sinks))
     assert_close(o, exact, atol=1e-5)
     assert s2o.calls == {"s2o": 1}

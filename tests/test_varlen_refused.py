@@ -69,6 +69,8 @@ def test_arrays_that_are_refused(call, device):
     make = lambda *shape: device.array(np.zeros(shape))  # noqa: E731
     with pytest.raises(ValueError, match="q has 4 heads, k and v have 3; accepted: heads a multiple of kv_heads"):
         call(k=make(40, 3, 64), v=make(40, 3, 64))
+    with pytest.raises(ValueError, match=r"so that q has the more of them$"):  # there is no other layout to mean
+        call(q=make(30, 2, 64), k=make(40, 5, 64), v=make(40, 5, 64))
     with pytest.raises(ValueError, match="q has head_dim 64, k and v have 32; accepted: the same head_dim"):
         call(k=make(40, 2, 32), v=make(40, 2, 32))
     with pytest.raises(ValueError, match="head_dim is 257; accepted: 1 to 256"):

@@ -1,4 +1,4 @@
-// Which keys a segment reads, and which q tile a block owns. The same formulas as s2o_cupy/spec.py: Geometry.
+// Which keys a segment reads, and which q tile a block owns. The same formulas as s2o_cupy/spec: Geometry.
 #pragma once
 #include "common/ptx.cuh"
 

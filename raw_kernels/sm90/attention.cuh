@@ -10,7 +10,7 @@
 // between two of them is called a key tile outside of this folder. Here it is one key tile of kBlockN keys, or two of
 // 64 with head_dim 256. After softmax of the last one, under the products of the next, each warp votes. The votes of
 // stop check n are read before the scores that stop check n + 2 is about are issued, so those of stop check n + 1,
-// already in flight, still count (STOP_LAG in s2o_cupy/spec.py). Producer and consumers read the same votes, so both
+// already in flight, still count (STOP_LAG in s2o_cupy/spec). Producer and consumers read the same votes, so both
 // know which copies were started; consumers release those that nobody will use.
 //
 // Shared memory keeps tiles in atoms of 64 columns, rows of 128 bytes, swizzled as wgmma reads them: the 16-byte chunk

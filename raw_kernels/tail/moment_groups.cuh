@@ -1,4 +1,4 @@
-// How many leading keys the moments of a segment's candidates are taken from. The same formulas as s2o_cupy/spec.py:
+// How many leading keys the moments of a segment's candidates are taken from. The same formulas as s2o_cupy/spec:
 // moment_group and moment_keys.
 #pragma once
 #include "common/geometry.cuh"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..arrays.torch_compile import outside_graphs
@@ -162,35 +162,7 @@ def s2o_attention(
     >>> lse.shape, stats.visited.shape, stats.density
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
-    return attend(
-        q, k, v, config=parse_config(config, tau), scale=scale, softcap=softcap, is_causal=is_causal,
-        layout=layout, return_lse=return_lse, return_stats=return_stats, out=out, stream=stream, backend=backend,
-    )  # fmt: skip
-
-
-def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    config: S2OConfig,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    is_causal: bool = True,
-    layout: str = "BHSD",
-    return_lse: bool = False,
-    return_stats: bool = False,
-    out: Any = None,
-    stream: Any = None,
-    backend: str = "auto",
-    await_keys: Callable[[], None] | None = None,
-) -> Any:
-    """`s2o_attention`, while keys and values are on their way.
-
-    ``await_keys`` is called once, on the device and stream of the call, before anything reads keys or values before
-    those of the queries (the last seqlen_q): on a GPU after pass 1 is launched, if that reads none of them. It is not
-    called where there is nothing to compute.
-    """
+    config = parse_config(config, tau)
     call = Call({"q": q, "k": k, "v": v}, backend, stream, out)
     batch = batched(tuple([x.form for x in call.infos]), config, call.backend, layout, is_causal, scale, softcap)
-    return run(batch, call, return_lse=return_lse, return_stats=return_stats, await_keys=await_keys)
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats)

@@ -12,15 +12,14 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arrays.operand import axes
-from ..caches import remembered
+from ..caches import remembered_or_made
 from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
-from ..problem import Problem, Shape, validate
+from ..problem import OnlyLayout, Problem, Shape, validate
 from ..spec import Pass, S2OConfig
 from .lengths import (
     PAGE_LAYOUTS,
@@ -32,7 +31,7 @@ from .lengths import (
     paged_lengths,
 )  # fmt: skip
 
-__all__ = ["Batch", "Part", "batched", "packed", "paged"]
+__all__ = ["Batch", "Cached", "Part", "batched", "packed", "paged"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in bytes, dtype
 Axes = tuple[tuple[int, int, int, int], tuple[int, int, int]]  # shape and strides of an Operand
@@ -151,6 +150,7 @@ def _itemsize(dtype: str) -> int:
     return {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
+@remembered_or_made
 def batched(
     forms: tuple[Form, ...], config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any,
     softcap: Any,
@@ -163,6 +163,7 @@ def batched(
     return Batch([Part(0, problem.batch, 0, 0, problem)], problem, config, forms, layout=layout)
 
 
+@remembered_or_made
 def packed(
     forms: tuple[Form, ...], starts_q: tuple[int, ...], starts_k: tuple[int, ...] | None, config: S2OConfig,
     backend: str, is_causal: Any, scale: Any, softcap: Any,
@@ -186,13 +187,22 @@ def packed(
     return Batch(parts, base, config, forms, layout="BSHD", packed=True)
 
 
+class Cached(NamedTuple):
+    """Keys and values in the pages of a cache."""
+
+    seqlen_k: int | tuple[int, ...]  # of all sequences, or of each
+    layout: Any  # the order of a page's axes
+    fp8: bool = False  # the pages have 8 bits, and are checked already
+
+
+@remembered_or_made
 def paged(
-    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, seqlen_k: int | tuple[int, ...],
-    config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any, softcap: Any, fp8: bool = False,
+    forms: tuple[Form, ...], starts_q: tuple[int, ...] | None, cached: Cached, config: S2OConfig | Pass, backend: str,
+    is_causal: Any, scale: Any, softcap: Any,
 ) -> Batch:  # fmt: skip
-    """q, k_pages, v_pages and page_table: keys and values in the pages of a cache; q is batched, or packed if
-    ``starts_q`` is given. ``fp8``: the pages have 8 bits, and are checked already."""
+    """q, k_pages, v_pages and page_table; q is batched, or packed if ``starts_q`` is given."""
     q, k_pages, _, page_table = forms
+    seqlen_k, layout, fp8 = cached
     _check_no_error(config)
     dtypes = [q[2], q[2], q[2], page_table[2]] if fp8 else [x[2] for x in forms]
     check_paged_shapes([x[0] for x in forms], dtypes, layout, packed=starts_q is not None)
@@ -212,8 +222,8 @@ def paged(
     for length in {longest, *lengths}:
         of_k = (q[0][0], kv_heads, length, head_dim)
         problems[length] = validate(
-            (q[0], of_k, of_k), dtypes, config=config, backend=backend, is_causal=is_causal, scale=scale,
-            softcap=softcap, has_layout=False,
+            (q[0], of_k, of_k), dtypes, config=config, backend=backend, layout=OnlyLayout("BHSD"), is_causal=is_causal,
+            scale=scale, softcap=softcap,
         )  # fmt: skip
     parts, first = [], 0
     for length, same in itertools.groupby(lengths):  # neighbours of one length
@@ -244,21 +254,3 @@ def _one_each(base: Problem, starts_q: tuple[int, ...], begins_k: Any, lengths_k
             problems[lengths] = replace(base, seqlen_q=lengths[0], seqlen_k=lengths[1])
         parts.append(Part(i, i + 1, begin_q, begin_k, problems[lengths]))
     return parts
-
-
-def _or_a_better_error(build: Callable[..., Batch]) -> Callable[..., Batch]:
-    """``build``, remembered. What is not hashable is not accepted either, and has better words there."""
-    known = remembered(build)
-
-    def found(*arguments: Any) -> Batch:
-        try:
-            return known(*arguments)
-        except TypeError:
-            return build(*arguments)
-
-    return found
-
-
-batched = _or_a_better_error(batched)
-packed = _or_a_better_error(packed)
-paged = _or_a_better_error(paged)

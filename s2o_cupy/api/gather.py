@@ -9,7 +9,7 @@ from ..caches import remembered
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..plan.schedule_form import ScheduleForm
 from ..schedules.schedule import Schedule
-from .batch import Batch, Form, batched, paged
+from .batch import Batch, Cached, Form, batched, paged
 from .call import Call
 from .habits import answers_habits
 from .paged import check_rows
@@ -169,13 +169,13 @@ def _attend(
     path: Any,
 ) -> Any:  # fmt: skip
     forms, form = tuple([x.form for x in call.infos]), schedule.form
-    of_pass, options = _of_pass(form, path), (call.backend, layout, form.is_causal, scale, softcap)
+    of_pass, scores = _of_pass(form, path), (form.is_causal, scale, softcap)
     if "page_table" in call.inputs:
-        plain = paged(forms[:4], None, form.seqlen_k, of_pass, *options)
+        plain = paged(forms[:4], None, Cached(form.seqlen_k, layout), of_pass, call.backend, *scores)
         if not call.host:
             check_rows(call.infos[1], call.infos[2])
     else:
-        plain = batched(forms[:3], of_pass, *options)
+        plain = batched(forms[:3], of_pass, call.backend, layout, *scores)
     batch = _fitted(plain, forms, form)
     return run(batch, call, return_lse=return_lse, return_stats=return_stats, schedule=schedule)
 

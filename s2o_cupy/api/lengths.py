@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from ..problem import MAX_SEQLEN, Problem, Shape, validate
+from ..problem import MAX_SEQLEN, OnlyLayout, Problem, Shape, validate
 from ..spec import Pass, S2OConfig
 
 __all__ = [
@@ -41,8 +41,8 @@ def check_packed_shapes(
         )
     without_rows = tuple((0, *shape[1:]) for shape in shapes)
     return validate(
-        without_rows, dtypes, config=config, backend=backend, layout="BSHD", is_causal=is_causal, scale=scale,
-        softcap=softcap,
+        without_rows, dtypes, config=config, backend=backend, layout=OnlyLayout("BSHD"), is_causal=is_causal,
+        scale=scale, softcap=softcap,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ..plan.packed_table import PackedTable
 from ..plan.rounds import MAX_GRID
 from ..stats import NOTHING_RAN, Ran
 from .batch import Batch, Part
+from .results import Results
 from .scales import Scales
 
 __all__ = ["load_pipeline", "run"]
@@ -27,24 +28,15 @@ SCALE_BYTES = 4
 
 
 def run(
-    batch: Batch,
-    framework: Framework,
-    infos: Sequence[ArrayInfo],
-    o: ArrayInfo | Any,
-    lse: Any,
-    visited: Sequence[Any] | None,
-    *,
-    await_keys: Callable[[], None] | None = None,
-    taus: Any = None,
-    scales: Scales | None = None,
-) -> list[Ran]:
-    """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``o``, native or what is
-    known of it, is written, and so are, where they are not None, ``lse`` and ``visited``: each sequence's of a packed
-    call, or that of all. ``await_keys``: as in `pipeline.run`, of a call with one part. ``taus``: of a config with an
-    error, which has one part too, float32 [batch, heads]; written. ``scales``: of a cache of 8 bits; its arrays are the
-    last of ``infos``. Returns what ran for each part."""
+    batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], results: Results,
+    await_keys: Callable[[], None] | None = None, scales: Scales | None = None,
+) -> list[Ran]:  # fmt: skip
+    """Attend each part. ``infos``: of q, k and v, of a paged call also of the page table. ``await_keys``: as in
+    `pipeline.run`, of a call with one part, as a call with an error is. ``scales``: of a cache of 8 bits; its arrays
+    are the last of ``infos``. Returns what ran for each part."""
     if batch.schedule is not None:
-        return _gather(batch, framework, infos, o, lse, visited)
+        return _gather(batch, framework, infos, results)
+    o, lse, visited, taus = results
     pipeline = load_pipeline()
     q, k, v, out = _operands(batch, infos, o)
     paging = _paging(k, infos[3]) if batch.paged else None
@@ -125,10 +117,10 @@ def _scales(scales: Scales, infos: Sequence[ArrayInfo]) -> tuple[Scale, Scale]:
 
 
 def _gather(
-    batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], o: ArrayInfo | Any, lse: Any,
-    visited: Sequence[Any] | None,
-) -> list[Ran]:  # fmt: skip
+    batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], results: Results
+) -> list[Ran]:
     """By a schedule, whose arrays ``infos`` has behind the others."""
+    o, lse, visited, _ = results
     pipeline = load_pipeline()
     from ..cuda import gather
 

@@ -21,6 +21,7 @@ from ..schedules.check import check_lists
 from ..spec import S2OConfig
 from ..stats import Ran
 from .batch import Batch
+from .results import Results
 from .scales import Scales
 
 __all__ = ["attend", "bhsd", "blas_ready", "check_entries", "run"]
@@ -28,15 +29,12 @@ __all__ = ["attend", "bhsd", "blas_ready", "check_entries", "run"]
 RAN: Ran = ("numpy", None, None)
 
 
-def run(
-    batch: Batch, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
-    visited: Sequence[np.ndarray] | None, taus: np.ndarray | None = None, scales: Scales | None = None,
-) -> list[Ran]:  # fmt: skip
+def run(batch: Batch, natives: Sequence[np.ndarray], results: Results, scales: Scales | None = None) -> list[Ran]:
     """Attend each part. ``natives``: q, k and v, of a paged call also the page table, and arrays of ``scales``, of a
-    cache of 8 bits. ``o`` and, where they are not None, ``lse``, each sequence's ``visited`` (a packed call's) or that
-    of all, and ``taus`` [batch, heads], of a config with an error, are written."""
+    cache of 8 bits."""
     if batch.schedule is not None:
-        return _gather(batch, batch.schedule, natives, o, lse, visited)
+        return _gather(batch, batch.schedule, natives, results)
+    o, lse, visited, taus = results
     q, k, v, *table = natives
     if table:
         check_entries(k, table[0], batch)
@@ -70,11 +68,9 @@ def run(
     return [RAN] * len(batch.parts)
 
 
-def _gather(
-    batch: Batch, form: ScheduleForm, natives: Sequence[np.ndarray], o: np.ndarray, lse: np.ndarray | None,
-    visited: Sequence[np.ndarray] | None,
-) -> list[Ran]:  # fmt: skip
+def _gather(batch: Batch, form: ScheduleForm, natives: Sequence[np.ndarray], results: Results) -> list[Ran]:
     """By a schedule, whose arrays ``natives`` has behind the others. Nobody waits for them here: they are checked."""
+    o, lse, visited, _ = results
     arrays = dict(zip(form.array_names, natives[4 if batch.paged else 3 :], strict=True))
     check_lists(form, arrays)
     problem, (q, k, v) = batch.whole, natives[:3]

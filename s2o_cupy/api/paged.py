@@ -10,7 +10,7 @@ from ..arrays.lengths import parse_lengths, parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..errors import ArgumentValueError, arguments_of
 from ..spec import S2OConfig
-from .batch import paged
+from .batch import Cached, paged
 from .call import Call
 from .habits import answers_habits
 from .run import parse_config, run
@@ -161,10 +161,9 @@ def s2o_attention_paged(
     of_q, of_k, of_v = call.infos[:3]
     fp8 = is_fp8_cache(of_q, of_k, of_v, k_scale, v_scale)
     starts_q = None if cu_seqlens_q is None else parse_starts("cu_seqlens_q", cu_seqlens_q)
-    batch = paged(
-        tuple([x.form for x in call.infos[:4]]), starts_q, parse_lengths("seqlen_k", seqlen_k),
-        config, call.backend, layout, is_causal, scale, softcap, fp8,
-    )  # fmt: skip
+    cached = Cached(parse_lengths("seqlen_k", seqlen_k), layout, fp8)
+    forms = tuple([x.form for x in call.infos[:4]])
+    batch = paged(forms, starts_q, cached, config, call.backend, is_causal, scale, softcap)
     check_scales(dict(zip(arrays, call.infos[4:], strict=True)), batch.whole.kv_heads)
     if return_stats and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]

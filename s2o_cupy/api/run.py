@@ -16,6 +16,7 @@ from ..stats import NOTHING_RAN, Given, S2OStats
 from . import on_gpu
 from .batch import Batch
 from .call import Call
+from .results import Results
 from .scales import Scales
 
 __all__ = ["parse_config", "run"]
@@ -42,7 +43,12 @@ def run(
     schedule: Schedule | None = None, scales: Scales | None = None,
 ) -> Any:  # fmt: skip
     """Run ``batch`` on the inputs of ``call``: q, k and v and, of a paged call, the page table and arrays of its
-    ``scales``, of `gather_attention` the arrays of its ``schedule``."""
+    ``scales``, of `gather_attention` the arrays of its ``schedule``.
+
+    ``await_keys``, for keys and values that are on their way, is called once, on the device and stream of the call,
+    before anything reads keys or values before those of the queries (the last seqlen_q): on a GPU after pass 1 is
+    launched, if that reads none of them. It is not called where there is nothing to compute.
+    """
     framework = call.framework
     call.check_out(batch.whole.dtype)
     with call.scope():
@@ -66,13 +72,11 @@ def run(
 
                 if await_keys is not None:
                     await_keys()
-                ran = on_host.run(batch, call.on_host(), o.native, native_lse, to_visit, found_taus, scales)
+                ran = on_host.run(batch, call.on_host(), Results(o.native, native_lse, to_visit, found_taus), scales)
             else:
                 batch, infos = _readable(batch, call)
-                ran = on_gpu.run(
-                    batch, framework, infos, call.where_output_is(o), native_lse, to_visit, await_keys=await_keys,
-                    taus=found_taus, scales=scales,
-                )  # fmt: skip
+                made = Results(call.where_output_is(o), native_lse, to_visit, found_taus)
+                ran = on_gpu.run(batch, framework, infos, made, await_keys, scales)
         if batch.idle:
             _without_keys(batch, framework, o, lse, visited)
             if taus is not None and 0 not in taus.native.shape:

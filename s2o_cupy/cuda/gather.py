@@ -15,7 +15,7 @@ from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
 from ..spec import Pass
 from . import pipeline
-from .lists import ListPointers, attend_lists
+from .lists import ListPointers, SkipPointers, attend_lists
 from .pipeline import Memory, allocate
 
 __all__ = ["gather"]
@@ -29,7 +29,7 @@ def gather(
     memory: Memory = allocate,
 ) -> LaunchPlan:  # fmt: skip
     """``call``: with a k_order without paging. ``arrays``: addresses by form.array_names, which nobody checks.
-    ``skipped``: as in `attend_lists`. Nothing waits for the GPU. Returns the lists' plan.
+    ``skipped``: as of `SkipPointers`. Nothing waits for the GPU. Returns the lists' plan.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def gather(
         tiles_before = first * tiles * INT32_BYTES
         plan = attend_lists(
             turn._replace(visited=call.visited and call.visited + tiles_before), lists, form.shape(turn.problem),
-            of_pass, skipped=skipped and skipped + tiles_before, **of_rows,
+            of_pass, skips=SkipPointers(skipped and skipped + tiles_before), **of_rows,
         )  # fmt: skip
     del keeper
     assert plan is not None

@@ -22,7 +22,7 @@ from .pipeline import Memory, allocate, device_limits
 from .program import Program
 from .tables import on_device
 
-__all__ = ["ListPointers", "attend_lists"]
+__all__ = ["ListPointers", "SkipPointers", "attend_lists"]
 
 COUNTER_BYTES = 256  # of the launch's next q tile, and what the array behind it is aligned to
 
@@ -38,9 +38,19 @@ class ListPointers(NamedTuple):
     kept: int = 0  # float32 [batch, heads, seqlen_q, 2]: where the state of rows goes that visit keys; 0: nowhere
 
 
+class SkipPointers(NamedTuple):
+    """With a value_skip: where on the GPU to write what is left out; 0: nowhere."""
+
+    skipped: int = 0  # int32 of ScheduleShape.visited_shape: (query, key) pairs
+    found: int = 0  # int32 [.., groups, blocks] as ValueSkip::found has them: which blocks each group of rows left out
+
+
+NO_SKIPS = SkipPointers()
+
+
 def attend_lists(
     call: Call, lists: ListPointers, shape: ScheduleShape, of_pass: Pass, *, stream: int, state: int = 0,
-    skipped: int = 0, found_skips: int = 0, memory: Memory = allocate,
+    skips: SkipPointers = NO_SKIPS, memory: Memory = allocate,
 ) -> LaunchPlan:  # fmt: skip
     """Each q tile attends to the keys of its list, all of which all of its rows see.
 
@@ -56,9 +66,7 @@ def attend_lists(
     stream : int, a handle
     state : int
         float32 [batch, heads, seqlen_q, 2], (m in log2 units, l) of the rows that ``shape`` says are resumed; else 0.
-    skipped, found_skips : int
-        With a value_skip. Where to write the (query, key) pairs left out, int32 of shape.visited_shape, and which
-        blocks each group of rows left out, int32 [.., groups, blocks] as ValueSkip::found has them; 0: nowhere.
+    skips : SkipPointers
 
     Nothing waits for the GPU. Returns what was launched.
 
@@ -74,7 +82,7 @@ def attend_lists(
     layout = Layout.of(call.operands, call.paging)
     prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout)
     if not call.problem.empty:
-        prepared.run(call, lists, stream, state, skipped, found_skips, memory)
+        prepared.run(call, lists, stream, state, skips, memory)
     return prepared.plan
 
 
@@ -96,9 +104,10 @@ class _ListedPass:
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
 
     def run(
-        self, call: Call, lists: ListPointers, stream: int, state: int, skipped: int, found_skips: int, memory: Memory
+        self, call: Call, lists: ListPointers, stream: int, state: int, skips: SkipPointers, memory: Memory
     ) -> None:
         operands, lse, visited, _, paging = call
+        skipped, found = skips
         own = (0 if visited else 1) + (0 if skipped or self.limits is None else 1)
         wanted = COUNTER_BYTES + own * self.visited_bytes
         counter, keeper = memory(wanted)
@@ -117,7 +126,7 @@ class _ListedPass:
             p["state"], p["lse"] = state, lse
             p["visited"], p["next_q_tile"] = visited or counter + COUNTER_BYTES, counter
             if self.limits is not None:
-                p["values"]["limits"], p["values"]["found"] = self.limits.data.ptr, found_skips
+                p["values"]["limits"], p["values"]["found"] = self.limits.data.ptr, found
                 p["values"]["skipped"] = skipped or counter + wanted - self.visited_bytes
             self.program.launch(0, stream)
         del keeper

@@ -16,14 +16,13 @@ from ..extras import with_extra
 
 with with_extra(__name__, "diffusers"):  # whose extra has PyTorch, too
     import diffusers  # noqa: F401
-    import torch
+    import torch  # noqa: F401
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
-from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
-from .autocast import autocast_dtype, to_autocast_dtype
-from .fallbacks import CallCounts, Kinds
+from .autocast import to_autocast_dtype
+from .fallbacks import CallCounts, Kinds, why_not_tensors
 from .model_arguments import check_min_seqlen
 from .torch import attention
 from .versions import DIFFUSERS, warn_if_newer
@@ -188,12 +187,4 @@ class S2OBackend:
             return "context parallel"
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM:
             return "shape"
-        backend = {"cpu": "numpy", "cuda": "cupy"}.get(query.device.type, "")
-        dtypes = [str(autocast_dtype(x)).removeprefix("torch.") for x in (query, key, value)]
-        if not dtypes[0] == dtypes[1] == dtypes[2] or dtypes[0] not in BACKEND_DTYPES.get(backend, ()):
-            return "device or dtype"
-        if dropout > 0:
-            return "dropout"
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return "gradients"
-        return None
+        return why_not_tensors(query, key, value, dropout)

@@ -16,7 +16,9 @@ with with_extra(__name__, "PyTorch"):
     import torch
     import torch.distributed as dist
 
-from ..api.attention import attend
+from ..api.batch import batched
+from ..api.call import Call
+from ..api.run import run
 from ..arrays.arguments import check_out, describe
 from ..arrays.torch_transforms import check_derivatives
 from ..errors import ArgumentTypeError, ArgumentValueError
@@ -240,19 +242,17 @@ class SequenceParallel:
         if out is None:  # (batch, length, heads, head_dim) in memory, whatever the layout
             out = q.new_empty((*q.shape[:-3], self.length, problem.heads, problem.head_dim))
             out = out.transpose(-2, -3) if layout == "BHSD" else out
-        if self.world_size == 1:  # nothing to spread, nothing to wait for
-            return attend(
-                q, k, v, config=self.config, scale=scale, softcap=softcap, layout=layout, return_lse=return_lse, out=out
-            )
-        batched = q.ndim == 4
-        q, k, v, o = (x.detach() if batched else x.detach()[None] for x in (q, k, v, out))
+        has_batch = q.ndim == 4
+        q, k, v, o = (x.detach() if has_batch else x.detach()[None] for x in (q, k, v, out))
         if layout == "BHSD":
             q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
-        if self.split == "sequence":
+        if self.world_size == 1:  # nothing to spread, nothing to wait for
+            lse = _attend(q, k, v, o, problem, self.config, return_lse)
+        elif self.split == "sequence":
             lse = self._by_sequence(q, k, v, o, problem, return_lse)
         else:
             lse = self._by_heads(q, k, v, o, problem, return_lse)
-        if lse is not None and not batched:
+        if lse is not None and not has_batch:
             lse = lse[0]
         return (out, lse) if return_lse else out
 
@@ -366,11 +366,11 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: S2OConfig, return_lse: bool,
     await_keys: Callable[[], None] | None = None,
 ) -> Any:  # fmt: skip
-    """`attend` into ``out``, all (batch, rows, heads, head_dim); lse or None."""
-    found = attend(
-        q, k, v, config=config, scale=problem.scale, softcap=problem.softcap, layout="BSHD", out=out,
-        return_lse=return_lse, await_keys=await_keys,
-    )  # fmt: skip
+    """`s2o_attention` into ``out``, all (batch, rows, heads, head_dim); lse or None. ``await_keys``: as of `run`."""
+    call = Call({"q": q, "k": k, "v": v}, "auto", None, out)
+    forms = tuple([x.form for x in call.infos])
+    batch = batched(forms, config, call.backend, "BSHD", True, problem.scale, problem.softcap)
+    found = run(batch, call, return_lse=return_lse, return_stats=False, await_keys=await_keys)
     return found[1] if return_lse else None
 
 

@@ -12,7 +12,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["OF_MODELS", "REASONS", "WORDS", "CallCounts", "Kinds"]
+from ..problem import BACKEND_DTYPES
+from .autocast import autocast_dtype
+
+__all__ = ["OF_MODELS", "REASONS", "WORDS", "CallCounts", "Kinds", "why_not_tensors"]
 
 # What each reason means. Of those first nobody is warned: the model's own attention is meant to take such calls.
 _EXPECTED = {
@@ -62,6 +65,19 @@ OF_MODELS = Kinds(
     "no calls: no model has run with this attention yet (attn_implementation=, or model.set_attn_implementation)",
 )  # fmt: skip
 WORDS = OF_MODELS.expected | OF_MODELS.unexpected | OF_MODELS.taken
+
+
+def why_not_tensors(query: Any, key: Any, value: Any, dropout: float) -> str | None:
+    """Of a call whose shapes and mask S2O takes, one of REASONS, or None."""
+    backend = {"cpu": "numpy", "cuda": "cupy"}.get(query.device.type, "")
+    dtypes = [str(autocast_dtype(x)).removeprefix("torch.") for x in (query, key, value)]
+    if not dtypes[0] == dtypes[1] == dtypes[2] or dtypes[0] not in BACKEND_DTYPES.get(backend, ()):
+        return "device or dtype"
+    if dropout > 0:
+        return "dropout"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "gradients"
+    return None
 
 
 class CallCounts:

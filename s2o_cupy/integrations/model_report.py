@@ -271,8 +271,8 @@ def _registered(model: Any) -> S2OAttention:
 
 def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tuple[LayerReport, tuple[int, int]]:
     """With density and error of each head by its own config."""
-    q, k, v = longest_sequence(asked)
-    heads = q.shape[1]
+    qkv = longest_sequence(asked)
+    heads = qkv.q.shape[1]
     configs: list[S2OConfig] = [S2OConfig(tau=0)] * heads
     for group in asked.groups:
         if group.config.error is not None:
@@ -287,11 +287,12 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
         for h, of_head in zip(members, tau if isinstance(tau, tuple) else (tau,) * len(members), strict=True):
             configs[h] = group.config.with_tau(of_head)
     tau, density, error, standard_error, share = np.zeros((5, heads))
-    tau[:] = [config.tau_of(k.shape[2]) for config in configs]
+    tau[:] = [config.tau_of(qkv.k.shape[2]) for config in configs]
     size = (0, 0)
     for base in dict.fromkeys(config.with_tau(0) for config in configs):  # one sample for all of its taus
-        sample = Sample(q, k, v, base, scale=asked.scale, softcap=asked.softcap, segments=segments, seed=seed,
-                        function="report")  # fmt: skip
+        sample = Sample(
+            qkv, base, segments=segments, seed=seed, function="report", scale=asked.scale, softcap=asked.softcap
+        )
         size = (len(sample.segments), sample.geometry.segments)
         for value in dict.fromkeys(config.tau for config in configs if config.with_tau(0) == base):
             here = np.array([config == base.with_tau(value) for config in configs])

@@ -22,7 +22,7 @@ from ..tools.loss_search import Trial, fastest
 from ..tools.measured_method import MeasuredMethod
 from ..tools.must_hold import Lost, Predictions, cut, how_easy, judge, mean_and_error, prices
 from ..tools.progress import Report
-from ..tools.sampled import check_segments
+from ..tools.sampled import Sample, check_segments
 from ..tools.tune_layers import (
     LAYER_TAUS,
     Step,
@@ -256,12 +256,12 @@ class _Search:
             if asked.runs != "s2o" or layer is None:
                 left[asked.runs] += 1
             else:
-                curves = measure_layer(
-                    layer, *longest_sequence(asked), config, of.grid, scale=asked.scale, softcap=asked.softcap,
-                    segments=of.segments, seed=of.seed, function="tune_model",
-                    step=lambda what: self.step(f"layer {layer}{told}, {what}"),
+                sample = Sample(
+                    longest_sequence(asked), config, segments=of.segments, seed=of.seed,
+                    function=f"tune_model: layer {layer}", scale=asked.scale, softcap=asked.softcap,
                 )  # fmt: skip
-                found.append(curves)
+                step = lambda what: self.step(f"layer {layer}{told}, {what}")  # noqa: E731
+                found.append(measure_layer(layer, sample, of.grid, step))
             return asked.ordinary()
 
         hidden = self._run(text, self._s2o({}), attend)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["plain_attention"]
+__all__ = ["Weights", "plain_attention"]
 
 Tensor = Any  # torch.Tensor
 
 SCORES = 1 << 26  # of a chunk of queries: 256 MiB in float32
+
+
+class Weights(NamedTuple):
+    """How a layer makes weights of its scores."""
+
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    softcap: float = 0.0  # scores are softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [heads]: one more score of each row, which counts for the softmax and has no value
+    dropout: float = 0.0
 
 
 def plain_attention(
@@ -18,21 +27,17 @@ def plain_attention(
     key: Tensor,  # [batch, kv_heads, seqlen_k, head_dim]
     value: Tensor,  # [batch, kv_heads, seqlen_k, head_dim of values]
     mask: Tensor | None,  # [batch or 1, heads or 1, seqlen_q, seqlen_k]: bool, or added to the scores
-    *,
     is_causal: bool,
-    scale: float | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,  # [heads]
-    dropout: float = 0.0,
+    weights: Weights,
 ) -> Tensor:  # [batch, seqlen_q, heads, head_dim of values]
-    """Dense attention with softmax in float32. With ``softcap`` scores are softcap * tanh(score / softcap); with
-    ``sinks`` each row has one more score, its head's sink, which counts for the softmax and has no value.
+    """Dense attention with softmax in float32.
 
     A chunk of queries at a time, so that memory does not grow with seqlen_q * seqlen_k. ``is_causal`` is aligned
     bottom-right. What a row holds whose mask hides every key nobody reads.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     kv_heads, seqlen_k = key.shape[1:3]
+    scale, softcap, sinks, dropout = weights
     scale = head_dim**-0.5 if scale is None else scale
     positions = torch.arange(seqlen_k, device=query.device)
     step = max(1, SCORES // max(1, batch * heads * seqlen_k))

@@ -22,7 +22,8 @@ with with_extra(__name__, "PyTorch"):
     from .fallbacks import CallCounts, Kinds
 
 __all__ = [
-    "Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "scales_of", "why_not_shape",
+    "Cache", "Counts", "Run", "ServingSettings", "attend", "cut", "ended", "kind_of_request", "scales_of",
+    "why_not_shape",
 ]  # fmt: skip
 
 Tensor = Any  # torch.Tensor
@@ -269,17 +270,25 @@ def _with_last(config: S2OConfig, last: int) -> S2OConfig:
     return replace(config, dense_last=last)
 
 
+class Cache(NamedTuple):
+    """The engine's keys and values, read where they lie."""
+
+    k_pages: Tensor  # [pages, page_size, kv_heads, head_dim]
+    v_pages: Tensor
+    page_table: Tensor  # of the whole batch
+    k_scale: Tensor | float | None = None  # of 8 bits
+    v_scale: Tensor | float | None = None
+
+
 def attend(
-    run: Run, q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, out: Tensor, config: S2OConfig,
-    scale: float, softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] and page_table are those of the whole batch;
-    k_pages, v_pages [pages, page_size, kv_heads, head_dim] are the engine's cache, read where it lies, with the scales
-    of one of 8 bits. The last queries of prompts attend densely, by the longest of them, not those of chunks before."""
+    run: Run, q: Tensor, cache: Cache, out: Tensor, config: S2OConfig, scale: float, softcap: float
+) -> None:
+    """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] are those of the whole batch. The last
+    queries of prompts attend densely, by the longest of them, not those of chunks before."""
     lengths_q, lengths_k = zip(*run.lengths, strict=True)
     config = _with_last(config, config.last_of_prompt(max(lengths_k)) if run.ends else 0)
     s2o_attention_paged(
-        q[run.tokens], k_pages, v_pages, page_table[run.requests], seqlen_k=list(lengths_k),
+        q[run.tokens], cache.k_pages, cache.v_pages, cache.page_table[run.requests], seqlen_k=list(lengths_k),
         cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=config, scale=scale, softcap=softcap,
-        out=out[run.tokens], k_scale=k_scale, v_scale=v_scale,
+        out=out[run.tokens], k_scale=cache.k_scale, v_scale=cache.v_scale,
     )  # fmt: skip

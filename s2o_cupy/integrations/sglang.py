@@ -17,7 +17,7 @@ from ..extras import with_extra
 with with_extra(__name__, "PyTorch"):
     import torch
 
-from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
+from .serving import Cache, Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
 from .versions import SGLANG, warn_if_newer
 
 try:
@@ -165,10 +165,11 @@ class _Prefill:
             o = self.rest.forward_extend(q[rows].flatten(1), *some, layer, plan.rest, save_kv_cache=False)
             out[rows] = o.view(-1, *out.shape[1:])
         k_pages, v_pages = (self._pages(x, layer) for x in pool.get_kv_buffer(layer.layer_id))
-        scales = (None, None) if k_pages.dtype == q.dtype else _scales(layer)
+        scales = () if k_pages.dtype == q.dtype else _scales(layer)
+        cache = Cache(k_pages, v_pages, plan.page_table, *scales)
         for run in plan.runs:
             if run.s2o:
-                attend(run, q, k_pages, v_pages, plan.page_table, out, config, layer.scaling, layer.logit_cap, *scales)
+                attend(run, q, cache, out, config, layer.scaling, layer.logit_cap)
         return out.flatten(1)
 
     def _why_not_batch(self, backend: Any, batch: Any, rows: int) -> str | None:

@@ -7,7 +7,6 @@ Each field of an S2OConfig is an argument of the operator, so that a graph can h
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints, overload
@@ -23,7 +22,7 @@ from ..api.lengths import check_packed_shapes
 from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
 from ..by_head import check_tau
-from ..problem import LAYOUTS, Problem, check_softcap, validate
+from ..problem import LAYOUTS, Problem, check_scale, check_softcap, validate
 from ..spec import Pass, S2OConfig, not_a_config
 from .autocast import DEVICES, casting
 
@@ -235,14 +234,7 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def _scale(scale: Any) -> Any:
-    if scale is None or type(scale) is float:
-        return scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise ArgumentTypeError(
-            f"scale is {scale!r} ({type(scale).__name__}); "
-            "accepted: a finite Python number, or None for 1 / sqrt(head_dim)"
-        )
-    return float(scale)
+    return scale if scale is None or type(scale) is float else check_scale(scale)
 
 
 def _softcap(softcap: Any) -> Any:
@@ -285,90 +277,43 @@ def check_forward_mode() -> None:
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    softcap: float,
-    is_causal: bool,
-    layout: Any,
-    return_lse: bool,
-    *scalars: Any,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float, is_causal: bool, layout: Any,
+    return_lse: bool, *scalars: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_forward_mode()
     result = s2o_attention(
-        q,
-        k,
-        v,
-        config=_config(*scalars),
-        scale=scale,
-        softcap=softcap,
-        is_causal=is_causal,
-        layout=layout,
+        q, k, v, config=_config(*scalars), scale=scale, softcap=softcap, is_causal=is_causal, layout=layout,
         return_lse=return_lse,
-    )
+    )  # fmt: skip
     return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
 def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    softcap: float,
-    is_causal: bool,
-    layout: Any,
-    return_lse: bool,
-    *scalars: Any,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float, is_causal: bool, layout: Any,
+    return_lse: bool, *scalars: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shapes, dtypes and devices of the results without data; the same errors as a call."""
     check_forward_mode()
     problem = problem_of(q, k, v, _config(*scalars), scale, softcap, is_causal, layout)
-    rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+    return fake_results(q, (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,))
 
 
 def _run_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Sequence[int],
-    cu_seqlens_k: Sequence[int] | None,
-    scale: float | None,
-    softcap: float,
-    is_causal: bool,
-    return_lse: bool,
-    *scalars: Any,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None,
+    scale: float | None, softcap: float, is_causal: bool, return_lse: bool, *scalars: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_forward_mode()
     result = s2o_attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        config=_config(*scalars),
-        scale=scale,
-        softcap=softcap,
-        is_causal=is_causal,
-        return_lse=return_lse,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, config=_config(*scalars), scale=scale, softcap=softcap,
+        is_causal=is_causal, return_lse=return_lse,
+    )  # fmt: skip
     return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
 def _fake_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Sequence[int],
-    cu_seqlens_k: Sequence[int] | None,
-    scale: float | None,
-    softcap: float,
-    is_causal: bool,
-    return_lse: bool,
-    *scalars: Any,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None,
+    scale: float | None, softcap: float, is_causal: bool, return_lse: bool, *scalars: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `_fake`, but blind to cu_seqlens: a graph that asked for their order would be one for these lengths alone."""
     check_forward_mode()
     _check_devices(q, k, v)
@@ -377,9 +322,13 @@ def _fake_varlen(
         problem = check_packed_shapes(
             shapes, _dtypes(q, k, v), _config(*scalars), _backend(q), is_causal, scale, softcap
         )
-    rows = (problem.heads, q.shape[0]) if return_lse else (0,)
+    return fake_results(q, (problem.heads, q.shape[0]) if return_lse else (0,))
+
+
+def fake_results(q: Tensor, of_lse: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """An output like q, and an lse of that shape."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+    return o, torch.empty(of_lse, dtype=torch.float32, device=q.device)
 
 
 def problem_of(
@@ -388,15 +337,9 @@ def problem_of(
     """The problem that tensors pose; raises what a call would."""
     _check_devices(q, k, v)
     return validate(
-        [x.shape for x in (q, k, v)],
-        _dtypes(q, k, v),
-        config=config,
-        backend=_backend(q),
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-        softcap=softcap,
-    )
+        [x.shape for x in (q, k, v)], _dtypes(q, k, v), config=config, backend=_backend(q), layout=layout,
+        is_causal=is_causal, scale=scale, softcap=softcap,
+    )  # fmt: skip
 
 
 def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -17,7 +17,7 @@ from ..api.gather import gather_attention as attend
 from ..schedules.schedule import Schedule
 from ..spec import Pass
 from .autocast import DEVICES, casting
-from .torch import check_arguments, check_forward_mode, problem_of
+from .torch import check_arguments, check_forward_mode, fake_results, problem_of
 
 __all__ = ["gather_attention", "schedule_arguments"]
 
@@ -160,9 +160,7 @@ def _fake(
             raise ValueError(
                 f"gather_attention: {name} is {x.dtype} of {x.ndim} axes; accepted: {dtype} of {axes}"
             )
-    rows = (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+    return fake_results(q, (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,))
 
 
 _library = torch.library.Library("s2o_cupy", "FRAGMENT")

@@ -28,18 +28,17 @@ from ..api.run import parse_config
 from ..methods.attention import sparse_attention
 from ..methods.own import AnyMethod, pass_of
 from ..methods.varlen import sparse_attention_varlen
-from ..problem import BACKEND_DTYPES
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
-from .autocast import autocast_dtype, to_autocast_dtype
+from .autocast import to_autocast_dtype
 from .capture import capture
 from .causal_mask import CausalMask
-from .fallbacks import OF_MODELS, CallCounts
+from .fallbacks import OF_MODELS, CallCounts, why_not_tensors
 from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
 from .model_arguments import check_min_seqlen
 from .packed_rows import pack, starts, unpack
-from .plain import plain_attention
+from .plain import Weights, plain_attention
 from .sliding_window import window_attention
 from .torch import attention, attention_varlen
 
@@ -179,9 +178,8 @@ class Asked(NamedTuple):
                     raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
             no_mask = mask is None or isinstance(mask, CausalMask)
             return plain_attention(
-                query, key, value, None if no_mask else mask,
-                is_causal=self.call.causal and no_mask and query.shape[2] > 1,
-                scale=self.scale, softcap=self.softcap, sinks=self.sinks, dropout=self.dropout,
+                query, key, value, None if no_mask else mask, self.call.causal and no_mask and query.shape[2] > 1,
+                Weights(self.scale, self.softcap, self.sinks, self.dropout),
             )  # fmt: skip
         if isinstance(mask, CausalMask):
             # None is sdpa's own way to say so, where there are as many queries as keys.
@@ -327,15 +325,7 @@ class S2OAttention:
             return "few queries"
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM or query.shape[0] != key.shape[0]:
             return "shape"
-        backend = {"cpu": "numpy", "cuda": "cupy"}.get(query.device.type, "")
-        dtypes = [str(autocast_dtype(x)).removeprefix("torch.") for x in (query, key, value)]
-        if not dtypes[0] == dtypes[1] == dtypes[2] or dtypes[0] not in BACKEND_DTYPES.get(backend, ()):
-            return "device or dtype"
-        if dropout > 0:
-            return "dropout"
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return "gradients"
-        return None
+        return why_not_tensors(query, key, value, dropout)
 
 
 def _parse(mask: Tensor | None, causal: bool, seqlen_q: int, seqlen_k: int) -> _Call:

@@ -18,7 +18,7 @@ from ..spec import S2OConfig
 with with_extra(__name__, "PyTorch"):
     import torch
 
-from .serving import Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
+from .serving import Cache, Counts, Run, ServingSettings, attend, cut, ended, kind_of_request, scales_of, why_not_shape
 from .versions import VLLM, warn_if_newer
 
 try:
@@ -254,15 +254,12 @@ class S2OImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
         k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)  # [pages, page_size, kv_heads, D]
-        q, (k_scale, v_scale) = query, of_cache or (None, None)
+        q, cache = query, Cache(k_pages, v_pages, attn_metadata.block_table, *(of_cache or ()))
         if query.dtype != output.dtype:  # vLLM rounds them too where FlashAttention multiplies 8 bits
             q = unquantized(query, layer._q_scale, output.dtype)
         for run, of_run in attn_metadata.parts:
             if of_run is None:
-                attend(
-                    run, q, k_pages, v_pages, attn_metadata.block_table, output, config, self.scale,
-                    self.logits_soft_cap or 0.0, k_scale, v_scale,
-                )  # fmt: skip
+                attend(run, q, cache, output, config, self.scale, self.logits_soft_cap or 0.0)
             else:
                 rows = [None if x is None else x[run.tokens] for x in (query, key, value)]
                 super().forward(layer, *rows, kv_cache, of_run, output[run.tokens])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ..arrays.operand import Operand
-from ..by_head import by_head
+from ..by_head import by_head, checked_real
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..plan.build import Array, Launch, Workspace
 from ..plan.device import DeviceLimits
@@ -136,9 +136,7 @@ def checked_bool(name: str, value: Any, owner: str = "") -> bool:
 
 def checked_number(name: str, value: Any, low: float, high: float, accepted: str, owner: str = "") -> float:
     """``value`` as a float above ``low`` and up to ``high``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
-    number = float(value)
+    number = checked_real(name, value, accepted, owner)
     if math.isnan(number) or not low < number <= high:
         raise ArgumentValueError(f"{name} is {value!r}; accepted: {accepted}", owner)
     return number

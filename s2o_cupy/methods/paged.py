@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..api.batch import paged
+from ..api.batch import Cached, paged
 from ..api.call import Call
 from ..api.gather import gather_attention, gather_attention_paged
 from ..api.habits import answers_habits
@@ -87,7 +87,7 @@ def sparse_attention_paged(
     call = Call(inputs, backend, stream)
     framework, infos, host = call.framework, call.infos, call.host
     forms, of_pass = tuple([x.form for x in infos]), method.of_pass
-    batch = paged(forms, None, seqlen_k, of_pass, call.backend, layout, is_causal, scale, softcap)
+    batch = paged(forms, None, Cached(seqlen_k, layout), of_pass, call.backend, is_causal, scale, softcap)
     if host:
         from ..api.on_host import check_entries
 

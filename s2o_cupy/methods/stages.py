@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ArgumentValueError
-from ..plan.build import Array, Launch, Place, Workspace, make_launch
+from ..plan.build import Array, Launch, Place, Workspace, make_launch, pointers_of
 from ..plan.kernels import Kernel
 from ..spec import LOG2E
 from .base import Site
@@ -32,7 +32,7 @@ def launch(
     memory: Workspace, stage: str, kernel: Kernel, blocks: int, values: dict[str, Any], **read: str
 ) -> Launch:
     """``read``: which array a pointer means that has another name."""
-    return make_launch(stage, kernel, blocks, values, BASES, memory, read=read)
+    return make_launch(stage, kernel, blocks, values, pointers_of(kernel, BASES, memory, read=read))
 
 
 @dataclass(frozen=True)

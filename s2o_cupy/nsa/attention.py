@@ -111,21 +111,16 @@ def nsa_attention(
     def on_host(natives: dict[str, Any]) -> tuple[Any, ...]:
         from . import on_host as nsa_on_host
 
-        x = {name: call.bhsd(name, native) for name, native in natives.items() if name != "gates"}
-        g = natives["gates"]
-        g = g[:, None] if g.ndim == 3 else g if layout == "BHSD" else g.swapaxes(1, 2)
-        window = (x.get("k_win", x["k"]), x.get("v_win", x["v"]))
-        return (nsa_on_host.attend(x["q"], x["k"], x["v"], x["k_cmp"], x["v_cmp"], *window, g, problem, config),)
+        x = {name: native[:, None] if native.ndim == 3 else call.bhsd(name, native) for name, native in natives.items()}
+        return (nsa_on_host.attend(x, problem, config),)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         nsa = _kernels()
         gates_at = nsa.Gates(x["gates"].pointer, gates_strides, of["gates"].dtype == "float32")
         keys = nsa.Pair(x["k"], x["v"])
         window = nsa.Pair(x["k_win"], x["v_win"]) if "k_win" in x else keys
-        nsa.attend(
-            x["q"], keys, nsa.Pair(x["k_cmp"], x["v_cmp"]), window, gates_at, results[0], problem, config,
-            stream=stream, memory=memory,
-        )  # fmt: skip
+        branches = nsa.Branches(keys, nsa.Pair(x["k_cmp"], x["v_cmp"]), window, gates_at)
+        nsa.attend(x["q"], branches, results[0], problem, config, stream=stream, memory=memory)
 
     return call.run(on_host, on_gpu)
 

@@ -91,8 +91,7 @@ def selected_attention_backward(
     def on_host(x: dict[str, Any]) -> tuple[Any, ...]:
         from . import on_host as nsa_on_host
 
-        arrays = {name: x[name] for name in inputs}
-        return nsa_on_host.attend_blocks_backward(**arrays, block=block, problem=problem)
+        return nsa_on_host.attend_blocks_backward(x, block, problem)
 
     def on_gpu(x: dict[str, Operand], results: tuple[Any, ...], stream: int, memory: Any) -> None:
         load_pipeline()

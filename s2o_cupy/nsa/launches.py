@@ -30,7 +30,7 @@ from . import kernels
 from .config import NSAConfig
 from .plan import NsaPlan, make_plan
 
-__all__ = ["Gates", "Pair", "attend", "attend_blocks", "attend_window", "calling", "select", "tensor"]
+__all__ = ["Branches", "Gates", "Pair", "attend", "attend_blocks", "attend_window", "calling", "select", "tensor"]
 
 Strides = tuple[int, int, int]
 # Called after each launch with its stage's name; a tool's way to look inside.
@@ -54,11 +54,21 @@ class Gates(NamedTuple):
     wide: bool
 
 
+class Branches(NamedTuple):
+    """What the three branches attend to, and how much each counts."""
+
+    keys: Pair  # of the selected one
+    compressed: Pair
+    window: Pair
+    gates: Gates
+
+
 def attend(
-    q: Operand, keys: Pair, compressed: Pair, window: Pair, gates: Gates, out: Operand, problem: Problem,
-    config: NSAConfig, *, stream: int, memory: Memory, observe: Observer | None = None,
+    q: Operand, branches: Branches, out: Operand, problem: Problem, config: NSAConfig, *, stream: int, memory: Memory,
+    observe: Observer | None = None,
 ) -> None:  # fmt: skip
     """All three branches into ``out``. ``observe`` is called with each stage's name after its launch."""
+    keys, compressed, window, gates = branches
     device = runtime.getDevice()
     plan = make_plan(problem, config, device_limits(device), where="nsa_attention", compresses=True,
                      attends=True, gates=True, shares=window == keys)  # fmt: skip

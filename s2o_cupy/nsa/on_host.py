@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,15 @@ from .config import NSAConfig
 __all__ = ["attend", "attend_blocks", "attend_blocks_backward", "attend_window", "select"]
 
 
-def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, k_cmp: np.ndarray, v_cmp: np.ndarray, k_win: np.ndarray,
-    v_win: np.ndarray, gates: np.ndarray, problem: Problem, config: NSAConfig,
-) -> np.ndarray:  # fmt: skip
-    """The sum of the branches; ``gates`` [batch, heads, seqlen_q, 3]."""
-    q, k, v, k_cmp, v_cmp, k_win, v_win, gates = (_wide(x) for x in (q, k, v, k_cmp, v_cmp, k_win, v_win, gates))
-    o_cmp, lse = nsa.compressed(q, k_cmp, v_cmp, problem.seqlen_k, **_runs(problem, config))
+def attend(arrays: Mapping[str, np.ndarray], problem: Problem, config: NSAConfig) -> np.ndarray:
+    """The sum of the branches. ``arrays``: those of `nsa_attention` by name; gates are [batch, heads, seqlen_q, 3]."""
+    x = {name: _wide(array) for name, array in arrays.items()}
+    q, k, v, k_cmp = (x[name] for name in ("q", "k", "v", "k_cmp"))
+    o_cmp, lse = nsa.compressed(q, k_cmp, x["v_cmp"], problem.seqlen_k, **_runs(problem, config))
     blocks = _choose(q, k_cmp, lse, problem, config)
     o_slc, _ = nsa.selected(q, k, v, blocks, block=config.block, scale=problem.scale)
-    o_win, _ = nsa.window(q, k_win, v_win, config.window, scale=problem.scale)
-    return nsa.gate(gates, o_cmp, o_slc, o_win)
+    o_win, _ = nsa.window(q, x.get("k_win", k), x.get("v_win", v), config.window, scale=problem.scale)
+    return nsa.gate(x["gates"], o_cmp, o_slc, o_win)
 
 
 def select(q: np.ndarray, k_cmp: np.ndarray, problem: Problem, config: NSAConfig) -> np.ndarray:
@@ -43,13 +42,10 @@ def attend_blocks(
     return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
 
 
-def attend_blocks_backward(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, blocks: np.ndarray, o: np.ndarray, lse: np.ndarray, do: np.ndarray,
-    block: int, problem: Problem,
-) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Gradients of q, k and v."""
-    q, k, v, o, do = (_wide(x) for x in (q, k, v, o, do))
-    return nsa_backward.selected_backward(q, k, v, blocks, o, lse, do, block=block, scale=problem.scale)
+def attend_blocks_backward(arrays: Mapping[str, np.ndarray], block: int, problem: Problem) -> tuple[np.ndarray, ...]:
+    """Gradients of q, k and v. ``arrays``: those of `selected_attention_backward` by name."""
+    wide = {name: _wide(x) for name, x in arrays.items()}
+    return nsa_backward.selected_backward(**wide, block=block, scale=problem.scale)
 
 
 def attend_window(

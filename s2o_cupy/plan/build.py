@@ -20,12 +20,13 @@ from .rounds import Chunk
 
 __all__ = [
     "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "InTurns", "Launch", "Place", "Workspace",
-    "added_to_addresses", "geometry_of", "lay_out", "make_launch",
+    "added_to_addresses", "geometry_of", "lay_out", "make_launch", "pointers_of",
 ]  # fmt: skip
 
 Params = Any  # a 0-d array of a kernel's parameter struct
 NOTHING: Mapping[str, Any] = {}
 Array = tuple[str, tuple[int, ...], str]  # name, shape, dtype
+Pointers = tuple[tuple[int, str, int], ...]  # byte offset in a launch's parameters, base, bytes from the base
 
 
 class InTurns(NamedTuple):
@@ -90,13 +91,13 @@ def lay_out(zeroed: Iterable[Array], others: Iterable[Array | InTurns]) -> Works
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a call. ``pointers``: (byte offset in params, base, bytes from the base)."""
+    """One kernel of a call."""
 
     stage: str
     kernel: Kernel
     blocks: int
     params: Params
-    pointers: tuple[tuple[int, str, int], ...]
+    pointers: Pointers
     chunk: Chunk | None = None
 
 
@@ -147,24 +148,31 @@ class Builder:
         self, stage: str, kernel: Kernel, blocks: int, values: Mapping[str, Any], chunk: Chunk | None = None,
         further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING,
     ) -> Launch:  # fmt: skip
-        """``values``: parameters by name. ``further``: bytes into the array that a pointer of this name reads.
-        ``read``: as of `make_launch`."""
-        return make_launch(stage, kernel, blocks, values, BASES, self.memory, chunk, further, read)
+        """``values``: parameters by name. ``further``, ``read``: as of `pointers_of`."""
+        return make_launch(stage, kernel, blocks, values, pointers_of(kernel, BASES, self.memory, further, read), chunk)
+
+
+def pointers_of(
+    kernel: Kernel, bases: Container[str], memory: Workspace, further: Mapping[str, int] = NOTHING,
+    read: Mapping[str, str] = NOTHING,
+) -> Pointers:  # fmt: skip
+    """A pointer of the parameters starts from that of ``bases``, or in the array of ``memory``, that has its name, or
+    the one that ``read`` gives for it; others are left 0. ``further``: bytes into the array that a pointer of this name
+    reads."""
+    found = []
+    for field, offset in kernel.family.params.pointers:
+        name = read.get(field, field)
+        if name in bases:  # of the caller
+            found.append((offset, name, further.get(field, 0)))
+        elif name in memory.places:
+            found.append((offset, "workspace", memory.places[name].offset + further.get(field, 0)))
+    return tuple(found)
 
 
 def make_launch(
-    stage: str, kernel: Kernel, blocks: int, values: Mapping[str, Any], bases: Container[str], memory: Workspace,
-    chunk: Chunk | None = None, further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING,
-) -> Launch:  # fmt: skip
-    """A pointer of the parameters starts from that of ``bases``, or in the array of ``memory``, that has its name, or
-    the one that ``read`` gives for it; others are left 0. ``values`` and ``further``: as in `Builder.launch`."""
+    stage: str, kernel: Kernel, blocks: int, values: Mapping[str, Any], pointers: Pointers, chunk: Chunk | None = None
+) -> Launch:
+    """``values``: as in `Builder.launch`."""
     params = kernel.family.params
-    pointers = []
-    for field, offset in params.pointers:
-        name = read.get(field, field)
-        if name in bases:  # of the caller
-            pointers.append((offset, name, further.get(field, 0)))
-        elif name in memory.places:
-            pointers.append((offset, "workspace", memory.places[name].offset + further.get(field, 0)))
     filled = params.fill({"attention": values} if params.map_bytes else values)
-    return Launch(stage, kernel, blocks, filled, tuple(pointers), chunk)
+    return Launch(stage, kernel, blocks, filled, pointers, chunk)

@@ -22,7 +22,7 @@ from .build import Array, Builder, InTurns, Launch, Workspace, lay_out
 from .kernels import Family, Inputs, Kernel
 from .launch_plan import LaunchPlan
 from .launches import attention_launch
-from .rounds import Chunk
+from .rounds import Chunk, Grid
 
 __all__ = ["Sampled", "kernels", "launches", "sampled", "searched", "workspace"]
 
@@ -107,9 +107,7 @@ def launches(
     errors = [max(head_taus.as_float32(x), TINY) for x in config.errors(problem.heads)]
     found = head_taus.written(errors, 1, memory, {"taus": "errors"})  # a graph holds them
     found.append(_choose(build, plan, sample, 0))
-    found.append(
-        attention_launch(build, plan.blocks, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
-    )
+    found.append(attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid))
     found += _sizes(build, plan)
     if plan.chunks:
         found += plan.method.before_rounds(build)
@@ -143,11 +141,10 @@ def _sizes(build: Builder, plan: LaunchPlan) -> Iterator[Launch]:
 def _ladder(build: Builder, plan: LaunchPlan, chunk: Chunk, done: int, i: int) -> Launch:
     heads = build.problem.batch * build.problem.heads
     further = {"next_q_tile": 4 * (1 + done * len(plan.chunks) + i), "ladders": 4 * done * heads * LADDER}
-    launch = attention_launch(
-        build, plan.blocks, plan.of_pass, "pass2_ladder", plan.runs_on.laddered(plan.pass2), chunk, plan.tiles, further,
-        is_first=done == 0,
-    )  # fmt: skip
-    return replace(launch, blocks=_blocks(plan, chunk))
+    grid = Grid(chunk, plan.tiles, _blocks(plan, chunk))
+    return attention_launch(
+        build, "pass2_ladder", plan.runs_on.laddered(plan.pass2), plan.of_pass, grid, further, is_first=done == 0
+    )
 
 
 def _choose(build: Builder, plan: LaunchPlan, sample: Sampled, done: int) -> Launch:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..problem import Problem
 from ..spec import Pass, S2OConfig
-from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch
+from .build import BASES, NOTHING, Array, Builder, Launch, Workspace, make_launch, pointers_of
 from .kernels import Family, Kernel
 
 __all__ = ["arrays", "as_float32", "launches", "written"]
@@ -43,12 +43,13 @@ def launches(build: Builder, problem: Problem, config: S2OConfig | Pass) -> list
 def written(
     values: Sequence[float], sequences: int, memory: Workspace, read: Mapping[str, str] = NOTHING
 ) -> list[Launch]:
-    """What writes one number of ``values`` for each head of each sequence. ``read``: as of `make_launch`."""
+    """What writes one number of ``values`` for each head of each sequence. ``read``: as of `pointers_of`."""
     found: list[Launch] = []
+    pointers = pointers_of(KERNEL, BASES, memory, read=read)
     for first in range(0, len(values), HEADS):
         part = values[first : first + HEADS]
         numbers = {"heads": len(values), "first": first, "count": len(part)}
-        launch = make_launch("head_taus", KERNEL, sequences, numbers, BASES, memory, read=read)
+        launch = make_launch("head_taus", KERNEL, sequences, numbers, pointers)
         launch.params["values"][: len(part)] = part
         found.append(launch)
     return found

@@ -22,7 +22,7 @@ from .build import Array, Builder, Launch, geometry_of
 from .kernels import Family, Inputs, Kernel
 from .launches import attention_launch
 from .method import Setting
-from .rounds import Chunk, near_heads
+from .rounds import Chunk, Grid, near_heads
 from .schedule import ScheduleShape
 
 __all__ = ["LastQueries", "kernels"]
@@ -163,12 +163,13 @@ class LastQueries:
         lists = ScheduleShape(1, segment=segment, table_heads=piece.heads if self.by_part else heads).params(problem)
         if self.by_part:
             lists["shared_heads"] = heads
+        chunk = Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0)
         return attention_launch(
-            self._of_parts(build, piece, problem), lambda q_tiles: s.path.blocks(q_tiles, s.limits), s.config.of_pass,
-            "last_queries", s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)),
-            Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0), self.tiles,
-            {"next_q_tile": counter, **self._further(build, piece, part)}, OF_PARTS,
-            tau=0.0, tau_falls=0.0, lists=lists,
+            self._of_parts(build, piece, problem), "last_queries",
+            s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)), s.config.of_pass,
+            Grid(chunk, self.tiles, s.path.blocks(chunk.rows * self.tiles, s.limits)),
+            {"next_q_tile": counter, **self._further(build, piece, part)}, OF_PARTS, tau=0.0, tau_falls=0.0,
+            lists=lists,
         )  # fmt: skip
 
     def _of_parts(self, build: Builder, piece: Piece, problem: Problem) -> Builder:

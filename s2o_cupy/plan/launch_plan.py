@@ -14,7 +14,7 @@ from .device import DeviceLimits
 from .kernels import Family, Inputs, Kernel, Path, padded_head_dim
 from .method import Choose, Method, NothingChosen, Setting
 from .paths import choose_path
-from .rounds import MAX_GRID, Chunk, near_heads
+from .rounds import MAX_GRID, Chunk, Grid, near_heads
 
 __all__ = [
     "DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "check_fp8_keys", "dense_reason", "is_dense", "make_plan",
@@ -78,6 +78,14 @@ class LaunchPlan:
     def blocks(self, q_tiles: int) -> int:
         """Of a launch of pass 1 or 2."""
         return self.runs_on.blocks(q_tiles, self.limits)
+
+    @property
+    def pass1_grid(self) -> Grid:
+        return Grid(self.whole, self.pass1_tiles, self.blocks(self.whole.rows * self.pass1_tiles))
+
+    def grid(self, chunk: Chunk) -> Grid:
+        """Of pass 2."""
+        return Grid(chunk, self.tiles, self.blocks(chunk.rows * self.tiles))
 
 
 # Query rows of a KV head from which a dense call copies the keys and values of its pages to arrays first, where pass 1

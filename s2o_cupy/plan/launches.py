@@ -5,7 +5,7 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
@@ -15,7 +15,7 @@ from . import head_taus
 from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, InTurns, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
-from .rounds import Chunk
+from .rounds import Grid
 
 __all__ = [
     "ALIGNMENT", "BASES", "Launch", "Place", "Workspace", "attention_launch", "launches", "listed_launch",
@@ -54,17 +54,13 @@ def launches(
     """All launches of a call in order; for the arguments see `Builder`."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
     found = [_collect_pages(build, plan.collect_pages, paging)] if plan.collect_pages else []
-    found.append(
-        attention_launch(build, plan.blocks, plan.of_pass, "pass1", plan.pass1, plan.whole, plan.pass1_tiles)
-    )
+    found.append(attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid))
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             further = {"next_q_tile": 4 * (1 + i)}
-            found.append(
-                attention_launch(build, plan.blocks, plan.of_pass, "pass2", plan.pass2, chunk, plan.tiles, further)
-            )
+            found.append(attention_launch(build, "pass2", plan.pass2, plan.of_pass, plan.grid(chunk), further))
             found += plan.method.after_pass2(build, chunk)
     return tuple(found)
 
@@ -74,9 +70,7 @@ def packed_launch(
 ) -> Launch:
     """Pass 1 of packed sequences; lengths and addresses are for the caller to fill in."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(
-        build, plan.blocks, plan.of_pass, "pass1", kernel, plan.whole, plan.pass1_tiles, sequences=0
-    )
+    return attention_launch(build, "pass1", kernel, plan.of_pass, plan.pass1_grid, sequences=0)
 
 
 def listed_launch(
@@ -86,7 +80,7 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(build, plan.blocks, plan.of_pass, "pass2", kernel, plan.whole, plan.tiles, **more)
+    return attention_launch(build, "pass2", kernel, plan.of_pass, plan.grid(plan.whole), **more)
 
 
 def packed_collect_launch(
@@ -98,21 +92,20 @@ def packed_collect_launch(
 
 
 def attention_launch(
-    build: Builder, blocks: Callable[[int], int], of_pass: Pass, stage: str, kernel: Kernel, chunk: Chunk, tiles: int,
-    further: Mapping[str, int] = NOTHING, read: Mapping[str, str] = NOTHING, **more: Any,
+    build: Builder, stage: str, kernel: Kernel, of_pass: Pass, grid: Grid, further: Mapping[str, int] = NOTHING,
+    read: Mapping[str, str] = NOTHING, **more: Any,
 ) -> Launch:  # fmt: skip
-    """A launch of a pass. ``blocks``: for so many q tiles. ``further``, ``read``: as of `Builder.launch`. ``more``:
-    further parameters."""
-    p, q_tiles = build.problem, chunk.rows * tiles
+    """A launch of a pass. ``further``, ``read``: as of `Builder.launch`. ``more``: further parameters."""
+    p = build.problem
     values: dict[str, Any] = {
         **build.tensors,
         "geometry": build.geometry,
-        "chunk": build.chunk(chunk),
+        "chunk": build.chunk(grid.chunk),
         "heads": p.heads,
         "kv_heads": p.kv_heads,
-        "tiles": tiles,
+        "tiles": grid.tiles,
         "steps_per_tile": max(1, of_pass.block_n // kernel.step),
-        "q_tiles": q_tiles,
+        "q_tiles": grid.q_tiles,
         "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
         "tau": head_taus.as_float32(of_pass.tau),
@@ -121,7 +114,7 @@ def attention_launch(
         "pages": build.pages,
         **more,
     }
-    return build.launch(stage, kernel, blocks(q_tiles), values, chunk, further, read)
+    return build.launch(stage, kernel, grid.blocks, values, grid.chunk, further, read)
 
 
 def _collect_pages(build: Builder, kernel: Kernel, paging: Paging | None, **more: int) -> Launch:

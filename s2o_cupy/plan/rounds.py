@@ -9,12 +9,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..caches import remembered
 from ..problem import Problem
 from ..spec import Geometry
 
-__all__ = ["MAX_GRID", "STEP", "UNIT_STEP", "Chunk", "near_heads", "rounds"]
+__all__ = ["MAX_GRID", "STEP", "UNIT_STEP", "Chunk", "Grid", "near_heads", "rounds"]
 
 STEP = 64  # keys of one step of the kernels' main loop (kStep), and what lengths of rows of keys are multiples of
 UNIT_STEP = 8  # those of rows of larger units: 16 bytes of scores
@@ -63,6 +64,18 @@ class Chunk:
     def _before(self, segments: int) -> int:
         """Elements of a head's first rows (Chunk::before in geometry.cuh)."""
         return segments * self.stride + segments * (segments - 1) // 2 * self.growth
+
+
+class Grid(NamedTuple):
+    """The q tiles of a launch of pass 1 or 2: ``tiles`` of each row of ``chunk``, which ``blocks`` of threads take."""
+
+    chunk: Chunk
+    tiles: int
+    blocks: int
+
+    @property
+    def q_tiles(self) -> int:
+        return self.chunk.rows * self.tiles
 
 
 def near_heads(problem: Problem, heads: int) -> int:

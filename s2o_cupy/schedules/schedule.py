@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.frameworks import framework_of, to_host
-from ..by_head import check_one_tau, check_value_skip
 from ..plan.schedule_form import ScheduleForm
-from ..problem import GPU_BLOCK_M, MAX_SEQLEN
-from ..spec import MAX_SEGMENT
 from .check import check_lists
 from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks_of
+from .rules import INTEGERS, UNITS, Rules, check_blocks, form_of, shape_of
 
 __all__ = ["Schedule"]
-
-INTEGERS = ("int32", "int64")
-UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
-# Of all constructors.
-RULES = ("block_m", "per_segment", "segment", "window", "sinks", "is_causal", "k_order", "tau", "value_skip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,27 +76,25 @@ class Schedule:
             cut by the dense part: ``segment``, ``seqlen_k - seqlen_q - window`` and ``sinks`` are multiples of a block.
         """
         where = "Schedule.from_block_mask"
-        shape = _shape(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
+        shape = shape_of(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
         if block not in UNITS[1:]:
             raise ValueError(f"{where}: block is {block!r}; accepted: 64 or 128")
-        list_rows = rules.get("block_m", 128)
-        if rules.get("per_segment"):
-            list_rows = rules.get("segment") or list_rows
-        _check_names(where, rules)
-        if seqlen_q is seqlen_k is None and rules.get("is_causal", True) and shape[2] * list_rows > shape[3] * block:
+        given = Rules.parse(where, seqlen_q, seqlen_k, block, rules)
+        list_rows = (given.segment if given.per_segment else None) or given.block_m
+        if seqlen_q is seqlen_k is None and given.is_causal and shape[2] * list_rows > shape[3] * block:
             raise ValueError(
                 f"{where}: mask has {shape[2]} lists of {list_rows} queries and {shape[3]} blocks of {block} keys; "
                 "accepted with is_causal=True: no more queries than keys (seqlen_q= and seqlen_k= say their numbers)"
             )
         seqlen_q = shape[2] * list_rows if seqlen_q is None else seqlen_q
         seqlen_k = shape[3] * block if seqlen_k is None else seqlen_k
-        form = _form(where, shape[:3], block, seqlen_q, seqlen_k, **rules)
+        form = form_of(where, shape[:3], given._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k))
         if shape[3] != form.units:
             raise ValueError(
                 f"{where}: mask has {shape[3]} key blocks; accepted: {form.units}, those of {block} in seqlen_k"
             )
-        _check_blocks(where, form)
-        return cls._make(form, mask, lambda: mask_lists(mask, form), rules.get("k_order"), is_sorted=True)
+        check_blocks(where, form)
+        return cls._make(form, mask, lambda: mask_lists(mask, form), given.k_order, is_sorted=True)
 
     @classmethod
     def from_csr(
@@ -175,14 +165,14 @@ class Schedule:
             An argument is not accepted; the message names it, what came and what is accepted.
         """
         where = "Schedule.from_csr"
-        _shape(where, "indices", indices, INTEGERS, 1, "(any,)")
+        shape_of(where, "indices", indices, INTEGERS, 1, "(any,)")
         ndim = 1 if len(getattr(indptr, "shape", ())) == 1 else 3
-        shape = _shape(where, "indptr", indptr, INTEGERS, ndim, "(batch or 1, list heads, lists + 1), or one row")
+        shape = shape_of(where, "indptr", indptr, INTEGERS, ndim, "(batch or 1, list heads, lists + 1), or one row")
         lists = shape[:2] if ndim == 3 else (batch, list_heads)
-        form = _form(
-            where, (*lists, None), unit, seqlen_q, seqlen_k, block_m=block_m, per_segment=per_segment, segment=segment,
-            window=window, sinks=sinks, is_causal=is_causal, k_order=k_order, tau=tau, value_skip=value_skip,
-        )  # fmt: skip
+        rules = Rules(
+            seqlen_q, seqlen_k, unit, block_m, per_segment, segment, window, sinks, is_causal, k_order, tau, value_skip
+        )
+        form = form_of(where, (*lists, None), rules)
         expected = (*lists, form.rows + 1) if ndim == 3 else (batch * list_heads * form.rows + 1,)
         if shape != expected:
             raise ValueError(
@@ -207,15 +197,15 @@ class Schedule:
         seqlen_q, seqlen_k, unit, is_sorted, rules : as in `from_csr`
         """
         where = "Schedule.from_lists"
-        _check_names(where, rules)
-        _shape(where, "entries", entries, INTEGERS, 1, "(any,)")
-        shape = _shape(where, "begins", begins, ("int64",), 3, "(batch or 1, list heads, lists)")
-        of_keys = _shape(where, "keys", keys, ("int32",), 3, "(batch or 1, list heads, lists)")
+        given = Rules.parse(where, seqlen_q, seqlen_k, unit, rules)
+        shape_of(where, "entries", entries, INTEGERS, 1, "(any,)")
+        shape = shape_of(where, "begins", begins, ("int64",), 3, "(batch or 1, list heads, lists)")
+        of_keys = shape_of(where, "keys", keys, ("int32",), 3, "(batch or 1, list heads, lists)")
         if of_keys != shape:
             raise ValueError(f"{where}: keys has shape {of_keys}; accepted: {shape}, as begins")
-        form = _form(where, shape, unit, seqlen_q, seqlen_k, **rules)
+        form = form_of(where, shape, given)
         lists = lambda: Lists(in_c_order(_int32(entries)), in_c_order(begins, shape), in_c_order(keys, shape))  # noqa: E731
-        return cls._make(form, entries, lists, rules.get("k_order"), is_sorted)
+        return cls._make(form, entries, lists, given.k_order, is_sorted)
 
     @classmethod
     def from_padded(
@@ -232,29 +222,25 @@ class Schedule:
             How many entries of each row belong to its list; the others are not read.
         seqlen_q, seqlen_k, unit, is_sorted, rules : as in `from_csr`
         """
-        return cls._padded("Schedule.from_padded", "rows", rows, counts, unit, seqlen_q, seqlen_k, is_sorted, rules)
+        given = Rules.parse("Schedule.from_padded", seqlen_q, seqlen_k, unit, rules)
+        return cls._padded("Schedule.from_padded", "rows", rows, counts, given, is_sorted)
 
     @classmethod
     def from_tokens(
         cls, positions: Any, counts: Any, *, seqlen_q: int, seqlen_k: int, is_sorted: bool = False, **rules: Any
     ) -> Schedule:
         """From key positions: `from_padded` with unit 1."""
-        return cls._padded(
-            "Schedule.from_tokens", "positions", positions, counts, 1, seqlen_q, seqlen_k, is_sorted, rules
-        )
+        given = Rules.parse("Schedule.from_tokens", seqlen_q, seqlen_k, 1, rules)
+        return cls._padded("Schedule.from_tokens", "positions", positions, counts, given, is_sorted)
 
     @classmethod
-    def _padded(
-        cls, where: str, name: str, rows: Any, counts: Any, unit: int, seqlen_q: int, seqlen_k: int, is_sorted: bool,
-        rules: dict[str, Any],
-    ) -> Schedule:  # fmt: skip
-        _check_names(where, rules)
-        shape = _shape(where, name, rows, INTEGERS, 4, "(batch or 1, list heads, lists, width)")
-        of_counts = _shape(where, "counts", counts, INTEGERS, 3, "(batch or 1, list heads, lists)")
+    def _padded(cls, where: str, name: str, rows: Any, counts: Any, rules: Rules, is_sorted: bool) -> Schedule:
+        shape = shape_of(where, name, rows, INTEGERS, 4, "(batch or 1, list heads, lists, width)")
+        of_counts = shape_of(where, "counts", counts, INTEGERS, 3, "(batch or 1, list heads, lists)")
         if of_counts != shape[:3]:
             raise ValueError(f"{where}: counts has shape {of_counts}; accepted: {shape[:3]}, as {name}")
-        form = _form(where, shape[:3], unit, seqlen_q, seqlen_k, **rules)
-        return cls._make(form, rows, lambda: padded_lists(rows, counts, form), rules.get("k_order"), is_sorted)
+        form = form_of(where, shape[:3], rules)
+        return cls._make(form, rows, lambda: padded_lists(rows, counts, form), rules.k_order, is_sorted)
 
     @classmethod
     def _make(cls, form: ScheduleForm, like: Any, lists: Any, k_order: Any, is_sorted: bool) -> Schedule:
@@ -290,104 +276,8 @@ class Schedule:
         return f"Schedule({self.form})"
 
 
-def _check_names(where: str, rules: dict[str, Any]) -> None:
-    for name in rules:
-        if name not in RULES:
-            raise TypeError(f"{where}: {name} is no argument; accepted beside its own: {', '.join(RULES)}")
-
-
 def _int32(x: Any) -> Any:
     from array_api_compat import array_namespace
 
     xp = array_namespace(x)
     return xp.astype(x, xp.int32, copy=False)
-
-
-def _shape(where: str, name: str, x: Any, dtypes: tuple[str, ...], ndim: int, axes: str) -> tuple[int, ...]:
-    """Of an array argument, or an error."""
-    framework = framework_of(name, x)
-    framework.check(name, x)
-    dtype = framework.dtype(x)
-    if dtype not in dtypes:
-        raise TypeError(f"{where}: {name} is {dtype}; accepted: {' or '.join(dtypes)}")
-    shape = tuple(int(n) for n in x.shape)
-    if len(shape) != ndim:
-        raise ValueError(f"{where}: {name} has shape {shape}; accepted: {axes}")
-    return shape
-
-
-def _form(
-    where: str, shape: tuple[Any, ...], unit: Any, seqlen_q: Any, seqlen_k: Any, *, k_order: Any = None,
-    block_m: Any = 128, per_segment: Any = False, segment: Any = None, window: Any = 0, sinks: Any = 0,
-    is_causal: Any = True, tau: Any = 0.0, value_skip: Any = None,
-) -> ScheduleForm:  # fmt: skip
-    """``shape``: the lists' (batch, list heads, lists); None: as many lists as there must be."""
-    for name, value, least, most in (
-        ("seqlen_q", seqlen_q, 0, MAX_SEQLEN), ("seqlen_k", seqlen_k, 0, MAX_SEQLEN), ("window", window, 0, MAX_SEQLEN),
-        ("sinks", sinks, 0, MAX_SEQLEN), ("segment", 1 if segment is None else segment, 1, MAX_SEGMENT),
-    ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
-            raise ValueError(f"{where}: {name} is {value!r}; accepted: an integer from {least} to {most}")
-    for name, value in (("is_causal", is_causal), ("per_segment", per_segment)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{where}: {name} is {value!r}; accepted: True or False")
-    if unit not in UNITS:
-        raise ValueError(f"{where}: unit is {unit!r}; accepted: 1, 64 or 128")
-    if block_m not in GPU_BLOCK_M:
-        raise ValueError(f"{where}: block_m is {block_m!r}; accepted: 64 or 128")
-    if is_causal and seqlen_q > seqlen_k:
-        raise ValueError(
-            f"{where}: seqlen_q {seqlen_q} exceeds seqlen_k {seqlen_k}; accepted with is_causal=True: no more queries "
-            "than keys"
-        )
-    if segment is None and (per_segment or window or sinks):
-        name = "per_segment" if per_segment else "window" if window else "sinks"
-        raise ValueError(f"{where}: {name} is given without a segment; accepted: with segment=, the queries of one")
-    if segment is not None and not per_segment and segment % block_m:
-        raise ValueError(
-            f"{where}: segment is {segment} with lists of q tiles; accepted: a multiple of block_m ({block_m}), or "
-            "per_segment=True"
-        )
-    if sinks and not is_causal:
-        raise ValueError(
-            f"{where}: sinks is {sinks} with is_causal=False; accepted: 0, as lists can hold the first keys"
-        )
-    if sinks > seqlen_k:
-        raise ValueError(f"{where}: sinks is {sinks}; accepted: up to seqlen_k, {seqlen_k}")
-    batch, heads, lists = shape
-    order: tuple[int, ...] = (0, 0, seqlen_k)
-    if k_order is not None:
-        order = _shape(where, "k_order", k_order, INTEGERS, 3, "(batch or 1, heads, kv_heads or 1, seqlen_k)")
-        if order[2] != seqlen_k:
-            raise ValueError(f"{where}: k_order has shape {order}; accepted: {seqlen_k}, seqlen_k, on its last axis")
-    form = ScheduleForm(
-        int(batch), int(heads), order[0], order[1], int(seqlen_q), int(seqlen_k), unit, block_m, per_segment,
-        None if segment is None else int(segment), int(window), int(sinks), is_causal, check_one_tau("tau", tau, where),
-        value_skip=check_value_skip(value_skip, where),
-    )  # fmt: skip
-    if lists not in (None, form.rows):
-        what = f"segments of {segment}" if per_segment else f"q tiles of {block_m}"
-        raise ValueError(f"{where}: there are {lists} lists; accepted: {form.rows}, {what} in seqlen_q ({seqlen_q})")
-    return form
-
-
-def _check_blocks(where: str, form: ScheduleForm) -> None:
-    """Raise where the dense part cuts a block in two, or the diagonal does."""
-    dense, block = form.dense, form.unit
-    if dense is None:
-        if form.is_causal:
-            raise ValueError(
-                f"{where}: segment is None and is_causal is True; accepted: a segment, such as "
-                f"{max(block, form.block_m)}, as of a block on the diagonal each row sees another part"
-            )
-        return
-    if form.sinks % block:
-        raise ValueError(f"{where}: sinks is {form.sinks}; accepted: a multiple of block ({block})")
-    for n in range(dense.segments):
-        begin, end = dense.dense_keys(n)
-        if begin % block or not (form.is_causal or end % block == 0 or end == form.seqlen_k):
-            raise ValueError(
-                f"{where}: the dense part of segment {n} has keys {begin} to {end - 1}, which cuts a block of {block}; "
-                "accepted: segment and seqlen_k - seqlen_q - window that are multiples of it (window="
-                f"{(form.seqlen_k - form.seqlen_q) % block} serves the latter)"
-            )

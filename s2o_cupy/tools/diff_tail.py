@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..problem import Problem
-from ..spec import Geometry, S2OConfig
+from ..spec import S2OConfig
+from .diff_stages import GpuStages
 
-__all__ = ["BeforeTail", "with_tail"]
+__all__ = ["with_tail"]
 
 Array = Any  # numpy.ndarray
 
 
-class BeforeTail(NamedTuple):
-    """What pass 2 left, on the host."""
-
-    o: Array  # [B, H, Lq, D], of the input's dtype
-    lse: Array  # float32 [B, H, Lq]
-
-    def take(self, chunk: Any, geometry: Geometry, o: Array, lse: Array) -> None:
-        """The rows of a chunk."""
-        heads = o.shape[1]
-        begin = geometry.queries(chunk.first_segment)[0]
-        end = geometry.queries(chunk.first_segment + chunk.segments - 1)[1]
-        for head in range(chunk.first_head, chunk.first_head + chunk.heads):
-            at = (*divmod(head, heads), slice(begin, end))
-            self.o[at], self.lse[at] = o[at], lse[at]
-
-
 def with_tail(
-    before: BeforeTail, visited: Array, q_order: Array, k_order: Sequence[Array], q: Array, k: Array, v: Array,
-    problem: Problem, config: S2OConfig, reach: Array, unit: float,
+    stages: GpuStages, k_order: Sequence[Array], qkv: tuple[Array, Array, Array], problem: Problem, config: S2OConfig,
+    reach: Array, unit: float,
 ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
     """Output [B, H, Lq, D] and lse [B, H, Lq] with the tail in float64, and what each may be off by.
 
-    q, k and v are float64; ``k_order`` has positions, ``reach`` [B, H, Lq] bounds the error of a row's scores, ``unit``
-    is the relative size of half a unit in the last place of the output.
+    ``k_order`` has positions of ``stages``' orders, ``qkv`` float64, ``reach`` [B, H, Lq] bounds the error of a row's
+    scores, ``unit`` is the relative size of half a unit in the last place of the output.
     """
     from ..reference import tail
 
     geometry, scale, softcap = problem.geometry(config), abs(problem.scale), problem.softcap
     group, block_m = problem.heads // problem.kv_heads, config.block_m
+    before, (q, k, v) = stages.before_tail, qkv
+    assert before is not None
     o, lse = before.o.astype(np.float64), before.lse.astype(np.float64)
     allowed_o, allowed_lse = np.zeros_like(o), np.zeros_like(lse)
     for n in range(geometry.segments):
@@ -54,10 +41,11 @@ def with_tail(
             kh, vh = k[b, h // group], v[b, h // group]
             moments = tail.key_moments(kh, vh, geometry.moment_group(n))
             for tile in range(-(-(last - first) // block_m)):
-                keys = k_order[n][b, h][int(visited[b, h, n, tile]) * config.block_n :]
+                keys = k_order[n][b, h][int(stages.visited[b, h, n, tile]) * config.block_n :]
                 if len(keys) == 0:
                     continue
-                at = (b, h, first + q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)])
+                queries = stages.q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
+                at = (b, h, first + queries)
                 rows, start = q[at], (lse[at], np.ones(len(at[2])), o[at])
                 m, mass, acc = tail.add_tail(rows, start, keys, kh, moments, scale, softcap)
                 # A weight is off by what its score is, and exp2's error; the mass by a few times that.

@@ -7,8 +7,8 @@ floats must lie within a bound that follows from their format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,13 @@ from ..api.habits import answers_habits
 from ..arrays.lazy_cupy import import_cupy
 from ..extras import remedy
 from ..problem import Problem, validate
-from ..spec import LN2, LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
+from ..spec import LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
 from . import diff_query_weights as by_query
-from .diff_fp8 import Fp8Cache, fp8_cache, wrong_values
+from .diff_fp8 import fp8_cache, wrong_values
 from .diff_queries import query_order_parts
-from .diff_tail import BeforeTail, with_tail
+from .diff_report import DiffReport, Row, Rows
+from .diff_stages import BeforeTail, GpuStages, capture, listed
+from .diff_tail import with_tail
 from .diff_units import wrong_means, wrong_outliers
 
 __all__ = ["DiffReport", "GpuStages", "Row", "capture", "compare", "diff"]
@@ -34,87 +36,6 @@ Progress = Callable[[int, int], None]
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT32 = 2.0**-24
 TANH_UNIT = 2.0**-11  # of tanh.approx
-
-
-@dataclass
-class GpuStages:
-    """What the GPU decided and computed, on the host. Floats are float32 unless said."""
-
-    pooled: Array  # [B, H, N, R, D]
-    q_order: Array  # int32 [B, H, N, S]
-    unit_keys: Array | None  # [B, Hkv, U, 2, D], of rank="weight"
-    scores: list[Array]  # of each segment but those of dense_last [B, H, W] float16, of whole units
-    k_order: list[Array]  # likewise int32 [B, H, W or W + 1], units: a short one is the last
-    o1: Array  # [B, H, Lq, D], of the input's dtype
-    m1: Array  # [B, H, Lq], natural log
-    l1: Array  # [B, H, Lq]
-    visited: Array  # int32 [B, H, N, T]
-    o: Array  # [B, H, Lq, D], of the input's dtype
-    lse: Array  # [B, H, Lq]
-    before_tail: BeforeTail | None = None  # of a call with a tail
-    query: by_query.QueryStages | None = None  # of rank="query"
-    read: tuple[Array, Array] | None = None  # keys and values of a cache of 8 bits, [B, Hkv, Lk, D] of q's dtype
-    path: str = "portable"  # which kernels ran
-    path_reason: str | None = None  # S2OStats.path_reason
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the report."""
-
-    stage: str
-    compared: int  # numbers compared
-    different: int  # integers that differ from the reference's, or floats beyond the bound
-    worst: float  # the largest difference, as a fraction of what rounding allows; above 1 is a fault
-    where: tuple[int, ...]  # its index
-    error: float  # rel_l2 of floats; share of different integers
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.worst <= 1  # False for NaN
-
-
-@dataclass(frozen=True)
-class DiffReport:
-    """The comparison of every stage. ``ok`` if no stage differs by more than rounding explains."""
-
-    rows: tuple[Row, ...]
-    density: float
-    problem: Problem
-    config: S2OConfig
-    path: str
-    path_reason: str | None
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
-
-    def table(self) -> str:
-        head = f"{'stage':16} {'compared':>12} {'different':>10} {'error':>10} {'of allowed':>10}  worst at"
-        lines = [head, "-" * len(head)]
-        for row in self.rows:
-            mark = "" if row.ok else "  FAULT"
-            lines.append(
-                f"{row.stage:16} {row.compared:12,} {row.different:10,} {row.error:10.2e} {row.worst:10.3g}  "
-                f"{list(row.where)}{mark}{'  ' + row.note if row.note else ''}"
-            )
-        reason = f" ({self.path_reason})" if self.path_reason else ""
-        lines.append(f"path {self.path}{reason}")
-        lines.append(f"density {self.density:.4f}; {'all stages agree' if self.ok else 'STAGES DIFFER'}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = [{**asdict(row), "where": list(row.where), "ok": row.ok} for row in self.rows]
-        return {
-            "ok": self.ok,
-            "density": self.density,
-            "path": self.path,
-            "path_reason": self.path_reason,
-            "problem": asdict(self.problem),
-            "config": asdict(self.config),
-            "stages": rows,
-        }
 
 
 @answers_habits
@@ -161,15 +82,9 @@ def diff(
     config = config or S2OConfig()
     host = [cupy.asnumpy(x) if isinstance(x, cupy.ndarray) else np.asarray(x) for x in (q, k, v)]
     problem = validate(
-        [x.shape for x in host],
-        [x.dtype.name for x in host],
-        config=config,
-        backend="cupy",
-        layout="BHSD",
-        is_causal=is_causal,
-        scale=scale,
-        softcap=softcap,
-    )
+        [x.shape for x in host], [x.dtype.name for x in host], config=config, backend="cupy", is_causal=is_causal,
+        scale=scale, softcap=softcap,
+    )  # fmt: skip
     if problem.empty or problem.seqlen_k == 0:
         raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
     hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
@@ -192,135 +107,6 @@ def _found_taus(arrays: tuple[Any, Any, Any], problem: Problem, config: S2OConfi
     _, stats = s2o_attention(*arrays, config=replace(config, dense_up_to=0), return_stats=True, **options)
     taus: list[float] = stats.tau_per_head.get()[0].tolist()
     return taus
-
-
-def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: Fp8Cache | None = None) -> GpuStages:
-    """Run the GPU pipeline on CuPy arrays [B, H, L, D], or with what ``cache`` holds as k and v, and copy every stage
-    to the host."""
-    import cupy
-
-    from ..arrays.operand import Call, Paging, Scale, address, operand
-    from ..cuda import pipeline
-
-    config = replace(config, dense_up_to=0)  # every stage is to be seen
-    geometry = problem.geometry(config)
-    batch, heads, segments = problem.batch, problem.heads, geometry.segments
-    ordered = config.dense_from(geometry)
-    pooled_queries = 0 if config.rank == "query" else config.pooled_queries
-    kv_heads = problem.kv_heads
-    head_dim = problem.head_dim
-    stages = GpuStages(
-        pooled=np.zeros((batch, heads, segments, pooled_queries, head_dim), np.float32),
-        q_order=np.tile(np.arange(geometry.segment, dtype=np.int32), (batch, heads, segments, 1)),
-        unit_keys=None,
-        scores=[np.empty((batch, heads, geometry.ranked(n)), np.float16) for n in range(ordered)],
-        k_order=[np.empty((batch, heads, _listed(n, geometry)), np.int32) for n in range(ordered)],
-        o1=None,
-        m1=None,
-        l1=None,
-        visited=None,
-        o=None,
-        lse=None,
-    )
-
-    def observe(stage: str, arrays: Mapping[str, Any]) -> None:
-        def host(name: str) -> Array:
-            return cupy.asnumpy(arrays[name])
-
-        if stage == "fp8_pages":
-            stages.read = host("keys").view(q.dtype), host("values").view(q.dtype)
-        elif stage == "pass1":
-            stages.o1 = cupy.asnumpy(out)
-            if "state" in arrays:
-                state = host("state").reshape(batch, heads, problem.seqlen_q, 2)
-                stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
-        elif config.rank == "query" and stage in ("unit_keys", "unit_rows", "query_norms"):
-            stages.query = by_query.capture(stages.query, stage, host, arrays, q.dtype, problem, config)
-        elif stage == "rank_queries" and config.rank == "query":
-            stages.q_order = host("q_order").reshape(stages.q_order.shape)
-        elif stage == "rank_queries":
-            with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
-                means = host("means").view(q.dtype).astype(np.float32)
-            stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
-            stages.q_order = host("q_order").reshape(stages.q_order.shape)
-        elif stage == "unit_keys":
-            of_units = host("unit_keys").view(q.dtype).astype(np.float32)
-            stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
-        elif stage == "pass2" and config.adds_tail:
-            if stages.before_tail is None:
-                stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
-            stages.before_tail.take(arrays["chunk"], geometry, cupy.asnumpy(out), cupy.asnumpy(lse))
-        elif stage == "rank_keys":
-            chunk = arrays["chunk"]
-            scores, orders = host("scores"), host("k_order")
-            for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
-                ranked = _ranked_units(n, geometry)
-                for i in range(chunk.heads):
-                    at, row = divmod(chunk.first_head + i, heads), chunk.place(chunk.first_head + i, n)
-                    stages.scores[n][at] = scores[row][ranked]
-                    stages.k_order[n][at] = orders[row][: _listed(n, geometry)]
-
-    out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
-    lse = cupy.full(q.shape[:3], np.nan, np.float32)
-    visited = cupy.empty(problem.visited_shape(config), np.int32)
-    operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
-    paging = None
-    if cache is not None:
-        k_pages, v_pages, table, *scales = (cupy.asarray(x) for x in (*cache.pages, cache.table, *cache.scales))
-        operands = (operands[0], operand(k_pages, "BSHD"), operand(v_pages, "BSHD"), operands[3])
-        k_scale, v_scale = (Scale(pointer=address(x), stride=1) for x in scales)
-        pages, page_size = cache.pages[0].shape[:2]
-        stride = table.shape[1] if batch > 1 else 0
-        paging = Paging(address(table), stride, page_size, pages, (k_scale, v_scale))
-    stream = cupy.cuda.get_current_stream().ptr
-    call = Call(operands, address(lse), address(visited), problem, paging)
-    plan = pipeline.run(call, config, stream=stream, observe=observe)
-    stages.path, stages.path_reason = plan.path, plan.path_reason
-    stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))
-    return stages
-
-
-def _listed(n: int, geometry: Geometry) -> int:
-    """Units in segment ``n``'s order."""
-    return -(-geometry.candidates(n) // geometry.unit)
-
-
-def _ranked_units(n: int, geometry: Geometry) -> Array:
-    from ..reference import s2o
-
-    return s2o.ranked_units(n, geometry)
-
-
-@dataclass
-class _Rows:
-    """Collects the report's rows."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def floats(self, stage: str, got: Array, want: Array, allowed: Array, note: str = "") -> None:
-        """|got - want| against ``allowed``; NaN and Inf must stand in the same places."""
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            difference = np.abs(got - want)
-            same = (got == want) | (np.isnan(got) & np.isnan(want))
-            part = np.where(same, 0.0, difference / allowed)
-            part = np.where(np.isnan(part), np.inf, part)
-            finite = np.isfinite(want) & np.isfinite(got)
-            norm = np.linalg.norm(want[finite])
-            error = np.linalg.norm(difference[finite]) / norm if norm else 0.0
-        self._add(stage, part, int((part > 1).sum()), error, note)
-
-    def integers(self, stage: str, part: Array, different: int, note: str = "") -> None:
-        """``part`` says by what share of the allowed margin each place is off."""
-        self._add(stage, part, different, different / max(1, part.size), note)
-
-    def _add(self, stage: str, part: Array, different: int, error: float, note: str) -> None:
-        if part.size == 0:
-            self.rows.append(Row(stage, 0, 0, 0.0, (), 0.0, note or "nothing to compare"))
-            return
-        at = np.unravel_index(int(np.argmax(part)), part.shape)
-        where = tuple(int(i) for i in at)
-        self.rows.append(Row(stage, part.size, different, float(part[at]), where, float(error), note))
 
 
 def compare(
@@ -347,7 +133,7 @@ def compare(
     if scale < 0:
         q, scale = -q, -scale
     group, head_dim = problem.heads // problem.kv_heads, problem.head_dim
-    rows = _Rows()
+    rows = Rows()
     # Half the spacing of the format's subnormal numbers, and a little.
     smallest = 2.0**-24 if problem.dtype == "float16" else 1e-30
     total = 6
@@ -434,7 +220,7 @@ def compare(
     parts = []
     for n in range(len(stages.k_order)):
         want = s2o.ordered_units(stages.scores[n], n, geometry, config)
-        if want.shape[-1] < _listed(n, geometry):
+        if want.shape[-1] < listed(n, geometry):
             want = np.concatenate([want, np.full((*want.shape[:-1], 1), geometry.units)], axis=-1)
         parts.append(np.where(stages.k_order[n] != want, np.inf, 0.0))
     flat = _flatten(parts)
@@ -484,9 +270,7 @@ def compare(
     rows.floats("output", before.o, o, weight * (error1 + unit) + smallest)
     rows.floats("lse", before.lse, lse, _lse_allowed(lse, reach))
     if stages.before_tail is not None:
-        o, lse, allowed_o, allowed_lse = with_tail(
-            before, stages.visited, stages.q_order, keys_in_order, q, k, v, problem, config, reach, unit
-        )
+        o, lse, allowed_o, allowed_lse = with_tail(stages, keys_in_order, (q, k, v), problem, config, reach, unit)
         rows.floats("tail output", stages.o, o, allowed_o + smallest)
         rows.floats("tail lse", stages.lse, lse, allowed_lse + _lse_allowed(lse, 0 * reach))
     step()

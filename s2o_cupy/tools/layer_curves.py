@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..plan import launch_plan
-from ..spec import S2OConfig
-from .sampled import NO_STEP, Sample
+from .sampled import Sample
 
 __all__ = ["LayerCurves", "measure_layer", "merged"]
 
@@ -57,26 +55,9 @@ class LayerCurves:
         return self.share * np.square(self.error)
 
 
-def measure_layer(
-    layer: int,
-    q: Any,
-    k: Any,
-    v: Any,
-    config: S2OConfig,
-    taus: Sequence[float],
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    segments: int = 16,
-    seed: int = 0,
-    step: Callable[[str], None] = NO_STEP,
-    function: str = "tune",
-) -> LayerCurves:
-    """The curves of one layer from its q [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_k,
-    head_dim]; sequences of a batch count together. ``step`` is called after dense attention and after each tau. Errors
-    begin with ``function`` and the layer."""
-    where = f"{function}: layer {layer}"
-    sample = Sample(q, k, v, config, scale=scale, softcap=softcap, segments=segments, seed=seed, function=where)
+def measure_layer(layer: int, sample: Sample, taus: Sequence[float], step: Callable[[str], None]) -> LayerCurves:
+    """The curves of one layer from a sample of its segments; sequences of a batch count together. ``step`` is called
+    after dense attention and after each tau."""
     sample.attend_densely()
     step("dense")
     errors, densities, share = [], [], np.ones(())
@@ -88,10 +69,10 @@ def measure_layer(
             errors.append(np.where(squared == 0, 0.0, np.sqrt(squared / share)))
         densities.append(found.density.mean(0))  # all sequences of a batch have as many pairs
         step(f"tau {tau:g}")
-    problem = sample.problem
+    plain_dense = launch_plan.is_dense(sample.problem, sample.config.with_tau(max(taus)))
     return LayerCurves(
         layer, tuple(taus), np.stack(errors), np.stack(densities), share, len(sample.segments),
-        sample.geometry.segments, problem.seqlen_k, launch_plan.is_dense(problem, config.with_tau(max(taus))),
+        sample.geometry.segments, sample.problem.seqlen_k, plain_dense,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ..api.run import parse_config
 from ..arrays.frameworks import to_host
 from ..plan import strata
 from ..spec import S2OConfig, tau_text
+from .inputs import QKV
 from .problems import problem_of
 
 __all__ = ["ErrorEstimate", "Sample", "check_segments", "error_per_head"]
@@ -128,8 +129,8 @@ def error_per_head(
             "which has their tail='none')"
         )
     sample = Sample(
-        q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed,
-        function=function,
+        QKV(q, k, v), config, segments=segments, seed=seed, function=function, is_causal=is_causal, scale=scale,
+        softcap=softcap, layout=layout,
     )  # fmt: skip
     return sample.estimate(config.tau)
 
@@ -143,28 +144,15 @@ class Sample:
     """Some segments of a call, and dense attention on them."""
 
     def __init__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        config: S2OConfig,
-        *,
-        is_causal: bool = True,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        layout: str = "BHSD",
-        segments: int = 32,
-        seed: int = 0,
-        function: str = "tune",
+        self, qkv: QKV, config: S2OConfig, *, segments: int, seed: int, function: str = "tune", **options: Any
     ) -> None:
-        """The arguments of `error_per_head`, checked; nothing is computed yet. Errors begin with ``function``."""
+        """The arguments of `error_per_head`, checked; nothing is computed yet. Errors begin with ``function``.
+        ``options``: is_causal, scale, softcap and layout."""
         self.function = function
-        self.problem, backend, self.arrays = problem_of(
-            q, k, v, config, layout=layout, is_causal=is_causal, scale=scale, softcap=softcap
-        )
+        self.problem, _, self.arrays = problem_of(*qkv, config, **options)
         self.geometry = self.problem.geometry(config)
         if self.problem.empty or not self.problem.seqlen_k:
-            came = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+            came = f"q is {tuple(qkv.q.shape)}, k is {tuple(qkv.k.shape)}"
             raise ValueError(f"{function}: {came}; accepted: at least one head, query and key")
         if not self.problem.is_causal and self.geometry.segments > 1:
             raise ValueError(
@@ -172,8 +160,8 @@ class Sample:
                 "them too; accepted: True, or a single segment (seqlen_q up to config.segment)"
             )
         check_segments(function, segments)
-        self.config, self.layout = config, layout
-        self.options: dict[str, Any] = {"scale": scale, "softcap": softcap, "is_causal": is_causal, "layout": layout}
+        self.config, self.options = config, options
+        self.layout: str = options.get("layout", "BHSD")
         self.strata = strata.draw(self.geometry.segments, int(segments), seed)
         self.dense: list[np.ndarray] = []  # outputs [batch, heads, queries, head_dim] of the sampled segments
 

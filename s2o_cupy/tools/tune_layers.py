@@ -20,6 +20,7 @@ from .layer_settings import BY, head_name, plain_config, plain_per_layer
 from .loss_search import Trial
 from .measured_method import MeasuredMethod
 from .progress import Report
+from .sampled import Sample
 from .tau_ladder import Unit, ladder
 from .tuning import DENSE_ON_A_GPU, Target, parse_target, parse_taus
 
@@ -385,12 +386,10 @@ def tune_layers(
     curves = []
     for layer in sorted(layers):
         qkv = place(inputs.QKV(*layers[layer]))
-        curves.append(
-            measure_layer(
-                layer, qkv.q, qkv.k, qkv.v, config, grid, scale=scale, softcap=softcap, segments=segments, seed=seed,
-                step=step,
-            )
-        )  # fmt: skip
+        sample = Sample(
+            qkv, config, segments=segments, seed=seed, function=f"tune: layer {layer}", scale=scale, softcap=softcap
+        )
+        curves.append(measure_layer(layer, sample, grid, step))
     if target.name == "error":
         found = by_error(curves, target.value, by)
     else:

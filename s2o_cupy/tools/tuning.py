@@ -15,6 +15,7 @@ from ..api.run import parse_config
 from ..plan import launch_plan
 from ..problem import Problem
 from ..spec import S2OConfig
+from .inputs import QKV
 from .layer_settings import plain_config
 from .progress import Report
 from .sampled import ErrorEstimate, Sample
@@ -181,8 +182,9 @@ def tune(
     target, grid = parse_target("tune", error=error, density=density), parse_taus("tune", taus)
     config = parse_config(config, None)
     sample = Sample(
-        q, k, v, config, is_causal=is_causal, scale=scale, softcap=softcap, layout=layout, segments=segments, seed=seed
-    )
+        QKV(q, k, v), config, segments=segments, seed=seed, is_causal=is_causal, scale=scale, softcap=softcap,
+        layout=layout,
+    )  # fmt: skip
     calls, done = len(sample.segments) * (1 + len(grid) + HALVINGS), 0
 
     def step(what: str) -> None:

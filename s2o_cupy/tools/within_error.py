@@ -11,6 +11,7 @@ from ..api.attention import s2o_attention
 from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..spec import S2OConfig
+from .inputs import QKV
 from .sampled import Sample
 from .tuning import TAUS, parse_taus, positive
 
@@ -83,7 +84,7 @@ def attention_within(
     function = "attention_within"
     grid, config = parse_taus(function, taus), parse_config(config, None, function).with_tau(0.0)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
-    sample = Sample(q, k, v, config, segments=segments, seed=seed, function=function, **options)
+    sample = Sample(QKV(q, k, v), config, segments=segments, seed=seed, function=function, **options)
     found = np.zeros((sample.problem.batch, sample.problem.heads))
     for tau in grid:  # the largest first
         open_heads = found == 0

@@ -1,7 +1,7 @@
 """What a way to score keys is: its arrays in the workspace and its launches, of one setting.
 
 `mean` and `max` (pooled.py), `weight` (weight.py) and `query` (query.py) are the ways that there are. Another one is a
-file here with its name in __init__.py, a file of `reference` and a rank in spec.py.
+file here with its name in __init__.py, a file of `reference` and a rank in spec/config.py.
 Pure: no array, no GPU, no CuPy.
 """
 

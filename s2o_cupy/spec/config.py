@@ -1,141 +1,42 @@
-"""What S2O is, in numbers: configuration, geometry, shared constants and errors.
-
-Standard library only. The reference, the plan and (rendered as ``constexpr``) the kernels all
-read these definitions, so that each is written once.
-"""
+"""S2O's configuration, and what of it the passes read."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from .by_head import check_error, check_tau
-from .errors import ArgumentError, ArgumentTypeError, ArgumentValueError
+from ..by_head import check_error, check_tau
+from ..errors import ArgumentTypeError, ArgumentValueError
+from .constants import (
+    CLUSTERS,
+    DEFAULT_TAU,
+    DEFAULT_TAU_WITH_TAIL,
+    DEFAULT_UNIT,
+    DENSE_LAST,
+    DENSE_LAST_PART,
+    LONG_FROM,
+    MAX_POOLED_QUERIES,
+    MAX_SEGMENT,
+    PATHS,
+    RANKS,
+    TAILS,
+    UNIT_RANKS,
+    UNITS,
+    WEIGHT_RUN,
+)
+from .fields import Default, DefaultInt, DefaultText, checked_int, names_its_fields, plain, takes_defaults_for_given
+from .geometry import Geometry
 
-__all__ = [
-    "ERROR_SEGMENTS",
-    "FIRST_LADDER",
-    "ORDER_HEAD",
-    "KERNEL_CONSTANTS",
-    "KEY_BUCKETS",
-    "KEY_LEVELS",
-    "LAYER_MIX",
-    "MAX_HEAD_DIM",
-    "MAX_SEGMENT",
-    "MIDDLE",
-    "MIDDLE_FROM",
-    "PATHS",
-    "RANKS",
-    "STOP_LAG",
-    "STRATUM",
-    "OUTLIER_SHIFT",
-    "UNITS",
-    "VALUE_KEYS",
-    "VALUE_ROWS",
-    "Geometry",
-    "Pass",
-    "S2OConfig",
-    "S2OError",
-    "MOMENT_KEYS",
-    "TAIL_DOUBT",
-    "TAIL_REACH",
-    "TAIL_SAMPLES",
-    "moment_group",
-    "moment_keys",
-    "check_path",
-    "checked_int",
-    "names_its_fields",
-    "not_a_config",
-    "tau_text",
-]
+__all__ = ["Pass", "S2OConfig", "check_path", "not_a_config", "tau_text"]
 
-# How keys are ordered (reference.key_order is the definition). Up to ORDER_HEAD candidates by KEY_BUCKETS parts of the
-# range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
-ORDER_HEAD = 8192
-KEY_BUCKETS = 1024
-# More are dealt to strata of STRATUM, and each is sorted by KEY_LEVELS parts of its own range: as many levels times
-# indices as there are finite float16 that are not negative.
-STRATUM = 256
-KEY_LEVELS = 124
-LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
-# Of more than MIDDLE_FROM the first MIDDLE are dealt again: the head of the order would hold too few of so many strata.
-MIDDLE_FROM = 1 << 18
-MIDDLE = 1 << 16
 
-# Key tiles a kernel still visits after the tile whose gain is too small for every row, by path. Hopper's pipeline has
-# the next tile's products in flight when it learns of the stop; waiting would cost more than using them.
-STOP_LAG: Mapping[str, int] = {"portable": 0, "hopper": 1}
-# Rows that leave out a block of values together (Schedule.value_skip): those that are multiplied at a time. On the
-# portable path half as many with head_dim above 128 or block_m 64. And keys of such a
-# block; half as many there where rows of a head_dim from 65 to 128 do not start on 16 bytes.
-VALUE_ROWS: Mapping[str, int] = {"portable": 32, "hopper": 64}
-VALUE_KEYS = 64
-PATHS = ("auto", "portable", "hopper")
-TAILS = ("none", "first_order")
-
-MAX_HEAD_DIM = 256
-MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
-MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
-RANKS = ("query", "weight", "max", "mean")
-UNIT_RANKS = ("query", "weight")  # that order units of several keys
-DEFAULT_UNIT = {"query": 8, "weight": 16}
-UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
-DENSE_LAST = 256  # queries at the end of a call that attend to all their keys
-DENSE_LAST_PART = 32  # where they are at most one in so many
-# An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
-# neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
-OUTLIER_SHIFT = 4
-BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query's norm
-CLUSTERS = (2, 4)  # groups of keys of a unit that rank="query" may tell apart
-CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
-CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it
-# Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
-KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
-DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
-DEFAULT_TAU_WITH_TAIL = 0.1  # the same with rank="query", where the tail counts what is left
-LONG_FROM = 1 << 15
-# How an error finds its taus (reference.error_taus is the definition).
-FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
-ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
-DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neighbours each sampled segment stands
-WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
-TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
-TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
-TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
-MOMENT_KEYS = 4096  # keys at most that means and covariances are taken from
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
-
-# Rendered into every kernel as `constexpr int` in namespace s2o::spec.
-KERNEL_CONSTANTS: Mapping[str, int] = {
-    "kMaxSegment": MAX_SEGMENT,
-    "kStratum": STRATUM,
-    "kKeyLevels": KEY_LEVELS,
-    "kLayerMix": LAYER_MIX,
-    "kMiddleFrom": MIDDLE_FROM,
-    "kMiddle": MIDDLE,
-    "kOrderHead": ORDER_HEAD,
-    "kKeyBuckets": KEY_BUCKETS,
-    "kMostPooled": MAX_POOLED_QUERIES["weight"],
-    "kTailSamples": TAIL_SAMPLES,
-    "kMomentKeys": MOMENT_KEYS,
-    "kTailDoubt": TAIL_DOUBT,
-    "kTailReach": TAIL_REACH,
-    "kOutlierShift": OUTLIER_SHIFT,
-    "kBlockUnits": BLOCK_UNITS,
-    "kCentrePart": CENTRE_PART,
-    "kKeyExponent": KEY_EXPONENT,
-    "kQueryExponent": QUERY_EXPONENT,
-    "kMostExponent": MOST_EXPONENT,
-    "kLadder": len(FIRST_LADDER),
-    "kErrorSegments": ERROR_SEGMENTS,
-    "kDrawStep": DRAW_STEP,
-}
+def check_path(path: Any, owner: str = "") -> None:
+    if path not in PATHS:
+        raise ArgumentValueError(f"path is {path!r}; accepted: {', '.join(map(repr, PATHS))}", owner)
 
 
 def tau_text(tau: float | Sequence[float] | None) -> str:
@@ -145,74 +46,6 @@ def tau_text(tau: float | Sequence[float] | None) -> str:
     if isinstance(tau, (int, float)):
         return f"{tau:g}"
     return f"{min(tau):g} to {max(tau):g} by head"
-
-
-class S2OError(RuntimeError):
-    """The machine cannot run the call (no GPU, too old a driver or card); the message says the remedy."""
-
-
-def checked_int(name: str, value: Any, low: int, high: int | None = None, owner: str = "") -> int:
-    """``value``, of Python or NumPy, as an int, or an error that says what is accepted."""
-    accepted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
-    number = value if isinstance(value, int) else int(value)  # a default stays one
-    if number < low or (high is not None and number > high):
-        raise ArgumentValueError(f"{name} is {number}; accepted: {accepted}", owner)
-    return number
-
-
-def check_path(path: Any, owner: str = "") -> None:
-    if path not in PATHS:
-        raise ArgumentValueError(f"path is {path!r}; accepted: {', '.join(map(repr, PATHS))}", owner)
-
-
-class _Default:
-    """Of a field's value: it was not given but found, and is found anew by ``dataclasses.replace``. That passes on what
-    the attributes hold, so that a value itself must say it; `S2OConfig.values` are plain."""
-
-    __slots__ = ()
-
-
-class _DefaultInt(_Default, int):
-    __slots__ = ()
-
-
-class _DefaultText(_Default, str):
-    __slots__ = ()
-
-
-def _plain(value: Any) -> Any:
-    """A field's value as a number or name like any other."""
-    if isinstance(value, _Default):
-        return int(value) if isinstance(value, int) else str(value)
-    return value
-
-
-_Class = TypeVar("_Class")
-
-
-def names_its_fields(cls: type[_Class]) -> type[_Class]:
-    """Errors of the dataclass's fields begin with its name. A field that it has not is answered with those that it has,
-    and with the nearest of them."""
-    make = cls.__init__
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        try:
-            for name in given:
-                if name not in known:
-                    near = difflib.get_close_matches(name, known, n=1)
-                    meant = f"did you mean {near[0]}? " if near else ""
-                    raise ArgumentTypeError(f"{name} is not a field; {meant}accepted: {', '.join(known)}")
-            make(self, *args, **given)
-        except ArgumentError as error:
-            error.args = error.args[0], cls.__name__
-            raise
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
 
 
 def not_a_config(config: Any, owner: str = "") -> ArgumentTypeError:
@@ -225,21 +58,6 @@ def not_a_config(config: Any, owner: str = "") -> ArgumentTypeError:
     elif isinstance(config, numbers.Real) and not isinstance(config, bool):
         meant = f", such as S2OConfig(tau={config})"
     return ArgumentTypeError(f"config is a {type(config).__name__}; accepted: S2OConfig or None{meant}", owner)
-
-
-def takes_defaults_for_given(cls: type[_Class]) -> type[_Class]:
-    """What another config has found is given where somebody passes it. ``dataclasses.replace`` is told by its naming
-    every field."""
-    make, count = cls.__init__, len(fields(cls))  # type: ignore[arg-type]
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        if len(given) < count:
-            args, given = tuple(map(_plain, args)), {name: _plain(x) for name, x in given.items()}
-        make(self, *args, **given)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
 
 
 @dataclass(frozen=True)
@@ -419,17 +237,17 @@ class S2OConfig:
 
     def _is_given(self, name: str) -> bool:
         value = getattr(self, name)
-        return value is not None and not isinstance(value, _Default)
+        return value is not None and not isinstance(value, Default)
 
     def _default(self, name: str, value: int | str) -> None:
         """Of a field that was not given, or whose value is a default found before."""
         if not self._is_given(name):
-            self._set(name, _DefaultText(value) if isinstance(value, str) else _DefaultInt(value))
+            self._set(name, DefaultText(value) if isinstance(value, str) else DefaultInt(value))
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:
         """The fields in order, those that were not given as plain numbers and names too."""
-        return tuple(_plain(getattr(self, field.name)) for field in fields(self))
+        return tuple(plain(getattr(self, field.name)) for field in fields(self))
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -548,137 +366,3 @@ class S2OConfig:
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:
         """The same with this error in the place of its tau."""
         return replace(self, tau=None, error=error)
-
-
-def moment_group(keys: int) -> int:
-    """The group of segments with so many leading keys: one for each number up to 15, then eight for each power of two,
-    so that there are few. The same formula as in raw_kernels/tail/moment_groups.cuh."""
-    shift = max(0, keys.bit_length() - 4)
-    return keys if keys < 16 else 8 * shift + (keys >> shift)
-
-
-def moment_keys(group: int) -> int:
-    """The fewest leading keys of a group: those that its moments are taken from."""
-    shift = max(0, group // 8 - 1)
-    return group if group < 16 else (group - 8 * shift) << shift
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Which keys a segment attends densely and which are candidates of pass 2.
-
-    Query i stands at key position i + seqlen_k - seqlen_q (bottom-right alignment). Candidates are whole units of
-    ``unit`` keys from key 0 on; without causality the last may be short. Ranges are half-open pairs (begin, end); the
-    same formulas stand in raw_kernels/common/geometry.cuh.
-    """
-
-    seqlen_q: int
-    seqlen_k: int
-    segment: int
-    window: int = 0
-    is_causal: bool = True
-    unit: int = 1
-    drawn: int = 0  # above 0: only so many segments are attended, one from each of as many equal runs of neighbours
-
-    @property
-    def offset(self) -> int:
-        return self.seqlen_k - self.seqlen_q
-
-    @property
-    def all_segments(self) -> int:
-        return -(-self.seqlen_q // self.segment)
-
-    @property
-    def segments(self) -> int:
-        return self.drawn or self.all_segments
-
-    @property
-    def runs(self) -> tuple[int, int, int]:
-        """How many there are, segments of one at least, and how many, the first ones, have one more."""
-        return self.segments, *divmod(self.all_segments, self.segments)
-
-    def run(self, n: int) -> tuple[int, int]:
-        """The run of neighbours among all segments that number ``n`` stands for."""
-        _, least, longer = self.runs
-        return n * least + min(n, longer), (n + 1) * least + min(n + 1, longer)
-
-    def place(self, n: int) -> int:
-        """Which of all segments number ``n`` is."""
-        if not self.drawn:
-            return n
-        begin, end = self.run(n)
-        return begin + ((n * DRAW_STEP + 2**31) % 2**32 * (end - begin) >> 32)
-
-    @property
-    def units(self) -> int:
-        """Whole units of keys."""
-        return self.seqlen_k // self.unit
-
-    def queries(self, n: int) -> tuple[int, int]:
-        """Query positions of segment ``n``."""
-        begin = self.place(n) * self.segment
-        return begin, min(begin + self.segment, self.seqlen_q)
-
-    def dense_keys(self, n: int) -> tuple[int, int]:
-        """Keys that pass 1 reads for segment ``n``: its own, the window before them, and the rest of a unit that this
-        begins in; without causality also of the unit that its own end in."""
-        begin, end = self.queries(n)
-        clip = lambda x: min(max(x, 0), self.seqlen_k)  # noqa: E731
-        dense_begin, dense_end = clip(begin + self.offset - self.window), clip(end + self.offset)
-        dense_begin -= dense_begin % self.unit
-        return dense_begin, dense_end if self.is_causal else clip(-(-dense_end // self.unit) * self.unit)
-
-    def candidates(self, n: int) -> int:
-        """How many keys pass 2 may visit: those before the dense ones; without causality also those after."""
-        begin, end = self.dense_keys(n)
-        return begin if self.is_causal else self.seqlen_k - (end - begin)
-
-    def ranked(self, n: int) -> int:
-        """How many whole units are among them: these are put in order. A short one comes last."""
-        return self.candidates(n) // self.unit
-
-    @property
-    def leading_units(self) -> int:
-        """Units that the centre of rank="query" is the mean of: of at most CENTRE_KEYS first keys, all of them before
-        each segment that has candidates. At least 1, where nothing is ordered too.
-
-        A call of some whole segments of a causal prompt has as many as that of all its segments, and so the same bits:
-        what counts is where the first segment with a candidate would begin, had the call its neighbours before it."""
-        if not self.is_causal:
-            return max(1, min(CENTRE_KEYS // self.unit, self.units))
-        n = next((n for n in range(self.segments) if self.ranked(n) > 0), None)
-        if n is None:
-            return 1
-        keys = self.queries(n)[0] + self.offset - self.window  # before the segment and its window
-        keys -= (keys - self.unit) // self.segment * self.segment  # before the first one that has a whole unit of them
-        return max(1, min(CENTRE_KEYS, keys) // self.unit)
-
-    def moment_group(self, n: int) -> int:
-        """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""
-        return moment_group(self.dense_keys(n)[0] if self.is_causal else self.seqlen_k)
-
-    def guide_keys(self, n: int) -> int:
-        """Leading keys whose mean orders the queries: one segment of them, never a future one."""
-        visible = self.queries(n)[0] + self.offset if self.is_causal else self.seqlen_k
-        return max(0, min(self.segment, visible))
-
-    def block_count(self, block_m: int) -> int:
-        """Query tiles of a full segment."""
-        return -(-min(self.segment, self.seqlen_q) // block_m)
-
-    def causal_pairs(self) -> int:
-        """(query, key) pairs that dense attention computes for one head."""
-        if not self.is_causal:
-            return self.seqlen_q * self.seqlen_k
-        return self.seqlen_q * (self.offset + 1) + self.seqlen_q * (self.seqlen_q - 1) // 2
-
-    def dense_pairs(self) -> int:
-        """(query, key) pairs that pass 1 computes for one head."""
-        total = 0
-        for n in range(self.segments):
-            (first, last), (begin, end) = self.queries(n), self.dense_keys(n)
-            rows = last - first
-            total += rows * (end - begin)
-            if self.is_causal:
-                total -= rows * (rows - 1) // 2
-        return total

@@ -1,0 +1,25 @@
+"""What S2O is, in numbers: configuration, geometry and shared constants.
+
+Standard library only. The reference, the plan and (rendered as ``constexpr``) the kernels all
+read these definitions, so that each is written once.
+"""
+
+from ..errors import S2OError
+from .config import Pass, S2OConfig, check_path, not_a_config, tau_text
+from .constants import *  # noqa: F403
+from .fields import checked_int, names_its_fields
+from .geometry import Geometry, moment_group, moment_keys
+
+__all__ = [
+    "Geometry",
+    "Pass",
+    "S2OConfig",
+    "S2OError",
+    "check_path",
+    "checked_int",
+    "moment_group",
+    "moment_keys",
+    "names_its_fields",
+    "not_a_config",
+    "tau_text",
+]
