@@ -33,6 +33,18 @@ def _cases(seqlen, dtype, device):
     return [torch.from_numpy(x).to(device, getattr(torch, dtype)) for x in host]
 
 
+def _assert_same(found, expected):
+    """Bit for bit on a GPU. NumPy's products are BLAS's, some of which round by how many rows and columns there are:
+    sums of 700 products in float32 differ by a few of its steps, and an output of 16 bits by one of its own."""
+    import torch
+
+    if found.is_cuda:
+        assert torch.equal(found, expected)
+        return
+    step = 2.0**-20 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=2.0**-20)
+
+
 def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, device):
     import torch
 
@@ -47,8 +59,8 @@ def _equal_to_one_process(rank, world_size, folder, seqlens, splits, dtype, devi
             assert torch.equal(q[:, :, both.positions(q.device)], mine[0])
             o, lse = both.attention(*mine, return_lse=True)
             assert o.shape == mine[0].shape and o.dtype == q.dtype
-            assert torch.equal(both.gather(o, 2), expected[0]), (seqlen, split)
-            assert torch.equal(both.gather(lse, 2), expected[1]), (seqlen, split)
+            _assert_same(both.gather(o, 2), expected[0])
+            _assert_same(both.gather(lse, 2), expected[1])
             mine_out = torch.full_like(o, float("nan"))
             assert both.attention(*mine, out=mine_out) is mine_out
             assert torch.equal(mine_out, o)
@@ -79,7 +91,7 @@ def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
         mine = [both.shard(x, 2) for x in (q, k, v)]
         found = both.attention(*mine, **options, return_lse=True)
         for x, y in zip(found, expected, strict=True):
-            assert torch.equal(both.gather(x, 2), y), (seqlen, split)
+            _assert_same(both.gather(x, 2), y)
         out = torch.full_like(mine[0], float("nan"))
         both.attention(*(x.transpose(1, 2) for x in mine), **options, layout="BSHD", out=out.transpose(1, 2))
         assert torch.equal(out, found[0])
@@ -87,7 +99,6 @@ def _capped(rank, world_size, folder, seqlens, splits, dtype, device):
 
 def _taus_of_heads(rank, world_size, folder, split):
     """A rank that has some of the heads stops by their taus."""
-    import torch
 
     q, k, v = _cases(8 * SEGMENT, "float32", "cpu")
     config = replace(MEAN, tau=(0.0, 0.3, 0.02, 1.0))
@@ -95,7 +106,7 @@ def _taus_of_heads(rank, world_size, folder, split):
     assert len(set(stats.density_per_head[0].tolist())) == 4
     both = parallel(8 * SEGMENT, config=config, split=split)
     o = both.attention(*(both.shard(x, 2) for x in (q, k, v)))
-    assert torch.equal(both.gather(o, 2), expected)
+    _assert_same(both.gather(o, 2), expected)
 
 
 def _dense_last(rank, world_size, folder, split, last):
@@ -107,7 +118,7 @@ def _dense_last(rank, world_size, folder, split, last):
     expected = s2o_attention(q, k, v, config=config)
     both = parallel(8 * SEGMENT, config=config, split=split)
     o = both.attention(*(both.shard(x, 2) for x in (q, k, v)))
-    assert torch.equal(both.gather(o, 2), expected)
+    _assert_same(both.gather(o, 2), expected)
     assert not torch.equal(expected, s2o_attention(q, k, v, config=replace(config, dense_last=0)))
 
 
@@ -284,7 +295,7 @@ def _heads_go_in_stages(rank, world_size, folder, stages, expected):
         found = both.attention(*(both.shard(x, 2) for x in (q, k, v)), return_lse=True)
     assert log == expected
     for x, y in zip(found, s2o_attention(q, k, v, config=MEAN, return_lse=True), strict=True):
-        assert torch.equal(both.gather(x, 2), y)
+        _assert_same(both.gather(x, 2), y)
 
 
 def test_two_processes(torch, tmp_path):
