@@ -27,7 +27,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 class QueryStages:
     """What the GPU found. Floats are float32 unless said."""
 
-    keys: Array  # [B, Hkv, U, C, D] means of groups
+    keys: Array  # [B, Hkv, U, C, D] means of groups; of the first `grouped` KV heads
     shares: Array  # [B, Hkv, U, C] float16, log2 of their part of the unit
     means: Array  # [B, Hkv, U, D] of units
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
@@ -35,6 +35,7 @@ class QueryStages:
     rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None
     exponents: Any = None  # int32 [B, Hkv]: powers of two that they are multiplied by
     scales: Any = None  # [B, H, N, 2]: of queries, of products
+    grouped: int = 0  # KV heads of all sequences whose groups have been found
 
 
 def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype: Any, problem: Problem,
@@ -45,8 +46,16 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     stages = stages or QueryStages(*[None] * 5)
     as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
     if stage == "unit_keys":
-        stages.keys = as_floats("cluster_keys").reshape(batch, kv_heads, units, clusters, -1)[..., :head_dim]
-        stages.shares = host("cluster_shares").reshape(batch, kv_heads, units, clusters)
+        if stages.grouped == 0:
+            stages.keys = np.empty((batch, kv_heads, units, clusters, head_dim), np.float32)
+            stages.shares = np.empty(stages.keys.shape[:4], np.float16)
+        keys, shares = as_floats("cluster_keys")[..., :head_dim], host("cluster_shares")
+        # Those of some KV heads, in turns within a sequence each.
+        left = batch * kv_heads if len(keys) == batch * kv_heads else kv_heads - stages.grouped % kv_heads
+        end = stages.grouped + min(left, len(keys))
+        for into, x in ((stages.keys, keys), (stages.shares, shares)):
+            into.reshape(batch * kv_heads, *into.shape[2:])[stages.grouped : end] = x[: end - stages.grouped]
+        stages.grouped = end
         stages.means = as_floats("unit_means").reshape(batch, kv_heads, units, -1)[..., :head_dim]
     elif stage == "unit_rows":
         blocks = as_floats("block_keys").reshape(batch, kv_heads, 1 + units // BLOCK_UNITS, -1)

@@ -48,11 +48,13 @@ QUERY_WEIGHTS_SM90 = Family(
     "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, 3,
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
+OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents")  # arrays, [KV heads, ...] each
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 6
+GROUPED_BYTES = 128 << 20  # of cluster_keys at a time, where they are made into rows of 8 bits: those of a few KV heads
 
 
 def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
@@ -162,6 +164,19 @@ class QueryOrder(Order):
     def largest_grid(self) -> int:  # type: ignore[override]
         return self.setting.kv_heads * self.head_blocks
 
+    def heads_in_turns(self) -> list[range]:
+        """KV heads, of all sequences, whose groups are found at a time; in turns within a sequence each."""
+        s = self.setting
+        of_head = s.geometry.units * s.config.groups * s.inputs.head_dim * 2
+        if not self.in_bytes or s.kv_heads * of_head <= GROUPED_BYTES:
+            return [range(s.kv_heads)]
+        step, of_sequence = max(1, GROUPED_BYTES // of_head), s.problem.kv_heads
+        return [
+            range(first + h, first + min(h + step, of_sequence))
+            for first in range(0, s.kv_heads, of_sequence)
+            for h in range(0, of_sequence, step)
+        ]
+
     def arrays(self) -> list[Array]:
         s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
         norms: Array = ("norms", (s.heads, s.problem.seqlen_q), "float32")
@@ -187,14 +202,29 @@ class QueryOrder(Order):
 
     def _clusters(self) -> list[Array]:
         s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
+        heads = max(map(len, self.heads_in_turns()))
         return [
-            ("cluster_keys", (s.kv_heads, units, groups, s.inputs.head_dim), "uint16"),
-            ("cluster_shares", (s.kv_heads, units, groups), "float16"),
+            ("cluster_keys", (heads, units, groups, s.inputs.head_dim), "uint16"),
+            ("cluster_shares", (heads, units, groups), "float16"),
         ]
 
     def before_rounds(self, build: Builder) -> list[Launch]:
         if self.head_blocks == 0:
             return []
+        s, geometry = self.setting, self.setting.geometry
+        tiles = -(-min(geometry.segment, s.problem.seqlen_q) // NORM_QUERIES)
+        norms = {
+            "q": build.tensors["q"], "geometry": build.geometry, "heads": s.problem.heads,
+            "kv_heads": s.problem.kv_heads, "tiles": tiles, "aligned": s.inputs.aligned,
+            "scale_log2": self.signed_scale_log2, "pages": build.pages,
+        }  # fmt: skip
+        return [
+            *(launch for heads in self.heads_in_turns() for launch in self._grouped(build, heads)),
+            build.launch("query_norms", self.query_norms, s.heads * geometry.segments * tiles, norms),
+        ]
+
+    def _grouped(self, build: Builder, heads: range) -> list[Launch]:
+        """Groups of the keys of some KV heads, and what is multiplied in place of them."""
         s, geometry = self.setting, self.setting.geometry
         of_units = {
             "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads, "pages": build.pages,
@@ -203,16 +233,19 @@ class QueryOrder(Order):
         blocks = unit_rows_blocks(geometry.units)
         # The centre is the mean of the leading units: of the first keys, and before each segment that has candidates.
         rows = {"geometry": build.geometry, "leading": geometry.leading_units, "head_blocks": blocks}
-        tiles = -(-min(geometry.segment, s.problem.seqlen_q) // NORM_QUERIES)
-        norms = {
-            "q": build.tensors["q"], "geometry": build.geometry, "heads": s.problem.heads,
-            "kv_heads": s.problem.kv_heads, "tiles": tiles, "aligned": s.inputs.aligned,
-            "scale_log2": self.signed_scale_log2, "pages": build.pages,
-        }  # fmt: skip
+        further: dict[str, int] = {}
+        if heads.start:  # kernels count KV heads from the first of these
+            sequence, head = divmod(heads.start, s.problem.kv_heads)
+            strides = build.tensors["k"]
+            places = {name: build.memory.places[name] for name in OF_KV_HEADS}
+            further = {
+                "k": (sequence * (0 if s.inputs.paged else strides["batch"]) + head * strides["head"]) * 2,
+                "pages": sequence * build.pages["stride"] * 4,
+                **{name: heads.start * x.nbytes // s.kv_heads for name, x in places.items()},
+            }
         return [
-            build.launch("unit_keys", self.unit_clusters, s.kv_heads * self.head_blocks, of_units),
-            build.launch("unit_rows", self.unit_rows, s.kv_heads * blocks, rows),
-            build.launch("query_norms", self.query_norms, s.heads * geometry.segments * tiles, norms),
+            build.launch("unit_keys", self.unit_clusters, len(heads) * self.head_blocks, of_units, further=further),
+            build.launch("unit_rows", self.unit_rows, len(heads) * blocks, rows, further=further),
         ]
 
     def scores(self, build: Builder, chunk: Chunk, values: Mapping[str, Any]) -> Launch:

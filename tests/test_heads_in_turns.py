@@ -1,0 +1,99 @@
+"""rank="query" finds the groups of a few KV heads' keys at a time where all would take much memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from conftest import has_gpu, has_hopper
+from gpu_cases import Case, run_diff
+from pages import differing
+from test_paged_plan import operands_of
+from test_plan import a_problem, plan_of
+
+from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.caches import clear_cache
+from s2o_cupy.plan.launches import launches, workspace
+from s2o_cupy.selection.orders import query
+
+ON_A_GPU = pytest.mark.skipif(not (has_gpu() and has_hopper()), reason="no Hopper GPU, which has rows of 8 bits")
+ONE_HEAD = 100 * 4 * 64 * 2  # bytes of a KV head's groups: 100 units of 4 groups, head_dim 64
+
+
+@pytest.fixture(params=[1, 2 * ONE_HEAD, 2.5 * ONE_HEAD])
+def limit(request, monkeypatch):
+    """Some bytes, for less than the heads of a sequence. Calls that were prepared with others are forgotten."""
+    clear_cache()
+    monkeypatch.setattr(query, "GROUPED_BYTES", int(request.param))
+    yield int(request.param)
+    clear_cache()
+
+
+def planned(**sizes):
+    config = S2OConfig(unit=8, dense_up_to=0)
+    problem = a_problem(**{"batch": 2, "heads": 6, "kv_heads": 3, "seqlen_q": 800, "head_dim": 64, **sizes})
+    return plan_of(problem, config), problem, config
+
+
+def starts_of(launch, name):
+    """Bytes into the workspace at which a launch's pointer of that name starts."""
+    (at,) = (offset for field, offset in launch.kernel.family.params.pointers if field == name)
+    return [further for offset, base, further in launch.pointers if offset == at and base == "workspace"]
+
+
+def test_all_heads_at_once_up_to_131072_tokens_of_8():
+    plan, *_ = planned(batch=1, heads=32, kv_heads=8, seqlen_q=131_072, head_dim=128)
+    assert plan.method.order.heads_in_turns() == [range(8)]
+    plan, *_ = planned(batch=1, heads=32, kv_heads=8, seqlen_q=131_200, head_dim=128)
+    assert plan.method.order.heads_in_turns() == [range(7), range(7, 8)]
+
+
+def test_every_head_has_a_turn(limit):
+    """In order, and none with heads of two sequences, as kernels find a head's sequence by counting."""
+    plan, problem, config = planned()
+    turns = plan.method.order.heads_in_turns()
+    assert [*itertools.chain(*turns)] == [*range(6)]
+    assert all(heads.start // 3 == (heads.stop - 1) // 3 for heads in turns)
+    assert max(map(len, turns)) == max(1, limit // ONE_HEAD)
+    memory = workspace(plan, problem, config)
+    made = launches(plan, problem, config, operands_of(problem, None), memory)
+    assert sum(x.stage == "unit_rows" for x in made) == sum(x.stage == "unit_keys" for x in made) == len(turns)
+    assert memory.places["cluster_keys"].shape[0] == max(map(len, turns))
+    for name, bytes_of_head in (("unit_means", 100 * 64 * 2), ("key_exponents", 4)):
+        written = [begin - memory.places[name].offset for x in made if x.stage == "unit_rows"
+                   for begin in starts_of(x, name)]  # fmt: skip
+        assert written == [heads.start * bytes_of_head for heads in turns]
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+@pytest.mark.parametrize("arrange", ["contiguous", "BSHD", "one head for all"])
+def test_turns_change_no_bit(limit, arrange):
+    case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=800, head_dim=64, options={"unit": 8, "dense_up_to": 0},
+                arrange=arrange)  # fmt: skip
+    report = run_diff(case, "hopper")
+    assert report.ok, report.table()
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_outputs_are_those_of_all_heads_at_once(qkv, monkeypatch):
+    import cupy
+
+    q, k, v = (cupy.asarray(x.astype(np.float16)) for x in qkv(1000, heads=6, kv_heads=3, batch=2, head_dim=64))
+    config = S2OConfig(unit=8, dense_up_to=0, path="hopper")
+    clear_cache()
+    expected = s2o_attention(q, k, v, config=config)
+    clear_cache()
+    monkeypatch.setattr(query, "GROUPED_BYTES", 1)
+    np.testing.assert_array_equal(s2o_attention(q, k, v, config=config).get(), expected.get())
+    clear_cache()
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_in_pages(limit):
+    case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=300, seqlen_k=800,
+                options={"unit": 8, "dense_up_to": 0})  # fmt: skip
+    assert differing(case, "hopper") == []
