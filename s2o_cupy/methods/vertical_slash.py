@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..plan.build import Array, Launch, Workspace
-from ..plan.kernels import Family, Kernel
+from ..plan.kernels import Family, Inputs, Kernel
 from ..problem import Problem
 from ..spec import checked_int, names_its_fields
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_choice
@@ -15,7 +15,7 @@ from .grid import BlockGrid
 from .last_rows import LineSums, check_aligned
 from .stages import heads_at_a_time, launch
 
-__all__ = ["FORCED", "ROWS", "VerticalSlashConfig", "kernels"]
+__all__ = ["FORCED", "ROWS", "VerticalSlashConfig"]
 
 ROWS = 64  # last queries, which choose
 FORCED = 30  # first columns, and first distances, that are always chosen
@@ -38,10 +38,6 @@ def choose_lines() -> Kernel:
 def crossed_keys() -> Kernel:
     """sizeof(CrossedShared)"""
     return Kernel(CROSSED_KEYS, shared_bytes=2 * 2 * 8 * 4)
-
-
-def kernels() -> Iterator[Kernel]:
-    yield from (choose_lines(), crossed_keys())
 
 
 @names_its_fields
@@ -102,6 +98,10 @@ class VerticalSlashConfig(MethodConfig):
     def stages(self, site: Site) -> list[Stage]:
         check_aligned(site, type(self).__name__)
         return [_Lists(site, self, LineSums(site, min(ROWS, site.problem.seqlen_q)))]
+
+    @staticmethod
+    def catalogue(inputs: Inputs) -> Iterator[Kernel]:
+        yield from (choose_lines(), crossed_keys())
 
 
 @dataclass(frozen=True)
