@@ -51,7 +51,7 @@ class FlexPrefillConfig(MethodConfig):
         Below this square root of a Jensen-Shannon divergence (0 to 0.83) means are trusted: a number from 0 on.
     min_blocks : int, default 4
         Columns, and diagonals, at least.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit.

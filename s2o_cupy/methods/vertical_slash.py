@@ -57,7 +57,7 @@ class VerticalSlashConfig(MethodConfig):
         Distances.
     block_m : 64 or 128, default 128
         Queries of a q tile. With fewer, diagonals cross fewer keys. The Hopper kernels take 128.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit. `sparse_attention` takes KV heads in turns

@@ -107,6 +107,11 @@ class Pass:
     def __post_init__(self) -> None:
         check_path(self.path, "S2OConfig")
 
+    @property
+    def params(self) -> dict[str, Any]:
+        """Those that kernels are given, by their names in AttentionParams."""
+        return {"tau": self.tau, "tau_falls": self.tau_falls}
+
 
 @names_its_fields
 @takes_defaults_for_given
