@@ -20,6 +20,7 @@ from .dense import Array, quiet
 from .key_order import log_weights, order_keys
 
 __all__ = [
+    "OF_KEYS",
     "candidate_positions",
     "key_order",
     "key_scores",
@@ -129,6 +130,10 @@ def key_scores(pooled: Array, counts: Array, k: Array, n: int, geometry: Geometr
         kh = k[b, h // group]  # [Lk, D]
         scores[b, h] = np.concatenate([(pooled[b, h] @ kh[span].T).max(axis=0) for span in spans])
     return scores
+
+
+# By rank, of orders of single keys: unscaled scores of a segment's candidates.
+OF_KEYS = {"mean": key_scores, "max": key_scores}
 
 
 def ranked_units(n: int, geometry: Geometry) -> Array:
@@ -323,8 +328,8 @@ def key_order(
             scores = query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale).astype(np.float16)
         elif config.rank == "weight":
             scores = unit_weights(pooled, counts, keys, n, geometry, scale).astype(np.float16)
-        elif config.rank in ("mean", "max"):
-            scores = log_weights(key_scores(pooled, counts, keys, n, geometry), scale)
+        elif config.rank in OF_KEYS:
+            scores = log_weights(OF_KEYS[config.rank](pooled, counts, keys, n, geometry), scale)
         else:
             raise ValueError(f"key_order: rank is {config.rank!r}, which has no scores here")
         orders.append(unit_positions(ordered_units(scores, n, geometry, config), n, geometry))

@@ -53,8 +53,9 @@ class S2OStats:
         Sizes, dtype, mask and scale of the call.
     config : S2OConfig
         The configuration it ran with; the numbers behind a default tau or an error are in ``tau_per_head``.
-    path : "hopper", "portable", "numpy" or None
-        Which kernels ran, or the NumPy reference; None where nothing did, as there is no query or no key.
+    path : str or None
+        Which kernels ran, by the name that `S2OConfig.path` has for them, or "numpy", the reference; None where nothing
+        did, as there is no query or no key.
     path_reason : str or None
         Why ``config.path`` "auto" took the portable kernels on a GPU that has the Hopper ones. None where it did not,
         on other GPUs, and where ``config.path`` asked for the portable ones.

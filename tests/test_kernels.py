@@ -17,6 +17,7 @@ from s2o_cupy import S2OError
 from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import ARCHITECTURES, check_device, render
 from s2o_cupy.plan import kernels
+from s2o_cupy.plan.paths import is_written_for, path_of
 from s2o_cupy.selection import s2o_kernels
 from s2o_cupy.tools import compile_ahead
 from s2o_cupy.tools.catalogue import kernels_for
@@ -190,7 +191,8 @@ def test_compile_all_of_a_sample(monkeypatch):
     for arch in ARCHITECTURES:
         few, every = compile_ahead.compile_all([arch], sample=True), compile_ahead.compile_all([arch])
         assert set(few) < set(every)
-        own = {"sm_80": "", "sm_90a": "_sm90"}.get(arch)
+        cc = int(re.sub(r"\D", "", arch))
+        own = path_of(cc).suffix if is_written_for(cc) else None
         passes = {f"{name}{own or ''}" for name in ("pass1", "pass2", "pass1_packed", "pass2_listed",
                                                       "pass2_skipping")}
         if own is None:

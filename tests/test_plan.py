@@ -386,7 +386,7 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, {"compute_capability": 100}, "compute capability 10.0, not 9.0"),
+        ({}, {"compute_capability": 120}, "compute capability 12.0, not 9.0"),
         ({}, {"aligned": False}, "does not start on 16 bytes"),
         ({}, {"compact": False}, "more than 64 GiB apart"),
         ({"scale": 0.0}, {}, "scale is 0.0, not positive"),
@@ -423,7 +423,7 @@ def test_the_hopper_kernels_run_what_they_can(head_dim):
         ({}, {"path": "portable"}, {}, None),  # as asked for
         ({"scale": -1.0}, {"path": "portable"}, {}, None),
         ({}, {}, {"compute_capability": 80}, None),  # there are no other kernels
-        ({"scale": -1.0}, {}, {"compute_capability": 100}, None),
+        ({"scale": -1.0}, {}, {"compute_capability": 120}, None),
     ],
 )
 def test_a_plan_says_why_it_does_not_take_the_hopper_kernels(changes, config, options, reason):

@@ -49,7 +49,7 @@ def gather_attention(
     is_causal : bool, optional
         What the schedule says; given, it must be the same.
     scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
-    path : {"auto", "portable", "hopper"}
+    path : str
         Kernels to run on the GPU, as in `S2OConfig`. The Hopper kernels take block_m 128.
 
     Returns

@@ -104,7 +104,7 @@ def render(kernel: Kernel) -> str:
 
 
 def architecture_path(compute_capability: int) -> str:
-    """Which kernels a device runs: "hopper" (wgmma, sm_90a), "portable" (mma.sync, sm_80 and newer), "unsupported"."""
+    """Which kernels a device runs: the name of the fastest path, or "unsupported"."""
     path = path_of(compute_capability)
     return "unsupported" if path is None else path.name
 

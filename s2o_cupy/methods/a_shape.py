@@ -27,7 +27,7 @@ class AShapeConfig(MethodConfig):
     window : int, default 4096
         Keys before a block of 128 queries that its queries attend to: each sees between so many and 127 more before
         itself.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`.
     workspace_bytes : int, default 256 MiB
         Not used: nothing is chosen.

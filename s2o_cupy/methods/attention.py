@@ -45,8 +45,7 @@ def select(
     Parameters
     ----------
     q, k : arrays as `s2o_attention` takes them
-    config : MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig, \
-            AShapeConfig, BLASSTConfig or callable
+    config : configuration of a method in `s2o_cupy.methods`, such as MeanPoolingConfig, or callable
         Its class says the method. A callable is one of the caller's own (`s2o_cupy.methods.own.Method`): it is called
         with views of q, (batch, heads, seqlen_q, head_dim), and k, and with is_causal and scale, and returns a
         Schedule, which is checked: its content on the CPU alone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -13,7 +13,7 @@ from ..by_head import by_head, checked_real
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..plan.build import Array, Launch, Workspace
 from ..plan.device import DeviceLimits
-from ..plan.kernels import Inputs
+from ..plan.kernels import Inputs, Kernel
 from ..plan.schedule_form import BLOCK_N
 from ..problem import Problem
 from ..spec import PATHS, Pass, checked_int
@@ -118,6 +118,11 @@ class MethodConfig:
     def stages(self, site: Site) -> list[Stage]:
         """What runs on a GPU, in order."""
         raise NotImplementedError
+
+    @staticmethod
+    def catalogue(inputs: Inputs) -> Iterator[Kernel]:
+        """Kernels of its own file that a call with such inputs may choose."""
+        return iter(())
 
 
 def checked_choice(name: str, value: Any, accepted: Sequence[Any], owner: str = "") -> Any:

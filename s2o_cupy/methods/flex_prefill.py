@@ -16,7 +16,7 @@ from .last_rows import LineSums, check_aligned
 from .stages import BlockMeans, MeanScores, heads_at_a_time, launch, pitch_of
 from .vertical_slash import LARGEST_BYTES, LARGEST_THREADS
 
-__all__ = ["FlexPrefillConfig", "kernels"]
+__all__ = ["FlexPrefillConfig"]
 
 BLOCK = 128
 _SOURCE = "blocks/flex_prefill.cu", "FlexPrefillParams"
@@ -31,13 +31,6 @@ ROW_BYTES = 2 * 2 * 4 * 4  # sizeof(RowShared)
 def flex_lines(inputs: Inputs) -> Kernel:
     """sizeof(FlexTraits::Shared)"""
     return Kernel(FLEX_LINES, inputs.dtype, inputs.head_dim, shared_bytes=LARGEST_BYTES + inputs.head_dim * 4)
-
-
-def kernels(inputs: Inputs) -> Iterator[Kernel]:
-    if inputs.aligned and not inputs.paged and not inputs.softcap:
-        yield flex_lines(inputs)
-        yield Kernel(FLEX_BOUND, shared_bytes=LARGEST_BYTES)
-        yield from (Kernel(family, shared_bytes=ROW_BYTES) for family in (ROW_WEIGHTS, FLEX_LISTS))
 
 
 @names_its_fields
@@ -58,7 +51,7 @@ class FlexPrefillConfig(MethodConfig):
         Below this square root of a Jensen-Shannon divergence (0 to 0.83) means are trusted: a number from 0 on.
     min_blocks : int, default 4
         Columns, and diagonals, at least.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit.
@@ -102,6 +95,13 @@ class FlexPrefillConfig(MethodConfig):
         return [
             BlockMeans(site, problem.kv_heads), _Lists(site, self, sums),
         ]  # fmt: skip
+
+    @staticmethod
+    def catalogue(inputs: Inputs) -> Iterator[Kernel]:
+        if inputs.aligned and not inputs.paged and not inputs.softcap:
+            yield flex_lines(inputs)
+            yield Kernel(FLEX_BOUND, shared_bytes=LARGEST_BYTES)
+            yield from (Kernel(family, shared_bytes=ROW_BYTES) for family in (ROW_WEIGHTS, FLEX_LISTS))
 
 
 @dataclass(frozen=True)

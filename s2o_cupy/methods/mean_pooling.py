@@ -29,7 +29,7 @@ class MeanPoolingConfig(MethodConfig):
         above 0, up to 1. At 1 all are.
     keep_first : bool, default True
         The block of key 0 is always chosen, as that of the queries themselves is.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit.

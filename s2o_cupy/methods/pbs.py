@@ -47,7 +47,7 @@ class PBSConfig(MethodConfig):
         `XAttentionConfig` has it, of blocks of 128 alone.
     stride : 8 or 16, default 16
         Of antidiagonal scores, which cost 1 / (2 * stride) of dense attention's products.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit.

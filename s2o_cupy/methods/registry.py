@@ -1,5 +1,5 @@
 """All methods. A new one is a file beside this with its configuration and its launches, a file in reference/methods,
-its kernels, and a line here."""
+its kernels, and its name here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from .sparge import SpargeConfig
 from .vertical_slash import VerticalSlashConfig
 from .xattention import XAttentionConfig
 
-__all__ = ["METHODS"]
+# Also what `s2o_cupy.methods` has of them.
+__all__ = [
+    "AShapeConfig",
+    "FlexPrefillConfig",
+    "METHODS",
+    "MeanPoolingConfig",
+    "PBSConfig",
+    "SpargeConfig",
+    "VerticalSlashConfig",
+    "XAttentionConfig",
+]
 
 METHODS: tuple[type[MethodConfig], ...] = (
     MeanPoolingConfig, PBSConfig, SpargeConfig, XAttentionConfig, FlexPrefillConfig, VerticalSlashConfig,

@@ -51,7 +51,7 @@ class SpargeConfig(MethodConfig):
         along a Hilbert curve through it. Tokens before them stay. Nothing is moved, and outputs are in place.
     keep_first : bool, default False
         The block of key 0, in that order, is always chosen.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..plan.build import Array, Launch, Workspace
-from ..plan.kernels import Family, Kernel
+from ..plan.kernels import Family, Inputs, Kernel
 from ..problem import Problem
 from ..spec import checked_int, names_its_fields
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_choice
@@ -15,7 +15,7 @@ from .grid import BlockGrid
 from .last_rows import LineSums, check_aligned
 from .stages import heads_at_a_time, launch
 
-__all__ = ["FORCED", "ROWS", "VerticalSlashConfig", "kernels"]
+__all__ = ["FORCED", "ROWS", "VerticalSlashConfig"]
 
 ROWS = 64  # last queries, which choose
 FORCED = 30  # first columns, and first distances, that are always chosen
@@ -40,10 +40,6 @@ def crossed_keys() -> Kernel:
     return Kernel(CROSSED_KEYS, shared_bytes=2 * 2 * 8 * 4)
 
 
-def kernels() -> Iterator[Kernel]:
-    yield from (choose_lines(), crossed_keys())
-
-
 @names_its_fields
 @dataclass(frozen=True, kw_only=True)
 class VerticalSlashConfig(MethodConfig):
@@ -61,7 +57,7 @@ class VerticalSlashConfig(MethodConfig):
         Distances.
     block_m : 64 or 128, default 128
         Queries of a q tile. With fewer, diagonals cross fewer keys. The Hopper kernels take 128.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit. `sparse_attention` takes KV heads in turns
@@ -102,6 +98,10 @@ class VerticalSlashConfig(MethodConfig):
     def stages(self, site: Site) -> list[Stage]:
         check_aligned(site, type(self).__name__)
         return [_Lists(site, self, LineSums(site, min(ROWS, site.problem.seqlen_q)))]
+
+    @staticmethod
+    def catalogue(inputs: Inputs) -> Iterator[Kernel]:
+        yield from (choose_lines(), crossed_keys())
 
 
 @dataclass(frozen=True)

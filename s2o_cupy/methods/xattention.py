@@ -30,7 +30,7 @@ class XAttentionConfig(MethodConfig):
     threshold : float, default 0.9
         The first block and that of the queries themselves are attended to, and others by descending mass until all hold
         this share of it: a number above 0, up to 1. At 1 all are.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         Kernels to choose and to attend with, as in `S2OConfig`.
     workspace_bytes : int, default 256 MiB
         Bound on the GPU memory of scores; those of one head always fit.

@@ -41,7 +41,7 @@ class NSAConfig:
         Bound on the GPU memory that blocks' weights and, after them, parts of the selected branch take: tokens are
         taken in rounds.
         A round of 128 tokens always fits.
-    path : {"auto", "portable", "hopper"}, default "auto"
+    path : str, default "auto"
         As in `S2OConfig`. On "hopper" too, portable kernels take the selected branch with blocks of 128, and the
         blocks' weights with more than 8 query heads of a KV head.
 

@@ -177,7 +177,7 @@ class S2O:
             "heads": problem.heads,
             "kv_heads": problem.kv_heads,
             "pooled_queries": self._pooled_queries,
-            "run": s.config.run if self.order.pools else geometry.segment,
+            "run": s.config.run if s.config.pools_queries else geometry.segment,
             "sort_slots": self.sort_slots,
             "sign": self._sign,
             "pages": build.pages,
@@ -234,7 +234,8 @@ class S2O:
     def _pooled_queries(self) -> int:
         """Means of queries that rank_queries or pool_queries leaves of a segment. Nobody reads those of an order that
         pools none: pool_queries then makes none, and rank_queries one, as it scores queries run by run."""
-        return self.setting.config.pooled_queries if self.order.pools else int(self.orders_queries)
+        config = self.setting.config
+        return config.pooled_queries if config.pools_queries else int(self.orders_queries)
 
     @property
     def _sign(self) -> float:

@@ -5,16 +5,32 @@ read these definitions, so that each is written once.
 """
 
 from ..errors import S2OError
-from .config import Pass, S2OConfig, check_path, not_a_config, tau_text
+from .config import (
+    DEFAULT_UNIT,
+    MAX_POOLED_QUERIES,
+    ORDER_OF_RANK,
+    RANKS,
+    UNIT_RANKS,
+    Pass,
+    S2OConfig,
+    check_path,
+    not_a_config,
+    tau_text,
+)
 from .constants import *  # noqa: F403
 from .fields import checked_int, names_its_fields
 from .geometry import Geometry, moment_group, moment_keys
 
 __all__ = [
+    "DEFAULT_UNIT",
     "Geometry",
+    "MAX_POOLED_QUERIES",
+    "ORDER_OF_RANK",
     "Pass",
+    "RANKS",
     "S2OConfig",
     "S2OError",
+    "UNIT_RANKS",
     "check_path",
     "checked_int",
     "moment_group",

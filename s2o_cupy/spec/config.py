@@ -15,23 +15,53 @@ from .constants import (
     CLUSTERS,
     DEFAULT_TAU,
     DEFAULT_TAU_WITH_TAIL,
-    DEFAULT_UNIT,
     DENSE_LAST,
     DENSE_LAST_PART,
     LONG_FROM,
-    MAX_POOLED_QUERIES,
     MAX_SEGMENT,
+    MOST_WEIGHED,
     PATHS,
-    RANKS,
     TAILS,
-    UNIT_RANKS,
     UNITS,
     WEIGHT_RUN,
 )
 from .fields import Default, DefaultInt, DefaultText, checked_int, names_its_fields, plain, takes_defaults_for_given
 from .geometry import Geometry
 
-__all__ = ["Pass", "S2OConfig", "check_path", "not_a_config", "tau_text"]
+__all__ = [
+    "DEFAULT_UNIT", "MAX_POOLED_QUERIES", "ORDER_OF_RANK", "RANKS", "UNIT_RANKS", "Pass", "S2OConfig", "check_path",
+    "not_a_config", "tau_text",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """An order of keys: its defaults, and what of it may be chosen."""
+
+    order: str  # the file in s2o_cupy/selection/orders that scores keys
+    segment: int = 1024
+    unit: int | None = None  # neighbouring keys that are ordered together; None: it orders single keys
+    run: int | None = None  # queries behind a pooled query; None: their number does not follow the segment
+    pooled_queries: int = 1  # where it does not
+    most_pooled: int | None = None  # that may be given; None: no other number than the default
+    pools: bool = True  # whether segments have pooled queries
+
+    def few(self, segment: int) -> int:
+        """Pooled queries of a segment where nobody says how many."""
+        return min(-(-segment // self.run) if self.run else self.pooled_queries, self.most_pooled or segment, segment)
+
+
+_BY_RANK = {
+    "query": _Rank("query", 128, unit=8, run=1, pools=False),
+    "weight": _Rank("weight", 128, unit=16, run=WEIGHT_RUN, most_pooled=MOST_WEIGHED),
+    "max": _Rank("pooled", pooled_queries=16, most_pooled=64),
+    "mean": _Rank("pooled"),
+}
+RANKS = tuple(_BY_RANK)
+ORDER_OF_RANK = {name: rank.order for name, rank in _BY_RANK.items()}
+DEFAULT_UNIT = {name: rank.unit for name, rank in _BY_RANK.items() if rank.unit is not None}
+UNIT_RANKS = tuple(DEFAULT_UNIT)  # that order units of several keys
+MAX_POOLED_QUERIES = {name: rank.most_pooled for name, rank in _BY_RANK.items() if rank.most_pooled is not None}
 
 
 def check_path(path: Any, owner: str = "") -> None:
@@ -76,6 +106,11 @@ class Pass:
 
     def __post_init__(self) -> None:
         check_path(self.path, "S2OConfig")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Those that kernels are given, by their names in AttentionParams."""
+        return {"tau": self.tau, "tau_falls": self.tau_falls}
 
 
 @names_its_fields
@@ -177,26 +212,22 @@ class S2OConfig:
         self._default("rank", "weight" if self._is_given("pooled_queries") else "query")
         if self.rank not in RANKS:
             raise ArgumentValueError(f"rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
-        self._default("segment", 128 if self.orders_units else 1024)
+        rank = _BY_RANK[self.rank]
+        self._default("segment", rank.segment)
         self._set("segment", checked_int("segment", self.segment, 1, MAX_SEGMENT))
         self._set_tau()
         self._set("block_m", checked_int("block_m", self.block_m, 1, 1024))
         self._set("block_n", checked_int("block_n", self.block_n, 1, 1024))
-        self._default("unit", DEFAULT_UNIT.get(self.rank, 1))
+        self._default("unit", rank.unit or 1)
         self._set("unit", checked_int("unit", self.unit, 1))
         if self.unit not in (UNITS if self.orders_units else (1,)):
             accepted = ", ".join(map(str, UNITS)) if self.orders_units else "1, or rank='query' or 'weight'"
             raise ArgumentValueError(f"unit is {self.unit} with rank={self.rank!r}; accepted: {accepted}")
-        most = MAX_POOLED_QUERIES.get(self.rank)
-        few = {
-            "mean": 1, "max": 16, "weight": min(-(-self.segment // WEIGHT_RUN), MAX_POOLED_QUERIES["weight"]),
-            "query": self.segment,
-        }  # fmt: skip
-        self._default("pooled_queries", min(few[self.rank], self.segment))
-        self._set("pooled_queries", checked_int("pooled_queries", self.pooled_queries, 1, most))
-        if self.rank == "mean" and self.pooled_queries != 1:
+        self._default("pooled_queries", rank.few(self.segment))
+        self._set("pooled_queries", checked_int("pooled_queries", self.pooled_queries, 1, rank.most_pooled))
+        if rank.most_pooled is None and rank.run is None and self.pooled_queries != 1:
             raise ArgumentValueError(
-                f"pooled_queries is {self.pooled_queries} with rank='mean', which has one; "
+                f"pooled_queries is {self.pooled_queries} with rank={self.rank!r}, which has one; "
                 "accepted: 1, or rank='weight' or 'max'"
             )
         if self.rank == "query" and self.pooled_queries != self.segment:
@@ -273,15 +304,21 @@ class S2OConfig:
     @property
     def without_choice(self) -> tuple[str, ...]:
         """Fields of which the rank leaves one value alone, of the segment at most."""
-        return {
-            "query": ("pooled_queries",), "weight": ("clusters",), "max": ("unit", "clusters"),
-            "mean": ("unit", "pooled_queries", "clusters"),
-        }[self.rank]  # fmt: skip
+        rank = _BY_RANK[self.rank]
+        fixed = {
+            "unit": rank.unit is None, "pooled_queries": rank.most_pooled is None, "clusters": self.rank != "query",
+        }  # fmt: skip
+        return tuple(name for name, is_fixed in fixed.items() if is_fixed)
 
     @property
     def orders_units(self) -> bool:
         """Whether units of several keys are ordered, by softmax weights."""
         return self.rank in UNIT_RANKS
+
+    @property
+    def pools_queries(self) -> bool:
+        """Whether segments have pooled queries."""
+        return _BY_RANK[self.rank].pools
 
     @property
     def groups(self) -> int:

@@ -31,10 +31,7 @@ TAILS = ("none", "first_order")
 
 MAX_HEAD_DIM = 256
 MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's queries are sorted
-MAX_POOLED_QUERIES = {"max": 64, "weight": 256}
-RANKS = ("query", "weight", "max", "mean")
-UNIT_RANKS = ("query", "weight")  # that order units of several keys
-DEFAULT_UNIT = {"query": 8, "weight": 16}
+MOST_WEIGHED = 256  # pooled queries of a segment of rank="weight"
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
 DENSE_LAST = 256  # queries at the end of a call that attend to all their keys
 DENSE_LAST_PART = 32  # where they are at most one in so many
@@ -72,7 +69,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMiddle": MIDDLE,
     "kOrderHead": ORDER_HEAD,
     "kKeyBuckets": KEY_BUCKETS,
-    "kMostPooled": MAX_POOLED_QUERIES["weight"],
+    "kMostPooled": MOST_WEIGHED,
     "kTailSamples": TAIL_SAMPLES,
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ..methods import antidiagonal, flex_prefill, last_rows, vertical_slash
+from ..methods import antidiagonal, last_rows
 from ..methods import kernels as methods
+from ..methods.registry import METHODS as OF_BLOCKS
 from ..nsa import kernels as nsa
 from ..plan import error_search, tail
 from ..plan.collecting import COLLECT_PACKED_PAGES, fp8_kernels
@@ -55,11 +56,11 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
         yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
         yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), paths)
-        for of in (last_rows, flex_prefill):
-            yield from of.kernels(Inputs(dtype, head_dim, aligned, paged))
+        yield from last_rows.kernels(Inputs(dtype, head_dim, aligned, paged))
+        for of in OF_BLOCKS:
+            yield from of.catalogue(Inputs(dtype, head_dim, aligned, paged))
         if plain:
             yield from nsa.catalogue(Inputs(dtype, head_dim), paths)
-    yield from vertical_slash.kernels()
 
 
 def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> Iterator[Kernel]:

@@ -69,7 +69,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
     geometry = problem.geometry(config)
     batch, heads, segments = problem.batch, problem.heads, geometry.segments
     ordered = config.dense_from(geometry)
-    pooled_queries = 0 if config.rank == "query" else config.pooled_queries
+    pooled_queries = config.pooled_queries if config.pools_queries else 0
     kv_heads = problem.kv_heads
     head_dim = problem.head_dim
     stages = GpuStages(
@@ -99,7 +99,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
                 stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
         elif config.rank == "query" and stage in ("unit_keys", "unit_rows", "query_norms"):
             stages.query = by_query.capture(stages.query, stage, host, arrays, q.dtype, problem, config)
-        elif stage == "rank_queries" and config.rank == "query":
+        elif stage == "rank_queries" and not config.pools_queries:
             stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "rank_queries":
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything

@@ -124,6 +124,7 @@ def compare(
     q [B, H, Lq, D] and k, v [B, Hkv, Lk, D] in the dtype that the GPU saw.
     """
     from ..reference import s2o
+    from ..reference.ordering import OF_KEYS
     from ..stats import S2OStats
 
     unit, kv = UNIT[problem.dtype], (k, v)
@@ -146,7 +147,7 @@ def compare(
         rows.integers("fp8 pages", part, int((part > 0).sum()), "exact")
 
     # Pooled queries: a float32 mean, its sum rounded `run` times at worst, and rounded once to the input's dtype.
-    if config.rank == "query":
+    if not config.pools_queries:
         pooled, counts, magnitude = np.zeros((1, 1, 1, 1, 1)), np.zeros((1, 1), int), np.zeros((1, 1, 1, 1, 1))
     else:
         pooled, counts = s2o.pooled_queries(q, geometry, config)
@@ -155,7 +156,7 @@ def compare(
     allowed = magnitude * (unit + UNIT32 * (config.run + 2)) + smallest
     ordered = any(geometry.candidates(n) for n in range(len(stages.k_order)))
     is_by_query = config.rank == "query"
-    if ordered and not is_by_query:
+    if ordered and config.pools_queries:
         rows.floats("pooled_queries", stages.pooled[:, :, present], pooled[:, :, present], allowed[:, :, present])
     step()
 
@@ -206,8 +207,9 @@ def compare(
                 want = s2o.unit_weights(mine, counts, keys, n, geometry, scale).astype(np.float64)
             bound = 2 * largest * (rounding + 4 * UNIT32) + 2.0**-17 + geometry.ranked(n) * UNIT32
         else:
-            want = s2o.key_scores(mine, counts, k, n, geometry).astype(np.float64) * to_log2
-            bound = s2o.key_scores(np.abs(mine), counts, np.abs(k), n, geometry) * rounding + 1e-30
+            score = OF_KEYS[config.rank]
+            want = score(mine, counts, k, n, geometry).astype(np.float64) * to_log2
+            bound = score(np.abs(mine), counts, np.abs(k), n, geometry) * rounding + 1e-30
             bound = bound * to_log2 * (1 + 2 * UNIT32)
         bound = bound + np.abs(want) * (UNIT["float16"] + UNIT32) + 2.0**-25
         worst_part.append(_parts(stages.scores[n], want, bound))

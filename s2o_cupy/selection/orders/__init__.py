@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
+from ...spec import ORDER_OF_RANK
 from .base import Order
-from .pooled import PooledOrder
-from .query import QueryOrder
-from .weight import WeightOrder
 
 __all__ = ["ORDERS", "Order"]
 
 ORDERS: dict[str, type[Order]] = {
-    "mean": PooledOrder, "max": PooledOrder, "weight": WeightOrder, "query": QueryOrder,
-}  # fmt: skip
+    rank: import_module(f".{name}", __name__).ORDER for rank, name in ORDER_OF_RANK.items()
+}

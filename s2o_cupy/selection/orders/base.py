@@ -1,7 +1,7 @@
 """What a way to score keys is: its arrays in the workspace and its launches, of one setting.
 
-`mean` and `max` (pooled.py), `weight` (weight.py) and `query` (query.py) are the ways that there are. Another one is a
-file here with its name in __init__.py, a file of `reference` and a rank in spec/config.py.
+Another one is a file here, whose ORDER is its class, its definition in reference/ordering.py and a rank in
+spec/config.py, which names the file.
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -25,7 +25,6 @@ SMALLEST_SCALE = 1e-30  # of unit_weights: times 0 what is left out, minus infin
 class Order:
     """A way to score the candidates of segments."""
 
-    pools = True  # whether segments have pooled queries
     largest_grid = 0  # blocks of its largest launch, those of a round apart
 
     def __init__(self, setting: Setting) -> None:

@@ -86,3 +86,6 @@ class PooledOrder(Order):
         blocks = chunk.heads // chunk.shared_heads * row_blocks * key_blocks
         values = {**values, "row_blocks": row_blocks, "key_blocks": key_blocks}
         return build.launch("key_scores", self.kernel, blocks, values, chunk)
+
+
+ORDER = PooledOrder

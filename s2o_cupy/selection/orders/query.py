@@ -119,8 +119,6 @@ def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
 class QueryOrder(Order):
     """Groups of a unit's keys, weighed by each query."""
 
-    pools = False
-
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.in_bytes = takes_bytes(setting.inputs, setting.path, setting.config.segment)
@@ -254,3 +252,6 @@ class QueryOrder(Order):
         # In 8 bits groups are done with, and scores lie where they lay.
         read = {"unit_keys": "", "cluster_shares": ""} if self.in_bytes else {"unit_keys": "cluster_keys"}
         return build.launch("unit_weights", self.kernel, blocks, values, chunk, read=read)
+
+
+ORDER = QueryOrder

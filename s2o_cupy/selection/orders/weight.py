@@ -14,7 +14,7 @@ from ...plan.build import Array, Builder, Launch
 from ...plan.kernels import Family, Inputs, Kernel, Path
 from ...plan.paths import HOPPER
 from ...plan.rounds import STEP, Chunk
-from ...spec import MAX_POOLED_QUERIES
+from ...spec import MOST_WEIGHED
 from .base import SMALLEST_SCALE, Order
 
 __all__ = ["UNIT_KEYS_OF_BLOCK", "WeightOrder", "portable_segments", "unit_keys", "unit_weight_blocks", "unit_weights"]
@@ -51,7 +51,7 @@ def unit_weights(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
         pooled = _HOPPER_SEGMENTS * HOPPER_MOST_POOLED * head_dim * 2
         shared = HOPPER_WEIGHT_STAGES * (HOPPER_WEIGHT_ROWS * head_dim * 2 + 2 * 8) + pooled
         return Kernel(UNIT_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared)
-    norms = (4 if head_dim > 128 else 8) * MAX_POOLED_QUERIES["weight"] * 4
+    norms = (4 if head_dim > 128 else 8) * MOST_WEIGHED * 4
     shared = 2 * STEP * head_dim * 2 + norms + 4  # sizeof(WeightTraits::Shared)
     return Kernel(UNIT_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared)
 
@@ -113,3 +113,6 @@ class WeightOrder(Order):
         blocks = unit_weight_blocks(self.kernel, chunk)
         values = {**values, "scale_log2": max(self.scale_log2, SMALLEST_SCALE)}
         return build.launch("unit_weights", self.kernel, blocks, values, chunk)
+
+
+ORDER = WeightOrder
