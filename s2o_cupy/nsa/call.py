@@ -13,7 +13,7 @@ from ..arrays.operand import ALIGNMENT, Operand, address, axes
 from ..problem import PLAIN, Problem, cached_validate
 from ..spec import checked_int
 
-__all__ = ["NsaCall", "axis_of_tokens"]
+__all__ = ["NsaCall", "axis_of_tokens", "is_readable"]
 
 CONTIGUOUS = ("blocks", "lse")  # in C order
 
@@ -108,7 +108,7 @@ class NsaCall:
         stream, memory = call.launching()
         infos = dict(zip(call.inputs, call.exchanged(), strict=True))
         for name, info in infos.items():
-            if not _is_readable(name, info):
+            if not is_readable(name, info):
                 infos[name] = call.copied(info, _int32 if name == "blocks" else None)
         operands = {
             name: Operand(x.pointer, (0, 0, 0, 0), (0, 0, 0))
@@ -119,7 +119,7 @@ class NsaCall:
         where: list[Any] = [address(x.native) for x in made]
         if has_output:
             out = call.of_out or framework_of("array", made[0].native).describe(made[0].native)
-            if not _is_readable("out", out):
+            if not is_readable("out", out):
                 raise ValueError(
                     f"{self.where}: out has strides {out.strides} (bytes), or does not begin on {ALIGNMENT} bytes; "
                     f"accepted on the GPU: rows that begin on {ALIGNMENT} bytes"
@@ -129,7 +129,7 @@ class NsaCall:
         on_gpu(operands, tuple(where), stream, memory)
 
 
-def _is_readable(name: str, x: ArrayInfo) -> bool:
+def is_readable(name: str, x: ArrayInfo) -> bool:
     """Whether kernels read an array as it lies; others are copied. Blocks are int32 and an lse is float32, both in C
     order, gates have a contiguous last axis, rows of the others begin on 16 bytes."""
     if 0 in x.shape:
