@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+from ..errors import ArgumentTypeError
 from ..spec import S2OConfig
 
 __all__ = ["answers_habits"]
@@ -94,17 +95,20 @@ def answers_habits(function: Function) -> Function:
     def call(*arguments: Any, **given: Any) -> Any:
         if not takes_others and not names.issuperset(given):
             unknown = next(name for name in given if name not in known)
-            raise TypeError(f"{function.__name__}: {unknown} is not an argument; {_hint(unknown, known)}")
+            raise ArgumentTypeError(f"{unknown} is not an argument; {_hint(unknown, known)}", function.__name__)
         if len(arguments) > positional:
-            raise TypeError(
-                f"{function.__name__}: {len(arguments)} arguments come without a name; accepted: up to {positional}, "
-                f"the others by name: {', '.join(options)}"
+            raise ArgumentTypeError(
+                f"{len(arguments)} arguments come without a name; accepted: up to {positional}, "
+                f"the others by name: {', '.join(options)}",
+                function.__name__,
             )
         if by_name or len(arguments) < first:
             for name in needed[min(len(arguments), first) :]:
                 if name not in given:
                     what = f", {_NEEDED[name]}" if name in _NEEDED else ""
-                    raise TypeError(f"{function.__name__}: {name} is missing{what}; accepted: {', '.join(needed)}")
+                    raise ArgumentTypeError(
+                        f"{name} is missing{what}; accepted: {', '.join(needed)}", function.__name__
+                    )
         return function(*arguments, **given)
 
     return cast("Function", call)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..api.habits import answers_habits
-from ..errors import arguments_of
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -86,28 +86,33 @@ def scaled_dot_product_attention(
         from torch.nn.attention.bias import CausalBias, CausalVariant  # which takes seconds to import
 
         if not isinstance(attn_mask, CausalBias):
-            raise ValueError(
-                f"{function}: attn_mask is a {type(attn_mask).__name__}, and S2O takes no mask; accepted: None, "
-                "is_causal=True, or causal_lower_right of torch.nn.attention.bias (for padding: flash_attn_varlen_func)"
+            raise ArgumentValueError(
+                f"attn_mask is a {type(attn_mask).__name__}, and S2O takes no mask; accepted: None, "
+                "is_causal=True, or causal_lower_right of torch.nn.attention.bias (for padding: "
+                "flash_attn_varlen_func)",
+                function,
             )
         if is_causal:
-            raise ValueError(f"{function}: attn_mask and is_causal=True came together; accepted: one of them")
+            raise ArgumentValueError("attn_mask and is_causal=True came together; accepted: one of them", function)
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
-            raise ValueError(
-                f"{function}: attn_mask is for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys; "
-                f"accepted: for {seqlen_q} and {seqlen_k}, those of query and key"
+            raise ArgumentValueError(
+                f"attn_mask is for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys; "
+                f"accepted: for {seqlen_q} and {seqlen_k}, those of query and key",
+                function,
             )
         is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
     if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"{function}: query has {query.shape[-3]} heads, key has {key.shape[-3]}; accepted: as many, "
-            "or enable_gqa=True"
+        raise ArgumentValueError(
+            f"query has {query.shape[-3]} heads, key has {key.shape[-3]}; accepted: as many, "
+            "or enable_gqa=True",
+            function,
         )
     if is_causal and not lower_right:
         if seqlen_q > seqlen_k:
-            raise ValueError(
-                f"{function}: is_causal=True with {seqlen_q} queries and {seqlen_k} keys, aligned top-left; accepted: "
-                "no more queries than keys"
+            raise ArgumentValueError(
+                f"is_causal=True with {seqlen_q} queries and {seqlen_k} keys, aligned top-left; accepted: "
+                "no more queries than keys",
+                function,
             )
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]  # no query sees those behind
     return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
@@ -241,9 +246,10 @@ def flash_attn_varlen_func(
     function = "flash_attn_varlen_func"
     _check_flash(function, dropout_p, alibi_slopes)
     if block_table is not None:
-        raise ValueError(
-            f"{function}: block_table is a {type(block_table).__name__}; accepted: None (for paged caches call "
-            "s2o_cupy.s2o_attention_paged, whose page_table it is)"
+        raise ArgumentValueError(
+            f"block_table is a {type(block_table).__name__}; accepted: None (for paged caches call "
+            "s2o_cupy.s2o_attention_paged, whose page_table it is)",
+            function,
         )
     causal, window = _parse_window(function, window_size, causal)
     # Lists, as an operator takes them: those of a tensor on a GPU are copied to the host.
@@ -276,14 +282,15 @@ def _lengths(begins_q: Any, begins_k: Any, total_q: int, total_k: int) -> list[t
 
 def _check_dropout(function: str, name: str, dropout: Any) -> None:
     if dropout != 0:
-        raise ValueError(f"{function}: {name} is {dropout!r}, and S2O is for inference; accepted: 0.0")
+        raise ArgumentValueError(f"{name} is {dropout!r}, and S2O is for inference; accepted: 0.0", function)
 
 
 def _check_flash(function: str, dropout_p: Any, alibi_slopes: Any) -> None:
     _check_dropout(function, "dropout_p", dropout_p)
     if alibi_slopes is not None:
-        raise ValueError(
-            f"{function}: alibi_slopes is a {type(alibi_slopes).__name__}, and S2O adds no bias; accepted: None"
+        raise ArgumentValueError(
+            f"alibi_slopes is a {type(alibi_slopes).__name__}, and S2O adds no bias; accepted: None",
+            function,
         )
 
 
@@ -292,15 +299,17 @@ def _parse_window(function: str, window_size: Any, causal: bool) -> tuple[bool, 
     try:
         left, right = (operator.index(n) for n in window_size)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{function}: window_size is {window_size!r}; accepted: (left, right), integers, -1 for all keys"
+        raise ArgumentTypeError(
+            f"window_size is {window_size!r}; accepted: (left, right), integers, -1 for all keys",
+            function,
         ) from None
     causal = causal or right == 0
     if left < 0 and (right < 0 or causal):
         return causal, None
     if not causal or left == 0:
-        raise ValueError(
-            f"{function}: window_size is {(left, right)} with causal={causal}; accepted: (-1, -1), or with causal=True "
-            "(left, 0) with left >= 1"
+        raise ArgumentValueError(
+            f"window_size is {(left, right)} with causal={causal}; accepted: (-1, -1), or with causal=True "
+            "(left, 0) with left >= 1",
+            function,
         )
     return True, left + 1

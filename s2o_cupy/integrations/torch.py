@@ -186,8 +186,9 @@ def attention_varlen(
     scalars = _parse(q, k, v, config, tau, is_causal)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not (isinstance(x, (list, tuple)) or (x is None and name == "cu_seqlens_k")):
-            raise TypeError(
-                f"s2o_attention_varlen: {name} is a {type(x).__name__}; accepted: a list or tuple of integers"
+            raise ArgumentTypeError(
+                f"{name} is a {type(x).__name__}; accepted: a list or tuple of integers",
+                "s2o_attention_varlen",
             )
     o, lse = torch.ops.s2o_cupy.attention_varlen.default(
         q, k, v, cu_seqlens_q, cu_seqlens_k, _scale(scale), _softcap(softcap), is_causal, bool(return_lse), *scalars
