@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import numpy as np
 import own_methods
@@ -111,6 +112,64 @@ def test_packed_and_paged(rng):
     caches = (paged(x, table, pages, 16, "NHD", [420, 420]) for x in (k, v))
     found = sparse_attention_paged(q, *caches, table, seqlen_k=420, config=LargestKeys(0.4))
     np.testing.assert_array_equal(found, sparse_attention(q, k, v, config=LargestKeys(0.4)))
+
+
+# ---------------------------------------------------------------- the page's own method
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
+
+
+@pytest.fixture
+def of_page(tmp_path, capsys):
+    """The file that a reader of docs/methods.md would make, and the method in it."""
+    if not PAGE.exists():
+        pytest.skip("needs a source checkout")
+    section = PAGE.read_text(encoding="utf-8").split("## A method of your own")[1]
+    file = tmp_path / "largest.py"
+    file.write_text(section.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    found = parse_method(f"{file}:LargestKeys:share=0.5", "--method")
+    capsys.readouterr()
+    return file, found
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("lengths", [(600, 600), (300, 600), (1024, 1024), (1, 100)])
+def test_the_page_s_method_takes_any_framework_and_length(of_page, qkv, name, lengths):
+    framework, (q, k, v) = FRAMEWORKS[name](), qkv(*lengths, heads=4, kv_heads=2, head_dim=16)
+    for is_causal in (True, False):
+        o, stats = sparse_attention(
+            *map(framework.array, (q, k, v)), config=of_page[1], is_causal=is_causal, return_stats=True
+        )
+        mask = meant(of_page[1](q, k, is_causal=is_causal, scale=0.0), 1, 4)
+        np.testing.assert_allclose(np.asarray(o), masked_attention(q, k, v, mask)[0], atol=1e-5)
+        assert stats.density < 1 or lengths[1] < 600
+
+
+def test_the_page_s_command(of_page, capsys):
+    file, _ = of_page
+    arguments = ["compare", "trace", "--length", "600", "--method", f"{file}:LargestKeys:share=0.5"]
+    assert cli.main(arguments) == cli.OK
+    assert "\nlargestkeys (share=0.5) " in capsys.readouterr().out
+
+
+def test_the_page_s_method_in_a_model(of_page):
+    """At a length that no 128 divides, the prompt whole and behind a cache."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers", "5.16")
+    from tiny_llama import llama, logits_of, prompt
+
+    from s2o_cupy.integrations.transformers import register
+
+    model, ids = llama(), prompt(600)
+    with torch.no_grad():
+        dense = logits_of(model, "sdpa", ids)
+        for share, tolerance in ((0.5, None), (1.0, 1e-4)):
+            s2o = register("s2o", type(of_page[1])(share), min_seqlen=100)
+            found = logits_of(model, "s2o", ids)
+            assert s2o.calls == {"method": 3} and found.isfinite().all()
+            assert torch.equal(found, dense) is False
+            if tolerance:  # all blocks
+                torch.testing.assert_close(found, dense, rtol=tolerance, atol=tolerance)
 
 
 # ---------------------------------------------------------------- errors

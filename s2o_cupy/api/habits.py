@@ -46,6 +46,7 @@ _SAME = {  # by another name
     "cu_seqlens": "cu_seqlens_q",
     "cu_seq_lens_q": "cu_seqlens_q",
 }
+_SCALES = ("k_scale", "v_scale", "q_scale", "k_descale", "v_descale", "q_descale")
 _HINTS = {
     **dict.fromkeys(("attn_mask", "attention_mask", "mask", "attn_bias", "key_padding_mask", "custom_mask"), _NO_MASK),
     **dict.fromkeys(("bias", "alibi_slopes"), "there is no bias on the scores"),
@@ -65,6 +66,7 @@ _HINTS = {
         ("cu_seqlens_q", "cu_seqlens_k"), "packed sequences: s2o_attention_varlen"
     ),
     "page_table": "paged caches: s2o_attention_paged",
+    **dict.fromkeys(_SCALES, "scales of 8-bit pages: s2o_attention_paged"),
 }
 
 
@@ -119,6 +121,8 @@ def _hint(unknown: str, known: Any) -> str:
     if meant in known:
         return f"did you mean {meant}?"
     meant = meant or unknown
+    if meant in _SCALES and "k_scale" in known:
+        return "8-bit pages have k_scale and v_scale, and queries no scale of their own"
     if meant in _HINTS:
         return _HINTS[meant]
     if meant in (field.name for field in fields(S2OConfig)):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..api.habits import answers_habits
-from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
+from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError, arguments_of
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -30,6 +30,21 @@ from .torch import attention, attention_varlen, problem_of
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"]
 
 Tensor = Any  # torch.Tensor
+_AXES = {
+    "flash_attn_func": "(batch, seqlen, heads, head_dim)", "scaled_dot_product_attention":
+    "(batch, heads, seqlen, head_dim)",
+}  # fmt: skip
+
+
+class _in_its_axes(arguments_of):
+    """`arguments_of` a function that has no layout to choose: its errors say what it takes instead."""
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, ArgumentError):
+            error.function = self.function
+            message, asked, _ = str(error.args[0]).partition(" Did you mean layout=")
+            if asked:
+                error.args = (f"{message} Did you mean q.transpose(1, 2)? Axes are {_AXES[self.function]}", *error.args[1:])
 
 
 @answers_habits
@@ -115,7 +130,8 @@ def scaled_dot_product_attention(
                 function,
             )
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]  # no query sees those behind
-    return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
+    with _in_its_axes(function):
+        return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
 
 
 @answers_habits
@@ -179,7 +195,8 @@ def flash_attn_func(
     causal, window = _parse_window(function, window_size, causal)
     if q.ndim == k.ndim == 4 and window is not None and window < k.shape[1]:
         config = parse_config(config, tau)
-        problem_of(q, k, v, config, softmax_scale, softcap, is_causal=True, layout="BSHD")
+        with _in_its_axes(function):
+            problem_of(q, k, v, config, softmax_scale, softcap, is_causal=True, layout="BSHD")
         batch, seqlen_q, heads = q.shape[:3]
         lengths = [(seqlen_q, k.shape[1])] * batch
         q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -188,10 +205,11 @@ def flash_attn_func(
         )
         o, lse = o.view(q.shape), lse.view(heads, batch, seqlen_q).transpose(0, 1)
     else:
-        o, lse = attention(
-            q, k, v, config=config, tau=tau, scale=softmax_scale, softcap=softcap, is_causal=causal, layout="BSHD",
-            return_lse=True,
-        )  # fmt: skip
+        with _in_its_axes(function):
+            o, lse = attention(
+                q, k, v, config=config, tau=tau, scale=softmax_scale, softcap=softcap, is_causal=causal, layout="BSHD",
+                return_lse=True,
+            )  # fmt: skip
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -261,17 +279,17 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     else:
         with arguments_of(function):
-            lengths = _lengths(begins_q, begins_k, q.shape[0], k.shape[0])
+            lengths = _lengths(begins_q, begins_k, q.shape, k.shape[0])
         o, lse = window_attention(
             q, k, v, lengths, window, config=parse_config(config, tau), scale=softmax_scale, softcap=softcap
         )
     return (o, lse, None) if return_attn_probs else o
 
 
-def _lengths(begins_q: Any, begins_k: Any, total_q: int, total_k: int) -> list[tuple[int, int]]:
+def _lengths(begins_q: Any, begins_k: Any, of_q: tuple[int, ...], total_k: int) -> list[tuple[int, int]]:
     """(seqlen_q, seqlen_k) of each packed sequence."""
     begins_q, begins_k = parse_starts("cu_seqlens_q", begins_q), parse_starts("cu_seqlens_k", begins_k)
-    check_packed_queries(begins_q, total_q)
+    check_packed_queries(begins_q, of_q)
     check_packed_keys(begins_q, begins_k, total_k)
     pairs = zip(itertools.pairwise(begins_q), itertools.pairwise(begins_k), strict=True)
     lengths = [(q[1] - q[0], k[1] - k[0]) for q, k in pairs]
