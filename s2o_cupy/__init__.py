@@ -46,10 +46,16 @@ __all__ = [
     "tools",
 ]
 __version__ = "0.1.0"
+_FOLDERS = ("methods", "nsa", "tools")
 
 
 def __getattr__(name: str) -> Any:
-    """`methods`, `nsa` and `tools` are loaded where they are used."""
-    if name not in ("methods", "nsa", "tools"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f".{name}", __name__)
+    """`methods`, `nsa` and `tools` are loaded where they are used. Of what they have, it is said where it is."""
+    if name in _FOLDERS:
+        return importlib.import_module(f".{name}", __name__)
+    for folder in () if name.startswith("_") else _FOLDERS:
+        if name in importlib.import_module(f".{folder}", __name__).__all__:
+            # An AttributeError's message would be lost in `from s2o_cupy import`.
+            where = f"{__name__}.{folder}"
+            raise ImportError(f"{__name__} has no {name}; it is in {where}: from {where} import {name}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

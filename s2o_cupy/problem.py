@@ -17,8 +17,8 @@ from .errors import ArgumentTypeError, ArgumentValueError, warn_caller
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
 __all__ = [
-    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_count", "check_scale",
-    "check_softcap", "validate",
+    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_count", "check_flag",
+    "check_scale", "check_softcap", "validate",
 ]  # fmt: skip
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
@@ -193,9 +193,14 @@ def _check_dtypes(dtypes: Sequence[str], backend: str) -> str:
 
 
 def _check_causal(is_causal: Any) -> bool:
-    if type(is_causal).__name__ in ("bool", "bool_"):  # Python's and NumPy's
-        return bool(is_causal)
-    raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
+    return check_flag("is_causal", is_causal)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool, or an error that says what is accepted."""
+    if type(value).__name__ in ("bool", "bool_"):  # Python's and NumPy's
+        return bool(value)
+    raise ArgumentTypeError(f"{name} is {value!r}; accepted: True or False")
 
 
 def check_scale(scale: Any) -> float:

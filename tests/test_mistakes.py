@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 
+import s2o_cupy
 from s2o_cupy import (
     S2OConfig,
     Schedule,
@@ -193,6 +194,37 @@ MISTAKES = {
         lambda: S2OConfig().with_found_taus(None),
         "S2OConfig.with_found_taus: taus is None; accepted: a number, or one for each query head",
     ),
+    "text for a scale": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE, seqlen_k=200, k_scale="auto"),
+        "s2o_attention_paged: k_scale is a str; accepted: a number, or an array of float32",
+    ),
+    "a list for a scale": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE, seqlen_k=200, v_scale=[1.0]),
+        "s2o_attention_paged: v_scale is a list; accepted: a number, or an array of float32",
+    ),
+    "bytes without scales": (
+        lambda: s2o_attention_paged(Q, PAGES.astype(np.uint8), PAGES.astype(np.uint8), TABLE, seqlen_k=200),
+        "s2o_attention_paged: k_pages is uint8, as v_pages is; accepted: float32 as q",
+    ),
+    "gates of another dtype": (
+        lambda: nsa_attention(Q, K, K, K[:, :, :11], K[:, :, :11], np.zeros((1, 200, 3))),
+        "nsa_attention: gates is float64; accepted: float32",
+    ),
+    "text for return_lse": (
+        lambda: s2o_attention(Q, K, K, return_lse="no"), "s2o_attention: return_lse is 'no'; accepted: True or False",
+    ),
+    "text for return_stats": (
+        lambda: sparse_attention(Q, K, K, config=XAttentionConfig(), return_stats="no"),
+        "sparse_attention: return_stats is 'no'; accepted: True or False",
+    ),
+    "no theta": (lambda: SpargeConfig(), "SpargeConfig: theta is missing; accepted: path, workspace_bytes,"),
+    "text for a seed": (
+        lambda: tune(Q, K, K, error=0.1, seed="a"), "tune: seed is 'a' (str); accepted: an integer >= 0",
+    ),
+    "a seed below 0": (lambda: tune(Q, K, K, error=0.1, seed=-1), "tune: seed is -1; accepted: an integer >= 0"),
+    "a fraction for a seed": (
+        lambda: attention_within(Q, K, K, 0.1, seed=1.5), "attention_within: seed is 1.5 (float); accepted: an integer",
+    ),
     "another library's name": (
         lambda: sparse_attention_varlen(*PACKED, [0, 200], config=S2OConfig(), causal=True),
         "sparse_attention_varlen: causal is not an argument; did you mean is_causal?",
@@ -241,11 +273,31 @@ def test_drop_ins_have_no_layout():
 
     q, k = map(torch.from_numpy, (Q, K))
     for options in ({}, {"window_size": (10, 0)}):
-        with pytest.raises(ValueError, match=r"^flash_attn_func: .*transpose\(1, 2\)\? Axes are \(batch, seqlen, heads,"):
+        with pytest.raises(ValueError, match=r"^flash_attn_func: .*transpose\(1, 2\)\? Axes are \(batch, seqlen,"):
             flash_attn_func(q, k, k, causal=True, **options)
     q, k = q.transpose(1, 2)[:, :100], k.transpose(1, 2)  # 100 heads, which 200 do not divide
     with pytest.raises(ValueError, match=r"^scaled_dot_product_attention: .*Axes are \(batch, heads, seqlen, head_dim"):
         scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("tune", "tools"), ("compare", "tools"), ("PBSConfig", "methods"), ("nsa_attention", "nsa")]
+)
+def test_names_that_are_in_a_folder(name, folder):
+    with pytest.raises(ImportError, match=f"^s2o_cupy has no {name}; it is in s2o_cupy.{folder}: from s2o_cupy"):
+        exec(f"from s2o_cupy import {name}")
+    assert not hasattr(s2o_cupy, "nothing") and not hasattr(s2o_cupy, "_nothing")
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from s2o_cupy import nothing")
+
+
+def test_text_for_return_lse_to_an_operator():
+    torch = pytest.importorskip("torch")
+    from s2o_cupy.integrations.torch import attention
+
+    q, k = map(torch.from_numpy, (Q, K))
+    with pytest.raises(TypeError, match="^s2o_attention: return_lse is 'no'; accepted: True or False$"):
+        attention(q, k, k, return_lse="no")
 
 
 def test_names_of_other_functions():

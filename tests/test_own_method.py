@@ -260,6 +260,20 @@ def test_errors_of_the_method_are_its_own(qkv):
         sparse_attention(*qkv(200), config=lambda q, k: None)
 
 
+def test_a_method_cannot_write_what_the_caller_has(qkv):
+    def writing(q, k, *, is_causal, scale):
+        k[:] = 0
+        return everything(q, k, is_causal=is_causal, scale=scale)
+
+    q, k, v = qkv(200)
+    before = k.copy()
+    for layout, arrays in (("BHSD", (q, k, v)), ("BSHD", [x.swapaxes(1, 2) for x in (q, k, v)])):
+        with pytest.raises(ValueError, match="read-only"):
+            sparse_attention(*arrays, config=writing, layout=layout)
+    np.testing.assert_array_equal(k, before)
+    k[:] = 1  # still the caller's to write
+
+
 # ---------------------------------------------------------------- names, tables, files
 
 
@@ -337,6 +351,27 @@ def test_the_command(capsys):
     assert "\nlargestkeys (share=0.4) " in told and "\nblasst (scale_factor=1000) " in told
     assert cli.main([*arguments, f"{FILE}:NOT_A_METHOD"]) == cli.UNABLE
     assert "NOT_A_METHOD is a int" in capsys.readouterr().err
+
+
+def test_a_method_that_raises(tmp_path, capsys):
+    """The command says which did, and what."""
+    file = tmp_path / "mine.py"
+    file.write_text("def fails(q, k, *, is_causal, scale):\n    raise KeyError('mine')\n")
+    arguments = ["compare", "slash", "--length", "300", "--head-dim", "16", "--method", f"{FILE}:everything"]
+    assert cli.main([*arguments, "--method", f"{file}:fails"]) == cli.UNABLE
+    assert capsys.readouterr().err.endswith(f"s2o compare: --method {file}:fails raised KeyError: 'mine'\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("nothing()\n")
+    assert cli.main([*arguments, "--method", f"{broken}:f"]) == cli.UNABLE
+    assert f"--method has {broken}, which raised NameError: name 'nothing'" in capsys.readouterr().err
+
+
+def test_numbers_by_head():
+    assert parse_method("s2o:tau=0.1/0.2,segment=256", "--method") == S2OConfig(
+        tau=(0.1, 0.2), segment=256, dense_up_to=0
+    )
+    with pytest.raises(ValueError, match=r"accepted: s2o:FIELD=VALUE, .* each query head as FIELD=0.1/0.2$"):
+        parse_method("s2o:tau=0.1,0.2", "--method")
 
 
 class Scaled:

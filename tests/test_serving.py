@@ -117,7 +117,7 @@ def test_layers_that_a_model_has_not():
     [
         ({"block_m": 100}, "here: config.block_m is 100; accepted on the GPU: 64 or 128"),
         ({"block_n": 100}, "here: config.block_n is 100; accepted on the GPU: multiples of 64 up to 1024"),
-        ({"tau": [0.1, 0.2]}, "here: tau has 2 numbers; accepted: one for all heads, as a server's GPUs may each have"),
+        ({"tau": [0.1, 0.2]}, "here: tau has 2 numbers; accepted: one for all heads, as a server's GPUs may have"),
         ({"tau": [0.1]}, "here: tau has 1 numbers; accepted: one for all heads"),
         (
             {"path": "hopper", "block_m": 64},

@@ -44,7 +44,8 @@ class _in_its_axes(arguments_of):
             error.function = self.function
             message, asked, _ = str(error.args[0]).partition(" Did you mean layout=")
             if asked:
-                error.args = (f"{message} Did you mean q.transpose(1, 2)? Axes are {_AXES[self.function]}", *error.args[1:])
+                instead = f"Did you mean q.transpose(1, 2)? Axes are {_AXES[self.function]}"
+                error.args = (f"{message} {instead}", *error.args[1:])
 
 
 @answers_habits

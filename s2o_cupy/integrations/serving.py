@@ -147,8 +147,8 @@ def _check_runs(config: S2OConfig, where: str) -> None:
     """Raise what a GPU would refuse of every prompt."""
     if isinstance(config.tau, tuple):
         raise ValueError(
-            f"{where}: tau has {len(config.tau)} numbers; accepted: one for all heads, as a server's GPUs may each have "
-            "some of them"
+            f"{where}: tau has {len(config.tau)} numbers; accepted: one for all heads, as a server's GPUs may have "
+            "some of them each"
         )
     try:
         problem = validate(_SHAPES, ("bfloat16",) * 3, config=config, backend="cupy")

@@ -401,10 +401,9 @@ def _gates_strides(gates: ArrayInfo, problem: Problem, layout: str, dtype: str) 
             f"gates has shape {tuple(gates.shape)}; accepted: {(p.batch, p.seqlen_q, 3)} or {of_heads}",
             "nsa_attention",
         )
+    accepted = "float32" if dtype == "float32" else f"float32 or {dtype}, the dtype of q"
     if gates.dtype not in ("float32", dtype):
-        raise ArgumentTypeError(
-            f"gates is {gates.dtype}; accepted: float32 or {dtype}, the dtype of q", "nsa_attention"
-        )
+        raise ArgumentTypeError(f"gates is {gates.dtype}; accepted: {accepted}", "nsa_attention")
     strides = [s // gates.itemsize for s in gates.strides]
     if len(strides) == 3:
         return strides[0], 0, strides[1]

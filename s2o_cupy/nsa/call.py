@@ -11,7 +11,7 @@ from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Output
 from ..arrays.operand import ALIGNMENT, Operand, address, axes
 from ..errors import ArgumentTypeError, ArgumentValueError
-from ..problem import PLAIN, Problem, cached_validate
+from ..problem import PLAIN, Problem, cached_validate, check_flag
 from ..spec import checked_int
 
 __all__ = ["NsaCall", "axis_of_tokens"]
@@ -83,7 +83,7 @@ class NsaCall:
     ) -> Any:  # fmt: skip
         """``results``: dtypes and shapes; by default an output like q, and an lse. Without a query or a key they are
         ``fill``, or -inf of an lse."""
-        p, call = self.problem, self.call
+        p, call, return_lse = self.problem, self.call, check_flag("return_lse", return_lse)
         call.check_out(p.dtype)
         with call.scope():
             if results is not None:

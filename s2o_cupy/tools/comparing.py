@@ -192,14 +192,20 @@ def _fields(rest: str, name: str, text: str, option: str) -> dict[str, Any]:
     for item in filter(None, rest.split(",")):
         field, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas")
+            raise ValueError(
+                f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas; a number for each "
+                "query head as FIELD=0.1/0.2"
+            )
         named[field.strip()] = _value(value.strip())
     return named
 
 
 def _value(text: str) -> Any:
-    """A number, True, False or None as Python writes it, else the text."""
+    """A number, True, False or None as Python writes it, or several, "0.1/0.2"; else the text."""
+    parts = text.split("/")
     try:
+        if len(parts) > 1:
+            return tuple([float(x) for x in parts])
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return text

@@ -19,7 +19,7 @@ from ..api.run import parse_config
 from ..arrays.frameworks import to_host
 from ..errors import ArgumentValueError, arguments_of
 from ..plan import strata
-from ..spec import S2OConfig, tau_text
+from ..spec import S2OConfig, checked_int, tau_text
 from .inputs import QKV
 from .problems import problem_of
 
@@ -164,6 +164,7 @@ class Sample:
                 function,
             )
         check_segments(function, segments)
+        seed = checked_int("seed", seed, 0, owner=function)
         self.config, self.options = config, options
         self.layout: str = options.get("layout", "BHSD")
         self.strata = strata.draw(self.geometry.segments, int(segments), seed)
