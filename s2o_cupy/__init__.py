@@ -8,6 +8,7 @@ this touches no GPU and imports none of CuPy, PyTorch and JAX.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import _source_tree as _source_tree
@@ -46,10 +47,19 @@ __all__ = [
     "tools",
 ]
 __version__ = "0.1.0"
+_FOLDERS = ("methods", "nsa", "tools")
 
 
 def __getattr__(name: str) -> Any:
-    """`methods`, `nsa` and `tools` are loaded where they are used."""
-    if name not in ("methods", "nsa", "tools"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f".{name}", __name__)
+    """`methods`, `nsa` and `tools` are loaded where they are used. Of what they have, it is said where it is."""
+    if name in _FOLDERS:
+        return importlib.import_module(f".{name}", __name__)
+    for folder in () if name.startswith("_") else _FOLDERS:
+        if name in importlib.import_module(f".{folder}", __name__).__all__:
+            where = f"{__name__}.{folder}"
+            said = f"{__name__} has no {name}; it is in {where}: from {where} import {name}"
+            # `from s2o_cupy import` asks first whether there is such an attribute, and loses an AttributeError's words.
+            if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+                raise ImportError(said, name=__name__)
+            raise AttributeError(said)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays.frameworks import framework_of
+from .errors import ArgumentTypeError, ArgumentValueError
 from .problem import LAYOUTS
 
 __all__ = ["merge_states"]
@@ -86,38 +87,42 @@ def _check(o1: Any, lse1: Any, o2: Any, lse2: Any, layout: Any) -> tuple[Any, An
 
     arrays = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
     if layout not in LAYOUTS:
-        raise ValueError(f"merge_states: layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+        raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}", "merge_states")
     owners, names = {}, {}
     for name, x in arrays.items():
         try:
             array_namespace(x)
             owners[name] = framework_of(name, x)
         except TypeError:
-            raise TypeError(f"merge_states: {name} is a {type(x).__name__}; accepted: {ACCEPTED}") from None
+            raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: {ACCEPTED}", "merge_states") from None
         names[name] = owners[name].dtype(x)
     if len(set(owners.values())) > 1:
         came = ", ".join(f"{name} {owner.name}" for name, owner in owners.items())
-        raise TypeError(f"merge_states: arrays of different frameworks: {came}; accepted: one framework for all")
+        raise ArgumentTypeError(
+            f"arrays of different frameworks: {came}; accepted: one framework for all", "merge_states"
+        )
     if len({str(device(x)) for x in arrays.values()}) > 1:
         came = ", ".join(f"{name} on {device(x)}" for name, x in arrays.items())
-        raise ValueError(f"merge_states: arrays on different devices: {came}; accepted: one device for all")
+        raise ArgumentValueError(f"arrays on different devices: {came}; accepted: one device for all", "merge_states")
     for pair, accepted in ((("o1", "o2"), ("float16", "bfloat16", "float32", "float64")),
                            (("lse1", "lse2"), ("float32", "float64"))):  # fmt: skip
         one, other = (names[name] for name in pair)
         if one != other or one not in accepted:
-            raise TypeError(
-                f"merge_states: {pair[0]} is {one} and {pair[1]} {other}; accepted: one dtype for both, "
-                f"of {', '.join(accepted)}"
+            raise ArgumentTypeError(
+                f"{pair[0]} is {one} and {pair[1]} {other}; accepted: one dtype for both, "
+                f"of {', '.join(accepted)}",
+                "merge_states",
             )
     shape = tuple(o1.shape)
     if len(shape) < 2 or (layout == "BSHD" and len(shape) not in (3, 4)):
         axes = "2 or more axes (..., seqlen, head_dim)" if layout == "BHSD" else "4 axes (BSHD) or 3 (SHD)"
-        raise ValueError(f"merge_states: o1 is {shape}; accepted for layout {layout!r}: {axes}")
+        raise ArgumentValueError(f"o1 is {shape}; accepted for layout {layout!r}: {axes}", "merge_states")
     rows = shape[:-1] if layout == "BHSD" else (*shape[:-3], shape[-2], shape[-3])
     for name, expected in (("o2", shape), ("lse1", rows), ("lse2", rows)):
         if tuple(arrays[name].shape) != expected:
-            raise ValueError(
-                f"merge_states: {name} is {tuple(arrays[name].shape)} with o1 {shape}; accepted: {expected}"
+            raise ArgumentValueError(
+                f"{name} is {tuple(arrays[name].shape)} with o1 {shape}; accepted: {expected}",
+                "merge_states",
             )
     xp = array_namespace(*arrays.values())
     return xp, xp.float64 if "float64" in names.values() else xp.float32, (o1.dtype, lse1.dtype)

@@ -17,8 +17,8 @@ from .errors import ArgumentTypeError, ArgumentValueError, warn_caller
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
 
 __all__ = [
-    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_scale", "check_softcap",
-    "validate",
+    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_count", "check_flag",
+    "check_scale", "check_softcap", "validate",
 ]  # fmt: skip
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
@@ -130,7 +130,7 @@ def validate(
     if may_differ and many_heads and _fits_other_layout(problem, q, k, v):
         warn_caller(
             f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are "
-            f"({_AXES[other]}), pass layout={other!r}"
+            f"({_AXES[other]}), pass layout={other!r}, or swap them for a function without it"
         )
     if isinstance(config, S2OConfig):
         _check_by_head(problem, config)
@@ -193,9 +193,14 @@ def _check_dtypes(dtypes: Sequence[str], backend: str) -> str:
 
 
 def _check_causal(is_causal: Any) -> bool:
-    if type(is_causal).__name__ in ("bool", "bool_"):  # Python's and NumPy's
-        return bool(is_causal)
-    raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
+    return check_flag("is_causal", is_causal)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool, or an error that says what is accepted."""
+    if type(value).__name__ in ("bool", "bool_"):  # Python's and NumPy's
+        return bool(value)
+    raise ArgumentTypeError(f"{name} is {value!r}; accepted: True or False")
 
 
 def check_scale(scale: Any) -> float:
@@ -248,13 +253,18 @@ def _check_sizes(problem: Problem, q: Shape, k: Shape, v: Shape) -> None:
         )
 
 
+def check_count(name: str, value: Any, heads: int) -> None:
+    """Of numbers by head: as many as there are query heads."""
+    if isinstance(value, tuple) and len(value) != heads:
+        raise ArgumentValueError(
+            f"{name} has {len(value)} numbers, q has {heads} heads; accepted: one number "
+            "for all heads, or one for each query head"
+        )
+
+
 def _check_by_head(problem: Problem, config: S2OConfig) -> None:
     for name, value in (("tau", config.tau), ("error", config.error)):
-        if isinstance(value, tuple) and len(value) != problem.heads:
-            raise ArgumentValueError(
-                f"{name} has {len(value)} numbers, q has {problem.heads} heads; accepted: one "
-                "number for all heads, or one for each query head"
-            )
+        check_count(name, value, problem.heads)
     if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:
         raise ArgumentValueError(
             f"config.error with is_causal=False and {problem.geometry(config).segments} segments, which "

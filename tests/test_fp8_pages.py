@@ -246,7 +246,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (OTHERS["float8_e5m2"], TypeError, "k_pages is float8_e5m2, with k_pages .*; accepted: float32 as q, float8_"),
+        (OTHERS["float8_e5m2"], TypeError, "k_pages is float8_e5m2, as v_pages is; accepted: float32 as q, float8_"),
         (OTHERS["float8_e4m3fnuz"] | {"k_scale": 1.0}, TypeError, "k_pages is float8_e4m3fnuz, .*; accepted: float32"),
         (BYTES, TypeError, "k_pages is uint8.*; accepted: .* as uint8 with k_scale and v_scale"),
         ({"k_pages": WIDE["k_pages"]}, TypeError, "v_pages is .*4m3fn, with k_pages float32 and .*; accepted: .*both"),

@@ -11,18 +11,27 @@ import warnings
 import numpy as np
 import pytest
 
+import s2o_cupy
 from s2o_cupy import (
     S2OConfig,
     Schedule,
     errors,
     gather_attention,
     gather_attention_varlen,
+    merge_states,
     s2o_attention,
     s2o_attention_paged,
     s2o_attention_varlen,
 )
-from s2o_cupy.methods import sparse_attention, sparse_attention_varlen
-from s2o_cupy.tools import attention_within, compare, inputs
+from s2o_cupy.methods import (
+    SpargeConfig,
+    XAttentionConfig,
+    sparse_attention,
+    sparse_attention_paged,
+    sparse_attention_varlen,
+)
+from s2o_cupy.nsa import nsa_attention
+from s2o_cupy.tools import attention_within, compare, inputs, tune
 
 Q, K = np.zeros((1, 4, 200, 16), np.float32), np.zeros((1, 2, 200, 16), np.float32)
 PACKED = Q[0].swapaxes(0, 1), K[0].swapaxes(0, 1), K[0].swapaxes(0, 1)
@@ -117,6 +126,105 @@ MISTAKES = {
         lambda: compare(Q, K, K, error=0.1),
         "compare: error is not an argument; it is a field of S2OConfig: configs=[S2OConfig(error=...), ...]",
     ),
+    "scales of pages": (
+        lambda: s2o_attention(Q, K, K, k_scale=1.0),
+        "s2o_attention: k_scale is not an argument; scales of 8-bit pages: s2o_attention_paged",
+    ),
+    "scales of pages to a method": (
+        lambda: sparse_attention_paged(Q, PAGES, PAGES, TABLE, seqlen_k=200, config=S2OConfig(), k_scale=1.0),
+        "sparse_attention_paged: k_scale is not an argument; scales of 8-bit pages: s2o_attention_paged",
+    ),
+    "a scale of queries": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE, seqlen_k=200, q_scale=1.0),
+        "s2o_attention_paged: q_scale is not an argument; 8-bit pages have k_scale and v_scale, and queries no scale",
+    ),
+    "packed by heads": (
+        lambda: s2o_attention_varlen(Q[0], K[0], K[0], [0, 200]),
+        "s2o_attention_varlen: cu_seqlens_q ends with 200; accepted: 0, then ascending to 4, the rows of q. Did you "
+        "mean q.swapaxes(0, 1)? Axes are (total_q, heads, head_dim)",
+    ),
+    "no target": (lambda: tune(Q, K, K), "tune: neither error nor density is given; accepted: one of them"),
+    "a method to tune": (
+        lambda: tune(Q, K, K, error=0.1, config=XAttentionConfig()),
+        "tune: config is a XAttentionConfig; accepted: S2OConfig or None",
+    ),
+    "nothing to compare": (lambda: compare(Q, K, K, []), "compare: configs is empty; accepted: at least one"),
+    "a scale to compare": (lambda: compare(Q, K, K, scale=np.inf), "compare: scale is inf; accepted: a finite number"),
+    "taus of other heads to compare": (
+        lambda: compare(Q, K, K, [S2OConfig(tau=(0.1,))]), "compare: tau has 1 numbers, q has 4 heads; accepted: one",
+    ),
+    "causal": (lambda: s2o_attention(Q, K, K, causal=1), "s2o_attention: causal is not an argument; did you mean is_"),
+    "thresholds of other heads": (
+        lambda: sparse_attention(Q, K, K, config=SpargeConfig(tau=[0.9] * 3, theta=0.1)),
+        "SpargeConfig: tau has 3 numbers; accepted: one, or 4, one for each head",
+    ),
+    "no compressed keys": (
+        lambda: nsa_attention(Q, K, K), "nsa_attention: k_cmp is missing; accepted: q, k, v, k_cmp, v_cmp, gates",
+    ),
+    "a list for gates": (
+        lambda: nsa_attention(Q, K, K, K, K, [1.0]), "nsa_attention: gates is a list; accepted: NumPy, CuPy, PyTorch",
+    ),
+    "compressed keys of another length": (
+        lambda: nsa_attention(Q, K, K, K, K, Q), "nsa_attention: k_cmp has shape (1, 2, 200, 16); accepted: (1, 2, 11,",
+    ),
+    "outputs for sums": (lambda: merge_states(Q, Q, Q, Q), "merge_states: lse1 is (1, 4, 200, 16) with o1"),
+    "a list for a mask of blocks": (
+        lambda: Schedule.from_block_mask([[True]]), "Schedule.from_block_mask: mask is a list; accepted: NumPy, CuPy",
+    ),
+    "a wrong rule": (
+        lambda: Schedule.from_block_mask(np.ones((1, 4, 2, 2), bool), segment=0),
+        "Schedule.from_block_mask: segment is 0; accepted: an integer from 1 to 8192",
+    ),
+    "a chunk the wrong way round": (
+        lambda: S2OConfig().of_chunk(512, 256, 16384), "S2OConfig.of_chunk: begin is 512; accepted: an integer from 0 ",
+    ),
+    "a chunk before the prompt": (
+        lambda: S2OConfig().of_chunk(-5, 1000, seqlen=16384), "begin is -5; accepted: an integer from 0 to 999",
+    ),
+    "a chunk beyond the prompt": (
+        lambda: S2OConfig().of_chunk(0, 99999, seqlen=16384), "end is 99999; accepted: an integer from 1 to 16384",
+    ),
+    "text for a chunk": (
+        lambda: S2OConfig().of_chunk("0", 100, seqlen=200), "S2OConfig.of_chunk: begin is '0' (str); accepted: an int",
+    ),
+    "fewer than no keys": (
+        lambda: S2OConfig().tau_of(-5), "S2OConfig.tau_of: candidates is -5; accepted: an integer >= 0",
+    ),
+    "no taus": (
+        lambda: S2OConfig().with_found_taus(None),
+        "S2OConfig.with_found_taus: taus is None; accepted: a number, or one for each query head",
+    ),
+    "text for a scale": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE, seqlen_k=200, k_scale="auto"),
+        "s2o_attention_paged: k_scale is a str; accepted: a number, or an array of float32",
+    ),
+    "a list for a scale": (
+        lambda: s2o_attention_paged(Q, PAGES, PAGES, TABLE, seqlen_k=200, v_scale=[1.0]),
+        "s2o_attention_paged: v_scale is a list; accepted: a number, or an array of float32",
+    ),
+    "bytes without scales": (
+        lambda: s2o_attention_paged(Q, PAGES.astype(np.uint8), PAGES.astype(np.uint8), TABLE, seqlen_k=200),
+        "s2o_attention_paged: k_pages is uint8, as v_pages is; accepted: float32 as q",
+    ),
+    "gates of another dtype": (
+        lambda: nsa_attention(Q, K, K, K[:, :, :11], K[:, :, :11], np.zeros((1, 200, 3))),
+        "nsa_attention: gates is float64; accepted: float32",
+    ),
+    "text for return_lse": (
+        lambda: s2o_attention(Q, K, K, return_lse="no"), "s2o_attention: return_lse is 'no'; accepted: True or False",
+    ),
+    "text for return_stats": (
+        lambda: sparse_attention(Q, K, K, config=XAttentionConfig(), return_stats="no"),
+        "sparse_attention: return_stats is 'no'; accepted: True or False",
+    ),
+    "no theta": (lambda: SpargeConfig(), "SpargeConfig: theta is missing; accepted: path, workspace_bytes,"),
+    "text for a seed": (
+        lambda: tune(Q, K, K, error=0.1, seed="a"), "tune: seed is 'a' (str); accepted: an integer >= 0",
+    ),
+    "a seed below 0": (lambda: tune(Q, K, K, error=0.1, seed=-1), "tune: seed is -1; accepted: an integer >= 0"),
+    "a fraction for a seed": (
+        lambda: attention_within(Q, K, K, 0.1, seed=1.5), "attention_within: seed is 1.5 (float); accepted: an integer",
+    ),
     "another library's name": (
         lambda: sparse_attention_varlen(*PACKED, [0, 200], config=S2OConfig(), causal=True),
         "sparse_attention_varlen: causal is not an argument; did you mean is_causal?",
@@ -127,8 +235,72 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_is_said(mistake):
     call, message = MISTAKES[mistake]
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as caught:
         call()
+    assert mistake == "tensors to save" or isinstance(caught.value, errors.ArgumentError)
+
+
+def test_one_tau_for_four_heads():
+    """Of an operator's list of one nobody can tell whether it is for all heads: refused as everywhere else."""
+    torch = pytest.importorskip("torch")
+    from s2o_cupy.integrations import drop_in
+    from s2o_cupy.integrations.torch import attention, attention_varlen
+
+    q, k = map(torch.from_numpy, (Q, K))
+    rows = [x[0].transpose(0, 1) for x in (q, k, k)]
+    tokens = [x.transpose(1, 2) for x in (q, k, k)]
+    calls = {
+        "s2o_attention": lambda **x: attention(q, k, k, **x),
+        "s2o_attention_varlen": lambda **x: attention_varlen(*rows, [0, 200], **x),
+        "flash_attn_func": lambda **x: drop_in.flash_attn_func(*tokens, **x),
+        "scaled_dot_product_attention": lambda **x: drop_in.scaled_dot_product_attention(q, q, q, **x),
+    }
+    for name, call in calls.items():
+        for options in ({"tau": [0.1]}, {"config": S2OConfig(tau=(0.1,))}):
+            with pytest.raises(ValueError, match=f"^{name}: tau has 1 numbers, q has 4 heads; accepted: one number"):
+                call(**options)
+        call(tau=0.1, config=S2OConfig(tau=(0.1,)))
+    for layout, of_one in (("BHSD", q[:, :1]), ("BSHD", q[:, :1].transpose(1, 2))):
+        attention(of_one, of_one, of_one, tau=[0.1], layout=layout)
+    with pytest.raises(ValueError, match="^s2o_attention: error has 1 numbers, q has 4 heads"):
+        attention(q, k, k, config=S2OConfig(error=(0.1,)))
+
+
+def test_drop_ins_have_no_layout():
+    """So what they take is said in its place."""
+    torch = pytest.importorskip("torch")
+    from s2o_cupy.integrations.drop_in import flash_attn_func, scaled_dot_product_attention
+
+    q, k = map(torch.from_numpy, (Q, K))
+    for options in ({}, {"window_size": (10, 0)}):
+        with pytest.raises(ValueError, match=r"^flash_attn_func: .*transpose\(1, 2\)\? Axes are \(batch, seqlen,"):
+            flash_attn_func(q, k, k, causal=True, **options)
+    q, k = q.transpose(1, 2)[:, :100], k.transpose(1, 2)  # 100 heads, which 200 do not divide
+    with pytest.raises(ValueError, match=r"^scaled_dot_product_attention: .*Axes are \(batch, heads, seqlen, head_dim"):
+        scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("tune", "tools"), ("compare", "tools"), ("PBSConfig", "methods"), ("nsa_attention", "nsa")]
+)
+def test_names_that_are_in_a_folder(name, folder):
+    with pytest.raises(ImportError, match=f"^s2o_cupy has no {name}; it is in s2o_cupy.{folder}: from s2o_cupy"):
+        exec(f"from s2o_cupy import {name}")
+    assert not hasattr(s2o_cupy, name)
+    with pytest.raises(AttributeError, match=f"it is in s2o_cupy.{folder}"):
+        getattr(s2o_cupy, name)
+    assert not hasattr(s2o_cupy, "nothing") and not hasattr(s2o_cupy, "_nothing")
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from s2o_cupy import nothing")
+
+
+def test_text_for_return_lse_to_an_operator():
+    torch = pytest.importorskip("torch")
+    from s2o_cupy.integrations.torch import attention
+
+    q, k = map(torch.from_numpy, (Q, K))
+    with pytest.raises(TypeError, match="^s2o_attention: return_lse is 'no'; accepted: True or False$"):
+        attention(q, k, k, return_lse="no")
 
 
 def test_names_of_other_functions():

@@ -429,6 +429,9 @@ def test_the_commands(folder, capsys, monkeypatch):
     text, short = folder / "text.txt", folder / "short.npy"
     text.write_text("some words")
     np.save(short, np.arange(1))
+    beyond, negative = folder / "beyond.npy", folder / "negative.npy"
+    np.save(beyond, np.array([3, 97, 5]))
+    np.save(negative, np.array([3, -100, 5]))
     for message, arguments in (
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
         ("s2o report: ", ["report", str(folder / "none"), where[1]]),
@@ -438,6 +441,10 @@ def test_the_commands(folder, capsys, monkeypatch):
          ["report", *where, "--settings", tuned, "--tau", "0.1", "--unit=8"]),
         ("model has no tokenizer that transformers can read (", ["report", where[0], str(text)]),
         ("such as tokenizer.json, beside the model's, or token ids in a .npy file", ["report", where[0], str(text)]),
+        ("beyond.npy has the token id 97; accepted: 0 to 96, the model's", ["report", where[0], str(beyond)]),
+        ("negative.npy has the token id -100; accepted: 0 to 96", ["report", where[0], str(negative)]),
+        ("s2o report: MODEL is 'nofolder', which is no folder here; the Hugging Face Hub, or its cache, is asked",
+         ["report", "nofolder", str(folder / "none.npy")]),
         ("short.npy is 1 tokens; accepted: 2 or more", ["report", where[0], str(short)]),
     ):
         assert main(arguments) == 2

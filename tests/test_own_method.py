@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import numpy as np
 import own_methods
@@ -113,6 +114,64 @@ def test_packed_and_paged(rng):
     np.testing.assert_array_equal(found, sparse_attention(q, k, v, config=LargestKeys(0.4)))
 
 
+# ---------------------------------------------------------------- the page's own method
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
+
+
+@pytest.fixture
+def of_page(tmp_path, capsys):
+    """The file that a reader of docs/methods.md would make, and the method in it."""
+    if not PAGE.exists():
+        pytest.skip("needs a source checkout")
+    section = PAGE.read_text(encoding="utf-8").split("## A method of your own")[1]
+    file = tmp_path / "largest.py"
+    file.write_text(section.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    found = parse_method(f"{file}:LargestKeys:share=0.5", "--method")
+    capsys.readouterr()
+    return file, found
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("lengths", [(600, 600), (300, 600), (1024, 1024), (1, 100)])
+def test_the_page_s_method_takes_any_framework_and_length(of_page, qkv, name, lengths):
+    framework, (q, k, v) = FRAMEWORKS[name](), qkv(*lengths, heads=4, kv_heads=2, head_dim=16)
+    for is_causal in (True, False):
+        o, stats = sparse_attention(
+            *map(framework.array, (q, k, v)), config=of_page[1], is_causal=is_causal, return_stats=True
+        )
+        mask = meant(of_page[1](q, k, is_causal=is_causal, scale=0.0), 1, 4)
+        np.testing.assert_allclose(np.asarray(o), masked_attention(q, k, v, mask)[0], atol=1e-5)
+        assert stats.density < 1 or lengths[1] < 600
+
+
+def test_the_page_s_command(of_page, capsys):
+    file, _ = of_page
+    arguments = ["compare", "trace", "--length", "600", "--method", f"{file}:LargestKeys:share=0.5"]
+    assert cli.main(arguments) == cli.OK
+    assert "\nlargestkeys (share=0.5) " in capsys.readouterr().out
+
+
+def test_the_page_s_method_in_a_model(of_page):
+    """At a length that no 128 divides, the prompt whole and behind a cache."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers", "5.16")
+    from tiny_llama import llama, logits_of, prompt
+
+    from s2o_cupy.integrations.transformers import register
+
+    model, ids = llama(), prompt(600)
+    with torch.no_grad():
+        dense = logits_of(model, "sdpa", ids)
+        for share, tolerance in ((0.5, None), (1.0, 1e-4)):
+            s2o = register("s2o", type(of_page[1])(share), min_seqlen=100)
+            found = logits_of(model, "s2o", ids)
+            assert s2o.calls == {"method": 3} and found.isfinite().all()
+            assert torch.equal(found, dense) is False
+            if tolerance:  # all blocks
+                torch.testing.assert_close(found, dense, rtol=tolerance, atol=tolerance)
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -201,6 +260,20 @@ def test_errors_of_the_method_are_its_own(qkv):
         sparse_attention(*qkv(200), config=lambda q, k: None)
 
 
+def test_a_method_cannot_write_what_the_caller_has(qkv):
+    def writing(q, k, *, is_causal, scale):
+        k[:] = 0
+        return everything(q, k, is_causal=is_causal, scale=scale)
+
+    q, k, v = qkv(200)
+    before = k.copy()
+    for layout, arrays in (("BHSD", (q, k, v)), ("BSHD", [x.swapaxes(1, 2) for x in (q, k, v)])):
+        with pytest.raises(ValueError, match="read-only"):
+            sparse_attention(*arrays, config=writing, layout=layout)
+    np.testing.assert_array_equal(k, before)
+    k[:] = 1  # still the caller's to write
+
+
 # ---------------------------------------------------------------- names, tables, files
 
 
@@ -278,6 +351,27 @@ def test_the_command(capsys):
     assert "\nlargestkeys (share=0.4) " in told and "\nblasst (scale_factor=1000) " in told
     assert cli.main([*arguments, f"{FILE}:NOT_A_METHOD"]) == cli.UNABLE
     assert "NOT_A_METHOD is a int" in capsys.readouterr().err
+
+
+def test_a_method_that_raises(tmp_path, capsys):
+    """The command says which did, and what."""
+    file = tmp_path / "mine.py"
+    file.write_text("def fails(q, k, *, is_causal, scale):\n    raise KeyError('mine')\n")
+    arguments = ["compare", "slash", "--length", "300", "--head-dim", "16", "--method", f"{FILE}:everything"]
+    assert cli.main([*arguments, "--method", f"{file}:fails"]) == cli.UNABLE
+    assert capsys.readouterr().err.endswith(f"s2o compare: --method {file}:fails raised KeyError: 'mine'\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("nothing()\n")
+    assert cli.main([*arguments, "--method", f"{broken}:f"]) == cli.UNABLE
+    assert f"--method has {broken}, which raised NameError: name 'nothing'" in capsys.readouterr().err
+
+
+def test_numbers_by_head():
+    assert parse_method("s2o:tau=0.1/0.2,segment=256", "--method") == S2OConfig(
+        tau=(0.1, 0.2), segment=256, dense_up_to=0
+    )
+    with pytest.raises(ValueError, match=r"accepted: s2o:FIELD=VALUE, .* each query head as FIELD=0.1/0.2$"):
+        parse_method("s2o:tau=0.1,0.2", "--method")
 
 
 class Scaled:

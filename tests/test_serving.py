@@ -113,6 +113,36 @@ def test_layers_that_a_model_has_not():
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"block_m": 100}, "here: config.block_m is 100; accepted on the GPU: 64 or 128"),
+        ({"block_n": 100}, "here: config.block_n is 100; accepted on the GPU: multiples of 64 up to 1024"),
+        ({"tau": [0.1, 0.2]}, "here: tau has 2 numbers; accepted: one for all heads, as a server's GPUs may have"),
+        ({"tau": [0.1]}, "here: tau has 1 numbers; accepted: one for all heads"),
+        (
+            {"path": "hopper", "block_m": 64},
+            "here: S2OConfig: path is 'hopper', but block_m and block_n are 64 and 128, not 128; accepted: 'auto' or",
+        ),
+        ({"per_layer": {"3": {"block_m": 32}}}, "here: per_layer[3]: config.block_m is 32; accepted on the GPU"),
+    ],
+)
+def test_settings_that_no_prompt_could_run_by(given, message):
+    """They are refused when a server starts."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        ServingSettings.parse(given, "here").within(32, "here")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"rank": "mean"}, {"rank": "max"}, {"rank": "weight"}, {"segment": 8192}, {"segment": 1}, {"path": "hopper"},
+     {"block_m": 64, "block_n": 1024}, {"unit": 128}, {"dense_up_to": 0}, {"workspace_bytes": 1 << 20}],
+)  # fmt: skip
+def test_settings_that_run(given):
+    settings = ServingSettings.parse(given, "here")
+    assert settings.within(32, "here") is settings
+
+
+@pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "kind"),
     [
         (1, 9000, "decoding"), (1, 5, "decoding"), (200, 8191, "short"), (2, 5, "short"),

@@ -172,7 +172,7 @@ def packed(
     q, k, _ = forms
     _check_no_error(config)
     base = check_packed_shapes([x[0] for x in forms], [x[2] for x in forms], config, backend, is_causal, scale, softcap)
-    check_packed_queries(starts_q, q[0][0])
+    check_packed_queries(starts_q, q[0])
     if starts_k is None:
         starts_k = starts_q
         if k[0][0] != q[0][0]:
@@ -213,7 +213,7 @@ def paged(
         no_keys = (0, kv_heads, head_dim)
         shapes = [q[0], no_keys, no_keys]
         base = check_packed_shapes(shapes, dtypes, config, backend, is_causal, scale, softcap)
-        check_packed_queries(starts_q, q[0][0], batch=len(lengths))
+        check_packed_queries(starts_q, q[0], batch=len(lengths))
         parts = _one_each(base, starts_q, [0] * len(lengths), lengths)
         return Batch(parts, base, config, forms, layout="BSHD", packed=True, page_layout=PAGE_LAYOUTS[layout])
 

@@ -112,7 +112,7 @@ class PackedTurns:
         self.starts_k = self.starts_q
         if cu_seqlens_k is not None:
             self.starts_k = parse_starts("cu_seqlens_k", cu_seqlens_k)
-        check_packed_queries(self.starts_q, shapes[0][0])
+        check_packed_queries(self.starts_q, shapes[0])
         check_packed_keys(self.starts_q, self.starts_k, shapes[1][0])
         each = zip(itertools.pairwise(self.starts_q), itertools.pairwise(self.starts_k), strict=True)
         for i, ((begin_q, end_q), (begin_k, end_k)) in enumerate(each):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+from ..errors import ArgumentTypeError
 from ..spec import S2OConfig
 
 __all__ = ["answers_habits"]
@@ -45,6 +46,7 @@ _SAME = {  # by another name
     "cu_seqlens": "cu_seqlens_q",
     "cu_seq_lens_q": "cu_seqlens_q",
 }
+_SCALES = ("k_scale", "v_scale", "q_scale", "k_descale", "v_descale", "q_descale")
 _HINTS = {
     **dict.fromkeys(("attn_mask", "attention_mask", "mask", "attn_bias", "key_padding_mask", "custom_mask"), _NO_MASK),
     **dict.fromkeys(("bias", "alibi_slopes"), "there is no bias on the scores"),
@@ -64,6 +66,7 @@ _HINTS = {
         ("cu_seqlens_q", "cu_seqlens_k"), "packed sequences: s2o_attention_varlen"
     ),
     "page_table": "paged caches: s2o_attention_paged",
+    **dict.fromkeys(_SCALES, "scales of 8-bit pages: s2o_attention_paged"),
 }
 
 
@@ -94,17 +97,20 @@ def answers_habits(function: Function) -> Function:
     def call(*arguments: Any, **given: Any) -> Any:
         if not takes_others and not names.issuperset(given):
             unknown = next(name for name in given if name not in known)
-            raise TypeError(f"{function.__name__}: {unknown} is not an argument; {_hint(unknown, known)}")
+            raise ArgumentTypeError(f"{unknown} is not an argument; {_hint(unknown, known)}", function.__name__)
         if len(arguments) > positional:
-            raise TypeError(
-                f"{function.__name__}: {len(arguments)} arguments come without a name; accepted: up to {positional}, "
-                f"the others by name: {', '.join(options)}"
+            raise ArgumentTypeError(
+                f"{len(arguments)} arguments come without a name; accepted: up to {positional}, "
+                f"the others by name: {', '.join(options)}",
+                function.__name__,
             )
         if by_name or len(arguments) < first:
             for name in needed[min(len(arguments), first) :]:
                 if name not in given:
                     what = f", {_NEEDED[name]}" if name in _NEEDED else ""
-                    raise TypeError(f"{function.__name__}: {name} is missing{what}; accepted: {', '.join(needed)}")
+                    raise ArgumentTypeError(
+                        f"{name} is missing{what}; accepted: {', '.join(needed)}", function.__name__
+                    )
         return function(*arguments, **given)
 
     return cast("Function", call)
@@ -115,6 +121,8 @@ def _hint(unknown: str, known: Any) -> str:
     if meant in known:
         return f"did you mean {meant}?"
     meant = meant or unknown
+    if meant in _SCALES and "k_scale" in known:
+        return "8-bit pages have k_scale and v_scale, and queries no scale of their own"
     if meant in _HINTS:
         return _HINTS[meant]
     if meant in (field.name for field in fields(S2OConfig)):

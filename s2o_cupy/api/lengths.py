@@ -46,8 +46,16 @@ def check_packed_shapes(
     )  # fmt: skip
 
 
-def check_packed_queries(starts: tuple[int, ...], total: int, batch: int | None = None) -> None:
-    _check_starts("cu_seqlens_q", starts, "q", total)
+def check_packed_queries(starts: tuple[int, ...], of_q: Shape, batch: int | None = None) -> None:
+    """``of_q``: the shape of q."""
+    try:
+        _check_starts("cu_seqlens_q", starts, "q", of_q[0])
+    except ArgumentValueError as error:
+        if len(of_q) == 3 and starts and starts[-1] == of_q[1] != of_q[0]:
+            raise ArgumentValueError(
+                f"{error.args[0]}. Did you mean q.swapaxes(0, 1)? Axes are (total_q, heads, head_dim)"
+            ) from None
+        raise
     if batch is not None and len(starts) != batch + 1:
         raise ArgumentValueError(
             f"cu_seqlens_q has {len(starts)} entries with {batch} sequences in page_table; "

@@ -9,6 +9,7 @@ from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework, Output
 from ..by_head import check_tau
 from ..caches import remembered
+from ..problem import check_flag
 from ..schedules.schedule import Schedule
 from ..schedules.stats import GatherStats
 from ..spec import S2OConfig, not_a_config
@@ -50,6 +51,10 @@ def run(
     launched, if that reads none of them. It is not called where there is nothing to compute.
     """
     framework = call.framework
+    if return_lse is not False and return_lse is not True:
+        return_lse = check_flag("return_lse", return_lse)
+    if return_stats is not False and return_stats is not True:
+        return_stats = check_flag("return_stats", return_stats)
     call.check_out(batch.whole.dtype)
     with call.scope():
         o = call.output(batch.whole.dtype)

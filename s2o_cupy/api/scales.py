@@ -24,6 +24,8 @@ def parse_scale(name: str, x: Any) -> Any:
         return 1.0
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
         return _checked(name, float(x))
+    if isinstance(x, (str, bytes, list, tuple)):
+        raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a number, or an array of float32")
     framework = framework_of(name, x)
     info = framework.describe(x)
     if info.device.kind == "cpu" and info.shape in ((), (1,)) and info.dtype in _NUMBERS:
@@ -49,8 +51,8 @@ def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: 
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         if x.dtype == "uint8" or x.dtype.startswith("float8"):
             raise ArgumentTypeError(
-                f"{name} is {x.dtype}, with k_pages {k_pages.dtype} and v_pages {v_pages.dtype}; accepted: {q.dtype} "
-                f"as q, {FP8}, or its bytes as uint8 with k_scale and v_scale, the same for both"
+                f"{name} is {x.dtype}{_beside(k_pages, v_pages)}; accepted: {q.dtype} as q, {FP8}, or "
+                f"its bytes as uint8 with k_scale and v_scale, the same for both"
                 + (f"; {given[0]} came alone" if len(given) == 1 else "")
             )
     if given:
@@ -59,6 +61,12 @@ def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: 
             "of its bytes as uint8"
         )
     return False
+
+
+def _beside(k_pages: ArrayInfo, v_pages: ArrayInfo) -> str:
+    if k_pages.dtype == v_pages.dtype:
+        return ", as v_pages is"
+    return f", with k_pages {k_pages.dtype} and v_pages {v_pages.dtype}"
 
 
 def check_scales(arrays: dict[str, ArrayInfo], kv_heads: int) -> None:

@@ -84,12 +84,21 @@ def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
             f"MODEL is {args.model!r}: no such folder; accepted: a folder or a name that transformers' from_pretrained "
             "reads"
         )
+    if not os.path.isdir(args.model):
+        print(
+            f"s2o {args.command}: MODEL is {args.model!r}, which is no folder here; the Hugging Face Hub, or its "
+            "cache, is asked for a model of that name", file=sys.stderr,
+        )  # fmt: skip
     for text in texts:
         if not os.path.isfile(text):
             raise FileNotFoundError(f"TEXT is {text!r}: no such file; accepted: a text, or a .npy file of token ids")
     found = [_ids(args, text) for text in texts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
+    known = model.get_input_embeddings().num_embeddings
+    for text, ids in zip(texts, found, strict=True):
+        if wrong := [x for x in (int(ids.min()), int(ids.max())) if not 0 <= x < known]:
+            raise ValueError(f"{text} has the token id {wrong[0]}; accepted: 0 to {known - 1}, the model's vocabulary")
     return model, [torch.from_numpy(ids[None]).to(device) for ids in found]
 
 

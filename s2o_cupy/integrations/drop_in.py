@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..api.habits import answers_habits
-from ..errors import arguments_of
+from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError, arguments_of
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -30,6 +30,22 @@ from .torch import attention, attention_varlen, problem_of
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"]
 
 Tensor = Any  # torch.Tensor
+_AXES = {
+    "flash_attn_func": "(batch, seqlen, heads, head_dim)", "scaled_dot_product_attention":
+    "(batch, heads, seqlen, head_dim)",
+}  # fmt: skip
+
+
+class _in_its_axes(arguments_of):
+    """`arguments_of` a function that has no layout to choose: its errors say what it takes instead."""
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, ArgumentError):
+            error.function = self.function
+            message, asked, _ = str(error.args[0]).partition(" Did you mean layout=")
+            if asked:
+                instead = f"Did you mean q.transpose(1, 2)? Axes are {_AXES[self.function]}"
+                error.args = (f"{message} {instead}", *error.args[1:])
 
 
 @answers_habits
@@ -86,31 +102,37 @@ def scaled_dot_product_attention(
         from torch.nn.attention.bias import CausalBias, CausalVariant  # which takes seconds to import
 
         if not isinstance(attn_mask, CausalBias):
-            raise ValueError(
-                f"{function}: attn_mask is a {type(attn_mask).__name__}, and S2O takes no mask; accepted: None, "
-                "is_causal=True, or causal_lower_right of torch.nn.attention.bias (for padding: flash_attn_varlen_func)"
+            raise ArgumentValueError(
+                f"attn_mask is a {type(attn_mask).__name__}, and S2O takes no mask; accepted: None, "
+                "is_causal=True, or causal_lower_right of torch.nn.attention.bias (for padding: "
+                "flash_attn_varlen_func)",
+                function,
             )
         if is_causal:
-            raise ValueError(f"{function}: attn_mask and is_causal=True came together; accepted: one of them")
+            raise ArgumentValueError("attn_mask and is_causal=True came together; accepted: one of them", function)
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
-            raise ValueError(
-                f"{function}: attn_mask is for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys; "
-                f"accepted: for {seqlen_q} and {seqlen_k}, those of query and key"
+            raise ArgumentValueError(
+                f"attn_mask is for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys; "
+                f"accepted: for {seqlen_q} and {seqlen_k}, those of query and key",
+                function,
             )
         is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
     if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"{function}: query has {query.shape[-3]} heads, key has {key.shape[-3]}; accepted: as many, "
-            "or enable_gqa=True"
+        raise ArgumentValueError(
+            f"query has {query.shape[-3]} heads, key has {key.shape[-3]}; accepted: as many, "
+            "or enable_gqa=True",
+            function,
         )
     if is_causal and not lower_right:
         if seqlen_q > seqlen_k:
-            raise ValueError(
-                f"{function}: is_causal=True with {seqlen_q} queries and {seqlen_k} keys, aligned top-left; accepted: "
-                "no more queries than keys"
+            raise ArgumentValueError(
+                f"is_causal=True with {seqlen_q} queries and {seqlen_k} keys, aligned top-left; accepted: "
+                "no more queries than keys",
+                function,
             )
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]  # no query sees those behind
-    return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
+    with _in_its_axes(function):
+        return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
 
 
 @answers_habits
@@ -174,7 +196,8 @@ def flash_attn_func(
     causal, window = _parse_window(function, window_size, causal)
     if q.ndim == k.ndim == 4 and window is not None and window < k.shape[1]:
         config = parse_config(config, tau)
-        problem_of(q, k, v, config, softmax_scale, softcap, is_causal=True, layout="BSHD")
+        with _in_its_axes(function):
+            problem_of(q, k, v, config, softmax_scale, softcap, is_causal=True, layout="BSHD")
         batch, seqlen_q, heads = q.shape[:3]
         lengths = [(seqlen_q, k.shape[1])] * batch
         q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -183,10 +206,11 @@ def flash_attn_func(
         )
         o, lse = o.view(q.shape), lse.view(heads, batch, seqlen_q).transpose(0, 1)
     else:
-        o, lse = attention(
-            q, k, v, config=config, tau=tau, scale=softmax_scale, softcap=softcap, is_causal=causal, layout="BSHD",
-            return_lse=True,
-        )  # fmt: skip
+        with _in_its_axes(function):
+            o, lse = attention(
+                q, k, v, config=config, tau=tau, scale=softmax_scale, softcap=softcap, is_causal=causal, layout="BSHD",
+                return_lse=True,
+            )  # fmt: skip
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -241,9 +265,10 @@ def flash_attn_varlen_func(
     function = "flash_attn_varlen_func"
     _check_flash(function, dropout_p, alibi_slopes)
     if block_table is not None:
-        raise ValueError(
-            f"{function}: block_table is a {type(block_table).__name__}; accepted: None (for paged caches call "
-            "s2o_cupy.s2o_attention_paged, whose page_table it is)"
+        raise ArgumentValueError(
+            f"block_table is a {type(block_table).__name__}; accepted: None (for paged caches call "
+            "s2o_cupy.s2o_attention_paged, whose page_table it is)",
+            function,
         )
     causal, window = _parse_window(function, window_size, causal)
     # Lists, as an operator takes them: those of a tensor on a GPU are copied to the host.
@@ -255,17 +280,17 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     else:
         with arguments_of(function):
-            lengths = _lengths(begins_q, begins_k, q.shape[0], k.shape[0])
+            lengths = _lengths(begins_q, begins_k, q.shape, k.shape[0])
         o, lse = window_attention(
             q, k, v, lengths, window, config=parse_config(config, tau), scale=softmax_scale, softcap=softcap
         )
     return (o, lse, None) if return_attn_probs else o
 
 
-def _lengths(begins_q: Any, begins_k: Any, total_q: int, total_k: int) -> list[tuple[int, int]]:
+def _lengths(begins_q: Any, begins_k: Any, of_q: tuple[int, ...], total_k: int) -> list[tuple[int, int]]:
     """(seqlen_q, seqlen_k) of each packed sequence."""
     begins_q, begins_k = parse_starts("cu_seqlens_q", begins_q), parse_starts("cu_seqlens_k", begins_k)
-    check_packed_queries(begins_q, total_q)
+    check_packed_queries(begins_q, of_q)
     check_packed_keys(begins_q, begins_k, total_k)
     pairs = zip(itertools.pairwise(begins_q), itertools.pairwise(begins_k), strict=True)
     lengths = [(q[1] - q[0], k[1] - k[0]) for q, k in pairs]
@@ -276,14 +301,15 @@ def _lengths(begins_q: Any, begins_k: Any, total_q: int, total_k: int) -> list[t
 
 def _check_dropout(function: str, name: str, dropout: Any) -> None:
     if dropout != 0:
-        raise ValueError(f"{function}: {name} is {dropout!r}, and S2O is for inference; accepted: 0.0")
+        raise ArgumentValueError(f"{name} is {dropout!r}, and S2O is for inference; accepted: 0.0", function)
 
 
 def _check_flash(function: str, dropout_p: Any, alibi_slopes: Any) -> None:
     _check_dropout(function, "dropout_p", dropout_p)
     if alibi_slopes is not None:
-        raise ValueError(
-            f"{function}: alibi_slopes is a {type(alibi_slopes).__name__}, and S2O adds no bias; accepted: None"
+        raise ArgumentValueError(
+            f"alibi_slopes is a {type(alibi_slopes).__name__}, and S2O adds no bias; accepted: None",
+            function,
         )
 
 
@@ -292,15 +318,17 @@ def _parse_window(function: str, window_size: Any, causal: bool) -> tuple[bool, 
     try:
         left, right = (operator.index(n) for n in window_size)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{function}: window_size is {window_size!r}; accepted: (left, right), integers, -1 for all keys"
+        raise ArgumentTypeError(
+            f"window_size is {window_size!r}; accepted: (left, right), integers, -1 for all keys",
+            function,
         ) from None
     causal = causal or right == 0
     if left < 0 and (right < 0 or causal):
         return causal, None
     if not causal or left == 0:
-        raise ValueError(
-            f"{function}: window_size is {(left, right)} with causal={causal}; accepted: (-1, -1), or with causal=True "
-            "(left, 0) with left >= 1"
+        raise ArgumentValueError(
+            f"window_size is {(left, right)} with causal={causal}; accepted: (-1, -1), or with causal=True "
+            "(left, 0) with left >= 1",
+            function,
         )
     return True, left + 1

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
 from ..extras import with_extra
+from ..plan.device import DeviceLimits
+from ..problem import validate
+from ..selection.methods import make_plan
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, config_of, read_settings
 
@@ -33,6 +36,7 @@ _EXPECTED = {
     "decoding": "one query",
     "graph": "a CUDA graph is captured, or was not prepared for S2O",
 }
+_SHAPES = ((1, 1, 16384, 128),) * 3  # of a prompt that any settings should serve
 _UNEXPECTED = {
     "short": f"fewer keys than min_seqlen, {MIN_SEQLEN:,} if the settings do not say",
     "few queries": "fewer queries than block_m, such as the rest of a prompt whose beginning is cached",
@@ -121,17 +125,36 @@ class ServingSettings:
         return max(config.block_m for config in (self.config, *self.per_layer.values()) if config)
 
     def within(self, layers: int | None, owner: str) -> ServingSettings:
-        """The same of a model with so many layers; ValueError if per_layer names others. None: nobody knows."""
+        """The same of a model with so many layers; ValueError if per_layer names others, or if settings are such that
+        no prompt could run by them. None: nobody knows."""
         beyond = sorted(layer for layer in self.per_layer if layers is not None and layer >= layers)
         if beyond and layers is not None:
             raise ValueError(
                 f"{owner}: per_layer names {', '.join(map(str, beyond))}; accepted: 0 to {layers - 1}, as the model "
                 f"has {layers} layers"
             )
+        _check_runs(self.config, owner)
+        for layer, config in self.per_layer.items():
+            if config is not None:
+                _check_runs(config, f"{owner}: per_layer[{layer}]")
         return self
 
     def of_layer(self, layer: int) -> S2OConfig | None:
         return self.per_layer.get(layer, self.config)
+
+
+def _check_runs(config: S2OConfig, where: str) -> None:
+    """Raise what a GPU would refuse of every prompt."""
+    if isinstance(config.tau, tuple):
+        raise ValueError(
+            f"{where}: tau has {len(config.tau)} numbers; accepted: one for all heads, as a server's GPUs may have "
+            "some of them each"
+        )
+    try:
+        problem = validate(_SHAPES, ("bfloat16",) * 3, config=config, backend="cupy")
+        make_plan(problem, config, DeviceLimits.of_architecture(90), aligned=True)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error.args[0]}") from error
 
 
 def _parse_text(text: str, owner: str) -> Any:

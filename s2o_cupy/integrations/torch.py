@@ -22,7 +22,7 @@ from ..api.lengths import check_packed_shapes
 from ..api.varlen import s2o_attention_varlen
 from ..arrays.torch_transforms import check_derivatives
 from ..by_head import check_tau
-from ..problem import LAYOUTS, Problem, check_scale, check_softcap, validate
+from ..problem import LAYOUTS, Problem, check_count, check_flag, check_scale, check_softcap, validate
 from ..spec import Pass, S2OConfig, not_a_config
 from .autocast import DEVICES, casting
 
@@ -112,11 +112,11 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([1, 2, 128, 64])
     """
-    scalars = _parse(q, k, v, config, tau, is_causal)
     if layout not in LAYOUTS:
         raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
+    scalars = _parse(q, k, v, config, tau, is_causal, layout.index("H") - 4)
     o, lse = torch.ops.s2o_cupy.attention.default(
-        q, k, v, _scale(scale), _softcap(softcap), is_causal, layout, bool(return_lse), *scalars
+        q, k, v, _scale(scale), _softcap(softcap), is_causal, layout, check_flag("return_lse", return_lse), *scalars
     )
     return (o, lse) if return_lse else o
 
@@ -183,20 +183,23 @@ def attention_varlen(
     >>> attention_varlen(q, k, v, [0, 28, 128]).shape
     torch.Size([128, 2, 64])
     """
-    scalars = _parse(q, k, v, config, tau, is_causal)
+    with arguments_of("s2o_attention_varlen"):
+        scalars = _parse(q, k, v, config, tau, is_causal, -2)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not (isinstance(x, (list, tuple)) or (x is None and name == "cu_seqlens_k")):
-            raise TypeError(
-                f"s2o_attention_varlen: {name} is a {type(x).__name__}; accepted: a list or tuple of integers"
+            raise ArgumentTypeError(
+                f"{name} is a {type(x).__name__}; accepted: a list or tuple of integers",
+                "s2o_attention_varlen",
             )
     o, lse = torch.ops.s2o_cupy.attention_varlen.default(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, _scale(scale), _softcap(softcap), is_causal, bool(return_lse), *scalars
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, _scale(scale), _softcap(softcap), is_causal,
+        check_flag("return_lse", return_lse), *scalars,
+    )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
-def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> list[Any]:
-    """Check what the operators' schemas cannot; the config's fields, ``tau`` put in."""
+def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any, axis: int) -> list[Any]:
+    """Check what the operators' schemas cannot; the config's fields, ``tau`` put in. ``axis``: of q's heads."""
     _check_tensors(q, k, v)
     if config is None:
         config = _DEFAULT
@@ -205,9 +208,14 @@ def _parse(q: Any, k: Any, v: Any, config: Any, tau: Any, is_causal: Any) -> lis
     if not isinstance(is_causal, bool):
         raise ArgumentTypeError(f"is_causal is {is_causal!r}; accepted: True or False")
     scalars = scalars_of(config)
+    by_head: tuple[tuple[str, Any], ...] = (("tau", config.tau), ("error", config.error))
     if tau is not None:
         of_heads = check_tau(tau)
         scalars[_TAU], scalars[_ERROR] = of_heads if isinstance(of_heads, tuple) else (of_heads,), None
+        by_head = (("tau", of_heads),)
+    for name, value in by_head:  # of one number the schema does not say whether it is for all heads
+        if isinstance(value, tuple) and len(value) == 1 and q.ndim >= -axis:
+            check_count(name, value, q.shape[axis])
     return scalars
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ArgumentValueError
 from ..extras import with_extra
 
 with with_extra(__name__, "PyTorch"):
@@ -116,7 +117,7 @@ def schedule_arguments(schedule: Schedule) -> dict[str, Any]:
     """
     form = schedule.form
     if form.q_ordered:
-        raise ValueError("schedule_arguments: the schedule has a q_order; accepted: one without")
+        raise ArgumentValueError("the schedule has a q_order; accepted: one without", "schedule_arguments")
     rules = ("unit", "block_m", "per_segment", "segment", "window", "sinks", "is_causal", "tau", "value_skip")
     tensors = {name: getattr(schedule, name) for name in ("entries", "begins", "keys", "k_order")}
     return tensors | {name: getattr(form, name) for name in rules}
@@ -157,8 +158,9 @@ def _fake(
         ("entries", entries, 1, torch.int32), ("begins", begins, 3, torch.int64), ("keys", keys, 3, torch.int32),
     ):  # fmt: skip
         if x.ndim != axes or (x.dtype != dtype and name != "entries"):
-            raise ValueError(
-                f"gather_attention: {name} is {x.dtype} of {x.ndim} axes; accepted: {dtype} of {axes}"
+            raise ArgumentValueError(
+                f"{name} is {x.dtype} of {x.ndim} axes; accepted: {dtype} of {axes}",
+                "gather_attention",
             )
     return fake_results(q, (problem.batch, problem.heads, problem.seqlen_q)[4 - q.ndim :] if return_lse else (0,))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ArgumentValueError
 from ..plan.build import Array, Launch, Workspace
 from ..plan.kernels import Family, Inputs, Kernel
 from ..spec import LOG2E
@@ -44,9 +45,10 @@ def kernels(inputs: Inputs) -> Iterator[Kernel]:
 def check_aligned(site: Site, owner: str) -> None:
     """Raise ValueError where rows cannot be copied 16 bytes at a time."""
     if not site.inputs.aligned:
-        raise ValueError(
-            f"{owner}: a row of q or k does not start on 16 bytes, or head_dim ({site.problem.head_dim}) is no "
-            "multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements"
+        raise ArgumentValueError(
+            f"a row of q or k does not start on 16 bytes, or head_dim ({site.problem.head_dim}) is no "
+            "multiple of 8; accepted on the GPU: rows that do, in multiples of 8 elements",
+            owner,
         )
 
 

@@ -42,7 +42,7 @@ class Method(Protocol):
         Parameters
         ----------
         q : array, (batch, heads, seqlen_q, head_dim)
-            The caller's, or a view of it: of NumPy, CuPy, PyTorch or JAX, whatever the layout of the call.
+            The caller's, or a view of it: of NumPy, read-only, CuPy, PyTorch or JAX, whatever the layout of the call.
         k : array, (batch, kv_heads, seqlen_k, head_dim)
             Query head h reads KV head ``h // (heads // kv_heads)``; query i stands at key i + seqlen_k - seqlen_q.
         is_causal : bool
@@ -102,8 +102,14 @@ class OwnMethod:
                 "PyTorch or JAX"
             )
         q, k = _bhsd(q, layout), _bhsd(k, layout)
+        if framework.name == "NumPy":  # the caller's own, which a method must not write
+            q, k = _read_only(q), _read_only(k)
         with _as_written(framework, device):
-            made = self.method(q, k, is_causal=problem.is_causal, scale=problem.scale)
+            try:
+                made = self.method(q, k, is_causal=problem.is_causal, scale=problem.scale)
+            except Exception as error:
+                error.raised_by = self.method  # type: ignore[attr-defined]  # for `s2o compare`, which names its file
+                raise
         if not isinstance(made, Schedule):
             raise ArgumentTypeError(f"{name} returned a {type(made).__name__}; accepted: a Schedule")
         _check_arrays(made, framework, device, f"{name} returned a Schedule")
@@ -169,6 +175,12 @@ def _bhsd(x: Any, layout: str) -> Any:
 
     x = x if x.ndim == 4 else x[None]
     return x if layout == "BHSD" else array_namespace(x).permute_dims(x, (0, 2, 1, 3))
+
+
+def _read_only(x: Any) -> Any:
+    view = x.view()
+    view.flags.writeable = False
+    return view
 
 
 def _as_written(framework: Framework, device: Any) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..by_head import check_value_skip
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..plan.build import Array, Launch, Workspace
 from ..problem import Problem
 from ..spec import checked_int, names_its_fields
@@ -106,18 +106,22 @@ class SpargeConfig(MethodConfig):
         for name in ("tau", "topk", "theta", "value_skip"):
             x = getattr(self, name)
             if isinstance(x, tuple) and len(x) != problem.heads:
-                raise ValueError(
-                    f"SpargeConfig: {name} has {len(x)} numbers; accepted: one, or {problem.heads}, one for each head"
+                raise ArgumentValueError(
+                    f"{name} has {len(x)} numbers; accepted: one, or {problem.heads}, one for each head",
+                    "SpargeConfig",
                 )
         if self.permutation is None:
             return
         if problem.is_causal:
-            raise ValueError("SpargeConfig: permutation is given and is_causal is True; accepted: is_causal=False")
+            raise ArgumentValueError(
+                "permutation is given and is_causal is True; accepted: is_causal=False", "SpargeConfig"
+            )
         tokens = math.prod(self.permutation)
         if problem.seqlen_q != problem.seqlen_k or tokens > problem.seqlen_q:
-            raise ValueError(
-                f"SpargeConfig: permutation has {tokens} tokens, seqlen_q is {problem.seqlen_q} and seqlen_k "
-                f"{problem.seqlen_k}; accepted: as many queries as keys, and no fewer than the grid has tokens"
+            raise ArgumentValueError(
+                f"permutation has {tokens} tokens, seqlen_q is {problem.seqlen_q} and seqlen_k "
+                f"{problem.seqlen_k}; accepted: as many queries as keys, and no fewer than the grid has tokens",
+                "SpargeConfig",
             )
 
     def grid(self, problem: Problem) -> BlockGrid:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.call import Call
+from ..api.habits import answers_habits
 from ..api.on_gpu import load_pipeline
 from ..arrays import operand
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..problem import Problem
 from ..spec import checked_int
 from .call import NsaCall, axis_of_tokens
@@ -21,6 +23,8 @@ __all__ = ["nsa_attention", "nsa_compress", "nsa_select", "selected_attention", 
 
 
 @outside_graphs
+@answers_habits
+@arguments_of("nsa_attention")
 def nsa_attention(
     q: Any,
     k: Any,
@@ -95,7 +99,7 @@ def nsa_attention(
     inputs = {"q": q, "k": k, "v": v, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates}
     if (k_win is None) != (v_win is None):
         missing = "k_win" if k_win is None else "v_win"
-        raise TypeError(f"{where}: {missing} is missing; accepted: both of k_win and v_win, or neither")
+        raise ArgumentTypeError(f"{missing} is missing; accepted: both of k_win and v_win, or neither", where)
     if k_win is not None:
         inputs |= {"k_win": k_win, "v_win": v_win}
     call = NsaCall(where, Call(inputs, backend, stream, out), layout, scale)
@@ -126,6 +130,8 @@ def nsa_attention(
 
 
 @outside_graphs
+@answers_habits
+@arguments_of("nsa_select")
 def nsa_select(
     q: Any,
     k_cmp: Any,
@@ -186,6 +192,8 @@ def nsa_select(
 
 
 @outside_graphs
+@answers_habits
+@arguments_of("selected_attention")
 def selected_attention(
     q: Any,
     k: Any,
@@ -257,6 +265,8 @@ def selected_attention(
 
 
 @outside_graphs
+@answers_habits
+@arguments_of("window_attention")
 def window_attention(
     q: Any,
     k: Any,
@@ -317,6 +327,8 @@ def window_attention(
     return call.run(on_host, on_gpu, return_lse=return_lse)
 
 
+@answers_habits
+@arguments_of("nsa_compress")
 def nsa_compress(
     x: Any, length: int = NSAConfig.length, stride: int = NSAConfig.stride, *, layout: str = "BHSD"
 ) -> Any:
@@ -353,10 +365,10 @@ def nsa_compress(
     config, axis = NSAConfig(length=length, stride=stride, block=stride), axis_of_tokens("nsa_compress", layout)
     dtype = framework_of("x", x).dtype(x)
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
-        raise TypeError(f"nsa_compress: x is {dtype}; accepted: float16, bfloat16, float32 or float64")
+        raise ArgumentTypeError(f"x is {dtype}; accepted: float16, bfloat16, float32 or float64", "nsa_compress")
     shape = tuple(x.shape)
     if len(shape) != 4:
-        raise ValueError(f"nsa_compress: x has shape {shape}; accepted: 4 axes ({layout})")
+        raise ArgumentValueError(f"x has shape {shape}; accepted: 4 axes ({layout})", "nsa_compress")
     xp = array_namespace(x)
     count, parts = compressed_count(shape[axis], length, stride), config.length // config.stride
     at = lambda begin, end: (slice(None),) * axis + (slice(begin, end),)  # noqa: E731
@@ -385,11 +397,13 @@ def _gates_strides(gates: ArrayInfo, problem: Problem, layout: str, dtype: str) 
     p = problem
     of_heads = (p.batch, p.heads, p.seqlen_q, 3) if layout == "BHSD" else (p.batch, p.seqlen_q, p.heads, 3)
     if tuple(gates.shape) not in ((p.batch, p.seqlen_q, 3), of_heads):
-        raise ValueError(
-            f"nsa_attention: gates has shape {tuple(gates.shape)}; accepted: {(p.batch, p.seqlen_q, 3)} or {of_heads}"
+        raise ArgumentValueError(
+            f"gates has shape {tuple(gates.shape)}; accepted: {(p.batch, p.seqlen_q, 3)} or {of_heads}",
+            "nsa_attention",
         )
+    accepted = "float32" if dtype == "float32" else f"float32 or {dtype}, the dtype of q"
     if gates.dtype not in ("float32", dtype):
-        raise TypeError(f"nsa_attention: gates is {gates.dtype}; accepted: float32 or {dtype}, the dtype of q")
+        raise ArgumentTypeError(f"gates is {gates.dtype}; accepted: {accepted}", "nsa_attention")
     strides = [s // gates.itemsize for s in gates.strides]
     if len(strides) == 3:
         return strides[0], 0, strides[1]
@@ -400,7 +414,7 @@ def _config(where: str, config: Any) -> NSAConfig:
     if config is None:
         return NSAConfig()
     if not isinstance(config, NSAConfig):
-        raise TypeError(f"{where}: config is a {type(config).__name__}; accepted: NSAConfig or None")
+        raise ArgumentTypeError(f"config is a {type(config).__name__}; accepted: NSAConfig or None", where)
     return config
 
 

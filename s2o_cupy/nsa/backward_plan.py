@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..caches import remembered
+from ..errors import ArgumentValueError
 from ..plan.build import Array, lay_out
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs, padded_head_dim
@@ -42,9 +43,10 @@ def make_backward_plan(problem: Problem, config: NSAConfig, limits: DeviceLimits
     )  # fmt: skip
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
-        raise ValueError(
-            f"{where}: {plan.blocks} blocks of keys need {most} bytes of shared memory, and the GPU has "
-            f"{limits.shared_per_block}; accepted: fewer, or larger blocks"
+        raise ArgumentValueError(
+            f"{plan.blocks} blocks of keys need {most} bytes of shared memory, and the GPU has "
+            f"{limits.shared_per_block}; accepted: fewer, or larger blocks",
+            where,
         )
     of_block = halves(config)
     plan = replace(plan, kernels=launched, tokens=round_tokens(plan, 4 * rows * plan.slots * of_block * width))

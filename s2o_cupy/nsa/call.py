@@ -10,7 +10,8 @@ from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Output
 from ..arrays.operand import ALIGNMENT, Operand, address, axes
-from ..problem import PLAIN, Problem, cached_validate
+from ..errors import ArgumentTypeError, ArgumentValueError
+from ..problem import PLAIN, Problem, cached_validate, check_flag
 from ..spec import checked_int
 
 __all__ = ["NsaCall", "axis_of_tokens", "is_readable"]
@@ -32,8 +33,9 @@ class NsaCall:
         self.infos: dict[str, ArrayInfo] = dict(zip(call.inputs, call.infos, strict=True))
         for name in ("q", keys):
             if len(self.infos[name].shape) != 4:
-                raise ValueError(
-                    f"{where}: {name} has shape {tuple(self.infos[name].shape)}; accepted: 4 axes ({layout})"
+                raise ArgumentValueError(
+                    f"{name} has shape {tuple(self.infos[name].shape)}; accepted: 4 axes ({layout})",
+                    where,
                 )
         q, k = self.infos["q"], self.infos[keys]
         of_k = list(k.shape)
@@ -58,20 +60,21 @@ class NsaCall:
         found, dtype = self.infos[name], self.infos["q"].dtype
         if len(found.shape) != 4 or self.bhsd_shape(name) != shape:
             accepted = shape if self.layout == "BHSD" else (shape[0], shape[2], shape[1], shape[3])
-            raise ValueError(f"{self.where}: {name} has shape {tuple(found.shape)}; accepted: {accepted}, {what}")
+            raise ArgumentValueError(f"{name} has shape {tuple(found.shape)}; accepted: {accepted}, {what}", self.where)
         if found.dtype != dtype:
-            raise TypeError(f"{self.where}: {name} is {found.dtype}; accepted: {dtype}, the dtype of q")
+            raise ArgumentTypeError(f"{name} is {found.dtype}; accepted: {dtype}, the dtype of q", self.where)
 
     def check_blocks(self) -> None:
         """Raise unless ``blocks`` are what a token attends to."""
         found, p = self.infos["blocks"], self.problem
         if found.dtype not in ("int32", "int64"):
-            raise TypeError(f"{self.where}: blocks is {found.dtype}; accepted: int32 or int64")
+            raise ArgumentTypeError(f"blocks is {found.dtype}; accepted: int32 or int64", self.where)
         rows = (p.batch, p.kv_heads, p.seqlen_q)
         if len(found.shape) != 4 or found.shape[:3] != rows or found.shape[3] == 0:
-            raise ValueError(
-                f"{self.where}: blocks has shape {tuple(found.shape)}; accepted: {rows} (batch, kv_heads, seqlen_q) "
-                "and the blocks of a token"
+            raise ArgumentValueError(
+                f"blocks has shape {tuple(found.shape)}; accepted: {rows} (batch, kv_heads, seqlen_q) "
+                "and the blocks of a token",
+                self.where,
             )
 
     def run(
@@ -80,7 +83,7 @@ class NsaCall:
     ) -> Any:  # fmt: skip
         """``results``: dtypes and shapes; by default an output like q, and an lse. Without a query or a key they are
         ``fill``, or -inf of an lse."""
-        p, call = self.problem, self.call
+        p, call, return_lse = self.problem, self.call, check_flag("return_lse", return_lse)
         call.check_out(p.dtype)
         with call.scope():
             if results is not None:
@@ -120,9 +123,10 @@ class NsaCall:
         if has_output:
             out = call.of_out or framework_of("array", made[0].native).describe(made[0].native)
             if not is_readable("out", out):
-                raise ValueError(
-                    f"{self.where}: out has strides {out.strides} (bytes), or does not begin on {ALIGNMENT} bytes; "
-                    f"accepted on the GPU: rows that begin on {ALIGNMENT} bytes"
+                raise ArgumentValueError(
+                    f"out has strides {out.strides} (bytes), or does not begin on {ALIGNMENT} bytes; "
+                    f"accepted on the GPU: rows that begin on {ALIGNMENT} bytes",
+                    self.where,
                 )
             where[0] = Operand(out.pointer, *axes(out.shape, out.strides, self.layout, out.itemsize))
             where += [0] * (2 - len(where))
@@ -157,5 +161,5 @@ def _int32(x: Any) -> Any:
 def axis_of_tokens(where: str, layout: Any) -> int:
     """Of tokens."""
     if layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"{where}: layout is {layout!r}; accepted: 'BHSD' or 'BSHD'")
+        raise ArgumentValueError(f"layout is {layout!r}; accepted: 'BHSD' or 'BSHD'", where)
     return 2 if layout == "BHSD" else 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.call import Call
+from ..api.habits import answers_habits
 from ..api.on_gpu import load_pipeline
 from ..arrays import operand
 from ..arrays.operand import Operand
 from ..arrays.torch_compile import outside_graphs
+from ..errors import ArgumentValueError, arguments_of
 from ..spec import checked_int
 from .call import NsaCall
 from .config import LEAST, NSAConfig
@@ -17,6 +19,8 @@ __all__ = ["selected_attention_backward"]
 
 
 @outside_graphs
+@answers_habits
+@arguments_of("selected_attention_backward")
 def selected_attention_backward(
     q: Any,
     k: Any,
@@ -82,9 +86,10 @@ def selected_attention_backward(
         call.expect(name, tuple(of["q"].shape), "as q")
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     if tuple(of["lse"].shape) != rows or of["lse"].dtype != "float32":
-        raise ValueError(
-            f"{where}: lse is {of['lse'].dtype} with shape {tuple(of['lse'].shape)}; accepted: float32 with {rows} "
-            "(batch, heads, seqlen_q)"
+        raise ArgumentValueError(
+            f"lse is {of['lse'].dtype} with shape {tuple(of['lse'].shape)}; accepted: float32 with {rows} "
+            "(batch, heads, seqlen_q)",
+            where,
         )
     config = NSAConfig(block, of["blocks"].shape[3], 0, 1, length=1, stride=1, workspace_bytes=workspace_bytes)
 

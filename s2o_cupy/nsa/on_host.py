@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentValueError
 from ..problem import Problem
 from ..reference import nsa, nsa_backward
 from .config import NSAConfig
@@ -38,7 +39,9 @@ def attend_blocks(
     """Output and lse."""
     last = -(-problem.seqlen_k // block) - 1
     if blocks.size and blocks.max() > last:
-        raise ValueError(f"selected_attention: blocks has {blocks.max()}; accepted: up to {last}, the last block")
+        raise ArgumentValueError(
+            f"blocks has {blocks.max()}; accepted: up to {last}, the last block", "selected_attention"
+        )
     return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..caches import remembered
+from ..errors import ArgumentValueError
 from ..plan.build import Array, Workspace, lay_out
 from ..plan.device import DeviceLimits
 from ..plan.kernels import Inputs, Kernel, Path, padded_head_dim
@@ -180,9 +181,10 @@ def make_plan(
     launched = _kernels(plan, path, compresses, attends, gates)
     most = max(kernel.shared_bytes for kernel in launched)
     if most > limits.shared_per_block:
-        raise ValueError(
-            f"{where}: {group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
-            f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks"
+        raise ArgumentValueError(
+            f"{group} query heads of a KV head, or {plan.blocks} blocks of keys, need {most} bytes of shared "
+            f"memory, and the GPU has {limits.shared_per_block}; accepted: fewer, or larger blocks",
+            where,
         )
     plan = replace(plan, kernels=launched, tops=any(x.family in kernels.LEAVE_TOPS for x in launched))
     weights, parts = _bytes_each(plan)
@@ -275,21 +277,25 @@ def inverted(plan: NsaPlan) -> list[Array]:
 def check(problem: Problem, config: NSAConfig, group: int, where: str, compresses: bool) -> None:
     """Raise what the kernels do not take."""
     if problem.head_dim % 8 or problem.head_dim > kernels.MAX_HEAD_DIM:
-        raise ValueError(
-            f"{where}: head_dim is {problem.head_dim}; accepted on the GPU: multiples of 8 up to {kernels.MAX_HEAD_DIM}"
+        raise ArgumentValueError(
+            f"head_dim is {problem.head_dim}; accepted on the GPU: multiples of 8 up to {kernels.MAX_HEAD_DIM}",
+            where,
         )
     if group > kernels.MAX_GROUP:
-        raise ValueError(
-            f"{where}: q has {group} heads for each of k's; accepted on the GPU: up to {kernels.MAX_GROUP}"
+        raise ArgumentValueError(
+            f"q has {group} heads for each of k's; accepted on the GPU: up to {kernels.MAX_GROUP}",
+            where,
         )
     if config.block not in kernels.BLOCKS:
-        raise ValueError(f"{where}: block is {config.block}; accepted on the GPU: 64 or 128")
+        raise ArgumentValueError(f"block is {config.block}; accepted on the GPU: 64 or 128", where)
     if config.top > kernels.MAX_SLOTS:
-        raise ValueError(
-            f"{where}: a token has {config.top} blocks; accepted on the GPU: up to {kernels.MAX_SLOTS}"
+        raise ArgumentValueError(
+            f"a token has {config.top} blocks; accepted on the GPU: up to {kernels.MAX_SLOTS}",
+            where,
         )
     if compresses and (config.block // config.stride not in (4, 8, 16) or config.length > 2 * config.stride):
-        raise ValueError(
-            f"{where}: length is {config.length} and stride {config.stride} with blocks of {config.block}; accepted on "
-            "the GPU: a stride of a fourth, an eighth or a sixteenth of a block, and that or twice as much as length"
+        raise ArgumentValueError(
+            f"length is {config.length} and stride {config.stride} with blocks of {config.block}; accepted on "
+            "the GPU: a stride of a fourth, an eighth or a sixteenth of a block, and that or twice as much as length",
+            where,
         )

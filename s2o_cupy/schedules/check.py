@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
 
 __all__ = ["check_lists"]
@@ -46,9 +47,10 @@ def _check_order(name: str, order: np.ndarray, seqlen: int) -> None:
         if not np.array_equal(np.sort(row), every):
             found, times = np.unique(row, return_counts=True)
             wrong = found[(found < 0) | (found >= seqlen) | (times > 1)]
-            raise ValueError(
-                f"Schedule.check: {name}{list(map(int, place))} holds {int(wrong[0])} out of range or twice; "
-                f"accepted: a permutation of 0 to {seqlen - 1}"
+            raise ArgumentValueError(
+                f"{name}{list(map(int, place))} holds {int(wrong[0])} out of range or twice; "
+                f"accepted: a permutation of 0 to {seqlen - 1}",
+                "Schedule.check",
             )
 
 
@@ -69,7 +71,7 @@ class _List:
         self.name, self.form = name, form
 
     def refuse(self, what: str, accepted: str) -> None:
-        raise ValueError(f"Schedule.check: {self.name} {what}; accepted: {accepted}")
+        raise ArgumentValueError(f"{self.name} {what}; accepted: {accepted}", "Schedule.check")
 
     def check_entries(self, entries: np.ndarray, begin: int, keys: int, is_sorted: bool) -> None:
         form = self.form

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.frameworks import framework_of, to_host
+from ..errors import ArgumentValueError, arguments_of
 from ..plan.schedule_form import ScheduleForm
 from .check import check_lists
 from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks_of
@@ -55,6 +56,7 @@ class Schedule:
     q_order: Any = None
 
     @classmethod
+    @arguments_of("Schedule.from_block_mask")
     def from_block_mask(
         cls, mask: Any, block: int = 128, *, seqlen_q: int | None = None, seqlen_k: int | None = None, **rules: Any
     ) -> Schedule:
@@ -78,25 +80,28 @@ class Schedule:
         where = "Schedule.from_block_mask"
         shape = shape_of(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
         if block not in UNITS[1:]:
-            raise ValueError(f"{where}: block is {block!r}; accepted: 64 or 128")
+            raise ArgumentValueError(f"block is {block!r}; accepted: 64 or 128", where)
         given = Rules.parse(where, seqlen_q, seqlen_k, block, rules)
         list_rows = (given.segment if given.per_segment else None) or given.block_m
         if seqlen_q is seqlen_k is None and given.is_causal and shape[2] * list_rows > shape[3] * block:
-            raise ValueError(
-                f"{where}: mask has {shape[2]} lists of {list_rows} queries and {shape[3]} blocks of {block} keys; "
-                "accepted with is_causal=True: no more queries than keys (seqlen_q= and seqlen_k= say their numbers)"
+            raise ArgumentValueError(
+                f"mask has {shape[2]} lists of {list_rows} queries and {shape[3]} blocks of {block} keys; "
+                "accepted with is_causal=True: no more queries than keys (seqlen_q= and seqlen_k= say their numbers)",
+                where,
             )
         seqlen_q = shape[2] * list_rows if seqlen_q is None else seqlen_q
         seqlen_k = shape[3] * block if seqlen_k is None else seqlen_k
         form = form_of(where, shape[:3], given._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k))
         if shape[3] != form.units:
-            raise ValueError(
-                f"{where}: mask has {shape[3]} key blocks; accepted: {form.units}, those of {block} in seqlen_k"
+            raise ArgumentValueError(
+                f"mask has {shape[3]} key blocks; accepted: {form.units}, those of {block} in seqlen_k",
+                where,
             )
         check_blocks(where, form)
         return cls._make(form, mask, lambda: mask_lists(mask, form), given.k_order, is_sorted=True)
 
     @classmethod
+    @arguments_of("Schedule.from_csr")
     def from_csr(
         cls,
         indptr: Any,
@@ -175,12 +180,14 @@ class Schedule:
         form = form_of(where, (*lists, None), rules)
         expected = (*lists, form.rows + 1) if ndim == 3 else (batch * list_heads * form.rows + 1,)
         if shape != expected:
-            raise ValueError(
-                f"{where}: indptr has shape {shape}; accepted: {expected}, {form.rows} lists of a list head"
+            raise ArgumentValueError(
+                f"indptr has shape {shape}; accepted: {expected}, {form.rows} lists of a list head",
+                where,
             )
         return cls._make(form, indices, lambda: csr_lists(indptr, indices, form), k_order, is_sorted)
 
     @classmethod
+    @arguments_of("Schedule.from_lists")
     def from_lists(
         cls, entries: Any, begins: Any, keys: Any, *, seqlen_q: int, seqlen_k: int, unit: int = 1,
         is_sorted: bool = False, **rules: Any,
@@ -202,12 +209,13 @@ class Schedule:
         shape = shape_of(where, "begins", begins, ("int64",), 3, "(batch or 1, list heads, lists)")
         of_keys = shape_of(where, "keys", keys, ("int32",), 3, "(batch or 1, list heads, lists)")
         if of_keys != shape:
-            raise ValueError(f"{where}: keys has shape {of_keys}; accepted: {shape}, as begins")
+            raise ArgumentValueError(f"keys has shape {of_keys}; accepted: {shape}, as begins", where)
         form = form_of(where, shape, given)
         lists = lambda: Lists(in_c_order(_int32(entries)), in_c_order(begins, shape), in_c_order(keys, shape))  # noqa: E731
         return cls._make(form, entries, lists, given.k_order, is_sorted)
 
     @classmethod
+    @arguments_of("Schedule.from_padded")
     def from_padded(
         cls, rows: Any, counts: Any, *, seqlen_q: int, seqlen_k: int, unit: int = 1, is_sorted: bool = False,
         **rules: Any,
@@ -226,6 +234,7 @@ class Schedule:
         return cls._padded("Schedule.from_padded", "rows", rows, counts, given, is_sorted)
 
     @classmethod
+    @arguments_of("Schedule.from_tokens")
     def from_tokens(
         cls, positions: Any, counts: Any, *, seqlen_q: int, seqlen_k: int, is_sorted: bool = False, **rules: Any
     ) -> Schedule:
@@ -238,7 +247,7 @@ class Schedule:
         shape = shape_of(where, name, rows, INTEGERS, 4, "(batch or 1, list heads, lists, width)")
         of_counts = shape_of(where, "counts", counts, INTEGERS, 3, "(batch or 1, list heads, lists)")
         if of_counts != shape[:3]:
-            raise ValueError(f"{where}: counts has shape {of_counts}; accepted: {shape[:3]}, as {name}")
+            raise ArgumentValueError(f"counts has shape {of_counts}; accepted: {shape[:3]}, as {name}", where)
         form = form_of(where, shape[:3], rules)
         return cls._make(form, rows, lambda: padded_lists(rows, counts, form), rules.k_order, is_sorted)
 
@@ -259,6 +268,7 @@ class Schedule:
             found |= {f"sink_{name}": x for name, x in self.sink_lists._asdict().items()}
         return {name: found[name] for name in self.form.array_names}
 
+    @arguments_of("Schedule.check")
     def check(self) -> None:
         """Look into the lists and wait for the GPU that they are on.
 

@@ -353,6 +353,7 @@ class S2OConfig:
             accepted = "whose taus a call finds; accepted here: a tau"
             raise ArgumentValueError(f"error is {self.error}, {accepted}", "S2OConfig")
         if self.tau is None:
+            candidates = checked_int("candidates", candidates, 0, owner="S2OConfig.tau_of")
             return self.default_tau * math.sqrt(LONG_FROM / max(candidates, LONG_FROM))
         return self.tau  # type: ignore[return-value]  # a sequence is a tuple from __post_init__ on
 
@@ -383,6 +384,10 @@ class S2OConfig:
     def of_chunk(self, begin: int, end: int, seqlen: int) -> S2OConfig:
         """For queries [begin, end), whole segments, of a causal prompt of ``seqlen`` tokens in a call of their own with
         the keys before ``end``: which of them are among the prompt's dense last ones."""
+        owner = "S2OConfig.of_chunk"
+        seqlen = checked_int("seqlen", seqlen, 1, owner=owner)
+        end = checked_int("end", end, 1, seqlen, owner)
+        begin = checked_int("begin", begin, 0, end - 1, owner)
         dense = self.dense_from(Geometry(seqlen, seqlen, self.segment, unit=self.unit)) * self.segment
         return replace(self, dense_last=max(0, end - max(begin, dense)))
 
@@ -398,6 +403,9 @@ class S2OConfig:
 
     def with_found_taus(self, taus: float | Sequence[float]) -> S2OConfig:
         """The same call with the taus that its error has found: with an error the default tail is "none"."""
+        if taus is None:
+            accepted = "a number, or one for each query head, such as S2OStats.tau_per_head[0]"
+            raise ArgumentTypeError(f"taus is None; accepted: {accepted}", "S2OConfig.with_found_taus")
         return replace(self, tau=taus, error=None, tail=self.tail or "none")
 
     def with_error(self, error: float | Sequence[float]) -> S2OConfig:

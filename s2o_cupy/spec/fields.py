@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import numbers
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError
@@ -56,6 +56,10 @@ def names_its_fields(cls: type[_Class]) -> type[_Class]:
     and with the nearest of them."""
     make = cls.__init__
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    needed = [
+        field.name for field in fields(cls)  # type: ignore[arg-type]
+        if field.kw_only and field.init and field.default is MISSING and field.default_factory is MISSING
+    ]  # fmt: skip
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
@@ -65,6 +69,8 @@ def names_its_fields(cls: type[_Class]) -> type[_Class]:
                     near = difflib.get_close_matches(name, known, n=1)
                     meant = f"did you mean {near[0]}? " if near else ""
                     raise ArgumentTypeError(f"{name} is not a field; {meant}accepted: {', '.join(known)}")
+            if missing := [name for name in needed if name not in given]:
+                raise ArgumentTypeError(f"{' and '.join(missing)} is missing; accepted: {', '.join(known)}")
             make(self, *args, **given)
         except ArgumentError as error:
             error.args = error.args[0], cls.__name__

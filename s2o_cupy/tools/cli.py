@@ -214,14 +214,14 @@ def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
 def _compare(args: argparse.Namespace) -> int:
     from .comparing import compare, default_configs, draw, parse_method
     from .info import gpu_problem
+    from .own_file import says_which
     from .progress import progress
 
-    configs: Sequence[Any] = default_configs(not args.no_causal)
-    if args.method is not None:
-        configs = [parse_method(x, "--method") for x in args.method]
+    given = [parse_method(x, "--method") for x in args.method or ()]
+    configs = given or default_configs(not args.no_causal)
     qkv, problem = _input(args), gpu_problem()
     check_plot(args)
-    with progress("compare") as report:
+    with progress("compare") as report, says_which(args.method or (), given, "--method"):
         found = compare(
             *(qkv if problem else inputs.to_gpu(qkv)), configs, is_causal=not args.no_causal, scale=args.scale,
             softcap=args.softcap, repeats=args.repeats, progress=report,
@@ -475,8 +475,8 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     _add_input(versus, "trace", "as stored, or float32")
     versus.add_argument(
         "--method", action="append", metavar="NAME[:FIELD=VALUE,...]",
-        help=f"one to compare, such as xattention:stride=16; as often as wanted: {', '.join(methods_by_name())}, "
-        "or FILE.py:NAME, one of your own (default: all with kernels of their own, by their defaults)",
+        help=f"one to compare, such as xattention:stride=16 or, by head, s2o:tau=0.1/0.2; as often as wanted: "
+        f"{', '.join(methods_by_name())}, or FILE.py:NAME, one of your own (default: all with kernels, by defaults)",
     )  # fmt: skip
     versus.add_argument("--repeats", type=int, default=5, help="timed calls of each, on a GPU (default: %(default)s)")
     versus.add_argument("--plot", help="a picture to write: error by time on a GPU, else by density")

@@ -12,7 +12,7 @@ import numpy as np
 from ..api.habits import answers_habits
 from ..arrays.arguments import describe
 from ..arrays.frameworks import to_host
-from ..errors import arguments_of
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..methods.attention import sparse_attention
 from ..methods.base import MethodConfig
 from ..methods.blasst import BLASSTConfig
@@ -192,14 +192,20 @@ def _fields(rest: str, name: str, text: str, option: str) -> dict[str, Any]:
     for item in filter(None, rest.split(",")):
         field, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas")
+            raise ValueError(
+                f"{option} has {text!r}; accepted: {name}:FIELD=VALUE, further ones behind commas; a number for each "
+                "query head as FIELD=0.1/0.2"
+            )
         named[field.strip()] = _value(value.strip())
     return named
 
 
 def _value(text: str) -> Any:
-    """A number, True, False or None as Python writes it, else the text."""
+    """A number, True, False or None as Python writes it, or several, "0.1/0.2"; else the text."""
+    parts = text.split("/")
     try:
+        if len(parts) > 1:
+            return tuple([float(x) for x in parts])
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return text
@@ -218,6 +224,7 @@ def default_configs(is_causal: bool = True) -> tuple[S2OConfig | MethodConfig, .
 
 
 @answers_habits
+@arguments_of("compare")
 def compare(
     q: Any,
     k: Any,
@@ -276,12 +283,12 @@ def compare(
     )
     if problem.empty or not problem.seqlen_k:
         came = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
-        raise ValueError(f"compare: {came}; accepted: at least one head, query and key")
+        raise ArgumentValueError(f"{came}; accepted: at least one head, query and key", "compare")
     chosen = _checked(default_configs(is_causal) if configs is None else configs, problem)
     if isinstance(repeats, bool) or not isinstance(repeats, (int, np.integer)) or repeats < 1:
-        raise ValueError(f"compare: repeats is {repeats!r}; accepted: an integer >= 1")
+        raise ArgumentValueError(f"repeats is {repeats!r}; accepted: an integer >= 1", "compare")
     if wrong := not_finite_of(arrays):
-        raise ValueError(f"compare: {wrong[0]}; accepted: finite q, k and v")
+        raise ArgumentValueError(f"{wrong[0]}; accepted: finite q, k and v", "compare")
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
     calls = _Calls(arrays, options, backend == "cupy")
     turns = WARMUP + repeats if calls.on_gpu else 0  # a reference's times say nothing
@@ -296,7 +303,9 @@ def compare(
 
     dense, _ = calls.run(DENSE)
     if not all_finite(dense):
-        raise ValueError("compare: dense attention's output is not finite; accepted: smaller values of q, k and v")
+        raise ArgumentValueError(
+            "dense attention's output is not finite; accepted: smaller values of q, k and v", "compare"
+        )
     step(DENSE)
     found = []
     for config in chosen:
@@ -322,15 +331,16 @@ def compare(
 
 def _checked(configs: Any, problem: Problem) -> tuple[AnyMethod, ...]:
     if isinstance(configs, (S2OConfig, *METHODS)) or not hasattr(configs, "__iter__"):
-        raise TypeError(f"compare: configs is a {type(configs).__name__}; accepted: some of {ACCEPTED}, as a list")
+        raise ArgumentTypeError(
+            f"configs is a {type(configs).__name__}; accepted: some of {ACCEPTED}, as a list", "compare"
+        )
     found = tuple(configs)
     if not found:
-        raise ValueError("compare: configs is empty; accepted: at least one")
+        raise ArgumentValueError("configs is empty; accepted: at least one", "compare")
     for i, config in enumerate(found):
         method = as_method(config, f"configs[{i}]", "compare")
         if not isinstance(method, S2OConfig):
-            with arguments_of("compare"):
-                method.check(problem)
+            method.check(problem)
     return found
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from ..api.attention import s2o_attention
 from ..api.habits import answers_habits
 from ..arrays.lazy_cupy import import_cupy
+from ..errors import ArgumentValueError, arguments_of
 from ..extras import remedy
 from ..problem import Problem, validate
 from ..spec import LOG2E, STOP_LAG, Geometry, S2OConfig, S2OError
@@ -39,6 +40,7 @@ TANH_UNIT = 2.0**-11  # of tanh.approx
 
 
 @answers_habits
+@arguments_of("diff")
 def diff(
     q: Any,
     k: Any,
@@ -86,7 +88,9 @@ def diff(
         scale=scale, softcap=softcap,
     )  # fmt: skip
     if problem.empty or problem.seqlen_k == 0:
-        raise ValueError(f"diff: q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key")
+        raise ArgumentValueError(
+            f"q is {host[0].shape} and k {host[1].shape}; accepted: at least one query and one key", "diff"
+        )
     hq, hk, hv = (x if x.ndim == 4 else x[None] for x in host)
     cache = None
     if fp8:
@@ -102,7 +106,7 @@ def diff(
 def _found_taus(arrays: tuple[Any, Any, Any], problem: Problem, config: S2OConfig) -> list[float]:
     """What the GPU's search by an error gives each head; tests/test_asked_error.py compares that with the reference."""
     if problem.batch > 1:
-        raise ValueError(f"diff: config.error with batch {problem.batch}; accepted: batch 1, or a tau")
+        raise ArgumentValueError(f"config.error with batch {problem.batch}; accepted: batch 1, or a tau", "diff")
     options: dict[str, Any] = {"scale": problem.scale, "softcap": problem.softcap, "is_causal": problem.is_causal}
     _, stats = s2o_attention(*arrays, config=replace(config, dense_up_to=0), return_stats=True, **options)
     taus: list[float] = stats.tau_per_head.get()[0].tolist()

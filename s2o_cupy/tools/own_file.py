@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..methods.own import AnyMethod, as_method
 
-__all__ = ["OwnPlace", "own_method", "own_place"]
+__all__ = ["OwnPlace", "own_method", "own_place", "says_which"]
 
 
 class OwnPlace(NamedTuple):
@@ -36,7 +38,10 @@ def own_method(place: OwnPlace, fields: dict[str, Any], option: str) -> AnyMetho
     path = Path(place.file)
     if not path.is_file():
         raise ValueError(f"{option} has {place.file}; accepted: a file that is there")
-    module = _module(path.resolve())
+    try:
+        module = _module(path.resolve())
+    except Exception as error:
+        raise ValueError(f"{option} has {place.file}, which raised {_told(error)}") from error
     found = getattr(module, place.name, None)
     if found is None:
         raise ValueError(f"{option} has {place.name}, which {place.file} does not define; accepted: what it defines")
@@ -52,6 +57,23 @@ def own_method(place: OwnPlace, fields: dict[str, Any], option: str) -> AnyMetho
         raise TypeError(f"{option} has {place.name}: {error}") from error
     as_method(found, place.name, option)
     return found
+
+
+@contextlib.contextmanager
+def says_which(texts: Sequence[str], methods: Sequence[AnyMethod], option: str) -> Iterator[None]:
+    """Inside it an error that one of the ``methods`` raises is told with the text that it came from."""
+    try:
+        yield
+    except Exception as error:
+        raised_by = getattr(error, "raised_by", None)
+        for text, method in zip(texts, methods, strict=True):
+            if raised_by is method:
+                raise ValueError(f"{option} {text} raised {_told(error)}") from error
+        raise
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 @functools.cache  # one module however often it is asked for, so that what it makes compares equal

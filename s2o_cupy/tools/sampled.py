@@ -17,8 +17,9 @@ from ..api.habits import answers_habits
 from ..api.on_host import bhsd
 from ..api.run import parse_config
 from ..arrays.frameworks import to_host
+from ..errors import ArgumentValueError, arguments_of
 from ..plan import strata
-from ..spec import S2OConfig, tau_text
+from ..spec import S2OConfig, checked_int, tau_text
 from .inputs import QKV
 from .problems import problem_of
 
@@ -65,6 +66,7 @@ class ErrorEstimate:
 
 
 @answers_habits
+@arguments_of("error_per_head")
 def error_per_head(
     q: Any,
     k: Any,
@@ -123,10 +125,11 @@ def error_per_head(
     function = "error_per_head"
     config = parse_config(config, None, function)
     if config.error is not None:
-        raise ValueError(
-            f"{function}: config.error is {config.error}; accepted: a tau, or one for each query head, as "
+        raise ArgumentValueError(
+            f"config.error is {config.error}; accepted: a tau, or one for each query head, as "
             "S2OStats.tau_per_head of a call with that error has them (config.with_found_taus(stats.tau_per_head[0]), "
-            "which has their tail='none')"
+            "which has their tail='none')",
+            function,
         )
     sample = Sample(
         QKV(q, k, v), config, segments=segments, seed=seed, function=function, is_causal=is_causal, scale=scale,
@@ -137,7 +140,7 @@ def error_per_head(
 
 def check_segments(function: str, segments: Any) -> None:
     if isinstance(segments, bool) or not isinstance(segments, (int, np.integer)) or segments < MIN_SEGMENTS:
-        raise ValueError(f"{function}: segments is {segments!r}; accepted: an integer >= {MIN_SEGMENTS}")
+        raise ArgumentValueError(f"segments is {segments!r}; accepted: an integer >= {MIN_SEGMENTS}", function)
 
 
 class Sample:
@@ -153,13 +156,15 @@ class Sample:
         self.geometry = self.problem.geometry(config)
         if self.problem.empty or not self.problem.seqlen_k:
             came = f"q is {tuple(qkv.q.shape)}, k is {tuple(qkv.k.shape)}"
-            raise ValueError(f"{function}: {came}; accepted: at least one head, query and key")
+            raise ArgumentValueError(f"{came}; accepted: at least one head, query and key", function)
         if not self.problem.is_causal and self.geometry.segments > 1:
-            raise ValueError(
-                f"{function}: is_causal is False, with {self.geometry.segments} segments, which depend on keys after "
-                "them too; accepted: True, or a single segment (seqlen_q up to config.segment)"
+            raise ArgumentValueError(
+                f"is_causal is False, with {self.geometry.segments} segments, which depend on keys after "
+                "them too; accepted: True, or a single segment (seqlen_q up to config.segment)",
+                function,
             )
         check_segments(function, segments)
+        seed = checked_int("seed", seed, 0, owner=function)
         self.config, self.options = config, options
         self.layout: str = options.get("layout", "BHSD")
         self.strata = strata.draw(self.geometry.segments, int(segments), seed)
@@ -177,9 +182,10 @@ class Sample:
             finite = np.isfinite(o.astype(np.float64)).all(axis=(2, 3))  # [batch, heads]
             if not finite.all():
                 b, h = np.argwhere(~finite)[0].tolist()
-                raise ValueError(
-                    f"{self.function}: dense attention's output is not finite in segment {n}, batch {b}, head {h}; "
-                    "accepted: finite q, k and v"
+                raise ArgumentValueError(
+                    f"dense attention's output is not finite in segment {n}, batch {b}, head {h}; "
+                    "accepted: finite q, k and v",
+                    self.function,
                 )
             self.dense.append(o)
             step("dense")

@@ -14,7 +14,7 @@ from ..api.attention import s2o_attention
 from ..api.gather import gather_attention
 from ..api.habits import answers_habits
 from ..arrays.frameworks import to_host
-from ..errors import plain_kind
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of, plain_kind
 from ..methods.attention import select
 from ..methods.base import checked_bool, checked_number
 from ..methods.sparge import LARGEST, SpargeConfig
@@ -52,6 +52,7 @@ class SpargeTuning:
 
 
 @answers_habits
+@arguments_of("tune_sparge")
 def tune_sparge(
     inputs: Sequence[tuple[Any, Any, Any]],
     config: SpargeConfig | None = None,
@@ -105,7 +106,9 @@ def tune_sparge(
     value_rel_l1 = rel_l1 + MORE_ERROR if value_rel_l1 is None else value_rel_l1
     _check_bound("value_rel_l1", value_rel_l1, rel_l1 * (1 - 1e-9), f"None, or a number from rel_l1 ({rel_l1}) on")
     if config is not None and not isinstance(config, SpargeConfig):
-        raise TypeError(f"tune_sparge: config is a {type(config).__name__}; accepted: None, or a SpargeConfig")
+        raise ArgumentTypeError(
+            f"config is a {type(config).__name__}; accepted: None, or a SpargeConfig", "tune_sparge"
+        )
     config = SpargeConfig(tau=1, theta=-1) if config is None else config
     checked_bool("per_head", per_head, "tune_sparge")
     taus = _numbers("taus", taus, 0, 1, "numbers above 0, up to 1")
@@ -153,7 +156,7 @@ def tune_sparge(
 
 def _check_bound(name: str, value: Any, low: float, accepted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > low:
-        raise ValueError(f"tune_sparge: {name} is {value!r}; accepted: {accepted}")
+        raise ArgumentValueError(f"{name} is {value!r}; accepted: {accepted}", "tune_sparge")
 
 
 def _sparsest(density: np.ndarray, good: np.ndarray) -> np.ndarray:
@@ -175,9 +178,9 @@ def _numbers(
     """Of the grid, each above ``low`` and up to ``high``."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
         came = f"{values!r} ({type(values).__name__})"
-        raise TypeError(f"tune_sparge: {name} is {came}; accepted: a sequence of {accepted}")
+        raise ArgumentTypeError(f"{name} is {came}; accepted: a sequence of {accepted}", "tune_sparge")
     if not len(values) and not may_be_empty:
-        raise ValueError(f"tune_sparge: {name} is empty; accepted: one or more {accepted}")
+        raise ArgumentValueError(f"{name} is empty; accepted: one or more {accepted}", "tune_sparge")
     return tuple(checked_number(f"{name}[{i}]", x, low, high, accepted, "tune_sparge") for i, x in enumerate(values))
 
 
@@ -185,14 +188,16 @@ def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
     """Query heads of the inputs, each of which is a call that is accepted."""
     accepted = "a list or tuple of (q, k, v)"
     if not isinstance(inputs, (list, tuple)):
-        raise TypeError(f"tune_sparge: inputs is a {type(inputs).__name__}; accepted: {accepted}")
+        raise ArgumentTypeError(f"inputs is a {type(inputs).__name__}; accepted: {accepted}", "tune_sparge")
     if not inputs:
-        raise ValueError(f"tune_sparge: inputs is empty; accepted: {accepted}, one or more")
+        raise ArgumentValueError(f"inputs is empty; accepted: {accepted}, one or more", "tune_sparge")
     heads = 0
     for i, x in enumerate(inputs):
         if not isinstance(x, (list, tuple)) or len(x) != 3:
             came = f"a {type(x).__name__}" + (f" of {len(x)}" if isinstance(x, (list, tuple)) else "")
-            raise TypeError(f"tune_sparge: inputs[{i}] is {came}; accepted: (q, k, v), as inputs is {accepted}")
+            raise ArgumentTypeError(
+                f"inputs[{i}] is {came}; accepted: (q, k, v), as inputs is {accepted}", "tune_sparge"
+            )
         try:
             q, k, v = x
             problem, *_ = problem_of(q, k, v, config.of_pass, **options)
@@ -200,15 +205,17 @@ def _heads(inputs: Any, config: SpargeConfig, options: dict[str, Any]) -> int:
         except (TypeError, ValueError) as error:
             raise plain_kind(error)(f"tune_sparge: inputs[{i}] is not accepted: {error}") from error
         if problem.empty or not problem.seqlen_k:
-            raise ValueError(
-                f"tune_sparge: inputs[{i}] has {problem.batch} x {problem.heads} heads, {problem.seqlen_q} queries "
-                f"and {problem.seqlen_k} keys; accepted: at least one of each"
+            raise ArgumentValueError(
+                f"inputs[{i}] has {problem.batch} x {problem.heads} heads, {problem.seqlen_q} queries "
+                f"and {problem.seqlen_k} keys; accepted: at least one of each",
+                "tune_sparge",
             )
         heads = heads or problem.heads
         if problem.heads != heads:
-            raise ValueError(
-                f"tune_sparge: inputs[{i}] has {problem.heads} query heads and inputs[0] has {heads}; accepted: inputs "
-                "of one layer, of as many heads"
+            raise ArgumentValueError(
+                f"inputs[{i}] has {problem.heads} query heads and inputs[0] has {heads}; accepted: inputs "
+                "of one layer, of as many heads",
+                "tune_sparge",
             )
     return heads
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..plan import launch_plan
 from ..problem import Problem
 from ..spec import S2OConfig
@@ -122,6 +123,7 @@ class TuneResult:
 
 
 @answers_habits
+@arguments_of("tune")
 def tune(
     q: Any,
     k: Any,
@@ -199,9 +201,10 @@ def tune(
     if not reaching:
         near = min(of_grid.values(), key=target.of)
         further = "smaller" if target.name == "error" else "larger"
-        raise ValueError(
-            f"tune: no tau of {', '.join(f'{x:g}' for x in grid)} has {target}; the nearest is tau {near.tau:g}, with "
-            f"{target.name} {target.of(near):.4g}; accepted: at least that, or {further} taus"
+        raise ArgumentValueError(
+            f"no tau of {', '.join(f'{x:g}' for x in grid)} has {target}; the nearest is tau {near.tau:g}, with "
+            f"{target.name} {target.of(near):.4g}; accepted: at least that, or {further} taus",
+            "tune",
         )
     chosen = target.best(reaching)
     beyond = [tau for tau in grid if (tau > chosen if target.name == "error" else tau < chosen)]
@@ -240,36 +243,36 @@ def parse_target(function: str, /, **targets: Any) -> Target:
         listed = f"{', '.join(names[:-1])} {{}} {names[-1]}"
         came = f"both {listed.format('and')} are given" if len(names) == 2 else f"{' and '.join(given)} are given"
         came = came if given else f"neither {listed.format('nor')} is given"
-        raise ValueError(f"{function}: {came}; accepted: one of them")
+        raise ArgumentValueError(f"{came}; accepted: one of them", function)
     ((name, value),) = given.items()
     most, accepted = (1.0, "a number above 0, up to 1") if name == "density" else (math.inf, "a finite number above 0")
-    return Target(name, positive(f"{function}: {name} is", value, accepted, most))
+    return Target(name, positive(f"{name} is", value, accepted, most, function))
 
 
 def parse_taus(function: str, taus: Any) -> tuple[float, ...]:
     """Different ones, the largest first."""
     accepted = "at least one finite number above 0"
     try:
-        found = {positive(f"{function}: taus has", tau, accepted) for tau in taus}
+        found = {positive("taus has", tau, accepted, owner=function) for tau in taus}
     except TypeError:
         if hasattr(taus, "__iter__"):
             raise
-        raise TypeError(f"{function}: taus is {taus!r} ({type(taus).__name__}); accepted: {accepted}") from None
+        raise ArgumentTypeError(f"taus is {taus!r} ({type(taus).__name__}); accepted: {accepted}", function) from None
     if not found:
-        raise ValueError(f"{function}: taus is empty; accepted: {accepted}")
+        raise ArgumentValueError(f"taus is empty; accepted: {accepted}", function)
     return tuple(sorted(found, reverse=True))
 
 
-def positive(came: str, value: Any, accepted: str, most: float = math.inf) -> float:
-    """A finite number above 0 and up to ``most``."""
+def positive(came: str, value: Any, accepted: str, most: float = math.inf, owner: str = "") -> float:
+    """A finite number above 0 and up to ``most``. For errors ``came``: "tau is", ``owner``: of what."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{came} {value!r} ({type(value).__name__}); accepted: {accepted}")
+        raise ArgumentTypeError(f"{came} {value!r} ({type(value).__name__}); accepted: {accepted}", owner)
     try:
         number = float(value)
     except OverflowError:  # an integer beyond any float
         number = math.inf
     if not 0 < number <= most or number == math.inf:  # NaN fails too
-        raise ValueError(f"{came} {value}; accepted: {accepted}")
+        raise ArgumentValueError(f"{came} {value}; accepted: {accepted}", owner)
     return number
 
 

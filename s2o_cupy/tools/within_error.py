@@ -10,6 +10,7 @@ import numpy as np
 from ..api.attention import s2o_attention
 from ..api.habits import answers_habits
 from ..api.run import parse_config
+from ..errors import arguments_of
 from ..spec import S2OConfig
 from .inputs import QKV
 from .sampled import Sample
@@ -21,6 +22,7 @@ WITHIN_TAUS = TAUS
 
 
 @answers_habits
+@arguments_of("attention_within")
 def attention_within(
     q: Any,
     k: Any,
@@ -80,7 +82,7 @@ def attention_within(
     >>> o.shape, taus.shape
     ((1, 4, 1024, 32), (4,))
     """
-    error = positive("attention_within: error is", error, "a finite number above 0")
+    error = positive("error is", error, "a finite number above 0", owner="attention_within")
     function = "attention_within"
     grid, config = parse_taus(function, taus), parse_config(config, None, function).with_tau(0.0)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
