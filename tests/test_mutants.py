@@ -17,6 +17,8 @@ def f(x: int = 4, *, on=True) -> g(1):
     x += g(x, -x, x)
     g("\xc3\xa4", 1)
     return [y for y in h(x, x) if y is not None] + [0.0, 3.0]
+
+z = zip(min(x, y), strict=True)
 '''
 PLANTED = {
     (3, "4"), (6, "5"), (6, "False"),
