@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
-NOT_OF_NSA = {"blocks", "last_queries", "selection", "tail"}
+NOT_OF_NSA = {"methods", "last_queries", "selection", "tail"}
 NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _loaded_elsewhere: set[str] = set()

@@ -97,7 +97,7 @@ API = {
     ),
     "api/reference.md": (
         "NumPy reference",
-        [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa", "nsa_backward")],
+        [f"{PACKAGE}.reference.{name}" for name in ("dense", "s2o", "lists", "nsa.forward", "nsa.backward")],
     ),
 }
 

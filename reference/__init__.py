@@ -8,13 +8,15 @@ s2o
 lists
     Attention to keys that are given as data, whatever chose them.
 nsa
-    NSA, one function a stage: compressed, selected and window branch; nsa_backward has their gradients.
+    NSA, one function a stage: compressed, selected and window branch, and their gradients.
+methods
+    Published ways to choose blocks of keys.
 
 Nothing here imports CuPy, and nothing on the GPU path imports this package.
 """
 
-from . import dense, lists, nsa, nsa_backward, s2o
+from . import dense, lists, s2o
 from .dense import compute_dtype, dense_attention
 from .s2o import Result, State
 
-__all__ = ["Result", "State", "compute_dtype", "dense", "dense_attention", "lists", "nsa", "nsa_backward", "s2o"]
+__all__ = ["Result", "State", "compute_dtype", "dense", "dense_attention", "lists", "s2o"]

@@ -8,7 +8,7 @@ import numpy as np
 from gpu_rounding import beyond_rounding
 
 from s2o_cupy.nsa import NSAConfig
-from s2o_cupy.reference import nsa
+from s2o_cupy.reference.nsa import forward as nsa
 from s2o_cupy.tools.diffing import UNIT, _score_error
 
 __all__ = [

@@ -36,8 +36,9 @@ from s2o_cupy.cuda import compiler
 from s2o_cupy.nsa import selected_attention, selected_attention_backward
 from s2o_cupy.plan import collecting, launch_plan
 from s2o_cupy.plan.error_search import sampled
-from s2o_cupy.reference import nsa, nsa_backward
 from s2o_cupy.reference.error_taus import error_taus
+from s2o_cupy.reference.nsa import backward as nsa_backward
+from s2o_cupy.reference.nsa import forward as nsa
 from s2o_cupy.tools.catalogue import kernels_for
 
 # ---------------------------------------------------------------- what a call gives otherwise than it must

@@ -230,6 +230,17 @@ def test_nan_and_inf_in_the_same_places_agree(name: str, value: float, is_causal
     assert report.ok, report.table()
 
 
+@pytest.mark.parametrize("row", [3, 130])
+def test_products_beyond_float32_are_judged_in_float32(row: int) -> None:
+    """A GPU's sums are not finite there; in float64 they would be."""
+    _, (q, k, v, problem, config) = make(CONFIGS["weight"])
+    q[:, :, 150:], k[:, 1, row] = q[:, :, 150:] * 1e20, k[:, 1, row] * 1e20
+    with np.errstate(over="ignore", invalid="ignore"):
+        report = compare(stand_in(q, k, v, problem, config), q, k, v, problem, config)
+    (scores,) = (x for x in report.rows if x.stage == "key scores")
+    assert scores.ok and scores.compared, report.table()
+
+
 def test_the_report_says_why_the_portable_kernels_ran() -> None:
     stages, problem = make(CONFIGS["paper"])
     stages.path_reason = "scale is -1.0, not positive"

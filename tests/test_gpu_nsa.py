@@ -11,7 +11,7 @@ from conftest import has_gpu
 from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
 
 from s2o_cupy.nsa import NSAConfig, nsa_attention, nsa_select, selected_attention, window_attention
-from s2o_cupy.reference import nsa
+from s2o_cupy.reference.nsa import forward as nsa
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")]
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}

@@ -8,8 +8,8 @@ import pytest
 from nsa_cases import SMALL, draw
 
 from s2o_cupy.nsa import NSAConfig, nsa_attention, nsa_compress, nsa_select, selected_attention, window_attention
-from s2o_cupy.reference import nsa
 from s2o_cupy.reference.dense import dense_attention
+from s2o_cupy.reference.nsa import forward as nsa
 
 
 @pytest.fixture

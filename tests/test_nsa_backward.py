@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from s2o_cupy.reference import nsa, nsa_backward
+from s2o_cupy.reference.nsa import backward as nsa_backward
+from s2o_cupy.reference.nsa import forward as nsa
 
 LENGTH, STRIDE, BLOCK = 8, 4, 16
 STEP = 1e-5  # of float64 differences: an error of STEP^2 and of 1e-16 / STEP

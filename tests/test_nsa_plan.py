@@ -13,8 +13,8 @@ from s2o_cupy.nsa.backward_plan import halves, make_backward_plan
 from s2o_cupy.nsa.plan import compressed_count, make_plan, remainders
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.problem import Problem
-from s2o_cupy.reference import nsa
 from s2o_cupy.reference.dense import dense_attention
+from s2o_cupy.reference.nsa import forward as nsa
 
 HOPPER = DeviceLimits.of_architecture(90)
 LENGTHS = [(1, 1), (5, 40), (31, 31), (32, 32), (33, 33), (90, 90), (100, 100), (37, 130), (3, 200), (64, 71)]

@@ -30,21 +30,21 @@ from .torch import attention, attention_varlen, problem_of
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"]
 
 Tensor = Any  # torch.Tensor
-_AXES = {
-    "flash_attn_func": "(batch, seqlen, heads, head_dim)", "scaled_dot_product_attention":
-    "(batch, heads, seqlen, head_dim)",
-}  # fmt: skip
 
 
 class _in_its_axes(arguments_of):
-    """`arguments_of` a function that has no layout to choose: its errors say what it takes instead."""
+    """`arguments_of` a function that has no layout to choose: its errors say the ``axes`` that it takes instead."""
+
+    def __init__(self, function: str, axes: str) -> None:
+        super().__init__(function)
+        self.axes = axes
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, ArgumentError):
             error.function = self.function
             message, asked, _ = str(error.args[0]).partition(" Did you mean layout=")
             if asked:
-                instead = f"Did you mean q.transpose(1, 2)? Axes are {_AXES[self.function]}"
+                instead = f"Did you mean q.transpose(1, 2)? Axes are {self.axes}"
                 error.args = (f"{message} {instead}", *error.args[1:])
 
 
@@ -131,7 +131,7 @@ def scaled_dot_product_attention(
                 function,
             )
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]  # no query sees those behind
-    with _in_its_axes(function):
+    with _in_its_axes(function, "(batch, heads, seqlen, head_dim)"):
         return attention(query, key, value, config=config, tau=tau, scale=scale, is_causal=is_causal)
 
 
@@ -191,12 +191,12 @@ def flash_attn_func(
     TypeError, ValueError
         An argument is not accepted: the message names it, what came and what is accepted.
     """
-    function = "flash_attn_func"
+    function, of_flash = "flash_attn_func", "(batch, seqlen, heads, head_dim)"
     _check_flash(function, dropout_p, alibi_slopes)
     causal, window = _parse_window(function, window_size, causal)
     if q.ndim == k.ndim == 4 and window is not None and window < k.shape[1]:
         config = parse_config(config, tau)
-        with _in_its_axes(function):
+        with _in_its_axes(function, of_flash):
             problem_of(q, k, v, config, softmax_scale, softcap, is_causal=True, layout="BSHD")
         batch, seqlen_q, heads = q.shape[:3]
         lengths = [(seqlen_q, k.shape[1])] * batch
@@ -206,7 +206,7 @@ def flash_attn_func(
         )
         o, lse = o.view(q.shape), lse.view(heads, batch, seqlen_q).transpose(0, 1)
     else:
-        with _in_its_axes(function):
+        with _in_its_axes(function, of_flash):
             o, lse = attention(
                 q, k, v, config=config, tau=tau, scale=softmax_scale, softcap=softcap, is_causal=causal, layout="BSHD",
                 return_lse=True,

@@ -24,18 +24,18 @@ STRIDES = (8, 16)  # rows of a cell
 STEP_BYTES = 128  # of a row, that are in shared memory at a time
 
 NORMS = Family(
-    "antidiagonal_norms", "blocks/antidiagonal_norms.cu", "AntidiagonalParams", 256, 1,
+    "antidiagonal_norms", "methods/antidiagonal_norms.cu", "AntidiagonalParams", 256, 1,
     "AntidiagonalTraits<{element}, {head_dim}, {step}, {aligned}>",
 )  # fmt: skip
 NORMS_SM90 = Family(
-    "antidiagonal_norms_sm90", "blocks/antidiagonal_norms_sm90.cu", "AntidiagonalParams", 256, 1,
+    "antidiagonal_norms_sm90", "methods/antidiagonal_norms_sm90.cu", "AntidiagonalParams", 256, 1,
     "AntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER,
 )  # fmt: skip
 NORMS_MAPPED = Family(
-    "antidiagonal_norms_mapped", "blocks/antidiagonal_norms_mapped.cu", "MappedAntidiagonalParams", 384, 1,
+    "antidiagonal_norms_mapped", "methods/antidiagonal_norms_mapped.cu", "MappedAntidiagonalParams", 384, 1,
     "MappedAntidiagonalTraits<{element}, {head_dim}, {step}>", path=HOPPER, cluster=2,
 )  # fmt: skip
-MASS = Family("block_mass", "blocks/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
+MASS = Family("block_mass", "methods/block_mass.cu", "BlockMassParams", 256, 4, "MassTraits<{step}>")
 MAP_ROWS = (256, 192 // 2)  # cells of queries and of keys that a block of NORMS_MAPPED copies at a time
 # Cells of queries and of keys of a tile of the product, and stages in shared memory.
 TILES = {NORMS: (128, 128, 3), NORMS_SM90: (256, 192, 4), NORMS_MAPPED: (256, 192, 4)}

@@ -19,7 +19,7 @@ from .vertical_slash import LARGEST_BYTES, LARGEST_THREADS
 __all__ = ["FlexPrefillConfig"]
 
 BLOCK = 128
-_SOURCE = "blocks/flex_prefill.cu", "FlexPrefillParams"
+_SOURCE = "methods/flex_prefill.cu", "FlexPrefillParams"
 FLEX_LINES = Family("flex_lines", *_SOURCE, LARGEST_THREADS, 1, "FlexTraits<{element}, {head_dim}>")
 FLEX_BOUND = Family("flex_bound", *_SOURCE, LARGEST_THREADS, 1, shared="s2o::LargestShared")
 ROW_WEIGHTS, FLEX_LISTS = (

@@ -16,7 +16,7 @@ class BlockGrid:
 
     A causal call has a dense part: the ``segment`` of queries that a row is in, and the ``window`` keys before it. Only
     whole columns before it are listed, which all rows of the segment see. Without causality every column is listed.
-    The same formulas stand in raw_kernels/blocks/block_grid.cuh.
+    The same formulas stand in raw_kernels/methods/block_grid.cuh.
     """
 
     seqlen_q: int

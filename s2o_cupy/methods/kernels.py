@@ -24,45 +24,45 @@ LAST_ROWS = 128  # queries that there is room for in last_row_sums (LastRowsTrai
 
 _ELEMENT = "{element}, {head_dim}"
 BLOCK_MEANS, ALIKE_BLOCK_MEANS = (
-    Family(function, "blocks/block_means.cu", "BlockMeansParams", 256, blocks, f"BlockMeansTraits<{_ELEMENT}>")
+    Family(function, "methods/block_means.cu", "BlockMeansParams", 256, blocks, f"BlockMeansTraits<{_ELEMENT}>")
     for function, blocks in (("block_means", 6), ("alike_block_means", "(__CUDA_ARCH__ >= 1000 ? 3 : 4)"))
 )
 BLOCK_SCORES = Family(
-    "block_scores", "blocks/block_scores.cu", "BlockScoresParams", 128, "(__CUDA_ARCH__ >= 1200 ? 3 : 4)",
+    "block_scores", "methods/block_scores.cu", "BlockScoresParams", 128, "(__CUDA_ARCH__ >= 1200 ? 3 : 4)",
     f"BlockScoresTraits<{_ELEMENT}>",
 )
 BLOCK_SCORES_SM90 = Family(
-    "block_scores_sm90", "blocks/block_scores_sm90.cu", "BlockScoresParams", 128, 2,
+    "block_scores_sm90", "methods/block_scores_sm90.cu", "BlockScoresParams", 128, 2,
     f"BlockScoresSm90Traits<{_ELEMENT}>", path=HOPPER,
 )  # fmt: skip
 SCORE_TILES = {BLOCK_SCORES: (64, 64), BLOCK_SCORES_SM90: (64, 128)}  # rows and columns of a block
 CHOOSE_BLOCKS = Family(
-    "choose_blocks", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS,
+    "choose_blocks", "methods/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS,
     "(__CUDA_ARCH__ >= 1000 ? 2 : {step} < 64 ? 8 : 4)", "ChoiceTraits<{step}>", shared="s2o::WarpChoiceShared",
 )
 CHOOSE_LONG = Family(
-    "choose_long", "blocks/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
+    "choose_long", "methods/choose_blocks.cu", "ChooseBlocksParams", CHOICE_THREADS, 8, shared="s2o::ChoiceShared"
 )
 LAST_ROW_SUMS, COLUMN_MEANS = (
-    Family(function, "blocks/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
+    Family(function, "methods/last_rows.cu", "LastRowsParams", 256, 2, f"LastRowsTraits<{_ELEMENT}>")
     for function in ("last_row_sums", "column_means")
 )
 # By query heads that share keys in a block.
 LAST_ROW_SUMS_SM90, COLUMN_MEANS_SM90 = (
-    {heads: Family(function + of, "blocks/last_rows_sm90.cu", "LastRowsParams", threads, 2 // heads,
+    {heads: Family(function + of, "methods/last_rows_sm90.cu", "LastRowsParams", threads, 2 // heads,
                    f"LastRowsSm90Traits<{_ELEMENT}, {{group}}>", path=HOPPER)
      for heads, of, threads in ((1, "_sm90", 288), (2, "_of_two_sm90", 640))}
     for function in ("last_row_sums", "column_means")
 )  # fmt: skip
 ORDER_SEGMENTS = Family(
-    "order_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
+    "order_segments", "methods/order_segments.cu", "OrderSegmentsParams", 256, 4, shared="s2o::OrderSegmentsShared"
 )
 ORDER_SHORT_SEGMENTS = Family(
-    "order_short_segments", "blocks/order_segments.cu", "OrderSegmentsParams", 256, 4,
+    "order_short_segments", "methods/order_segments.cu", "OrderSegmentsParams", 256, 4,
     shared="s2o::ShortSegmentsShared",
 )  # fmt: skip
 SHORT_SEGMENT = 256  # keys (kShort)
-TOKEN_ORDER = Family("token_order", "blocks/token_order.cu", "TokenOrderParams", 256, 4)
+TOKEN_ORDER = Family("token_order", "methods/token_order.cu", "TokenOrderParams", 256, 4)
 
 
 def block_means(inputs: Inputs, alike: bool) -> Kernel:

@@ -1,4 +1,4 @@
-"""What the last queries of each head make of the keys: launches of raw_kernels/blocks/last_rows.cu and line_sums.cu.
+"""What the last queries of each head make of the keys: launches of raw_kernels/methods/last_rows.cu and line_sums.cu.
 
 Pure: no array, no GPU, no CuPy.
 """
@@ -25,9 +25,9 @@ PART = 64  # queries, and keys, of a product of line_sums (kPart)
 TOTALS_KEYS = 256  # of a block of line_totals (kTotalsThreads)
 
 LINE_SUMS = Family(
-    "line_sums", "blocks/line_sums.cu", "LineSumsParams", 128, 2, "LineTraits<{element}, {head_dim}>"
+    "line_sums", "methods/line_sums.cu", "LineSumsParams", 128, 2, "LineTraits<{element}, {head_dim}>"
 )
-LINE_TOTALS = Family("line_totals", "blocks/line_sums.cu", "LineSumsParams", TOTALS_KEYS, 4)
+LINE_TOTALS = Family("line_totals", "methods/line_sums.cu", "LineSumsParams", TOTALS_KEYS, 4)
 
 
 def line_sums(inputs: Inputs) -> Kernel:

@@ -23,7 +23,7 @@ FORCED = 30  # first columns, and first distances, that are always chosen
 LARGEST_THREADS = 512  # (kLargestThreads)
 LARGEST_BYTES = 2 * 2 * LARGEST_THREADS // 32 * 4 + 256 * 4 + 2 * 4  # sizeof(LargestShared)
 CHOOSE_LINES, CROSSED_KEYS = (
-    Family(function, "blocks/vertical_slash.cu", "VerticalSlashParams", threads, blocks, shared=f"s2o::{shared}")
+    Family(function, "methods/vertical_slash.cu", "VerticalSlashParams", threads, blocks, shared=f"s2o::{shared}")
     for function, threads, blocks, shared in (
         ("choose_lines", LARGEST_THREADS, 1, "LargestShared"),
         ("crossed_keys", 256, 2, "CrossedShared"),

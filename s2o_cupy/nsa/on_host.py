@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ArgumentValueError
 from ..problem import Problem
-from ..reference import nsa, nsa_backward
+from ..reference.nsa import backward, forward
 from .config import NSAConfig
 
 __all__ = ["attend", "attend_blocks", "attend_blocks_backward", "attend_window", "select"]
@@ -19,17 +19,17 @@ def attend(arrays: Mapping[str, np.ndarray], problem: Problem, config: NSAConfig
     """The sum of the branches. ``arrays``: those of `nsa_attention` by name; gates are [batch, heads, seqlen_q, 3]."""
     x = {name: _wide(array) for name, array in arrays.items()}
     q, k, v, k_cmp = (x[name] for name in ("q", "k", "v", "k_cmp"))
-    o_cmp, lse = nsa.compressed(q, k_cmp, x["v_cmp"], problem.seqlen_k, **_runs(problem, config))
+    o_cmp, lse = forward.compressed(q, k_cmp, x["v_cmp"], problem.seqlen_k, **_runs(problem, config))
     blocks = _choose(q, k_cmp, lse, problem, config)
-    o_slc, _ = nsa.selected(q, k, v, blocks, block=config.block, scale=problem.scale)
-    o_win, _ = nsa.window(q, x.get("k_win", k), x.get("v_win", v), config.window, scale=problem.scale)
-    return nsa.gate(x["gates"], o_cmp, o_slc, o_win)
+    o_slc, _ = forward.selected(q, k, v, blocks, block=config.block, scale=problem.scale)
+    o_win, _ = forward.window(q, x.get("k_win", k), x.get("v_win", v), config.window, scale=problem.scale)
+    return forward.gate(x["gates"], o_cmp, o_slc, o_win)
 
 
 def select(q: np.ndarray, k_cmp: np.ndarray, problem: Problem, config: NSAConfig) -> np.ndarray:
     """int32 [batch, kv_heads, seqlen_q, top]."""
     q, k_cmp = _wide(q), _wide(k_cmp)
-    _, lse = nsa.compressed(q, k_cmp, k_cmp, problem.seqlen_k, **_runs(problem, config))
+    _, lse = forward.compressed(q, k_cmp, k_cmp, problem.seqlen_k, **_runs(problem, config))
     return _choose(q, k_cmp, lse, problem, config)
 
 
@@ -42,25 +42,25 @@ def attend_blocks(
         raise ArgumentValueError(
             f"blocks has {blocks.max()}; accepted: up to {last}, the last block", "selected_attention"
         )
-    return nsa.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
+    return forward.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
 
 
 def attend_blocks_backward(arrays: Mapping[str, np.ndarray], block: int, problem: Problem) -> tuple[np.ndarray, ...]:
     """Gradients of q, k and v. ``arrays``: those of `selected_attention_backward` by name."""
     wide = {name: _wide(x) for name, x in arrays.items()}
-    return nsa_backward.selected_backward(**wide, block=block, scale=problem.scale)
+    return backward.selected_backward(**wide, block=block, scale=problem.scale)
 
 
 def attend_window(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, sinks: int, problem: Problem
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse."""
-    return nsa.window(_wide(q), _wide(k), _wide(v), window, sinks=sinks, scale=problem.scale)
+    return forward.window(_wide(q), _wide(k), _wide(v), window, sinks=sinks, scale=problem.scale)
 
 
 def _choose(q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray, problem: Problem, config: NSAConfig) -> np.ndarray:
-    weight = nsa.importance(q, k_cmp, lse, problem.seqlen_k, block=config.block, **_runs(problem, config))
-    return nsa.top_blocks(
+    weight = forward.importance(q, k_cmp, lse, problem.seqlen_k, block=config.block, **_runs(problem, config))
+    return forward.top_blocks(
         weight, problem.seqlen_k, block=config.block, top=config.top, first=config.first, local=config.local
     )
 

@@ -8,7 +8,7 @@ The branches' outputs are added up times their gates, so a branch has do times i
 do with its branch's output. The choice of blocks is not differentiated.
 
 Sources: the gradient of a softmax.
-Shapes as in `reference.nsa`.
+Shapes as in `reference.nsa.forward`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dense import Array, quiet
-from .nsa import row_chunks, scale_of, visible_compressed
+from ..dense import Array, quiet
+from .forward import row_chunks, scale_of, visible_compressed
 
 __all__ = ["Gradients", "compressed_backward", "gate_backward", "selected_backward", "window_backward"]
 

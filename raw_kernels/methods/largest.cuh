@@ -1,6 +1,6 @@
 // The largest of many numbers, found by a block: a radix select by four digits.
 #pragma once
-#include "blocks/block_reduction.cuh"
+#include "methods/block_reduction.cuh"
 
 namespace s2o {
 

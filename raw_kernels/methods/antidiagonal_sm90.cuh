@@ -1,6 +1,6 @@
 // What the kernels of antidiagonal norms on Hopper share: the order of their tiles, and what becomes of a product.
 #pragma once
-#include "blocks/antidiagonal.cuh"
+#include "methods/antidiagonal.cuh"
 #include "sm90/wgmma_tile.cuh"
 
 namespace s2o {

@@ -6,8 +6,8 @@
 //   flex_bound: weights -> the bound [heads of the round, 2] above which blocks are chosen: a weight's bits, and the
 //               last one of those equal to it, counted through the head
 //   flex_lists: all of them -> lists
-#include "blocks/block_grid.cuh"
-#include "blocks/largest.cuh"
+#include "methods/block_grid.cuh"
+#include "methods/largest.cuh"
 
 namespace s2o {
 

@@ -1,6 +1,6 @@
 // block_scores (block_scores.cuh) by mma.sync. No element is in shared memory: the dimensions of a product may come in any
 // order, so a thread reads 16 bytes of its row at a time.
-#include "blocks/block_scores.cuh"
+#include "methods/block_scores.cuh"
 
 namespace s2o {
 

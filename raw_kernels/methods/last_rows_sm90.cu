@@ -1,7 +1,7 @@
 // last_row_sums and column_means (last_rows.cuh) by wgmma, for kHeads query heads that share keys. A warpgroup has 64 of a
 // head's rows and walks the tiles of keys. Warpgroups take turns with their products, or they would all multiply and then all
 // take exponentials. One warp, or four, copy the tiles.
-#include "blocks/last_rows.cuh"
+#include "methods/last_rows.cuh"
 #include "sm90/wgmma_tile.cuh"
 
 namespace s2o {

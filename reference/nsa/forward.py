@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .dense import ROWS, Array, check_shapes, quiet, weighted_sum
+from ..dense import ROWS, Array, check_shapes, quiet, weighted_sum
 
 __all__ = [
     "compress", "compressed", "compressed_count", "gate", "importance", "invert", "merge", "partials", "row_chunks",

@@ -3,8 +3,8 @@
 //   choose_lines: sums [heads of the round, 2, seqlen_k] -> upto [heads of the round, 2, seqlen_k + 1]: how many of the
 //                 first keys, or distances, are chosen
 //   crossed_keys: upto -> lists of keys: those of chosen columns, and at a chosen distance of one of the row's queries
-#include "blocks/block_grid.cuh"
-#include "blocks/largest.cuh"
+#include "methods/block_grid.cuh"
+#include "methods/largest.cuh"
 
 namespace s2o {
 

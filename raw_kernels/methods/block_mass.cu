@@ -4,7 +4,7 @@
 //               column, summed over the cells; of visible columns
 //
 // Block: a row of a head. Sums are in a fixed order.
-#include "blocks/antidiagonal.cuh"
+#include "methods/antidiagonal.cuh"
 
 namespace s2o {
 

@@ -1,5 +1,5 @@
 // last_row_sums and column_means (last_rows.cuh) by mma.sync: a warp has 16 or 32 rows and 64 columns of a product.
-#include "blocks/last_rows.cuh"
+#include "methods/last_rows.cuh"
 #include "sm80/shared.cuh"
 
 namespace s2o {

@@ -6,7 +6,7 @@
 // A block takes kRows cells of queries of a head and walks all cells of keys that these see, kTile at a time. A tile's
 // product is over kStride * head_dim columns, 64 of which are in shared memory at a time, in kStages stages that run
 // through all tiles.
-#include "blocks/antidiagonal.cuh"
+#include "methods/antidiagonal.cuh"
 
 namespace s2o {
 

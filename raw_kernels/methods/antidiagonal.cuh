@@ -4,7 +4,7 @@
 // kStride - 1 - r of the queries meets row r of the keys, so that a cell of queries is one row of a matrix product, its
 // queries from the last to the first. Rows past the end of a sequence are zeros.
 #pragma once
-#include "blocks/block_grid.cuh"
+#include "methods/block_grid.cuh"
 
 namespace s2o {
 

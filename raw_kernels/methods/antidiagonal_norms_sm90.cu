@@ -6,7 +6,7 @@
 // keys. Those under way at a time are kGroup tiles of rows by some of columns, whose cells L2 holds. A tile's product is
 // over kStride * head_dim columns, 64 of which are in shared memory at a time, in kStages stages that run through all
 // tiles: the copies of a step are started while the product of the one before runs.
-#include "blocks/antidiagonal_sm90.cuh"
+#include "methods/antidiagonal_sm90.cuh"
 
 namespace s2o {
 

@@ -1,6 +1,6 @@
 // block_scores (block_scores.cu) by wgmma: a warpgroup has kTile rows and kColumns columns, whose means come to shared
 // memory at once. The high and the low parts of a mean are one row there.
-#include "blocks/block_scores.cuh"
+#include "methods/block_scores.cuh"
 #include "sm90/wgmma_tile.cuh"
 
 namespace s2o {

@@ -5,7 +5,7 @@
 // Means have a high and a low part; the product of two low ones is left out. block_scores.cu has it by mma.sync,
 // block_scores_sm90.cu by wgmma.
 #pragma once
-#include "blocks/block_grid.cuh"
+#include "methods/block_grid.cuh"
 
 namespace s2o {
 

@@ -3,7 +3,7 @@
 //
 // A warp copies, two warpgroups multiply, 128 cells of queries each by kTile cells of keys. Neither waits for the other: one's
 // sums run beside the other's products.
-#include "blocks/antidiagonal_sm90.cuh"
+#include "methods/antidiagonal_sm90.cuh"
 
 namespace s2o {
 

@@ -11,8 +11,8 @@
 //
 // No row is sorted: the weight at which the sum crosses is found by bisection of its bits, as sums are added up in one
 // order on every run and do not fall when entries come in.
-#include "blocks/block_grid.cuh"
-#include "blocks/block_reduction.cuh"
+#include "methods/block_grid.cuh"
+#include "methods/block_reduction.cuh"
 
 namespace s2o {
 

@@ -1,0 +1,1 @@
+"""NSA: what each branch gives, and its gradients."""
