@@ -43,7 +43,7 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     """Adds what the stage has left in the workspace. ``host(name)`` copies an array."""
     geometry, clusters = problem.geometry(config), config.groups
     batch, kv_heads, head_dim, units = problem.batch, problem.kv_heads, problem.head_dim, geometry.units
-    stages = stages or QueryStages(*[None] * 5)
+    stages = stages or QueryStages(None, None, None, None, None)
     as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
     if stage == "unit_keys":
         if stages.grouped == 0:
