@@ -100,6 +100,15 @@ def test_one_text_is_a_batch_or_a_list(model):
     assert merged(batch.curves[:1]) is batch.curves[0]
 
 
+def test_a_head_whose_output_is_0_has_no_error():
+    """Of several texts: nothing is divided by its share of the output."""
+    errors, one = np.array([[0.0, 0.3]]), np.ones((1, 2))
+    curves = LayerCurves(0, (0.1,), errors, one, np.array([0.0, 1.0]), 2, 4, 300, False)
+    with np.errstate(all="raise"):
+        found = merged([curves, replace(curves, seqlen_k=500)])
+    np.testing.assert_allclose(found.error, errors)
+
+
 def test_a_part_held_back_tightens(model, pretended):
     """Taus that hold where they were chosen and not elsewhere give way to the next that hold there too."""
     tried = pretended(lambda tau, of: np.where(of.held_back, 4, 1) * 0.01 * tau)
