@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.kernels import Inputs
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference.methods import blocks
+from s2o_cupy.tools.catalogue import kernels_for
 
 CONFIGS = [
     MeanPoolingConfig(), PBSConfig(share="kv_head"), SpargeConfig(tau=0.5, theta=0.1),
@@ -136,6 +138,16 @@ def test_a_pointer_of_every_launch_leads_somewhere():
             assert absent <= optional, (config, step.stage, absent)
             if isinstance(config, SpargeConfig):
                 assert not {"q.similarity", "k.similarity", "q_similarity", "k_similarity"} & absent
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_what_is_launched_is_compiled_ahead(capability):
+    """But for shared memory that is only sized, which is in no kernel's text."""
+    known = {replace(x, shared_bytes=0, open_bytes=0) for x in kernels_for(capability)}
+    for config in CONFIGS:
+        for seqlen in (1000, 20_000):
+            found, _ = launches(config, seqlen=seqlen, capability=capability, is_causal=is_causal_of(config))
+            assert {replace(x.kernel, shared_bytes=0, open_bytes=0) for x in found} <= known, config
 
 
 def test_what_no_kernel_takes():

@@ -179,6 +179,7 @@ def test_bshd_given_as_bhsd_is_asked_about(q, k):
     [
         ((1, 8, 100, 64), (1, 8, 50, 64)),  # would be 100 heads of 50, of 8 tokens: not likely
         ((1, 32, 4096, 128), (1, 5, 4096, 128)),  # wrong in either order
+        ((2, 100, 7, 64), (2, 300, 2, 64)),  # 7 heads would share 2
     ],
 )
 def test_other_wrong_shapes_are_not(q, k):
