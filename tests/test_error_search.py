@@ -75,6 +75,16 @@ def test_rounds_are_ordered_again_where_one_overwrites_the_last():
     assert rounds > 1 and stages.count("pass2_ladder") == stages.count("unit_weights") == 2 * rounds
 
 
+@pytest.mark.parametrize("length", [4000, 65536])
+def test_segments_without_candidates_are_measured_apart(length):
+    """Of each head those that pass 2 does not come to: the first, where it is one of the sample."""
+    plan, _, launches = planned(90, problem_of(length))
+    geometry, problem = plan.geometry, problem_of(length)
+    without = [n for n in range(geometry.segments) if geometry.candidates(n) == 0]
+    found = [(int(x.params["segments"]), x.blocks) for x in launches if x.stage == "segment_sizes"]
+    assert found == [(1, problem.heads)] * len(without) and without == ([0] if length == 4000 else [])
+
+
 def test_every_walk_counts_q_tiles_by_itself():
     """In an integer of its own, which is 0 before: pass 1 has the first."""
     plan, memory, launches = planned(90, problem_of(65536), replace(CONFIG, workspace_bytes=1 << 20))

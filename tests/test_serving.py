@@ -43,6 +43,7 @@ def test_settings():
     }  # fmt: skip
     found = ServingSettings.parse(given, "here")
     assert found.config == S2OConfig(tau=0.01, segment=256) and (found.min_seqlen, found.backend) == (4096, "fa3")
+    assert ServingSettings.parse({"min_seqlen": 0}, "here").min_seqlen == 0
     assert found.of_layer(0) is None and found.of_layer(1) is found.config
     assert found.of_layer(7) == S2OConfig(tau=0.002, segment=256)  # the rest as everywhere
 
