@@ -51,7 +51,7 @@ def not_finite_ahead(run: Run) -> str:
                     where += f"{'qkv'[which]}[{spot}]"
                     assert same(o[:, :, :rows], clean[0][:, :, :rows]), f"{where} changes o before it"
                     assert same(lse[:, :, :rows], clean[1][:, :, :rows]), f"{where} changes lse before it"
-                    if tau == 0:  # all keys are visited, in another order: weights and outputs of 16 bits round twice each
+                    if tau == 0:  # all keys are visited, in another order: weights and outputs of 16 bits round anew
                         off = (o - clean[0])[:, :, rows:spot].abs().amax() if spot > rows else 0
                         assert off <= 2**-7 * clean[0].abs().amax(), f"{where} changes o before it by {off}"
                     if tau == 0 and which == 1 and math.isnan(value):
