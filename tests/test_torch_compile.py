@@ -99,3 +99,13 @@ def test_a_whole_graph_takes_the_operator(call):
     compiled = torch.compile(lambda q: call(q * 1, q, q), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="attention_varlen of s2o_cupy.integrations.torch"):
         compiled(q)
+
+
+def test_nsa_compress_is_traced_whole():
+    """Its operations are the framework's own, with their derivative."""
+    from s2o_cupy.nsa import nsa_compress
+
+    x = torch.randn(1, 2, 96, 8, requires_grad=True)
+    compiled = torch.compile(lambda x: nsa_compress(x, 32, 16), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), nsa_compress(x, 32, 16))
+    assert torch.autograd.grad(compiled(x).sum(), x)[0].count_nonzero() == x.numel()

@@ -95,9 +95,9 @@ def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
     found = [_ids(args, text) for text in texts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
-    known = model.get_input_embeddings().num_embeddings
+    known = getattr(model.config, "vocab_size", None)
     for text, ids in zip(texts, found, strict=True):
-        if wrong := [x for x in (int(ids.min()), int(ids.max())) if not 0 <= x < known]:
+        if known is not None and (wrong := [x for x in (int(ids.min()), int(ids.max())) if not 0 <= x < known]):
             raise ValueError(f"{text} has the token id {wrong[0]}; accepted: 0 to {known - 1}, the model's vocabulary")
     return model, [torch.from_numpy(ids[None]).to(device) for ids in found]
 

@@ -133,7 +133,8 @@ class ServingSettings:
                 f"{owner}: per_layer names {', '.join(map(str, beyond))}; accepted: 0 to {layers - 1}, as the model "
                 f"has {layers} layers"
             )
-        _check_runs(self.config, owner)
+        if layers is None or any(layer not in self.per_layer for layer in range(layers)):
+            _check_runs(self.config, owner)
         for layer, config in self.per_layer.items():
             if config is not None:
                 _check_runs(config, f"{owner}: per_layer[{layer}]")
@@ -143,8 +144,10 @@ class ServingSettings:
         return self.per_layer.get(layer, self.config)
 
 
+@functools.lru_cache
 def _check_runs(config: S2OConfig, where: str) -> None:
-    """Raise what a GPU would refuse of every prompt."""
+    """Raise what a Hopper GPU would refuse of every prompt. Whether another has kernels of a given ``path``, its first
+    call says."""
     if isinstance(config.tau, tuple):
         raise ValueError(
             f"{where}: tau has {len(config.tau)} numbers; accepted: one for all heads, as a server's GPUs may have "
@@ -153,7 +156,7 @@ def _check_runs(config: S2OConfig, where: str) -> None:
     try:
         problem = validate(_SHAPES, ("bfloat16",) * 3, config=config, backend="cupy")
         make_plan(problem, config, DeviceLimits.of_architecture(90), aligned=True)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error.args[0]}") from error
 
 

@@ -368,7 +368,6 @@ def _backend(q: Tensor) -> str:
 
 _library = torch.library.Library("s2o_cupy", "DEF")
 _LATER = {"clusters": "=0"}  # fields that graphs exported before do not have; it is 0 with every rank of then
-_LATER |= {field.name: f"={field.default!r}" for field in fields(S2OConfig)[_NAMES.index("clusters") + 1 :]}
 _CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}{_LATER.get(name, '')}" for name in _NAMES)
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, float softcap, bool is_causal, str layout, bool return_lse, "

@@ -7,7 +7,7 @@ import inspect
 import numbers
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
@@ -108,7 +108,8 @@ class OwnMethod:
             try:
                 made = self.method(q, k, is_causal=problem.is_causal, scale=problem.scale)
             except Exception as error:
-                error.raised_by = self.method  # type: ignore[attr-defined]  # for `s2o compare`, which names its file
+                with suppress(Exception):  # one that takes no attribute; `s2o compare` names the method's file by it
+                    error.raised_by = name  # type: ignore[attr-defined]
                 raise
         if not isinstance(made, Schedule):
             raise ArgumentTypeError(f"{name} returned a {type(made).__name__}; accepted: a Schedule")

@@ -12,7 +12,7 @@ from .sparge import SpargeConfig
 from .vertical_slash import VerticalSlashConfig
 from .xattention import XAttentionConfig
 
-# Also what `s2o_cupy.methods` has of them.
+# `s2o_cupy.methods` has these names, too.
 __all__ = [
     "AShapeConfig",
     "FlexPrefillConfig",

@@ -109,8 +109,8 @@ class Pass:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Those that kernels are given, by their names in AttentionParams."""
-        return {"tau": self.tau, "tau_falls": self.tau_falls}
+        """Fields that kernels are given as they are, by their names in AttentionParams."""
+        return {"tau_falls": self.tau_falls}
 
 
 @names_its_fields

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ..problem import Problem
+from ..selection.orders.query import heads_in_turns
 from ..spec import BLOCK_UNITS, CENTRE_PART, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry, S2OConfig
 
 __all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "longest_of_keys", "scores_and_bounds"]
@@ -50,12 +51,13 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
             stages.keys = np.empty((batch, kv_heads, units, clusters, head_dim), np.float32)
             stages.shares = np.empty(stages.keys.shape[:4], np.float16)
         keys, shares = as_floats("cluster_keys")[..., :head_dim], host("cluster_shares")
-        # Those of some KV heads, in turns within a sequence each.
-        left = batch * kv_heads if len(keys) == batch * kv_heads else kv_heads - stages.grouped % kv_heads
-        end = stages.grouped + min(left, len(keys))
+        turns = [range(batch * kv_heads)]
+        if "unit_rows" in names:
+            turns = heads_in_turns(batch, kv_heads, host("cluster_keys")[0].nbytes)
+        (heads,) = (x for x in turns if x.start == stages.grouped)
         for into, x in ((stages.keys, keys), (stages.shares, shares)):
-            into.reshape(batch * kv_heads, *into.shape[2:])[stages.grouped : end] = x[: end - stages.grouped]
-        stages.grouped = end
+            into.reshape(batch * kv_heads, *into.shape[2:])[heads.start : heads.stop] = x[: len(heads)]
+        stages.grouped = heads.stop
         stages.means = as_floats("unit_means").reshape(batch, kv_heads, units, -1)[..., :head_dim]
     elif stage == "unit_rows":
         blocks = as_floats("block_keys").reshape(batch, kv_heads, 1 + units // BLOCK_UNITS, -1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..methods.own import AnyMethod, as_method
+from ..methods.own import AnyMethod, as_method, method_name
 
 __all__ = ["OwnPlace", "own_method", "own_place", "says_which"]
 
@@ -67,7 +67,7 @@ def says_which(texts: Sequence[str], methods: Sequence[AnyMethod], option: str) 
     except Exception as error:
         raised_by = getattr(error, "raised_by", None)
         for text, method in zip(texts, methods, strict=True):
-            if raised_by is method:
+            if raised_by == f"the method {method_name(method)}":
                 raise ValueError(f"{option} {text} raised {_told(error)}") from error
         raise
 

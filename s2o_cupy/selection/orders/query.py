@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...arrays.operand import ENTRY_BYTES, ITEM_BYTES
 from ...plan.build import Array, Builder, Launch
 from ...plan.kernels import Family, Inputs, Kernel, Path
 from ...plan.method import Setting
@@ -23,8 +24,8 @@ from .base import Order
 from .weight import portable_segments
 
 __all__ = [
-    "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "query_weight_blocks", "takes_bytes",
-    "unit_row_tiles",
+    "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "heads_in_turns", "query_weight_blocks",
+    "takes_bytes", "unit_row_tiles",
 ]  # fmt: skip
 
 THREADS = 256
@@ -48,13 +49,14 @@ QUERY_WEIGHTS_SM90 = Family(
     "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, 3,
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
-OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents")  # arrays, [KV heads, ...] each
+# These arrays are [KV heads, ...].
+OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents")
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 6
-GROUPED_BYTES = 128 << 20  # of cluster_keys at a time, where they are made into rows of 8 bits: those of a few KV heads
+GROUPED_BYTES = 128 << 20  # cluster_keys take up to so many at a time where rows of 8 bits are made of them
 
 
 def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
@@ -116,6 +118,23 @@ def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
     return chunk.heads * -(-chunk.segments // segments)
 
 
+def heads_in_turns(batch: int, kv_heads: int, of_head: int) -> list[range]:
+    """KV heads of all sequences in turns of up to GROUPED_BYTES, of which each head takes ``of_head``: whole sequences
+    or, of a longer one, some of its heads. Kernels count heads from a turn's first, so that no turn begins within a
+    sequence and ends in another."""
+    at_once = max(1, GROUPED_BYTES // max(1, of_head))
+    if at_once >= kv_heads:
+        return [range(x.start * kv_heads, x.stop * kv_heads) for x in even_turns(batch, at_once // kv_heads)]
+    of_one = even_turns(kv_heads, at_once)
+    return [range(b * kv_heads + x.start, b * kv_heads + x.stop) for b in range(batch) for x in of_one]
+
+
+def even_turns(count: int, most: int) -> list[range]:
+    """As few turns as can be of up to ``most``, of about one size."""
+    size = -(-count // -(-count // most))
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
 class QueryOrder(Order):
     """Groups of a unit's keys, weighed by each query."""
 
@@ -162,18 +181,14 @@ class QueryOrder(Order):
     def largest_grid(self) -> int:  # type: ignore[override]
         return self.setting.kv_heads * self.head_blocks
 
-    def heads_in_turns(self) -> list[range]:
-        """KV heads, of all sequences, whose groups are found at a time; in turns within a sequence each."""
+    def turns(self) -> list[range]:
+        """KV heads, of all sequences, whose groups are found at a time."""
         s = self.setting
-        of_head = s.geometry.units * s.config.groups * s.inputs.head_dim * 2
-        if not self.in_bytes or s.kv_heads * of_head <= GROUPED_BYTES:
+        if not self.in_bytes:
             return [range(s.kv_heads)]
-        step, of_sequence = max(1, GROUPED_BYTES // of_head), s.problem.kv_heads
-        return [
-            range(first + h, first + min(h + step, of_sequence))
-            for first in range(0, s.kv_heads, of_sequence)
-            for h in range(0, of_sequence, step)
-        ]
+        return heads_in_turns(
+            s.problem.batch, s.problem.kv_heads, s.geometry.units * s.config.groups * s.inputs.head_dim * ITEM_BYTES
+        )
 
     def arrays(self) -> list[Array]:
         s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
@@ -200,7 +215,7 @@ class QueryOrder(Order):
 
     def _clusters(self) -> list[Array]:
         s, units, groups = self.setting, self.setting.geometry.units, self.setting.config.groups
-        heads = max(map(len, self.heads_in_turns()))
+        heads = max(map(len, self.turns()))
         return [
             ("cluster_keys", (heads, units, groups, s.inputs.head_dim), "uint16"),
             ("cluster_shares", (heads, units, groups), "float16"),
@@ -217,12 +232,12 @@ class QueryOrder(Order):
             "scale_log2": self.signed_scale_log2, "pages": build.pages,
         }  # fmt: skip
         return [
-            *(launch for heads in self.heads_in_turns() for launch in self._grouped(build, heads)),
+            *(launch for heads in self.turns() for launch in self._grouped(build, heads)),
             build.launch("query_norms", self.query_norms, s.heads * geometry.segments * tiles, norms),
         ]
 
     def _grouped(self, build: Builder, heads: range) -> list[Launch]:
-        """Groups of the keys of some KV heads, and what is multiplied in place of them."""
+        """Finds groups of the keys of some KV heads, and makes what is multiplied in place of them."""
         s, geometry = self.setting, self.setting.geometry
         of_units = {
             "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads, "pages": build.pages,
@@ -237,8 +252,8 @@ class QueryOrder(Order):
             strides = build.tensors["k"]
             places = {name: build.memory.places[name] for name in OF_KV_HEADS}
             further = {
-                "k": (sequence * (0 if s.inputs.paged else strides["batch"]) + head * strides["head"]) * 2,
-                "pages": sequence * build.pages["stride"] * 4,
+                "k": (sequence * (0 if s.inputs.paged else strides["batch"]) + head * strides["head"]) * ITEM_BYTES,
+                "pages": sequence * build.pages["stride"] * ENTRY_BYTES,
                 **{name: heads.start * x.nbytes // s.kv_heads for name, x in places.items()},
             }
         return [
