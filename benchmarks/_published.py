@@ -54,7 +54,7 @@ TRAIN = "benchmarks/retrieval_model/train.py"
 TRAINED = {
     "second_retrieval": Trained(
         "build/figures/retrieval_2.npz",
-        f"{TRAIN} --out build/figures/retrieval_2.npz --seed 2 --layers 5 --hidden 320 --intermediate 768 "
+        f"{TRAIN} --out build/figures/retrieval_2.npz --seed 3 --layers 5 --hidden 320 --intermediate 768 "
         "--head-dim 128 --minutes 12", 13,
         "a second retrieval model, of another shape, that nothing of today is chosen on: its answers are measured "
         "last, with the default alone, and calls are timed on its q, k and v",

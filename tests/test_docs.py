@@ -191,7 +191,7 @@ def test_the_table_of_the_configuration():
     section = text_of(REFERENCE).split("## S2OConfig", 1)[1].split("\n#", 1)[0]
     told = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
     expected = [(field.name, getattr(S2OConfig(), field.name)) for field in fields(S2OConfig)]
-    value = lambda text: 256 << 20 if text == "256 MiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
+    value = lambda text: 192 << 20 if text == "192 MiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
     assert [(name, value(default)) for name, default in told] == expected
 
 
@@ -253,9 +253,9 @@ def test_rounds_of_the_workspace():
         for geometry in (plan.geometry, problem.geometry(S2OConfig(rank="mean")))
     )
     assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
-    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments // 2)) <= spec.ORDER_HEAD
+    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments // 4)) <= spec.ORDER_HEAD
     page = " ".join(page.split())
-    assert "no row has more than 8,192 of them up to 65,536 tokens" in page and spec.ORDER_HEAD == 8192
+    assert "no row has more than 8,192 of them up to 32,768 tokens" in page and spec.ORDER_HEAD == 8192
     assert f"makes {len(plan.chunks)} rounds" in page
 
     def gib(rank, unit):
@@ -263,8 +263,8 @@ def test_rounds_of_the_workspace():
         plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True)
         return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
 
-    whole, sixteen, four, single = (gib("query", unit) for unit in (8, 16, 4, 1))
-    told = f"The case above takes {whole} GiB in all, with units of 16 {sixteen}, of 4 {four} and with single keys"
+    whole, eight, sixteen, single = (gib("query", unit) for unit in (4, 8, 16, 1))
+    told = f"The case above takes {whole} GiB in all, with units of 8 {eight}, of 16 {sixteen} and with single keys"
     assert f'{told} {single}; with `"weight"` {gib("weight", 16)}.' in page
     assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 

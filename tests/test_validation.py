@@ -342,7 +342,7 @@ def test_errors_are_of_three_kinds():
 
 def test_a_default_follows_the_rank_and_a_given_value_stays():
     fields_of = lambda config: (config.segment, config.unit, config.pooled_queries)  # noqa: E731
-    assert fields_of(S2OConfig()) == (128, 8, 128) and fields_of(S2OConfig(segment=512)) == (512, 8, 512)
+    assert fields_of(S2OConfig()) == (128, 4, 128) and fields_of(S2OConfig(segment=512)) == (512, 4, 512)
     for config in (S2OConfig(), S2OConfig(rank="max"), S2OConfig(rank="mean")):
         ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
         assert ranks == [(128, 16, 16), (1024, 1, 16), (1024, 1, 1)]
