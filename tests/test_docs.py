@@ -191,7 +191,7 @@ def test_the_table_of_the_configuration():
     section = text_of(REFERENCE).split("## S2OConfig", 1)[1].split("\n#", 1)[0]
     told = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
     expected = [(field.name, getattr(S2OConfig(), field.name)) for field in fields(S2OConfig)]
-    value = lambda text: 192 << 20 if text == "192 MiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
+    value = lambda text: 256 << 20 if text == "256 MiB" else ast.literal_eval(text.strip("`"))  # noqa: E731
     assert [(name, value(default)) for name, default in told] == expected
 
 

@@ -213,7 +213,7 @@ FAULTS = [
         ("a pooled query has another's norm", "key scores", "- norm[h];", "- norm[1 - h];"),
         ("every head has the first one's units", "key scores", "p.unit_keys + kv_head() *",
          "p.unit_keys + 0 *"),
-        ("a tile is copied over the next", "key scores", "load(tile + kStages - 1);", "load(tile + kStages);"),
+        ("a tile is copied over the next", "key scores", "place + tile % kStages *", "place + (tile + 1) % kStages *"),
     ),
     *_faults(
         "unit_weights_sm90", replace(HOPPER_UNITS, options={"unit": 8, "pooled_queries": 5}),

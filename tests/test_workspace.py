@@ -8,12 +8,17 @@ import pytest
 from test_plan import a_problem, plan_of
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.arrays.operand import Operand
 from s2o_cupy.plan.build import ALIGNMENT, InTurns, Place, Workspace, lay_out
-from s2o_cupy.plan.launches import workspace
+from s2o_cupy.plan.launches import launches, workspace
 
 BEFORE_ROUNDS = {"unit_means", "block_keys"}  # what norms are made of
 GROUPS = {"cluster_keys", "cluster_shares"}  # which rounds multiply with but for 8 bits
 OF_ROUNDS = {"scores", "k_order", "order_head_scores", "middle", "middle_scores"}
+
+
+def of_last_queries(memory: Workspace) -> set[str]:
+    return {name for name in memory.places if name.startswith("part_")}
 
 
 def overlapping(memory: Workspace) -> set[frozenset[str]]:
@@ -48,12 +53,28 @@ def test_scores_take_the_place_of_what_no_round_reads(capability, length, option
     in_bytes = "unit_rows" in memory.places
     assert in_bytes == (capability == 90) and {*memory.places} >= GROUPS | BEFORE_ROUNDS | OF_ROUNDS
     early = BEFORE_ROUNDS | (GROUPS if in_bytes else set())
+    turns = (of_last_queries(memory), early, OF_ROUNDS)
     for pair in overlapping(memory):
-        assert len(pair & early) == len(pair & OF_ROUNDS) == 1, pair
+        assert max(len(pair & turn) for turn in turns) == 1 and pair <= set().union(*turns), pair
     assert memory.places["scores"].offset == min(memory.places[name].offset for name in early)
 
 
 @pytest.mark.parametrize("rank", ["weight", "max", "mean"])
-def test_other_orders_have_nothing_in_turns(rank):
+def test_other_orders_have_rounds_alone_in_the_place_of_the_last_queries(rank):
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=40_000), S2OConfig(rank=rank)
-    assert not overlapping(workspace(plan_of(problem, config), problem, config))
+    memory = workspace(plan_of(problem, config), problem, config)
+    assert bool(overlapping(memory)) == bool(of_last_queries(memory)) == (rank == "weight")
+    for pair in overlapping(memory):
+        assert len(pair & of_last_queries(memory)) == len(pair & OF_ROUNDS) == 1, pair
+
+
+@pytest.mark.parametrize("rank", ["query", "weight"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_last_queries_are_merged_before_anything_takes_their_place(capability, rank):
+    problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=40_000), S2OConfig(rank=rank)
+    plan = plan_of(problem, config, capability)
+    memory = workspace(plan, problem, config)
+    operands = {name: Operand(0, (1, 32, 40_000, 128), (0, 0, 128)) for name in ("q", "k", "v", "out")}
+    stages = [launch.stage for launch in launches(plan, problem, config, operands, memory)]
+    assert stages[0] == "pass1" and {"part_lists", "last_queries", "merge_last"} == set(stages[1:4])
+    assert not {"part_lists", "last_queries", "merge_last"} & set(stages[4:])

@@ -33,7 +33,7 @@ class InTurns(NamedTuple):
     """Arrays that are done with when others are first written: both have the same memory."""
 
     first: Sequence[Array]
-    then: Sequence[Array]
+    then: Sequence[Array | InTurns]
 
 
 ALIGNMENT = 256  # bytes, of an array in the workspace

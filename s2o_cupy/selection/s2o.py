@@ -28,7 +28,7 @@ from .s2o_kernels import BLOCK_PAIRS
 __all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32, a unit's number
-LAST_PART = 4  # part of the workspace's size that the last queries may take besides
+LAST_PART = 4  # part of the workspace that the last queries may take, before the rounds do
 
 
 def strata_blocks(chunk: Chunk) -> int:
@@ -160,10 +160,10 @@ class S2O:
             ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
             ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
-            InTurns(self.order.arrays_before_rounds(), of_rounds),
+            InTurns(
+                self.last.arrays() if self.last else [], [InTurns(self.order.arrays_before_rounds(), of_rounds)]
+            ),
         ]
-        if self.last:
-            found += self.last.arrays()
         if self.tail:
             found += self.tail.arrays()
         return found + self.order.arrays()

@@ -156,13 +156,13 @@ class S2OConfig:
         and finds fewer of the single keys that a query may look for. Units of 1 or 2 keys have 2 groups.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
-    workspace_bytes : int, default 192 MiB
-        Bound on the GPU memory of scores and key orders, which may be an eighth more where rounds differ. Segments are
-        taken in turn to stay within it; one segment of one head always fits. What stands for units of keys comes
+    workspace_bytes : int, default 256 MiB
+        Bound on the GPU memory of scores and key orders, a sixteenth more where rounds differ. Segments are taken in
+        turn to stay within it; one segment of one head always fits. What stands for units of keys comes
         besides: with rank "query" up to 13 bytes for each element of a key, for each unit of each KV head
         (docs/ordering.md, "Memory"). A dense call copies keys and values from small pages only within it. The last
-        queries of a prompt (``dense_last``) take up to a quarter more, or what one segment of a KV head's query heads
-        takes.
+        queries of a prompt (``dense_last``) come before and take a quarter of it, or what one segment of a KV head's
+        query heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
@@ -201,7 +201,7 @@ class S2OConfig:
     unit: int = None  # type: ignore[assignment]
     pooled_queries: int = None  # type: ignore[assignment]
     window: int = 0
-    workspace_bytes: int = 192 << 20
+    workspace_bytes: int = 256 << 20
     path: str = "auto"
     dense_up_to: int | None = None
     tail: str | None = None
