@@ -202,10 +202,13 @@ class Clusters(NamedTuple):
 def unit_clusters(k: Array, geometry: Geometry, clusters: int) -> Clusters:
     """The first centre is the key furthest from the unit's mean, each further one the key furthest from all centres
     before it, of equally far ones the first; a key belongs to the centre nearest to it, of equally near ones the first.
-    So a key unlike its neighbours, which a query may look for, hardly shares its group's mean with others."""
+    So a key unlike its neighbours, which a query may look for, hardly shares its group's mean with others. Where a unit
+    has as many keys as groups, each key is one, in their order."""
     batch, kv_heads, _, head_dim = k.shape
     keys = k[:, :, : geometry.units * geometry.unit].reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim)
     mean = keys.mean(axis=3, keepdims=True)  # [B, Hkv, U, 1, D]
+    if geometry.unit == clusters:
+        return Clusters(keys, np.full(keys.shape[:4], 1 / clusters), mean[:, :, :, 0])
     furthest = outlier_distances(keys, mean).argmax(axis=3)  # [B, Hkv, U]
     nearest = np.full(keys.shape[:4], np.inf, keys.dtype)  # squared distances to the nearest centre so far
     group = np.zeros(keys.shape[:4], np.int8)

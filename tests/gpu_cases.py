@@ -202,9 +202,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": head_dim} for head_dim in (64, 128, 256)),
     {"options": {"rank": "weight"}, "seqlen_q": 500, "seqlen_k": 777, "is_causal": False, "scale": -0.1},
     {"options": {"rank": "weight", "tail": "first_order", "unit": 4}, "seqlen_q": 1300, "head_dim": 128},
-    # Each query by itself: two groups of keys or four, segments of up to 128 queries and longer, short last ones,
-    # more blocks of units than one, and without causality units between them on three sides.
-    *({"options": {"clusters": 2}, "segment": 128, "seqlen_q": 900, "head_dim": size} for size in (64, 96, 256)),
+    # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
+    # ones, more blocks of units than one, and without causality units between them on three sides.
+    *({"options": {"clusters": clusters}, "segment": 128, "seqlen_q": 900, "head_dim": head_dim}
+      for clusters in (2, 4) for head_dim in (64, 96, 256)),
+    *({"options": {"unit": 16, "clusters": clusters}, "segment": 128, "seqlen_q": 2300, "head_dim": 128}
+      for clusters in (4, 8)),
     *({"segment": 128, "seqlen_q": 2900, "head_dim": head_dim, "tau": 0.1} for head_dim in (64, 128, 256)),
     *({"segment": 128, "seqlen_q": 300, "seqlen_k": 5000 + more, "is_causal": False, "head_dim": 128, "dtype": dtype}
       for more in (0, 33) for dtype in DTYPES),

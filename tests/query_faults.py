@@ -9,12 +9,15 @@ from gpu_cases import Case
 
 # Several steps of units in and between whole blocks of them, and a last segment of few queries.
 QUERY = Case(heads=4, kv_heads=2, seqlen_q=1100, segment=256, block_m=64, block_n=64,
-             options={"unit": 8, "tail": "none"})  # fmt: skip
+             options={"clusters": 4, "tail": "none"})  # fmt: skip
 # Units on three sides of a segment are in no whole block of candidates.
 QUERY_AROUND = replace(QUERY, seqlen_q=600, seqlen_k=2000 + 3, is_causal=False)
 # Products of 8 bits: several tiles of units, an even number of segments and a short one.
-BYTES = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128, options={"unit": 8, "tail": "none"})
-ON_HOPPER = (BYTES,)
+BYTES = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128, options={"clusters": 4, "tail": "none"})
+# Each key of a unit is a group.
+EACH_KEY = replace(QUERY, options={"tail": "none"})
+BYTES_OF_EACH_KEY = replace(BYTES, options={"tail": "none"})
+ON_HOPPER = (BYTES, BYTES_OF_EACH_KEY)
 
 Rows = tuple[tuple[str, str, str, str], ...]
 QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
@@ -26,8 +29,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "(begin >> g.unit_shift) + (units - 1 - u);"),
             ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
              "(p.k, batch, 0)"),
-            ("the last key is in no group", "groups", "const int mine = is_unit ?",
-             "const int mine = r == end_row - 1 ? -1 : is_unit ?"),
+            ("the last key is in no group", "groups", "const int mine = each_key ?",
+             "const int mine = r == end_row - 1 ? -1 : each_key ?"),
             ("the nearest key is the first centre", "groups",
              "const float d = distance(r, from);\n      if (d > furthest)",
              "const float d = distance(r, from);\n      if (furthest < 0.f || d < furthest)"),
@@ -41,6 +44,22 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "unit_clusters", replace(QUERY, options={"unit": 1, "tail": "none"}),
         (("a group without a key has a share", "shares", "__log2f(share) : -infinity()", "__log2f(share) : 0.f"),),
+    ),
+    (
+        "unit_clusters", EACH_KEY,
+        (
+            ("a key stands in the place of the one beside it", "groups", "each_key ? r - begin_row :",
+             "each_key ? r - begin_row ^ 1 :"),
+            ("single keys are grouped as others are", "groups", "1 << g.unit_shift == kClusters", "false"),
+        ),
+    ),
+    (
+        "query_weights", EACH_KEY,
+        (("half of eight groups do not count", "key scores", "other < kLanes; other *= 2", "other < 2; other *= 2"),),
+    ),
+    (
+        "query_weights_sm90", BYTES_OF_EACH_KEY,
+        (("half of eight groups do not count", "key scores", "x = shared_out<8>(of_eight, x);", ";"),),
     ),
     (
         "unit_rows", QUERY,
@@ -110,14 +129,14 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("shares are those of the step's first half", "key scores",
              "load_shares(step * kUnitStep + half.kFirst * 8)", "load_shares(step * kUnitStep)"),
             ("two of four groups do not count", "key scores",
-             "larger_or_nan(best[i][0], __shfl_xor_sync(kFullWarp, best[i][0], 1))", "best[i][0]"),
+             "other = 1; other < kLanes;", "other = 1; other < 1;"),
             ("the last tile of queries is skipped", "key scores", "further < tiles;", "further < tiles - 1;"),
             ("every query has the first one's norm", "key scores", "g.seqlen_q + at];",
              "g.seqlen_q + g.query_begin(segment[i])];"),
             ("a query's columns are mixed up", "key scores", "e % 2 * 8 + lane / 4, c * 16 + e / 2 * 8",
              "e / 2 * 8 + lane / 4, c * 16 + e % 2 * 8"),
-            ("scores go to the neighbours", "key scores", "step * kUnits + lane / 2;",
-             "step * kUnits + (lane / 2 ^ 1);"),
+            ("scores go to the neighbours", "key scores", "step * kUnits + lane / kLanes;",
+             "step * kUnits + (lane / kLanes ^ 1);"),
         ),
     ),
     (

@@ -253,9 +253,9 @@ def test_rounds_of_the_workspace():
         for geometry in (plan.geometry, problem.geometry(S2OConfig(rank="mean")))
     )
     assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
-    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments // 4)) <= spec.ORDER_HEAD
+    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments // 2)) <= spec.ORDER_HEAD
     page = " ".join(page.split())
-    assert "no row has more than 8,192 of them up to 32,768 tokens" in page and spec.ORDER_HEAD == 8192
+    assert "no row has more than 8,192 of them up to 65,536 tokens" in page and spec.ORDER_HEAD == 8192
     assert f"makes {len(plan.chunks)} rounds" in page
 
     def gib(rank, unit):
@@ -263,8 +263,8 @@ def test_rounds_of_the_workspace():
         plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True)
         return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
 
-    whole, eight, sixteen, single = (gib("query", unit) for unit in (4, 8, 16, 1))
-    told = f"The case above takes {whole} GiB in all, with units of 8 {eight}, of 16 {sixteen} and with single keys"
+    whole, four, sixteen, single = (gib("query", unit) for unit in (8, 4, 16, 1))
+    told = f"The case above takes {whole} GiB in all, with units of 16 {sixteen}, of 4 {four} and with single keys"
     assert f'{told} {single}; with `"weight"` {gib("weight", 16)}.' in page
     assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 

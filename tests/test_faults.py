@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
-from query_faults import BYTES, ON_HOPPER, QUERY, QUERY_AROUND, QUERY_FAULTS
+from query_faults import BYTES, BYTES_OF_EACH_KEY, EACH_KEY, ON_HOPPER, QUERY, QUERY_AROUND, QUERY_FAULTS
 
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
@@ -157,8 +157,8 @@ FAULTS = [
          "r = lane / 4;"),
         ("a pooled query's columns are mixed up", "key scores", "from[e % 2][c * 8 + e / 2 * 4]",
          "from[e / 2][c * 8 + e % 2 * 4]"),
-        ("scores go to the neighbours", "key scores", "at = step * kUnits + lane;",
-         "at = step * kUnits + (lane ^ 1);"),
+        ("scores go to the neighbours", "key scores", "at = step * kUnits + lane / kLanes;",
+         "at = step * kUnits + (lane / kLanes ^ 1);"),
         ("lanes keep their maxima", "key scores",
          "larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 4 * kHalf))",
          "mine"),
@@ -466,9 +466,10 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, BYTES],
+    [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, EACH_KEY,
+     BYTES, BYTES_OF_EACH_KEY],
     ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around", "query",
-         "query around", "bytes"],
+         "query around", "each key", "bytes", "bytes of each key"],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():

@@ -158,7 +158,7 @@ def test_an_error_is_that_of_what_the_layers_get(model, ids):
 
 @pytest.mark.parametrize("by", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", 0.25)  # of so few keys larger units are many
+    monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", 0.125)  # of so few keys larger units are many
     dense, target = loss_of(model, ids, "sdpa"), 0.3
     seen = []
     found = tune_model(model, ids, loss=target, by=by, taus=TAUS, progress=lambda *x: seen.append(x), **OPTIONS)
@@ -199,7 +199,7 @@ def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
         found = tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})
         assert not found.coarse and not found.per_layer
     for ordering, coarse in ((0.0, ()), (3.0, (0, 1, 2))):  # a layer's density grows by more, or by less
-        monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", ordering / 4)
+        monkeypatch.setattr(tune_layers, "ORDERING_BY_QUERY", ordering / 8)
         assert tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
 
 

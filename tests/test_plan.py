@@ -571,10 +571,10 @@ def test_the_sort_holds_a_segment(seqlen_q, segment):
 
 
 def test_memory_of_a_long_call():
-    """131,072 tokens, 32 heads over 8, head_dim 128: at most 1 GiB beside the output."""
+    """131,072 tokens, 32 heads over 8, head_dim 128: at most half a GiB beside the output."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=1 << 17), S2OConfig()
     plan = plan_of(problem, config)
     workspace = plan.method.elements * BYTES_PER_CANDIDATE + plan.method.order_head_rows * ORDER_HEAD * 2
     state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
-    assert workspace <= 1.07 * config.workspace_bytes  # its parts are the largest of any round, here of different ones
+    assert workspace <= 1.02 * config.workspace_bytes  # its parts are the largest of any round, here of different ones
     assert workspace + state + q_order < 0.5 * 2**30

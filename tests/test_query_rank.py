@@ -19,11 +19,12 @@ LOG2E = math.log2(math.e)
 
 
 @given(
-    units=st.integers(1, 5), unit=st.sampled_from([1, 2, 4, 16]), clusters=st.sampled_from(CLUSTERS),
+    units=st.integers(1, 5), unit=st.sampled_from([1, 2, 4, 8, 16]), clusters=st.sampled_from(CLUSTERS),
     kinds=st.integers(1, 6), seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
-    """Shares sum to 1, and the groups' means to the unit's; keys of few kinds are groups of one kind each."""
+    """Shares sum to 1, and the groups' means to the unit's; keys of few kinds are groups of one kind each, and as many
+    keys as groups a group each."""
     rng = np.random.default_rng(seed)
     directions = 10 * rng.standard_normal((kinds, 3))
     k = directions[rng.integers(0, kinds, units * unit)][None, None]  # [1, 1, Lk, 3]
@@ -33,6 +34,9 @@ def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
     np.testing.assert_allclose((found.shares[..., None] * found.keys).sum(axis=3), found.means, atol=1e-9)
     assert (found.keys[found.shares == 0] == 0).all()
     of_units = k.reshape(units, unit, 3)
+    if unit == clusters:
+        np.testing.assert_array_equal(found.keys[0, 0], of_units)
+        return
     for u in range(units):
         there = len(np.unique(of_units[u], axis=0))
         assert (found.shares[0, 0, u] > 0).sum() == min(there, clusters)
@@ -41,15 +45,15 @@ def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
                 assert np.isclose(of_units[u], mean).all(axis=1).any()
 
 
-@pytest.mark.parametrize("unit", [1, 2, 4])
+@pytest.mark.parametrize("unit", [1, 2, 4, 8, 16])
 def test_no_more_groups_than_keys(rng, unit):
-    """Others would be empty, take memory and decide nothing. Kernels know 2 or 4."""
+    """Others would be empty, take memory and decide nothing. Kernels know 2, 4 or 8."""
     q, k = rng.standard_normal((2, 1, 1, 96, 8))
     geometry, config = Geometry(96, 96, 32, unit=unit), S2OConfig(segment=32, unit=unit)
-    assert config.groups == (4 if unit == 4 else 2) and config.clusters == 4
+    assert config.groups == min(max(unit, 2), 8) and config.clusters == 8
     own = own_mass(q, k, geometry, 0.5)
     orders = s2o.key_order(q, k, geometry, config, 0.5, own)
-    found = ordering.unit_clusters(k, geometry, 4)
+    found = ordering.unit_clusters(k, geometry, 8)
     norms = ordering.query_norms(q, found.means, ordering.block_keys(found.means), own, geometry, 0.5)
     for n in range(3):
         with np.errstate(divide="ignore"):

@@ -342,7 +342,7 @@ def test_errors_are_of_three_kinds():
 
 def test_a_default_follows_the_rank_and_a_given_value_stays():
     fields_of = lambda config: (config.segment, config.unit, config.pooled_queries)  # noqa: E731
-    assert fields_of(S2OConfig()) == (128, 4, 128) and fields_of(S2OConfig(segment=512)) == (512, 4, 512)
+    assert fields_of(S2OConfig()) == (128, 8, 128) and fields_of(S2OConfig(segment=512)) == (512, 8, 512)
     for config in (S2OConfig(), S2OConfig(rank="max"), S2OConfig(rank="mean")):
         ranks = [fields_of(replace(config, rank=rank)) for rank in ("weight", "max", "mean")]
         assert ranks == [(128, 16, 16), (1024, 1, 16), (1024, 1, 1)]
@@ -404,8 +404,8 @@ def test_each_query_by_itself_unless_means_are_asked_for():
     assert (S2OConfig().rank, S2OConfig(pooled_queries=16).rank) == ("query", "weight")
     with pytest.raises(ValueError, match="pooled_queries is 16 with rank='query', where each of the segment's 128"):
         S2OConfig(rank="query", pooled_queries=16)
-    assert [S2OConfig(rank=rank).clusters for rank in ("query", "weight", "max", "mean")] == [4, 0, 0, 0]
-    with pytest.raises(ValueError, match="clusters is 3 with rank='query'; accepted: 2 or 4"):
+    assert [S2OConfig(rank=rank).clusters for rank in ("query", "weight", "max", "mean")] == [8, 0, 0, 0]
+    with pytest.raises(ValueError, match="clusters is 3 with rank='query'; accepted: 2 or 4 or 8"):
         S2OConfig(clusters=3)
     with pytest.raises(ValueError, match="clusters is 4 with rank='weight'; accepted: None, or rank='query'"):
         S2OConfig(rank="weight", clusters=4)

@@ -116,11 +116,11 @@ struct TileKeys {
 };
 
 // The largest of the lanes that have columns, and groups, of the same units, tile after tile: of two tiles half of the
-// lanes go on with one each, of four a quarter each, so that at the end each lane has the units of one tile (UnitRow).
+// lanes go on with one each, of four a quarter each, and so on, so that at the end each lane has the units of one tile (UnitRow).
 template <int kClusters>
 struct LaneMaxima {
-  static_assert(UnitRow<kClusters>::kTiles == (kClusters == 4 ? 8 : 4), "a tile for each of the lanes");
-  uint32 of_one, of_two, of_four;  // waiting for as many tiles more
+  static_assert(UnitRow<kClusters>::kTiles == 2 * kClusters, "a tile for each of the lanes");
+  uint32 of_one, of_two, of_four, of_eight;  // waiting for as many tiles more
   uint32 last;
 
   // Whether that was the last tile of its units; then `last` is the lane's.
@@ -135,12 +135,19 @@ struct LaneMaxima {
       return false;
     }
     x = shared_out<2>(of_two, x);
-    if constexpr (kClusters == 4) {
+    if constexpr (kClusters >= 4) {
       if (tile / 4 % 2 == 0) {
         of_four = x;
         return false;
       }
       x = shared_out<4>(of_four, x);
+    }
+    if constexpr (kClusters >= 8) {
+      if (tile / 8 % 2 == 0) {
+        of_eight = x;
+        return false;
+      }
+      x = shared_out<8>(of_eight, x);
     }
     last = x;
     return true;

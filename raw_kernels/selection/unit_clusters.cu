@@ -8,7 +8,8 @@
 //     unit_means     [batch * kv_heads, units, kHeadDim]
 //
 // The first centre is the key furthest from the unit's mean, each further one the key furthest from all centres before it,
-// of equally far ones the first. A key belongs to the centre nearest to it, of equally near ones the first.
+// of equally far ones the first. A key belongs to the centre nearest to it, of equally near ones the first. Where a unit has
+// as many keys as groups each key is one, in their order.
 #include "selection/key_block.cuh"
 
 namespace s2o {
@@ -75,15 +76,16 @@ __device__ __forceinline__ void unit_clusters(const UnitClustersParams& p, typen
     }
     const int64 unit = static_cast<int64>(kv_head) * g.units() + (begin >> g.unit_shift) + u;
     if (is_unit) store(p.unit_means + unit * kHeadDim, from);
+    const bool each_key = 1 << g.unit_shift == kClusters;
     // Round 0 finds the key furthest from the mean, round c + 1 the one furthest from the first c + 1 centres.
     float furthest = -1.f;  // no distance that is not a number is larger
     int centre = begin_row;
-    for (int r = begin_row; r < end_row; ++r) {
+    for (int r = begin_row; r < end_row && !each_key; ++r) {
       const float d = distance(r, from);
       if (d > furthest) furthest = d, centre = r;
     }
 #pragma unroll 1
-    for (int c = 0; c < kClusters; ++c) {
+    for (int c = 0; c < kClusters && !each_key; ++c) {
       read(from, centre);
       furthest = -1.f, centre = begin_row;
       for (int r = begin_row; r < end_row; ++r) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void unit_clusters(const UnitClustersParams& p, typen
     int size[kClusters] = {};
     for (int r = begin_row; r < end_row; ++r) {
       read(x, r);
-      const int mine = is_unit ? shared.cluster[r] : 0;
+      const int mine = each_key ? r - begin_row : is_unit ? shared.cluster[r] : 0;
 #pragma unroll
       for (int c = 0; c < kClusters; ++c) {
         if (mine != c) continue;

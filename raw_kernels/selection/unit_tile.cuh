@@ -18,10 +18,10 @@ constexpr int kMostExponent = spec::kMostExponent;  // of both together: norms o
 
 // Where the mean of a group of a unit's keys stands among the tiles of kSuperUnits units. A warp has 32 neighbouring ones,
 // a few of them in each of its 16 rows of a tile; a thread of a product has rows lane / 4 and 8 more, both of one unit, and
-// where a unit has four groups the lane four further has the others.
+// where a unit has four groups the lane four further has the others, of eight the three lanes four, eight and twelve further.
 template <int kClusters>
 struct UnitRow {
-  static_assert(kClusters == 2 || kClusters == 4);
+  static_assert(kClusters == 2 || kClusters == 4 || kClusters == 8);
   static constexpr int kTiles = 2 * kClusters, kUnits = 16 / kClusters;  // of the units; of a warp in a tile
   int tile, row;
   __device__ __forceinline__ UnitRow(int unit, int cluster)

@@ -167,7 +167,7 @@ struct UnitWeights {
     cp_async_wait<0>();
   }
   // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is. Of single
-  // queries and units of four groups, that of two of these.
+  // queries and units of four groups or more, that of two of these.
   __device__ __forceinline__ float weight(int i, int j, int h) const {
     if constexpr (Traits::kByQuery) {
       return larger_or_nan(fmaf(s[i][j][2 * h], p.scale_log2, Float16::low(shares[j])),
@@ -315,13 +315,12 @@ struct UnitWeights {
         share_largest<4>(best[i]);
         share_largest<2>(best[i]);
         share_largest<1>(best[i]);
-        int at = step * kUnits + lane;
-        bool stores = true;
-        if constexpr (kUnitKeys == 4) {  // two lanes have a unit
-          best[i][0] = larger_or_nan(best[i][0], __shfl_xor_sync(kFullWarp, best[i][0], 1));
-          at = step * kUnits + lane / 2;
-          stores = lane % 2 == 0;
-        }
+        constexpr int kLanes = kUnitKeys / 2;  // that have a unit
+#pragma unroll
+        for (int other = 1; other < kLanes; other *= 2)
+          best[i][0] = larger_or_nan(best[i][0], __shfl_xor_sync(kFullWarp, best[i][0], other));
+        const int at = step * kUnits + lane / kLanes;
+        const bool stores = lane % kLanes == 0;
         const int64 place = Traits::kByQuery ? p.chunk.place(block.head, segment[i]) : row_place[i];
         store_if(stores && at < row_end[i], p.scores + place + at, Float16::pack(best[i][0], 0.f));
       }

@@ -52,7 +52,7 @@ class _Rank:
 
 
 _BY_RANK = {
-    "query": _Rank("query", 128, unit=4, run=1, pools=False),
+    "query": _Rank("query", 128, unit=8, run=1, pools=False),
     "weight": _Rank("weight", 128, unit=16, run=WEIGHT_RUN, most_pooled=MOST_WEIGHED),
     "max": _Rank("pooled", pooled_queries=16, most_pooled=64),
     "mean": _Rank("pooled"),
@@ -144,7 +144,7 @@ class S2OConfig:
         segment's queries.
     unit : int, optional
         Neighbouring keys scored together, by the means of their groups (``clusters``), with "weight" by their mean and
-        the key furthest from it, and visited together: a power of two up to 128, default 4 with ``rank="query"`` and
+        the key furthest from it, and visited together: a power of two up to 128, default 8 with ``rank="query"`` and
         16 with "weight". The others order single keys, as the paper does: 1.
     pooled_queries : int, optional
         How many pooled queries a segment has, each the mean of a run of consecutive queries; default with "weight" one
@@ -152,13 +152,14 @@ class S2OConfig:
         query is one, and no other number is accepted.
     clusters : int, optional
         Of ``rank="query"``: the keys of a unit are told apart as so many groups of keys that lie close together, each
-        scored by its mean. 4, the default, which makes each key of a unit of 4 a group, or 2, which takes half the time
-        and finds fewer of the single keys that a query may look for. Units of 1 or 2 keys have 2 groups.
+        scored by its mean. 8, the default, which scores each key of a unit of 8 by itself; 4 or 2, which take a half or
+        a quarter of the time and find fewer of the single keys that a query may look for. A unit has no more groups
+        than keys, and at least 2.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
-        Bound on the GPU memory of scores and key orders, a sixteenth more where rounds differ. Segments are taken in
-        turn to stay within it; one segment of one head always fits. What stands for units of keys comes
+        Bound on the GPU memory of scores and key orders, a few hundredths more where rounds differ. Segments are taken
+        in turn to stay within it; one segment of one head always fits. What stands for units of keys comes
         besides: with rank "query" up to 13 bytes for each element of a key, for each unit of each KV head
         (docs/ordering.md, "Memory"). A dense call copies keys and values from small pages only within it. The last
         queries of a prompt (``dense_last``) come before and take a quarter of it, or what one segment of a KV head's
@@ -323,8 +324,8 @@ class S2OConfig:
 
     @property
     def groups(self) -> int:
-        """Of rank="query": groups that the keys of a unit are parted into, by kernels that know 2 or 4; with fewer keys
-        than `clusters` the others would have none."""
+        """Of rank="query": groups that the keys of a unit are parted into, by kernels that know 2, 4 or 8; with fewer
+        keys than `clusters` the others would have none."""
         return min(self.clusters, max(CLUSTERS[0], self.unit))
 
     @property

@@ -39,7 +39,7 @@ DENSE_LAST_PART = 32  # where they are at most one in so many
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
 BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query's norm
-CLUSTERS = (2, 4)  # groups of keys of a unit that rank="query" may tell apart
+CLUSTERS = (2, 4, 8)  # groups of keys of a unit that rank="query" may tell apart
 CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
 CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it
 # Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).

@@ -190,6 +190,8 @@ def _are_clear(k: Array, geometry: Geometry, clusters: int) -> Array:
     """Units [B, Hkv, U] of which no key is, up to rounding, as far from or as near to a centre as another."""
     batch, kv_heads, _, head_dim = k.shape
     keys = k[:, :, : geometry.units * geometry.unit].reshape(batch, kv_heads, geometry.units, geometry.unit, head_dim)
+    if geometry.unit == clusters:  # each key is a group
+        return np.ones(keys.shape[:3], bool)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = keys.mean(axis=3, keepdims=True)
         distance = np.square(keys - mean).sum(axis=-1)  # [B, Hkv, U, unit]

@@ -28,8 +28,8 @@ __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
 LAYER_TAUS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.007, 0.005, 0.002)
 # Over the unit, about what ordering takes of dense attention's time: of rank="query", for each of a unit's groups of
-# keys (15.2 ms for scores, 1.7 for norms and 2.3 for orders beside 252 at 131,072 tokens), and of the other ranks.
-ORDERING_BY_QUERY, ORDERING = 0.15, 0.16
+# keys (30.9 ms for scores, 1.5 for norms and 2.3 for orders beside 255 at 131,072 tokens), and of the other ranks.
+ORDERING_BY_QUERY, ORDERING = 0.14, 0.16
 COARSER = 4  # times as large are the units of a layer that bears it: as many fewer scores, and less to put in order
 
 

@@ -211,8 +211,11 @@ _workspaces: dict[int, list[tuple[int, int]]] = {}  # bytes: its arrays' offsets
 def lay_out_apart(build: Any, zeroed: Any, others: Any) -> Any:
     """As plan.build.lay_out; those that start from 0 are one array, as they are cleared together, and those that have
     memory in turns have their own."""
-    in_turns = lambda x: (*x.first, *x.then) if isinstance(x, build.InTurns) else (x,)  # noqa: E731
-    zeroed, others = list(zeroed), [y for x in others for y in in_turns(x)]
+
+    def arrays_of(some: Any) -> list[Any]:
+        return [y for x in some for y in (arrays_of((*x.first, *x.then)) if isinstance(x, build.InTurns) else [x])]
+
+    zeroed, others = list(zeroed), arrays_of(others)
     places, end = {}, 0
     for apart, arrays in ((0, zeroed), (GAP, others)):
         for name, shape, dtype in arrays:

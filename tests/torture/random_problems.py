@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
-from s2o_cupy.spec import UNITS
+from s2o_cupy.spec import CLUSTERS, UNITS
 
 from .arrays import (
     DEVICE,
@@ -44,7 +44,7 @@ LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383
 LONG = of_size(5000, 500)
 MOST_SCORES = of_size(250_000_000, 1_500_000)  # of dense attention, which is what takes the time
 CONFIG_FIELDS = (
-    "segment", "block_m", "block_n", "rank", "unit", "pooled_queries", "window", "tail", "workspace_bytes",
+    "segment", "block_m", "block_n", "rank", "unit", "pooled_queries", "clusters", "window", "tail", "workspace_bytes",
     "dense_up_to", "path",
 )  # fmt: skip
 
@@ -74,10 +74,11 @@ def draw(rng: random.Random, mode: str) -> Case:
     short = max(c["lengths_q"]) <= 1500
     c["segment"] = pick([128, 128, 256, 512, 1000, 1024, *([16, 33, 64] if short else [300])])
     c["block_m"], c["block_n"] = (128, 128) if rng.random() < 0.6 else (pick([64, 128]), pick([64, 128, 192, 1024]))
-    c["rank"] = pick(["weight", "weight", "mean", "max"])
-    c["unit"] = pick([None, None, *UNITS]) if c["rank"] == "weight" else None
-    most = {"mean": 1, "max": 64, "weight": 256}[c["rank"]]
-    c["pooled_queries"] = None if rng.random() < 0.6 else rng.randint(1, most)
+    c["rank"] = pick(["query", "query", "query", "weight", "mean", "max"])
+    c["unit"] = pick([None, None, *UNITS]) if c["rank"] in ("query", "weight") else None
+    c["clusters"] = pick([None, None, *CLUSTERS]) if c["rank"] == "query" else None
+    most = {"query": 0, "mean": 1, "max": 64, "weight": 256}[c["rank"]]
+    c["pooled_queries"] = None if not most or rng.random() < 0.6 else rng.randint(1, most)
     c["window"] = pick([0, 0, 0, 0, 1, 50, 64, 300, 10**6])
     c["tail"] = pick(["first_order", "none"])
     c["workspace_bytes"] = pick([256 << 20, 256 << 20, 1 << 20])
