@@ -49,10 +49,13 @@ def _cell(value: Any, form: str) -> str:
     return f"{value:.2g}" if form == "error" else format(value, form)
 
 
+NOT_CAUSAL = ("video",)
+
+
 def _said(name: str, result: dict[str, Any], fixed: list[Column], row: Row) -> str:
     """What every figure of the table was measured with."""
     settings = result.get("settings", {})
-    parts = [str(result["device"]), settings.get("dtype", ""), "causal"]
+    parts = [str(result["device"]), settings.get("dtype", ""), "not causal" if name in NOT_CAUSAL else "causal"]
     told = {heading: _cell(value(row), form) for heading, value, form in fixed if value(row) is not None}
     parts += [f"{heading} {cell}" for heading, cell in told.items()]
     order = ("segment", "rank", "unit", "window", "tail")

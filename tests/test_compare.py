@@ -191,7 +191,9 @@ def test_on_a_gpu(qkv):
         lag = 2 * 128 / q.shape[2] if has_hopper() and isinstance(mine.config, S2OConfig) else 0.0
         assert -0.03 <= mine.pooled_density - other.pooled_density <= lag + 0.03
         least = 0 if lag else other.pooled_error * 0.9 - 2e-3
-        assert least <= mine.pooled_error <= other.pooled_error * 1.1 + 2e-3
+        # Its order is of 8 bits and half of the elements, which puts keys of about one weight in another order.
+        most = other.pooled_error * (1.5 if lag else 1.1) + 2e-3
+        assert least <= mine.pooled_error <= most
     torch = pytest.importorskip("torch")
     arrays = (torch.from_numpy(x.astype(np.float32)).cuda().bfloat16() for x in (q, k, v))
     on_torch = compare(*arrays, configs, repeats=1)

@@ -25,13 +25,14 @@ SEED = 77  # of the text; training draws others
 LAYERS = 4
 
 
-def qkv_32_8(length: int) -> tuple[Any, Any, Any]:
-    """[1, heads, length, head_dim] each, after the rotary embedding, on the device that the weights are on."""
+def qkv_32_8(length: int, offset: int = 0) -> tuple[Any, Any, Any]:
+    """[1, heads, length, head_dim] each, after the rotary embedding, on the device that the weights are on; another
+    text for each ``offset``."""
     if not WEIGHTS.exists():
         raise ValueError(f"{WEIGHTS.name}: there is none in build/figures; `make figures` trains it")
     weights = loader.load(str(WEIGHTS))
     table = weights["model.embed_tokens.weight"]
-    ids = torch.from_numpy(texts.prompt(length, SEED).ids.astype(np.int64)).to(table.device)
+    ids = torch.from_numpy(texts.prompt(length, SEED + offset).ids.astype(np.int64)).to(table.device)
     layers = network.qkv_by_layer(weights, ids, table.dtype)[-LAYERS:]
     q, k, v = (torch.cat(parts, 1) for parts in zip(*layers, strict=True))
     return q, k, v
