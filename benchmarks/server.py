@@ -15,6 +15,7 @@ query tile; --density says how many that is, of the last chunk of each length.
 one: seconds from sending a prompt of random tokens to its first token, median of --repeats, after one that warms up.
 many: all of --many sent at once: prompt tokens a second until the last has its first token.
 decode: milliseconds for each further token, after a short prompt and after a long one.
+cached: as one, of prompts whose tokens but the last 4,096 have been asked before; with a prefix cache, so by itself.
 answers: of the retrieval model's texts, by one request a text: of each token of an answer, whether it was the likeliest
 one (`prompt_logprobs`), as `benchmarks/tasks.py --retrieval` counts them.
 """
@@ -47,7 +48,6 @@ import numpy as np
 from s2o_cupy.tools.progress import progress
 
 Row = dict[str, Any]
-PARTS = ("one", "many", "decode", "answers")
 MODELS = pathlib.Path("build/server")
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
@@ -58,6 +58,7 @@ LLAMA_8B = {
 }  # fmt: skip
 SHORT = 1000  # tokens of the prompt that decoding starts from
 DECODED = 64  # tokens, of which the time of one is a share
+NEW = 4096  # tokens of a prompt behind those that a prefix cache has
 COLUMNS: list[_common.Column] = [
     ("part", "part", "s"),
     ("tokens", "length", ",d"),
@@ -115,7 +116,8 @@ def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str,
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager", "--port", str(port),
         "--max-model-len", str(args.longest), "--max-num-batched-tokens", str(args.chunk), "--max-num-seqs", "16",
-        "--no-enable-prefix-caching", "--gpu-memory-utilization", str(args.memory), "--shutdown-timeout", "20",
+        "--gpu-memory-utilization", str(args.memory), "--shutdown-timeout", "20",
+        "--enable-prefix-caching" if args.parts == ["cached"] else "--no-enable-prefix-caching",
     ]  # fmt: skip
     if attention == "s2o":
         command += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"s2o": args.config})]
@@ -129,8 +131,9 @@ def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: st
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--disable-cuda-graph", "--port", str(port),
         "--context-length", str(args.longest), "--chunked-prefill-size", str(args.chunk),
-        "--max-running-requests", "16", "--disable-radix-cache", "--mem-fraction-static", f"{share:.3f}",
+        "--max-running-requests", "16", "--mem-fraction-static", f"{share:.3f}",
         "--attention-backend", "fa3", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+        *([] if args.parts == ["cached"] else ["--disable-radix-cache"]),
     ]  # fmt: skip
     if attention == "s2o":
         command += ["--prefill-attention-backend", "s2o"]
@@ -289,6 +292,22 @@ def decode(
     return rows
 
 
+def cached(
+    running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
+) -> list[Row]:
+    rows, calls = [], itertools.count(1)
+    for length in args.lengths:
+        step(f"the last {NEW:,} of {length:,}")
+
+        def seconds(server: Server, n: int = length) -> float:
+            prompt = np.roll(ids, 997 * next(calls))[:n]  # that no server has been asked
+            server.ask(prompt[:-NEW])
+            return server.ask(prompt)[0]
+
+        rows += rows_of(running, in_turns(running, args.repeats, seconds), part="cached", length=length, prompts=1)
+    return rows
+
+
 def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: Callable[[str], None]) -> list[Row]:
     import _retrieval
 
@@ -342,6 +361,9 @@ def add_served() -> None:
     _digest.add_loaded(name for name in named if not name.startswith("integrations/") or name in servers)
 
 
+MEASURES = {"one": one, "many": many, "decode": decode, "cached": cached, "answers": answers}
+
+
 # ---------------------------------------------------------------- command
 
 
@@ -368,8 +390,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("more", nargs="*", help="further arguments of the server, behind --")
     args = parser.parse_args(argv)
     args.parts = args.parts or (["answers"] if args.model == "retrieval" else ["one", "many", "decode"])
-    if wrong := set(args.parts) - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(wrong))}; accepted: {', '.join(PARTS)}")
+    if wrong := set(args.parts) - set(MEASURES):
+        parser.error(f"--parts: {', '.join(sorted(wrong))}; accepted: {', '.join(MEASURES)}")
+    if "cached" in args.parts and (len(args.parts) > 1 or min(args.lengths) <= NEW):
+        parser.error(f"--parts cached; accepted: by itself, as others ask twice, and with --lengths of over {NEW:,}")
     if wrong := set(args.attentions) - {"own", "s2o"}:
         parser.error(f"--attentions: {', '.join(sorted(wrong))}; accepted: own, s2o")
     args.memory = args.memory or round(0.9 / len(args.attentions), 3)
@@ -390,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         step("start")
         with servers(args, folder) as running:
             for part in args.parts:
-                rows += {"one": one, "many": many, "decode": decode, "answers": answers}[part](running, args, ids, step)
+                rows += MEASURES[part](running, args, ids, step)
                 rows = [
                     row | {"density": found.get(row["length"])} if row["attention"] == "s2o" else row for row in rows
                 ]

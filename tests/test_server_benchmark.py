@@ -82,6 +82,21 @@ def test_rows_of_each_part(server, tmp_path):
     assert all(row["tokens_per_s"] == 56 / row["seconds"] for row in rows if row["part"] == "many")
 
 
+def test_what_a_prefix_cache_has_is_asked_before(server, monkeypatch, tmp_path):
+    """All but the last tokens of each prompt, which no prompt before began with."""
+    asked = []
+    ask = server.Server.ask
+    monkeypatch.setattr(server, "NEW", 16)
+    monkeypatch.setattr(server.Server, "ask", lambda self, ids, *x: (asked.append(list(ids)), ask(self, ids, *x))[1])
+    lengths = ("--lengths", "64,100", "--many", 8, "--repeats", 2)
+    rows = measured(server, tmp_path, "--model", "8b", "--parts", "cached", *lengths)
+    of = [(row["part"], row["attention"], row["length"]) for row in rows]
+    assert of == [("cached", "own", 64), ("cached", "s2o", 64), ("cached", "own", 100), ("cached", "s2o", 100)]
+    before, prompts = asked[::2], asked[1::2]
+    assert [len(x) for x in prompts] == [64] * 6 + [100] * 6
+    assert before == [x[:-16] for x in prompts] and len({tuple(x[:8]) for x in prompts}) == 12
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_answers_are_counted_as_tasks_py_counts_them(server, name, tmp_path):
     pytest.importorskip("torch")
@@ -105,7 +120,7 @@ def test_servers_are_stopped_with_the_script(tmp_path):
         server.MODELS = server.pathlib.Path({str(tmp_path)!r})
         server.COMMANDS["vllm"] = lambda args, folder, attention, port: [
             sys.executable, {str(tmp_path / "fake.py")!r}, str(port)]
-        server.one = lambda *_: (print("asking", flush=True), time.sleep(60))
+        server.MEASURES["one"] = lambda *_: (print("asking", flush=True), time.sleep(60))
         server.main(["--parts", "one", "--port", "{port}", "--lengths", "64", "--many", "8"])
     """))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
@@ -146,9 +161,17 @@ def test_command_lines(server):
     assert shares[0] == pytest.approx((1 - shares[0]) * shares[1], abs=1e-3)
     assert args.more == ["--seed", "1"] and args.longest > 40_960
     assert os.fspath(module.MODELS) == "build/server"
+    cached = module.parse(["--parts", "cached"])
+    without = {module.vllm_command: "--no-enable-prefix-caching", module.sglang_command: "--disable-radix-cache"}
+    for command, off in without.items():
+        assert [off in command(x, Path("m"), "own", 1) for x in (args, cached)] == [True, False]
 
 
-@pytest.mark.parametrize("wrong", [["--parts", "all"], ["--attentions", "own,flash"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [["--parts", "all"], ["--attentions", "own,flash"], ["--parts", "one,cached"],
+     ["--parts", "cached", "--lengths", "4096"]],
+)  # fmt: skip
 def test_wrong_arguments(server, wrong, capsys):
     with pytest.raises(SystemExit):
         server.parse(wrong)
