@@ -226,7 +226,6 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
     "pages": (
         [
             ("call", value_of("call"), "s"),
-            ("keys", value_of("seqlen_k"), ",d"),
             TAU,
             ("page size", value_of("page_size"), "d"),
         ],
@@ -235,6 +234,7 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("one array ms", value_of("plain_ms"), "ms"),
             ("ratio", value_of("x_plain"), ".2f"),
             ("gathered first ms", value_of("gather_ms"), "ms"),
+            ("e4m3 / 16 bits", value_of("x_fp8"), ".2f"),
         ],
     ),
     # A prompt in chunks, sequences packed one behind the other, and these over a paged cache.

@@ -170,10 +170,11 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     assert "\npath portable\ndensity" in report.table()
 
 
-@pytest.mark.parametrize("clusters", [2, 4])
+@pytest.mark.parametrize(("unit", "clusters"), [(4, 2), (4, 4), (8, 4), (8, 8), (16, 8)])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_right_stages_of_8_bits_agree(clusters: int, is_causal: bool) -> None:
-    stages, problem = make(replace(CONFIGS["query"], clusters=clusters), is_causal=is_causal, in_bytes=True)
+def test_right_stages_of_8_bits_agree(unit: int, clusters: int, is_causal: bool) -> None:
+    config = replace(CONFIGS["query"], unit=unit, clusters=clusters)
+    stages, problem = make(config, is_causal=is_causal, in_bytes=True)
     report = compare(stages, *problem)
     assert {"8-bit exponents", "8-bit rows", "8-bit scales"} < {row.stage for row in report.rows}
     assert report.ok, report.table()

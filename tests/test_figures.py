@@ -19,9 +19,7 @@ import _published  # isort: skip
 import figures  # isort: skip
 
 ROOT = BENCHMARKS.parent
-# How many figures are of inputs that are not in the repository, and how many may be stale. These numbers only go down,
-# but that of stale ones by a figure that is new: of servers four, measured before query_weights freed tiles as it does
-# now, and of videos one, not measured yet.
+# How many figures are of inputs that are not in the repository, and how many may be stale. These numbers only go down.
 MOST_ELSEWHERE, MOST_STALE = 11, 25
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS_TORCH = {"speed", "lists", "nsa", "host", "many_gpus", "video"}

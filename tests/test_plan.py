@@ -578,3 +578,15 @@ def test_memory_of_a_long_call():
     state, q_order = problem.heads * problem.seqlen_q * 8, problem.heads * problem.seqlen_q * 4
     assert workspace <= 1.02 * config.workspace_bytes  # its parts are the largest of any round, here of different ones
     assert workspace + state + q_order < 0.5 * 2**30
+
+
+@pytest.mark.parametrize("length", [1 << 18, 1 << 20])
+@pytest.mark.parametrize("unit", [8, 1])
+def test_arrays_of_rounds_that_differ(length, unit):
+    """Each round is within the bound; an array is as large as any round needs it."""
+    problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=length), S2OConfig(unit=unit)
+    method = plan_of(problem, config).method
+    assert all(chunk_bytes(chunk) <= config.workspace_bytes for chunk in method.chunks)
+    of_rounds = method.elements * BYTES_PER_CANDIDATE + method.order_head_rows * ORDER_HEAD * 2
+    of_rounds += method.middle_rows * MIDDLE * 6
+    assert config.workspace_bytes < of_rounds <= 1.5 * config.workspace_bytes

@@ -8,7 +8,7 @@
 // Products are of 8-bit floats, e4m3, of which keys have two of every four, and their sums float16: four times as many at a
 // time as of 16-bit numbers, and pairs of sums are what instructions of float16 take. A product has 64 rows of unit_rows
 // (unit_rows.cu), the groups of a few units, and 256 columns, the queries of two neighbouring segments: a thread has two
-// groups of a unit and 64 queries, so that the largest is found without leaving the thread but for the last two or three
+// groups of a unit and 64 queries, so that the largest is found without leaving the thread but for the last two to four
 // steps. Keys come from registers, as queries take up the bandwidth of shared memory.
 //
 // A warpgroup multiplies and finds maxima, one more warp has the copy engine bring tiles. Three such blocks share a

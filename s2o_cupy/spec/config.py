@@ -153,17 +153,17 @@ class S2OConfig:
     clusters : int, optional
         Of ``rank="query"``: the keys of a unit are told apart as so many groups of keys that lie close together, each
         scored by its mean. 8, the default, which scores each key of a unit of 8 by itself; 4 or 2, which take a half or
-        a quarter of the time and find fewer of the single keys that a query may look for. A unit has no more groups
+        a quarter of the products and find fewer of the single keys that a query may look for. A unit has no more groups
         than keys, and at least 2.
     window : int, default 0
         Keys just before the segment that are attended densely as well, and what is left of the unit that they begin in.
     workspace_bytes : int, default 256 MiB
-        Bound on the GPU memory of scores and key orders, a few hundredths more where rounds differ. Segments are taken
-        in turn to stay within it; one segment of one head always fits. What stands for units of keys comes
-        besides: with rank "query" up to 13 bytes for each element of a key, for each unit of each KV head
-        (docs/ordering.md, "Memory"). A dense call copies keys and values from small pages only within it. The last
-        queries of a prompt (``dense_last``) come before and take a quarter of it, or what one segment of a KV head's
-        query heads takes.
+        Bound on what the scores and key orders of a round take of the GPU's memory. Segments are taken in rounds to
+        stay within it; one segment of one head always fits. Where rounds differ, each array is as large as any of them
+        needs it: up to half more in all. What stands for units of keys comes besides: with rank "query" up to 13 bytes
+        for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call copies keys
+        and values from small pages only within it. The last queries of a prompt (``dense_last``) come before and take
+        up to a quarter of it, or what one segment of a KV head's query heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
         Kernels to run on the GPU: "hopper" (compute capability 9.0: wgmma) where the device and the problem allow it,
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.

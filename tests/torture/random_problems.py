@@ -45,7 +45,7 @@ LONG = of_size(5000, 500)
 MOST_SCORES = of_size(250_000_000, 1_500_000)  # of dense attention, which is what takes the time
 CONFIG_FIELDS = (
     "segment", "block_m", "block_n", "rank", "unit", "pooled_queries", "clusters", "window", "tail", "workspace_bytes",
-    "dense_up_to", "path",
+    "dense_up_to", "dense_last", "path",
 )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ def draw(rng: random.Random, mode: str) -> Case:
     c["tail"] = pick(["first_order", "none"])
     c["workspace_bytes"] = pick([256 << 20, 256 << 20, 1 << 20])
     c["dense_up_to"] = 0 if rng.random() < 0.75 else pick([None, 300])
+    c["dense_last"] = pick([None, None, 0, 150, 900])
     c["path"] = "auto" if DRY else pick(["auto", "auto", "portable"])
     c["scale"] = rng.choices([None, 0.05, 1.0, -0.1, 0.0], [70, 10, 8, 7, 5])[0]
     c["softcap"] = rng.choices([0.0, 2.0, 30.0], [78, 12, 10])[0]
