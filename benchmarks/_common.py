@@ -50,10 +50,13 @@ def names(text: str) -> list[str]:
     return [x for x in text.split(",") if x]
 
 
+ORDER_FIELDS = ("rank", "pooled_queries", "window", "segment", "unit", "clusters")
+
+
 def parse_order(text: str) -> dict[str, Any]:
-    """ "rank:pooled queries:window:segment:unit", all but the rank optional."""
+    """ "rank:pooled queries:window:segment:unit:clusters", all but the rank optional."""
     rank, *rest = text.split(":")
-    fields = ("pooled_queries", "window", "segment", "unit")
+    fields = ORDER_FIELDS[1:]
     order: dict[str, Any]
     try:
         order = {"rank": rank, **{name: int(x) for name, x in zip(fields, rest, strict=False)}}
@@ -61,7 +64,7 @@ def parse_order(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     if len(rest) > len(fields):
-        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:pooled_queries[:window[:segment[:unit]]]]")
+        raise argparse.ArgumentTypeError(f"{text}: accepted: rank[:{'[:'.join(fields)}{']' * len(fields)}")
     return order
 
 
@@ -158,8 +161,8 @@ def settings(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[s
     kept = {k: v for k, v in vars(args).items() if k not in ("json", "input", "plot", *FILES)}
     if "method" in kept:  # of a method's file the name
         kept["method"] = [without_folders(x) for x in kept["method"]]
-    shared = (k for k in ("segment", "rank", "unit", "window") if rows and k in rows[0])
-    return kept | {k: rows[0][k] for k in shared if len({row[k] for row in rows}) == 1}
+    shared = (k for k in ("segment", "rank", "unit", "clusters", "window") if rows and k in rows[0])
+    return kept | {k: rows[0][k] for k in shared if len({row.get(k) for row in rows}) == 1}
 
 
 # ---------------------------------------------------------------- results
@@ -207,7 +210,7 @@ def write_result(
 def describe(config: S2OConfig, seqlen_k: int = 0) -> dict[str, Any]:
     """A row's part on how keys were ordered; "order" is as `parse_order` reads it. "tau" of a default, which falls with
     the earlier keys, is that behind ``seqlen_k`` of them."""
-    row = {name: getattr(config, name) for name in ("rank", "pooled_queries", "window", "segment", "unit")}
+    row = {name: getattr(config, name) for name in ORDER_FIELDS if config.rank == "query" or name != "clusters"}
     tau = None if config.error is not None else config.tau_of(seqlen_k)
     falls = config.tau is None and config.error is None
     return {"order": ":".join(map(str, row.values())), **row, "tau": tau, "tau_falls": falls}

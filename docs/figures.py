@@ -58,7 +58,7 @@ def _said(name: str, result: dict[str, Any], fixed: list[Column], row: Row) -> s
     parts = [str(result["device"]), settings.get("dtype", ""), "not causal" if name in NOT_CAUSAL else "causal"]
     told = {heading: _cell(value(row), form) for heading, value, form in fixed if value(row) is not None}
     parts += [f"{heading} {cell}" for heading, cell in told.items()]
-    order = ("segment", "rank", "unit", "window", "tail")
+    order = ("segment", "rank", "unit", "clusters", "window", "tail")
     parts += [f"{name} {settings[name]}" for name in order if settings.get(name) is not None and name not in told]
     parts += [f"{name} {_version(result[name])}" for name in ("torch", "cudnn", "cupy") if result.get(name)]
     # Folders of the machine that measured say nothing to a reader.

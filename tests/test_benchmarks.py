@@ -55,9 +55,11 @@ def test_orders():
         "tau": 0.5, "tau_falls": False,
     }  # fmt: skip
     default = _common.describe(S2OConfig(), 131_072)
+    assert default["order"] == "query:128:0:128:8:8" and _common.parse_order(default["order"])["clusters"] == 8
     assert (default["tau"], default["tau_falls"], _common.describe(S2OConfig(error=0.1))["tau"]) == (0.05, True, None)
     for text, message in (
-        ("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:1:5", "accepted: rank"),
+        ("best", "rank is 'best'"), ("mean:x", "invalid literal"), ("max:1:2:3:1:5", "clusters is 5"),
+        ("query:128:0:128:8:8:1", "accepted: rank"),
         ("mean:1:0:64:16", "unit is 16 with rank='mean'"),
     ):  # fmt: skip
         with pytest.raises(argparse.ArgumentTypeError, match=message):
