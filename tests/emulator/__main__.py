@@ -31,11 +31,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order in which warps run")
     parser.add_argument("--seeds", type=int, default=1, help="run each case with so many seeds; outputs must be equal")
     parser.add_argument("--early", action="store_true", help="asynchronous copies land at once")
+    parser.add_argument("--together", action="store_true", help="arrays lie as on a GPU, some in the place of others")
     parser.add_argument("--trace", action="store_true", help="print each launch")
     parser.add_argument("--most", type=float, default=1e12, help="leave out cases of more queries x keys x heads")
     options = parser.parse_args()
     device.settings.capability = options.capability
     device.settings.trace, device.settings.late = options.trace, not options.early
+    device.settings.apart = not options.together
     fake_cupy.install()
 
     import gpu_cases

@@ -37,6 +37,7 @@ class Settings:
     multiprocessors: int = 4
     seed: int = 0  # of the order in which warps run
     late: bool = True  # asynchronous copies land as late as they may; else at once
+    apart: bool = True  # arrays of a workspace are apart by a gap, those that have memory in turns too
     at_once: int = 4  # clusters that run side by side
     limit: int = 20_000_000_000  # warp instructions of a launch
     launches: list[tuple[str, int]] = field(default_factory=list)  # kernel, warp instructions

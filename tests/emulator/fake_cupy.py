@@ -401,7 +401,7 @@ def install() -> None:
 
     lay_out = build_module.lay_out
     for module in [x for name, x in sys.modules.items() if name.startswith("s2o_cupy.")]:
-        if getattr(module, "lay_out", None) is lay_out:
+        if settings.apart and getattr(module, "lay_out", None) is lay_out:
             module.lay_out = functools.partial(lay_out_apart, build_module)  # type: ignore[attr-defined]
 
     options = compiler._options
