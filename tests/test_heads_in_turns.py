@@ -18,7 +18,7 @@ from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.selection.orders import query
 
 ON_A_GPU = pytest.mark.skipif(not (has_gpu() and has_hopper()), reason="no Hopper GPU, which has rows of 8 bits")
-ONE_HEAD = 100 * 8 * 64 * 2  # bytes of a KV head's groups: 100 units of 8 groups, head_dim 64
+ONE_HEAD = 100 * 4 * 64 * 2  # bytes of a KV head's groups: 100 units of 4 groups, head_dim 64
 
 
 @pytest.fixture(params=[1, 2 * ONE_HEAD, 3.5 * ONE_HEAD])
@@ -31,7 +31,7 @@ def limit(request, monkeypatch):
 
 
 def planned(**sizes):
-    config = S2OConfig(unit=8, dense_up_to=0)
+    config = S2OConfig(clusters=4, dense_up_to=0)
     problem = a_problem(**{"batch": 2, "heads": 6, "kv_heads": 3, "seqlen_q": 800, "head_dim": 64, **sizes})
     return plan_of(problem, config), problem, config
 
@@ -42,17 +42,31 @@ def starts_of(launch, name):
     return [further for offset, base, further in launch.pointers if offset == at and base == "workspace"]
 
 
-def test_all_heads_at_once_up_to_65536_tokens_of_8():
+def test_all_heads_at_once_up_to_131072_tokens_of_8():
     sizes = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    for length, turns in ((65_536, [range(8)]), (65_600, [range(4), range(4, 8)])):
+    for length, turns in ((131_072, [range(8)]), (131_200, [range(4), range(4, 8)])):
         plan, *_ = planned(**sizes, seqlen_q=length)
         assert plan.method.order.turns() == turns
+
+
+def test_where_each_key_is_a_group_nobody_looks_for_groups():
+    """Rows of 8 bits are made of the keys themselves, of all heads at once."""
+    problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=200_000, head_dim=128), S2OConfig()
+    plan = plan_of(problem, config)
+    memory = workspace(plan, problem, config)
+    assert plan.method.order.turns() == [range(8)] and "unit_rows" in memory.places
+    assert not {"cluster_keys", "cluster_shares"} & {*memory.places}
+    made = {x.stage: x for x in launches(plan, problem, config, operands_of(problem, None), memory)}
+    for stage in ("unit_keys", "unit_rows"):
+        params = made[stage].kernel.family.params
+        (at,) = (offset for field, offset in params.pointers if field == "cluster_keys")
+        assert at not in [offset for offset, *_ in made[stage].pointers]  # null
 
 
 def test_sequences_that_fit_share_a_turn():
     """As even turns as can be: a second of a few heads would leave most of a GPU idle."""
     sizes = {"heads": 32, "kv_heads": 8, "seqlen_q": 16_384, "head_dim": 128}
-    for batch, turns in ((4, [range(32)]), (5, [range(24), range(24, 40)])):
+    for batch, turns in ((8, [range(64)]), (9, [range(40), range(40, 72)])):
         plan, *_ = planned(batch=batch, **sizes)
         assert plan.method.order.turns() == turns
 
@@ -79,7 +93,7 @@ def test_every_head_has_a_turn(limit):
 @ON_A_GPU
 @pytest.mark.parametrize("arrange", ["contiguous", "BSHD", "one head for all"])
 def test_turns_change_no_bit(limit, arrange):
-    case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=800, head_dim=64, options={"unit": 8, "dense_up_to": 0},
+    case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=800, head_dim=64, options={"clusters": 4, "dense_up_to": 0},
                 arrange=arrange)  # fmt: skip
     report = run_diff(case, "hopper")
     assert report.ok, report.table()
@@ -91,7 +105,7 @@ def test_outputs_are_those_of_all_heads_at_once(qkv, monkeypatch):
     import cupy
 
     q, k, v = (cupy.asarray(x.astype(np.float16)) for x in qkv(1000, heads=6, kv_heads=3, batch=2, head_dim=64))
-    config = S2OConfig(unit=8, dense_up_to=0, path="hopper")
+    config = S2OConfig(clusters=4, dense_up_to=0, path="hopper")
     clear_cache()
     expected = s2o_attention(q, k, v, config=config)
     clear_cache()
@@ -104,5 +118,5 @@ def test_outputs_are_those_of_all_heads_at_once(qkv, monkeypatch):
 @ON_A_GPU
 def test_in_pages(limit):
     case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=300, seqlen_k=800,
-                options={"unit": 8, "dense_up_to": 0})  # fmt: skip
+                options={"clusters": 4, "dense_up_to": 0})  # fmt: skip
     assert differing(case, "hopper") == []

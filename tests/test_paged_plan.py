@@ -49,7 +49,8 @@ def test_what_the_kernels_get(path, rank):
     steps = launches(plan, PROBLEM, config, operands_of(PROBLEM, paging), workspace(plan, PROBLEM, config), paging)
     for step in steps:
         params, shift = step.params, 0
-        if step.kernel.function in ("pool_queries", "unit_rows", "query_norms"):  # read no keys
+        of_keys = step.kernel.function == "unit_rows" and plan.method.order.of_keys
+        if step.kernel.function in ("pool_queries", "unit_rows", "query_norms") and not of_keys:  # read no keys
             assert not step.kernel.paged
             continue
         if "attention" in params.dtype.fields:
@@ -82,7 +83,8 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
     for function, kernel in kernels_of(plan, problem, config, paging).items():
         assert kernel.name in ahead
         name = function.removesuffix("_whole_rows").removesuffix("_gathered").removesuffix("_listed")
-        assert kernel.paged == (name in READERS)
+        reads_keys = name in READERS or (name == "unit_rows" and plan.method.order.of_keys)
+        assert kernel.paged == reads_keys
         assert kernel.paged or kernel == of_arrays[function]
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
     hopper = compute_capability == 90 and path == "auto" and block_m == 128

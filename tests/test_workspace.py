@@ -42,17 +42,22 @@ def test_arrays_in_turns_share_what_the_larger_of_both_takes():
     assert all(place.offset % ALIGNMENT == 0 for place in memory.places.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"unit": 1}, {"tail": "none"}, {"workspace_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"clusters": 4}, {"unit": 1}, {"tail": "none"}, {"workspace_bytes": 1 << 20}], ids=str
+)
 @pytest.mark.parametrize("length", [600, 5000, 40_000])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_scores_take_the_place_of_what_no_round_reads(capability, length, options):
-    """Of groups where they have been made into rows of 8 bits; of nothing that a round still needs."""
+    """Of groups where they have been made into rows of 8 bits; of nothing that a round still needs. Where each key is a
+    group rows of 8 bits are made of the keys."""
     problem, config = a_problem(heads=32, kv_heads=8, seqlen_q=length), S2OConfig(dense_up_to=0, **options)
     plan = plan_of(problem, config, capability)
     memory = workspace(plan, problem, config)
     in_bytes = "unit_rows" in memory.places
-    assert in_bytes == (capability == 90) and {*memory.places} >= GROUPS | BEFORE_ROUNDS | OF_ROUNDS
-    early = BEFORE_ROUNDS | (GROUPS if in_bytes else set())
+    groups = set() if in_bytes and config.unit == config.groups else GROUPS
+    assert in_bytes == (capability == 90) and {*memory.places} >= groups | BEFORE_ROUNDS | OF_ROUNDS
+    assert groups or not GROUPS & {*memory.places}
+    early = BEFORE_ROUNDS | (groups if in_bytes else set())
     turns = (of_last_queries(memory), early, OF_ROUNDS)
     for pair in overlapping(memory):
         assert max(len(pair & turn) for turn in turns) == 1 and pair <= set().union(*turns), pair

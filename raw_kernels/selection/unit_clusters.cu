@@ -16,7 +16,7 @@ namespace s2o {
 
 struct UnitClustersParams {
   Tensor<const uint16> k;   // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
-  uint16* cluster_keys;     // [batch * kv_heads, units, clusters, kHeadDim]
+  uint16* cluster_keys;     // [batch * kv_heads, units, clusters, kHeadDim]; null: not wanted, as each key is a group
   uint16* cluster_shares;   // [batch * kv_heads, units, clusters]
   uint16* unit_means;       // [batch * kv_heads, units, kHeadDim]
   Geometry geometry;
@@ -76,6 +76,7 @@ __device__ __forceinline__ void unit_clusters(const UnitClustersParams& p, typen
     }
     const int64 unit = static_cast<int64>(kv_head) * g.units() + (begin >> g.unit_shift) + u;
     if (is_unit) store(p.unit_means + unit * kHeadDim, from);
+    if (p.cluster_keys == nullptr) continue;
     const bool each_key = 1 << g.unit_shift == kClusters;
     // Round 0 finds the key furthest from the mean, round c + 1 the one furthest from the first c + 1 centres.
     float furthest = -1.f;  // no distance that is not a number is larger

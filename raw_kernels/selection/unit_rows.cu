@@ -11,6 +11,7 @@
 // The centre moves all scores of a query alike, so that it changes no weight; without it keys that lie far from zero, all
 // on one side, would share few of the steps of 8 bits. It comes of the first keys, which every segment with candidates
 // has before it: no later key changes a bit of an earlier segment's order.
+#include "common/pages.cuh"
 #include "common/row_sums.cuh"
 #include "selection/unit_tile.cuh"
 
@@ -18,19 +19,23 @@ namespace s2o {
 
 struct UnitRowsParams {
   const uint16* unit_means;      // [batch * kv_heads, units, kHeadDim]
-  const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]
+  Tensor<const uint16> k;        // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
+  const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]; null: each key is a group
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters]
   uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
   uint32* unit_rows;             // [batch * kv_heads, tiles, KeyTile::kBytes / 4]: four bytes each; null: not wanted
   uint16* row_shares;            // [batch * kv_heads, tiles, 64]
   int* key_exponents;            // [batch * kv_heads]
   Geometry geometry;
+  int kv_heads;
   int leading;              // units that the centre is the mean of
   int head_blocks;          // blocks that cover a KV head's units
+  Pages pages;              // of a paged cache
 };
 
-template <class Element, int kHeadDim, int kClusters_>
+template <class Element, int kHeadDim, bool kPaged_, int kClusters_>
 struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kClusters = kClusters_;
 };
 
@@ -46,8 +51,19 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   const auto read_mean = [&](float (&x)[8], int unit) {
     read_row<Traits>(x, p.unit_means + (of_head + unit) * kHeadDim, lane, kHeadDim, true);
   };
-  const auto read = [&](float (&x)[8], int row) {  // of cluster_keys
-    read_row<Traits>(x, p.cluster_keys + (of_head * kClusters + row) * kHeadDim, lane, kHeadDim, true);
+  const bool each_key = p.cluster_keys == nullptr;  // whose rows start on 16 bytes then
+  const int batch = kv_head / p.kv_heads;
+  const uint16* keys = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
+  const auto read = [&](float (&x)[8], int row) {  // of a group, or a key
+    const uint16* from = p.cluster_keys + (of_head * kClusters + row) * kHeadDim;
+    if (each_key) {
+      if constexpr (Traits::kPaged) {
+        from = keys + PagedRows{p.k, p.pages, batch, 0}.offset(row);
+      } else {
+        from = keys + row * p.k.row;
+      }
+    }
+    read_row<Traits>(x, from, lane, each_key ? g.head_dim : kHeadDim, true);
   };
   const auto write = [&](int row, const float (&x)[8]) {
     uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + lane * 8;
@@ -55,6 +71,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
                     Element::pack(x[6], x[7]));
   };
   float x[8], centre[8] = {};
+#pragma unroll 4
   for (int u = 0; u < p.leading; ++u) {
     read_mean(x, u);
 #pragma unroll
@@ -85,9 +102,10 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   if (p.unit_rows == nullptr) return;
 
   // The longest of the first rows says how all are scaled, or a part of the centre where that is longer.
+  // A slot finds that of every kRows-th row.
   float longest = 0.f;
-  for (int r = 0; r < kClusters * p.leading; ++r) {
-    read(x, r);
+  for (int first_row = 0; first_row < kClusters * p.leading; first_row += Traits::kRows) {
+    read(x, min(first_row + slot, kClusters * p.leading - 1));
     float length = 0.f;
 #pragma unroll
     for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
@@ -95,6 +113,11 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
     if (length < infinity()) longest = fmaxf(longest, length);
   }
+  __shared__ float of_slots[Traits::kRows];
+  of_slots[slot] = longest;  // of all lanes the same
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Traits::kRows; ++i) longest = fmaxf(longest, of_slots[i]);
   // The first keys may be nearly alike, as those of repeated tokens are, and later ones are not: these need room.
   float of_centre = 0.f;
 #pragma unroll
@@ -106,6 +129,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   if (first == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
   const float factor = power_of_two(exponent);
   using Row = UnitRow<kClusters>;
+  constexpr uint16 kShareOfKey = kClusters == 2 ? 0xbc00 : kClusters == 4 ? 0xc000 : 0xc200;  // -1, -2 and -3
   const int64 first_tile = (static_cast<int64>(kv_head) * p.head_blocks + first / kSuperUnits) * Row::kTiles;
   using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
   unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
@@ -118,7 +142,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     uint16 share = 0xfc00;  // minus infinity
     if (first + unit < units) {
       read(x, first * kClusters + r);
-      share = p.cluster_shares[of_head * kClusters + first * kClusters + r];
+      share = each_key ? kShareOfKey : p.cluster_shares[of_head * kClusters + first * kClusters + r];
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = share == 0xfc00 ? 0.f : (x[e] - centre[e]) * factor;
       uint32 choice[2];

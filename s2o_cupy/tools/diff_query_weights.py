@@ -46,7 +46,9 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     batch, kv_heads, head_dim, units = problem.batch, problem.kv_heads, problem.head_dim, geometry.units
     stages = stages or QueryStages(None, None, None, None, None)
     as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
-    if stage == "unit_keys":
+    if stage == "unit_keys" and "cluster_keys" not in names:  # each key is a group
+        stages.means = as_floats("unit_means").reshape(batch, kv_heads, units, -1)[..., :head_dim]
+    elif stage == "unit_keys":
         if stages.grouped == 0:
             stages.keys = np.empty((batch, kv_heads, units, clusters, head_dim), np.float32)
             stages.shares = np.empty(stages.keys.shape[:4], np.float16)
@@ -132,6 +134,9 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
     rows.floats("unit means", got.means, want.means, magnitude * (unit + sums) + smallest)
     largest = absolute[:, :, : geometry.units * geometry.unit].reshape(*want.means.shape[:3], geometry.unit, k.shape[3])
     allowed = largest.max(axis=3)[:, :, :, None] * (unit + sums) * np.ones_like(want.keys) + smallest
+    if got.keys is None:
+        got.keys = want.keys.astype(np.float32)
+        got.shares = np.log2(want.shares).astype(np.float16)
     rows.floats("groups", got.keys[clear], want.keys[clear], allowed[clear],
                 f"{int((~clear).sum())} units have keys as far as others, to rounding")  # fmt: skip
     with np.errstate(divide="ignore"):

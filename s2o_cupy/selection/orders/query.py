@@ -35,7 +35,7 @@ UNIT_CLUSTERS = Family(
 )  # fmt: skip
 UNIT_ROWS = Family(
     "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 2,
-    "UnitRowsTraits<{element}, {head_dim}, {clusters}>", knows_segments=False,
+    "UnitRowsTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
 )  # fmt: skip
 QUERY_NORMS = Family(
     "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
@@ -77,7 +77,7 @@ def unit_clusters(inputs: Inputs, clusters: int) -> Kernel:
 
 
 def unit_rows(inputs: Inputs, clusters: int) -> Kernel:
-    return Kernel(UNIT_ROWS, inputs.dtype, inputs.head_dim, clusters=clusters)
+    return Kernel(UNIT_ROWS, inputs.dtype, inputs.head_dim, paged=inputs.paged, clusters=clusters)
 
 
 def unit_rows_blocks(units: int) -> int:
@@ -141,10 +141,13 @@ class QueryOrder(Order):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.in_bytes = takes_bytes(setting.inputs, setting.path, setting.config.segment)
+        # Whether rows of 8 bits are made of keys themselves: nobody looks for groups then.
+        self.of_keys = self.in_bytes and setting.geometry.unit == setting.config.groups
 
     @functools.cached_property
     def unit_rows(self) -> Kernel:
-        return unit_rows(self.setting.inputs, self.setting.config.groups)
+        inputs = self.setting.inputs
+        return unit_rows(inputs if self.of_keys else replace(inputs, paged=False), self.setting.config.groups)
 
     @functools.cached_property
     def unit_clusters(self) -> Kernel:
@@ -168,6 +171,8 @@ class QueryOrder(Order):
         for clusters in CLUSTERS:
             yield unit_clusters(inputs, clusters)
             yield unit_rows(arrays, clusters)
+            if inputs.paged:
+                yield unit_rows(inputs, clusters)
             for segment in (HOPPER_QUERIES, HOPPER_QUERIES + 1):
                 yield query_weights(arrays, path, segment, clusters)
 
@@ -184,7 +189,7 @@ class QueryOrder(Order):
     def turns(self) -> list[range]:
         """KV heads, of all sequences, whose groups are found at a time."""
         s = self.setting
-        if not self.in_bytes:
+        if not self.in_bytes or self.of_keys:
             return [range(s.kv_heads)]
         return heads_in_turns(
             s.problem.batch, s.problem.kv_heads, s.geometry.units * s.config.groups * s.inputs.head_dim * ITEM_BYTES
@@ -208,7 +213,7 @@ class QueryOrder(Order):
         """Norms are made of them, and in 8 bits the rows that rounds multiply with."""
         s, units = self.setting, self.setting.geometry.units
         return [
-            *(self._clusters() if self.in_bytes else []),
+            *(self._clusters() if self.in_bytes and not self.of_keys else []),
             ("unit_means", (s.kv_heads, units, s.inputs.head_dim), "uint16"),
             ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, s.inputs.head_dim), "uint16"),
         ]
@@ -245,7 +250,10 @@ class QueryOrder(Order):
         }  # fmt: skip
         blocks = unit_rows_blocks(geometry.units)
         # The centre is the mean of the leading units: of the first keys, and before each segment that has candidates.
-        rows = {"geometry": build.geometry, "leading": geometry.leading_units, "head_blocks": blocks}
+        rows = {
+            "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads,
+            "leading": geometry.leading_units, "head_blocks": blocks, "pages": build.pages,
+        }  # fmt: skip
         further: dict[str, int] = {}
         if heads.start:  # kernels count KV heads from the first of these
             sequence, head = divmod(heads.start, s.problem.kv_heads)
