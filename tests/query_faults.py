@@ -76,7 +76,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("rows are scaled by more", "8-bit exponents", "kKeyExponent - half_exponent(longest)",
              "kKeyExponent + 5 - half_exponent(longest)"),
             ("groups are compared with the first one alone", "8-bit exponents", "longest = fmaxf(longest, length)",
-             "longest = r ? longest : length * 0.01f"),
+             "longest = first_row ? longest : length * 0.01f"),
             ("the first two of four are kept", "8-bit rows", "kept[i] = larger < 2", "kept[i] = i < 2"),
             ("the later of two equal ones is kept", "8-bit rows", "size[j] >= size[i]", "size[j] > size[i]"),
             ("choices stand with other columns", "8-bit rows", "lane % 4 * 8;", "(lane % 4 ^ 1) * 8;"),
