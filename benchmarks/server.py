@@ -12,9 +12,10 @@ SGLang; s2o_cupy is this checkout's, where its entry points are found.
 or a folder. Made-up weights give attention that is nearly even, of which S2O visits about 1 / tau key tiles of each
 query tile; --density says how many that is, of the last chunk of each length.
 
-one: seconds from sending a prompt of random tokens to its first token, median of --repeats, after one that warms up.
+one: seconds from sending a prompt of random tokens to its first token, after one that warms up: of 1,000 tokens and of
+--lengths, the median of --repeats, and of more where the prompt is short.
 many: all of --many sent at once: prompt tokens a second until the last has its first token.
-decode: milliseconds for each further token, after a short prompt and after a long one.
+decode: milliseconds from one token to the next, after a short prompt and after a long one.
 cached: as one, of prompts whose tokens but the last 4,096 have been asked before; with a prefix cache, so by itself.
 answers: of the retrieval model's texts, by one request a text: of each token of an answer, whether it was the likeliest
 one (`prompt_logprobs`), as `benchmarks/tasks.py --retrieval` counts them.
@@ -58,6 +59,8 @@ LLAMA_8B = {
 }  # fmt: skip
 SHORT = 1000  # tokens of the prompt that decoding starts from
 DECODED = 64  # tokens, of which the time of one is a share
+SELDOM = 65_536  # tokens: prompts as long are measured --repeats times
+OFTEN = 16  # times that short prompts and decoding are measured: their times spread more
 NEW = 4096  # tokens of a prompt behind those that a prefix cache has
 COLUMNS: list[_common.Column] = [
     ("part", "part", "s"),
@@ -189,6 +192,20 @@ class Server:
 
     def ask(self, ids: Sequence[int] | np.ndarray, tokens: int = 1, **more: Any) -> tuple[float, Mapping[str, Any]]:
         """Seconds until all of an answer's tokens are there, and the answer."""
+        began = time.perf_counter()
+        with self.answer(ids, tokens, **more) as answer:
+            found = answer.read()
+        return time.perf_counter() - began, json.loads(found)
+
+    def seconds_a_token(self, ids: Sequence[int] | np.ndarray, tokens: int) -> float:
+        """From the first of an answer's tokens to the last one, as they come, by their number."""
+        with self.answer(ids, tokens, stream=True) as answer:
+            came = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
+        if len(came) < 2:
+            raise SystemExit(f"{self.attention}: {len(came)} parts came of an answer that was asked for token by token")
+        return (came[-1] - came[0]) / (tokens - 1)
+
+    def answer(self, ids: Sequence[int] | np.ndarray, tokens: int, **more: Any) -> contextlib.closing[Any]:
         prompt, path = [int(x) for x in ids], "v1/completions"
         body: Row = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         if self.args.server == "sglang":  # whose /v1/completions needs a tokenizer
@@ -198,13 +215,10 @@ class Server:
             f"http://127.0.0.1:{self.port}/{path}", json.dumps(body | more).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
-        began = time.perf_counter()
         try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                found = answer.read()
+            return contextlib.closing(urllib.request.urlopen(request, timeout=600))
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{self.attention}: {error}: {error.read()[:500]!r}") from error
-        return time.perf_counter() - began, json.loads(found)
 
     def likeliest(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Of each token of a prompt but the first, which has none before it: whether it was the likeliest."""
@@ -236,9 +250,12 @@ def servers(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[list[Ser
 
 
 def in_turns(running: Sequence[Server], repeats: int, seconds: Callable[[Server], float]) -> list[float]:
-    """Of each server the median, after one that warms up."""
-    times = [[seconds(server) for server in running] for _ in range(repeats + 1)][1:]
-    return [statistics.median(of) for of in zip(*times, strict=True)]
+    """Of each server the median, after one that warms up. Who is asked first changes each time."""
+    times = []
+    for i in range(repeats + 1):
+        turn = {server.attention: seconds(server) for server in running[:: -1 if i % 2 else 1]}
+        times.append([turn[server.attention] for server in running])
+    return [statistics.median(of) for of in zip(*times[1:], strict=True)]
 
 
 def rows_of(running: Sequence[Server], seconds: Sequence[float], **common: Any) -> list[Row]:
@@ -250,13 +267,14 @@ def rows_of(running: Sequence[Server], seconds: Sequence[float], **common: Any) 
 
 def one(running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]) -> list[Row]:
     rows = []
-    for length in args.lengths:
+    for length in (SHORT, *args.lengths):
         step(f"one prompt of {length:,}")
 
         def seconds(server: Server, n: int = length) -> float:
             return server.ask(ids[:n])[0]
 
-        found = in_turns(running, args.repeats, seconds)
+        repeats = max(args.repeats, min(OFTEN, args.repeats * SELDOM // length))
+        found = in_turns(running, repeats, seconds)
         rows += rows_of(running, found, part="one", length=length, prompts=1)
     return rows
 
@@ -285,10 +303,11 @@ def decode(
         step(f"decoding after {length:,}")
 
         def seconds(server: Server, n: int = length) -> float:
-            return server.ask(ids[:n], DECODED + 1)[0] - server.ask(ids[:n])[0]
+            return server.seconds_a_token(ids[:n], DECODED)
 
-        found = rows_of(running, in_turns(running, args.repeats, seconds), part="decode", length=length, prompts=1)
-        rows += [row | {"token_ms": row["seconds"] / DECODED * 1e3} for row in found]
+        repeats = max(args.repeats, OFTEN)
+        found = rows_of(running, in_turns(running, repeats, seconds), part="decode", length=length, prompts=1)
+        rows += [row | {"token_ms": row["seconds"] * 1e3} for row in found]
     return rows
 
 
