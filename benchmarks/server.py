@@ -303,11 +303,11 @@ def decode(
         step(f"decoding after {length:,}")
 
         def seconds(server: Server, n: int = length) -> float:
-            return server.seconds_a_token(ids[:n], DECODED)
+            return server.seconds_a_token(ids[:n], DECODED + 1) * DECODED
 
         repeats = max(args.repeats, OFTEN)
         found = rows_of(running, in_turns(running, repeats, seconds), part="decode", length=length, prompts=1)
-        rows += [row | {"token_ms": row["seconds"] * 1e3} for row in found]
+        rows += [row | {"token_ms": row["seconds"] / DECODED * 1e3} for row in found]
     return rows
 
 
