@@ -6,10 +6,12 @@ and implementation, but for the kernel of FlashAttention, which needs a GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
 import sys
+import timeit
 import types
 from dataclasses import replace
 from typing import Any
@@ -451,6 +453,17 @@ def test_a_run_that_measures_memory(engine):
     served = Served.make()
     cache, _ = in_cache(served)
     assert (engine.run(served, cache, None) == 0).all()
+
+
+def test_what_is_not_s2os_costs_a_server_little(engine, monkeypatch):
+    """A layer of a step that S2O does not take, such as decoding: it launches nothing, and takes microseconds of the
+    hundreds that a layer takes. The bound is ten times what was measured, as others use the machine too."""
+    served = Served.make([(1, 900), (1, 50)])
+    cache, table = in_cache(served)
+    metadata, impl, layer = engine.builder().build(0, engine.common(served, table)), engine.impl(), engine.layer()
+    monkeypatch.setattr(engine.plugin.FlashAttentionImpl, "forward", lambda *_: None)
+    call = functools.partial(impl.forward, layer, served.q, None, None, cache, metadata, served.q)
+    assert min(timeit.repeat(call, number=100, repeat=20)) / 100 < 12e-6
 
 
 def test_settings_of_a_layer(engine):
