@@ -51,6 +51,7 @@ class Elsewhere(NamedTuple):
 
 
 TRAIN = "benchmarks/retrieval_model/train.py"
+_SMALL = "benchmarks/small_model"
 TRAINED = {
     "second_retrieval": Trained(
         "build/figures/retrieval_2.npz",
@@ -59,20 +60,27 @@ TRAINED = {
         "a second retrieval model, of another shape, that nothing of today is chosen on: its answers are measured "
         "last, with the default alone, and calls are timed on its q, k and v",
     ),
-    "small_1": Trained(
-        "build/figures/small_1.npz",
-        "benchmarks/small_model/train.py --out build/figures/small_1.npz --seed 1 --device cuda", 3,
-        "a second small model of language",
-    ),
+    **{
+        f"small_{seed}": Trained(
+            f"build/figures/small_{seed}.npz",
+            f"{_SMALL}/train.py --out build/figures/small_{seed}.npz --seed {seed} --device cuda --long", 4,
+            "a small model of language that has seen 131,072 bytes at once",
+        )
+        for seed in (1, 2)
+    },
 }  # fmt: skip
 
 _CALLS = "--input benchmarks/retrieval_model/retrieval_2.py"
 _OF_CALLS = ("second_retrieval",)
-_SMALL = "benchmarks/small_model"
-_BOTH = (
-    f"--models small={_SMALL}/loader.py:{_SMALL}/weights.npz:{_SMALL}/text.npz,"
-    f"small_1={_SMALL}/loader.py:build/figures/small_1.npz:{_SMALL}/text.npz --copy-ids 24 --baselines cudnn"
+_SMALL_1, _SMALL_2 = (
+    f"small_{seed}={_SMALL}/loader.py:build/figures/small_{seed}.npz:{_SMALL}/text.npz" for seed in (1, 2)
 )
+_BOTH = f"--models {_SMALL_1},{_SMALL_2} --copy-ids 24 --baselines cudnn"
+_CLOSER = (
+    "meanpooling", "meanpooling:threshold=0.97", "pbs", "pbs:threshold=0.97", "pbs:scores=antidiagonal,threshold=0.97",
+    "sparge:tau=0.97,theta=-0.1", "xattention", "xattention:threshold=0.97", "flexprefill:gamma=0.97",
+    "verticalslash", "verticalslash:slashes=1000", "ashape",
+)  # fmt: skip
 _SPEED = "benchmarks/speed.py --baselines cudnn"
 _SERVER = "benchmarks/server.py"
 _SHAPE_8B = (
@@ -162,18 +170,22 @@ FIGURES = {
         "benchmarks/tasks.py --retrieval --lengths 32768,65536,131072 --samples 4 --repeats 2 --baselines cudnn "
         "--method meanpooling --set rank=weight,tail=none", 3,
     ),
+    "retrieval_methods": Figure(
+        "benchmarks/tasks.py --retrieval --lengths 32768,131072 --samples 2 --repeats 1 --baselines cudnn "
+        "--set clusters=4 --set rank=weight,tail=none " + " ".join(f"--method {x}" for x in _CLOSER), 4,
+    ),
     "small_loss": Figure(
         f"benchmarks/model.py {_BOTH} --lengths 32768,65536,131072 --set rank=weight,tail=none --set tail=none "
-        "--set tau=0.01 --repeats 3", 5, ("small_1",),
+        "--set tau=0.01 --repeats 3", 5, ("small_1", "small_2"),
     ),
-    "small_methods": Figure(f"benchmarks/methods.py {_BOTH} --lengths 131072 --repeats 1", 6, ("small_1",)),
+    "small_methods": Figure(f"benchmarks/methods.py {_BOTH} --lengths 131072 --repeats 1", 6, ("small_1", "small_2")),
     "small_tuned": Figure(
-        "benchmarks/model.py --small --lengths 65536 --baselines cudnn --tune loss=0.005 --parts loss,time "
-        "--repeats 3", 5,
+        f"benchmarks/model.py --models {_SMALL_1} --copy-ids 24 --lengths 65536 --baselines cudnn --tune loss=0.005 "
+        "--parts loss,time --repeats 3", 5, ("small_1",),
     ),
     "small_asked": Figure(
         f"benchmarks/model.py {_BOTH} --lengths 16384,131072 --parts error --error-rows 4096 --set error=0.02 "
-        "--set error=0.05 --set error=0.1", 5, ("small_1",),
+        "--set error=0.05 --set error=0.1", 5, ("small_1", "small_2"),
     ),
     # Last, with the default alone.
     "retrieval_2": Figure(

@@ -143,7 +143,7 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
         [ATTENTION],
         [
             (heading.format(model), value_of(f"{key}_of_{model}"), form)
-            for model in (*"ABC", "small", "small_1")
+            for model in (*"ABC", "small_1", "small_2")
             for heading, key, form in (
                 ("{}: nats more than dense", "loss_difference", "+.4f"),
                 ("{}: where text is copied", "copies_loss_difference", "+.4f"),

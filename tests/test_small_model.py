@@ -107,6 +107,20 @@ def test_what_it_was_trained_on():
         assert all(row[b : b + 20].astype(np.uint8).tobytes() in first for b in begins if copied[b : b + 20].all())
 
 
+def test_what_it_is_trained_on_with_long():
+    """Last come sequences of every position, which do not jump, at rates that fall from a fifth on."""
+    train = _sources.module_of(str(FOLDER / "train.py"))
+    text = np.frombuffer(b"abcdefghij" * 10_000, np.uint8)
+    ids, positions, copies = train.batch(text, np.random.default_rng(0), *train.LONG[-1][1:])
+    assert (positions == np.arange(train.POSITIONS)).all() and 0.5 < copies[0, train.POSITIONS // 2 :].mean() < 0.95
+    short, of_long = ([(3, 1, 64, 0.0), (2, 1, 128, 0.0)] for _ in range(2))
+    train.STAGES, train.LONG = short, of_long
+    steps = [(rate, ids.shape) for rate, (ids, *_) in train.stages(text, np.random.default_rng(0), True)]
+    assert [shape for _, shape in steps] == [(1, 64)] * 3 + [(1, 128)] * 2 + [(1, 64)] * 3 + [(1, 128)] * 2
+    assert max(rate for rate, _ in steps[5:]) <= train.RATE / 5
+    assert len(list(train.stages(text, np.random.default_rng(0), False))) == 5
+
+
 def test_docstrings(tmp_path):
     train = _sources.module_of(str(FOLDER / "train.py"))
     for name, text in {
