@@ -12,6 +12,7 @@ Dense = Callable[[Any, Any, Any], Any]
 
 # Where builds of FlashAttention-3 put their functions. Not every module of these names is one: see `_flash3`.
 FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "flash_attn.flash_attn_interface")
+FLASH3_OF_VLLM = "vllm.vllm_flash_attn"
 
 
 def available() -> dict[str, Dense]:
@@ -77,24 +78,50 @@ def _sdpa(backend: Any, q: Any, k: Any, v: Any) -> Any:
 
 @functools.cache
 def _flash3() -> Dense | None:
-    """FlashAttention-3 where it is installed and runs on this GPU."""
+    """FlashAttention-3 where it is installed and runs on this GPU: its own package's, or that of vLLM's."""
     import torch
 
-    for name in FLASH3_MODULES:
+    for name, find in (*((name, _of_package) for name in FLASH3_MODULES), (FLASH3_OF_VLLM, _of_vllm)):
         try:
-            function = importlib.import_module(name).flash_attn_func
-            # FlashAttention-2 has a function of the same name; only the third packs query heads.
-            if "pack_gqa" not in inspect.signature(function).parameters:
-                continue
+            call = find(importlib.import_module(name))
             x = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
-            _flash3_call(function, x, x, x)
+            call(x, x, x)
             torch.cuda.synchronize()
         except Exception:  # absent, or built for another PyTorch, CUDA or GPU: a baseline less
             continue
-        return functools.partial(_flash3_call, function)
+        return call
     return None
+
+
+def _of_package(module: Any) -> Dense:
+    # FlashAttention-2 has a function of the same name; only the third packs query heads.
+    if "pack_gqa" not in inspect.signature(module.flash_attn_func).parameters:
+        raise ImportError("this is not FlashAttention-3")
+    return functools.partial(_flash3_call, module.flash_attn_func)
+
+
+def _of_vllm(module: Any) -> Dense:
+    return functools.partial(_flash3_packed, module.flash_attn_varlen_func)
 
 
 def _flash3_call(function: Any, q: Any, k: Any, v: Any) -> Any:
     out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)  # takes (batch, seqlen, heads, head_dim)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+def _flash3_packed(function: Any, q: Any, k: Any, v: Any) -> Any:
+    """By the function for sequences one behind the other, which here are as long as each other."""
+    batch, length, length_k = q.shape[0], q.shape[2], k.shape[2]
+    out = function(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),  # [tokens, heads, head_dim]
+        max_seqlen_q=length, cu_seqlens_q=_begins(batch, length, q.device), max_seqlen_k=length_k,
+        cu_seqlens_k=_begins(batch, length_k, q.device), causal=True, fa_version=3,
+    )  # fmt: skip
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+@functools.cache
+def _begins(batch: int, length: int, device: Any) -> Any:
+    import torch
+
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length

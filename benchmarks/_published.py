@@ -33,7 +33,8 @@ class Trained(NamedTuple):
 
 class Figure(NamedTuple):
     """``minutes``: of one H200, about, as expected and not measured. ``needs``: names in `TRAINED`. ``package``: one
-    that must be installed beside what `make figures` installs."""
+    that must be installed beside what `make figures` installs, or a folder with others' code, which is kept out of this
+    repository."""
 
     command: str
     minutes: float
@@ -70,6 +71,7 @@ TRAINED = {
     },
 }  # fmt: skip
 
+RIVALS = "build/rivals"  # checkouts that `benchmarks/_nsa_rivals.py` names
 _CALLS = "--input benchmarks/retrieval_model/retrieval_2.py"
 _OF_CALLS = ("second_retrieval",)
 _SMALL_1, _SMALL_2 = (
@@ -94,6 +96,10 @@ FIGURES = {
     "speed_query": Figure(
         f"{_SPEED} {_CALLS} --lengths 131072,65536,32768,16384,8192 --orders query,weight --error --memory "
         "--repeats 10", 3, _OF_CALLS,
+    ),
+    "speed_flash3": Figure(
+        f"benchmarks/speed.py --baselines cudnn,flash3 {_CALLS} --lengths 131072,65536,32768,16384 --orders query "
+        "--error --repeats 6", 3, _OF_CALLS, package="vllm",
     ),
     "speed_trace": Figure(
         f"{_SPEED} {_CALLS} --lengths 131072,65536,32768,16384,8192,4096,2048 --orders weight,mean --error --memory",
@@ -140,6 +146,10 @@ FIGURES = {
         "--repeats 2 --limit-s 5 --baselines cudnn", 6,
     ),
     "nsa": Figure("benchmarks/nsa.py --lengths 16384,65536 --groups 1,2,4,8", 1),
+    "nsa_beside": Figure(
+        f"benchmarks/nsa.py {_CALLS} --lengths 65536 --groups 1,2,4,8 --rivals fsa={RIVALS}/fsa,fla={RIVALS}/fla", 4,
+        _OF_CALLS, package=RIVALS,
+    ),
     "lists": Figure("benchmarks/lists.py --lengths 131072 --densities 0.05,0.1,0.3 --repeats 9", 2),
     # Ways to call.
     "paged": Figure(

@@ -43,12 +43,14 @@ class Step(NamedTuple):
     command: list[str]
     minutes: float
     gpus: int = 1
-    package: str = ""  # that must be there
+    package: str = ""  # or a folder, that must be there
 
     def lacks(self, gpus: int) -> str:
         """Of a machine with so many GPUs, in words; nothing if it can run."""
         if self.gpus > gpus:
             return f"needs {self.gpus} GPUs, and there are {gpus}"
+        if "/" in self.package:
+            return "" if (ROOT / self.package).is_dir() else f"needs {self.package}, which is not there"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"needs {self.package}, which is not installed"
         return ""

@@ -60,6 +60,18 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("rel_l2", value_of("rel_l2"), "error"),
         ],
     ),
+    # Beside FlashAttention-3.
+    "flash3": (
+        [],
+        [
+            ("S2O ms", value_of("s2o_ms"), "ms"),
+            ("cuDNN ms", value_of("cudnn_ms"), "ms"),
+            ("FlashAttention-3 ms", value_of("flash3_ms"), "ms"),
+            ("S2O / cuDNN", ratio("s2o_ms", "cudnn_ms"), ".3f"),
+            ("S2O / FlashAttention-3", ratio("s2o_ms", "flash3_ms"), ".3f"),
+            ("rel_l2", value_of("rel_l2"), "error"),
+        ],
+    ),
     # The same without the density, and beside it what models lose with that order and tau at that length.
     "cost": (
         [RANK, TAU],
@@ -331,6 +343,25 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("NSA ms", value_of("ms"), "ms"),
             ("cuDNN ms", value_of("cudnn_ms"), "ms"),
             ("times as fast", value_of("speedup"), ".2f"),
+        ],
+    ),
+    # Beside others' kernels: of the selected blocks alone and of all branches.
+    "nsa_beside": (
+        [("query heads of a KV head", value_of("group"), "d")],
+        [
+            ("of", value_of("part"), "s"),
+            ("pass", value_of("pass"), "s"),
+            ("NSA ms", value_of("s2o_ms"), "ms"),
+            ("FSA / NSA", value_of("x_fsa"), ".2f"),
+            ("fla / NSA", value_of("x_fla"), ".2f"),
+        ],
+    ),
+    "nsa_errors": (
+        [("query heads of a KV head", value_of("group"), "d")],
+        [
+            ("NSA, error", value_of("s2o_error"), "error"),
+            ("FSA, error", value_of("fsa_error"), "error"),
+            ("fla, error", value_of("fla_error"), "error"),
         ],
     ),
     "nsa_queued": (

@@ -418,6 +418,22 @@ def test_flash3_where_it_is_installed(monkeypatch):
     assert metrics.rel_l2(found.numpy(), dense_attention(q.numpy(), k.numpy(), k.numpy())[0]) < 1e-5
 
 
+def test_flash3_of_vllm():
+    """Sequences one behind the other, each as long as the others."""
+    torch = pytest.importorskip("torch")
+
+    def packed(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, causal, fa_version):
+        assert (max_seqlen_q, max_seqlen_k, causal, fa_version) == (20, 20, True, 3)
+        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 20, 40]
+        parts = [x.unflatten(0, (2, 20)).transpose(1, 2) for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    q, k = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8)
+    found = _baselines._of_vllm(types.SimpleNamespace(flash_attn_varlen_func=packed))(q, k, k)
+    assert metrics.rel_l2(found.numpy(), dense_attention(q.numpy(), k.numpy(), k.numpy())[0]) < 1e-5
+
+
 # ---------------------------------------------------------------- on a GPU
 
 
