@@ -18,8 +18,15 @@ from gpu_cases import CASES
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, ordering, s2o
-from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
-from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent, keep_two, longest_of_keys
+from s2o_cupy.spec import BLOCK_UNITS, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
+from s2o_cupy.tools.diff_query_weights import (
+    QueryStages,
+    as_e4m3,
+    capture,
+    half_exponent,
+    keep_two,
+    longest_of_keys,
+)
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
@@ -123,6 +130,42 @@ def test_first_keys_that_are_alike_leave_room_for_others(rng, alike):
     found = scores_of_bytes(q, stages, n, geometry)
     first = set(np.argsort(-exact[0, 0])[:20])
     assert first.issuperset(np.argsort(-found[0, 0])[:10])
+
+
+@pytest.mark.parametrize(("head_dim", "width", "clusters"), [(64, 64, 2), (72, 128, 4), (128, 128, 8)])
+def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clusters):
+    """Of each four elements two, by thread and register, and behind them which two: raw_kernels/selection/unit_tile.cuh
+    says where."""
+    config = S2OConfig(rank="query", segment=256, unit=8, clusters=clusters)
+    problem = Problem(1, 2, 2, 1100, 1100, head_dim, "float16", True, 0.1)
+    units, parts = problem.geometry(config).units, width // 64
+    kept = rng.uniform(1, 2, (2, units, clusters, width // 8, 2, 2)).astype(ml_dtypes.float8_e4m3fn)
+    pairs = np.array([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])[rng.integers(6, size=kept.shape[:-1])]
+    expected = np.zeros((*kept.shape[:-1], 4), np.float32)
+    np.put_along_axis(expected, pairs, kept.astype(np.float32), axis=-1)
+
+    head, unit, cluster, eighth = np.ogrid[:2, :units, :clusters, : width // 8]
+    of_warp = 16 // clusters  # units in a tile
+    tile = unit // 128 * 2 * clusters + unit % 32 // of_warp
+    row = unit % 128 // 32 * 16 + cluster % 2 * 8 + unit % of_warp * (clusters // 2) + cluster // 2
+    thread = row // 16 * parts * 32 + eighth // 8 * 32 + row % 8 * 4 + eighth % 4
+    bytes_at = thread * 16 + eighth % 8 // 4 * 8 + row % 16 // 8 * 4
+    thread = row // 16 * 32 + row % 8 * 4 + eighth % 8 // 4 * 2 + row % 16 // 8
+    choices_at = 32 * width + (thread * parts + eighth // 8) * 4 + eighth % 4
+    tiles = np.full((2, 2 * 2 * clusters, 40 * width), 255, np.uint8)
+    for i, byte in enumerate(np.moveaxis(kept.reshape(*kept.shape[:-2], 4), -1, 0)):
+        tiles[head, tile, bytes_at + i] = byte.view(np.uint8)
+    tiles[head, tile, choices_at] = (pairs * [1, 4]).sum(-1) @ [1, 16]
+
+    host = {
+        "block_keys": rng.standard_normal((2, 1 + units // BLOCK_UNITS, width)).astype(np.float16).view(np.uint16),
+        "unit_rows": tiles,
+        "key_exponents": np.array([3, -4], np.int32),
+    }
+    stages = capture(None, "unit_rows", host.__getitem__, host, np.float16, problem, config)
+    np.testing.assert_array_equal(stages.rows[0], expected.reshape(2, units, clusters, width)[..., :head_dim])
+    np.testing.assert_array_equal(stages.exponents, [[3, -4]])
+    np.testing.assert_array_equal(stages.blocks[0], host["block_keys"].view(np.float16)[..., :head_dim])
 
 
 def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:
