@@ -60,8 +60,10 @@ class Covering:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def of(self, path: str, line: int, most: float) -> list[str]:
-        """Quickest first, up to so many seconds; where it runs when a module is imported, those of all its lines."""
+        """Quickest first, up to so many seconds; where it runs when a module is imported, those of all its lines, or of
+        a module without others any."""
         found = self.of_line.get((path, line)) or set().union(*(x for at, x in self.of_line.items() if at[0] == path))
+        found = found or set(self.seconds)
         chosen: list[str] = []
         total = 0.0
         for test in sorted(found, key=lambda x: (self.seconds[x], x)):
