@@ -207,6 +207,20 @@ def test_an_outlier_that_is_too_near() -> None:
         assert is_ok(call.report(stages), "outliers") == ok
 
 
+def test_a_unit_that_may_be_parted_either_way() -> None:
+    """Two of its keys are nearly as far from the mean, and the group of the further one comes first. Squared distances
+    are sums of head_dim products, from a mean that is off by a sum of the unit's keys."""
+    allowed = 4 * (HEAD_DIM + 8 + np.sqrt(HEAD_DIM) * (UNIT + 2)) * U32
+    for part, ok in ((0.5, True), (2, False)):
+        call = Call(replace(CONFIGS["query"], clusters=2))
+        call.k[0, 0, :UNIT] = 0
+        call.k[0, 0, :UNIT, 0] = 1, part * allowed - 1, 0.5, -0.5
+        stages = call.stages()
+        assert stages.query.keys[0, 0, 0, :, 0].tolist() == pytest.approx([0.75, -0.75], rel=1e-3)
+        stages.query.keys[0, 0, 0] = stages.query.keys[0, 0, 0, ::-1].copy()
+        assert is_ok(call.report(stages), "groups") == ok
+
+
 @pytest.mark.parametrize("stage", ["tail output", "tail output of the first order", "tail lse", "tail lse of no keys"])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_a_tail_that_is_off(stage: str, sign: int) -> None:
