@@ -54,16 +54,19 @@ class Fault:
 
 @dataclass
 class Covering:
-    """By (path, line) the tests that run it, and how long each takes."""
+    """By (path, line) the tests that run it, and the files of tests whose fixtures do, which several may share; and how
+    long each test takes."""
 
     of_line: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    of_fixtures: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def of(self, path: str, line: int, most: float) -> list[str]:
         """Quickest first, up to so many seconds; where it runs when a module is imported, those of all its lines, or of
         a module without others any."""
         found = self.of_line.get((path, line)) or set().union(*(x for at, x in self.of_line.items() if at[0] == path))
-        found = found or set(self.seconds)
+        files = self.of_fixtures.get((path, line), ())
+        found = found | {x for x in self.seconds if x.partition("::")[0] in files} or set(self.seconds)
         chosen: list[str] = []
         total = 0.0
         for test in sorted(found, key=lambda x: (self.seconds[x], x)):
@@ -148,13 +151,15 @@ def with_coverage(folder: Path, arguments: list[str]) -> Covering:
     said = run(folder, [*sources, "--durations=0", "-vvv", "-m", "not slow", *arguments]).stdout
     tests, failed = Covering(), set(re.findall(r"(?m)^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", said))
     for seconds, test in re.findall(r"(?m)^([\d.]+)s \w+ +(\S+::.*)$", said):
-        tests.seconds[test] += float(seconds)
+        if test not in failed:
+            tests.seconds[test] += float(seconds)
     data = CoverageData(str(folder / ".coverage"))
     data.read()
     for file in data.measured_files():
         for line, contexts in data.contexts_by_lineno(file).items():
-            names = {x.rsplit("|", 1)[0] for x in contexts if x} - failed
-            tests.of_line[str(Path(file).relative_to(folder)), line] |= names
+            at = str(Path(file).relative_to(folder)), line
+            tests.of_line[at] |= {x.rsplit("|", 1)[0] for x in contexts if x} - failed
+            tests.of_fixtures[at] |= {x.partition("::")[0] for x in contexts if x.endswith("|setup")}
     print(f"{len(tests.seconds):,} tests; {len(failed)} failed before any fault and are left out", flush=True)
     return tests
 
