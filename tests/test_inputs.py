@@ -301,12 +301,13 @@ def test_diffuse_and_random(maps):
 
 def test_sinks(maps):
     for mass in maps["sinks"]:
-        assert mass[:, :4].sum(1).min() > 0.95
+        others = mass[:, 4:].sum(1)
+        assert others.min() > 1e-4 and others.max() < 0.05  # nearly all mass, but not all
 
 
 def test_stripes(maps):
     for mass in maps["stripes"]:
-        assert np.sort(mass.mean(0))[-(1024 // 64 + 1) :].sum() > 0.95
+        assert 0.95 < np.sort(mass.mean(0))[-(1024 // 64 + 1) :].sum() < 0.9999
         assert mass[:, :4].sum(1).mean() < 0.5  # not only at the start
     first, last = (set(np.argsort(mass.mean(0))[-17:]) for mass in maps["stripes"])
     assert first != last  # another KV head, other keys
