@@ -148,11 +148,14 @@ def with_coverage(folder: Path, arguments: list[str]) -> Covering:
     from coverage import CoverageData
 
     sources = ["--cov=s2o_cupy", "--cov=reference", "--cov-context=test", "--cov-report="]
-    said = run(folder, [*sources, "--durations=0", "-vvv", "-m", "not slow", *arguments]).stdout
+    ran = run(folder, [*sources, "--durations=0", "-vvv", "-m", "not slow", *arguments])
+    said = ran.stdout
     tests, failed = Covering(), set(re.findall(r"(?m)^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", said))
     for seconds, test in re.findall(r"(?m)^([\d.]+)s \w+ +(\S+::.*)$", said):
         if test not in failed:
             tests.seconds[test] += float(seconds)
+    if not tests.seconds:
+        sys.exit(f"no test ran: {ran.stderr or said}")
     data = CoverageData(str(folder / ".coverage"))
     data.read()
     for file in data.measured_files():
