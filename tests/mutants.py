@@ -31,7 +31,7 @@ OTHER = {
     ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift,
     ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-EITHER_WAY = ("min", "max")  # functions whose arguments may be exchanged
+EITHER_WAY = ("min", "max", "minimum", "maximum", "dot", "array_equal")  # arguments of which may be exchanged
 MESSAGES = (ast.Raise, ast.Assert, ast.JoinedStr)  # in which nothing is planted
 LEFT_OUT = (ast.Expr, ast.AugAssign, ast.Break, ast.Continue, ast.Raise)
 
@@ -116,7 +116,7 @@ def faults_of(path: str, text: bytes, lines: set[int]) -> Iterator[Fault]:
             yield fault(node.test, f"(not ({ast.unparse(node.test)}))")
         elif isinstance(node, ast.Call) and len(node.args) > 1 and not isinstance(node.args[0], ast.Starred):
             first, second, *rest = node.args
-            same = ast.unparse(first) == ast.unparse(second) or ast.unparse(node.func) in EITHER_WAY
+            same = ast.unparse(first) == ast.unparse(second) or ast.unparse(node.func).rpartition(".")[2] in EITHER_WAY
             if not same and not isinstance(second, ast.Starred):
                 yield fault(node, changed(node, args=[second, first, *rest]))
         elif isinstance(node, LEFT_OUT) and not isinstance(getattr(node, "value", None), ast.Constant):
