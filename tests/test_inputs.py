@@ -101,6 +101,13 @@ def test_safetensors(tmp_path, given):
     assert_same(inputs.load(tmp_path / "a.safetensors"), given)
 
 
+def test_safetensors_of_integers(tmp_path):
+    of = pytest.importorskip("safetensors.numpy")
+    of.save_file({name: np.zeros((1, 1, 4, 8), np.int32) for name in "qkv"}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"a\.safetensors: q is I32; accepted: .*F32"):
+        inputs.load(tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("form", [dict, tuple])
 def test_torch(tmp_path, given, form):
     save_torch(tmp_path / "a.pt", given, form)

@@ -98,6 +98,12 @@ def test_a_run_of_neighbours_counts_as_one(rng):
     assert mean_and_error(values[:5], run[:5])[1] == pytest.approx(values[:5].std() / 5**0.5)
 
 
+def test_runs_of_two_texts_are_apart(ids):
+    of = cut([Row(ids), Row(ids)], 0)
+    first, second = (set(of.run[of.sequence == n].tolist()) for n in (0, 1))
+    assert len(first) == len(second) == LENGTH // 128 + 1 and not first & second
+
+
 # ---------------------------------------------------------------- what must hold
 
 
