@@ -132,6 +132,18 @@ def test_first_keys_that_are_alike_leave_room_for_others(rng, alike):
     assert first.issuperset(np.argsort(-found[0, 0])[:10])
 
 
+def test_what_rows_of_8_bits_are_scaled_by():
+    """The square of the longest of the first groups, or of a 16th of the centre if that is longer; what overflows
+    float32 counts for nothing."""
+    groups = np.zeros((1, 2, 3, 2, 64), np.float32)
+    groups[0, 0, 1, 1, :2] = 3, 4
+    groups[0, 1, 2, 0, 5] = 1e30
+    for centre, expected in ((0, [25, 0]), (16 * 4, [25, 16]), (16 * 6, [36, 36]), (1e30, [25, 0])):
+        of_heads = np.zeros((1, 2, 1, 1, 64), np.float32)
+        of_heads[..., 7] = centre
+        np.testing.assert_array_equal(longest_of_keys(groups, of_heads), [expected])
+
+
 @pytest.mark.parametrize(("head_dim", "width", "clusters"), [(64, 64, 2), (72, 128, 4), (128, 128, 8)])
 def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clusters):
     """Of each four elements two, by thread and register, and behind them which two: raw_kernels/selection/unit_tile.cuh
