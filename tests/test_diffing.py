@@ -251,6 +251,15 @@ def test_cases_for_a_gpu_agree(name: str) -> None:
     assert report.ok, report.table()
 
 
+def test_nothing_is_compared_where_nothing_is_ordered() -> None:
+    """One segment and its window are all keys."""
+    stages, problem = make(replace(CONFIGS["paper"], segment=256, window=30))
+    report = compare(stages, *problem)
+    assert report.ok and "nothing to compare" in report.table()
+    rows = [row for row in report.rows if row.stage in ("key scores", "key order")]
+    assert [(row.compared, row.different, row.worst) for row in rows] == [(0, 0, 0), (0, 0, 0)]
+
+
 def test_a_negative_scale_agrees() -> None:
     stages, problem = make(CONFIGS["paper"], scale=-0.3)
     assert compare(stages, *problem).ok
