@@ -31,7 +31,7 @@ OTHER = {
     ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift,
     ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-EITHER_WAY = ("min", "max")  # functions whose arguments may be exchanged
+EITHER_WAY = ("min", "max", "minimum", "maximum", "dot", "array_equal")  # arguments of which may be exchanged
 MESSAGES = (ast.Raise, ast.Assert, ast.JoinedStr)  # in which nothing is planted
 LEFT_OUT = (ast.Expr, ast.AugAssign, ast.Break, ast.Continue, ast.Raise)
 
@@ -54,14 +54,19 @@ class Fault:
 
 @dataclass
 class Covering:
-    """By (path, line) the tests that run it, and how long each takes."""
+    """By (path, line) the tests that run it, and the files of tests whose fixtures do, which several may share; and how
+    long each test takes."""
 
     of_line: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    of_fixtures: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def of(self, path: str, line: int, most: float) -> list[str]:
-        """Quickest first, up to so many seconds; where it runs when a module is imported, those of all its lines."""
+        """Quickest first, up to so many seconds; where it runs when a module is imported, those of all its lines, or of
+        a module without others any."""
         found = self.of_line.get((path, line)) or set().union(*(x for at, x in self.of_line.items() if at[0] == path))
+        files = self.of_fixtures.get((path, line), ())
+        found = found | {x for x in self.seconds if x.partition("::")[0] in files} or set(self.seconds)
         chosen: list[str] = []
         total = 0.0
         for test in sorted(found, key=lambda x: (self.seconds[x], x)):
@@ -111,7 +116,7 @@ def faults_of(path: str, text: bytes, lines: set[int]) -> Iterator[Fault]:
             yield fault(node.test, f"(not ({ast.unparse(node.test)}))")
         elif isinstance(node, ast.Call) and len(node.args) > 1 and not isinstance(node.args[0], ast.Starred):
             first, second, *rest = node.args
-            same = ast.unparse(first) == ast.unparse(second) or ast.unparse(node.func) in EITHER_WAY
+            same = ast.unparse(first) == ast.unparse(second) or ast.unparse(node.func).rpartition(".")[2] in EITHER_WAY
             if not same and not isinstance(second, ast.Starred):
                 yield fault(node, changed(node, args=[second, first, *rest]))
         elif isinstance(node, LEFT_OUT) and not isinstance(getattr(node, "value", None), ast.Constant):
@@ -143,16 +148,21 @@ def with_coverage(folder: Path, arguments: list[str]) -> Covering:
     from coverage import CoverageData
 
     sources = ["--cov=s2o_cupy", "--cov=reference", "--cov-context=test", "--cov-report="]
-    said = run(folder, [*sources, "--durations=0", "-vvv", "-m", "not slow", *arguments]).stdout
+    ran = run(folder, [*sources, "--durations=0", "-vvv", "-m", "not slow", *arguments])
+    said = ran.stdout
     tests, failed = Covering(), set(re.findall(r"(?m)^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", said))
     for seconds, test in re.findall(r"(?m)^([\d.]+)s \w+ +(\S+::.*)$", said):
-        tests.seconds[test] += float(seconds)
+        if test not in failed:
+            tests.seconds[test] += float(seconds)
+    if not tests.seconds:
+        sys.exit(f"no test ran: {ran.stderr or said}")
     data = CoverageData(str(folder / ".coverage"))
     data.read()
     for file in data.measured_files():
         for line, contexts in data.contexts_by_lineno(file).items():
-            names = {x.rsplit("|", 1)[0] for x in contexts if x} - failed
-            tests.of_line[str(Path(file).relative_to(folder)), line] |= names
+            at = str(Path(file).relative_to(folder)), line
+            tests.of_line[at] |= {x.rsplit("|", 1)[0] for x in contexts if x} - failed
+            tests.of_fixtures[at] |= {x.partition("::")[0] for x in contexts if x.endswith("|setup")}
     print(f"{len(tests.seconds):,} tests; {len(failed)} failed before any fault and are left out", flush=True)
     return tests
 

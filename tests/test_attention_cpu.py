@@ -168,10 +168,13 @@ def test_no_query_but_keys(device, qkv, config):
 
 
 def test_no_key(device, config):
-    """Without causality queries may find no key at all: o is 0, lse is -inf."""
+    """Without causality queries may find no key at all: o is 0, lse is -inf, and no tile is visited."""
     q, k = device.array(np.ones((1, 2, 5, 64))), device.array(np.ones((1, 1, 0, 64)))
     out = device.poisoned((1, 2, 5, 64))
-    o, lse = s2o_attention(q, k, k, out=out, config=config, is_causal=False, return_lse=True)
+    o, lse, stats = s2o_attention(
+        q, k, k, out=out, config=config, is_causal=False, return_lse=True, return_stats=True
+    )
+    assert stats.visited.size > 0 and not device.host(stats.visited).any()
     assert (device.host(o) == 0).all()
     assert np.isneginf(device.host(lse)).all()
 

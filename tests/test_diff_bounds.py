@@ -173,12 +173,18 @@ def test_a_tile_that_stops_elsewhere(common: float, sign: int) -> None:
         assert is_ok(call.report(stages), "stop") == ok
 
 
-def test_queries_in_the_wrong_order() -> None:
-    """Neighbours whose scores differ by what is cut off: 2^-10 of them."""
+@pytest.mark.parametrize("cancels", [False, True])
+def test_queries_in_the_wrong_order(cancels: bool) -> None:
+    """Neighbours whose scores differ by what is cut off, 2^-10 of them; or, where large products cancel in a score, by
+    the rounding of its sum and of the mean of keys in it."""
     call = Call(CONFIGS["mean"])
-    guide = call.k[0, 0, :SEGMENT].mean(axis=0)
+    call.k[0, 0, :SEGMENT:2, 0], call.k[0, 0, 1:SEGMENT:2, 0] = COMMON, -COMMON
+    guide, size = call.k[0, 0, :SEGMENT].mean(axis=0), np.abs(call.k[0, 0, :SEGMENT]).mean(axis=0)
+    query = 100 * guide
+    query[0] = 1000 * cancels
+    allowed = 2.0**-10 * query @ guide + 2 * (HEAD_DIM + SEGMENT + 2) * U32 * np.abs(query) @ size
     for part, ok in ((0.5, True), (2, False)):
-        call.q[0, 1, [ROW, ROW + 1]] = 100 * guide, 100 * guide * (1 + part * 2.0**-10)
+        call.q[0, 1, [ROW, ROW + 1]] = query, query + part * allowed / (guide @ guide) * guide
         stages = call.stages()
         order = stages.q_order[0, 1, 2].tolist()
         first = [ROW - 2 * SEGMENT, ROW + 1 - 2 * SEGMENT]
@@ -201,11 +207,25 @@ def test_an_outlier_that_is_too_near() -> None:
         assert is_ok(call.report(stages), "outliers") == ok
 
 
-@pytest.mark.parametrize("stage", ["tail output", "tail output of the first order", "tail lse"])
+def test_a_unit_that_may_be_parted_either_way() -> None:
+    """Two of its keys are nearly as far from the mean, and the group of the further one comes first. Squared distances
+    are sums of head_dim products, from a mean that is off by a sum of the unit's keys."""
+    allowed = 4 * (HEAD_DIM + 8 + np.sqrt(HEAD_DIM) * (UNIT + 2)) * U32
+    for part, ok in ((0.5, True), (2, False)):
+        call = Call(replace(CONFIGS["query"], clusters=2))
+        call.k[0, 0, :UNIT] = 0
+        call.k[0, 0, :UNIT, 0] = 1, part * allowed - 1, 0.5, -0.5
+        stages = call.stages()
+        assert stages.query.keys[0, 0, 0, :, 0].tolist() == pytest.approx([0.75, -0.75], rel=1e-3)
+        stages.query.keys[0, 0, 0] = stages.query.keys[0, 0, 0, ::-1].copy()
+        assert is_ok(call.report(stages), "groups") == ok
+
+
+@pytest.mark.parametrize("stage", ["tail output", "tail output of the first order", "tail lse", "tail lse of no keys"])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_a_tail_that_is_off(stage: str, sign: int) -> None:
     """Small scores are weights near 1: 2^-18 of exp2 and a few sums in the lse, the output rounded once. What values
-    change by with scores is of bfloat16: its covariances, and queries."""
+    change by with scores is of bfloat16: its covariances, and queries. A row without a tail keeps its lse."""
     for part, ok in ((0, True), (0.5, True), (2, False)):
         call = Call(replace(CONFIGS["mean"], tau=1000.0, tail="first_order"))
         if "order" in stage:
@@ -224,6 +244,8 @@ def test_a_tail_that_is_off(stage: str, sign: int) -> None:
             o[d] += sign * part * (U * abs(o[d]) + 2.0**-24)
         elif stage == "tail lse":
             lse[ROW] += sign * part * (share * 6 * 2.0**-18 + 2.0**-18)
+        elif stage == "tail lse of no keys":
+            lse[0] += sign * part * 2.0**-18
         else:
             leading = moment_keys(call.problem.geometry(call.config).moment_group(2))
             both = np.cov(call.v[0, 0, :leading].T, call.k[0, 0, :leading].T, bias=True)

@@ -18,8 +18,15 @@ from gpu_cases import CASES
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, ordering, s2o
-from s2o_cupy.spec import KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
-from s2o_cupy.tools.diff_query_weights import QueryStages, as_e4m3, half_exponent, keep_two, longest_of_keys
+from s2o_cupy.spec import BLOCK_UNITS, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
+from s2o_cupy.tools.diff_query_weights import (
+    QueryStages,
+    as_e4m3,
+    capture,
+    half_exponent,
+    keep_two,
+    longest_of_keys,
+)
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
@@ -125,6 +132,54 @@ def test_first_keys_that_are_alike_leave_room_for_others(rng, alike):
     assert first.issuperset(np.argsort(-found[0, 0])[:10])
 
 
+def test_what_rows_of_8_bits_are_scaled_by():
+    """The square of the longest of the first groups, or of a 16th of the centre if that is longer; what overflows
+    float32 counts for nothing."""
+    groups = np.zeros((1, 2, 3, 2, 64), np.float32)
+    groups[0, 0, 1, 1, :2] = 3, 4
+    groups[0, 1, 2, 0, 5] = 1e30
+    for centre, expected in ((0, [25, 0]), (16 * 4, [25, 16]), (16 * 6, [36, 36]), (1e30, [25, 0])):
+        of_heads = np.zeros((1, 2, 1, 1, 64), np.float32)
+        of_heads[..., 7] = centre
+        np.testing.assert_array_equal(longest_of_keys(groups, of_heads), [expected])
+
+
+@pytest.mark.parametrize(("head_dim", "width", "clusters"), [(64, 64, 2), (72, 128, 4), (128, 128, 8)])
+def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clusters):
+    """Of each four elements two, by thread and register, and behind them which two: raw_kernels/selection/unit_tile.cuh
+    says where."""
+    config = S2OConfig(rank="query", segment=256, unit=8, clusters=clusters)
+    problem = Problem(1, 2, 2, 1100, 1100, head_dim, "float16", True, 0.1)
+    units, parts = problem.geometry(config).units, width // 64
+    kept = rng.uniform(1, 2, (2, units, clusters, width // 8, 2, 2)).astype(ml_dtypes.float8_e4m3fn)
+    pairs = np.array([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])[rng.integers(6, size=kept.shape[:-1])]
+    expected = np.zeros((*kept.shape[:-1], 4), np.float32)
+    np.put_along_axis(expected, pairs, kept.astype(np.float32), axis=-1)
+
+    head, unit, cluster, eighth = np.ogrid[:2, :units, :clusters, : width // 8]
+    of_warp = 16 // clusters  # units in a tile
+    tile = unit // 128 * 2 * clusters + unit % 32 // of_warp
+    row = unit % 128 // 32 * 16 + cluster % 2 * 8 + unit % of_warp * (clusters // 2) + cluster // 2
+    thread = row // 16 * parts * 32 + eighth // 8 * 32 + row % 8 * 4 + eighth % 4
+    bytes_at = thread * 16 + eighth % 8 // 4 * 8 + row % 16 // 8 * 4
+    thread = row // 16 * 32 + row % 8 * 4 + eighth % 8 // 4 * 2 + row % 16 // 8
+    choices_at = 32 * width + (thread * parts + eighth // 8) * 4 + eighth % 4
+    tiles = np.full((2, 2 * 2 * clusters, 40 * width), 255, np.uint8)
+    for i, byte in enumerate(np.moveaxis(kept.reshape(*kept.shape[:-2], 4), -1, 0)):
+        tiles[head, tile, bytes_at + i] = byte.view(np.uint8)
+    tiles[head, tile, choices_at] = (pairs * [1, 4]).sum(-1) @ [1, 16]
+
+    host = {
+        "block_keys": rng.standard_normal((2, 1 + units // BLOCK_UNITS, width)).astype(np.float16).view(np.uint16),
+        "unit_rows": tiles,
+        "key_exponents": np.array([3, -4], np.int32),
+    }
+    stages = capture(None, "unit_rows", host.__getitem__, host, np.float16, problem, config)
+    np.testing.assert_array_equal(stages.rows[0], expected.reshape(2, units, clusters, width)[..., :head_dim])
+    np.testing.assert_array_equal(stages.exponents, [[3, -4]])
+    np.testing.assert_array_equal(stages.blocks[0], host["block_keys"].view(np.float16)[..., :head_dim])
+
+
 def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:
     """What products of 8 bits make of segment ``n``'s units."""
     (first, end), units = geometry.queries(n), ordering.ranked_units(n, geometry)
@@ -194,6 +249,15 @@ def test_cases_for_a_gpu_agree(name: str) -> None:
     arrays, problem, config = case.arrays(), case.problem(), replace(case.config("portable"), tail="none")
     report = compare(stand_in(*arrays, problem, config), *arrays, problem, config)
     assert report.ok, report.table()
+
+
+def test_nothing_is_compared_where_nothing_is_ordered() -> None:
+    """One segment and its window are all keys."""
+    stages, problem = make(replace(CONFIGS["paper"], segment=256, window=30))
+    report = compare(stages, *problem)
+    assert report.ok and "nothing to compare" in report.table()
+    rows = [row for row in report.rows if row.stage in ("key scores", "key order")]
+    assert [(row.compared, row.different, row.worst) for row in rows] == [(0, 0, 0), (0, 0, 0)]
 
 
 def test_a_negative_scale_agrees() -> None:

@@ -44,6 +44,7 @@ def test_sums_are_those_of_all_pairs(queries):
         total = EarlierKeys()
         for view in segment_maps(q, k, v, CONFIG, visited, head=head, scale=1 / math.sqrt(128)):
             assert view.first == 300 - queries + 64 * view.segment
+            assert view.visited.shape == view.mass.shape and view.visited.sum() == EarlierKeys.of(view).computed_pairs
             total = total.with_more(EarlierKeys.of(view))
         expected = pair_by_pair(q, k, v, CONFIG, head)
         assert total[:3] == expected[:3] and 0 < expected[2] < expected[1]
@@ -72,6 +73,13 @@ def test_nothing_before_the_first_segment():
     assert EarlierKeys.of(view).to_dict() == {
         "earlier_mass": 0.0, "earlier_pairs_computed": 1.0, "earlier_mass_left_out": 0.0,
     }  # fmt: skip
+
+
+def test_shares_of_mass_that_is_not_finite_or_rounds_up():
+    """NaN is not hidden, and never more mass is computed than there is."""
+    for computed, left_out in ((math.nan, math.nan), (0.5 + 1e-9, 0.0), (0.25, 0.5)):
+        found = EarlierKeys(queries=1, pairs=2, computed_pairs=1, mass=0.5, computed_mass=computed).to_dict()
+        assert found["earlier_mass_left_out"] == pytest.approx(left_out, nan_ok=True)
 
 
 def test_the_recorded_prompt():

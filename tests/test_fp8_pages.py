@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from conftest import SMALL, SMALL_HOPPER, Device, has_gpu, has_hopper
 from packs import bits, starts
 from pages import paged, random_table
+from pretended import pretend_gpu
 from ragged_pages import in_pages
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged
@@ -293,10 +295,13 @@ def test_rows_that_the_gpu_does_not_take(head_dim):
 
 
 def test_more_keys_than_a_launch_reads():
+    """Into 64 GiB."""
     problem = replace(PROBLEM, seqlen_k=2**26, kv_heads=8, heads=8)
     with pytest.raises(ValueError, match="seqlen_k is 67108864 with batch 1, .* of an fp8 cache; acc") as caught:
         check_fp8_keys(problem)
     most = int(re.findall(r"accepted: up to (\d+)", str(caught.value))[0])
+    keys_and_values = 2 * 8 * most * problem.head_dim * 2  # bytes
+    assert 0.999 * 2**36 < keys_and_values <= 2**36
     check_fp8_keys(replace(problem, seqlen_k=most))
     with pytest.raises(ValueError, match=f"accepted: up to {most},"):
         check_fp8_keys(replace(problem, seqlen_k=most + 1))
@@ -330,6 +335,25 @@ def test_one_kernel_comes_before_the_others(capability, dense):
 
 
 PAGING = Paging(0, 0, 16, 2000, (Scale(3.0), Scale(stride=1)))
+
+
+def test_scales_reach_the_gpu(qkv, monkeypatch):
+    """Numbers as they are, arrays by where they lie."""
+    given = []
+
+    def run(call, config, **rest):
+        given.append(call.paging)
+        return types.SimpleNamespace(path="portable", path_reason=None, graphs="off")
+
+    pretend_gpu(monkeypatch, run=run)
+    q, k, v = qkv(20, 32, batch=2, heads=4, kv_heads=2)
+    k_pages, v_pages = (quantized(x, 1.0).reshape(4, 16, 2, 64) for x in (k, v))
+    table, of_heads = np.arange(4, dtype=np.int32).reshape(2, 2), np.array([0.5, 2.0], np.float32)
+    for k_scale, v_scale, stride in ((3.0, of_heads, 1), (3.0, of_heads[:1], 0)):
+        s2o_attention_paged(
+            q.astype(np.float16), k_pages, v_pages, table, seqlen_k=32, k_scale=k_scale, v_scale=v_scale
+        )
+        assert given.pop().scales == (Scale(3.0), Scale(pointer=of_heads.ctypes.data, stride=stride))
 
 
 def test_a_layout_does_not_know_addresses():

@@ -101,6 +101,13 @@ def test_safetensors(tmp_path, given):
     assert_same(inputs.load(tmp_path / "a.safetensors"), given)
 
 
+def test_safetensors_of_integers(tmp_path):
+    of = pytest.importorskip("safetensors.numpy")
+    of.save_file({name: np.zeros((1, 1, 4, 8), np.int32) for name in "qkv"}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"a\.safetensors: q is I32; accepted: .*F32"):
+        inputs.load(tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("form", [dict, tuple])
 def test_torch(tmp_path, given, form):
     save_torch(tmp_path / "a.pt", given, form)
@@ -301,12 +308,13 @@ def test_diffuse_and_random(maps):
 
 def test_sinks(maps):
     for mass in maps["sinks"]:
-        assert mass[:, :4].sum(1).min() > 0.95
+        others = mass[:, 4:].sum(1)
+        assert others.min() > 1e-4 and others.max() < 0.05  # nearly all mass, but not all
 
 
 def test_stripes(maps):
     for mass in maps["stripes"]:
-        assert np.sort(mass.mean(0))[-(1024 // 64 + 1) :].sum() > 0.95
+        assert 0.95 < np.sort(mass.mean(0))[-(1024 // 64 + 1) :].sum() < 0.9999
         assert mass[:, :4].sum(1).mean() < 0.5  # not only at the start
     first, last = (set(np.argsort(mass.mean(0))[-17:]) for mass in maps["stripes"])
     assert first != last  # another KV head, other keys

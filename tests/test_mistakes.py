@@ -190,6 +190,13 @@ MISTAKES = {
     "fewer than no keys": (
         lambda: S2OConfig().tau_of(-5), "S2OConfig.tau_of: candidates is -5; accepted: an integer >= 0",
     ),
+    "errors where a tau is asked for": (
+        lambda: S2OConfig(tau=0.1).errors(4),
+        "S2OConfig: error is None; accepted here: an error, whose taus a call finds",
+    ),
+    "a tile that no path takes": (
+        lambda: S2OConfig(block_n=1025), "S2OConfig: block_n is 1025; accepted: an integer from 1 to 1024",
+    ),
     "no taus": (
         lambda: S2OConfig().with_found_taus(None),
         "S2OConfig.with_found_taus: taus is None; accepted: a number, or one for each query head",

@@ -435,6 +435,10 @@ def test_the_commands(folder, capsys, monkeypatch):
     for message, arguments in (
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
         ("s2o report: ", ["report", str(folder / "none"), where[1]]),
+        # Before a model is looked for.
+        ("report: the picture is 'a.txt'; accepted", ["report", str(folder / "none"), where[1], "--plot", "a.txt"]),
+        ("tune-model: the picture is 'a.txt'; accepted",
+         ["tune-model", str(folder / "none"), where[1], "--loss", "1", "--plot", "a.txt"]),
         ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
         ("no such file; accepted: a file that tune_model", ["report", *where, "--settings", "none.json"]),
         ("--settings and --tau, --unit came together; accepted: --settings, or options of S2O",

@@ -87,6 +87,7 @@ def test_what_predictions_are_of(ids):
     near = np.tile(ids[:300], 10)
     assert not cut([Row(near)], 0.25).copied.any() and cut([Row(near)], 0.25).repeated.sum() == len(near) - 308
     assert (far_copies(near, distance=300)).sum() == 0
+    assert cut([Row(np.full(1000, 7))], 0.25).repeated.sum() == 1000 - 9  # one token again and again
 
 
 def test_a_run_of_neighbours_counts_as_one(rng):
@@ -95,6 +96,12 @@ def test_a_run_of_neighbours_counts_as_one(rng):
     assert mean == pytest.approx(values.mean())
     assert error == pytest.approx(values[::128].std(ddof=1) / 200**0.5)
     assert mean_and_error(values[:5], run[:5])[1] == pytest.approx(values[:5].std() / 5**0.5)
+
+
+def test_runs_of_two_texts_are_apart(ids):
+    of = cut([Row(ids), Row(ids)], 0)
+    first, second = (set(of.run[of.sequence == n].tolist()) for n in (0, 1))
+    assert len(first) == len(second) == LENGTH // 128 + 1 and not first & second
 
 
 # ---------------------------------------------------------------- what must hold
@@ -159,6 +166,9 @@ def test_copied_tokens_decide(ids):
     chosen, _ = judge(of, lost, 0.005)
     assert not chosen.holds and chosen.tightest.name == "copied" and chosen.tightest.tokens == 192
     assert judge(of, lost._replace(loss=0.9 * lost.loss), 0.005)[0].holds
+    uneven = np.where(of.place // 128 % 2, 0.03, 0.02) * of.copied
+    mean, error = mean_and_error(uneven[of.copied], of.run[of.copied])
+    assert bounds(judge(of, lost._replace(loss=uneven), 0.005)[0])["copied"].value == pytest.approx(mean - 2 * error)
     few = cut([Row(np.where(np.arange(LENGTH) < 3030, ids, np.arange(LENGTH) + 200_000))], 0)  # 22 copies
     assert "copied" not in bounds(judge(few, nothing(few), 0.005)[0])
 

@@ -40,9 +40,16 @@ def test_faults_of_a_text():
 
 
 def test_tests_of_a_line():
-    """The quickest first, up to some seconds; for a line that no test runs, those of the file."""
+    """The quickest first, up to some seconds; for a line that no test runs, those of the file, or all."""
     tests = Covering({("a.py", 1): {"slow", "quick"}, ("a.py", 2): {"other"}, ("b.py", 1): {"far"}})
     tests.seconds.update(slow=5.0, quick=1.0, other=2.0)
     assert tests.of("a.py", 1, 60) == ["quick", "slow"] and tests.of("a.py", 1, 5) == ["quick"]
     assert tests.of("a.py", 1, 0.5) == ["quick"] and tests.of("a.py", 7, 4) == ["quick", "other"]
-    assert tests.of("c.py", 1, 60) == []
+    assert tests.of("c.py", 1, 60) == ["quick", "other", "slow"]
+
+
+def test_fixtures_that_tests_share():
+    """What runs in a fixture is tested by every test of its file."""
+    tests = Covering({("a.py", 1): {"t.py::first"}, ("a.py", 2): {"t.py::first"}}, {("a.py", 1): {"t.py"}})
+    tests.seconds.update({"t.py::first": 1.0, "t.py::next": 2.0, "u.py::other": 1.0})
+    assert tests.of("a.py", 1, 60) == ["t.py::first", "t.py::next"] and tests.of("a.py", 2, 60) == ["t.py::first"]

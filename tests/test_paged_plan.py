@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.arrays.operand import Operand, Paging
+from s2o_cupy.arrays.operand import Layout, Operand, Paging, Scale
 from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launch_plan import COLLECT_ROWS
 from s2o_cupy.plan.launches import launches, workspace
@@ -208,6 +208,21 @@ def test_dense_calls_collect_small_pages(page_size, changes, of_config, collects
 )
 def test_how_far_apart_rows_of_a_cache_may_be(shape, strides, compact):
     assert Operand(0, shape, strides).is_compact_cache() is compact
+
+
+@pytest.mark.parametrize(
+    ("paging", "compact"),
+    [
+        (None, True),
+        (Paging(0, 0, 1024, 2), False),
+        (Paging(0, 0, 1024, 2, (Scale(1.0), Scale(1.0))), True),  # of 8 bits: read into arrays first
+    ],
+)
+def test_sequences_may_be_further_apart_than_pages(paging, compact):
+    problem = replace(PROBLEM, batch=2, seqlen_q=1024, seqlen_k=1024)
+    of_q, of_k = (2**20, 2**17, 128), (2**35, 2**17, 128)  # 64 GiB
+    layout = Layout((of_q, of_k, of_k, of_q), True, paging)
+    assert layout.is_compact(layout.operands(problem)) is compact
 
 
 def test_names_of_kernels():

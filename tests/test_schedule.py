@@ -36,6 +36,7 @@ def test_a_mask_lists_its_blocks_but_for_those_of_the_dense_part(data):
         sinks=sinks, window=window, is_causal=is_causal,
     )  # fmt: skip
     schedule.check()
+    assert schedule.is_sorted
     assert schedule.entries.dtype == schedule.keys.dtype == np.int32 and schedule.begins.dtype == np.int64
     for b, h, r in np.ndindex(shape[:3]):
         low, limit, after = tile_limits(schedule.form, r)
@@ -133,7 +134,7 @@ def tokens(*lists, counts=None, **rules):
         (lambda: tokens([], [7, 128], segment=128), r"list \[0, 0, 1\] .* has key 128, which the dense part holds; "
                                                     r"accepted: keys before 128"),
         (lambda: tokens([], [7, 120], segment=128, window=10), r"has key 120, which the dense part holds"),
-        (lambda: tokens([], [7, 120], segment=128, sinks=8), r"has key 7, one of the 8 sinks"),
+        (lambda: tokens([], [7, 120], segment=128, sinks=8), r"has key 7, one of the 8 sinks; accepted: keys from 8"),
         (lambda: tokens([], [0, 200], segment=128, is_causal=False),
          r"has key 200, which the dense part holds; accepted: keys before 128 or from 256 on"),
         (lambda: tokens([0], [130], per_segment=True, segment=128),
@@ -142,6 +143,8 @@ def tokens(*lists, counts=None, **rules):
          r"list \[0, 0, 1\] .* has key 252, which is in the future"),
         (lambda: tokens([], [3], segment=128, k_order=np.array([[[*range(255), 0]]])),
          r"k_order\[0, 0\] holds 0 out of range or twice; accepted: a permutation of 0 to 255"),
+        (lambda: tokens([], [3], segment=128, k_order=np.arange(1, 257)[None, None]),
+         r"k_order\[0, 0\] holds 256 out of range or twice"),
         (lambda: Schedule.from_padded(np.array([[[[3, 0]]]]), np.array([[[2]]]), seqlen_q=100, seqlen_k=200, unit=64,
                                       is_causal=False),
          r"has the short unit 3 as its entry 0 of 2; accepted: it stands last"),

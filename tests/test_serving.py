@@ -187,6 +187,7 @@ def test_runs_cover_a_batch(requests):
         ([1, 8189, 1], 8192, 1, None),
         ([5000, 3192], 8192, 1, None),  # one of them may, and nobody knows which
         ([1] * 8, 8, 1, None),
+        ([2], 2, 1, 0),
         ([200], None, 1, None),
         ([200], -1, 1, None),  # SGLang's word for no chunks
     ],

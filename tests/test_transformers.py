@@ -164,6 +164,20 @@ def test_chunks_that_s2o_does_not_take(model, ids, logits, kind):
     assert s2o.calls == {"short": 9}
 
 
+def test_fewer_queries_than_keys(qkv):
+    """Without a mask they are the first tokens, as sdpa reads such a call; a mask says which keys each of them sees."""
+    q, k, v = (torch.from_numpy(x) for x in qkv(150, 200, heads=4, kv_heads=2))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    s2o = register(config=DENSE, min_seqlen=100)
+    seen = torch.ones(1, 1, 150, 200, dtype=torch.bool).tril(50)
+    for mask, reason in ((None, "s2o"), (seen, "mask")):
+        s2o.calls.clear()
+        expected = integration.sdpa_attention_forward(module, q, k, v, mask)[0]
+        assert_close(s2o(module, q, k, v, mask)[0], expected)
+        assert s2o.calls == {reason: 1}
+
+
 # ---------------------------------------------------------------- what sdpa does instead
 
 

@@ -192,12 +192,12 @@ def test_settings_are_read_as_written(layers, tmp_path):
     found = tune_layers(layers, error=0.3, by="head", **options())
     found.save(tmp_path / "tuned.json")
     assert read_settings(tmp_path / "tuned.json") == (found.config, found.per_layer, None)
-    per_layer = {3: None, (1, 2): S2OConfig(tau=0.1), 1: S2OConfig(rank="mean"), (1, 10): S2OConfig(tau=0)}
+    per_layer = {3: None, (1, 0): S2OConfig(tau=0.1), 1: S2OConfig(rank="mean"), (1, 10): S2OConfig(tau=0)}
     base = S2OConfig(tau=0.3)
     plain = {"config": plain_config(base), "per_layer": plain_per_layer(base, per_layer)}
     (tmp_path / "a.json").write_text(json.dumps(plain))
     assert read_settings(tmp_path / "a.json") == (base, per_layer, None)
-    assert list(plain["per_layer"]) == ["1", "1.2", "1.10", "3"] and plain["per_layer"]["1.2"] == {"tau": 0.1}
+    assert list(plain["per_layer"]) == ["1", "1.0", "1.10", "3"] and plain["per_layer"]["1.0"] == {"tau": 0.1}
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -270,13 +270,10 @@ def _compare_scales(
     rows.integers("8-bit scales", np.where(wrong, np.inf, 0.0), int(wrong.sum()))
 
 
-def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geometry: Geometry, scale: float,
-                      sign: float) -> tuple[Array, Array]:  # fmt: skip
+def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geometry: Geometry,
+                      scale: float) -> tuple[Array, Array]:  # fmt: skip
     """Scores of segment ``n``'s units [B, H, W] given the GPU's groups and norms, and what theirs may be off by:
-    infinite where a sum may be more than float16 holds.
-
-    q is that of a positive scale, ``sign`` times the caller's.
-    """
+    infinite where a sum may be more than float16 holds. q is that of a positive scale."""
     from ..reference import ordering
 
     shares = np.exp2(got.shares.astype(np.float64))
@@ -291,8 +288,8 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
         bound = 2 * reach * (problem.head_dim + 8) * UNIT32 + (largest_norm + 8) * 4 * UNIT32
         return want, bound + np.abs(want) * (UNIT16 + UNIT32) + 2.0**-25
     scales = got.scales[:, :, n]  # [B, H, 2]
-    factor = (sign * np.abs(scales[..., 0])).astype(np.float32)
-    rounded = as_e4m3((sign * q[:, :, first:end]).astype(np.float32) * factor[..., None, None]).astype(np.float64)
+    factor = np.abs(scales[..., 0]).astype(np.float32)
+    rounded = as_e4m3(q[:, :, first:end].astype(np.float32) * factor[..., None, None]).astype(np.float64)
     back = 1 / scales[..., 1].astype(np.float64)  # [B, H]
     in_place = np.zeros(q.shape)
     in_place[:, :, first:end] = rounded * back[..., None, None]

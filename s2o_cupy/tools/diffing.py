@@ -195,8 +195,7 @@ def compare(
             if (query := stages.query) is None:  # no segment has a whole unit to score
                 worst_part.append(np.zeros(stages.scores[n].shape))
                 continue
-            sign = -1.0 if problem.scale < 0 else 1.0
-            want, bound = by_query.scores_and_bounds(query, q, n, problem, geometry, scale, sign)
+            want, bound = by_query.scores_and_bounds(query, q, n, problem, geometry, scale)
             worst_part.append(_parts(stages.scores[n], want, bound))
             not_compared += int(np.isinf(bound).sum())
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -119,10 +120,10 @@ def draw_methods(
 
     with plt.rc_context(_STYLE):
         figure, axis = plt.subplots(figsize=(7.5, 5), layout="constrained")
-        for i, (name, points) in enumerate(methods.items()):
+        for marker, (name, points) in zip(itertools.cycle("osD^vP*X"), methods.items(), strict=False):
             shown = [(x, y if linear_to else max(y, SMALLEST_ERROR), settings) for x, y, settings in sorted(points)]
             at = [x for x, _, _ in shown], [y for _, y, _ in shown]
-            axis.plot(*at, "-", marker="osD^vP*X"[i % 8], ms=6, lw=1, label=name)
+            axis.plot(*at, "-", marker=marker, ms=6, lw=1, label=name)
             for x, y, settings in shown:
                 axis.annotate(
                     settings, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=7.5, color="#444444"
