@@ -134,6 +134,7 @@ def test_options_that_are_not_given_follow_those_that_are(command):
     [
         ([], "required: command"),
         (["nonsense"], "invalid choice"),
+        (["dmo"], "; did you mean demo?"),
         (["demo", "nowhere"], "nowhere: neither a file nor a built-in input (trace, retrieval, random"),
         (["demo", "nowhere.npz"], "nowhere.npz: neither a file nor"),
         (["demo", "folder/nowhere.npz"], "folder/nowhere.npz: no such file"),
@@ -150,7 +151,8 @@ def test_options_that_are_not_given_follow_those_that_are(command):
         (["info", "trace"], "trace is not accepted; accepted: --help"),
         (["demo", "--length", "9999"], "length is 9999; accepted: at most 2816"),
         (["demo", "setup.cfg", "--heads", "3"], "--heads is 3; accepted only with a built-in input"),
-        (["compile", "--arch", "fermi"], "fermi"),
+        (["compile", "--arch", "fermi"], "--arch has 'fermi'; accepted: names such as sm_90a, of"),
+        (["compile", "--arch", "90"], "--arch has '90'; accepted: names such as sm_90a, of"),
         (["compile", "--arch", ","], "accepted: names such as sm_90a"),
     ],
 )

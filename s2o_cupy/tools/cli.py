@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,14 +45,16 @@ input:
   q is (batch, heads, seqlen_q, head_dim), k and v (batch, kv_heads, seqlen_k, head_dim);
   batch may be left out.
 """
-
-
 OUT_HELP = "write the settings that were found, as register() and `s2o report --settings` take them, to this JSON file"
+
 
 class _Parser(argparse.ArgumentParser):
     """Whose errors are one line: all options, as usage lists them, would push it out of sight."""
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"argument \S+: invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1) if wrong else []
+        message += "".join(f"; did you mean {name}?" for name in near)
         self.exit(UNABLE, f"{self.prog}: error: {message} ({self.prog} --help lists everything)\n")
 
 
@@ -252,14 +255,12 @@ def _compile(args: argparse.Namespace) -> int:
     from . import compile_ahead
     from .progress import progress
 
+    architectures = [*filter(None, map(str.strip, (args.arch or "").split(",")))]
     if args.arch is None:
-        architectures: Sequence[str] = compiler.local_architectures() or ARCHITECTURES
-    else:
-        architectures = [name.strip() for name in args.arch.split(",") if name.strip()]
+        architectures = [*(compiler.local_architectures() or ARCHITECTURES)]
     for name in architectures:
-        number = "".join(filter(str.isdigit, name))
-        if number and int(number) < OLDEST:
-            raise ValueError(f"--arch has {name!r}; accepted: compute capability 8.0 (sm_80) or newer")
+        if not re.fullmatch(r"sm_\d+[af]?", name) or int(re.sub(r"\D", "", name)) < OLDEST:
+            raise ValueError(f"--arch has {name!r}; accepted: names such as sm_90a, of compute capability 8.0 or newer")
     if not architectures:
         raise ValueError(f"--arch is {args.arch!r}; accepted: names such as sm_90a, separated by commas")
     if args.head_dim is not None and not 1 <= args.head_dim <= spec.MAX_HEAD_DIM:
