@@ -36,7 +36,6 @@ exit status:
   1  done, and something wrong was found: a difference beyond tolerance, NaN or infinities, a spill or a warning
   2  not done: wrong arguments, an unreadable file, or a machine that cannot do it
 """
-
 INPUT_HELP = f"""\
 input:
   a built-in name ({", ".join(inputs.names())}),
