@@ -168,6 +168,10 @@ FIGURES = {
     "video": Figure("benchmarks/video.py", 3),
     # Servers, by their own attention and by S2O.
     "server_vllm": Figure(f"{_SERVER} {_SHAPE_8B} --memory 0.46 --density --start-timeout 150", 6, package="vllm"),
+    "server_vllm_decode": Figure(
+        f"{_SERVER} --model 8b --parts decode --attentions own,s2o,own --lengths 16384 --many 8192 --repeats 24 "
+        "--memory 0.3 --start-timeout 200", 3, package="vllm",
+    ),
     "server_vllm_answers": Figure(f"{_SERVER} {_ANSWERS} --start-timeout 200", 3, package="vllm"),
     "server_sglang": Figure(
         f"{_SERVER} --server sglang {_SHAPE_8B} --memory 0.44 --start-timeout 200", 6, package="sglang"

@@ -10,7 +10,8 @@ SGLang; s2o_cupy is this checkout's, where its entry points are found.
 
 --model: 8b, of Llama-3.1-8B's shape, whose weights the server makes up; retrieval, that of benchmarks/retrieval_model;
 or a folder. Made-up weights give attention that is nearly even, of which S2O visits about 1 / tau key tiles of each
-query tile; --density says how many that is, of the last chunk of each length.
+query tile; --density says how many that is, of the last chunk of each length. --attentions own,s2o,own has one server
+more: what it differs from the first by, two of one kind do.
 
 one: seconds from sending a prompt of random tokens to its first token, after one that warms up: of 1,000 tokens and of
 --lengths, the median of --repeats, and of more where the prompt is short.
@@ -129,7 +130,7 @@ def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str,
 
 def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
     # Its share is of the memory that is free when it starts.
-    share = args.memory / (1 - args.attentions.index(attention) * args.memory)
+    share = args.memory / (1 - (port - args.port) * args.memory)
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--disable-cuda-graph", "--port", str(port),
@@ -150,8 +151,9 @@ class Server:
     """One that has been started, and answers."""
 
     def __init__(self, args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> None:
-        self.args, self.attention, self.port = args, attention, port
-        self.log = MODELS / f"{args.server}_{attention}.log"
+        self.args, self.port = args, port
+        self.attention = attention if attention not in args.attentions[: port - args.port] else f"{attention} again"
+        self.log = MODELS / f"{args.server}_{self.attention.replace(' ', '_')}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if args.server == "sglang" and attention == "s2o":

@@ -48,10 +48,10 @@ FAKE = r"""
 
 
 def free_port() -> int:
-    """The first of two neighbours that are free, and even."""
+    """The first of three neighbours that are free, and even."""
     for port in range(18_000, 19_000, 2):
-        with socket.socket() as one, socket.socket() as two:
-            if one.connect_ex(("127.0.0.1", port)) and two.connect_ex(("127.0.0.1", port + 1)):
+        with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+            if all(x.connect_ex(("127.0.0.1", port + i)) for i, x in enumerate((one, two, three))):
                 return port
     raise AssertionError("no free port")
 
@@ -85,6 +85,14 @@ def test_rows_of_each_part(server, tmp_path):
     assert all(row["speedup"] == 1 for row in rows if row["attention"] == "own")
     assert all(1 <= row["token_ms"] < 20 for row in rows if row["part"] == "decode")  # a thousandth of a second each
     assert all(row["tokens_per_s"] == 56 / row["seconds"] for row in rows if row["part"] == "many")
+
+
+def test_two_servers_of_one_kind(server, tmp_path):
+    """Beside S2O's: each is asked, and named."""
+    three = ("--attentions", "own,s2o,own", "--parts", "decode", "--lengths", 64, "--many", 8, "--repeats", 1)
+    rows = measured(server, tmp_path, "--model", "8b", *three)
+    assert [row["attention"] for row in rows] == ["own", "s2o", "own again"] * 2
+    assert {row["attention"] for row in rows if row["speedup"] == 1} == {"own"}
 
 
 def test_what_a_prefix_cache_has_is_asked_before(server, monkeypatch, tmp_path):
@@ -161,7 +169,7 @@ def test_command_lines(server):
     args = module.parse(["--config", '{"tau": 0.02}', "--lengths", "4096", "--", "--seed", "1"])
     own, s2o = (module.vllm_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
     assert set(s2o) - set(own) == {"--attention-backend", "CUSTOM", "--additional-config", '{"s2o": {"tau": 0.02}}'}
-    own, s2o = (module.sglang_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
+    own, s2o = (module.sglang_command(args, Path("m"), x, args.port + i) for i, x in enumerate(("own", "s2o")))
     assert {"--prefill-attention-backend", "s2o"} < set(s2o) - set(own)
     # Of the memory that the first one leaves the second takes as much.
     shares = [float(x[x.index("--mem-fraction-static") + 1]) for x in (own, s2o)]
