@@ -118,10 +118,6 @@ FIGURES = {
     "speed_portable": Figure(
         f"{_SPEED} {_CALLS} --lengths 32768,131072 --orders query --path portable --error --repeats 6", 2, _OF_CALLS
     ),
-    "quality_trace": Figure(
-        f"{_SPEED} {_CALLS} --lengths 131072 --taus 0.02,0.01,0.008,0.005,0.003 --orders mean,weight --tail none "
-        "--error --repeats 4", 4, _OF_CALLS,
-    ),
     "speed_random_order": Figure(
         f"{_SPEED} --lengths 131072 --random-order 0.05,0.1,0.3 --orders mean --repeats 5", 2
     ),
