@@ -94,6 +94,7 @@ class Case(NamedTuple):
     capability: int
     out: np.ndarray
     memory: np.ndarray
+    asked: list[int]  # bytes
 
     @classmethod
     def make(cls, heads=(4, 2), lengths=(701, 701), config=ROUNDS, capability=90, batch=2, shares=True):
@@ -103,7 +104,7 @@ class Case(NamedTuple):
         x = x._replace(q=np.ascontiguousarray(x.q.swapaxes(1, 2)).swapaxes(1, 2))  # tokens before heads
         problem = Problem(batch, *heads, *lengths, 64, "float16", True, 0.125)
         memory = np.full(1 << 24, 255, np.uint8)  # NaN in all that nobody writes
-        return cls(x, x if shares else near, problem, config, capability, np.zeros_like(x.q), memory)
+        return cls(x, x if shares else near, problem, config, capability, np.zeros_like(x.q), memory, [])
 
     @property
     def plan(self):
@@ -119,6 +120,7 @@ class Case(NamedTuple):
 
     def give(self, nbytes):
         assert nbytes <= self.memory.nbytes
+        self.asked.append(nbytes)
         return self.address, self.memory
 
     def attend(self, observe=None):
@@ -282,7 +284,8 @@ def test_compressed_attention_leaves_each_row_where_it_is_read(install, heads, l
     assert sizes[-1] == max(sizes)  # what takes longest is beside the window
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(spans)))
     plan, x = case.plan, case.x
-    assert all(begin >= case.address + plan.workspace.nbytes for begin, _ in spans)
+    first, (asked,) = case.address + plan.workspace.nbytes, case.asked
+    assert all(first <= begin and end <= case.address + asked for begin, end in spans)
 
     p = cuda.launched(*WEIGHTS)[0].params
     exact, exact_lse = nsa.compressed(
@@ -359,6 +362,24 @@ def test_a_window_that_has_all_blocks_lists_none(install):
     assert near == case.address + case.plan.workspace.places["near_out"].offset
 
 
+@pytest.mark.parametrize("group", range(1, 17))
+def test_numbers_that_kernels_reckon_with(install, group):
+    """As params.cuh has them: n * group_magic >> 16 is n / group, scores are in log2 units, shifts are those of a
+    stride and a block."""
+    config = replace(SMALL, block=128, stride=16, length=32, first=2, local=1, window=300)
+    cuda, case = install(80), Case.make((group, 1), (100, 237), config, 80, batch=1)
+    case.attend()
+    p, n = cuda.launched("nsa_merge_parts")[-1].params, np.arange(4096)
+    np.testing.assert_array_equal(n * int(p["group_magic"]) >> 16, n // group)
+    assert (p["group"], p["heads"], p["kv_heads"], p["compressed"], p["length"]) == (group, group, 1, 13, 32)
+    np.testing.assert_allclose(p["scale_log2"], 0.125 / np.log(2), rtol=1e-6)
+    assert (2 ** p["stride_shift"], 2 ** p["block_shift"], p["blocks"]) == (16, 128, 2)
+    assert (p["top"], p["first"], p["local"], p["apart"], p["slots"], p["window"]) == (5, 2, 1, 1, 4, 237)
+    assert tuple(p["geometry"][name] for name in ("seqlen_q", "seqlen_k", "head_dim")) == (100, 237, 64)
+    assert p["item_tokens"] * group <= 1024 < (p["item_tokens"] + 1) * group
+    assert p["steps_per_tile"] == 1 and not p["fused"]
+
+
 # ---------------------------------------------------------------- a branch alone
 
 
@@ -375,6 +396,7 @@ def test_blocks_are_chosen_without_attending(install, heads, capability):
     q, k_cmp = operand(case.x.q), operand(case.x.k_cmp)
     select(q, k_cmp, CHOSEN, case.problem, ROUNDS, stream=STREAM, memory=case.give)
     chosen = cuda.launched(*WEIGHTS, "nsa_top_blocks")
+    assert {x.stream for x in cuda.notes} == {STREAM}
     assert {x.kernel.role for x in cuda.launched()} == {x.kernel.role for x in chosen} | (
         {"pass1"} if not (heads == (2, 2) and capability == 90) else set()
     )
