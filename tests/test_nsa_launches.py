@@ -168,7 +168,10 @@ CASES = [
     pytest.param(heads, lengths, capability, id=f"{heads[0] // heads[1]}-{lengths[0]}-{lengths[1]}-sm{capability}")
     for heads in ((2, 2), (4, 2), (4, 1)) for lengths in ((701, 701), (37, 389)) for capability in (80, 90)
 ]  # fmt: skip
-COMPRESSES = [x for x in CASES if x.values[0] != (2, 2) or x.values[2] == 80]  # else weights come of one kernel
+COMPRESSES = [
+    *(x for x in CASES if x.values[0] != (2, 2) or x.values[2] == 80),  # else weights come of one kernel
+    *(pytest.param((4, 2), lengths, 80, id=f"2-{lengths[0]}-{lengths[1]}") for lengths in ((64, 95), (704, 704))),
+]
 
 
 # ---------------------------------------------------------------- all branches
@@ -240,6 +243,7 @@ def test_arrays_of_each_stage(install, heads, lengths, capability, shares):
     cuda, case = install(capability), Case.make(heads, lengths, capability=capability, shares=shares)
     case.attend()
     x, places = case.x, case.plan.workspace.places
+    assert cuda.notes[0][:2] == (case.address, 0) and cuda.notes[0].nbytes <= case.asked[0]
     for launched in cuda.launched():
         p = launched.params
         if launched.kernel.role == "pass1":

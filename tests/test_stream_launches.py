@@ -143,6 +143,43 @@ def test_what_a_call_visits_is_counted_from_0(install, capability, batch):
         assert attention(launched[-1])["lse"] == LSE and attention(launched[-1])["out"]["data"] == OUT
 
 
+def test_what_starts_from_0_is_cleared_first(install):
+    """At the beginning of the workspace, and no more than there is."""
+    from s2o_cupy.cuda import pipeline
+
+    notes, memory = install(90), Memory()
+    pipeline.run(a_call(700), SMALL, stream=STREAM, memory=memory)
+    first, *others = notes
+    assert isinstance(first, Cleared) and first[:2] == (MEMORY, 0) and 0 < first.nbytes <= memory.asked[0]
+    assert not any(isinstance(x, Cleared) for x in others)
+
+
+@pytest.mark.parametrize("context", [0, 1])
+def test_the_first_launch_of_a_thread_has_a_context(install, monkeypatch, context):
+    """Where nothing is cleared, which would make the device's current."""
+    from s2o_cupy.cuda import pipeline, program
+
+    notes, memory = install(80), Memory()
+    monkeypatch.setattr(program.driver, "ctxGetCurrent", lambda: context)
+    monkeypatch.setattr(program, "runtime", SimpleNamespace(getDevice=lambda: 3, setDevice=notes.append))
+    pipeline.run(a_call(300), DENSE, stream=STREAM, memory=memory)
+    assert [x if isinstance(x, int) else x.kernel.role for x in notes] == [3] * (context == 0) + ["pass1"]
+
+
+def test_an_error_needs_taus(install):
+    """Those that somebody has found, which kernels then read; a dense call needs none."""
+    from s2o_cupy.cuda import pipeline
+
+    notes, config = install(90), S2OConfig(segment=128, error=0.1, dense_up_to=500)
+    with pytest.raises(ValueError, match="error is 0.1, whose taus nobody has found here; accepted: a tau"):
+        pipeline.run(a_call(700), config, stream=STREAM, memory=Memory())
+    assert notes == []
+    pipeline.run(a_call(300), config, stream=STREAM, memory=Memory())
+    pipeline.run(a_call(700), config, stream=STREAM, memory=Memory(), taus=TAUS)
+    taus = {pointers_of(x).get("taus", 0) for x in launches_of(notes) if x.kernel.role == "pass2"}
+    assert taus == {TAUS}
+
+
 @pytest.mark.parametrize("config", [DENSE, SMALL], ids=["dense", "sparse"])
 def test_calls_in_turn_share_a_workspace(install, config):
     """Of the largest need. An lse whose heads lie apart is written behind it and copied before the next call's is."""
@@ -269,6 +306,42 @@ def test_a_selection_s_addresses_are_those_of_the_call(install):
         ends = pointers_of(y)
         for name, address in pointers_of(x).items():
             assert ends[name] - address == by.get(address >> 32 << 32, 0)
+
+
+class Views:
+    """CuPy, as those use it who look inside: an array is its address, shape and dtype."""
+
+    ndarray = staticmethod(lambda shape, dtype, pointer: (pointer, shape, dtype))
+    cuda = SimpleNamespace(
+        UnownedMemory=lambda address, nbytes, keeper, device=0: (address, nbytes, keeper),
+        MemoryPointer=lambda memory, offset: memory[0] + offset,
+    )
+
+
+def test_who_looks_inside_sees_the_workspace(install, monkeypatch):
+    """After each launch its stage, and arrays where the kernels have them."""
+    from s2o_cupy.cuda import pipeline
+    from s2o_cupy.methods import launches
+
+    notes, told = install(90), []
+    monkeypatch.setattr(launches, "cupy", Views)
+    monkeypatch.setattr(pipeline, "cupy", Views)
+    q, k, *_ = operands(4, 2, 1024)
+    problem = Problem(1, 4, 2, 1024, 1024, 64, "bfloat16", True, 0.125)
+
+    def observe(stage, arrays):
+        told.append(stage)
+        reached = {*pointers_of(launches_of(notes)[-1]).values()}
+        places = {name: x for name, x in arrays.items() if name not in ("plan", "chunk")}
+        assert {MEMORY} <= {pointer for pointer, *_ in places.values()} and len(launches_of(notes)) == len(told)
+        assert reached & {pointer for pointer, *_ in places.values()}
+
+    launches.run(q, k, MADE, problem, MeanPoolingConfig(), stream=STREAM, memory=Memory(), observe=observe)
+    assert len(told) == len(launches_of(notes)) > 1
+    notes.clear()
+    told.clear()
+    pipeline.run(a_call(700), SMALL, stream=STREAM, memory=Memory(), observe=observe)
+    assert told[0] == "pass1" and "pass2" in told and len(told) == len(launches_of(notes))
 
 
 # ---------------------------------------------------------------- tables
