@@ -41,6 +41,7 @@ class Launched(NamedTuple):
     kernel: Any
     blocks: int
     params: Any  # a copy of what it was given
+    stream: int = 0
 
 
 def record_launches(monkeypatch: Any, compute_capability: int, *modules: Any) -> list[Launched]:
@@ -56,12 +57,12 @@ def record_launches(monkeypatch: Any, compute_capability: int, *modules: Any) ->
         return [types.SimpleNamespace(ptr=len(kernels) - len(wanted) + i) for i in range(len(wanted))]
 
     def launch(function: int, blocks: int, *others: Any) -> None:
-        _, _, threads, _, _, shared_bytes, _, struct, _ = others
+        _, _, threads, _, _, shared_bytes, stream, struct, _ = others
         kernel = kernels[function]
         assert (threads, shared_bytes) == (kernel.threads, kernel.shared_bytes)
         params = kernel.family.params
         data = ctypes.string_at(ctypes.c_uint64.from_address(struct).value, params.itemsize)
-        launched.append(Launched(kernel, blocks, np.frombuffer(data, params.dtype)[0]))
+        launched.append(Launched(kernel, blocks, np.frombuffer(data, params.dtype)[0], stream))
 
     runtime = types.SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
     limits = DeviceLimits.of_architecture(compute_capability)

@@ -319,6 +319,22 @@ def test_layers_that_are_not_s2os(ready, changes, options, kind, caplog):
     assert "SGLang's own attention takes" in said.message
 
 
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize("more_axes", [-1, 2])
+def test_pools_of_another_form(engine, more_axes):
+    """A buffer has tokens or pages, heads and their elements, and no axes but these."""
+    served = Served.make([(300, 300), (150, 900)])
+    runner = engine.runner(16, served)
+    batch = engine.batch(runner, served, 16)
+    whole, pool = runner.token_to_kv_pool.get_kv_buffer(0), runner.token_to_kv_pool
+    forms = [x.flatten(1) if more_axes < 0 else x[None, None] for x in whole]
+    engine.monkeypatch.setattr(pool, "get_kv_buffer", lambda _: forms)
+    backend = engine.plugin.make_backend(runner)
+    engine.monkeypatch.setattr(type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: x[0])
+    engine.run(backend, served, batch)
+    assert engine.plugin.counts.calls == {"token pool": 2}
+
+
 class Fp8Pool:
     """What another pool holds, in 8 bits."""
 

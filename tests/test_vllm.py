@@ -217,6 +217,38 @@ def test_prompts_that_go_on(engine, lengths, budget, threshold, ends):
     assert [run.ends for run, _ in metadata.parts if run.s2o] == ends
 
 
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize(
+    ("scheduler", "ends"),
+    [
+        ({"max_num_scheduled_tokens": 203, "max_num_batched_tokens": 202}, True),
+        ({"max_num_scheduled_tokens": 202, "max_num_batched_tokens": 203}, False),
+        ({"max_num_scheduled_tokens": None, "max_num_batched_tokens": 202}, False),
+        ({"max_num_batched_tokens": 202}, False), ({"max_num_batched_tokens": 203}, True), ({}, True), (None, True),
+        ({"max_num_batched_tokens": 300, "long_prefill_token_threshold": 200}, False),
+    ],
+)  # fmt: skip
+def test_a_pass_has_as_many_tokens_as_the_scheduler_says(engine, scheduler, ends):
+    """Those that it schedules, if it says so; without a scheduler a prompt always ends."""
+    served = Served.make([(1, 300), (200, 500), (1, 64)])
+    config = engine.config()
+    del config.scheduler_config
+    if scheduler is not None:
+        config.scheduler_config = types.SimpleNamespace(**scheduler)
+    builder = engine.plugin.S2OMetadataBuilder(None, ["model.layers.3.attn"], config, served.q.device)
+    metadata = builder.build(0, engine.common(served, in_cache(served)[1]))
+    assert [run.ends for run, _ in metadata.parts if run.s2o] == [ends]
+
+
+@pytest.mark.parametrize("engine", ["pretended"], indirect=True)
+@pytest.mark.parametrize("given", [{}, {"additional_config": None}, {"additional_config": {}},
+                                   {"additional_config": "s2o"}], ids=str)  # fmt: skip
+def test_settings_without_any_in_the_configuration(engine, given):
+    """Also of a vLLM that has no place for them."""
+    settings = engine.plugin.settings_of(types.SimpleNamespace(**given))
+    assert settings == serving.ServingSettings.parse({}, "")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
