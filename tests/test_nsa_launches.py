@@ -135,7 +135,8 @@ class Case(NamedTuple):
 
 
 def operand(x: np.ndarray) -> Operand:
-    return Operand(x.ctypes.data, x.shape, tuple(s // 2 for s in x.strides[:3]))
+    batch, head, row = (s // 2 for s in x.strides[:3])
+    return Operand(x.ctypes.data, x.shape, (batch, head, row))
 
 
 def points_to(tensor: Any, x: np.ndarray) -> bool:

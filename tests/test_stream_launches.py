@@ -12,7 +12,7 @@ from conftest import SMALL
 from pretended import Launched, record_launches
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.arrays.operand import Call, Operand
+from s2o_cupy.arrays.operand import Call, Operand, Operands
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.methods import MeanPoolingConfig, PBSConfig, SpargeConfig, VerticalSlashConfig, XAttentionConfig
 from s2o_cupy.problem import Problem
@@ -83,7 +83,7 @@ class Tables:
         return SimpleNamespace(data=SimpleNamespace(ptr=x.ctypes.data), host=x)
 
 
-def operands(heads: int, kv_heads: int, seqlen: int, batch: int = 1) -> tuple[Operand, ...]:
+def operands(heads: int, kv_heads: int, seqlen: int, batch: int = 1) -> Operands:
     def of(pointer, heads):
         return Operand(pointer, (batch, heads, seqlen, 64), (heads * seqlen * 64, seqlen * 64, 64))
 
