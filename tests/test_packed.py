@@ -68,7 +68,7 @@ def run(recorded, lengths, lse=0):
     recorded.launches.clear()
     recorded.module.prepare(operands, table, recorded.config).run(operands, table, lse, stream=7, memory=memory)
     found = []
-    for kernel, blocks, params in recorded.launches:
+    for kernel, blocks, params, _ in recorded.launches:
         assert kernel.threads == (384 if recorded.config.path == "hopper" else 128)
         params, maps = without_maps(params)
         assert maps == ([1 << 20, 2 << 20, 3 << 20] if recorded.config.path == "hopper" else [])
@@ -195,7 +195,7 @@ def test_sequences_in_pages_share_a_launch(recorded, page_size):
     """Each with its row of the page table where packed keys would say where they begin; boxes end with their page."""
     lengths = [(300, 301), (1, 70), (128, 128), (257, 900)]
     found = run_in_pages(recorded, lengths, page_size)
-    ((ran, _, params),) = found.launches
+    ((ran, _, params, _),) = found.launches
     hopper, boxes = recorded.config.path == "hopper", page_size >= 16
     assert ran.threads == (384 if hopper else 128)
     functions = {(False, False): "pass1_packed", (False, True): "pass1_packed"}
@@ -226,7 +226,7 @@ def test_another_page_table_is_seen(recorded):
     launch.run(
         (q, cache, cache, q), table, 0, stream=7, paging=Paging(9 << 20, 70, 16, 999), memory=lambda n: (MEMORY, None)
     )
-    ((_, _, params),) = recorded.launches
+    ((_, _, params, _),) = recorded.launches
     params, _ = without_maps(params)
     assert int(params["pages"]["table"]) == 9 << 20
 
