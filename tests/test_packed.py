@@ -249,7 +249,7 @@ def test_small_pages_of_many_queries_are_collected(recorded, keys_at_a_time):
     rows = {4000: 3, 3000: 5, 1000: 1}  # of the page table
     before = 256  # counters come first
     assert found.asked == [before + row * max(map(sum, of_rounds))]
-    for keys, (kernel, blocks, collect), (_, _, mapped) in zip(of_rounds, collects, passes, strict=True):
+    for keys, (kernel, blocks, collect, _), (_, _, mapped, _) in zip(of_rounds, collects, passes, strict=True):
         n, chunks = len(keys), 2 * sum(keys) * 16
         assert (kernel.threads, blocks) == (256, -(-chunks // 1024))
         assert (int(collect["k"]["data"]), int(collect["v"]["data"])) == (K, V)
