@@ -33,14 +33,14 @@ class Trained(NamedTuple):
 
 class Figure(NamedTuple):
     """``minutes``: of one H200, about, as expected and not measured. ``needs``: names in `TRAINED`. ``package``: one
-    that must be installed beside what `make figures` installs, or a folder with others' code, which is kept out of this
-    repository."""
+    that must be installed beside what `make figures` installs. ``folder``: one with others' code that must be there."""
 
     command: str
     minutes: float
     needs: tuple[str, ...] = ()
     gpus: int = 1
     package: str = ""
+    folder: str = ""
 
 
 class Elsewhere(NamedTuple):
@@ -144,7 +144,7 @@ FIGURES = {
     "nsa": Figure("benchmarks/nsa.py --lengths 16384,65536 --groups 1,2,4,8", 1),
     "nsa_beside": Figure(
         f"benchmarks/nsa.py {_CALLS} --lengths 65536 --groups 1,2,4,8 --rivals fsa={RIVALS}/fsa,fla={RIVALS}/fla", 4,
-        _OF_CALLS, package=RIVALS,
+        _OF_CALLS, folder=RIVALS,
     ),
     "lists": Figure("benchmarks/lists.py --lengths 131072 --densities 0.05,0.1,0.3 --repeats 9", 2),
     # Ways to call.

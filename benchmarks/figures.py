@@ -43,16 +43,17 @@ class Step(NamedTuple):
     command: list[str]
     minutes: float
     gpus: int = 1
-    package: str = ""  # or a folder, that must be there
+    package: str = ""  # that must be there
+    folder: str = ""  # likewise
 
     def lacks(self, gpus: int) -> str:
         """Of a machine with so many GPUs, in words; nothing if it can run."""
         if self.gpus > gpus:
             return f"needs {self.gpus} GPUs, and there are {gpus}"
-        if "/" in self.package:
-            return "" if (ROOT / self.package).is_dir() else f"needs {self.package}, which is not there"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"needs {self.package}, which is not installed"
+        if self.folder and not (ROOT / self.folder).is_dir():
+            return f"needs {self.folder}, which is not there"
         return ""
 
 
@@ -65,7 +66,9 @@ def steps(names: Sequence[str], train: bool = False) -> list[Step]:
             if train or not (ROOT / TRAINED[model].file).exists():
                 found.setdefault(model, Step(model, shlex.split(TRAINED[model].command), TRAINED[model].minutes))
         into = ["--json", (MADE / f"{name}.json").relative_to(ROOT).as_posix()]
-        found[name] = Step(name, shlex.split(figure.command) + into, figure.minutes, figure.gpus, figure.package)
+        found[name] = Step(
+            name, shlex.split(figure.command) + into, figure.minutes, figure.gpus, figure.package, figure.folder
+        )
     return [*found.values()]
 
 
@@ -86,7 +89,7 @@ def plan(made: Sequence[Step], gpus: int | None = None) -> str:
     """Steps, with the minutes that each takes; of those that cannot run here, that they are left out."""
     lines = []
     for step in made:
-        wanted = [f"{step.gpus} GPUs"] * (step.gpus > 1) + [step.package] * bool(step.package)
+        wanted = [f"{step.gpus} GPUs"] * (step.gpus > 1) + [x for x in (step.package, step.folder) if x]
         note = f", needs {' and '.join(wanted)}" if wanted else ""
         note += ": left out" if gpus is not None and step.lacks(gpus) else ""
         lines.append(f"{step.minutes:4g} min  {step.name}{note}\n          python {shlex.join(step.command)}")
@@ -99,7 +102,7 @@ def listed() -> str:
     for name, figure in FIGURES.items():
         needs = f"; needs {', '.join(figure.needs)}" if figure.needs else ""
         needs += f"; {figure.gpus} GPUs" if figure.gpus > 1 else ""
-        needs += f"; {figure.package}" if figure.package else ""
+        needs += "".join(f"; {x}" for x in (figure.package, figure.folder) if x)
         lines += [f"{name}: {figure.minutes:g} min{needs}", f"    python {figure.command}"]
         lines += [f"    {reader}" for reader in readers(name)]
     for name, model in TRAINED.items():

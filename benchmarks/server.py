@@ -207,7 +207,7 @@ class Server:
             raise SystemExit(f"{self.attention}: {len(came)} parts came of an answer that was asked for token by token")
         return (came[-1] - came[0]) / (tokens - 1)
 
-    def answer(self, ids: Sequence[int] | np.ndarray, tokens: int, **more: Any) -> contextlib.closing[Any]:
+    def answer(self, ids: Sequence[int] | np.ndarray, tokens: int, **more: Any) -> Any:
         prompt, path = [int(x) for x in ids], "v1/completions"
         body: Row = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         if self.args.server == "sglang":  # whose /v1/completions needs a tokenizer
@@ -218,7 +218,7 @@ class Server:
             {"Content-Type": "application/json"},
         )  # fmt: skip
         try:
-            return contextlib.closing(urllib.request.urlopen(request, timeout=600))
+            return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{self.attention}: {error}: {error.read()[:500]!r}") from error
 

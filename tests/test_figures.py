@@ -255,6 +255,17 @@ def clone(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_step_says_what_it_lacks(monkeypatch, tmp_path):
+    """GPUs, a package, or a folder with others' code."""
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    of_rivals = figures.Step("one", [], 1, folder="build/rivals")
+    assert figures.Step("one", [], 1, gpus=2).lacks(1) == "needs 2 GPUs, and there are 1"
+    assert figures.Step("one", [], 1, package="no_such").lacks(1) == "needs no_such, which is not installed"
+    assert of_rivals.lacks(1) == "needs build/rivals, which is not there"
+    (tmp_path / "build" / "rivals").mkdir(parents=True)
+    assert of_rivals.lacks(1) == ""
+
+
 def test_what_is_made_and_what_failed(clone, monkeypatch, capfd):
     """It goes on after a failure, a result is put in its place once it is whole, and the end says what failed."""
     monkeypatch.setattr(figures, "gpus", lambda: 1)
