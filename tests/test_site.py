@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import importlib.util
 import inspect
 import posixpath
 import re
