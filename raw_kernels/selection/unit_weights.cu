@@ -1,8 +1,7 @@
-// Scores of units of keys by the weight that pooled queries give them, or that queries do by themselves.
+// Scores of units of keys by the weight that pooled queries give them.
 //
-//   unit_weights: scores[row, unit] = log2 of the largest softmax weight that a pooled query of row's segment gives the
-//                 unit, of all units that are candidates of the segment; in float16
-//   query_weights: the same of single queries, by the norms that query_norms.cu has found
+//   scores[row, unit] = log2 of the largest softmax weight that a pooled query of row's segment gives the unit, of all
+//                       units that are candidates of the segment; in float16
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
@@ -12,8 +11,8 @@
 // Products with all mean keys are made twice, on tensor cores: for the pooled queries' norms, then for the scores. That
 // takes less than keeping those of each pooled query.
 #include "sm80/attention.cuh"
+#include "selection/lane_maxima.cuh"
 #include "selection/segment_block.cuh"
-#include "selection/sortable.cuh"
 
 namespace s2o {
 
@@ -21,11 +20,10 @@ constexpr int kUnitStep = 64;       // rows of unit_keys of a step: mean keys, o
 constexpr int kWeightThreads = 128;
 constexpr int kPooledTile = 16;     // pooled queries of a segment that are multiplied at a time
 
-template <class Element_, int kHeadDim_, int kClusters_ = 0>
+template <class Element_, int kHeadDim_>
 struct WeightTraits {
   using Element = Element_;
-  static constexpr bool kByQuery = kClusters_ > 0;  // each query by itself is a pooled query
-  static constexpr int kUnitKeys = kByQuery ? kClusters_ : 2;  // rows of unit_keys
+  static constexpr int kUnitKeys = 2;  // rows of unit_keys
   static constexpr int kHeadDim = kHeadDim_, kStep = kUnitStep, kThreads = kWeightThreads;
   static constexpr bool kAligned = true, kPaged = false;
   static constexpr int kOfWarp = kHeadDim > 128 ? 1 : 2;              // segments of a warp
@@ -33,24 +31,10 @@ struct WeightTraits {
   struct Shared {
     uint16 units[2][kStep * kHeadDim];
     // log2 of the sum of a pooled query's weights; 0 where it is not finite
-    float norms[kByQuery ? 1 : kSegments][kByQuery ? 1 : spec::kMostPooled];
+    float norms[kSegments][spec::kMostPooled];
     int first_key;
   };
 };
-
-// Without a branch around which lanes would have to meet again.
-__device__ __forceinline__ void store_if(bool wanted, uint16* target, uint16 score) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.b16 [%0], %1; }"
-               :: "l"(__cvta_generic_to_global(target)), "h"(score), "r"(static_cast<uint32>(wanted)) : "memory");
-}
-
-// A choice that is no branch: lanes of a warp that choose otherwise would part there, and meet again at each shuffle.
-__device__ __forceinline__ float choose(bool first, float a, float b) {
-  float y;
-  asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.f32 %0, %1, %2, p; }"
-      : "=f"(y) : "f"(a), "f"(b), "r"(static_cast<uint32>(first)));
-  return y;
-}
 
 // Which half of a step's rows, known to the compiler.
 template <int kHalf>
@@ -72,7 +56,6 @@ struct UnitWeights {
   int lane, warp;
   int segment[kOfWarp];
   uint32 a[kOfWarp][kDims][4];    // fragments of a tile of pooled queries
-  uint32 shares[kUnitTiles];      // of single queries: log2 of what part of a unit's keys rows are
   float s[kOfWarp][kUnitTiles][4];  // products [pooled queries lane / 4 and 8 more, rows of half a step]
 
   __device__ __forceinline__ UnitWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
@@ -80,30 +63,7 @@ struct UnitWeights {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) segment[i] = block.segment(warp * kOfWarp + i);
   }
-  // Of a segment.
-  __device__ __forceinline__ int pooled_queries() const {
-    return Traits::kByQuery ? min(p.geometry.segment, p.geometry.seqlen_q) : p.pooled_queries;
-  }
-  // Of the segment's query r, or of the first where there is none: two elements, zeros past head_dim.
-  __device__ __forceinline__ uint32 query_pair(int i, int r, int column) const {
-    const Geometry& g = p.geometry;
-    const int at = g.query_begin(segment[i]) + (r < g.query_count(segment[i]) ? r : 0);
-    const uint16* from = p.q.at(block.head / p.heads, block.head % p.heads) + at * p.q.row + column;
-    if (p.aligned) return column < g.head_dim ? *reinterpret_cast<const uint32*>(from) : 0u;
-    return (column < g.head_dim ? from[0] : 0u) | (column + 1 < g.head_dim ? from[1] : 0u) << 16;
-  }
   __device__ __forceinline__ void load_pooled(int tile) {
-    if constexpr (Traits::kByQuery) {
-#pragma unroll
-      for (int i = 0; i < kOfWarp; ++i)
-#pragma unroll
-        for (int c = 0; c < kDims; ++c)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            a[i][c][e] =
-                query_pair(i, tile * kPooledTile + e % 2 * 8 + lane / 4, c * 16 + e / 2 * 8 + lane % 4 * 2);
-      return;
-    }
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
       const uint32* from[2];
@@ -166,33 +126,11 @@ struct UnitWeights {
     }
     cp_async_wait<0>();
   }
-  // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is. Of single
-  // queries and units of four groups or more, that of two of these.
+  // log2 of what a pooled query gives unit j * 4 + lane % 4 of half a step, up to its norm; NaN if a product is.
   __device__ __forceinline__ float weight(int i, int j, int h) const {
-    if constexpr (Traits::kByQuery) {
-      return larger_or_nan(fmaf(s[i][j][2 * h], p.scale_log2, Float16::low(shares[j])),
-                           fmaf(s[i][j][2 * h + 1], p.scale_log2, Float16::high(shares[j])));
-    }
     return larger_or_nan(__fmul_rn(s[i][j][2 * h], p.scale_log2),
                          fmaf(s[i][j][2 * h + 1], p.scale_log2,
                               -static_cast<float>(p.geometry.unit_shift + spec::kOutlierShift)));
-  }
-  // Shares of the groups of half a step, two each; of what is past the end any.
-  __device__ __forceinline__ void load_shares(int first) {
-    const int rows = p.geometry.units() * kUnitKeys;
-    const uint16* of_head = p.cluster_shares + block.kv_head() * rows;
-#pragma unroll
-    for (int j = 0; j < kUnitTiles; ++j)
-      shares[j] = *reinterpret_cast<const uint32*>(of_head + min(first + j * 8 + lane % 4 * 2, rows - 2));
-  }
-  __device__ __forceinline__ float norm(int i, int r) const {
-    if constexpr (Traits::kByQuery) {
-      const Geometry& g = p.geometry;
-      const int at = g.query_begin(segment[i]) + (r < g.query_count(segment[i]) ? r : 0);
-      return p.norms[static_cast<int64>(block.head) * g.seqlen_q + at];
-    } else {
-      return shared.norms[warp * kOfWarp + i][r];
-    }
   }
 
   __device__ __forceinline__ void find_norms() {
@@ -263,21 +201,9 @@ struct UnitWeights {
     __syncwarp();  // a warp reads its own alone
   }
 
-  // Of 2 * kHalf numbers the lower lanes keep the first half, the upper ones the second, the larger of both lanes'.
-  template <int kHalf>
-  __device__ __forceinline__ void share_largest(float (&x)[kUnitStep / 8]) const {
-    const bool upper = lane & 4 * kHalf;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const float mine = choose(upper, x[i + kHalf], x[i]), theirs = choose(upper, x[i], x[i + kHalf]);
-      x[i] = larger_or_nan(mine, __shfl_xor_sync(kFullWarp, theirs, 4 * kHalf));
-    }
-  }
-
   __device__ __forceinline__ void find_scores() {
-    const int tiles = (pooled_queries() + kPooledTile - 1) / kPooledTile;
+    const int tiles = (p.pooled_queries + kPooledTile - 1) / kPooledTile;
     int loaded = tiles - 1;  // by find_norms
-    if (Traits::kByQuery) load_pooled(loaded);
     int row_end[kOfWarp];
     int64 row_place[kOfWarp];
 #pragma unroll
@@ -290,17 +216,16 @@ struct UnitWeights {
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
         const int r = tile * kPooledTile + lane / 4;
-        const float norms[2] = {norm(i, r), norm(i, r + 8)};
+        const float* norms = shared.norms[warp * kOfWarp + i] + r;
 #pragma unroll
         for (int j = 0; j < kUnitTiles; ++j) {
-          const float of_both = larger_or_nan(weight(i, j, 0) - norms[0], weight(i, j, 1) - norms[1]);
+          const float of_both = larger_or_nan(weight(i, j, 0) - norms[0], weight(i, j, 1) - norms[8]);
           float& so_far = best[i][half.kFirst + j];
           so_far = is_first ? of_both : larger_or_nan(so_far, of_both);
         }
       }
     };
     walk<kUnitKeys>([&](int step, auto half) {
-      if constexpr (Traits::kByQuery) load_shares(step * kUnitStep + half.kFirst * 8);
       take(loaded, true, half);
       for (int further = 1; further < tiles; ++further) {
         loaded = loaded + 1 == tiles ? 0 : loaded + 1;
@@ -311,18 +236,9 @@ struct UnitWeights {
       if constexpr (half.kFirst == 0) return;
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
-        // The largest over lanes of equal lane % 4: a lane is left with the unit of its own number.
-        share_largest<4>(best[i]);
-        share_largest<2>(best[i]);
-        share_largest<1>(best[i]);
-        constexpr int kLanes = kUnitKeys / 2;  // that have a unit
-#pragma unroll
-        for (int other = 1; other < kLanes; other *= 2)
-          best[i][0] = larger_or_nan(best[i][0], __shfl_xor_sync(kFullWarp, best[i][0], other));
-        const int at = step * kUnits + lane / kLanes;
-        const bool stores = lane % kLanes == 0;
-        const int64 place = Traits::kByQuery ? p.chunk.place(block.head, segment[i]) : row_place[i];
-        store_if(stores && at < row_end[i], p.scores + place + at, Float16::pack(best[i][0], 0.f));
+        const float largest = largest_of_lanes(best[i]);  // of the unit of the lane's own number
+        const int at = step * kUnits + lane;
+        store_if(at < row_end[i], p.scores + row_place[i] + at, Float16::pack(largest, 0.f));
       }
     });
   }
@@ -337,14 +253,6 @@ __device__ __forceinline__ void unit_weights(const RankKeysParams& p, typename T
   if (weights.block.end <= 0) return;
   weights.find_norms();
   weights.find_scores();
-}
-
-template <class Traits>
-__device__ __forceinline__ void query_weights(const RankKeysParams& p, typename Traits::Shared& shared) {
-  if (threadIdx.x == 0) shared.first_key = 0;
-  __syncthreads();
-  UnitWeights<Traits> weights(p, shared);
-  if (weights.block.end > 0) weights.find_scores();
 }
 
 }  // namespace s2o

@@ -21,7 +21,6 @@ from ...plan.paths import HOPPER
 from ...plan.rounds import STEP, Chunk
 from ...spec import BLOCK_UNITS, CLUSTERS
 from .base import Order
-from .weight import portable_segments
 
 __all__ = [
     "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "heads_in_turns", "query_weight_blocks",
@@ -42,8 +41,8 @@ QUERY_NORMS = Family(
     "({head_dim} > 128 ? 1 : 3)", "NormTraits<{element}, {head_dim}>",
 )  # fmt: skip
 QUERY_WEIGHTS = Family(
-    "query_weights", "selection/unit_weights.cu", "RankKeysParams", 128, 2,
-    "WeightTraits<{element}, {head_dim}, {clusters}>",
+    "query_weights", "selection/query_weights.cu", "RankKeysParams", 128, 2,
+    "ByQueryTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 QUERY_WEIGHTS_SM90 = Family(
     "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, 3,
@@ -108,13 +107,13 @@ def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Ke
         # sizeof(QueryWeightTraits::Shared)
         shared = -(-(2 * HOPPER_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
-    shared = 2 * STEP * head_dim * 2 + 4 + 4  # sizeof(WeightTraits::Shared), without norms
+    shared = 2 * STEP * head_dim * 2 + 2 * 128 * 4  # sizeof(ByQueryTraits::Shared)
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
 
 
 def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
-    """Of query_weights."""
-    segments = 2 if kernel.family is QUERY_WEIGHTS_SM90 else portable_segments(kernel.head_dim)
+    """Of query_weights (kSegments)."""
+    segments = 2 if kernel.family is QUERY_WEIGHTS_SM90 else 1
     return chunk.heads * -(-chunk.segments // segments)
 
 

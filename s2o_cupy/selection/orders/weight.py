@@ -17,7 +17,7 @@ from ...plan.rounds import STEP, Chunk
 from ...spec import MOST_WEIGHED
 from .base import SMALLEST_SCALE, Order
 
-__all__ = ["UNIT_KEYS_OF_BLOCK", "WeightOrder", "portable_segments", "unit_keys", "unit_weight_blocks", "unit_weights"]
+__all__ = ["UNIT_KEYS_OF_BLOCK", "WeightOrder", "unit_keys", "unit_weight_blocks", "unit_weights"]
 
 THREADS = 256
 WARP = 32
@@ -57,7 +57,7 @@ def unit_weights(inputs: Inputs, path: Path, pooled_queries: int) -> Kernel:
 
 
 def portable_segments(head_dim: int) -> int:
-    """Segments of a block of unit_weights, and of query_weights (WeightTraits::kSegments)."""
+    """Segments of a block of unit_weights (WeightTraits::kSegments)."""
     return 4 if head_dim > 128 else 8
 
 
