@@ -24,6 +24,7 @@ from s2o_cupy import (
     s2o_attention_varlen,
 )
 from s2o_cupy.methods import (
+    MeanPoolingConfig,
     SpargeConfig,
     XAttentionConfig,
     sparse_attention,
@@ -47,6 +48,10 @@ MISTAKES = {
     "a number for a config": (
         lambda: s2o_attention_varlen(*PACKED, [0, 200], config=0.1),
         "config is a float; accepted: S2OConfig or None, such as S2OConfig(tau=0.1)",
+    ),
+    "a method's config": (
+        lambda: s2o_attention(Q, K, K, config=MeanPoolingConfig()),
+        "config is a MeanPoolingConfig; accepted: S2OConfig or None; sparse_attention takes the others",
     ),
     "a class for a config": (
         lambda: s2o_attention(Q, K, K, config=S2OConfig),

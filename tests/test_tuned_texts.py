@@ -232,6 +232,11 @@ def test_what_is_refused_of_texts(model, monkeypatch):
     padded = torch.cat([mask, mask * (torch.arange(300) == 299)])  # in row 1 one token, behind which none is predicted
     for kind, match, given, more in (
         (TypeError, r"input_ids\[1\] is a list", [ids, [1]], {}),
+        (TypeError, r"input_ids\[0\] is a str", ["hello"], {}),
+        (TypeError, "input_ids is a str; accepted: a PyTorch tensor", "hello", {}),
+        (ValueError, "input_ids is empty; accepted: a PyTorch tensor, or several", [], {}),
+        (ValueError, "input_ids has the id 100000; accepted: 0 to ", ids * 0 + 100_000, {}),
+        (ValueError, r"input_ids\[1\] has the id -1; accepted: 0 to ", [ids, ids * 0 - 1], {}),
         (ValueError, r"input_ids\[0\] has shape \(300,\)", [ids[0]], {}),
         (ValueError, "attention_mask came with 2 texts; accepted: with one", [ids] * 2, {"attention_mask": mask}),
         (TypeError, "attention_mask is a list; accepted: a PyTorch tensor", ids, {"attention_mask": [1]}),
@@ -248,6 +253,8 @@ def test_what_is_refused_of_texts(model, monkeypatch):
     ):
         with pytest.raises(kind, match=f"^tune_model: {match}"):
             tune_model(model, given, **OPTIONS, **more)
+    with pytest.raises(TypeError, match="^tune_model: model is a str; accepted: a model of transformers, loaded"):
+        tune_model("folder", ids, **OPTIONS)
 
 
 def test_the_command_shows_warnings_of_others(model, pretended, tmp_path, monkeypatch):

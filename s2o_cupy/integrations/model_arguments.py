@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_min_seqlen", "parse_ids"]
+__all__ = ["check_min_seqlen", "parse_ids", "vocabulary_of"]
 
 Tensor = Any  # torch.Tensor
 
 
-def parse_ids(function: str, ids: Any, name: str = "input_ids") -> Tensor:
+def vocabulary_of(function: str, model: Any) -> int | None:
+    """The number of ids that a model of transformers knows, None where it does not say; TypeError if it is none."""
+    if not callable(getattr(getattr(model, "config", None), "get_text_config", None)):
+        raise TypeError(f"{function}: model is a {type(model).__name__}; accepted: a model of transformers, loaded")
+    return getattr(model.config.get_text_config(), "vocab_size", None)
+
+
+def parse_ids(function: str, vocabulary: int | None, ids: Any, name: str = "input_ids") -> Tensor:
     """The argument ``name`` of ``function`` as int64 [batch, seqlen], as losses need them; TypeError or ValueError says
     what came and what is accepted."""
     accepted = "a PyTorch tensor (batch, seqlen) of int32 or int64, with at least 1 row and 2 tokens"
@@ -22,6 +29,8 @@ def parse_ids(function: str, ids: Any, name: str = "input_ids") -> Tensor:
         raise TypeError(f"{function}: {name} is of {str(ids.dtype).removeprefix('torch.')}; accepted: {accepted}")
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"{function}: {name} has shape {tuple(ids.shape)}; accepted: {accepted}")
+    if vocabulary is not None and (wrong := [x for x in map(int, ids.aminmax()) if not 0 <= x < vocabulary]):
+        raise ValueError(f"{function}: {name} has the id {wrong[0]}; accepted: 0 to {vocabulary - 1}, as the model knows")
     return ids.long()
 
 

@@ -24,7 +24,7 @@ from ..tools.must_hold import mean_and_error, runs
 from ..tools.progress import Report
 from ..tools.sampled import Sample, check_segments
 from .fallbacks import WORDS
-from .model_arguments import parse_ids
+from .model_arguments import parse_ids, vocabulary_of
 from .next_tokens import last_hidden, predicted, text_losses
 from .observed import longest_sequence, observed
 from .transformers import Asked, S2OAttention
@@ -233,7 +233,7 @@ def report(
     s2o = _registered(model) if s2o is None else s2o
     if not isinstance(s2o, S2OAttention):
         raise TypeError(f"report: s2o is a {type(s2o).__name__}; accepted: what register returned, or None")
-    ids = parse_ids("report", input_ids)
+    ids = parse_ids("report", vocabulary_of("report", model), input_ids)
     check_segments("report", segments)
     layers: list[LayerReport] = []
     drawn = [0, 0]

@@ -46,12 +46,15 @@ class Text:
         return values[predicted(self.mask)]
 
 
-def parse_texts(function: str, input_ids: Any, answers: Any, inputs: dict[str, Any]) -> list[Text]:
-    """``input_ids`` and ``answers`` of ``function``: a tensor, or several in a sequence; TypeError or ValueError says
-    what came and what is accepted."""
-    several = isinstance(input_ids, Sequence) and len(input_ids) > 0 and isinstance(input_ids[0], torch.Tensor)
-    if not several:
-        ids = parse_ids(function, input_ids)
+def parse_texts(
+    function: str, vocabulary: int | None, input_ids: Any, answers: Any, inputs: dict[str, Any]
+) -> list[Text]:
+    """``input_ids`` and ``answers`` of ``function``: a tensor, or several in a list; TypeError or ValueError says what
+    came and what is accepted."""
+    if isinstance(input_ids, Sequence) and not len(input_ids):
+        raise ValueError(f"{function}: input_ids is empty; accepted: a PyTorch tensor, or several in a list")
+    if isinstance(input_ids, str) or not isinstance(input_ids, Sequence):
+        ids = parse_ids(function, vocabulary, input_ids)
         _check_mask(function, inputs.get("attention_mask"), ids)
         return [Text(ids, _answers(function, "answers", answers, ids), inputs)]
     tensors = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
@@ -62,7 +65,7 @@ def parse_texts(function: str, input_ids: Any, answers: Any, inputs: dict[str, A
         raise ValueError(f"{function}: answers is {came} with {len(input_ids)} texts; accepted: a mask or None of each")
     texts = []
     for n, one in enumerate(input_ids):
-        ids = parse_ids(function, one, f"input_ids[{n}]")
+        ids = parse_ids(function, vocabulary, one, f"input_ids[{n}]")
         _check_mask(function, inputs.get("attention_mask"), ids)
         given = None if answers is None else _answers(function, f"answers[{n}]", answers[n], ids)
         texts.append(Text(ids, given, dict(inputs)))

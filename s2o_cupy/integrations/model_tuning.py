@@ -42,7 +42,7 @@ from ..tools.tune_layers import (
 )
 from ..tools.tuning import Target, parse_target, parse_taus
 from .head_groups import LayerConfigs
-from .model_arguments import check_min_seqlen
+from .model_arguments import check_min_seqlen, vocabulary_of
 from .model_texts import Text, check_held_back, parse_texts
 from .next_tokens import Changes, changes, last_hidden
 from .observed import longest_sequence, observed
@@ -160,9 +160,10 @@ def tune_model(
         far are returned, with a UserWarning and ``found.interrupted``.
     """
     here = "tune_model"
+    vocabulary = vocabulary_of(here, model)
     target = parse_target(here, error=error, density=density, loss=loss)
     grid, by = parse_taus(here, taus), check_by(here, by)
-    config, texts = parse_config(config, None, here), parse_texts(here, input_ids, answers, inputs)
+    config, texts = parse_config(config, None, here), parse_texts(here, vocabulary, input_ids, answers, inputs)
     check_min_seqlen(here, min_seqlen)
     check_segments(here, segments)
     beside = _methods(here, beside)

@@ -87,6 +87,8 @@ def not_a_config(config: Any, owner: str = "") -> ArgumentTypeError:
         meant = f", an object: {config.__name__}()"
     elif isinstance(config, numbers.Real) and not isinstance(config, bool):
         meant = f", such as S2OConfig(tau={config})"
+    elif ".methods." in type(config).__module__:
+        meant = "; sparse_attention takes the others"
     return ArgumentTypeError(f"config is a {type(config).__name__}; accepted: S2OConfig or None{meant}", owner)
 
 
