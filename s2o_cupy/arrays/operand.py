@@ -168,7 +168,7 @@ class Layout(NamedTuple):
 
     def is_compact(self, operands: dict[str, Operand]) -> bool:
         """As of each operand, or of a cache. What is read into arrays first may lie anywhere."""
-        cached = () if self.paging is None or self.is_fp8 else ("k", "v")
+        cached = ("k", "v") if self.page_size else ()
         return all(
             x.is_compact_cache() if name in cached else x.is_compact()
             for name, x in operands.items() if name not in ("k_pages", "v_pages")

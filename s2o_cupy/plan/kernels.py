@@ -137,7 +137,6 @@ class Path:
     keeps_dense_state: bool  # pass 1 leaves (m, l) behind even where no pass 2 reads it
     gathers_pages: bool  # pass 1 gathers rows of pages that are too small to be copied whole, which takes longer
     wgmma_head_dim: int  # padded head_dim up to which there are kernels with wgmma that score keys; 0: there are none
-    takes_unaligned: bool = True  # rows that do not start on 16 bytes
     block_ms: tuple[int, ...] = GPU_BLOCK_M  # queries of a q tile
     suffix: str = ""  # of the names of its own kernels
 

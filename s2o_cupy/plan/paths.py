@@ -269,7 +269,7 @@ class _Hopper(Path):
 
 HOPPER = _Hopper(
     "hopper", "sm_90a", persistent=True, keeps_dense_state=False, gathers_pages=True, wgmma_head_dim=128,
-    takes_unaligned=False, block_ms=(HOPPER_BLOCK,), suffix="_sm90",
+    block_ms=(HOPPER_BLOCK,), suffix="_sm90",
 )
 PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, PASS2_SM90, PASS2_LISTED_SM90 = (
     Family(f"{name}_sm90", f"sm90/{source}.cu", params, 384, 1, _HOPPER_TRAITS, path=HOPPER)

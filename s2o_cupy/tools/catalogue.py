@@ -65,8 +65,6 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
 
 def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> Iterator[Kernel]:
     """What finds taus by an error."""
-    if not (inputs.aligned or path.takes_unaligned):
-        return
     yield error_search.drawn(path.pass1(inputs, limits, maps=True))
     for block_m in path.block_ms:
         yield error_search.drawn(path.laddered(path.pass2(inputs, limits, block_m)))
