@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ transformers = pytest.importorskip("transformers", "5.16")
 from tiny_llama import LENGTH, llama, logits_of  # noqa: E402
 
 import s2o_cupy.integrations.transformers as integration  # noqa: E402
+from s2o_cupy.integrations import fallbacks  # noqa: E402
 from s2o_cupy.integrations.causal_mask import CausalMask  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 
@@ -312,3 +314,22 @@ def test_compiled_prefill(model, ids, logits):
     assert torch.equal(compiled(ids, attention_mask=mask, past_key_values=cache).logits, expected)
     assert graphs == [3]
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "seqlen_k", "kind"),
+    [
+        ("cuda", S2OConfig(dense_up_to=8192), 8192, "dense"), ("cuda", S2OConfig(dense_up_to=8192), 8193, "s2o"),
+        ("cuda", S2OConfig(tau=0), 9000, "dense"),
+        ("cuda", S2OConfig(dense_up_to=0), 300, "s2o"), ("cpu", S2OConfig(), 300, "s2o"),
+        ("cpu", S2OConfig(tau=0), 300, "s2o"),
+    ],
+)  # fmt: skip
+def test_a_dense_call_of_s2os_is_told_from_others(device, config, seqlen_k, kind):
+    """On a GPU, where it leaves nothing out; the reference on a CPU runs S2O at any length."""
+    query = SimpleNamespace(is_cuda=device == "cuda")
+    call = integration._Call(True, None, None, None, None, 300, seqlen_k)
+    asked = integration.Asked(
+        None, query, query, query, call, (SimpleNamespace(config=config),), None, None, 0.0, None, 0.0, None, {}
+    )
+    assert asked.runs == kind and kind in fallbacks.WORDS

@@ -59,6 +59,7 @@ OF_MODELS = Kinds(
     "s2o_cupy.integrations.transformers", "the model's own attention", _EXPECTED, _UNEXPECTED,
     {
         "s2o": "S2O", "method": "the method that register was given, in S2O's place",
+        "dense": "S2O's dense kernels, exactly: tau is 0, or a call has no more keys than dense_up_to",
         "dense window": "S2O's dense kernels, exactly, in a sliding window",
     },
     frozenset({"short", "few queries", "not causal"}),

@@ -30,7 +30,9 @@ def parse_ids(function: str, vocabulary: int | None, ids: Any, name: str = "inpu
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"{function}: {name} has shape {tuple(ids.shape)}; accepted: {accepted}")
     if vocabulary is not None and (wrong := [x for x in map(int, ids.aminmax()) if not 0 <= x < vocabulary]):
-        raise ValueError(f"{function}: {name} has the id {wrong[0]}; accepted: 0 to {vocabulary - 1}, as the model knows")
+        raise ValueError(
+            f"{function}: {name} has the id {wrong[0]}; accepted: 0 to {vocabulary - 1}, the model's vocabulary"
+        )
     return ids.long()
 
 

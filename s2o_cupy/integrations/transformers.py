@@ -28,6 +28,7 @@ from ..api.run import parse_config
 from ..methods.attention import sparse_attention
 from ..methods.own import AnyMethod, pass_of
 from ..methods.varlen import sparse_attention_varlen
+from ..plan.launch_plan import dense_limit
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
 from .autocast import to_autocast_dtype
@@ -160,7 +161,11 @@ class Asked(NamedTuple):
         """What runs, as S2OAttention.calls counts it."""
         if self.reason is not None or self.call.window is not None:
             return self.reason or "dense window"
-        return "s2o" if isinstance(self.groups[0].config, S2OConfig) else "method"
+        configs = [group.config for group in self.groups]
+        if not isinstance(configs[0], S2OConfig):
+            return "method"
+        dense = self.query.is_cuda and all(self.call.seqlen_k <= dense_limit(config) for config in configs)
+        return "dense" if dense else "s2o"
 
     def s2o(self) -> Tensor:
         """[batch, seqlen_q, heads, head_dim]"""

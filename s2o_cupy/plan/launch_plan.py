@@ -5,6 +5,7 @@ Pure: no array, no GPU, no CuPy. Everything that a launch needs except pointers 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..errors import ArgumentValueError
@@ -17,8 +18,8 @@ from .paths import choose_path
 from .rounds import MAX_GRID, Chunk, Grid, near_heads
 
 __all__ = [
-    "DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "check_fp8_keys", "dense_reason", "is_dense", "make_plan",
-    "packed_pass1", "padded_head_dim",
+    "DENSE_UP_TO", "DeviceLimits", "LaunchPlan", "check_fp8_keys", "dense_limit", "dense_reason", "is_dense",
+    "make_plan", "packed_pass1", "padded_head_dim",
 ]  # fmt: skip
 
 
@@ -130,17 +131,22 @@ def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if isinstance(config, Pass):
         return config.segment is None
-    return dense_reason(problem, config) is not None
+    return problem.seqlen_k <= dense_limit(config)
+
+
+def dense_limit(config: S2OConfig) -> float:
+    """Keys up to which a call on a GPU is plain dense attention."""
+    if config.dense_up_to is None and config.never_stops:
+        return math.inf
+    return DENSE_UP_TO if config.dense_up_to is None else config.dense_up_to
 
 
 def dense_reason(problem: Problem, config: S2OConfig) -> str | None:
     """Why a call is plain dense attention; None where it is not."""
-    if config.dense_up_to is None and config.never_stops:
-        return "tau is 0"
-    limit = DENSE_UP_TO if config.dense_up_to is None else config.dense_up_to
-    if problem.seqlen_k <= limit:
-        return f"seqlen_k is {problem.seqlen_k:,}, and dense_up_to {limit:,}"
-    return None
+    limit = dense_limit(config)
+    if problem.seqlen_k > limit:
+        return None
+    return "tau is 0" if limit == math.inf else f"seqlen_k is {problem.seqlen_k:,}, and dense_up_to {limit:,}"
 
 
 def packed_pass1(plan: LaunchPlan) -> Kernel:
