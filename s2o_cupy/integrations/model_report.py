@@ -45,7 +45,7 @@ class LayerReport:
     layer : int
         Counted from 0.
     ran : str
-        "s2o", "method", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
+        "s2o", "dense", "method", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
     tau, density, error, standard_error, share : float64 numpy.ndarray, (heads,), or None
         Of a layer that ran S2O: of each head its tau, pairs computed / pairs of dense attention, rel_l2 against dense
         attention, that sample's standard error, and its part of the squared norm of dense attention's output. Of one
@@ -115,7 +115,7 @@ class ModelReport:
 
     def table(self) -> str:
         """For a terminal."""
-        ran = [x for x in self.layers if x.ran == "s2o"]
+        ran = [x for x in self.layers if x.ran in ("s2o", "dense")]
         others = [x for x in self.layers if x.ran == "method"]
         lines = [f"{self.tokens:,} tokens, {len(self.layers)} calls of attention, {len(ran)} by S2O"]
         if others:
@@ -242,7 +242,7 @@ def report(
     def attend(asked: Asked) -> Tensor:
         layer = getattr(asked.module, "layer_idx", None)
         found = LayerReport(len(layers) if layer is None else layer, asked.runs)
-        if found.ran == "s2o":
+        if asked.is_s2o:
             found, drawn[:] = _sampled(found, asked, segments, seed)
         elif found.ran == "method":
             found = _measured(found, asked)

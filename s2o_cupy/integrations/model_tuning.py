@@ -254,7 +254,7 @@ class _Search:
 
         def attend(asked: Asked) -> Tensor:
             layer = getattr(asked.module, "layer_idx", None)
-            if asked.runs != "s2o" or layer is None:
+            if not asked.is_s2o or layer is None:
                 left[asked.runs] += 1
             else:
                 sample = Sample(

@@ -157,14 +157,17 @@ class Asked(NamedTuple):
     options: Mapping[str, Any]  # what else transformers gave
 
     @property
+    def is_s2o(self) -> bool:
+        """Whether S2O takes the call, all of its keys as well as some."""
+        taken = self.reason is None and self.call.window is None
+        return taken and isinstance(self.groups[0].config, S2OConfig)
+
+    @property
     def runs(self) -> str:
         """What runs, as S2OAttention.calls counts it."""
-        if self.reason is not None or self.call.window is not None:
-            return self.reason or "dense window"
-        configs = [group.config for group in self.groups]
-        if not isinstance(configs[0], S2OConfig):
-            return "method"
-        dense = self.query.is_cuda and all(self.call.seqlen_k <= dense_limit(config) for config in configs)
+        if not self.is_s2o:
+            return self.reason or ("method" if self.call.window is None else "dense window")
+        dense = self.query.is_cuda and all(self.call.seqlen_k <= dense_limit(group.config) for group in self.groups)
         return "dense" if dense else "s2o"
 
     def s2o(self) -> Tensor:
@@ -218,7 +221,8 @@ class S2OAttention:
     Attributes
     ----------
     calls : collections.Counter
-        How often "s2o" ran, "method" or "dense window" for it, and each reason why none did, in compiled graphs too.
+        How often "s2o" ran, "dense", "method" or "dense window" for it, and each reason why none did, in compiled
+        graphs too.
         The log says each reason once.
     """
 
