@@ -44,7 +44,7 @@ class Cleared(NamedTuple):
 def install(monkeypatch):
     """install(compute_capability) -> notes of what follows, in order."""
     pytest.importorskip("cupy")
-    from s2o_cupy.cuda import pipeline, program, tables
+    from s2o_cupy.cuda import pipeline, program, tables, tensor_maps
     from s2o_cupy.methods import launches
 
     def start(compute_capability: int) -> list[Any]:
@@ -59,7 +59,8 @@ def install(monkeypatch):
         at_once = SimpleNamespace(run=lambda key, stream, launch: launch(stream))
         monkeypatch.setattr(program, "GraphCache", lambda cuda: at_once)
         monkeypatch.setattr(tables, "cupy", Tables())
-        monkeypatch.setattr(launches, "tensor_map", lambda pointer, *_: pointer.to_bytes(128, "little"))
+        for module in (launches, tensor_maps):  # a map of which nothing is known but where its array begins
+            monkeypatch.setattr(module, "tensor_map", lambda pointer, *_: pointer.to_bytes(128, "little"))
         return notes
 
     yield start
@@ -141,6 +142,24 @@ def test_what_a_call_visits_is_counted_from_0(install, capability, batch):
             assert notes.count(cleared) == 1 and notes.index(cleared) < notes.index(launched[0])
             assert {int(attention(x)["visited"]) for x in launched if x.kernel.role == "pass2"} == {VISITED}
         assert attention(launched[-1])["lse"] == LSE and attention(launched[-1])["out"]["data"] == OUT
+
+
+@pytest.mark.parametrize("config", [DENSE, S2OConfig(segment=128, dense_up_to=0)], ids=["dense", "sparse"])
+@pytest.mark.parametrize("observe", [None, lambda stage, arrays: None], ids=["", "observed"])
+def test_every_call_has_its_own_arrays(install, config, observe):
+    """Also where the kernel knows them by maps, which are made anew for other arrays."""
+    from s2o_cupy.cuda import pipeline
+
+    notes = install(90)
+    for further in (0, 0, 1 << 20, 0):
+        call = a_call(700)
+        moved = tuple(x._replace(pointer=x.pointer + further) for x in call.operands)
+        pipeline.run(call._replace(operands=moved), config, stream=STREAM, memory=Memory(), observe=observe)
+        first = next(x for x in launches_of(notes) if x.kernel.role == "pass1")
+        tensors = [int(attention(first)[name]["data"]) for name in ("q", "k", "v", "out")]
+        maps = [address for name, address in pointers_of(first).items() if name.startswith("map")]
+        assert tensors == [x + further for x in (Q, K, V, OUT)] and maps == tensors[:3]
+        notes.clear()
 
 
 def test_what_starts_from_0_is_cleared_first(install):
