@@ -54,7 +54,7 @@ def rows(
                 q, k, v, borrowed = _heads(args, of_input, length, group, device)
                 at |= {"kv_heads": k.shape[1], "head_dim": k.shape[3]}
                 if borrowed:
-                    at["heads"] = "query heads of neighbouring KV heads among them"
+                    at["query_heads"] = "query heads of neighbouring KV heads among them"
                 found = of_case(Inputs.of(q, k, v, settings[block]), kernels, at, args.repeats, tell)
                 del q, k, v
             if found is not None:

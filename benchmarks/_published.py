@@ -2,8 +2,7 @@
 makes it from a clone, and how long that takes. `benchmarks/figures.py` runs these commands, which is `make figures`.
 
 A command is one of a script in benchmarks, without --json, from the root of a clone. Its inputs are files of the clone,
-or models that `TRAINED` says how to make. What needs others is named in `ELSEWHERE`, and cannot be made from a clone.
-Needs nothing but Python.
+or models that `TRAINED` says how to make. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -41,14 +40,6 @@ class Figure(NamedTuple):
     gpus: int = 1
     package: str = ""
     folder: str = ""
-
-
-class Elsewhere(NamedTuple):
-    """A figure of inputs that are not in the repository, and the one of the repository's models that shall replace it:
-    once that is measured, this one's file and tables go."""
-
-    inputs: str
-    instead: str = ""
 
 
 TRAIN = "benchmarks/retrieval_model/train.py"
@@ -204,29 +195,8 @@ FIGURES = {
     ),
 }  # fmt: skip
 
-_A_TO_C = "models A, B and C and their texts"
-_SMOLLM2 = "SmolLM2-135M-Instruct, and a book of prose"
-ELSEWHERE = {
-    "model_loss_query": Elsewhere(_A_TO_C, "small_loss"),
-    "model_loss": Elsewhere(_A_TO_C, "small_loss"),
-    "model_loss_mean_keys": Elsewhere(_A_TO_C, "small_loss"),
-    "model_tail": Elsewhere(_A_TO_C, "small_loss"),
-    "methods": Elsewhere(_A_TO_C, "small_methods"),
-    "methods_public": Elsewhere(_A_TO_C, "small_methods"),
-    "asked_error": Elsewhere(_A_TO_C, "small_asked"),
-    "tune_A": Elsewhere(_A_TO_C, "small_tuned"),
-    "tune_B": Elsewhere(_A_TO_C, "small_tuned"),
-    "pretrained": Elsewhere(_SMOLLM2),
-    "pretrained_tasks": Elsewhere(_SMOLLM2),
-}
-
 # What the notebook keeps of something that was tried: on no other page, and not made again.
 NOTEBOOK = ("error_estimates", "int8", "retrieval_2_units", "speed_tail")
-
-
-def names() -> list[str]:
-    """Of all figures of README.md and docs, those first that `make figures` makes."""
-    return [*FIGURES, *ELSEWHERE]
 
 
 def without_folders(text: str) -> str:
@@ -254,16 +224,13 @@ def why_stale(name: str, results: Path = RESULTS, root: Path = ROOT) -> str:
         return "not measured yet"
     if changed := _digest.since(result, root):
         return changed
-    if name in FIGURES:
-        command = told([*shlex.split(FIGURES[name].command), "--json", f"{name}.json"])
-        if result.get("command") != command:
-            return f"measured by another command: {result.get('command')}"
-    return ""
+    command = told([*shlex.split(FIGURES[name].command), "--json", f"{name}.json"])
+    return "" if result.get("command") == command else f"measured by another command: {result.get('command')}"
 
 
 def stale(results: Path = RESULTS) -> dict[str, str]:
     """Names of stale figures, and why they are."""
-    return {name: why for name in names() if (why := why_stale(name, results))}
+    return {name: why for name in FIGURES if (why := why_stale(name, results))}
 
 
 def allowed(path: Path = STALE) -> list[str]:

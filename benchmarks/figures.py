@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import _published
-from _published import ELSEWHERE, FIGURES, NOTEBOOK, ROOT, TRAINED
+from _published import FIGURES, NOTEBOOK, ROOT, TRAINED
 
 MADE = ROOT / "build" / "figures"
 NO_GPU = (
@@ -107,10 +107,6 @@ def listed() -> str:
         lines += [f"    {reader}" for reader in readers(name)]
     for name, model in TRAINED.items():
         lines += [f"{name}: {model.minutes:g} min; {model.what}", f"    python {model.command}"]
-    for name, other in ELSEWHERE.items():
-        instead = f"; {other.instead} takes its place" if other.instead else ""
-        lines += [f"{name}: inputs not in the repository: {other.inputs}{instead}"]
-        lines += [f"    {reader}" for reader in readers(name)]
     return "\n".join([*lines, f"of the notebook alone: {', '.join(NOTEBOOK)}"])
 
 
@@ -118,8 +114,7 @@ def checked() -> tuple[str, bool]:
     """Which figures are stale and why, in words, and whether any is."""
     stale = _published.stale()
     lines = [f"{name}: {why}" for name, why in stale.items()]
-    lines += [f"{len(stale)} of {len(_published.names())} figures are stale"]
-    lines += [f"{len(ELSEWHERE)} are of inputs that are not in the repository: {', '.join(ELSEWHERE)}"]
+    lines += [f"{len(stale)} of {len(FIGURES)} figures are stale"]
     return "\n".join(lines), bool(stale)
 
 
@@ -197,9 +192,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--dry-run", action="store_true", help="only say what would be made")
     args = parser.parse_args(argv)
     args.only = [name for name in args.only.split(",") if name]
-    if elsewhere := [name for name in args.only if name in ELSEWHERE]:
-        inputs = ELSEWHERE[elsewhere[0]].inputs
-        parser.error(f"--only: {elsewhere[0]} cannot be made: its inputs are not in the repository ({inputs})")
     if unknown := [name for name in args.only if name not in FIGURES]:
         parser.error(f"--only: {unknown[0]}; accepted: {', '.join(FIGURES)}")
     return args

@@ -65,27 +65,12 @@ def _said(name: str, result: dict[str, Any], fixed: list[Column], row: Row) -> s
     words = (Path(word).name if word.startswith("/") else word for word in shlex.split(result["command"]))
     parts += [f"commit {result['commit'][:12]}", result["date"], f"`{shlex.join(words)}`", result.get("note", "")]
     parts.append(_digest.since(result))
-    parts.append("its inputs are not in the repository" if name in _published.ELSEWHERE else "")
     return ", ".join(filter(None, parts))
 
 
 def _version(version: Any) -> str:
     """cuDNN's 91900 as 9.19.0."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}" if isinstance(version, int) else str(version)
-
-
-def _with_losses(rows: list[Row], results: Path) -> tuple[list[Row], str]:
-    """Rows of calls with the losses of models in model_loss.json that attended so, by order, tau and length, and where
-    these come from."""
-    path = results / "model_loss.json"
-    if not path.exists():
-        return rows, ""
-    measured = json.loads(path.read_text(encoding="utf-8"))
-    same = lambda row: (row["length"], row.get("order"), row.get("tau"), row.get("tau_falls"))  # noqa: E731
-    losses = {(row["model"], same(row)): row["loss_difference"] for row in measured["rows"] if "order" in row}
-    models = {model for model, _ in losses}
-    found = [row | {f"loss_of_{model}": losses.get((model, same(row))) for model in models} for row in rows]
-    return found, f"; losses: {_said('model_loss', measured, [], {})}"
 
 
 def _side_by_side(rows: list[Row]) -> list[Row]:
@@ -129,7 +114,6 @@ def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS
         raise ValueError(f"{name}.json has no row with {only}")
     if view == "source":
         return f"<sub>{_said(name, result, _same(rows, [*WHERE, RANK]), rows[0])}</sub>"
-    rows, more = _with_losses(rows, results) if view == "cost" else (rows, "")
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = sorted(rows, key=lambda row: (models.index(row.get("model")), row["length"] if row.get("model") else 0))
     rows = _side_by_side(rows) if view == "models" else _servers(rows) if view == "servers" else rows
@@ -143,7 +127,7 @@ def table(name: str, view: str = "time", only: str = "", results: Path = RESULTS
     lines = ["| " + " | ".join(heading for heading, _, _ in columns) + " |"]
     lines += ["|" + "".join(" :--- |" if form == "s" else " ---: |" for _, _, form in columns)]
     lines += ["| " + " | ".join(_cell(value(row), form) for _, value, form in columns) + " |" for row in rows]
-    return "\n".join([*lines, "", f"<sub>{_said(name, result, fixed, rows[0])}{more}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{_said(name, result, fixed, rows[0])}</sub>"])
 
 
 def _same(rows: list[Row], columns: list[Column]) -> list[Column]:

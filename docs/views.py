@@ -72,17 +72,6 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("rel_l2", value_of("rel_l2"), "error"),
         ],
     ),
-    # The same without the density, and beside it what models lose with that order and tau at that length.
-    "cost": (
-        [RANK, TAU],
-        [
-            ("S2O ms", value_of("s2o_ms"), "ms"),
-            ("S2O / cuDNN", ratio("s2o_ms", "cudnn_ms"), ".3f"),
-            ("A's nats to dense", value_of("loss_of_A"), "+.4f"),
-            ("B's nats to dense", value_of("loss_of_B"), "+.4f"),
-            ("C's", value_of("loss_of_C"), "+.4f"),
-        ],
-    ),
     "memory": ([RANK, TAU], [("GiB beside inputs and output", value_of("extra_gib"), ".2f")]),
     # Its parts,
     "parts": (

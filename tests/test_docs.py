@@ -367,7 +367,7 @@ def test_tables_and_pictures_are_up_to_date(figures, pictures):
 
 def test_a_picture_is_out_of_date_once_its_data_change(pictures, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    for name in ("speed_query", "retrieval", "model_loss_query"):
+    for name in ("speed_query", "retrieval", "small_loss"):
         (tmp_path / f"{name}.json").write_bytes((ROOT / "benchmarks" / "results" / f"{name}.json").read_bytes())
     monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
@@ -464,11 +464,6 @@ def test_tables_of_models(figures, tmp_path):
     lines = table("model", "layers")
     assert lines[0] == "| attention | rel_l2 by layer | rows above 0.5 |"
     assert lines[2:4] == ["| cudnn |  |  |", "| S2O, rank=weight, tau=0.02 | 0.12 0.046 | 0.00% |"]
-    losses = [
-        {"model": model, "attention": "s2o", "length": 8192, "order": order, "tau": 0.01, "loss_difference": loss}
-        for model, order, loss in (("A", "mean", 0.1), ("A", "weight", -0.00123), ("B", "weight", 0.00456))
-    ]
-    write("model_loss", losses, "python other.py")
     methods = [
         {"model": model, "attention": name, "config": "default", "length": length, "loss_difference": loss}
         for model, name, length, loss in (
@@ -479,9 +474,3 @@ def test_tables_of_models(figures, tmp_path):
     lines = table("methods", "models")
     assert lines[2] == "| 4,096 | pbs, default | +0.2000 | +0.3000 |"
     assert lines[3] == "| 8,192 | S2O | +0.1000 | -0.4000 |"
-    call = {"length": 8192, "order": "weight", "s2o_ms": 2.0, "cudnn_ms": 4}
-    write("speed", [call | {"tau": tau} for tau in (0.01, 0.02)])
-    lines = table("speed", "cost")
-    assert lines[0] == "| tau | S2O ms | S2O / cuDNN | A's nats to dense | B's nats to dense |"
-    assert lines[2:4] == ["| 0.01 | 2.00 | 0.500 | -0.0012 | +0.0046 |", "| 0.02 | 2.00 | 0.500 |  |  |"]
-    assert "; losses: NVIDIA H200" in lines[5] and "python other.py`" in lines[5]
