@@ -134,8 +134,8 @@ FIGURES = {
     ),
     "nsa": Figure("benchmarks/nsa.py --lengths 16384,65536 --groups 1,2,4,8", 1),
     "nsa_beside": Figure(
-        f"benchmarks/nsa.py {_CALLS} --lengths 65536 --groups 1,2,4,8 --repeats 6 --rivals fsa={RIVALS}/fsa,fla={RIVALS}/fla", 4,
-        _OF_CALLS, folder=RIVALS,
+        f"benchmarks/nsa.py {_CALLS} --lengths 65536 --groups 1,2,4,8 --repeats 6 "
+        f"--rivals fsa={RIVALS}/fsa,fla={RIVALS}/fla", 4, _OF_CALLS, folder=RIVALS,
     ),
     "lists": Figure("benchmarks/lists.py --lengths 131072 --densities 0.05,0.1,0.3 --repeats 9", 2),
     # Ways to call.
