@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def kind_of(row: Row) -> Any:
     if "config" not in row:
         return row.get("attention")
     settings = [part for part in (row["config"],) if part != "default" or row["attention"] != "s2o"]
+    settings = [", ".join(re.split(r", *", part)) for part in settings]  # a narrow table breaks there
     if row["attention"] == "s2o" and row.get("rank") and "rank=" not in row["config"]:
         settings.insert(0, f"rank={row['rank']}")
     return ", ".join([row["attention"].replace("s2o", "S2O"), *settings])
