@@ -1,0 +1,81 @@
+"""What the assembler must leave as the sources have it, seen in the machine code of Hopper's kernels: it moves waits
+for products, and a kernel is right and slow where it moves one too far. Needs nvdisasm, of the CUDA toolkit or of its
+wheel, and no GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from s2o_cupy.cuda import compiler
+from s2o_cupy.tools.catalogue import kernels_for
+
+
+def disassembler() -> str | None:
+    """Of PATH, or of the wheel nvidia-cuda-nvdisasm."""
+    wheels = (Path(folder) / "nvidia" for folder in sys.path)
+    return shutil.which("nvdisasm") or next((str(x) for w in wheels for x in w.glob("cu*/bin/nvdisasm")), None)
+
+
+pytestmark = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
+
+
+class Stage(NamedTuple):
+    """What comes before a wait for products."""
+
+    products: int  # wgmma instructions
+    exponentials: int
+    pending: int  # groups of products that the wait leaves in flight
+
+
+@cache
+def stages(name: str, folder: Path) -> tuple[Stage, ...]:
+    pytest.importorskip("cupy")
+    kernel = next(kernel for kernel in kernels_for(90) if kernel.name == name)
+    file = folder / f"{name}.cubin"
+    file.write_bytes(compiler.machine_code(kernel, "sm_90a").code + b"\0")
+    done = subprocess.run([disassembler() or "", "-c", str(file)], capture_output=True, text=True, check=True)
+    found, products, exponentials = [], 0, 0
+    for instruction, pending in re.findall(r"(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d))", done.stdout):
+        if pending:
+            found.append(Stage(products, exponentials, int(pending)))
+            products = exponentials = 0
+        products += instruction == "HGMMA"
+        exponentials += instruction == "MUFU.EX2"
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        ("pass1_sm90-float16-d128-s2", 16), ("pass2_sm90-float16-d128-s2", 16), ("pass2_sm90-bfloat16-d64-s2", 12),
+        ("nsa_window_sm90-float16-d128", 12),
+    ],
+)  # fmt: skip
+def test_scores_and_outputs_are_in_flight_together(name, products, folder):
+    """Of head_dim / 16 instructions and keys / 16: nothing waits between them."""
+    assert any(stage.products == products and stage.pending == 1 for stage in stages(name, folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "exponentials"),
+    [("pass2_sm90-float16-d128-s2", 128), ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-float16-d128", 32)],
+)
+def test_exponentials_run_under_the_output(name, exponentials, folder):
+    """The wait for it is behind those of a whole key tile: a branch in settled_softmax or wgmma_wait_behind holds it
+    there."""
+    after = [second for first, second in pairwise(stages(name, folder)) if first.pending == 1]
+    assert after and all(stage.exponentials >= exponentials for stage in after)
