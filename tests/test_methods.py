@@ -361,6 +361,7 @@ def test_the_block_of_key_0_is_kept(rng):
         (MeanPoolingConfig, {"threshold": "x"}, TypeError, r"threshold is 'x' \(str\)"),
         (MeanPoolingConfig, {"treshold": 1}, TypeError, r"did you mean threshold\?"),
         (MeanPoolingConfig, {"keep_first": 1}, TypeError, r"keep_first is 1; accepted: True or False"),
+        (PBSConfig, {"keep_first": 1}, TypeError, r"PBSConfig: keep_first is 1; accepted: True or False"),
         (MeanPoolingConfig, {"path": "fast"}, ValueError, r"MeanPoolingConfig: path is 'fast'"),
         (MeanPoolingConfig, {"block": 64.0}, ValueError, r"block is 64.0; accepted: 64 or 128"),
         (PBSConfig, {"block": 64.0}, ValueError, r"block is 64.0; accepted: 64 or 128"),

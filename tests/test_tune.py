@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -200,6 +201,7 @@ def test_the_largest_tau_of_an_error(error, medium):
     assert found.estimate.tau == found.config.tau and found.estimate.pooled_error <= error
     taus = [point.tau for point in found.points]
     assert taus == sorted(taus, reverse=True) and set(TAUS) < set(taus) and found.config.tau not in TAUS
+    assert all(1.4 < higher / lower < 2.6 for higher, lower in pairwise(TAUS))  # about evenly, in logarithms
     of_grid = [point for point in found.points if point.tau in TAUS]
     assert all(point.pooled_error > error for point in of_grid if point.tau > found.config.tau)
     after = taus[taus.index(found.config.tau) - 1]  # the next larger one: near, and too large
