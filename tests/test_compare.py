@@ -14,7 +14,7 @@ from schedules import FRAMEWORKS
 from s2o_cupy import S2OConfig
 from s2o_cupy.methods import MeanPoolingConfig, SpargeConfig, VerticalSlashConfig, XAttentionConfig, sparse_attention
 from s2o_cupy.methods.registry import METHODS
-from s2o_cupy.tools import cli, compare, inputs, metrics
+from s2o_cupy.tools import cli, compare, inputs, metrics, plot
 from s2o_cupy.tools import comparing as tool
 
 CONFIGS = (S2OConfig(tau=0.3, dense_up_to=0), XAttentionConfig(threshold=0.3), MeanPoolingConfig(threshold=0.3))
@@ -157,6 +157,51 @@ def test_json_and_the_picture(tmp_path, capsys):
     assert row["method"] == "meanpooling" and MeanPoolingConfig(**row["config"]) == MeanPoolingConfig()
     assert np.shape(row["error"]) == np.shape(row["density"]) == (1, 4)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+@pytest.fixture
+def axis_of(monkeypatch):
+    """What a picture of methods would show."""
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    monkeypatch.setattr(pyplot.Figure, "savefig", lambda self, path, **options: drawn.extend(self.axes))
+
+    def draw(methods, **options):
+        plot.draw_methods("a.png", methods, ("time", "error"), "Methods", **options)
+        assert not pyplot.get_fignums()  # none stays open
+        return drawn.pop()
+
+    return draw
+
+
+def test_a_picture_of_errors(axis_of):
+    """An exact method's is as small as any that is shown. Near dense attention's time there is a line at it."""
+    axis = axis_of({"S2O": [(0.9, 0.0, "exact"), (0.5, 0.02, "tau=0.1")], "pbs": [(0.4, 0.1, "default")]})
+    s2o, pbs, dense = axis.lines
+    assert s2o.get_xydata().tolist() == [[0.5, 0.02], [0.9, plot.SMALLEST_ERROR]]
+    assert pbs.get_xydata().tolist() == [[0.4, 0.1]] and list(dense.get_xdata()) == [1, 1]
+    assert [x.get_text() for x in axis.get_legend().get_texts()] == ["S2O", "pbs"]
+    assert (axis.get_title("left"), axis.get_xlabel(), axis.get_ylabel()) == ("Methods", "time", "error")
+    assert axis.get_yscale() == "log"
+    assert [(x.get_text(), x.xy) for x in axis.texts] == [
+        ("tau=0.1", (0.5, 0.02)), ("exact", (0.9, plot.SMALLEST_ERROR)), ("default", (0.4, 0.1))
+    ]  # fmt: skip
+    assert axis.get_xlim()[0] == 0
+    quick = axis_of({"pbs": [(0.4, 0.1, "default")]})
+    assert len(quick.lines) == 1  # far from dense attention
+
+
+def test_a_picture_of_errors_below_0(axis_of):
+    """As they are, beside a line at 0."""
+    axis = axis_of({"S2O": [(0.6, -0.02, "tau=0.1"), (0.3, 0.0, "tau=1")]}, linear_to=0.01)
+    s2o, none = axis.lines
+    assert s2o.get_xydata().tolist() == [[0.3, 0.0], [0.6, -0.02]] and list(none.get_ydata()) == [0, 0]
+    assert axis.get_yscale() == "symlog" and axis.yaxis.get_transform().linthresh == 0.01
+
+
+def test_neighbours_in_a_picture_have_other_marks(axis_of):
+    lines = axis_of({f"method {i}": [(0.1 * i, 0.1, "")] for i in range(1, 12)}).lines[:11]
+    marks = [x.get_marker() for x in lines]
+    assert all(len(set(marks[i : i + 8])) == 8 for i in range(4))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.plan import launch_plan
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.spec import Geometry
-from s2o_cupy.tools import cli, demo, inputs, metrics
+from s2o_cupy.tools import cli, demo, inputs, metrics, plot
 
 UNCHANGED = ["--no-picture", "--json"]
 
@@ -288,6 +288,19 @@ def test_demo_with_nothing_to_draw(capsys, tmp_path, no_work):
 def test_the_segment_to_draw(length, segment, drawn):
     """The last one, unless it has less than half its queries."""
     assert demo._drawn_segment(Geometry(length, length, segment)) == drawn
+
+
+@pytest.mark.parametrize(
+    ("shape", "patch"), [((3, 5), (2, 4)), ((384, 2560), (2, 4)), ((385, 2561), (3, 5)), ((1000, 4001), (6, 7))]
+)
+def test_thin_stripes_survive_the_picture_s_resolution(rng, shape, patch):
+    """Each of at most 192 x 640 patches is as bright as its brightest pair."""
+    mass, (rows, columns) = rng.random(shape), patch
+    brightest = [
+        [mass[i : i + rows, j : j + columns].max() for j in range(0, shape[1], columns)]
+        for i in range(0, shape[0], rows)
+    ]
+    np.testing.assert_array_equal(plot._pool(mass), brightest)
 
 
 # ---------------------------------------------------------------- axes in the other order

@@ -9,6 +9,7 @@ import copy
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,7 @@ from s2o_cupy.reference import key_order, ordering, s2o
 from s2o_cupy.spec import BLOCK_UNITS, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
 from s2o_cupy.tools.diff_query_weights import (
     QueryStages,
+    _compare_exponents,
     as_e4m3,
     capture,
     half_exponent,
@@ -379,6 +381,19 @@ def test_8_bits_that_are_scaled_wrongly_all_along(off: int, monkeypatch) -> None
     assert [row.stage for row in report.rows if not row.ok][:1] == ["8-bit exponents"], report.table()
 
 
+@pytest.mark.parametrize(
+    ("longest", "lengths"),  # of the first keys; the powers of two that lengths may have
+    [(4.0, {1, 2}), (4 - 2**-20, {1, 2}), (4 - 2**-12, {1}), (4 + 2**-12, {2}), (1.5 * 2**-5, {-5}), (96.0, {6})],
+)
+def test_powers_of_two_that_rounding_may_make(longest: float, lengths: set[int]) -> None:
+    leading, wrong = np.zeros((1, 1, 2, 2, 24)), []
+    leading[0, 0, 1, 0, 5] = longest
+    rows = SimpleNamespace(integers=lambda stage, off, count: wrong.append(count))
+    for power in range(-9, 9):
+        _compare_exponents(rows, np.array([[KEY_EXPONENT - power]]), leading, np.zeros((1, 1, 1, 1, 24)))
+    assert [n == 0 for n in wrong] == [power in lengths for power in range(-9, 9)]
+
+
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("wrong", ["shifted", "noisy"])
 def test_scores_are_held_to_their_own_rounding(in_bytes: bool, wrong: str) -> None:
@@ -395,6 +410,29 @@ def test_scores_are_held_to_their_own_rounding(in_bytes: bool, wrong: str) -> No
         scores += np.asarray(off, np.float16)
     row = next(row for row in compare(stages, q, k, v, problem, config).rows if row.stage == "key scores")
     assert row.different > 0.7 * sum(scores.size for scores in stages.scores)
+
+
+@pytest.mark.parametrize(
+    ("keys", "left_out"),
+    [  # a key's first two elements; the others are 0
+        ([(4, 0), (-4, 0), (0.5, 0), (-0.5, 0)], 1),  # two are furthest from the mean
+        ([(256, 1.25), (-256, 0), (32, 0), (-32, 0)], 1),
+        ([(4, 1 / 32), (-4, 0), (0.5, 0), (-0.5, 0)], 0),
+        ([(4.5, 0), (-4, 0), (0.25, 1), (-0.5, 0)], 1),  # the third is as far from the first as from the second
+        ([(4.5, 0), (-4, 0), (0.25 + 2**-12, 1), (-0.5, 0)], 0),
+        ([(0, 0)] * 4, 0),  # all are alike, and so is every group
+    ],
+)
+def test_units_that_rounding_divides_are_left_out(keys: list[tuple[float, float]], left_out: int) -> None:
+    """Which of the keys begin a group, or to which group a key goes; no other unit is left out."""
+    _, (q, k, v, problem, config) = make(replace(CONFIGS["query"], clusters=2), np.float16)
+    k[1, 1, 80:84] = np.pad(keys, ((0, 0), (0, 22)))
+    report = compare(stand_in(q, k, v, problem, config), q, k, v, problem, config)
+    assert report.ok, report.table()
+    (row,) = (row for row in report.rows if row.stage == "groups")
+    units = 2 * 2 * (230 // 4) - left_out
+    assert row.note == f"{left_out} units have keys as far as others, to rounding"
+    assert row.compared == units * 2 * 24  # groups, elements
 
 
 def test_sums_beyond_float16_are_counted() -> None:

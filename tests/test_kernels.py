@@ -257,6 +257,21 @@ def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, 
         compile_ahead.compile_all(["sm_80"])
 
 
+@pytest.mark.parametrize("kernel", ["pass1_gathered_sm90-float16-d64-s2-paged", "pass2_sm90-bfloat16-d128-s2",
+                                    "pass2_sm90-bfloat16-d256-s2"])  # fmt: skip
+def test_the_shared_memory_that_a_hopper_kernel_asks_for(nvrtc, kernel):
+    """Is what C++ makes of it: all of the kernel's text but the kernel, which takes long, holds where that is so."""
+    declared = render(next(k for k in ALL if k.name == kernel)).partition('extern "C" __global__')[0]
+    assert "the plan counts the shared memory differently" in declared
+    program = nvrtc.createProgram(declared, "declared.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, ["-arch=sm_90a", "-std=c++17", "-default-device"])
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
 def test_compiling_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(S2OError, match=r"compiling needs CuPy and NVRTC .*remedy: pip install"):

@@ -52,6 +52,16 @@ def unusual(count, seed):
     return scores
 
 
+def test_weights_are_powers_of_two():
+    """2 to what is returned is e^(scale * score), and an infinite score's is infinite, as of one beyond float16."""
+    scores = np.array([0.0, 1.0, -2.5, 7.25, 1e6, -1e6, np.inf, np.nan])
+    with np.errstate(over="ignore"):
+        weights = key_order.log_weights(scores, 0.3)
+    assert weights.dtype == np.float16
+    np.testing.assert_allclose(np.exp2(weights[:4].astype(np.float64)), np.exp(0.3 * scores[:4]), rtol=2e-3)
+    np.testing.assert_array_equal(weights[4:], [np.inf, -np.inf, np.inf, np.nan])
+
+
 @given(hnp.arrays(np.float16, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=50)))
 @settings(max_examples=100)
 def test_order_keys_is_a_stable_descending_sort_of_buckets(scores):
@@ -75,6 +85,7 @@ def test_order_keys_sorts_clear_margins_and_keeps_near_ties():
         ([np.nan, np.nan], [0, 1]),
         ([1.0, np.nan, 2.0, np.inf, -np.inf], [1, 3, 2, 0, 4]),  # NaN and inf share bucket 0
         ([-np.inf, 1.0, -np.inf], [1, 0, 2]),
+        ([-np.inf, np.nan, np.inf], [1, 2, 0]),  # nothing is finite
         ([-60000, 60000, -np.inf, 0.0], [1, 3, 0, 2]),  # what is more than float16 below shares the last bucket
         ([-30000, 30000, 0.0], [1, 2, 0]),
         ([0.0, 6e-8, 0.0], [0, 1, 2]),  # no factor of float16 tells so small a range apart

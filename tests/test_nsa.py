@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -226,3 +228,7 @@ def test_other_arguments_that_are_refused(x):
         nsa_select(x.q[:, :, :50], x.k_cmp, seqlen_k=100)
     with pytest.raises(TypeError, match="x is int64; accepted: float16, bfloat16, float32 or float64"):
         nsa_compress(np.ones((1, 1, 40, 8), np.int64))
+    for shape in ((40, 8), (2, 40, 8), (1, 1, 2, 40, 8)):
+        message = f"nsa_compress: x has shape {shape}; accepted: 4 axes (BSHD)"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            nsa_compress(np.ones(shape), layout="BSHD")

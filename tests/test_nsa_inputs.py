@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from nsa_cases import SMALL, draw
+from pretended import array_at, pretend_gpu
 
+import s2o_cupy.nsa
 from s2o_cupy.arrays.frameworks import framework_of
 from s2o_cupy.nsa.call import is_readable
 
@@ -38,3 +44,28 @@ def at(offset, shape, dtype=np.float16, row=None):
 )
 def test_arrays_that_kernels_read(name, x, readable):
     assert is_readable(name, framework_of(name, x).describe(x)) is readable
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("of_heads", [True, False])
+def test_where_kernels_find_gates(rng, monkeypatch, dtype, layout, of_heads):
+    """Read as they lie, by address and strides: of each head, or the same of all heads."""
+    seen = []
+    launches = SimpleNamespace(
+        Gates=lambda *gates: seen.append(gates), Pair=lambda *arrays: arrays, Branches=lambda *branches: branches,
+        attend=lambda *arrays, **options: None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "s2o_cupy.nsa.launches", launches)
+    monkeypatch.setattr(s2o_cupy.nsa, "launches", launches, raising=False)
+    x = draw(rng, np.float16, 130, batch=2, head_dim=64)
+    gates = x.gates.astype(dtype) if of_heads else x.gates[:, 0].astype(dtype)
+    bhsd = np.broadcast_to(gates if of_heads else gates[:, None], (2, 4, 130, 3))
+    arrays = [*x[:5], gates]
+    if layout == "BSHD":
+        arrays = [np.ascontiguousarray(a.swapaxes(1, 2)) if a.ndim == 4 else a for a in arrays]
+    pretend_gpu(monkeypatch)
+    s2o_cupy.nsa.nsa_attention(*arrays, config=SMALL, layout=layout)
+    ((pointer, strides, is_float32),) = seen
+    assert pointer == arrays[-1].ctypes.data and is_float32 == (dtype == np.float32)
+    np.testing.assert_array_equal(array_at(pointer, dtype, bhsd.shape, strides), bhsd)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from pretended import pretend_gpu
+from schedules import random_schedule
 
-from s2o_cupy import s2o_attention_paged
+from s2o_cupy import gather_attention_paged, s2o_attention_paged
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
+from s2o_cupy.methods import MeanPoolingConfig, sparse_attention_paged
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -133,6 +135,22 @@ def test_lengths_on_the_gpu_during_a_capture(pretended_gpu, monkeypatch):
         s2o_attention_paged(*arrays, seqlen_k=np.array([40, 48]))
 
 
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+@pytest.mark.parametrize("call", [s2o_attention_paged, sparse_attention_paged, gather_attention_paged])
+def test_rows_with_gaps_are_refused_by_their_name(pretended_gpu, call, name):
+    """A whole cache is never copied."""
+    given = arguments(q=zeros(2, 4, 30, 64, dtype=np.float16))
+    given |= dict.fromkeys(("k_pages", "v_pages"), zeros(6, 16, 2, 64, dtype=np.float16))
+    given[name] = zeros(6, 16, 2, 128, dtype=np.float16)[..., ::2]
+    if call is sparse_attention_paged:
+        given["config"] = MeanPoolingConfig()
+    elif call is gather_attention_paged:
+        given["schedule"] = random_schedule(np.random.default_rng(0), 30, given.pop("seqlen_k"), batch=2)
+    message = rf"^{call.__name__}: {name} has a stride of 4 bytes on its last axis; accepted: .* \(2 bytes\)"
+    with pytest.raises(ValueError, match=message):
+        call(**given)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_what_the_gpu_backend_gets(pretended_gpu, layout):
     at = lambda x: x.__array_interface__["data"][0]  # noqa: E731
@@ -163,3 +181,22 @@ def test_what_the_gpu_backend_gets(pretended_gpu, layout):
     assert (stats.path, stats.path_reason) == ("portable", "a reason")
     _, stats = s2o_attention_paged(*inputs, seqlen_k=0, is_causal=False, layout=layout, return_stats=True)
     assert (stats.path, stats.path_reason) == (None, None)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_keys_that_a_method_gets(pretended_gpu, rng, layout):
+    """In one array. A number that is no page's, which nobody checks, is taken for another's: no index leads outside."""
+    pages = rng.standard_normal((6, 16, 2, 64)).astype(np.float16)
+    table = np.array([[0, 5, 3], [2, 6, -1]], np.int32)
+    given = []
+
+    def noted(q, k, *, is_causal, scale):
+        given.append(k)
+        raise NotImplementedError("there is no GPU to go on with")
+
+    cache = pages if layout == "NHD" else pages.swapaxes(1, 2)
+    q = zeros(2, 4, 30, 64, dtype=np.float16)
+    with pytest.raises(NotImplementedError):
+        sparse_attention_paged(q, cache, cache, table, seqlen_k=40, config=noted, layout=layout)
+    (k,) = given
+    np.testing.assert_array_equal(k.swapaxes(1, 2), pages[table.clip(0, 5)].reshape(2, 48, 2, 64)[:, :40])

@@ -140,6 +140,15 @@ def test_a_method_on_pages(rng, array, config, layout):
     assert stats.density == expected[2].density
 
 
+def test_pages_without_a_key(rng, array):
+    q, pages = (array(rng.standard_normal(shape)) for shape in ((1, 4, 30, 64), (3, 16, 2, 64)))
+    table = array(np.zeros((1, 2))).astype(np.int32)
+    of_pages = {"seqlen_k": 0, "is_causal": False, "return_lse": True}
+    for config in (CONFIGS[0], S2OConfig()):
+        o, lse = sparse_attention_paged(q, pages, pages, table, config=config, **of_pages)
+        assert o.shape == q.shape and not o.any() and (lse == -np.inf).all()
+
+
 def test_an_output_is_checked_as_a_whole(rng):
     """One that is longer, and one whose first rows lie on keys that a later turn reads."""
     memory = rng.standard_normal((800, 2, 64))

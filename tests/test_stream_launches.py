@@ -12,7 +12,7 @@ from conftest import SMALL
 from pretended import Launched, record_launches
 
 from s2o_cupy import S2OConfig
-from s2o_cupy.arrays.operand import Call, Operand, Operands
+from s2o_cupy.arrays.operand import Call, Operand, Operands, Paging, Scale
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.methods import MeanPoolingConfig, PBSConfig, SpargeConfig, VerticalSlashConfig, XAttentionConfig
 from s2o_cupy.problem import Problem
@@ -160,6 +160,28 @@ def test_every_call_has_its_own_arrays(install, config, observe):
         maps = [address for name, address in pointers_of(first).items() if name.startswith("map")]
         assert tensors == [x + further for x in (Q, K, V, OUT)] and maps == tensors[:3]
         notes.clear()
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_a_cache_is_read_by_the_call_s_page_table(install, in_bytes):
+    """Of 8 bits it is the first launch alone that reads it, by scales of the call; others have what that writes."""
+    from s2o_cupy.cuda import pipeline
+
+    notes, table, of_k, of_v = install(80), 1 << 41, 1 << 42, 1 << 43
+    scales = (Scale(pointer=of_k), Scale(pointer=of_v)) if in_bytes else None
+    q, _, _, out = operands(4, 2, 700)
+    k, v = (Operand(at, (50, 2, 16, 64), (2048, 1024, 64)) for at in (K, V))
+    call = a_call(700)._replace(operands=(q, k, v, out), paging=Paging(table, 0, 16, 50, scales))
+    launched = pipeline.run(call, DENSE, stream=STREAM, memory=Memory())
+    assert (launched.path, launched.graphs) == ("portable", "launched")
+    first, *others = launches_of(notes)
+    pointers, pass1, keys = pointers_of(first), first, [K, V]
+    assert pointers["pages"] == table
+    if in_bytes:
+        (pass1,), keys = others, [pointers["keys"], pointers["values"]]
+        assert [pointers[x] for x in ("k_pages", "v_pages", "k_scale", "v_scale")] == [K, V, of_k, of_v]
+        assert MEMORY <= keys[0] < keys[1]
+    assert [int(attention(pass1)[name]["data"]) for name in ("k", "v")] == keys
 
 
 def test_what_starts_from_0_is_cleared_first(install):

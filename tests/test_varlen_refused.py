@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from s2o_cupy import s2o_attention_varlen
+from s2o_cupy.problem import MAX_SEQLEN
 
 
 @pytest.fixture
@@ -49,6 +50,20 @@ def test_cu_seqlens_that_are_refused(call, name, error, given_, message):
         call(**{name: given_})
 
 
+def test_exchanged_axes_are_meant_only_where_they_would_fit(call):
+    hint = ". Did you mean q.swapaxes(0, 1)? Axes are (total_q, heads, head_dim)"
+    for starts, change, asked in (
+        ([0, 10, 30], lambda q: q.swapaxes(0, 1), True),
+        ([0, 10, 29], lambda q: q.swapaxes(0, 1), False),
+        ([0, 30, 12], lambda q: q.swapaxes(0, 1), False),
+        ([0, 10, 29], lambda q: q, False),
+        ([], lambda q: q, False),
+    ):
+        with pytest.raises(ValueError, match="cu_seqlens_q .*; accepted: 0, then ascending") as caught:
+            call(q=change, cu_seqlens_q=starts)
+        assert str(caught.value).endswith(hint) == asked, starts
+
+
 def test_cu_seqlens_that_do_not_fit_together(call):
     with pytest.raises(ValueError, match=r"cu_seqlens_q has 3 entries, cu_seqlens_k 4; accepted: batch \+ 1 in both"):
         call(cu_seqlens_k=[0, 15, 40, 40])
@@ -57,6 +72,17 @@ def test_cu_seqlens_that_do_not_fit_together(call):
     with pytest.raises(ValueError, match="sequence 1 has 20 queries and 12 keys; accepted .*bottom-right"):
         call(cu_seqlens_k=[0, 28, 40])
     call(cu_seqlens_k=[0, 28, 40], is_causal=False)
+
+
+def test_the_longest_sequence():
+    """One of more rows is refused for them, one of as many for what else is wrong."""
+    for n, message in (
+        (MAX_SEQLEN + 1, f"sequence 1 has {MAX_SEQLEN + 1} rows; accepted: up to {MAX_SEQLEN}"),
+        (MAX_SEQLEN, f"sequence 1 has {MAX_SEQLEN} queries and 5 keys; accepted with is_causal=True"),
+    ):
+        q, k = (np.broadcast_to(np.zeros((1, 2, 64), np.float32), (rows, 2, 64)) for rows in (n + 1, 6))
+        with pytest.raises(ValueError, match=message):
+            s2o_attention_varlen(q, k, k, [0, 1, n + 1], [0, 1, 6])
 
 
 def test_arrays_that_are_refused(call, device):
