@@ -83,6 +83,8 @@ def test_every_head_has_a_turn(limit):
     made = launches(plan, problem, config, operands_of(problem, None), memory)
     assert sum(x.stage == "unit_rows" for x in made) == sum(x.stage == "unit_keys" for x in made) == len(turns)
     assert memory.places["cluster_keys"].shape[0] == max(map(len, turns))
+    of_head = -(-800 // 256)  # unit_clusters: 256 keys a block of threads
+    assert [x.blocks for x in made if x.stage == "unit_keys"] == [len(heads) * of_head for heads in turns]
     for name, bytes_of_head in (("unit_means", 100 * 64 * 2), ("key_exponents", 4)):
         written = [begin - memory.places[name].offset for x in made if x.stage == "unit_rows"
                    for begin in starts_of(x, name)]  # fmt: skip

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from schedules import FRAMEWORKS
+from test_plan import a_problem
 
 from s2o_cupy import Schedule, gather_attention
 from s2o_cupy.methods import SpargeConfig, select, sparse_attention
 from s2o_cupy.plan.paths import HOPPER, PORTABLE
+from s2o_cupy.plan.schedule import ScheduleShape
 from s2o_cupy.reference import dense_attention, s2o
 from s2o_cupy.reference.lists import KeyLists, attend_lists
 from s2o_cupy.reference.value_skip import ValueSkips
@@ -153,3 +155,11 @@ def test_what_else_is_refused(qkv):
     )
     with pytest.raises(ValueError, match="the schedule's value_skip has 2 numbers; accepted: one, or 4"):
         gather_attention(q, k, v, schedule)
+
+
+@pytest.mark.parametrize(("seqlen_k", "blocks"), [(64, 1), (65, 2), (1000, 16)])
+def test_kernels_count_values_by_blocks_of_64(seqlen_k, blocks):
+    shape = ScheduleShape(list_heads=2, value_skip=-1.0)
+    assert shape.more_params(a_problem(heads=2, kv_heads=1, seqlen_q=64, seqlen_k=seqlen_k))["values"] == {
+        "blocks": blocks
+    }
