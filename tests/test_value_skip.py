@@ -157,9 +157,9 @@ def test_what_else_is_refused(qkv):
         gather_attention(q, k, v, schedule)
 
 
-@pytest.mark.parametrize(("seqlen_k", "blocks"), [(64, 1), (65, 2), (1000, 16)])
-def test_kernels_count_values_by_blocks_of_64(seqlen_k, blocks):
+@pytest.mark.parametrize(("seqlen_k", "blocks"), [(32, 1), (33, 2), (1000, 32)])
+def test_kernels_have_room_for_blocks_of_32_values(seqlen_k, blocks):
     shape = ScheduleShape(list_heads=2, value_skip=-1.0)
-    assert shape.more_params(a_problem(heads=2, kv_heads=1, seqlen_q=64, seqlen_k=seqlen_k))["values"] == {
+    assert shape.more_params(a_problem(heads=2, kv_heads=1, seqlen_q=32, seqlen_k=seqlen_k))["values"] == {
         "blocks": blocks
     }
