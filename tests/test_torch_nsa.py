@@ -114,6 +114,15 @@ def test_short_sequences_have_no_compressed_keys(torch, rng):
     assert_gradients(torch, rng, given, SMALL, rtol=2e-6)
 
 
+@pytest.mark.parametrize(("batch", "lengths"), [(0, (64, 64)), (1, (0, 64)), (1, (0, 0))])
+def test_without_queries_there_are_gradients_of_zeros(torch, rng, batch, lengths):
+    from s2o_cupy.integrations.nsa import nsa_attention
+
+    given = tensors(torch, rng, torch.float32, lengths, batch=batch, head_dim=8)[:6]
+    found = torch.autograd.grad(nsa_attention(*given, config=SMALL).sum(), given)
+    assert all(x.shape == of.shape and not x.any() for x, of in zip(found, given, strict=True))
+
+
 def test_only_what_is_asked_for(torch, rng):
     from s2o_cupy.integrations.nsa import nsa_attention
 

@@ -4,13 +4,13 @@
 
 namespace s2o {
 
-// Without a branch around which lanes would have to meet again.
+// Stores without a branch, around which lanes would have to meet again.
 __device__ __forceinline__ void store_if(bool wanted, uint16* target, uint16 score) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.b16 [%0], %1; }"
                :: "l"(__cvta_generic_to_global(target)), "h"(score), "r"(static_cast<uint32>(wanted)) : "memory");
 }
 
-// A choice that is no branch: lanes of a warp that choose otherwise would part there, and meet again at each shuffle.
+// Chooses without a branch: lanes of a warp that choose otherwise would part there, and meet again at each shuffle.
 __device__ __forceinline__ float choose(bool first, float a, float b) {
   float y;
   asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.f32 %0, %1, %2, p; }"

@@ -5,8 +5,8 @@
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
-// Where products of 8 bits can be had query_weights_sm90.cu has them. Here warps keep their queries in registers, 32 each,
-// and step after step of keys passes by all of them.
+// Where products of 8 bits can be had query_weights_sm90.cu has them. Here each warp keeps 32 queries in registers, and
+// the steps of keys pass by all warps.
 #include "sm80/attention.cuh"
 #include "selection/lane_maxima.cuh"
 #include "selection/segment_block.cuh"
@@ -77,8 +77,8 @@ struct QueryWeights {
         }
       }
   }
-  // Of rows 16 * part .. of a step, two of which a lane has in each half: the largest weight that the warp's queries that
-  // the lane has give one of both groups.
+  // Finds the largest weight that the lane's queries give either of its two groups, in each half of the 16 rows of keys
+  // from row 16 * part of a step on.
   __device__ __forceinline__ void weigh(int step, int part, float& first_half, float& second_half) const {
     // Chunk 2 c + b of a row stands where its number, but for the swizzle's bits, says: 2 c is one exclusive or.
     const uint32 of_lane = rows_of_lane + (step % 2 * Traits::kStep + part * 16) * Traits::kHeadDim * 2;
@@ -115,7 +115,7 @@ struct QueryWeights {
           larger_or_nan(of[0] + Float16::low(shares[j]), of[1] + Float16::high(shares[j]));
     }
   }
-  // By one of the warps: the largest of all warps' maxima of a step, and of earlier passes'.
+  // One of the warps stores the largest of all warps' maxima of a step, and of earlier passes'.
   __device__ __forceinline__ void store(int step, bool is_first) const {
     if (step % Traits::kWarps != warp) return;
     float x = shared.largest[step % 2][0][lane];
@@ -169,7 +169,7 @@ struct QueryWeights {
   }
 };
 
-// Block: a segment of a head.
+// A block of threads takes a segment of a head.
 template <class Traits>
 __device__ __forceinline__ void query_weights(const RankKeysParams& p, typename Traits::Shared& shared) {
   QueryWeights<Traits> weights(p, shared);

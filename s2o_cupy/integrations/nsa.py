@@ -24,7 +24,7 @@ from .nsa_branches import Branches
 __all__ = ["nsa_attention"]
 
 Tensor = Any  # torch.Tensor
-TURNS = 16  # of workspace_bytes: what queries take that PyTorch attends with at once
+TURNS = 16  # PyTorch attends with a part of workspace_bytes of queries at once, one of so many
 
 
 def nsa_attention(

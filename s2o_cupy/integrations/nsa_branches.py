@@ -36,7 +36,8 @@ class Branches:
     dq : as q, float32 or float64
     dgates : (batch, heads, seqlen_q, 3), in dq's dtype
     at_once_bytes : int
-        Of queries that are taken at once, about; never less than a head or a part of the window.
+        PyTorch attends with about so many bytes of queries at once, and never with less than a part of the window or
+        one query of each run.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Branches:
         dk, dv = (torch.zeros_like(x, dtype=self.dq.dtype) for x in (k, v))
         seen_from = length - 1  # the first position that sees a key
         rows = slice(max(seen_from - self.offset, 0), q.shape[2])
-        if rows.start >= rows.stop:
+        if rows.start >= rows.stop or not q.numel():
             return dk, dv
         first, front = divmod(rows.start + self.offset - seen_from, stride)
         runs = k.shape[2] - first
@@ -82,6 +83,8 @@ class Branches:
     def window(self, k: Tensor, v: Tensor, gated: Tensor, window: int) -> tuple[Tensor, Tensor]:
         """As `compressed`."""
         dk, dv = (torch.zeros_like(x, dtype=self.dq.dtype) for x in (k, v))
+        if not self.q.numel():
+            return dk, dv
         window = min(window, self.seqlen_k)
         first = max(window - self.offset, 0)  # rows before this one see all keys up to their own
         if first:
