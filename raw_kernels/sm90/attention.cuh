@@ -17,7 +17,7 @@
 // c of row r stands at c ^ (r & 7).
 #pragma once
 #include "sm90/checker.cuh"
-#include "sm90/consumer.cuh"
+#include "sm90/consumers.cuh"
 #include "sm90/copier.cuh"
 #include "sm90/page_copier.cuh"
 #include "sm90/pager.cuh"
@@ -47,7 +47,8 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
     }
   } else {
     registers_grow<kFirstConsumerRegisters>();
-    Consumer<Traits>(shared, params.attention).run_first();
+    Consumer<Traits> my(shared, params.attention);
+    run_first(my);
   }
 }
 
@@ -61,7 +62,8 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
     produce_from_pages<Traits, Rows>(params, shared);
   } else {
     registers_grow<kConsumerRegisters<Traits>>();
-    Consumer<Traits>(shared, params).run_first();
+    Consumer<Traits> my(shared, params);
+    run_first(my);
   }
 }
 
@@ -75,7 +77,8 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     produce_by_gathering<Traits, Rows>(params, shared);
   } else {
     registers_grow<kConsumerRegisters<Traits>>();
-    Consumer<Traits>(shared, params).template run_second<Rows>(params);
+    Consumer<Traits> my(shared, params);
+    run_second<Rows>(my, params);
   }
 }
 

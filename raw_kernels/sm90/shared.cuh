@@ -71,6 +71,7 @@ struct Traits {
   // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile.
   static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;
   static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
+  static constexpr int kKeyTiles = kBlockN / 8;  // of 8 keys, the columns of a wgmma tile that a quad shares
   static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles
   static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
   // In a tile of k or v: bytes from 8 rows to the next 8, and from 64 columns to the next 64.

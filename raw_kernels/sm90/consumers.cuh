@@ -1,0 +1,133 @@
+// The two passes as a consumer goes through them.
+#pragma once
+#include "sm90/walk.cuh"
+
+namespace s2o {
+namespace sm90 {
+
+template <class Traits>
+constexpr bool kStoresLate = Traits::kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
+
+// Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
+// together, like those of any two key tiles.
+template <class Traits>
+__device__ __forceinline__ void run_first(Consumer<Traits>& my) {
+  uint32 nth = 0;
+  if (!take(my, nth)) return;
+  wait_for_queries(my, nth);
+  uint32 q = queries(my, nth);
+  issue_scores(my, q);
+  pass_turn(my);
+  start_empty(my);
+  wgmma_wait<0>();
+  release_k(my);
+  softmax<true>(my, q_tile_at(my, nth).limit);
+  my.holds_output = false;
+  pack(my);
+  for (;;) {
+    const QTile& tile = q_tile_at(my, nth);
+    const int rows = tile.rows;
+    walk<true>(my, nth, q, tile.key_tiles, tile.limit, rows);
+    if (!take(my, ++nth)) {
+      issue_output(my);
+      stop_check(my, rows);
+      wgmma_wait<0>();
+      keep_state(my);
+      store_last(my, nth - 1);
+      return;
+    }
+    wait_for_queries(my, nth);
+    q = queries(my, nth);
+    issue_scores(my, q);
+    issue_output(my);
+    pass_turn(my);
+    stop_check(my, rows);
+    keep_state(my);
+    start_empty(my);
+    wgmma_wait<1>();
+    release_k(my);
+    softmax<true>(my, q_tile_at(my, nth).limit);
+    await_output(my);
+    release_v(my);
+    if (!kStoresLate<Traits>) store_last(my, nth - 1);
+    pack(my);
+    my.unstored = kStoresLate<Traits>;
+    my.holds_output = false;
+  }
+}
+
+// Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to
+// come: nobody knew when this one would stop. `all`: the kernel's parameters, of which params are a part.
+template <class Rows, class Params, class Traits>
+__device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& all) {
+  for (uint32 nth = 0;; ++nth) {
+    const uint32 slot = nth % 2, place = nth % kPlaces;
+    if (!take(my, nth)) return;
+    const QTile tile = describe<Traits::kBlockN>(my.params, Rows(all, my.shared.q_tile[place]));
+    const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
+    wait_for_queries(my, nth);
+    const int position[2] = {my.shared.rows[slot][my.first_row], my.shared.rows[slot][my.first_row + 8]};
+    if (Rows::kListed && tiles == 0) {
+      release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
+      store_nothing(my, tile, position);
+      barrier_arrive(my.shared.q_tile_empty[place]);
+      continue;
+    }
+    const uint32 q = queries(my, nth);
+    issue_scores(my, q);
+    pass_turn(my);
+    if (kKeepsTau<Traits> && !kWalksLadder<Traits>) my.kept_tau = my.shared.tau[place];
+    if (Rows::resumes(all)) {
+      resume(my, tile, position);
+    } else {
+      start_empty(my);
+      clear_output(my);
+    }
+    if constexpr (kSkipsValues<Traits>) my.values.start(all.values, tile.head_in_batch, tile.visited);
+    if constexpr (kWalksLadder<Traits>) {
+      my.ladder = {};
+      my.kept_tau = my.ladder.tau_of_bit(all, tile.head, my.lane % kLadder);
+    }
+    wgmma_wait<0>();
+    release_k(my);
+    softmax<false>(my, limit, rows);
+    rescale(my);
+    pack(my);
+    const int visited = walk<false>(my, nth, q, tiles, limit, rows);
+    const int stop_checks = (visited + Traits::kTilesPerStopCheck - 1) / Traits::kTilesPerStopCheck;
+    int stored[2];
+    // After the products it would be a copy for each.
+    if constexpr (kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
+    by_skips(my, [&](auto skips_of_last) {
+      issue_output<skips_of_last.value>(my);
+      if constexpr (!kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
+      my.voted += stop_checks;
+      stored[0] = my.shared.rows[slot][my.first_row];
+      stored[1] = my.shared.rows[slot][my.first_row + 8];
+      wgmma_wait<0>();
+    });
+    release_v(my);
+    // Copies that the producer had started before it saw the stop.
+    for (int i = min(tiles, visited + Traits::kStages - 1) - visited; i > 0; --i) {
+      barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);
+      release_k(my);
+    }
+    for (int i = min(tiles, visited + Traits::kStages - 2) - visited; i > 0; --i) {
+      barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
+      release_v(my);
+    }
+    if constexpr (kWalksLadder<Traits>) {
+      stop_check(my, rows);  // adds what votes that did not count have left
+      const Rows walked(all, *static_cast<volatile int*>(&my.shared.q_tile[place]));  // needs no register before
+      finish_ladder(my, walked.visited_index(my.params), walked.count);
+    } else {
+      store<false>(my, tile, stored, my.m, my.l);
+      if constexpr (Rows::kListed) keep_listed_state(my, all, tile, stored);
+      if (threadIdx.x == kWarpgroup) my.params.visited[tile.visited] = stop_checks;
+    }
+    barrier_arrive(my.shared.q_tile_empty[place]);
+  }
+}
+
+}  // namespace sm90
+}  // namespace s2o
