@@ -55,7 +55,7 @@ __device__ __forceinline__ void barrier_wait_for_cluster(uint64& barrier, uint32
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni ready;\nbra.uni again;\nready:\n}" ::"r"(shared_address(&barrier)),
+      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
       "r"(parity)
       : "memory");
 }

@@ -20,6 +20,7 @@ __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
   pass_turn(my);
   start_empty(my);
   wgmma_wait<0>();
+  finished(my.s);
   release_k(my);
   softmax<true>(my, q_tile_at(my, nth).limit);
   my.holds_output = false;
@@ -32,6 +33,7 @@ __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
       issue_output(my);
       stop_check(my, rows);
       wgmma_wait<0>();
+      finished(my.acc);
       keep_state(my);
       store_last(my, nth - 1);
       return;
@@ -45,6 +47,7 @@ __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
     keep_state(my);
     start_empty(my);
     wgmma_wait<1>();
+    finished(my.s);
     release_k(my);
     softmax<true>(my, q_tile_at(my, nth).limit);
     await_output(my);
@@ -89,6 +92,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
       my.kept_tau = my.ladder.tau_of_bit(all, tile.head, my.lane % kLadder);
     }
     wgmma_wait<0>();
+    finished(my.s);
     release_k(my);
     softmax<false>(my, limit, rows);
     rescale(my);
@@ -105,6 +109,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
       stored[0] = my.shared.rows[slot][my.first_row];
       stored[1] = my.shared.rows[slot][my.first_row + 8];
       wgmma_wait<0>();
+      finished(my.acc);
     });
     release_v(my);
     // Copies that the producer had started before it saw the stop.

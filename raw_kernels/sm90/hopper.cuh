@@ -33,9 +33,7 @@ __device__ __forceinline__ void barrier_wait(uint64& barrier, uint32 parity) {
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni ready;\n"
-      "bra.uni again;\n"
-      "ready:\n"
+      "@!done bra again;\n"
       "}" ::"r"(shared_address(&barrier)),
       "r"(parity)
       : "memory");
@@ -119,6 +117,13 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// After wgmma_wait: nothing of `x`, which products write, is read before.
+template <int kCount>
+__device__ __forceinline__ void finished(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 // wgmma_wait<0> behind the arithmetic that `result`, which is never negative, comes from: the products run under that.

@@ -95,6 +95,9 @@ struct Traits {
     uint64 voted[kVoteSlots];
     uint64 q_tile_full[kPlaces], q_tile_empty[kPlaces];
   };
+  // wgmma swizzles by bits of the address, so tiles, which come first, begin at multiples of 1,024
+  // bytes, as the block's memory does.
+  static_assert(sizeof(Shared::q[0]) % 1024 == 0 && sizeof(Shared::k[0]) % 1024 == 0);
 };
 
 // The same where all columns of 8 rows of k or v follow each other, then those of the next 8: so a box of a tensor map

@@ -37,6 +37,7 @@ __device__ __forceinline__ void await_output(Consumer<Traits>& my) {
   } else {
     wgmma_wait<0>();
   }
+  finished(my.acc);
 }
 
 // Walks the key tiles of q tile number `nth` from the second on; the first one's weights are in p. Row r sees the
@@ -72,6 +73,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
       // Here, as it runs under the products.
       if (at_stop_check) vote(my, rows, tile / Traits::kTilesPerStopCheck - 1, nth);
       wgmma_wait<1>();
+      finished(my.s);
       release_k(my);
       if constexpr (kFirst) {
         softmax<true>(my, limit - tile * Traits::kBlockN);
@@ -79,6 +81,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
       } else {
         moved = settled_softmax(my, limit - tile * Traits::kBlockN, rows, tile);
         wgmma_wait<0>();
+        finished(my.acc);
       }
     });
     release_v(my);

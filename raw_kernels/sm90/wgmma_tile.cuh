@@ -16,11 +16,4 @@ __device__ __forceinline__ constexpr uint32 atom_columns(int c) {
   return c / 4 * (kRows * 128) + c % 4 * 32;
 }
 
-// After wgmma_wait: nothing of `x` is read before.
-template <int kCount>
-__device__ __forceinline__ void finished(float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
 }  // namespace s2o
