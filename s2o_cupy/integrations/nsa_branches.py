@@ -17,11 +17,16 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 __all__ = ["Branches"]
 
 Tensor = Any  # torch.Tensor
+# cuDNN's is the fastest backward, and not always PyTorch's choice.
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 
 
 class Branches:
@@ -92,13 +97,13 @@ class Branches:
             mask = j <= j[self.offset :, None]  # [first, window]
             self._add(slice(0, first), slice(0, window), 1, mask, k, v, gated, dk, dv)
         at_once = math.ceil(window / 2)  # half as many keys again as a row sees are multiplied
-        i, j = torch.arange(at_once, device=k.device)[:, None], torch.arange(window + at_once, device=k.device)
+        i, j = torch.arange(at_once, device=k.device)[:, None], torch.arange(3 * at_once, device=k.device)
         mask = (j > i) & (j <= i + window)
         many = max(1, self.at_once // (math.prod(self.q.shape) // self.q.shape[2] * at_once))
         while first < self.q.shape[2]:
             count = min(many, math.ceil((self.q.shape[2] - first) / at_once))
             before = first + self.offset - window
-            rows, keys = slice(first, first + count * at_once), slice(before, before + window + count * at_once)
+            rows, keys = slice(first, first + count * at_once), slice(before, before + (count + 2) * at_once)
             self._add(rows, keys, count, mask, k, v, gated, dk, dv)
             first = rows.stop
         return dk, dv
@@ -107,7 +112,8 @@ class Branches:
         self, rows: slice, keys: slice, count: int, mask: Tensor, k: Tensor, v: Tensor, gated: Tensor, dk: Tensor,
         dv: Tensor,
     ) -> None:  # fmt: skip
-        """``count`` parts of mask.shape rows and keys, each as far behind the one before as it has rows."""
+        """``count`` parts of mask.shape rows and keys, each as far behind the one before as it has rows. More than one
+        have a multiple of their rows as keys."""
         many, many_keys = mask.shape
         (batch, heads, _, dim), kv_heads = self.q.shape, k.shape[1]
         of_part = (kv_heads, heads // kv_heads)
@@ -132,11 +138,12 @@ class Branches:
         )  # fmt: skip
         self.dq[:, :, rows] += in_rows(found.q)
         self.dgates[:, :, rows, 2] = in_rows(found.gate)
+        step = many if count > 1 else many_keys
         for total, x in ((dk, found.k), (dv, found.v)):
-            x = x.view(count, batch, kv_heads, many_keys, dim)
-            for part in range(count):
-                at = slice(keys.start + part * many, min(keys.start + part * many + many_keys, k.shape[2]))
-                total[:, :, at] += x[part, :, :, : at.stop - at.start]
+            x = x.view(count, batch, kv_heads, many_keys, dim).permute(1, 2, 0, 3, 4)
+            for first in range(0, many_keys, step):  # of all parts at once: these do not overlap
+                at = slice(keys.start + first, min(keys.start + first + count * step, k.shape[2]))
+                total[:, :, at] += x[:, :, :, first : first + step].flatten(2, 3)[:, :, : at.stop - at.start]
 
     def _rows(self, rows: slice) -> int:
         return min(rows.stop, self.q.shape[2]) - rows.start
@@ -158,9 +165,10 @@ def _gradients(
         of_heads = leaves[1:]
         if mask is not None and (group := q.shape[1] // k.shape[1]) > 1:  # PyTorch's kernels with a mask have no groups
             of_heads = [x.repeat_interleave(group, dim=1) for x in of_heads]
-        o = scaled_dot_product_attention(
-            leaves[0], *of_heads, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=mask is None
-        )
+        with sdpa_kernel(BACKENDS, set_priority=True):
+            o = scaled_dot_product_attention(
+                leaves[0], *of_heads, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=mask is None
+            )
     of_q, of_k, of_v = torch.autograd.grad(o, leaves, gated)
     wide = torch.promote_types(q.dtype, torch.float32)
     return _Gradients(of_q, of_k, of_v, (do.to(wide) * o.detach().to(wide)).sum(-1))
