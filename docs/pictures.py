@@ -118,18 +118,14 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
     _tokens(loss)
     loss.margins(x=0.12)
 
-    found = [row for row in rows["retrieval"] if row["task"] == "all" and row["attention"] != "cudnn"]
+    found = [row for row in rows["retrieval_2"] if row["task"] == "all" and row["attention"] != "cudnn"]
     colours = itertools.cycle((BLUE, ORANGE, GREEN, GREY))
     for kind, colour in zip(dict.fromkeys(map(_label, found)), colours, strict=False):
         line = sorted((row for row in found if _label(row) == kind), key=lambda row: row["length"])
         answers.plot(
             [row["length"] for row in line], [100 * row["right"] for row in line], "-o", ms=4, color=colour, label=kind
         )
-    second = [row for row in rows.get("retrieval_2", []) if row["task"] == "all" and row.get("default")]
-    if second := sorted(second, key=lambda row: row["length"]):
-        lengths, right = [row["length"] for row in second], [100 * row["right"] for row in second]
-        answers.plot(lengths, right, "--s", ms=4, color=BLUE, label="S2O, a second model")
-    answers.set(ylabel="% right", title="Answers of the retrieval model", ylim=(0, 105))
+    answers.set(ylabel="% right", title="Answers of a retrieval model", ylim=(0, 105))
     answers.legend(frameon=False, loc=(0.02, 0.24))
     _tokens(answers)
     answers.margins(x=0.12)
@@ -185,7 +181,7 @@ def scaling(rows: dict[str, list[Row]]) -> Any:
 
 
 PICTURES = {
-    "time_and_loss": Picture(("speed_query", "retrieval", "retrieval_2", "small_loss"), time_and_loss),
+    "time_and_loss": Picture(("speed_query", "retrieval_2", "small_loss"), time_and_loss),
     "methods_small_1": Picture(("small_methods",), partial(methods, "small_1")),
     "methods_small_2": Picture(("small_methods",), partial(methods, "small_2")),
     "scaling": Picture(("scaling",), scaling),

@@ -367,7 +367,7 @@ def test_tables_and_pictures_are_up_to_date(figures, pictures):
 
 def test_a_picture_is_out_of_date_once_its_data_change(pictures, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    for name in ("speed_query", "retrieval", "small_loss"):
+    for name in ("speed_query", "retrieval_2", "small_loss"):
         (tmp_path / f"{name}.json").write_bytes((ROOT / "benchmarks" / "results" / f"{name}.json").read_bytes())
     monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
@@ -381,7 +381,7 @@ def test_a_picture_is_out_of_date_once_its_data_change(pictures, tmp_path, monke
     assert pictures.stale() == []
     row = {"task": "all", "attention": "s2o", "config": "default", "right": 0.99}
     rows = [row | {"length": length} for length in (32768, 131072)]
-    (tmp_path / "retrieval.json").write_text(json.dumps({"rows": [*rows, row | {"task": "single", "length": 32768}]}))
+    (tmp_path / "retrieval_2.json").write_text(json.dumps({"rows": [*rows, row | {"task": "single", "length": 32768}]}))
     assert pictures.stale() == [path]
     pictures.draw(path)
     assert pictures.stale() == []
