@@ -192,6 +192,8 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     done, totals = [x[0] for x in seen], {x[1] for x in seen}
     assert len(totals) == 1 and done == sorted(done) and done[-1] <= totals.pop()
     assert any("loss at density" in x[2] for x in seen) and f"{found.loss.loss_difference:+.4f}" in found.table()
+    tried = replace(found, trials=(found.trials[0], *found.trials)).table()
+    assert tried == found.table() and tried.count("   chosen") == 1  # what comes to the same is told once
 
 
 def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
@@ -345,12 +347,13 @@ def test_the_table_the_json_and_the_picture(model, ids, tmp_path):
     found, tau = report(model, ids), CONFIG.tau_of(LENGTH)
     lines = found.table().splitlines()
     assert lines[0] == "500 tokens, 3 calls of attention, 2 by S2O" and lines[1].startswith("loss ")
-    assert lines[6].split() == ["1", "layer"] and lines[7].endswith(f"   0.2 {tau:g} 0.2 0.2") and "2." in lines[7]
+    assert lines[6].split() == ["1", "layer"] and lines[7].endswith(f"   0.2 {tau:g} 0.2 0.2, units of 8")
     assert lines[-2:] == ["     2  s2o: S2O", "     1  layer: per_layer says None for the layer"]
     assert " ms" not in found.table()
     timed = replace(found, layers=tuple(replace(x, ms=2.0, dense_ms=3.0) for x in found.layers)).table()
     assert "dense ms" in timed and timed.splitlines()[8].split() == ["all", "6.00", "9.00", "1.50", "x"]
     plain = json.loads(json.dumps(found.to_dict()))
+    assert "2." in lines[7] and plain["layers"][2]["heads"]["2.1"]["unit"] == 8
     assert plain["layers"][2]["heads"]["2.1"]["tau"] == tau and plain["layers"][1]["heads"] == {}
     assert plain["loss"]["difference"] == found.loss.difference and plain["calls"] == {"s2o": 2, "layer": 1}
     pytest.importorskip("matplotlib")

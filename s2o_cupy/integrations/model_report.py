@@ -46,10 +46,11 @@ class LayerReport:
         Counted from 0.
     ran : str
         "s2o", "dense", "method", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
-    tau, density, error, standard_error, share : float64 numpy.ndarray, (heads,), or None
-        Of a layer that ran S2O: of each head its tau, pairs computed / pairs of dense attention, rel_l2 against dense
-        attention, that sample's standard error, and its part of the squared norm of dense attention's output. Of one
-        that ran another method there is no tau, and no standard error, as all of it was looked at.
+    tau, unit, density, error, standard_error, share : numpy.ndarray, (heads,), or None
+        float64, units int64. Of a layer that ran S2O: of each head its tau, the keys that are ordered together, pairs
+        computed / pairs of dense attention, rel_l2 against dense attention, that sample's standard error, and its part
+        of the squared norm of dense attention's output. Of one that ran another method there is no tau, no unit and no
+        standard error, as all of it was looked at.
     method : str or None
         Of a layer that ran another method: its name and settings.
     ms, dense_ms : float or None
@@ -59,6 +60,7 @@ class LayerReport:
     layer: int
     ran: str
     tau: np.ndarray | None = None
+    unit: np.ndarray | None = None
     density: np.ndarray | None = None
     error: np.ndarray | None = None
     standard_error: np.ndarray | None = None
@@ -151,8 +153,7 @@ class ModelReport:
             worst = int(x.error.argmax())
             named = f"{head_name(x.layer, worst)}: {x.error[worst]:.3g}"
             line = f"{x.layer:>6} {x.mean_density:>9.3f} {x.pooled_error:>9.3g} {named:>18}"
-            taus = () if x.tau is None else x.tau if len({*x.tau.tolist()}) > 1 else x.tau[:1]
-            told = x.method or " ".join(f"{tau:g}" for tau in taus)
+            told = x.method or ", units of ".join(_each(of, "g") for of in (x.tau, x.unit) if of is not None)
         if timed:
             line += " ".join(["", f"{'' if x.ms is None else f'{x.ms:.2f}':>8}",
                               f"{'' if x.dense_ms is None else f'{x.dense_ms:.2f}':>9}"])  # fmt: skip
@@ -164,10 +165,10 @@ class ModelReport:
         for x in self.layers:
             row: dict[str, Any] = {"layer": x.layer, "ran": x.ran, "method": x.method}
             row |= {"density": x.mean_density, "error": x.pooled_error, "ms": x.ms, "dense_ms": x.dense_ms}
-            columns = {"tau": x.tau, "density": x.density, "error": x.error, "standard_error": x.standard_error}
-            there = {name: values for name, values in columns.items() if values is not None}
+            names = ("tau", "unit", "density", "error", "standard_error")
+            there = {name: values for name in names if (values := getattr(x, name)) is not None}
             row["heads"] = {
-                head_name(x.layer, h): {name: float(values[h]) for name, values in there.items()}
+                head_name(x.layer, h): {name: values[h].item() for name, values in there.items()}
                 for h in range(0 if x.error is None else len(x.error))
             }
             layers.append(row)
@@ -269,6 +270,11 @@ def _registered(model: Any) -> S2OAttention:
     raise ValueError("report: no S2O is registered; accepted: after s2o_cupy.integrations.transformers.register()")
 
 
+def _each(values: np.ndarray, form: str) -> str:
+    """A number for all heads, or one for each where they differ."""
+    return " ".join(format(x, form) for x in (values if len({*values.tolist()}) > 1 else values[:1]))
+
+
 def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tuple[LayerReport, tuple[int, int]]:
     """With density and error of each head by its own config."""
     qkv = longest_sequence(asked)
@@ -306,8 +312,9 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
                 error[here] = np.where(squared == 0, 0.0, np.sqrt(squared / estimate.share.sum(0)))[here]
             density[here] = estimate.density.mean(0)[here]
             standard_error[here] = np.sqrt(np.square(estimate.standard_error).mean(0) / len(estimate.error))[here]
+    unit = np.array([config.unit for config in configs])
     return replace(
-        found, tau=tau, density=density, error=error, standard_error=standard_error, share=share
+        found, tau=tau, unit=unit, density=density, error=error, standard_error=standard_error, share=share
     ), size  # fmt: skip
 
 

@@ -136,7 +136,9 @@ class TunedLayers:
             lines.append("tau 0 is dense attention: no tau of the grid errs so little there")
         if self.trials:
             lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (what was tried)"]
-            lines += [x.line() + ("   chosen" if x is self.loss else "") for x in self.trials]
+            chosen = self.loss and self.loss.line()
+            for line in dict.fromkeys(x.line() for x in self.trials):  # two choices may come to the same
+                lines.append(line + ("   chosen" if line == chosen else ""))
         if self.beside:
             lines += ["", f"{'density':>9} {'loss to dense':>14} {'+-':>8} {'moved':>8}   (other methods)"]
             lines += [x.line() for x in self.beside]
