@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import _sources
 import cupy
 import numpy as np
 import torch
-from _random_lists import KINDS, random_lists
+from _random_lists import KINDS, TILE, Kind, random_lists
 from _random_order import RandomOrders, expected_tau
 from speed import Pipeline
 
@@ -121,12 +121,13 @@ def _call(pipeline: Pipeline, lists: Lists, config: S2OConfig, out: Any, **more:
     attend_lists(call, lists.pointers, lists.shape, config.of_pass, stream=stream, **more)
 
 
-def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: tuple[bool, bool, int], args: Any) -> Row:
-    per_tile, of_heads, unit = kind
+def random_row(pipeline: Pipeline, config: S2OConfig, density: float, kind: Kind, args: Any) -> Row:
     drawn = random_lists(pipeline.problem, density, *kind)
     lists = Lists(drawn.shape, cupy.from_dlpack(drawn.entries), cupy.asarray(drawn.begins), cupy.asarray(drawn.keys))
-    ms = _common.time_ms(partial(_call, pipeline, lists, config, pipeline.out), args.repeats)
-    name = f"{'q tile' if per_tile else 'segment'}, {'head' if of_heads else 'KV head'}, unit {unit}"
+    tiles = replace(config, block_m=kind.block_m)
+    ms = _common.time_ms(partial(_call, pipeline, lists, tiles, pipeline.out), args.repeats)
+    of = "segment" if not kind.per_tile else "q tile" if kind.block_m == TILE else f"q tile of {kind.block_m}"
+    name = f"{of}, {'head' if kind.of_heads else 'KV head'}, unit {kind.unit}"
     share = drawn.pairs / (pipeline.problem.heads * pipeline.problem.geometry(config).causal_pairs())
     return {
         "kind": name, "density": share, "lists_ms": ms,

@@ -8,7 +8,7 @@ import pytest
 
 from s2o_cupy.problem import Problem
 
-KIND_NUMBERS = range(5)
+KIND_NUMBERS = range(7)
 
 
 def benchmark_lists(problem: Problem, density: float, kind: int) -> Any:

@@ -88,7 +88,7 @@ class Case:
     def hopper(self) -> bool:
         """Whether the Hopper kernels take it."""
         elsewhere = self.arrange in ("one element in", "odd row stride", "sequence backwards")
-        tiles = (self.block_m, self.block_n) == (128, 128)
+        tiles = self.block_n == 128 and (self.block_m == 128 or self.head_dim <= 128)
         head_dim = self.head_dim % 8 == 0
         return tiles and head_dim and not elsewhere and (self.scale is None or self.scale > 1e-37)
 
@@ -127,6 +127,14 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"block_m": 64, "head_dim": 256},
     {"block_m": 64, "block_n": 64, "head_dim": 160, "segment": 100, "seqlen_q": 777},
     {"block_n": 192, "head_dim": 256, "seqlen_q": 1000},
+    # Tiles of 64 queries, of which a multiprocessor of Hopper holds two.
+    *({"block_m": 64, "seqlen_q": 900, "head_dim": head_dim, "tau": 0.2, **more} for head_dim in (40, 64, 128)
+      for more in ({}, {"softcap": 3.0}, {"segment": 100, "batch": 2}, {"options": {"dense_last": 300}, "heads": 4},
+                   {"dtype": "float16", "is_causal": False, "seqlen_k": 1300})),
+    {"block_m": 64, "tau": (0.5, 0.0, 0.01, INF), "heads": 4, "seqlen_q": 900, "head_dim": 128},
+    {"block_m": 64, "segment": 64, "seqlen_q": 700, "head_dim": 128, "options": {"unit": 1}},
+    {"block_m": 64, "seqlen_q": 3000, "heads": 8, "head_dim": 64},  # more than run at once
+    *({"block_m": 64, "seqlen_q": 500, "poison": (name, 100, value)} for name in "qkv" for value in (NAN, INF)),
     # Stopping.
     {"tau": 0.0, "head_dim": 128},
     {"tau": 0.0, "head_dim": 256},
@@ -314,6 +322,7 @@ SANITIZED = (
     Case(seqlen_q=150, seqlen_k=290, arrange="one element in", options={"rank": "max"}),
     Case(seqlen_q=260, is_causal=False, batch=2, arrange="BSHD"),
     Case(seqlen_q=140, poison=("v", 130, NAN), head_dim=128),
+    Case(seqlen_q=300, head_dim=128, block_m=64),
     Case(seqlen_q=600, segment=512, head_dim=128, poison=("v", 500, NAN)),  # behind tiles without a mask
     Case(seqlen_q=300, head_dim=256),
     Case(seqlen_q=600, segment=512, head_dim=256, poison=("v", 500, NAN)),

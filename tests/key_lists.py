@@ -70,10 +70,11 @@ def make_lists(lists: Any, unit: int, seqlen_k: int = 1 << 20, rng: np.random.Ge
 
 
 def all_keys(
-    q_shape: Sequence[int], seqlen_k: int, unit: int, *, rng: np.random.Generator, per_tile: bool = False
-) -> KeyLists:
+    q_shape: Sequence[int], seqlen_k: int, unit: int, *, rng: np.random.Generator, per_tile: bool = False,
+    block_m: int = 128,
+) -> KeyLists:  # fmt: skip
     """Every key, for one list head, in random orders that end with the short unit."""
-    return _drawn(rng, lists_shape(q_shape, 1, None, 128, per_tile), seqlen_k, unit, lambda units: units)
+    return _drawn(rng, lists_shape(q_shape, 1, None, block_m, per_tile), seqlen_k, unit, lambda units: units)
 
 
 def random_lists(

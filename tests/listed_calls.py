@@ -176,12 +176,14 @@ def wrong_by_random_lists(
     """Of a case's arrays, with a list for each q tile of each KV head; what of its segments and stops is not read."""
     q, k, v = case.arrays()
     lists = random_lists(
-        np.random.default_rng(0), q.shape, k.shape[2], list_heads=case.kv_heads, unit=unit, per_tile=True
-    )
-    found = attend(path, q, k, v, lists, per_tile=True, page_size=page_size, value_skip=value_skip)
+        np.random.default_rng(0), q.shape, k.shape[2], list_heads=case.kv_heads, unit=unit, per_tile=True,
+        block_m=case.block_m,
+    )  # fmt: skip
+    tiles = {"block_m": case.block_m}
+    found = attend(path, q, k, v, lists, per_tile=True, page_size=page_size, value_skip=value_skip, **tiles)
     if value_skip is not None:
-        return wrong_skips(path, found, q, k, v, lists, value_skip)
-    return undefined(found, q, k, v, lists)
+        return wrong_skips(path, found, q, k, v, lists, value_skip, **tiles)
+    return undefined(found, q, k, v, lists, **tiles)
 
 
 # ---------------------------------------------------------------- S2O as a producer of lists

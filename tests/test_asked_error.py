@@ -51,7 +51,8 @@ def test_errors_come_near_what_was_asked_for(device, qkv, length, error):
 
 
 @pytest.mark.parametrize("length", [2000, 5000])  # of 5,000 tokens not all segments are sampled
-def test_the_gpu_s_taus_are_the_reference_s(device, qkv, length):
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_the_gpu_s_taus_are_the_reference_s(device, qkv, length, block_m):
     """Two outputs that are rounded by up to 2^-9 change an error of 0.03 by (2^-8 / 0.03)^2 / 2, a hundredth; a q tile
     that stops elsewhere, as its gain is next to tau, by its share of a segment. Keys are ordered by products that the
     reference has too: of 16 bits, where the default's are of 8 on Hopper. On the CPU it is the reference that runs."""
@@ -59,8 +60,9 @@ def test_the_gpu_s_taus_are_the_reference_s(device, qkv, length):
         pytest.skip("nothing to compare the reference with")
     host = qkv(length, heads=4, kv_heads=2)
     arrays, exact = [device.array(x) for x in host], [device.round(x) for x in host]
-    in_bytes = device.config.block_m == 128  # the one tile size of the Hopper kernels
-    config = asked(device, (0.1, 0.03, 0.05, 0.2), **({"rank": "weight"} if in_bytes else {}))
+    in_bytes = device.config.block_n == 128  # as the Hopper kernels have it
+    order = {"rank": "weight"} if in_bytes else {}
+    config = asked(device, (0.1, 0.03, 0.05, 0.2), block_m=block_m, **order)
     _, stats = s2o_attention(*arrays, config=config, return_stats=True)
     lag = 1 if stats.path == "hopper" else 0
     sample = sampled(stats.problem, config)

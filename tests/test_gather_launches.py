@@ -112,9 +112,18 @@ def test_a_permutation_is_a_page_table(driver, order, heads, stride):
         assert p["state"] == 0
 
 
-def test_block_m_64_is_portable(driver):
+def test_block_m_64(driver):
+    """Q tiles of 64 on Hopper: blocks of one computing warpgroup, of which a multiprocessor holds two."""
     plan, launched = call(driver, 90, segment=128, block_m=64)
-    assert plan.path == "portable" and "block_m" in plan.path_reason
+    assert (plan.path, plan.path_reason, plan.pass1.block_m) == ("hopper", None, 128)
+    assert [x.kernel.function for x in launched] == ["pass1_sm90", *["pass2_listed_sm90"] * 2]
+    assert [(x.kernel.block_m, x.kernel.threads) for x in launched[1:]] == [(64, 256)] * 2
+    assert launched[1].params["tiles"] == 10 and launched[1].kernel.shared_bytes <= 113 * 1024
+
+
+def test_block_m_64_with_wide_heads_is_portable(driver):
+    plan, launched = call(driver, 90, (*SHAPE[:5], 256), segment=128, block_m=64)
+    assert plan.path == "portable" and plan.path_reason == "block_m is 64, not 128 with head_dim 256"
     assert [x.kernel.function for x in launched] == ["pass1", *["pass2_listed"] * 2]
 
 

@@ -66,6 +66,42 @@ def test_heads_that_share_keys_and_lists(path, qkv, rng, group, kind, per_tile):
     attend(path, q, k, v, repeated, per_tile=per_tile, segment=150).assert_same_bits(found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("unit", [1, 64])
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_tiles_of_64_queries(path, qkv, rng, dtype, head_dim, unit, page_size, options):
+    """And more of them than run at once: on Hopper two a multiprocessor."""
+    q, k, v = draw(qkv, dtype, 1100, 777, heads=32, kv_heads=8, head_dim=head_dim)
+    lists = random_lists(rng, q.shape, 777, list_heads=8, unit=unit, per_tile=True, block_m=64)
+    found = attend(path, q, k, v, lists, per_tile=True, block_m=64, page_size=page_size, **options)
+    assert_defined(found, q, k, v, lists, block_m=64, **options)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 129])
+@pytest.mark.parametrize("seqlen_k", [1, 63, 64, 65, 127, 128, 129, 193, 300])
+def test_lengths_around_tiles_of_64_queries(path, qkv, rng, seqlen_q, seqlen_k):
+    q, k, v = draw(qkv, "bfloat16", seqlen_q, seqlen_k, head_dim=128)
+    for unit, per_tile in ((1, False), (64, True)):
+        lists = all_keys(q.shape, seqlen_k, unit, rng=rng, per_tile=per_tile, block_m=64)
+        found = attend(path, q, k, v, lists, per_tile=per_tile, block_m=64)
+        assert_defined(found, q, k, v, lists, block_m=64)
+        assert (found.visited == -(-seqlen_k // 128)).all()
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.3, 10.0])
+def test_tiles_of_64_queries_stop(path, qkv, rng, tau):
+    """Where, says the definition, for what they visited; and that is less the higher tau is."""
+    q, k, v = draw(qkv, "bfloat16", 500, 3000, heads=4, kv_heads=2, head_dim=128)
+    lists = random_lists(rng, q.shape, 3000, list_heads=4, unit=1, per_tile=True, block_m=64)
+    found = attend(path, q, k, v, lists, per_tile=True, block_m=64, tau=tau)
+    assert_defined(found, q, k, v, lists, block_m=64)
+    whole = -(-lists.keys // 128)
+    assert found.visited.shape == whole.shape == (1, 4, 1, 8)
+    assert (found.visited <= whole).all() and (tau < 1 or (found.visited <= 3).all())
+
+
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"block_n": 256}], ids=str)
 def test_options(path, qkv, rng, options):
     if path == "hopper" and "block_n" in options:
@@ -103,10 +139,11 @@ def test_lists_of_the_benchmark(path, qkv, kind):
     lists = benchmark_lists(problem_of(q, k, S2OConfig()), 0.3, kind)
     shape = lists.shape
     listed = KeyLists(lists.entries.numpy(), lists.begins, lists.keys, shape.unit)
-    found = attend(path, q, k, v, listed, per_tile=shape.per_tile, segment=shape.segment)
-    assert_defined(found, q, k, v, listed, segment=shape.segment)
+    block_m = lists.block_m
+    found = attend(path, q, k, v, listed, per_tile=shape.per_tile, segment=shape.segment, block_m=block_m)
+    assert_defined(found, q, k, v, listed, segment=shape.segment, block_m=block_m)
     visited = found.visited.sum() * 128  # at most a key tile more than listed
-    assert lists.pairs / 128 <= visited < lists.pairs / 128 + 4 * 16 * 128
+    assert lists.pairs / block_m <= visited < lists.pairs / block_m + found.visited.size * 128
 
 
 def test_the_benchmark(tmp_path):

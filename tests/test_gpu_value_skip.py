@@ -89,6 +89,17 @@ def test_options(path, rng, options, head_dim):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"page_size": 16}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("unit", [1, 64])
+def test_tiles_of_64_queries(path, rng, options, head_dim, unit):
+    q, k, v = draw(rng, "bfloat16", 300, 1777, head_dim=head_dim, batch=2)
+    lists = random_lists(rng, q.shape, 1777, list_heads=2, unit=unit, per_tile=True, block_m=64)
+    assert_skips(path, q, k, v, lists, block_m=64, **options)
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("head_dim", [33, 99, 201])
 def test_rows_without_alignment(rng, block_m, head_dim):

@@ -87,7 +87,7 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
         assert kernel.paged == reads_keys
         assert kernel.paged or kernel == of_arrays[function]
     assert plan.pass1.softcap == plan.pass2.softcap == (softcap > 0)
-    hopper = compute_capability == 90 and path == "auto" and block_m == 128
+    hopper = compute_capability == 90 and path == "auto" and (block_m == 128 or head_dim <= 128)
     of_hopper = "pass1_whole_rows_sm90" if page_size == 16 and head_dim > 64 else "pass1_sm90"
     assert plan.pass1.function == (of_hopper if hopper else "pass1")
 

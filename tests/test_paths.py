@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,19 +45,28 @@ def test_kernels_of_a_path_are_compiled_where_it_runs(compute_capability):
 
 
 @pytest.mark.parametrize("block_m", GPU_BLOCK_M)
-def test_a_path_that_is_named_and_cannot_is_an_error(block_m):
-    config = S2OConfig(path="hopper", block_m=block_m)
-    if block_m == 128:
-        assert choose_path(PROBLEM, config.of_pass, LIMITS, True, True) == (HOPPER, None)
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+def test_a_path_that_is_named_and_cannot_is_an_error(block_m, head_dim):
+    config, problem = S2OConfig(path="hopper", block_m=block_m), replace(PROBLEM, head_dim=head_dim)
+    if block_m == 128 or head_dim <= 128:
+        assert choose_path(problem, config.of_pass, LIMITS, True, True) == (HOPPER, None)
         return
-    with pytest.raises(ValueError, match=r"path is 'hopper', but block_m .*; accepted: 'auto' or 'portable'"):
-        choose_path(PROBLEM, config.of_pass, LIMITS, True, True)
+    refusal = f"path is 'hopper', but block_m is 64, not 128 with head_dim {head_dim}; accepted: 'auto' or 'portable'"
+    with pytest.raises(ValueError, match=refusal):
+        choose_path(problem, config.of_pass, LIMITS, True, True)
 
 
 def test_blocks_of_a_launch():
-    """One for each q tile, or as many as run at once."""
-    assert [PORTABLE.blocks(n, LIMITS) for n in (0, 5, 1000)] == [0, 5, 1000]
-    assert [HOPPER.blocks(n, LIMITS) for n in (0, 5, 1000)] == [0, 5, 132]
+    """One for each q tile, or as many as run at once: on Hopper a multiprocessor holds one of 128 queries or two of
+    64."""
+    inputs, tiles = Inputs("bfloat16", 128), (0, 5, 1000)
+    for path, block_m, blocks in (
+        (PORTABLE, 128, [0, 5, 1000]), (PORTABLE, 64, [0, 5, 1000]),
+        (HOPPER, 128, [0, 5, 132]), (HOPPER, 64, [0, 5, 264]),
+    ):  # fmt: skip
+        kernel = path.pass2(inputs, LIMITS, block_m)
+        assert [path.blocks(kernel, n, LIMITS) for n in tiles] == blocks
+        assert [path.blocks(path.listed(kernel), n, LIMITS) for n in tiles] == blocks
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)

@@ -259,7 +259,8 @@ def test_the_hopper_kernels_run_what_they_can(head_dim):
     ("changes", "config", "options", "reason"),
     [
         ({"scale": -1.0}, {}, {}, "scale is -1.0, not positive"),
-        ({}, {"block_m": 64}, {}, "block_m and block_n are 64 and 128, not 128"),
+        ({}, {"block_n": 64}, {}, "block_n is 64, not 128"),
+        ({"head_dim": 256}, {"block_m": 64}, {}, "block_m is 64, not 128 with head_dim 256"),
         ({}, {}, {"aligned": False}, "a row of q, k, v or out does not start on 16 bytes, or head_dim is no multiple"),
         ({}, {}, {"compact": False}, "rows, heads or batches of q, k or v are in descending order of address"),
         ({"scale": -1.0}, {"tau": 0}, {}, "scale is -1.0, not positive"),  # a dense call too

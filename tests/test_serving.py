@@ -121,8 +121,8 @@ def test_layers_that_a_model_has_not():
         ({"tau": [0.1, 0.2]}, "here: tau has 2 numbers; accepted: one for all heads, as a server's GPUs may have"),
         ({"tau": [0.1]}, "here: tau has 1 numbers; accepted: one for all heads"),
         (
-            {"path": "hopper", "block_m": 64},
-            "here: S2OConfig: path is 'hopper', but block_m and block_n are 64 and 128, not 128; accepted: 'auto' or",
+            {"path": "hopper", "block_n": 64},
+            "here: S2OConfig: path is 'hopper', but block_n is 64, not 128; accepted: 'auto' or",
         ),
         ({"per_layer": {"3": {"block_m": 32}}}, "here: per_layer[3]: config.block_m is 32; accepted on the GPU"),
     ],

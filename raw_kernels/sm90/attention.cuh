@@ -30,7 +30,7 @@ namespace sm90 {
 // One block of pass 1: consecutive rows, by tensor maps.
 template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typename Traits::Shared& shared) {
-  static_assert(kFitsRegisters<kCopierRegisters, kFirstConsumerRegisters>);
+  static_assert(kFitsRegisters<Traits, kCopierRegisters, kFirstConsumerRegisters>);
   initialise<Traits, false>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kCopierRegisters>();
@@ -55,7 +55,7 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
 // One block of pass 1 of a paged cache: consecutive rows, gathered through the page table.
 template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void attend_first_in_pages(const Params& params, typename Traits::Shared& shared) {
-  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
+  static_assert(kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters<Traits>>();
@@ -70,7 +70,7 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
 // One block of pass 2: rows of queries and of keys gathered as `Rows` says.
 template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared) {
-  static_assert(kFitsRegisters<kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
+  static_assert(kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters<Traits>>();

@@ -58,23 +58,23 @@ struct Consumer {
   // Pass 2, of this q tile: a vote that waits for it is late for the other warpgroup's turn. Of a ladder that of bit
   // number lane % kLadder.
   float kept_tau;
-  LadderWalk<Traits, Traits::kDimTiles * 2, kConsumers * kWarpgroup> ladder;
+  LadderWalk<Traits, Traits::kDimTiles * 2, Traits::kConsumerThreads> ladder;
 
   __device__ __forceinline__ Consumer(typename Traits::Shared& shared_, const AttentionParams& params_)
       : params(params_), group(threadIdx.x / kWarpgroup - 1), lane(threadIdx.x % 32), shared(shared_) {
     first_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
-    if (group == 1) named_arrive(kTurn, kConsumers * kWarpgroup);  // the first warpgroup goes first
+    if (Traits::kConsumers == 2 && group == 1) named_arrive(kTurn, Traits::kConsumerThreads);  // the first goes first
   }
 };
 
-// The two warpgroups issue their products in turn.
+// Two warpgroups issue their products in turn. One alone has the other block of its multiprocessor beside it.
 template <class Traits>
 __device__ __forceinline__ void await_turn(const Consumer<Traits>& my) {
-  named_sync(kTurn + my.group, kConsumers * kWarpgroup);
+  if constexpr (Traits::kConsumers == 2) named_sync(kTurn + my.group, Traits::kConsumerThreads);
 }
 template <class Traits>
 __device__ __forceinline__ void pass_turn(const Consumer<Traits>& my) {
-  named_arrive(kTurn + 1 - my.group, kConsumers * kWarpgroup);
+  if constexpr (Traits::kConsumers == 2) named_arrive(kTurn + 1 - my.group, Traits::kConsumerThreads);
 }
 
 template <class Traits>

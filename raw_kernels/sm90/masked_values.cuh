@@ -59,8 +59,8 @@ __device__ __forceinline__ void guard_values(Consumer<Traits>& my, int limit, ui
       }
     }
   }
-  named_sync(kTake, kConsumers * kWarpgroup);  // both warpgroups have what they need of these rows
-  for (int key = threadIdx.x / 32 - 4; key < Traits::kBlockN; key += kConsumerWarps) {
+  named_sync(kTake, Traits::kConsumerThreads);  // both warpgroups have what they need of these rows
+  for (int key = threadIdx.x / 32 - 4; key < Traits::kBlockN; key += Traits::kConsumerWarps) {
     if (row_is_finite(key)) continue;
     __syncwarp();  // all lanes have read the row
     if (my.lane != 0) continue;  // lane 0 will release the tile, as above
@@ -69,7 +69,7 @@ __device__ __forceinline__ void guard_values(Consumer<Traits>& my, int limit, ui
       store_shared_16(key_chunk<Traits>(tile, key, c), make_uint4(0, 0, 0, 0));
   }
   fence_for_wgmma();
-  named_sync(kTake, kConsumers * kWarpgroup);
+  named_sync(kTake, Traits::kConsumerThreads);
 }
 
 template <class Traits>

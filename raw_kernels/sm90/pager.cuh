@@ -80,8 +80,8 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
         const uint16* q = params.q.at(described.batch, described.head_in_batch) + described.first * params.q.row;
         const uint32 q_row = q_units(described.first + row < g.seqlen_q ? row : -1);
         barrier_wait(shared.q_empty[slot], (nth / kQueryPlaces & 1) ^ 1);
-        layout.template gather<kBlockM>(shared_address(shared.q[slot]), q, q_row,
-                                        whole_rows && described.first + kBlockM <= g.seqlen_q);
+        layout.template gather<Traits::kBlockM>(shared_address(shared.q[slot]), q, q_row,
+                                        whole_rows && described.first + Traits::kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (threadIdx.x == 0) next = take_q_tile(params);

@@ -10,14 +10,14 @@ namespace s2o {
 
 template <class Traits>
 __device__ __forceinline__ void pass1_sm90(const MappedAttentionParams& params, typename Traits::Shared& shared) {
-  sm90::attend_first<Traits, ConsecutiveRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_first<Traits, ConsecutiveRows<Traits::kBlockM>>(params, shared);
 }
 
 // The same of packed sequences that are attended densely: one launch for all.
 template <class Traits>
 __device__ __forceinline__ void pass1_packed_sm90(const MappedPackedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
-  sm90::attend_first<Traits, PackedRows<sm90::kBlockM, Traits::kPaged>>(params, shared);
+  sm90::attend_first<Traits, PackedRows<Traits::kBlockM, Traits::kPaged>>(params, shared);
 }
 
 // The same of a paged cache, of which the copy engine brings whole rows: small pages.

@@ -8,14 +8,14 @@ namespace s2o {
 
 template <class Traits>
 __device__ __forceinline__ void pass1_gathered_sm90(const AttentionParams& params, typename Traits::Shared& shared) {
-  sm90::attend_first_in_pages<Traits, ConsecutiveRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_first_in_pages<Traits, ConsecutiveRows<Traits::kBlockM>>(params, shared);
 }
 
 // The same of packed sequences that are attended densely, each with a row of the page table: one launch for all.
 template <class Traits>
 __device__ __forceinline__ void pass1_packed_gathered_sm90(const PackedAttentionParams& params,
                                                            typename Traits::Shared& shared) {
-  sm90::attend_first_in_pages<Traits, PackedRows<sm90::kBlockM, true>>(params, shared);
+  sm90::attend_first_in_pages<Traits, PackedRows<Traits::kBlockM, true>>(params, shared);
 }
 
 }  // namespace s2o

@@ -16,25 +16,25 @@ namespace s2o {
 
 template <class Traits>
 __device__ __forceinline__ void pass2_sm90(const AttentionParams& params, typename Traits::Shared& shared) {
-  sm90::attend_second<Traits, OrderedRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params, shared);
 }
 
 template <class Traits>
 __device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
-  sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared);
 }
 
 template <class Traits>
 __device__ __forceinline__ void pass2_ladder_sm90(const LadderAttentionParams& params,
                                                   typename Traits::Shared& shared) {
-  sm90::attend_second<Traits, OrderedRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params, shared);
 }
 
 template <class Traits>
 __device__ __forceinline__ void pass2_skipping_sm90(const SkippingAttentionParams& params,
                                                     typename Traits::Shared& shared) {
-  sm90::attend_second<Traits, ListedRows<sm90::kBlockM>>(params, shared);
+  sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared);
 }
 
 }  // namespace s2o

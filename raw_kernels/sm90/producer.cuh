@@ -97,7 +97,7 @@ __device__ __forceinline__ void look_up_next(const Params& params, Shared& share
 template <class Traits, class Rows, class Params>
 __device__ __forceinline__ void produce_by_gathering(const Params& params, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
-  constexpr int kQueryPlaces = Traits::kQueryPlaces;
+  constexpr int kQueryPlaces = Traits::kQueryPlaces, kBlockM = Traits::kBlockM;
   constexpr bool kPaged = Traits::kPaged;
   // Of a ladder there are few q tiles, and the longest come first: whoever takes two at a time has the longest twice.
   constexpr bool kTakesLate = kWalksLadder<Traits>;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
-        shared.rows[nth % 2][row] = position;
+        if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
         layout.template gather<kBlockM>(shared_address(shared.q[slot]),
                                         params.q.at(batch, rows.head_in_batch(params.heads)),
                                         query_units(position), whole_rows && rows.count == kBlockM);

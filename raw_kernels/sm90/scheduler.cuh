@@ -27,7 +27,7 @@ __device__ __forceinline__ void schedule(const Mapped<Params>& params, typename 
     publish<3>(shared, nth, q_tile, &described);
     const uint32 slot = nth % Traits::kQueryPlaces;
     barrier_wait(shared.q_empty[slot], (nth / Traits::kQueryPlaces & 1) ^ 1);
-    barrier_expect(shared.q_full[slot], kBlockM * Traits::kHeadDim * 2);
+    barrier_expect(shared.q_full[slot], Traits::kBlockM * Traits::kHeadDim * 2);
 #pragma unroll
     for (int column = 0; column < Traits::kHeadDim; column += 64)
       copy_box(shared_address(shared.q[slot]) + column / 64 * Traits::kQueryAtom, params.q, shared.q_full[slot], column,

@@ -17,14 +17,12 @@ using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
 
 namespace sm90 {
 
-constexpr int kBlockM = 128;
 constexpr int kStopCheckKeys = 128;  // block_n
 constexpr int kValueKeys = 64;       // whose values are left out together
 constexpr int kWarpgroup = 128;
-constexpr int kConsumers = 2;  // warpgroups
-constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kPlaces = 4;     // of q tiles that the block knows of
-// 128 threads of a producer and 256 consumers share what the block was launched with, 384 x 168 registers.
+// A producer of 128 threads and consumers share what the block was launched with: 384 x 168 registers, or where q tiles
+// have 64 rows and a multiprocessor holds two blocks, 256 x 128.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
 // Where rows are gathered. With page numbers as well, 72 would leave too few to have several addresses under way;
 // outputs of head_dim 256 leave no more.
@@ -34,9 +32,11 @@ constexpr bool kProducesMore =
 template <class Traits>
 constexpr int kProducerRegisters = kProducesMore<Traits> ? 88 : 72;
 template <class Traits>
-constexpr int kConsumerRegisters = kProducesMore<Traits> ? 208 : 216;
-template <int kProducer, int kConsumer>
-constexpr bool kFitsRegisters = kProducer + kConsumers * kConsumer <= (1 + kConsumers) * 168;  // or one waits forever
+constexpr int kConsumerRegisters = Traits::kConsumers == 1 ? 256 - kProducerRegisters<Traits>
+                                   : kProducesMore<Traits> ? 208 : 216;
+template <class Traits, int kProducer, int kConsumer>
+constexpr bool kFitsRegisters = kProducer + Traits::kConsumers * kConsumer <=
+                                (1 + Traits::kConsumers) * (Traits::kConsumers == 1 ? 128 : 168);  // or one waits forever
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 stop checks ahead of a reader of its votes
 // kTurn and kSkip have one for either warpgroup.
 enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4, kSkip = 5 };
@@ -60,16 +60,22 @@ struct NextTile {
   int row[kWarpgroup], unit[kWarpgroup];  // looked up by each thread of the producer
 };
 
-template <class Element_, int kHeadDim_, int kStages_, bool kPaged_>
+template <class Element_, int kHeadDim_, int kStages_, bool kPaged_, int kBlockM_ = 128>
 struct Traits {
   using Element = Element_;
+  static constexpr int kBlockM = kBlockM_;           // query rows of a q tile
+  static constexpr int kConsumers = kBlockM / 64;    // warpgroups
+  static constexpr int kConsumerWarps = kConsumers * 4;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
-  // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile.
-  static constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;
+  static_assert(kBlockM == 128 || (kBlockM == 64 && kHeadDim <= 128), "two warpgroups, or one, with head_dim up to 128");
+  // Of head_dim 256 registers and shared memory have room for key tiles of 64, and for the queries of one q tile; two
+  // blocks on a multiprocessor have room for key tiles of 64.
+  static constexpr int kBlockN = kHeadDim > 128 || kConsumers == 1 ? 64 : 128;
   static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
   static constexpr int kKeyTiles = kBlockN / 8;  // of 8 keys, the columns of a wgmma tile that a quad shares
   static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles
@@ -136,15 +142,17 @@ __device__ __forceinline__ uint64 votes_at(Shared& shared, uint32 n) {
 // Did every row vote to stop there?
 template <class Traits>
 __device__ __forceinline__ bool all_voted_to_stop(typename Traits::Shared& shared, uint32 n) {
-  constexpr uint64 kOnes = 0x0101010101010101ull;
+  constexpr bool kAllBytes = Traits::kConsumers == 2;  // of the votes are of a warp; others were never written
+  constexpr uint64 kOnes = kAllBytes ? 0x0101010101010101ull : 0x01010101ull;
   const uint64 votes = votes_at(shared, n);
-  return kWalksLadder<Traits> ? (votes & kOnes) == kOnes : votes == kOnes;
+  return kWalksLadder<Traits> || !kAllBytes ? (votes & kOnes) == kOnes : votes == kOnes;
 }
 // Of a ladder: the taus at which every row stops there.
-template <class Shared>
-__device__ __forceinline__ uint32 ladder_stops(Shared& shared, uint32 n) {
+template <class Traits>
+__device__ __forceinline__ uint32 ladder_stops(typename Traits::Shared& shared, uint32 n) {
   const uint64 votes = votes_at(shared, n);
-  uint32 common = static_cast<uint32>(votes) & static_cast<uint32>(votes >> 32);
+  uint32 common = static_cast<uint32>(votes);
+  if (Traits::kConsumers == 2) common &= static_cast<uint32>(votes >> 32);
   common &= common >> 16;
   return (common & common >> 8) & 0xff;
 }
@@ -162,7 +170,7 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
     for (int s = 0; s < 2; ++s) {
       // Each gathering thread arrives twice for q: for the positions it wrote and for its copies.
       barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
-      barrier_init(shared.q_empty[s], kConsumerWarps);
+      barrier_init(shared.q_empty[s], Traits::kConsumerWarps);
       barrier_init(shared.v_sent[s], 1);
       barrier_init(shared.v_checked[s], kGathers ? kCheckers<true> * 32 : kCheckers<false>);
       shared.v_nonfinite[s] = 0;
@@ -171,15 +179,15 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.q_tile_full[s], 1);
       // Every thread that reads arrives: once a q tile that costs nothing, and race detectors follow it.
       constexpr int kProducers = kGathers ? kWarpgroup : 32 * kCheckers<false> + (Traits::kPaged ? 32 : 1);
-      barrier_init(shared.q_tile_empty[s], 32 * kConsumerWarps + kProducers);
+      barrier_init(shared.q_tile_empty[s], 32 * Traits::kConsumerWarps + kProducers);
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       barrier_init(shared.k_full[s], kCopiers);
       barrier_init(shared.v_full[s], kCopiers);
-      barrier_init(shared.k_empty[s], kConsumerWarps);
-      barrier_init(shared.v_empty[s], kConsumerWarps);
+      barrier_init(shared.k_empty[s], Traits::kConsumerWarps);
+      barrier_init(shared.v_empty[s], Traits::kConsumerWarps);
     }
-    for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], kConsumerWarps);
+    for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], Traits::kConsumerWarps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

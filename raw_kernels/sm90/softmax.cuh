@@ -76,7 +76,7 @@ __device__ __forceinline__ void find_skips(Consumer<Traits>& my, int limit, int 
   if (threadIdx.x % kWarpgroup == 0) {
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c)
-      my.values.template count<64>(my.group, kConsumers, rows, tile * kBlocks + c,
+      my.values.template count<64>(my.group, Traits::kConsumers, rows, tile * kBlocks + c,
                                    min(kValueKeys, limit - c * kValueKeys), my.skips >> c & 1);
   }
 }

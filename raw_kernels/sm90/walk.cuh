@@ -53,7 +53,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
     if (at_stop_check && tile >= 2 * Traits::kTilesPerStopCheck) {
       const uint32 check = my.voted + tile / Traits::kTilesPerStopCheck - 2;
       if constexpr (kWalksLadder<Traits>) {
-        stops = ladder_stops(my.shared, check);
+        stops = ladder_stops<Traits>(my.shared, check);
         if (stops & 1) break;
       } else {
         if (all_voted_to_stop<Traits>(my.shared, check)) break;

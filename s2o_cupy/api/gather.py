@@ -50,7 +50,7 @@ def gather_attention(
         What the schedule says; given, it must be the same.
     scale, softcap, layout, return_lse, return_stats, out, stream, backend : as in `s2o_attention`
     path : str
-        Kernels to run on the GPU, as in `S2OConfig`. The Hopper kernels take block_m 128.
+        Kernels to run on the GPU, as in `S2OConfig`. The Hopper kernels take block_m 64 up to head_dim 128.
 
     Returns
     -------

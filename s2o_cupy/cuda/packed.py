@@ -119,7 +119,7 @@ class PackedPass:
                 self.attention["of"][:n] = launch.of
                 self.attention["q_tiles"] = launch.q_tiles
                 self.attention["next_q_tile"] = address + COUNTER_BYTES * i
-                blocks = self.plan.blocks(launch.q_tiles)
+                blocks = self.plan.blocks(self.kernel, launch.q_tiles)
                 self.program.launch(0, stream, blocks)
         del keeper
 

@@ -159,9 +159,15 @@ class Path:
         """Why it cannot run a problem, or None."""
         raise NotImplementedError
 
-    def blocks(self, q_tiles: int, limits: DeviceLimits) -> int:
+    def block_ms_of(self, head_dim: int) -> tuple[int, ...]:
+        """Queries of a q tile that it has kernels for."""
+        return self.block_ms
+
+    def blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
         """Of a launch of a pass."""
-        return min(q_tiles, limits.multiprocessors) if self.persistent else q_tiles
+        if not self.persistent:
+            return q_tiles
+        return min(q_tiles, limits.multiprocessors * int(kernel.family.blocks_per_multiprocessor))
 
     def pass1_rows(self, head_dim: int, limits: DeviceLimits) -> int:
         """Query rows of a tile of pass 1."""

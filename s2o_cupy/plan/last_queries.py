@@ -164,10 +164,10 @@ class LastQueries:
         if self.by_part:
             lists["shared_heads"] = heads
         chunk = Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0)
+        kernel = s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m))
         return attention_launch(
-            self._of_parts(build, piece, problem), "last_queries",
-            s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m)), s.config.of_pass,
-            Grid(chunk, self.tiles, s.path.blocks(chunk.rows * self.tiles, s.limits)),
+            self._of_parts(build, piece, problem), "last_queries", kernel, s.config.of_pass,
+            Grid(chunk, self.tiles, s.path.blocks(kernel, chunk.rows * self.tiles, s.limits)),
             {"next_q_tile": counter, **self._further(build, piece, part)}, OF_PARTS, tau=0.0, tau_falls=0.0,
             lists=lists,
         )  # fmt: skip

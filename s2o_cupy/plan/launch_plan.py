@@ -76,17 +76,17 @@ class LaunchPlan:
         dealt = self.dense and self.whole.rows * self.pass1_tiles <= DEALT_ROUNDS * self.limits.multiprocessors
         return self.runs_on.persistent and not (dealt and self.map_boxes)
 
-    def blocks(self, q_tiles: int) -> int:
+    def blocks(self, kernel: Kernel, q_tiles: int) -> int:
         """Of a launch of pass 1 or 2."""
-        return self.runs_on.blocks(q_tiles, self.limits)
+        return self.runs_on.blocks(kernel, q_tiles, self.limits)
 
     @property
     def pass1_grid(self) -> Grid:
-        return Grid(self.whole, self.pass1_tiles, self.blocks(self.whole.rows * self.pass1_tiles))
+        return Grid(self.whole, self.pass1_tiles, self.blocks(self.pass1, self.whole.rows * self.pass1_tiles))
 
     def grid(self, chunk: Chunk) -> Grid:
         """Of pass 2."""
-        return Grid(chunk, self.tiles, self.blocks(chunk.rows * self.tiles))
+        return Grid(chunk, self.tiles, self.blocks(self.pass2, chunk.rows * self.tiles))
 
 
 # Query rows of a KV head from which a dense call copies the keys and values of its pages to arrays first, where pass 1

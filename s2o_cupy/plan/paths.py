@@ -148,6 +148,8 @@ PASS2_LADDER = replace(
 # --- wgmma and the copy engine, compute capability 9.0 ---
 _HOPPER_TRAITS = "sm90::Traits<{element}, {head_dim}, {stages}, {paged}>"
 HOPPER_BLOCK = 128  # rows of a Hopper tile, and keys between two stop checks
+# Rows of a tile of pass 2, up to head_dim 128, where a multiprocessor holds two blocks of one computing warpgroup.
+HOPPER_HALF = 64
 HOPPER_STAGES = 2  # key and value tiles in shared memory; 3 are no faster
 # Rows that one copy of a page brings: gathering is faster than smaller boxes. With all columns of 16 rows a box is as
 # large as one of 64 columns of 32 rows (docs/notebook/pages.md).
@@ -155,9 +157,9 @@ SMALLEST_BOX, SMALLEST_WHOLE_BOX = 32, 16
 SMALLEST_SCALE = 2.0**-126  # kernels are compiled to flush what is smaller to 0
 
 
-def hopper_block_n(head_dim: int) -> int:
+def hopper_block_n(head_dim: int, block_m: int = HOPPER_BLOCK) -> int:
     """Keys of a Hopper tile (sm90::Traits::kBlockN)."""
-    return 64 if head_dim > 128 else 128
+    return 64 if head_dim > 128 or block_m == HOPPER_HALF else 128
 
 
 def hopper_query_places(head_dim: int) -> int:
@@ -184,9 +186,16 @@ class _Hopper(Path):
             return f"scale is {problem.scale}, not positive"
         if problem.scale < SMALLEST_SCALE:  # a masked score, minus infinity, times 0 would be NaN
             return f"scale is {problem.scale}, which is 0 in float32"
-        if (of_pass.block_m, of_pass.block_n) != (HOPPER_BLOCK, HOPPER_BLOCK):
-            return f"block_m and block_n are {of_pass.block_m} and {of_pass.block_n}, not {HOPPER_BLOCK}"
+        if of_pass.block_n != HOPPER_BLOCK:
+            return f"block_n is {of_pass.block_n}, not {HOPPER_BLOCK}"
+        accepted = self.block_ms_of(problem.head_dim)
+        if of_pass.block_m not in accepted:
+            of = f" with head_dim {problem.head_dim}" if len(accepted) == 1 else ""
+            return f"block_m is {of_pass.block_m}, not {' or '.join(map(str, accepted))}{of}"
         return None
+
+    def block_ms_of(self, head_dim: int) -> tuple[int, ...]:
+        return self.block_ms if head_dim <= 128 else (HOPPER_BLOCK,)
 
     def pass1_rows(self, head_dim: int, limits: DeviceLimits) -> int:
         return HOPPER_BLOCK
@@ -218,19 +227,19 @@ class _Hopper(Path):
         return self._kernel(PASS1_WHOLE_ROWS_SM90 if whole_rows else PASS1_SM90, inputs)
 
     def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
-        return self._kernel(PASS2_SM90, inputs)
+        return self._kernel(PASS2_HALF_SM90 if block_m == HOPPER_HALF else PASS2_SM90, inputs, block_m)
 
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
 
     def laddered(self, pass2: Kernel) -> Kernel:
-        return replace(pass2, family=PASS2_LADDER_SM90)
+        return replace(pass2, family=_LADDER_SM90[pass2.family])
 
     def ladder_blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
-        return self.blocks(q_tiles, limits)
+        return self.blocks(kernel, q_tiles, limits)
 
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
-        return replace(pass2, family=PASS2_SKIPPING_SM90 if skips_values else PASS2_LISTED_SM90)
+        return replace(pass2, family=(_SKIPPING_SM90 if skips_values else _LISTED_SM90)[pass2.family])
 
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, skips_values: bool) -> Iterator[Kernel]:
         if not inputs.aligned:
@@ -244,32 +253,33 @@ class _Hopper(Path):
             yield pass1
             if packed:
                 yield self.packed(pass1)
-        pass2 = self.pass2(inputs, limits, HOPPER_BLOCK)
-        yield pass2
-        yield self.listed(pass2)  # of the last queries
-        if skips_values:
-            yield self.listed(pass2, skips_values=True)
+        for block_m in self.block_ms_of(inputs.head_dim):
+            pass2 = self.pass2(inputs, limits, block_m)
+            yield pass2
+            yield self.listed(pass2)  # of the last queries
+            if skips_values:
+                yield self.listed(pass2, skips_values=True)
 
     @staticmethod
-    def _kernel(family: Family, inputs: Inputs) -> Kernel:
+    def _kernel(family: Family, inputs: Inputs, block_m: int = HOPPER_BLOCK) -> Kernel:
         """Its shared memory is sizeof(sm90::Traits::Shared)."""
         head_dim = inputs.head_dim
-        keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim), hopper_query_places(head_dim) * HOPPER_BLOCK
+        keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim, block_m), hopper_query_places(head_dim) * block_m
         tiles = (keys + queries) * head_dim * 2
         places, item = 4, 12 * 4
-        rows, work, votes = 2 * HOPPER_BLOCK * 4, places * (4 + item + 4), 2 * 4 + 4 * 8
+        rows, work, votes = 2 * block_m * 4, places * (4 + item + 4), 2 * 4 + 4 * 8
         barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
         next_tile = 2 * 8 + (5 * 4 + 2 * HOPPER_BLOCK * 4 + 4)
         shared = tiles + rows + work + next_tile + votes + barriers
         return Kernel(
-            family, inputs.dtype, head_dim, stages=HOPPER_STAGES, softcap=inputs.softcap, paged=inputs.paged,
-            shared_bytes=shared,
+            family, inputs.dtype, head_dim, block_m=block_m, stages=HOPPER_STAGES, softcap=inputs.softcap,
+            paged=inputs.paged, shared_bytes=shared,
         )  # fmt: skip
 
 
 HOPPER = _Hopper(
     "hopper", "sm_90a", persistent=True, keeps_dense_state=False, gathers_pages=True, wgmma_head_dim=128,
-    block_ms=(HOPPER_BLOCK,), suffix="_sm90",
+    suffix="_sm90",
 )
 PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, PASS2_SM90, PASS2_LISTED_SM90 = (
     Family(f"{name}_sm90", f"sm90/{source}.cu", params, 384, 1, _HOPPER_TRAITS, path=HOPPER)
@@ -291,6 +301,15 @@ PASS2_LADDER_SM90 = replace(
     PASS2_SM90, function="pass2_ladder_sm90", params_type="LadderAttentionParams",
     traits=f"LadderTraits<s2o::{_HOPPER_TRAITS}>",
 )  # fmt: skip
+
+_HALF_TRAITS = _HOPPER_TRAITS.replace("{paged}", "{paged}, {block_m}")
+PASS2_HALF_SM90, PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90, PASS2_LADDER_HALF_SM90 = (
+    replace(x, threads=256, blocks_per_multiprocessor=2, traits=(x.traits or "").replace(_HOPPER_TRAITS, _HALF_TRAITS))
+    for x in (PASS2_SM90, PASS2_LISTED_SM90, PASS2_SKIPPING_SM90, PASS2_LADDER_SM90)
+)
+_LISTED_SM90 = {PASS2_SM90: PASS2_LISTED_SM90, PASS2_HALF_SM90: PASS2_LISTED_HALF_SM90}
+_SKIPPING_SM90 = {PASS2_SM90: PASS2_SKIPPING_SM90, PASS2_HALF_SM90: PASS2_SKIPPING_HALF_SM90}
+_LADDER_SM90 = {PASS2_SM90: PASS2_LADDER_SM90, PASS2_HALF_SM90: PASS2_LADDER_HALF_SM90}
 
 _WHOLE_ROWS_TRAITS = _HOPPER_TRAITS.replace("Traits", "WholeRowTraits")
 PASS1_WHOLE_ROWS_SM90, PASS1_PACKED_WHOLE_ROWS_SM90 = (

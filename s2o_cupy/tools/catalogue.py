@@ -66,7 +66,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
 def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> Iterator[Kernel]:
     """What finds taus by an error."""
     yield error_search.drawn(path.pass1(inputs, limits, maps=True))
-    for block_m in path.block_ms:
+    for block_m in path.block_ms_of(inputs.head_dim):
         yield error_search.drawn(path.laddered(path.pass2(inputs, limits, block_m)))
     if not inputs.softcap:
         yield from (error_search.drawn(kernel) for method in METHODS for kernel in method.catalogue(inputs, path))

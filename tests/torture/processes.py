@@ -221,7 +221,7 @@ def refusals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     return found | {
         "two devices": lambda: attend(q, k.cpu(), v),
         "float32": lambda: attend(q.float(), k.float(), v.float()),
-        "Hopper's kernels with other tiles": lambda: attend(q, k, v, config=S2OConfig(path="hopper", block_m=64)),
+        "Hopper's kernels with other tiles": lambda: attend(q, k, v, config=S2OConfig(path="hopper", block_n=64)),
         "block_n 100": lambda: attend(q, k, v, config=S2OConfig(block_n=100)),
         "two frameworks": lambda: attend(q, to_cupy(k), to_cupy(v)),
     }

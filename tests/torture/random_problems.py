@@ -73,7 +73,8 @@ def draw(rng: random.Random, mode: str) -> Case:
         c["lengths_q"] = [n // 2 for n in c["lengths_q"]]
     short = max(c["lengths_q"]) <= 1500
     c["segment"] = pick([128, 128, 256, 512, 1000, 1024, *([16, 33, 64] if short else [300])])
-    c["block_m"], c["block_n"] = (128, 128) if rng.random() < 0.6 else (pick([64, 128]), pick([64, 128, 192, 1024]))
+    c["block_m"] = 128 if rng.random() < 0.7 else 64
+    c["block_n"] = 128 if rng.random() < 0.7 else pick([64, 192, 1024])
     c["rank"] = pick(["query", "query", "query", "weight", "mean", "max"])
     c["unit"] = pick([None, None, *UNITS]) if c["rank"] in ("query", "weight") else None
     c["clusters"] = pick([None, None, *CLUSTERS]) if c["rank"] == "query" else None
@@ -180,10 +181,11 @@ def wrong_path(c: Case, stats: Any) -> list[str]:
     if DRY or stats.path is None:
         return []
     rows_fit = c["D"] % 8 == 0 and set(c["places"]) <= set(PLACES[:4]) and c["out"] in OUT_PLACES[:4]
-    tiles = (c["block_m"], c["block_n"]) == (128, 128) and (c["scale"] is None or c["scale"] > 0)
+    tiles = c["block_n"] == 128 and (c["block_m"] == 128 or c["D"] <= 128)
     if capability() != 90 or c["path"] == "portable":
         return [] if stats.path == "portable" else [f"{stats.path} kernels ran"]
-    missed = rows_fit and tiles and stats.path != "hopper"
+    positive = c["scale"] is None or c["scale"] > 0
+    missed = rows_fit and tiles and positive and stats.path != "hopper"
     return [f"the portable kernels ran, not Hopper's: {stats.path_reason}"] if missed else []
 
 
