@@ -29,7 +29,7 @@ import _sources
 import numpy as np
 
 from s2o_cupy import S2OConfig, s2o_attention
-from s2o_cupy.plan.launch_plan import DENSE_UP_TO
+from s2o_cupy.plan.launch_plan import dense_limit
 from s2o_cupy.spec import Geometry
 from s2o_cupy.tools.progress import Report, progress
 
@@ -81,8 +81,7 @@ class Sample:
     def errors_at(self, config: S2OConfig) -> dict[str, float]:
         """Of calls that compute nothing but the sample. A segment's result depends on no other segment's queries; but
         a GPU would attend densely to its fewer keys, where it does not to those of the whole call."""
-        most_dense = DENSE_UP_TO if config.dense_up_to is None else config.dense_up_to
-        if self.k.shape[2] > most_dense:
+        if self.k.shape[2] > dense_limit(config, self.q.shape[0] * self.q.shape[1]):
             config = dataclasses.replace(config, dense_up_to=0)
         return self._errors(
             [

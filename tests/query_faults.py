@@ -64,7 +64,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "unit_rows", QUERY,
         (
-            ("a block leaves out its last unit", "block means", "u < kBlockUnits; ++u", "u < kBlockUnits - 1; ++u"),
+            ("a block leaves out its last unit", "block means", "kBlockUnits, 1.f / kBlockUnits)",
+             "kBlockUnits - 1, 1.f / kBlockUnits)"),
             ("two blocks are exchanged", "block means", "write(1 + block, mean)", "write(1 + (block ^ 1), mean)"),
             ("the centre is a sum", "block means", "1.f / p.leading", "1.f"),
         ),

@@ -116,8 +116,8 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
     monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
     as_first_of_two(monkeypatch)
     for seqlen, config, expected in (
-        (5000, S2OConfig(), 5000),
-        (9000, S2OConfig(), 0),
+        (29_000, S2OConfig(), 29_000),  # of a head
+        (30_000, S2OConfig(), 0),
         (9000, S2OConfig(tau=0), 9000),
         (5000, S2OConfig(dense_up_to=0), 0),
         (5000, S2OConfig(tau=0, dense_up_to=4999), 0),

@@ -92,14 +92,14 @@ def test_lengths_around_tiles_of_64_queries(path, qkv, rng, seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("tau", [0.01, 0.3, 10.0])
 def test_tiles_of_64_queries_stop(path, qkv, rng, tau):
-    """Where, says the definition, for what they visited; and that is less the higher tau is."""
+    """For what they visited the definition holds; and that is little where tau is high."""
     q, k, v = draw(qkv, "bfloat16", 500, 3000, heads=4, kv_heads=2, head_dim=128)
     lists = random_lists(rng, q.shape, 3000, list_heads=4, unit=1, per_tile=True, block_m=64)
     found = attend(path, q, k, v, lists, per_tile=True, block_m=64, tau=tau)
     assert_defined(found, q, k, v, lists, block_m=64)
     whole = -(-lists.keys // 128)
     assert found.visited.shape == whole.shape == (1, 4, 1, 8)
-    assert (found.visited <= whole).all() and (tau < 1 or (found.visited <= 3).all())
+    assert (found.visited <= whole).all() and (tau < 1 or (found.visited <= 4).all())
 
 
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"block_n": 256}], ids=str)

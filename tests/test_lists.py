@@ -315,14 +315,15 @@ def test_kernels_read_the_benchmarks_lists(kind, density):
     problem = Problem(1, 8, 2, 4096, 4096, 128, "bfloat16", True, 0.1)
     lists = benchmark_lists(problem, density, kind)
     per_tile, unit = lists.shape.per_tile, lists.shape.unit
-    memory = ListedMemory(problem, lists.shape, 128, lists.entries.numpy(), lists.begins, lists.keys)
+    rows = lists.block_m
+    memory = ListedMemory(problem, lists.shape, rows, lists.entries.numpy(), lists.begins, lists.keys)
     pairs = 0
-    for head, tile in np.ndindex(8, 32):
-        segment, tile = (0, tile) if per_tile else divmod(tile, 8)
+    for head, tile in np.ndindex(8, 4096 // rows):
+        segment, tile = (0, tile) if per_tile else divmod(tile, 1024 // rows)
         found = memory.positions(head, segment, tile)
-        before = tile * 128 if per_tile else segment * 1024
+        before = tile * rows if per_tile else segment * 1024
         assert len(found) == int(density * (before // unit)) * unit
         assert (np.sort(found)[1:] != np.sort(found)[:-1]).all()
         assert len(found) == 0 or 0 <= found.min() <= found.max() < before
-        pairs += 128 * len(found)
+        pairs += rows * len(found)
     assert pairs == lists.pairs > 0

@@ -6,6 +6,7 @@ import pytest
 from conftest import has_gpu
 
 from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.plan import launch_plan
 
 # isort: split
 import scaling
@@ -16,7 +17,8 @@ import scaling
 )
 def test_a_search_is_as_sparse_as_the_whole_call(given, searched, monkeypatch):
     """Though a sampled segment has few enough keys for a dense call."""
-    monkeypatch.setattr(scaling, "DENSE_UP_TO", 256)
+    monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 256)
+    monkeypatch.setattr(launch_plan, "DENSE_HEADS", 1)
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 384, 16), np.float32)
     asked = []
 

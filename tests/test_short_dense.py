@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from conftest import DENSE_UP_TO
 from test_plan import a_problem, plan_of
@@ -14,11 +16,28 @@ from s2o_cupy.plan.launches import launches, workspace
 
 @pytest.mark.parametrize(("limit", "longest"), [(None, 8192), (5000, 5000), (0, 0)])
 def test_calls_up_to_the_limit_are_dense(limit, longest, monkeypatch):
-    """By default of up to 8,192 keys, as S2OConfig says."""
+    """By default of up to 8,192 keys with many heads, as S2OConfig says."""
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", DENSE_UP_TO)
     for seqlen in {max(longest, 1), longest + 1}:
-        plan = plan_of(a_problem(seqlen_q=1000 if seqlen > 1000 else 1, seqlen_k=seqlen), S2OConfig(dense_up_to=limit))
+        problem = a_problem(heads=64, seqlen_q=1000 if seqlen > 1000 else 1, seqlen_k=seqlen)
+        plan = plan_of(problem, S2OConfig(dense_up_to=limit))
         assert plan.dense == (seqlen <= longest)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "longest"),
+    [(1, 64, 8192), (1, 48, 8192), (1, 32, 9216), (4, 8, 9216), (1, 12, 12_288), (1, 6, 16_384), (2, 3, 16_384),
+     (1, 1, 29_696)],
+)  # fmt: skip
+def test_few_heads_are_dense_for_longer(batch, heads, longest, monkeypatch):
+    """Of all sequences of a call; where a limit is given, or tau is 0, that is the limit whatever the heads."""
+    monkeypatch.setattr(launch_plan, "DENSE_UP_TO", DENSE_UP_TO)
+    limit = launch_plan.dense_limit
+    assert limit(S2OConfig(), batch * heads) == launch_plan.dense_by_default(batch * heads) == longest
+    assert limit(S2OConfig(dense_up_to=300), heads) == 300 and limit(S2OConfig(tau=0), heads) == math.inf
+    for seqlen in (longest, longest + 1):
+        problem = a_problem(batch=batch, heads=heads, kv_heads=1, seqlen_q=500, seqlen_k=seqlen)
+        assert plan_of(problem, S2OConfig()).dense == (seqlen == longest)
 
 
 @pytest.mark.parametrize(("seqlen", "counts"), [(100, False), (2048, False), (4224, False), (4352, True), (8192, True)])

@@ -21,6 +21,7 @@ from tiny_llama import LENGTH, llama, logits_of  # noqa: E402
 import s2o_cupy.integrations.transformers as integration  # noqa: E402
 from s2o_cupy.integrations import fallbacks  # noqa: E402
 from s2o_cupy.integrations.causal_mask import CausalMask  # noqa: E402
+from s2o_cupy.integrations.head_groups import HeadGroup  # noqa: E402
 from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
 
 DENSE = replace(SMALL, segment=64, tau=0.0)
@@ -323,13 +324,14 @@ def test_compiled_prefill(model, ids, logits):
         ("cuda", S2OConfig(tau=0), 9000, "dense"),
         ("cuda", S2OConfig(dense_up_to=0), 300, "s2o"), ("cpu", S2OConfig(), 300, "s2o"),
         ("cpu", S2OConfig(tau=0), 300, "s2o"),
+        ("cuda", S2OConfig(), 16_384, "dense"), ("cuda", S2OConfig(), 16_385, "s2o"),  # two sequences of 3 heads
     ],
 )  # fmt: skip
-def test_a_dense_call_of_s2os_is_told_from_others(device, config, seqlen_k, kind):
+def test_a_dense_call_of_s2os_is_told_from_others(device, config, seqlen_k, kind, monkeypatch):
     """On a GPU, where it leaves nothing out; the reference on a CPU runs S2O at any length."""
-    query = SimpleNamespace(is_cuda=device == "cuda")
+    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
+    query = SimpleNamespace(is_cuda=device == "cuda", shape=(2, 4, 300, 64))
     call = integration._Call(True, None, None, None, None, 300, seqlen_k)
-    asked = integration.Asked(
-        None, query, query, query, call, (SimpleNamespace(config=config),), None, None, 0.0, None, 0.0, None, {}
-    )
+    groups = (HeadGroup(config, slice(0, 3), slice(0, 3)), HeadGroup(config, [3], [3]))
+    asked = integration.Asked(None, query, query, query, call, groups, None, None, 0.0, None, 0.0, None, {})
     assert asked.runs == kind and kind in fallbacks.WORDS

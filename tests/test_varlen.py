@@ -484,6 +484,6 @@ def test_a_path_that_cannot_run_launches_nothing(gpu_device, packed):
         pytest.skip("about the Hopper kernels")
     q, k, v = (gpu_device.array(x) for x in packed([10, 0], [10, 0]))
     out = gpu_device.poisoned(q.shape)
-    with pytest.raises(ValueError, match="path is 'hopper', but block_m and block_n are 64 and 128"):
-        s2o_attention_varlen(q, k, v, [0, 10, 10], config=replace(gpu_device.config, block_m=64), out=out)
+    with pytest.raises(ValueError, match="path is 'hopper', but block_n is 64, not 128"):
+        s2o_attention_varlen(q, k, v, [0, 10, 10], config=replace(gpu_device.config, block_n=64), out=out)
     assert np.isnan(gpu_device.host(out)).all()

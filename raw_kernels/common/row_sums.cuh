@@ -15,6 +15,17 @@ struct RowTraits {
   static constexpr int kSums = kRows * kHeadDim;        // of block_sum
 };
 
+// Eight elements as float32.
+template <class Traits>
+__device__ __forceinline__ void unpack_row(float (&x)[8], const uint4& packed) {
+  const uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = Traits::Element::low(pairs[i]);
+    x[2 * i + 1] = Traits::Element::high(pairs[i]);
+  }
+}
+
 // Elements 8 * lane .. 8 * lane + 7 of a row as float32; zeros past head_dim.
 template <class Traits>
 __device__ __forceinline__ void read_row(float (&x)[8], const uint16* row, int lane, int head_dim, bool aligned) {
@@ -24,12 +35,7 @@ __device__ __forceinline__ void read_row(float (&x)[8], const uint16* row, int l
   } else {
     packed = load_unaligned(row, lane * 8, head_dim);
   }
-  const uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = Traits::Element::low(pairs[i]);
-    x[2 * i + 1] = Traits::Element::high(pairs[i]);
-  }
+  unpack_row<Traits>(x, packed);
 }
 
 // Adds up the threads' partial sums of rows, total[8] for 8 elements each: the sum of element d in thread d < kHeadDim.

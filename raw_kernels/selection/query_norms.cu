@@ -140,11 +140,12 @@ struct QueryNorms {
         for (int i = 0; i < kOfWarp; ++i) add_product(s[i][j], a[i][g], x);
       }
   }
-  // Adds the weights of a step's rows to the sums; `counts(row)`: whether a row does; `shift`: log2 of what it stands for.
+  // Adds the weights of a step's rows to the sums, of the first `there` of them at most; `counts(row)`: whether a row does;
+  // `shift`: log2 of what it stands for.
   template <class Counts>
-  __device__ __forceinline__ void add_step(uint32 rows, float shift, bool all, const Counts& counts) {
+  __device__ __forceinline__ void add_step(uint32 rows, float shift, int there, bool all, const Counts& counts) {
 #pragma unroll 1
-    for (int first_row = 0; first_row < Traits::kStep; first_row += kPart) {
+    for (int first_row = 0; first_row < min(there, Traits::kStep); first_row += kPart) {
       multiply(rows + first_row * (Traits::kHeadDim * 2));
       add(shift, all, [&](int r) { return counts(first_row + r); });
     }
@@ -238,12 +239,12 @@ struct QueryNorms {
       const uint32 rows = shared_address(shared.rows[step % Traits::kBuffers]);
       if (step < steps) {
         const int row = step * Traits::kStep, first_end = before - row, second_first = second - row, end = last - row;
-        add_step(rows, kBlockShift, first_end >= Traits::kStep,
+        add_step(rows, kBlockShift, g.is_causal ? first_end : end, first_end >= Traits::kStep,
                  [&](int r) { return r < first_end || (r >= second_first && r < end); });
       } else {
         const UnitsBetween between(g, segment, step - steps);
         const int there = between.end - between.first;
-        add_step(rows, 0.f, false, [&](int r) { return r < there; });
+        add_step(rows, 0.f, there, false, [&](int r) { return r < there; });
       }
     }
     cp_async_wait<0>();

@@ -39,6 +39,8 @@ struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
   static constexpr int kClusters = kClusters_;
 };
 
+constexpr int kRowsAhead = 4, kMeansAhead = 8;  // that a thread has on their way at once: a row takes long to come
+
 // Block: kSuperUnits neighbouring units of a KV head. A row is that of a few neighbouring threads, eight elements each.
 template <class Traits>
 __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
@@ -48,13 +50,27 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   const int kv_head = blockIdx.x / p.head_blocks, first = blockIdx.x % p.head_blocks * kSuperUnits, units = g.units();
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const int64 of_head = static_cast<int64>(kv_head) * units;
-  const auto read_mean = [&](float (&x)[8], int unit) {
-    read_row<Traits>(x, p.unit_means + (of_head + unit) * kHeadDim, lane, kHeadDim, true);
+  // Adds the means of `count` units from `first_unit` on, times `factor` each.
+  const auto add_means = [&](float (&sum)[8], int first_unit, int count, float factor) {
+    const uint16* from = p.unit_means + (of_head + first_unit) * kHeadDim + lane * 8;
+    for (int u = 0; u < count; u += kMeansAhead) {
+      uint4 rows[kMeansAhead];
+#pragma unroll
+      for (int i = 0; i < kMeansAhead; ++i) rows[i] = load_16_or_zeros(from + (u + i) * kHeadDim, u + i < count);
+#pragma unroll
+      for (int i = 0; i < kMeansAhead; ++i) {
+        float x[8];
+        unpack_row<Traits>(x, rows[i]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum[e] += x[e] * factor;
+      }
+    }
   };
   const bool each_key = p.cluster_keys == nullptr;  // whose rows start on 16 bytes then
   const int batch = kv_head / p.kv_heads;
   const uint16* keys = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
-  const auto read = [&](float (&x)[8], int row) {  // of a group, or a key
+  const int dims = each_key ? g.head_dim : kHeadDim;
+  const auto load = [&](int row, bool present) {  // of a group, or a key
     const uint16* from = p.cluster_keys + (of_head * kClusters + row) * kHeadDim;
     if (each_key) {
       if constexpr (Traits::kPaged) {
@@ -63,20 +79,15 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
         from = keys + row * p.k.row;
       }
     }
-    read_row<Traits>(x, from, lane, each_key ? g.head_dim : kHeadDim, true);
+    return load_16_or_zeros(from + lane * 8, present && lane * 8 < dims);
   };
   const auto write = [&](int row, const float (&x)[8]) {
     uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + lane * 8;
     store_global_16(to, Element::pack(x[0], x[1]), Element::pack(x[2], x[3]), Element::pack(x[4], x[5]),
                     Element::pack(x[6], x[7]));
   };
-  float x[8], centre[8] = {};
-#pragma unroll 4
-  for (int u = 0; u < p.leading; ++u) {
-    read_mean(x, u);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) centre[e] += x[e];
-  }
+  float centre[8] = {};
+  add_means(centre, 0, p.leading, 1.f);
   const float share = 1.f / p.leading;
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
@@ -90,12 +101,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     const int block = first / kBlockUnits + i;
     if ((block + 1) * kBlockUnits > units) break;
     float mean[8] = {};
-#pragma unroll 4
-    for (int u = 0; u < kBlockUnits; ++u) {
-      read_mean(x, block * kBlockUnits + u);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) mean[e] += x[e] * (1.f / kBlockUnits);
-    }
+    add_means(mean, block * kBlockUnits, kBlockUnits, 1.f / kBlockUnits);
     write(1 + block, mean);
   }
   if constexpr (kHeadDim > 128) return;  // there is no kernel that reads them
@@ -104,14 +110,21 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   // The longest of the first rows says how all are scaled, or a part of the centre where that is longer.
   // A slot finds that of every kRows-th row.
   float longest = 0.f;
-  for (int first_row = 0; first_row < kClusters * p.leading; first_row += Traits::kRows) {
-    read(x, min(first_row + slot, kClusters * p.leading - 1));
-    float length = 0.f;
+  for (int first_row = 0; first_row < kClusters * p.leading; first_row += kRowsAhead * Traits::kRows) {
+    uint4 rows[kRowsAhead];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
+    for (int i = 0; i < kRowsAhead; ++i)
+      rows[i] = load(min(first_row + i * Traits::kRows + slot, kClusters * p.leading - 1), true);
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
-    if (length < infinity()) longest = fmaxf(longest, length);
+    for (int i = 0; i < kRowsAhead; ++i) {
+      float x[8], length = 0.f;
+      unpack_row<Traits>(x, rows[i]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
+      if (length < infinity()) longest = fmaxf(longest, length);
+    }
   }
   __shared__ float of_slots[Traits::kRows];
   of_slots[slot] = longest;  // of all lanes the same
@@ -134,14 +147,15 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
   unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
   uint16* shares = p.row_shares + first_tile * kTileRows;
-#pragma unroll 2
-  for (int r = slot; r < kClusters * kSuperUnits; r += Traits::kRows) {
+  // Of this thread's row `r`, which `row` is.
+  const auto store_row = [&](int r, const uint4& row) {
     const int unit = r / kClusters;
     float kept[4] = {};
     uint32 choices = 0x44;  // the first two of each four
     uint16 share = 0xfc00;  // minus infinity
     if (first + unit < units) {
-      read(x, first * kClusters + r);
+      float x[8];
+      unpack_row<Traits>(x, row);
       share = each_key ? kShareOfKey : p.cluster_shares[of_head * kClusters + first * kClusters + r];
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = share == 0xfc00 ? 0.f : (x[e] - centre[e]) * factor;
@@ -158,6 +172,19 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     *reinterpret_cast<uint32*>(tile + Tile::kept_at(at.row, lane)) = pack_e4m3(kept[0], kept[1], kept[2], kept[3]);
     if (lane % 4 == 0) *reinterpret_cast<uint32*>(tile + Tile::choices_at(at.row, lane)) = choices;
     if (lane == 0) shares[at.tile * kTileRows + at.row] = share;
+  };
+  constexpr int kLast = kClusters * kSuperUnits;
+  static_assert(kLast % (kRowsAhead * Traits::kRows) == 0);
+#pragma unroll 1
+  for (int r = slot; r < kLast; r += kRowsAhead * Traits::kRows) {
+    uint4 rows[kRowsAhead];
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+      const int row = r + i * Traits::kRows, last = units * kClusters - 1;
+      rows[i] = load(min(first * kClusters + row, last), first * kClusters + row <= last);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) store_row(r + i * Traits::kRows, rows[i]);
   }
 }
 

@@ -1,5 +1,6 @@
 // The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, by the
-// copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma.
+// copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. With
+// q tiles of 64 rows there is one consumer, and a multiprocessor holds two blocks.
 // Blocks are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the
 // next tile.
 //

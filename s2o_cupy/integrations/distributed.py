@@ -346,9 +346,10 @@ class SequenceParallel:
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, return_lse: bool) -> Any:
         """The whole sequence with a share of the heads; lse or None."""
+        config = self._chunk_config(problem)  # all heads decide on dense attention
 
         def attend(heads: slice, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Any:
-            return _attend(q, k, v, o, problem, self.config.of_heads(heads.start, heads.stop), return_lse)
+            return _attend(q, k, v, o, problem, config.of_heads(heads.start, heads.stop), return_lse)
 
         return attend_by_heads(q, k, v, out, attend, zigzag=self.zigzag, rank=self.rank, group=self.group)
 

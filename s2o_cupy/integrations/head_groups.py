@@ -28,6 +28,10 @@ class HeadGroup:
     heads: Index
     kv_heads: Index
 
+    def count(self, heads: range) -> int:
+        """Of a layer's query heads, how many are its."""
+        return len(heads[self.heads]) if isinstance(self.heads, slice) else len(self.heads)
+
 
 @functools.lru_cache(maxsize=1024)
 def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGroup, ...]:

@@ -122,28 +122,34 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
     return fits and problem.seqlen_q * (problem.heads // problem.kv_heads) >= COLLECT_ROWS
 
 
-# Keys up to which dense attention is at least as fast as ordering and stopping, as measured on an H200 with an order
-# before the present one: of 8,192 keys both took the same time, and dense attention makes no error.
-DENSE_UP_TO = 8192
+# Keys up to which dense attention is at least as fast as ordering and stopping, at the least. On an H100 both took as
+# long with 64, 32, 12 and 6 query heads of 128 at about 8,300, 9,500, 12,900 and 17,500 keys: with few heads each of a
+# dozen launches leaves a GPU idle. The limit is the third root of DENSE_HEADS / heads times as much, rounded down.
+DENSE_UP_TO, DENSE_HEADS = 8192, 48
 
 
 def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if isinstance(config, Pass):
         return config.segment is None
-    return problem.seqlen_k <= dense_limit(config)
+    return problem.seqlen_k <= dense_limit(config, problem.batch * problem.heads)
 
 
-def dense_limit(config: S2OConfig) -> float:
-    """Keys up to which a call on a GPU is plain dense attention."""
-    if config.dense_up_to is None and config.never_stops:
-        return math.inf
-    return DENSE_UP_TO if config.dense_up_to is None else config.dense_up_to
+def dense_limit(config: S2OConfig, heads: int) -> float:
+    """Keys up to which a call on a GPU is plain dense attention. ``heads``: query heads of all sequences."""
+    if config.dense_up_to is not None:
+        return config.dense_up_to
+    return math.inf if config.never_stops else dense_by_default(heads)
+
+
+def dense_by_default(heads: int) -> int:
+    """The same, where nobody says how many: in eighths of DENSE_UP_TO."""
+    return DENSE_UP_TO * max(8, int(8 * (DENSE_HEADS / max(1, heads)) ** (1 / 3) + 1e-9)) // 8
 
 
 def dense_reason(problem: Problem, config: S2OConfig) -> str | None:
     """Why a call is plain dense attention; None where it is not."""
-    limit = dense_limit(config)
+    limit = dense_limit(config, problem.batch * problem.heads)
     if problem.seqlen_k > limit:
         return None
     return "tau is 0" if limit == math.inf else f"seqlen_k is {problem.seqlen_k:,}, and dense_up_to {limit:,}"
