@@ -43,7 +43,7 @@ plan.DENSE_UP_TO = 0
 
 # Small enough for many segments and tiles in short sequences, large enough for the GPU.
 SMALL = S2OConfig(segment=128, tau=0.05, block_m=64, block_n=64, dense_up_to=0)
-# The same with the one tile size of the Hopper kernels.
+# The same with stop checks as far apart as the Hopper kernels have them.
 SMALL_HOPPER = S2OConfig(segment=128, tau=0.05, block_m=128, block_n=128, dense_up_to=0)
 
 

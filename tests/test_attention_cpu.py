@@ -322,7 +322,7 @@ def test_huge_tau_leaves_no_row_empty(device, qkv, config, tau):
     assert np.isfinite(device.host(o)).all()
     assert np.isfinite(device.host(lse)).all()
     if tau > 1:  # the tile that triggers the stop is kept, and what a path visits before it knows
-        lag = STOP_LAG["hopper" if config.block_m == 128 and device.kind == "cuda" else "portable"]
+        lag = STOP_LAG["hopper" if config.block_n == 128 and device.kind == "cuda" else "portable"]
         assert device.host(stats.visited).max() == 1 + lag
 
 
@@ -436,7 +436,7 @@ def test_many_heads(device, qkv, config, batch, heads):
 @pytest.mark.parametrize(
     ("path", "options", "reason"),
     [
-        ("hopper", {}, "seqlen_k is 300, and dense_up_to 23,552"),  # of two heads
+        ("hopper", {}, "seqlen_k is 300, and dense_up_to 16,384"),  # of two heads
         ("portable", {"dense_up_to": 300}, "seqlen_k is 300, and dense_up_to 300"),
         ("portable", {"dense_up_to": 299}, None),
         ("hopper", {"tau": 0}, "tau is 0"),

@@ -127,11 +127,12 @@ def test_refused(fields, message):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="no GPU: cupy.is_available() is False")
-def test_on_a_gpu(path):
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_on_a_gpu(path, block_m):
     import cupy
 
     host = drawn(700, 900, 4, np.float16)
-    config = BLASSTConfig(threshold=0.05, block_m=128 if path == "hopper" else 64)
+    config = BLASSTConfig(threshold=0.05, block_m=block_m)
     mask = attended(*(x.astype(np.float64) for x in host[:2]), config, True, 0.25)
     q, k, v = map(cupy.asarray, host)
     schedule = select(q, k, config)

@@ -116,8 +116,8 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
     monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
     as_first_of_two(monkeypatch)
     for seqlen, config, expected in (
-        (29_000, S2OConfig(), 29_000),  # of a head
-        (30_000, S2OConfig(), 0),
+        (16_000, S2OConfig(), 16_000),  # of a head
+        (17_000, S2OConfig(), 0),
         (9000, S2OConfig(tau=0), 9000),
         (5000, S2OConfig(dense_up_to=0), 0),
         (5000, S2OConfig(tau=0, dense_up_to=4999), 0),
@@ -130,6 +130,21 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
         assert len(attended) > 1
         found = {replace(config, dense_last=None) for *_, config in attended}
         assert found == {replace(config, dense_up_to=expected)}
+
+
+def test_all_heads_decide_on_dense_attention(torch, monkeypatch, attended):
+    """Not a rank's share of them, which would be dense for longer than one call of all."""
+    import s2o_cupy.integrations.distributed as module
+
+    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
+    as_first_of_two(monkeypatch)
+    share = lambda q, k, v, out, attend, **_: attend(slice(0, 4), q, k, v, out)  # noqa: E731
+    monkeypatch.setattr(module, "attend_by_heads", share)
+    for seqlen, expected in ((14_336, 14_336), (15_000, 0)):
+        both = parallel(seqlen, split="heads")
+        q = torch.zeros(1, 8, both.length, 8)
+        both.attention(q, q, q)
+        assert attended[-1][3].dense_up_to == expected
 
 
 def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):

@@ -62,6 +62,7 @@ def folder(tmp_path_factory):
     ("name", "products"),
     [
         ("pass1_sm90-float16-d128-s2", 16), ("pass2_sm90-float16-d128-s2", 16), ("pass2_sm90-bfloat16-d64-s2", 12),
+        ("pass2_sm90-float16-d128-m64-s2", 12), ("pass2_listed_sm90-bfloat16-d64-m64-s2", 8),
         ("nsa_window_sm90-float16-d128", 12),
     ],
 )  # fmt: skip
@@ -72,8 +73,11 @@ def test_scores_and_outputs_are_in_flight_together(name, products, folder):
 
 @pytest.mark.parametrize(
     ("name", "exponentials"),
-    [("pass2_sm90-float16-d128-s2", 128), ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-float16-d128", 32)],
-)
+    [
+        ("pass2_sm90-float16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
+        ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-float16-d128", 32),
+    ],
+)  # fmt: skip
 def test_exponentials_run_under_the_output(name, exponentials, folder):
     """The wait for it is behind those of a whole key tile: a branch in settled_softmax or wgmma_wait_behind holds it
     there."""

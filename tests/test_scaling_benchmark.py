@@ -18,7 +18,7 @@ import scaling
 def test_a_search_is_as_sparse_as_the_whole_call(given, searched, monkeypatch):
     """Though a sampled segment has few enough keys for a dense call."""
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 256)
-    monkeypatch.setattr(launch_plan, "DENSE_HEADS", 1)
+    monkeypatch.setattr(launch_plan, "DENSE_HEADS", 1)  # as many as there are
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 384, 16), np.float32)
     asked = []
 

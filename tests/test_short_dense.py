@@ -25,15 +25,15 @@ def test_calls_up_to_the_limit_are_dense(limit, longest, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "longest"),
-    [(1, 64, 8192), (1, 48, 8192), (1, 32, 9216), (4, 8, 9216), (1, 12, 12_288), (1, 6, 16_384), (2, 3, 16_384),
-     (1, 1, 29_696)],
-)  # fmt: skip
+    ("heads", "longest"),
+    [(64, 8192), (34, 8192), (33, 9216), (32, 9216), (24, 10_240), (12, 12_288), (6, 16_384), (1, 16_384)],
+)
+@pytest.mark.parametrize("batch", [1, 4])
 def test_few_heads_are_dense_for_longer(batch, heads, longest, monkeypatch):
-    """Of all sequences of a call; where a limit is given, or tau is 0, that is the limit whatever the heads."""
+    """However many sequences there are; where a limit is given, or tau is 0, that is the limit whatever the heads."""
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", DENSE_UP_TO)
     limit = launch_plan.dense_limit
-    assert limit(S2OConfig(), batch * heads) == launch_plan.dense_by_default(batch * heads) == longest
+    assert limit(S2OConfig(), heads) == launch_plan.dense_by_default(heads) == longest
     assert limit(S2OConfig(dense_up_to=300), heads) == 300 and limit(S2OConfig(tau=0), heads) == math.inf
     for seqlen in (longest, longest + 1):
         problem = a_problem(batch=batch, heads=heads, kv_heads=1, seqlen_q=500, seqlen_k=seqlen)

@@ -5,11 +5,12 @@
 // next tile.
 //
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
-// warpgroup runs under the products of the other (named barriers let them issue in turn).
+// warpgroup runs under the products of the other (named barriers let them issue in turn), or of one block under those of
+// the other.
 //
 // Stopping: there is a *stop check* every block_n = 128 keys. Tau, the lag and `visited` count in these, and what lies
 // between two of them is called a key tile outside of this folder. Here it is one key tile of kBlockN keys, or two of
-// 64 with head_dim 256. After softmax of the last one, under the products of the next, each warp votes. The votes of
+// 64 with head_dim 256 or q tiles of 64. After softmax of the last one, under the products of the next, each warp votes. The votes of
 // stop check n are read before the scores that stop check n + 2 is about are issued, so those of stop check n + 1,
 // already in flight, still count (STOP_LAG in s2o_cupy/spec). Producer and consumers read the same votes, so both
 // know which copies were started; consumers release those that nobody will use.

@@ -280,6 +280,7 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
     qkv = longest_sequence(asked)
     heads = qkv.q.shape[1]
     configs: list[S2OConfig] = [S2OConfig(tau=0)] * heads
+    together = np.zeros(heads, np.int64)  # of each head: how many its call has, which decides on dense attention
     for group in asked.groups:
         if group.config.error is not None:
             raise ValueError(
@@ -287,6 +288,7 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
                 "for each head"
             )
         members = np.arange(heads)[group.heads].tolist()
+        together[members] = len(members)
         tau = group.config.tau
         if isinstance(tau, tuple) and len(tau) != len(members):
             raise ValueError(f"report: tau has {len(tau)} numbers; accepted: one, or {len(members)}, one for each head")
@@ -304,7 +306,8 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
             here = np.array([config == base.with_tau(value) for config in configs])
             estimate = sample.estimate(value)
             share[here] = estimate.share.sum(0)[here]
-            if asked.query.is_cuda and launch_plan.is_dense(sample.problem, base.with_tau(value)):
+            limit = launch_plan.dense_limit(base.with_tau(value), int(together[here].max()))
+            if asked.query.is_cuda and sample.problem.seqlen_k <= limit:
                 density[here] = 1  # which the sample, S2O at any length, is not
                 continue
             squared = (estimate.share * np.square(estimate.error)).sum(0)  # of all sequences of the batch

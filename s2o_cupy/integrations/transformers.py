@@ -167,9 +167,8 @@ class Asked(NamedTuple):
         """What runs, as S2OAttention.calls counts it."""
         if not self.is_s2o:
             return self.reason or ("method" if self.call.window is None else "dense window")
-        batch = self.query.shape[0] if self.call.spans_q is None else 1  # packed sequences are calls of their own
         heads = range(self.query.shape[1])
-        limits = (dense_limit(group.config, batch * group.count(heads)) for group in self.groups)
+        limits = (dense_limit(group.config, group.count(heads)) for group in self.groups)
         return "dense" if self.query.is_cuda and self.call.seqlen_k <= min(limits) else "s2o"
 
     def s2o(self) -> Tensor:

@@ -123,8 +123,9 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 
 # Keys up to which dense attention is at least as fast as ordering and stopping, at the least. On an H100 both took as
-# long with 64, 32, 12 and 6 query heads of 128 at about 8,300, 9,500, 12,900 and 17,500 keys: with few heads each of a
-# dozen launches leaves a GPU idle. The limit is the third root of DENSE_HEADS / heads times as much, rounded down.
+# long with 64, 32, 12 and 6 query heads of 128 at about 8,300, 9,500, 12,900 and 17,500 keys of a whole prompt: with
+# few heads each of a dozen launches leaves a GPU idle. The limit is the third root of DENSE_HEADS / heads times as
+# much, rounded down, up to what was measured. Other sequences of a batch have no part in it.
 DENSE_UP_TO, DENSE_HEADS = 8192, 48
 
 
@@ -132,24 +133,24 @@ def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if isinstance(config, Pass):
         return config.segment is None
-    return problem.seqlen_k <= dense_limit(config, problem.batch * problem.heads)
+    return problem.seqlen_k <= dense_limit(config, problem.heads)
 
 
 def dense_limit(config: S2OConfig, heads: int) -> float:
-    """Keys up to which a call on a GPU is plain dense attention. ``heads``: query heads of all sequences."""
+    """Keys up to which a call on a GPU is plain dense attention. ``heads``: query heads."""
     if config.dense_up_to is not None:
         return config.dense_up_to
     return math.inf if config.never_stops else dense_by_default(heads)
 
 
 def dense_by_default(heads: int) -> int:
-    """The same, where nobody says how many: in eighths of DENSE_UP_TO."""
-    return DENSE_UP_TO * max(8, int(8 * (DENSE_HEADS / max(1, heads)) ** (1 / 3) + 1e-9)) // 8
+    """The same, where nobody says how many: in eighths of DENSE_UP_TO, up to twice that."""
+    return DENSE_UP_TO * min(max(8, int(8 * (DENSE_HEADS / max(1, heads)) ** (1 / 3) + 1e-9)), 16) // 8
 
 
 def dense_reason(problem: Problem, config: S2OConfig) -> str | None:
     """Why a call is plain dense attention; None where it is not."""
-    limit = dense_limit(config, problem.batch * problem.heads)
+    limit = dense_limit(config, problem.heads)
     if problem.seqlen_k > limit:
         return None
     return "tau is 0" if limit == math.inf else f"seqlen_k is {problem.seqlen_k:,}, and dense_up_to {limit:,}"

@@ -130,7 +130,7 @@ def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
     if (kernel.dtype, kernel.head_dim) == SAMPLE:
         if len(_variants(kernel)) > 1:
             return ()
-        return (kernel.head_dim, *variants) if variants else (kernel.head_dim, kernel.block_m)
+        return (kernel.head_dim, kernel.threads, *variants) if variants else (kernel.head_dim, kernel.block_m)
     dtype = "float16" if kernel.head_dim == 64 else "bfloat16"
     shown = not variants or (kernel.head_dim == max(HEAD_DIMS) and variants == {"paged"})  # where registers are fewest
-    return (kernel.head_dim, *variants) if kernel.dtype == dtype and shown else ()
+    return (kernel.head_dim, kernel.threads, *variants) if kernel.dtype == dtype and shown else ()
