@@ -43,8 +43,10 @@ def _tokens(axis: Any) -> None:
 
 def _place(axis: Any, labels: list[tuple[float, float, str, str]], **style: Any) -> None:
     """Labels beside their points, (x, y, text, colour), each at the first of several places where it meets no other
-    label and no point."""
+    label and no point, with a line to the point from far away. One that finds no place is left out: times differ from
+    run to run, and the table beside the picture has all of them."""
     from matplotlib.patheffects import withStroke
+    from matplotlib.text import Text
 
     axis.figure.canvas.draw()
     renderer = axis.figure.canvas.get_renderer()
@@ -53,24 +55,30 @@ def _place(axis: Any, labels: list[tuple[float, float, str, str]], **style: Any)
     boxes: list[Any] = []
     inside = axis.get_window_extent(renderer)
     for x, y, text, colour in labels:
-        around = [(dx, dy) for far in (7, 14, 24, 36, 50) for dx, dy in _directions(far)]
-        for dx, dy in around:
+        around = [(far, *d) for far in (7, 14, 24, 36, 50, 70, 95, 125, 160, 200) for d in _directions(far)]
+        for far, dx, dy in around:
+            line = {"arrowstyle": "-", "color": colour, "lw": 0.6} if far > 30 else None
             side = "left" if dx > 0 else "right" if dx < 0 else "center"
             said = axis.annotate(
-                text, (x, y), xytext=(dx, dy), textcoords="offset points", ha=side, va="center", color=colour, **style
-            )
-            box = said.get_window_extent(renderer).padded(1.5)
+                text, (x, y), xytext=(dx, dy), textcoords="offset points", ha=side, va="center", color=colour,
+                arrowprops=line, **style,
+            )  # fmt: skip
+            said.set_in_layout(False)
+            said.update_positions(renderer)
+            box = Text.get_window_extent(said, renderer).padded(1.5)  # without the line
             free = not any(box.overlaps(other) for other in boxes) and not any(box.contains(*at) for at in points)
             if free and inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1:
                 boxes.append(box)
                 break
             said.remove()
-        else:
-            raise ValueError(f"no room for {text!r} in the picture")
 
 
 def _directions(far: float) -> list[tuple[float, float]]:
-    return [(far, 0), (-far, 0), (far, far), (far, -far), (-far, far), (-far, -far), (0, far), (0, -far)]
+    between = [(x * far, y * far / 2) for x in (1, -1) for y in (1, -1)] + [
+        (x * far / 2, y * far) for x in (1, -1) for y in (1, -1)
+    ]
+    near = [(far, 0), (-far, 0), (far, far), (far, -far), (-far, far), (-far, -far), (0, far), (0, -far)]
+    return near if far < 24 else near + between
 
 
 def _label(row: Row) -> str:
@@ -126,7 +134,7 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
             [row["length"] for row in line], [100 * row["right"] for row in line], "-o", ms=4, color=colour, label=kind
         )
     answers.set(ylabel="% right", title="Answers of a retrieval model", ylim=(0, 105))
-    answers.legend(frameon=False, loc=(0.02, 0.24))
+    answers.legend(frameon=False, loc="lower left")
     _tokens(answers)
     answers.margins(x=0.12)
     return figure
@@ -153,7 +161,7 @@ def methods(model: str, rows: dict[str, list[Row]]) -> Any:
     axis.set(xlim=(0, 1.05), xlabel="time of attention / cuDNN's", ylabel="nats a token more than dense attention")
     axis.set_title(f"{model}, {length:,} tokens: loss by time; lower and further left is better")
     axis.margins(y=0.08)
-    axis.legend(frameon=False, loc="lower right", fontsize=9)
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
     _place(axis, labels, fontsize=8)
     return figure
 
