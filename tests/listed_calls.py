@@ -179,7 +179,7 @@ def wrong_by_random_lists(
         np.random.default_rng(0), q.shape, k.shape[2], list_heads=case.kv_heads, unit=unit, per_tile=True,
         block_m=case.block_m,
     )  # fmt: skip
-    tiles = {"block_m": case.block_m}
+    tiles: dict[str, Any] = {"block_m": case.block_m}
     found = attend(path, q, k, v, lists, per_tile=True, page_size=page_size, value_skip=value_skip, **tiles)
     if value_skip is not None:
         return wrong_skips(path, found, q, k, v, lists, value_skip, **tiles)
