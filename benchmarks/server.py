@@ -253,11 +253,11 @@ def servers(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[list[Ser
 
 def in_turns(running: Sequence[Server], repeats: int, seconds: Callable[[Server], float]) -> list[float]:
     """Of each server the median, after one that warms up. Who is asked first changes each time."""
-    times = []
+    times: list[list[float]] = [[] for _ in running]  # two may have the same attention
     for i in range(repeats + 1):
-        turn = {server.attention: seconds(server) for server in running[:: -1 if i % 2 else 1]}
-        times.append([turn[server.attention] for server in running])
-    return [statistics.median(of) for of in zip(*times[1:], strict=True)]
+        for server, of in list(zip(running, times, strict=True))[:: -1 if i % 2 else 1]:
+            of.append(seconds(server))
+    return [statistics.median(of[1:]) for of in times]
 
 
 def rows_of(running: Sequence[Server], seconds: Sequence[float], **common: Any) -> list[Row]:
@@ -267,8 +267,9 @@ def rows_of(running: Sequence[Server], seconds: Sequence[float], **common: Any) 
     ]
 
 
-def one(running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]) -> list[Row]:
-    rows = []
+def one(
+    running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
+) -> Iterator[Row]:
     for length in (SHORT, *args.lengths):
         step(f"one prompt of {length:,}")
 
@@ -277,13 +278,12 @@ def one(running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, st
 
         repeats = max(args.repeats, min(OFTEN, args.repeats * SELDOM // length))
         found = in_turns(running, repeats, seconds)
-        rows += rows_of(running, found, part="one", length=length, prompts=1)
-    return rows
+        yield from rows_of(running, found, part="one", length=length, prompts=1)
 
 
 def many(
     running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
-) -> list[Row]:
+) -> Iterator[Row]:
     step(f"{len(args.many)} prompts at once")
 
     def seconds(server: Server) -> float:
@@ -294,13 +294,12 @@ def many(
 
     total = sum(args.many)
     rows = rows_of(running, in_turns(running, args.repeats, seconds), part="many", length=total, prompts=len(args.many))
-    return [row | {"tokens_per_s": total / row["seconds"]} for row in rows]
+    yield from (row | {"tokens_per_s": total / row["seconds"]} for row in rows)
 
 
 def decode(
     running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
-) -> list[Row]:
-    rows = []
+) -> Iterator[Row]:
     for length in (SHORT, min(args.lengths)):
         step(f"decoding after {length:,}")
 
@@ -309,14 +308,13 @@ def decode(
 
         repeats = max(args.repeats, OFTEN)
         found = rows_of(running, in_turns(running, repeats, seconds), part="decode", length=length, prompts=1)
-        rows += [row | {"token_ms": row["seconds"] / DECODED * 1e3} for row in found]
-    return rows
+        yield from (row | {"token_ms": row["seconds"] / DECODED * 1e3} for row in found)
 
 
 def cached(
     running: Sequence[Server], args: argparse.Namespace, ids: np.ndarray, step: Callable[[str], None]
-) -> list[Row]:
-    rows, calls = [], itertools.count(1)
+) -> Iterator[Row]:
+    calls = itertools.count(1)
     for length in args.lengths:
         step(f"the last {NEW:,} of {length:,}")
 
@@ -325,14 +323,13 @@ def cached(
             server.ask(prompt[:-NEW])
             return server.ask(prompt)[0]
 
-        rows += rows_of(running, in_turns(running, args.repeats, seconds), part="cached", length=length, prompts=1)
-    return rows
+        found = in_turns(running, args.repeats, seconds)
+        yield from rows_of(running, found, part="cached", length=length, prompts=1)
 
 
-def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: Callable[[str], None]) -> list[Row]:
+def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: Callable[[str], None]) -> Iterator[Row]:
     import _retrieval
 
-    rows = []
     for length in args.lengths:
         texts = _retrieval.prompts(length, args.samples, args.seed)
         for server in running:
@@ -342,12 +339,11 @@ def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: C
                 question, ids = text.question[0], text.ids[0]
                 hit = server.likeliest(ids)
                 right += [hit[question == n + 1] for n in range(len(text.kinds))]
-            rows.append({
+            yield {
                 "part": "answers", "length": length, "prompts": len(texts), "attention": server.attention,
                 "right_tokens": float(np.concatenate(right).mean()), "right": float(np.mean([x.all() for x in right])),
                 "answers": len(right),
-            })  # fmt: skip
-    return rows
+            }  # fmt: skip
 
 
 def densities(args: argparse.Namespace) -> dict[int, float]:
@@ -428,18 +424,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_served()
     folder = model_folder(args.model)
     ids = np.random.default_rng(args.seed).integers(vocabulary(folder), size=args.longest)
-    done, rows = itertools.count(), []
+    done = itertools.count()
+    rows: list[Row] = []
     found = densities(args) if args.density else {}
     with progress("server") as report:
         step = lambda what: report(next(done), 2 + len(args.parts) * len(args.lengths), what)  # noqa: E731
         step("start")
         with servers(args, folder) as running:
             for part in args.parts:
-                rows += MEASURES[part](running, args, ids, step)
-                rows = [
-                    row | {"density": found.get(row["length"])} if row["attention"] == "s2o" else row for row in rows
-                ]
-                _common.write_result(args, rows, note=version(args.server))
+                for row in MEASURES[part](running, args, ids, step):
+                    of_s2o = {"density": found.get(row["length"])} if row["attention"] == "s2o" else {}
+                    rows.append(row | of_s2o)
+                    _common.write_result(args, rows, note=version(args.server))  # what there is if it is cut short
     print(_common.table(rows, COLUMNS))
 
 

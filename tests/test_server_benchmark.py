@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,6 +146,32 @@ def test_servers_are_stopped_with_the_script(tmp_path):
     for at in (port, port + 1):
         with socket.socket() as asked:
             assert asked.connect_ex(("127.0.0.1", at)) != 0
+
+
+def test_two_servers_of_one_attention_are_told_apart(server):
+    """Each has the median of its own times, without the first, and they are asked in turns."""
+    running = [SimpleNamespace(attention=x, took=n) for x, n in (("own", 1.0), ("s2o", 2.0), ("own", 3.0))]
+    asked = []
+    found = server.in_turns(running, 2, lambda x: (asked.append(x.took), x.took + 10 * (len(asked) <= 3))[1])
+    assert found == [1.0, 2.0, 3.0] and asked == [1, 2, 3, 3, 2, 1, 1, 2, 3]
+    assert [row["speedup"] for row in server.rows_of(running, found)] == [1, 1 / 2, 1 / 3]
+
+
+def test_what_was_measured_is_kept(server, monkeypatch, tmp_path):
+    """Of a run that is cut short."""
+    monkeypatch.setattr(server, "OFTEN", 1)
+    first = server.decode
+
+    def cut(*arguments):
+        rows = first(*arguments)
+        yield next(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(server.MEASURES, "decode", cut)
+    with pytest.raises(KeyboardInterrupt):
+        measured(server, tmp_path, "--model", "8b", "--parts", "decode", "--lengths", 64, "--many", 8, "--repeats", 1)
+    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert (row["part"], row["attention"]) == ("decode", "own") and row["token_ms"] > 0
 
 
 def test_a_port_that_answers_is_refused(server, tmp_path):

@@ -78,7 +78,8 @@ def s2o_attention_paged(
     stream: Any = None,
     backend: str = "auto",
 ) -> Any:
-    """`s2o_attention` to keys and values in a paged cache, read where they lie but for those of 8 bits.
+    """`s2o_attention` to keys and values in a paged cache, read where they lie, but for those of 8 bits and in
+    some dense calls those of small pages.
 
     The result is, bit for bit, that of `s2o_attention` to the same keys and values in one array, on the same ``path``.
 

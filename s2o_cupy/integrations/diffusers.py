@@ -75,7 +75,8 @@ def register(
     config : S2OConfig, optional
         Of all calls.
     min_seqlen : int, default 8192
-        With fewer keys than this the native backend runs: ordering keys would cost more than it saves.
+        With fewer keys than this the native backend runs. With more, up to ``dense_up_to``, S2O's dense kernels do, as
+        ordering keys would cost more than it saves.
 
     tau : float or sequence of float, optional
         Overrides ``config.tau`` and ``config.error``.

@@ -257,7 +257,8 @@ class SequenceParallel:
         return (out, lse) if return_lse else out
 
     def _chunk_config(self, problem: Problem) -> S2OConfig:
-        """What a part of the sequence runs with: a GPU decides on dense attention by the length of the whole."""
+        """What a part of the sequence runs with: a GPU decides on dense attention by the length and the heads of the
+        whole."""
         return _chunk_config(problem, self.config, self.zigzag.seqlen)
 
     def _check(

@@ -79,8 +79,8 @@ def register(
         the ordinary attention. Heads of a layer that differ in more than tau take several calls; so do those with the
         default tau and others.
     min_seqlen : int, optional
-        With fewer keys than this the ordinary attention runs: ordering keys would cost more than it saves. Default:
-        what the file says, else 8192.
+        With fewer keys than this the ordinary attention runs. With more, up to ``dense_up_to``, S2O's dense kernels do,
+        as ordering keys would cost more than it saves. Default: what the file says, else 8192.
     tau : float or sequence of float, optional
         Of all layers and heads that ``per_layer`` does not name; overrides ``config.tau`` and ``config.error``, as in
         :func:`s2o_cupy.s2o_attention`. Not with a file, which has its own.

@@ -124,8 +124,9 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 # Keys up to which dense attention is at least as fast as ordering and stopping, at the least. On an H100 both took as
 # long with 64, 32, 12 and 6 query heads of 128 at about 8,300, 9,500, 12,900 and 17,500 keys of a whole prompt: with
-# few heads each of a dozen launches leaves a GPU idle. The limit is the third root of DENSE_HEADS / heads times as
-# much, rounded down, up to what was measured. Other sequences of a batch have no part in it.
+# few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the third root of
+# DENSE_HEADS / heads, rounded down to eighths of DENSE_UP_TO, and at most what was measured. Other sequences of a batch
+# have no part in it, as each is to have the bits of a call of its own.
 DENSE_UP_TO, DENSE_HEADS = 8192, 48
 
 
