@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from s2o_cupy.spec import UNITS, Geometry, S2OConfig
+from s2o_cupy.spec import RANKS, UNIT_RANKS, UNITS, Geometry, S2OConfig
 
 
 class Case(NamedTuple):
@@ -39,16 +39,17 @@ def cases(draw, /, **fixed):
     is_causal = draw(st.booleans())
     kv_heads = draw(st.integers(1, 2))
     seqlen_q = draw(st.integers(1, 60))
-    rank = draw(st.sampled_from(["mean", "max", "weight"]))
+    rank = draw(st.sampled_from(RANKS))
     config = {
         "segment": draw(st.integers(1, 40)),
         "block_m": draw(st.integers(1, 20)),
         "block_n": draw(st.integers(1, 20)),
         "window": draw(st.sampled_from([0, 0, 1, 9, 100])),
         "rank": rank,
-        "unit": draw(st.sampled_from(UNITS)) if rank == "weight" else 1,
-        "pooled_queries": draw(st.integers(1, 20)) if rank != "mean" else 1,
+        "unit": draw(st.sampled_from(UNITS)) if rank in UNIT_RANKS else 1,
     }
+    if rank != "query":  # which pools none
+        config["pooled_queries"] = draw(st.integers(1, 20)) if rank != "mean" else 1
     values = {
         "heads": kv_heads * draw(st.integers(1, 3)),
         "kv_heads": kv_heads,

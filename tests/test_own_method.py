@@ -329,7 +329,11 @@ def test_a_method_by_its_file():
     ("text", "message"),
     [
         ("nowhere.py:f", "--method has nowhere.py; accepted: a file that is there"),
-        (f"{FILE}:other", "--method has other, which .*own_methods.py does not define"),
+        (f"{FILE}:other", "--method has other, which .*does not define; accepted: LargestKeys, everything, some"),
+        (f"{FILE}:LargestKey", "does not define; did you mean LargestKeys. accepted: "),
+        ("S2O", "--method has 'S2O'; did you mean s2o. accepted: s2o, "),
+        ("XAttentionConfig", "--method has 'XAttentionConfig'; did you mean xattention. accepted: "),
+        ("xattention stride=8", "did you mean xattention. .*; fields are NAME:FIELD=VALUE,..., another method another"),
         (f"{FILE}:NOT_A_METHOD", "--method: NOT_A_METHOD is a int; accepted: S2OConfig, "),
         (f"{FILE}:LargestKeys:part=1", "--method has LargestKeys: .*unexpected keyword argument 'part'"),
         (f"{FILE}:some:share=1,part=1", "--method has some: .*unexpected keyword argument 'part'"),

@@ -58,7 +58,7 @@ def problems(draw):
     more = draw(st.sampled_from([0, 0, 1, 1000, 300_000]))
     seqlen_k = seqlen_q + more if is_causal else draw(st.one_of(st.integers(1, 600), st.integers(1, 400_000)))
     lowest = max(1, -(-seqlen_q // 60))  # at most 60 segments, so that the test stays quick
-    rank = draw(st.sampled_from(["query", "weight", "max", "mean"]))
+    rank = draw(st.sampled_from(RANKS))
     config = S2OConfig(
         rank=rank,
         unit=draw(st.sampled_from(UNITS)) if rank in UNIT_RANKS else 1,

@@ -1,6 +1,8 @@
 """The reference read as a specification: S2O in NumPy against dense attention in float64."""
 
+import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from reference_cases import Case, cases, make
 
 from s2o_cupy.reference import compute_dtype, dense_attention, s2o
-from s2o_cupy.spec import Geometry, S2OConfig
+from s2o_cupy.spec import RANKS, Geometry, S2OConfig
 
 
 def tolerance(q, k, v, scale=None, dtype=np.float64):
@@ -126,6 +128,19 @@ def test_tau_0_is_dense(case, dtype):
     q, k, v, config = make(case, dtype)
     result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
     check_dense(result, q, k, v, is_causal=case.is_causal, dtype=dtype)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_every_rank_has_a_definition_and_is_told_of(rank):
+    """In the reference, which is exact at tau 0 and leaves something out at another, and in words."""
+    q, k, v, config = make(Case(config={"rank": rank, "segment": 8}, seqlen_q=64, seqlen_k=64))
+    check_dense(s2o.s2o(q, k, v, config), q, k, v)
+    sparse = s2o.s2o(q, k, v, dataclasses.replace(config, tau=0.5))
+    assert sparse.visited.sum() < s2o.s2o(q, k, v, config).visited.sum()
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    if docs.is_dir():  # not in a package
+        for page in ("reference.md", "algorithm.md"):
+            assert f'"{rank}"' in (docs / page).read_text(encoding="utf-8"), page
 
 
 @given(cases())

@@ -572,7 +572,7 @@ def test_without_vllm(monkeypatch):
     for name in ("vllm", "vllm.config"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
-    with pytest.raises(ImportError, match=r"integrations.vllm: .*needs vLLM 0.31 or newer, .*; remedy: pip install"):
+    with pytest.raises(ImportError, match=r"integrations.vllm: .*needs vLLM 0.26 or newer, .*; remedy: pip install"):
         import s2o_cupy.integrations.vllm  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-// What the kernels that order keys are given (key_scores.cu, key_scores_sm90.cu, unit_weights.cu, key_order.cu).
+// What kernels are given that score keys or units, or put them in order.
 #pragma once
 #include "common/pages.cuh"
 

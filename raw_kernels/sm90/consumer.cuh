@@ -10,7 +10,7 @@
 //   walk.cuh           the key tiles of a q tile
 //   consumers.cuh      the two passes
 //
-// Who waits for whom, for a key tile t of 128 keys; (full) and (empty) are barriers in shared memory, turn a named one:
+// Who waits for whom, for a key tile t of kBlockN keys; (full) and (empty) are barriers in shared memory, turn a named one:
 //
 //   producer       copies k t -> (k_full)      copies v t -> (v_full)      awaits (k_empty), (v_empty) of t - kStages
 //                        |                            |

@@ -1,7 +1,7 @@
 // Pass 2 on Hopper: each q tile resumes its rows' states and walks its segment's candidates in descending importance
 // until a stop check finds less than tau of the softmax mass added in every row, and to the next one (the paper's
-// Algorithm 3). What candidates that are left weigh, if anything, adds add_tail.cu. Rows of q, k and v are gathered
-// through q_order and k_order; nothing is permuted in memory.
+// Algorithm 3). add_tail.cu then adds what the candidates that are left weigh, if they count. Rows of q, k and v are
+// gathered through q_order and k_order; nothing is permuted in memory.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair

@@ -167,9 +167,9 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
-    // A vote to stop means that the key tiles up to the next stop check are the last. It is read kStages tiles past
-    // these, when the copies it is about have been used for sure; past the end of the list only to know whether
-    // consumers stopped short of it.
+    // If all vote to stop at a stop check, the key tiles up to the next one are the last. The producer reads the votes
+    // kStages tiles after those, when their copies have been used for sure; past the end of the list it reads them to
+    // know whether consumers stopped before it.
     constexpr int kPastEnd = kStages - 2;
     for (; tile <= tiles + kPastEnd; ++tile) {
       const bool at_stop_check =

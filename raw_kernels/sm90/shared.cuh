@@ -139,10 +139,10 @@ __device__ __forceinline__ uint64 votes_at(Shared& shared, uint32 n) {
   barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);
   return *static_cast<volatile uint64*>(&shared.votes[n % kVoteSlots]);
 }
-// Did every row vote to stop there?
+// The decision: did every warp vote to stop there? Consumers (walk.cuh) and the producer read it, each for itself.
 template <class Traits>
 __device__ __forceinline__ bool all_voted_to_stop(typename Traits::Shared& shared, uint32 n) {
-  constexpr bool kAllBytes = Traits::kConsumers == 2;  // of the votes are of a warp; others were never written
+  constexpr bool kAllBytes = Traits::kConsumers == 2;  // are warps'; of one consumer four, and the others are unwritten
   constexpr uint64 kOnes = kAllBytes ? 0x0101010101010101ull : 0x01010101ull;
   const uint64 votes = votes_at(shared, n);
   return kWalksLadder<Traits> || !kAllBytes ? (votes & kOnes) == kOnes : votes == kOnes;

@@ -63,6 +63,6 @@ def warn_if_newer(tested: Tested, log: str) -> None:
         )
 
 
-VLLM = Tested("vllm", "vLLM", "0.31", "0.33")
+VLLM = Tested("vllm", "vLLM", "0.26", "0.33")
 SGLANG = Tested("sglang", "SGLang", "0.5.22", "0.5.23")
 DIFFUSERS = Tested("diffusers", "diffusers", "0.36", "0.42")

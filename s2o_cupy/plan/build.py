@@ -38,8 +38,8 @@ class InTurns(NamedTuple):
 
 ALIGNMENT = 256  # bytes, of an array in the workspace
 
-# What a pointer of a parameter struct starts from. pages: the page table; k_pages, v_pages: a cache of 8 bits; one of 16
-# bits is k and v.
+# What a pointer of a parameter struct starts from. pages: the page table; k_pages and v_pages: a cache of 8 bits, while
+# one of 16 bits is k and v.
 BASES = (
     "q", "k", "v", "out", "pages", "k_pages", "v_pages", "k_scale", "v_scale", "taus", "lse", "visited", "workspace",
 )  # fmt: skip

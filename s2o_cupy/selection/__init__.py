@@ -1,1 +1,1 @@
-"""Which keys a tile of queries visits, and in which order: one file a method."""
+"""Which keys a tile of queries visits, and in which order. orders/ has a file for each way to score keys."""

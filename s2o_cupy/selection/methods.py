@@ -23,5 +23,5 @@ def make_plan(
     problem: Problem, config: S2OConfig | Pass, limits: DeviceLimits, aligned: bool, compact: bool = True,
     page_size: int = 0, fp8: bool = False,
 ) -> LaunchPlan:  # fmt: skip
-    """plan.launch_plan.make_plan with the method that ``config`` names."""
+    """plan.launch_plan.make_plan, where S2O's order chooses the keys."""
     return launch_plan.make_plan(problem, config, limits, aligned, compact, page_size, choose, fp8)

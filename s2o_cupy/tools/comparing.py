@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ..methods.sparge import SpargeConfig
 from ..problem import Problem
 from ..spec import S2OConfig
 from .finite import all_finite, not_finite_of
+from .nearest import meant
 from .own_file import own_method, own_place
 from .problems import problem_of
 from .progress import Report
@@ -174,8 +176,11 @@ def parse_method(text: str, option: str) -> AnyMethod:
     name, _, rest = text.partition(":")
     methods = methods_by_name()
     if name not in methods:
+        like = meant(re.split(r"[ ,]|[Cc]onfig", name)[0], list(methods))
+        several = "; fields are NAME:FIELD=VALUE,..., another method another --method"
         raise ValueError(
-            f"{option} has {name!r}; accepted: {', '.join(methods)}, or FILE.py:NAME, a method of your own"
+            f"{option} has {name!r}; {like}accepted: {', '.join(methods)}, or FILE.py:NAME, a method of your own"
+            f"{several if re.search('[ ,]', name) else ''}"
         )
     method = methods[name]
     given: dict[str, Any] = {"dense_up_to": 0} if method is S2OConfig else dict(UNTUNED.get(method, {}))

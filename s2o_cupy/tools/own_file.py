@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..methods.own import AnyMethod, as_method, method_name
+from .nearest import meant
 
 __all__ = ["OwnPlace", "own_method", "own_place", "says_which"]
 
@@ -44,7 +45,12 @@ def own_method(place: OwnPlace, fields: dict[str, Any], option: str) -> AnyMetho
         raise ValueError(f"{option} has {place.file}, which raised {_told(error)}") from error
     found = getattr(module, place.name, None)
     if found is None:
-        raise ValueError(f"{option} has {place.name}, which {place.file} does not define; accepted: what it defines")
+        of_file = lambda x: callable(x) and getattr(x, "__module__", "") == module.__name__  # noqa: E731
+        names = [name for name, x in vars(module).items() if of_file(x)]
+        raise ValueError(
+            f"{option} has {place.name}, which {place.file} does not define; {meant(place.name, names)}accepted: "
+            f"{', '.join(names) or 'a function or a class that it defines'}"
+        )
     try:
         if isinstance(found, type):
             found = found(**fields)

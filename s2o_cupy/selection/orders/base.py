@@ -1,7 +1,7 @@
 """What a way to score keys is: its arrays in the workspace and its launches, of one setting.
 
-Another one is a file here, whose ORDER is its class, its definition in reference/ordering.py and a rank in
-spec/config.py, which names the file.
+Another one is a definition in reference/ordering.py; a row of _BY_RANK in spec/config.py, which names a file here; and
+that file, with its class as ORDER.
 Pure: no array, no GPU, no CuPy.
 """
 
