@@ -209,6 +209,11 @@ def test_compile_all_of_a_sample(monkeypatch):
             assert {(function, head_dim) for head_dim in (64, 128, 256)} <= sizes
             assert {(function, False, False), (function, True, False), (function, False, True)} <= variants
             assert (arch == "sm_80") or (function, 256, True) in {(x.function, x.head_dim, x.paged) for x in few}
+            dtypes = {(x.head_dim, x.dtype) for x in few if x.function == function and x.head_dim != 128}
+            assert dtypes == {(64, "float16"), (256, "bfloat16")}
+            if own and arch == "sm_90a" and function.startswith("pass2"):  # of two sizes of blocks
+                tiles = {(x.block_m, x.paged) for x in few if x.function == function and x.head_dim == 128}
+                assert tiles >= {(64, False), (64, True), (128, False), (128, True)}
         for function in ("guides", "key_scores", "rank_queries") if arch == "sm_90a" else ():
             assert {(function, head_dim) for head_dim in (64, 128, 256)} <= sizes
             assert f"{function}-bfloat16-d128-unaligned" in {x.name for x in few}
