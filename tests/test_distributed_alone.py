@@ -147,8 +147,10 @@ def test_all_heads_decide_on_dense_attention(torch, monkeypatch, attended):
         assert attended[-1][3].dense_up_to == expected
     taus = tuple(0.01 * n for n in range(1, 9))
     monkeypatch.setattr(module, "attend_by_heads", lambda q, k, v, out, attend, **_: attend(slice(2, 5), q, k, v, out))
-    parallel(15_000, config=S2OConfig(tau=taus), split="heads").attention(q, q, q)
+    k, v = (q[:, :8] + n for n in (1, 2))
+    parallel(15_000, config=S2OConfig(tau=taus), split="heads").attention(q, k, v)
     assert attended[-1][3].tau == taus[2:5]
+    assert [x.unique().tolist() for x in attended[-1][:3]] == [[0], [1], [2]]
 
 
 def test_a_call_for_each_run_of_chunks(torch, monkeypatch, attended):

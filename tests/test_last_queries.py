@@ -240,3 +240,16 @@ def test_many_sequences_take_a_part_at_a_time(paging):
         assert (int(lists["shared_heads"]), int(lists["table_heads"])) == (40, 8)
         assert int(step.params["q"]["batch"]) == 8 * 1000 * 128
     assert part == 2
+
+
+@pytest.mark.parametrize(("path", "at_once"), [("portable", 1 << 31), ("hopper", 132)])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_blocks_of_every_launch_of_a_pass(path, at_once, heads):
+    """One for each q tile of all rows, or on Hopper as many as run at once."""
+    config = S2OConfig(path=path, dense_up_to=0, dense_last=300)
+    *_, steps = launched(problem_of(1900, heads=heads, kv_heads=2), config)
+    passes = [x for x in steps if x.stage in ("pass1", "last_queries", "pass2")]
+    assert {x.stage for x in passes} == {"pass1", "last_queries", "pass2"}
+    for x in passes:
+        params = x.params["attention"] if "attention" in x.params.dtype.names else x.params
+        assert x.blocks == min(params["q_tiles"], at_once)
