@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference_cases import Case, cases, make
 
@@ -292,8 +292,9 @@ def test_later_keys_of_a_segment_reach_its_rows_only_through_the_stop(case, bad,
     """Rows of one q tile stop together, and a later row's mass depends on later keys.
 
     Given the orders and how many key tiles each q tile visits (at tau = 0 it is all of them), a future
-    key changes no bit of any earlier row.
+    key changes no bit of any earlier row. With rank="query" what later rows find has a part in the order.
     """
+    assume(case.config["rank"] != "query")
     case = case._replace(seqlen_k=max(case.seqlen_q, case.seqlen_k), config=case.config | {"tau": tau})
     q, k, v, config = make(case, np.float32)
     geometry, scale = case.geometry(config), 0.3
