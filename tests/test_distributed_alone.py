@@ -43,6 +43,7 @@ def test_without_a_group(torch, qkv, split):
         assert torch.equal(x, y)
     turned = [x.transpose(1, 2)[0] for x in (q, k, v)]
     assert torch.equal(alone.attention(*turned, **options, layout="BSHD"), o.transpose(1, 2)[0])
+    assert torch.equal(alone.attention(q[0], k[0], v[0], **options), o[0])
     assert not torch.equal(alone.attention(q, k, v, scale=0.3), o)
 
 
