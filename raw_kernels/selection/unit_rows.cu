@@ -39,7 +39,8 @@ struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
   static constexpr int kClusters = kClusters_;
 };
 
-constexpr int kRowsAhead = 4, kMeansAhead = 8;  // that a thread has on their way at once: a row takes long to come
+// A thread has so many rows, or means, on their way at once: each takes long to come.
+constexpr int kRowsAhead = 4, kMeansAhead = 8;
 
 // Block: kSuperUnits neighbouring units of a KV head. A row is that of a few neighbouring threads, eight elements each.
 template <class Traits>
@@ -147,7 +148,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
   unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
   uint16* shares = p.row_shares + first_tile * kTileRows;
-  // Of this thread's row `r`, which `row` is.
+  // Writes what becomes of this thread's row number `r`, whose elements are `row`.
   const auto store_row = [&](int r, const uint4& row) {
     const int unit = r / kClusters;
     float kept[4] = {};
