@@ -118,10 +118,11 @@ def vocabulary(folder: pathlib.Path) -> int:
 def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
-        "--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager", "--port", str(port),
+        "--skip-tokenizer-init", "--dtype", "bfloat16", "--port", str(port),
         "--max-model-len", str(args.longest), "--max-num-batched-tokens", str(args.chunk), "--max-num-seqs", "16",
         "--gpu-memory-utilization", str(args.memory), "--shutdown-timeout", "20",
         "--enable-prefix-caching" if args.parts == ["cached"] else "--no-enable-prefix-caching",
+        *([] if args.graphs else ["--enforce-eager"]), *(["--kv-cache-dtype", "fp8"] if args.fp8 else []),
     ]  # fmt: skip
     if attention == "s2o":
         command += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"s2o": args.config})]
@@ -133,11 +134,12 @@ def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: st
     share = args.memory / (1 - (port - args.port) * args.memory)
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "m",
-        "--skip-tokenizer-init", "--dtype", "bfloat16", "--disable-cuda-graph", "--port", str(port),
+        "--skip-tokenizer-init", "--dtype", "bfloat16", "--port", str(port),
         "--context-length", str(args.longest), "--chunked-prefill-size", str(args.chunk),
         "--max-running-requests", "16", "--mem-fraction-static", f"{share:.3f}",
         "--attention-backend", "fa3", "--sampling-backend", "pytorch", "--grammar-backend", "none",
         *([] if args.parts == ["cached"] else ["--disable-radix-cache"]),
+        *([] if args.graphs else ["--disable-cuda-graph"]), *(["--kv-cache-dtype", "fp8_e4m3"] if args.fp8 else []),
     ]  # fmt: skip
     if attention == "s2o":
         command += ["--prefill-attention-backend", "s2o"]
@@ -401,6 +403,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--density", action="store_true", help="of S2O where attention is even")
+    parser.add_argument(
+        "--graphs", action="store_true", help="CUDA graphs, as servers have them by default; they start a minute later"
+    )
+    parser.add_argument("--fp8", action="store_true", help="keys and values in 8 bits (e4m3), in all servers")
     parser.add_argument("--port", type=int, default=8011)
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds (default: %(default)s)")
     parser.add_argument("--json", help="write the result here")
