@@ -81,8 +81,6 @@ _SHAPE_8B = (
     "--parts one,many,decode --repeats 2"
 )
 _ANSWERS = "--model retrieval --lengths 65536,131072 --samples 4 --memory 0.12"
-_FP8 = "--model retrieval --lengths 65536 --samples 4 --memory 0.12 --fp8"
-_DECODE = "--model 8b --parts decode --graphs --lengths 16384 --many 8192"
 
 FIGURES = {
     # Calls: time beside dense attention, with the error.
@@ -158,21 +156,17 @@ FIGURES = {
     # Servers, by their own attention and by S2O.
     "server_vllm": Figure(f"{_SERVER} {_SHAPE_8B} --memory 0.46 --density --start-timeout 150", 6, package="vllm"),
     "server_vllm_decode": Figure(
-        f"{_SERVER} {_DECODE} --memory 0.4 --start-timeout 300", 4, package="vllm"
+        f"{_SERVER} --model 8b --parts decode --graphs --lengths 16384 --many 8192 --memory 0.4 --start-timeout 300",
+        4, package="vllm",
     ),
     "server_vllm_cached": Figure(
         f"{_SERVER} --model retrieval --parts cached --lengths 65536 --samples 4 --memory 0.12 --start-timeout 200", 2,
         package="vllm",
     ),
-    "server_vllm_fp8": Figure(f"{_SERVER} {_FP8} --start-timeout 200", 3, package="vllm"),
     "server_vllm_answers": Figure(f"{_SERVER} {_ANSWERS} --start-timeout 200", 3, package="vllm"),
     "server_sglang": Figure(
         f"{_SERVER} --server sglang {_SHAPE_8B} --memory 0.44 --start-timeout 200", 6, package="sglang"
     ),
-    "server_sglang_decode": Figure(
-        f"{_SERVER} --server sglang {_DECODE} --memory 0.4 --start-timeout 300", 4, package="sglang"
-    ),
-    "server_sglang_fp8": Figure(f"{_SERVER} --server sglang {_FP8} --start-timeout 150", 3, package="sglang"),
     "server_sglang_answers": Figure(
         f"{_SERVER} --server sglang {_ANSWERS} --start-timeout 150", 3, package="sglang"
     ),

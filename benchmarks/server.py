@@ -349,7 +349,7 @@ def answers(running: Sequence[Server], args: argparse.Namespace, _: Any, step: C
 
 
 def densities(args: argparse.Namespace) -> dict[int, float]:
-    """Of the last chunk of each length with attention that is even."""
+    """Of the last chunk of each length with attention that is even, by as many heads as the 8B model has."""
     import cupy
 
     from s2o_cupy import S2OConfig, s2o_attention
@@ -358,7 +358,7 @@ def densities(args: argparse.Namespace) -> dict[int, float]:
     found = {}
     for length in args.lengths:
         q, k, v = (cupy.random.randn(1, n, x, 128).astype("float16") / 64
-                   for n, x in ((4, min(args.chunk, length)), (1, length), (1, length)))  # fmt: skip
+                   for n, x in ((32, min(args.chunk, length)), (8, length), (8, length)))  # fmt: skip
         found[length] = s2o_attention(q, k, v, config=config, return_stats=True)[1].density
     cupy.get_default_memory_pool().free_all_blocks()
     return found

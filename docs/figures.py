@@ -86,7 +86,7 @@ def _side_by_side(rows: list[Row]) -> list[Row]:
 
 SERVED = {
     "one": "the first token of a prompt", "many": "the first tokens of {} prompts at once",
-    "decode": "64 further tokens",
+    "decode": "64 further tokens", "cached": "the first token, all but 4,096 tokens cached",
 }  # fmt: skip
 
 

@@ -49,8 +49,8 @@ FAKE = r"""
 
 
 def free_port() -> int:
-    """The first of three neighbours that are free, and even."""
-    for port in range(18_000, 19_000, 2):
+    """The first of three neighbours that are free, and even; processes look from different ports on."""
+    for port in range(18_000 + 40 * (os.getpid() % 250), 32_000, 2):
         with socket.socket() as one, socket.socket() as two, socket.socket() as three:
             if all(x.connect_ex(("127.0.0.1", port + i)) for i, x in enumerate((one, two, three))):
                 return port
@@ -207,6 +207,12 @@ def test_command_lines(server):
     without = {module.vllm_command: "--no-enable-prefix-caching", module.sglang_command: "--disable-radix-cache"}
     for command, off in without.items():
         assert [off in command(x, Path("m"), "own", 1) for x in (args, cached)] == [True, False]
+    # Of both attentions, in both servers: quick to start, or as they are started by default; keys in 8 bits if asked.
+    default = module.parse(["--graphs", "--fp8"])
+    for command, off in ((module.vllm_command, "--enforce-eager"), (module.sglang_command, "--disable-cuda-graph")):
+        for lines in ([command(x, Path("m"), attention, 1) for x in (args, default)] for attention in ("own", "s2o")):
+            assert [off in line for line in lines] == [True, False]
+            assert ["--kv-cache-dtype" in line for line in lines] == [False, True]
 
 
 @pytest.mark.parametrize(
