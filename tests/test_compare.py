@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from s2o_cupy.methods import MeanPoolingConfig, SpargeConfig, VerticalSlashConfi
 from s2o_cupy.methods.registry import METHODS
 from s2o_cupy.tools import cli, compare, inputs, metrics, plot
 from s2o_cupy.tools import comparing as tool
+from s2o_cupy.tools.finite import all_finite
 
 CONFIGS = (S2OConfig(tau=0.3, dense_up_to=0), XAttentionConfig(threshold=0.3), MeanPoolingConfig(threshold=0.3))
 
@@ -119,6 +121,21 @@ def test_nothing_and_what_is_not_finite(qkv, monkeypatch):
             continue
         with pytest.raises(ValueError, match=said.replace("0, 3, 0", "3, 0, 0")):
             compare(*(framework.array(x.swapaxes(1, 2)) for x in (q, k, v)), layout="BSHD")
+
+
+@pytest.mark.parametrize("shape", [(70, 3, 8), (3, 70, 8), (2, 70, 3, 8), (2, 3, 70, 8)])
+def test_every_element_is_looked_at(shape):
+    """Of any framework's array, with a batch or without, whichever of its axes are heads; one at each corner."""
+    for make in FRAMEWORKS.values():
+        try:
+            framework = make()
+        except pytest.skip.Exception:
+            continue
+        for corner in itertools.product(*((0, n - 1) for n in shape)):
+            x = np.zeros(shape, np.float32)
+            assert all_finite(framework.array(x))
+            x[corner] = np.inf
+            assert not all_finite(framework.array(x)), corner
 
 
 def test_an_output_that_is_not_finite(qkv):

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import SMALL
 from pretended import record_launches
@@ -280,6 +281,22 @@ def test_rows_are_copied_in_wide_elements_where_they_can_be(torch, dtype, length
     assert torch.equal(to[:, 1].view(bits), x[0].view(bits))
     for narrow in (x[..., 1:], x.transpose(2, 3), x.flatten()[1 : 1 + 30 * length - length].view(1, -1, length)):
         assert widened(narrow) is narrow
+
+
+def test_rows_that_stay_narrow(torch):
+    """16 bytes divide rows, their distances, where they begin in a tensor's memory and where that begins."""
+    from s2o_cupy.integrations.exchange import wide as widened
+
+    rows = torch.zeros(6, 4, 40, dtype=torch.int16)
+    for whole in (rows[..., :32], rows[..., 8:24], rows[1:, 1:]):
+        assert widened(whole).dtype == torch.complex128
+        assert widened(whole).shape == (*whole.shape[:2], whole.shape[2] // 8)
+    memory = np.zeros(80, np.int16)
+    odd = torch.from_numpy(memory[(2 - memory.ctypes.data) % 16 // 2 :][:64].reshape(8, 8))
+    assert odd.data_ptr() % 16 == 2 and odd.storage_offset() == 0
+    apart = torch.zeros(300, dtype=torch.int16).as_strided((6, 32), (36, 1))
+    for part in (rows[..., :36], rows[..., 4:36], apart, odd):
+        assert widened(part) is part
 
 
 def test_an_error_is_refused_and_a_tau_for_each_head_is_not(torch, qkv):

@@ -37,8 +37,11 @@ def test_diff(name, path):
 
 
 def test_diff_has_nothing_to_compare_without_queries(gpu):
-    with pytest.raises(ValueError, match=r"diff: q is \(1, 2, 0, 64\).*; accepted: at least one query and one key"):
-        diff(*gpu(0))
+    q, k, v = gpu(70)
+    none = slice(0, 0)
+    for arrays in ((q[:, :, none], k, v), (q, k[:, :, none], v[:, :, none])):
+        with pytest.raises(ValueError, match=r"diff: q is \(1, 2, .*; accepted: at least one query and one key"):
+            diff(*arrays, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

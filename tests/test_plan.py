@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from s2o_cupy.arrays.operand import Operand
 from s2o_cupy.plan.build import geometry_of, lay_out
 from s2o_cupy.plan.device import DeviceLimits
+from s2o_cupy.plan.kernels import Inputs
 from s2o_cupy.plan.launch_plan import LaunchPlan, padded_head_dim
 from s2o_cupy.plan.launches import launches, workspace
-from s2o_cupy.plan.paths import MAX_STAGES, attention_shared, blocks_that_fit, stages_for, step_for
+from s2o_cupy.plan.paths import MAX_STAGES, PORTABLE, attention_shared, blocks_that_fit, stages_for, step_for
 from s2o_cupy.plan.rounds import MAX_GRID, STEP
 from s2o_cupy.problem import Problem
 from s2o_cupy.selection.methods import make_plan
@@ -296,6 +297,28 @@ def test_a_second_stage_never_costs_a_block(compute_capability, head_dim, block_
     assert attention_shared(head_dim, block_m, stages, step) <= limits.shared_per_block
     assert blocks_that_fit(head_dim, block_m, stages, limits, step) == of_one >= 1
     assert stages == MAX_STAGES or blocks_that_fit(head_dim, block_m, stages + 1, limits, step) < of_one
+
+
+def test_shared_memory_of_architectures():
+    """In KiB of a multiprocessor, as the CUDA C++ Programming Guide has them; a block may have all but one."""
+    kib = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
+    for architecture, limits in LIMITS.items():
+        assert limits == DeviceLimits(architecture, (kib[architecture] - 1) * 1024, kib[architecture] * 1024)
+
+
+def test_a_block_may_take_all_of_its_shared_memory():
+    size = attention_shared(128, 128, 1)
+    for more, blocks in ((0, 1), (-1, 0), (1, 1)):
+        assert blocks_that_fit(128, 128, 1, DeviceLimits(80, size + more, size + 1024)) == blocks
+
+
+@pytest.mark.parametrize(("head_dim", "halved"), [(64, False), (128, True), (256, True)])
+def test_steps_of_a_pass_with_a_tau_for_each_row(head_dim, halved):
+    """Registers hold the taus besides 64 elements of a row, not besides more."""
+    pass2 = PORTABLE.pass2(Inputs("float16", head_dim), LIMITS[80], 128)
+    laddered = PORTABLE.laddered(pass2)
+    assert (laddered.step, pass2.step) == (pass2.step // 2 if halved else pass2.step, pass2.step)
+    assert laddered.shared_bytes == attention_shared(head_dim, pass2.block_m, pass2.stages, laddered.step)
 
 
 def test_stages_by_architecture():

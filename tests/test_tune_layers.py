@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -228,6 +229,12 @@ def test_settings_that_are_refused(text, error, message, tmp_path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(error, match=f"a.json: {message}"):
         read_settings(tmp_path / "a.json")
+
+
+def test_a_folder_is_no_file_of_settings(tmp_path):
+    said = f"{tmp_path}: a folder; accepted: a file that tune_model or s2o tune wrote"
+    with pytest.raises(IsADirectoryError, match=f"^{re.escape(said)}"):
+        read_settings(tmp_path)
 
 
 def test_what_ordering_takes():

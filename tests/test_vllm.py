@@ -154,7 +154,8 @@ class Engine:
         key = served.like(rows, kv_heads, head_dim)  # is in the cache already
         output = served.like(rows, heads, head_dim, fill=torch.nan)
         impl = impl or self.impl()
-        return impl.forward(self.layer(), query, key, key, cache, metadata, output)
+        self.given = (self.layer(), query, key, key, cache, metadata, output)
+        return impl.forward(*self.given)
 
 
 @pytest.fixture(params=["pretended", "vllm"])
@@ -382,6 +383,7 @@ def test_layers_that_are_not_s2os(engine, options, settings, kind, monkeypatch, 
         engine.run(served, cache, metadata, impl)
         engine.run(served, cache, metadata, impl)
     assert len(whole) == 2 and whole[0][5] is metadata
+    assert all(x is y for x, y in zip(whole[1], engine.given, strict=False)) and whole[1][7:] == (None, None)
     assert engine.plugin.counts.calls[kind] == 6 and "s2o" not in engine.plugin.counts.calls
     said = [x for x in caplog.records if f"of the kind '{kind}'" in x.message]
     assert len(said) == 1 and "vLLM's own attention takes" in said[0].message
