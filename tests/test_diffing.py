@@ -29,6 +29,7 @@ from s2o_cupy.tools.diff_query_weights import (
     keep_two,
     longest_of_keys,
 )
+from s2o_cupy.tools.diff_report import Row, Rows
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
@@ -369,6 +370,15 @@ def test_a_fault_is_found_where_it_is(stage: str, config: str, in_bytes: bool) -
     assert first.stage == stage, report.table()
     assert first.different >= 1 and "FAULT" in report.table()
     assert report.to_dict()["ok"] is False
+
+
+def test_a_stage_of_nothing_is_no_fault() -> None:
+    rows, none = Rows(), np.zeros((3, 0))
+    rows.integers("stop", none, 0)
+    rows.floats("output", none, none, none, "no rows")
+    said = {"stop": "nothing to compare", "output": "no rows"}
+    assert rows.rows == [Row(stage, 0, 0, 0.0, (), 0.0, note) for stage, note in said.items()]
+    assert all(row.ok for row in rows.rows)
 
 
 @pytest.mark.parametrize("off", [5, -9])
