@@ -14,6 +14,8 @@ from s2o_cupy.methods import SpargeConfig, select
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from s2o_cupy.integrations.torch_gather import gather_attention, schedule_arguments  # noqa: E402
 
 RULES = [
@@ -107,3 +109,22 @@ def test_what_is_refused(rng):
     config = SpargeConfig(tau=1, theta=-1, permutation=(3, 10, 10))
     with pytest.raises(ValueError, match="the schedule has a q_order; accepted: one without"):
         schedule_arguments(select(q.detach(), k, config, is_causal=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("entries", lambda x: x[None], "entries is torch.int32 of 2 axes; accepted: torch.int32 of 1"),
+        ("begins", lambda x: x[0], "begins is torch.int64 of 2 axes; accepted: torch.int64 of 3"),
+        ("begins", lambda x: x.to(torch.int32), "begins is torch.int32 of 3 axes; accepted: torch.int64 of 3"),
+        ("keys", lambda x: x.long(), "keys is torch.int64 of 3 axes; accepted: torch.int32 of 3"),
+    ],
+)
+def test_lists_that_a_graph_cannot_have(tensors, rng, name, changed, said):
+    """Said while a graph is traced, where there is no data yet."""
+    q, k, v = tensors(300, 500, heads=4, kv_heads=2)
+    given = schedule_arguments(schedule_for(rng, q))
+    given[name] = changed(given[name])
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=said):
+        fake = {key: mode.from_tensor(x) if torch.is_tensor(x) else x for key, x in given.items()}
+        gather_attention(*(mode.from_tensor(x) for x in (q, k, v)), **fake)
