@@ -94,3 +94,9 @@ def test_the_recorded_prompt():
     assert "the last 1,024 queries of 16,384 tokens" in text and "is plain dense attention" not in text
     row = next(line for line in text.splitlines() if line.lstrip().startswith("all"))
     assert row.endswith(f"{found['overall']['earlier_mass_left_out']:.1%}")
+
+
+def test_tiles_of_a_short_last_segment():
+    q, k, v = (x[:, :, :280] for x in inputs.builtin("trace", 300, dtype="float32"))
+    views = list(segment_maps(q, k, v, CONFIG, head=0, scale=1))
+    assert [(len(x.mass), len(x.q_order), len(x.stops)) for x in views] == [(64, 64, 2)] * 4 + [(24, 24, 1)]
