@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from s2o_cupy.plan import launch_plan
 from s2o_cupy.reference import dense_attention
 from s2o_cupy.spec import Geometry
 from s2o_cupy.tools import cli, demo, inputs, metrics, plot
+from s2o_cupy.tools.earlier_keys import segment_map
 
 UNCHANGED = ["--no-picture", "--json"]
 
@@ -304,6 +306,23 @@ def test_thin_stripes_survive_the_picture_s_resolution(rng, shape, patch):
         for i in range(0, shape[0], rows)
     ]
     np.testing.assert_array_equal(plot._pool(mass), brightest)
+
+
+def test_where_tiles_stopped_is_marked():
+    """On the curve of each tile that visited a key: at the share of candidates visited, and of their mass found."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    q, k, v = inputs.builtin("trace", 300, dtype="float32")
+    config = S2OConfig(segment=64, block_m=32, block_n=32, unit=8, window=16, tau=0.05, dense_up_to=0)
+    view = segment_map(q, k, v, config, head=2, segment=4, scale=1 / math.sqrt(128))
+    figure, axis = plt.subplots()
+    plot._mass(axis, view)
+    marks = [line.get_xydata()[0] for line in axis.lines if line.get_marker() == "o"]
+    plt.close(figure)
+    assert len(marks) == (view.stops > 0).sum() == 2
+    for tile, (x, y) in enumerate(marks):
+        rows = view.mass[view.q_order][tile * 32 : (tile + 1) * 32]
+        seen = rows[:, view.k_order[: view.stops[tile]]]
+        assert (x, y) == pytest.approx((view.stops[tile] / view.mass.shape[1], seen.sum() / rows.sum()), rel=1e-4)
 
 
 # ---------------------------------------------------------------- axes in the other order

@@ -96,6 +96,19 @@ def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
     assert (found[:, :, :64] == 0).all() == without
 
 
+def test_a_norm_of_keys_less_a_centre(rng):
+    """All scores of a query are less by that with the centre, and so is the log of its mass."""
+    length, scale = 64 * 4, 0.4
+    q, k = rng.standard_normal((2, 4, length, 8)), rng.standard_normal((2, 2, length, 8))
+    geometry, centre = Geometry(length, length, 64, unit=2), rng.standard_normal((2, 2, 8))
+    means = ordering.unit_clusters(k, geometry, 2).means
+    arguments = q, means, ordering.block_keys(means), own_mass(q, k, geometry, scale), geometry, scale
+    by_centre = scale * np.einsum("bhld,bhd->bhl", q, centre.repeat(2, axis=1)) / math.log(2)
+    found, whole = ordering.query_norms(*arguments, centre), ordering.query_norms(*arguments)
+    np.testing.assert_allclose(found[:, :, 64:], (whole - by_centre)[:, :, 64:], rtol=1e-9, atol=1e-9)
+    assert (found[:, :, :64] == 0).all()
+
+
 def test_a_norm_that_is_not_finite_is_0(rng):
     q, k = rng.standard_normal((2, 1, 1, 64, 4))
     q[0, 0, 40] = np.nan
