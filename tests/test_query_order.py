@@ -1,8 +1,10 @@
 """The definition of the queries' order in a segment."""
 
 import numpy as np
+import pytest
 
 from s2o_cupy.reference import s2o
+from s2o_cupy.reference.methods import pbs
 from s2o_cupy.reference.ordering import leading_bits
 from s2o_cupy.spec import Geometry
 
@@ -57,6 +59,16 @@ def test_leading_bits_by_hand():
     assert (np.diff(bits) > 0).all() and bits[-1] < 2**19
     np.testing.assert_array_equal(leading_bits(np.array([-0.0, -np.nan])), bits[[5, -1]])
     assert leading_bits(np.float32(1 + 2.0**-10)) == leading_bits(np.float32(1)) + 1
+
+
+@pytest.mark.parametrize("count", [12, 20, 32])
+def test_leading_bits_of_block_order(count):
+    """Those of float32, as many as a position leaves room for; likewise."""
+    ascending = np.array([-np.inf, -2.0, -1e-30, 0.0, 1e-30, 2.0, 65504.0, np.inf, np.nan], np.float32)
+    bits = pbs.leading_bits(ascending, count)
+    assert (np.diff(bits.astype(np.int64)) > 0).all() and bits[-1] == 2**count - 1
+    zeros_and_nan = pbs.leading_bits(np.array([-0.0, -np.nan], np.float32), count)
+    np.testing.assert_array_equal(zeros_and_nan, bits[[3, -1]])
 
 
 def test_query_order_puts_nan_first():
