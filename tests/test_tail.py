@@ -150,6 +150,19 @@ def test_what_is_not_finite_adds_nothing(rng, place, value):
         np.testing.assert_array_equal(x, y)
 
 
+def test_products_beyond_the_dtype_add_nothing(rng):
+    """Keys, values and their means are finite, and so are weights; the covariance is not."""
+    q, k, v = rng.standard_normal((3, 200, 4)).astype(np.float32)
+    k[:, 1] *= np.float32(1e25)
+    v[:, 2] *= np.float32(1e25)
+    q[:, 1] = 0
+    state = np.zeros(200, np.float32), np.ones(200, np.float32), v / 2
+    moments = tail.key_moments(k, v, moment_group(200))
+    assert np.isfinite(moments.mean_value).all() and not np.isfinite(moments.covariance).all()
+    for x, y in zip(tail.add_tail(q, state, np.arange(200), k, moments, 0.5, 0.0), state, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_errors_are_smaller_with_it(qkv, softcap, is_causal):
