@@ -5,8 +5,9 @@
     python benchmarks/server.py --server sglang --model 8b
 
 Starts a server by the command lines of docs/servers.md, asks it over HTTP, and stops it; by default one with its own
-attention and one with S2O at the same time, half of the memory each, so that they are asked in turns. It needs vLLM or
-SGLang; s2o_cupy is this checkout's, where its entry points are found.
+attention and one with S2O at the same time, half of the memory each, so that they are asked in turns. They start
+without CUDA graphs, which is quicker; --graphs starts them as they are by default, --fp8 with keys and values in 8
+bits. It needs vLLM or SGLang; s2o_cupy is this checkout's, where its entry points are found.
 
 --model: 8b, of Llama-3.1-8B's shape, whose weights the server makes up; retrieval, that of benchmarks/retrieval_model;
 or a folder. Made-up weights give attention that is nearly even, of which S2O visits about 1 / tau key tiles of each
@@ -403,9 +404,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--density", action="store_true", help="of S2O where attention is even")
-    parser.add_argument(
-        "--graphs", action="store_true", help="CUDA graphs, as servers have them by default; they start a minute later"
-    )
+    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, as by default; a minute more")
     parser.add_argument("--fp8", action="store_true", help="keys and values in 8 bits (e4m3), in all servers")
     parser.add_argument("--port", type=int, default=8011)
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds (default: %(default)s)")

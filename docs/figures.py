@@ -91,12 +91,12 @@ SERVED = {
 
 
 def _servers(rows: list[Row]) -> list[Row]:
-    """One row for all attentions of a server: ``own``, ``s2o`` and, of a second server, ``own again`` are seconds."""
+    """One row for both attentions of a server: ``own`` and ``s2o`` are seconds."""
     found: dict[Any, Row] = {}
     for row in rows:
         said = SERVED[row["part"]].format(row["prompts"])
         same = found.setdefault((row["part"], row["length"]), {"said": said, "length": row["length"]})
-        same[row["attention"] + " again" * (row["attention"] in same)] = row["seconds"]
+        same[row["attention"]] = row["seconds"]
         if row["part"] == "one" and row.get("density"):
             same["density"] = row["density"]
     return list(found.values())

@@ -268,7 +268,6 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("seconds of", value_of("said"), "s"),
             ("its own, s", value_of("own"), ".3f"),
             ("S2O, s", value_of("s2o"), ".3f"),
-            ("a second of its own, s", value_of("own again"), ".3f"),
             ("its own / S2O", ratio("own", "s2o"), ".2f"),
             ("S2O's density", value_of("density"), ".3f"),
         ],

@@ -448,16 +448,6 @@ def test_a_table_says_where_it_comes_from(figures, tmp_path):
         table("wide", "time")
 
 
-def test_a_table_of_servers_has_the_second_of_a_kind(figures, tmp_path):
-    """What two servers with their own attention differ by is what a third may."""
-    timed = [("own", 1.0), ("s2o", 1.01), ("own", 1.02)]
-    rows = [{"part": "decode", "length": 16, "prompts": 1, "attention": x, "seconds": s} for x, s in timed]
-    about = {"commit": "0123", "date": "2026-01-02", "device": "NVIDIA H200", "command": "python x", "settings": {}}
-    (tmp_path / "server.json").write_text(json.dumps(about | {"rows": rows}))
-    found = figures.table("server", "servers", results=tmp_path)
-    assert "| 64 further tokens | 1.000 | 1.010 | 1.020 | 0.99 |" in found
-
-
 def test_tables_of_models(figures, tmp_path):
     def write(name, rows, command="python benchmarks/model.py"):
         about = {"commit": "0" * 40, "date": "2026-01-02", "device": "NVIDIA H200", "command": command}

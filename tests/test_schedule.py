@@ -134,7 +134,6 @@ def tokens(*lists, counts=None, **rules):
         (lambda: tokens([], [7, 128], segment=128), r"list \[0, 0, 1\] .* has key 128, which the dense part holds; "
                                                     r"accepted: keys before 128"),
         (lambda: tokens([], [7, 120], segment=128, window=10), r"has key 120, which the dense part holds"),
-        (lambda: tokens([0], [], segment=128, window=10), r"has key 0, which the dense part holds"),
         (lambda: tokens([], [7, 120], segment=128, sinks=8), r"has key 7, one of the 8 sinks; accepted: keys from 8"),
         (lambda: tokens([], [0, 200], segment=128, is_causal=False),
          r"has key 200, which the dense part holds; accepted: keys before 128 or from 256 on"),

@@ -142,7 +142,7 @@ __device__ __forceinline__ uint64 votes_at(Shared& shared, uint32 n) {
 // The decision: did every warp vote to stop there? Consumers (walk.cuh) and the producer read it, each for itself.
 template <class Traits>
 __device__ __forceinline__ bool all_voted_to_stop(typename Traits::Shared& shared, uint32 n) {
-  constexpr bool kAllBytes = Traits::kConsumers == 2;  // eight warps write a byte each; of one consumer's four write
+  constexpr bool kAllBytes = Traits::kConsumers == 2;  // eight warps write a byte each; one consumer has but four
   constexpr uint64 kOnes = kAllBytes ? 0x0101010101010101ull : 0x01010101ull;
   const uint64 votes = votes_at(shared, n);
   return kWalksLadder<Traits> || !kAllBytes ? (votes & kOnes) == kOnes : votes == kOnes;
