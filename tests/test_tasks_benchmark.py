@@ -124,10 +124,12 @@ SPARSE = "segment=128,tau=1000,block_n=16,block_m=16,tail=none,rank=mean,dense_u
 
 def test_tasks(pretrained, monkeypatch, tmp_path):
     pretend_a_gpu(monkeypatch, [(tasks, "run_tasks")])
+    loaded = _pretrained.model
+    # In 16 bits which of two tokens is likelier may hang on how a machine's products are rounded.
+    monkeypatch.setattr(_pretrained, "model", lambda *of: loaded(*of).float())
     args = tasks.parse([
         "--hugging-face", str(pretrained), "--lengths", "1500", "--samples", "2", "--tasks", "needle,variables",
         "--set", "tau=0", "--set", SPARSE, "--json", str(tmp_path / "t.json"),
-        "--seed", "1",  # of which no two tokens are equally likely, to rounding
     ])  # fmt: skip
     steps: list = []
     rows = tasks.run(args, lambda *told: steps.append(told))
