@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import LOG2E, MOMENT_KEYS, TAIL_DOUBT, TAIL_REACH, TAIL_SAMPLES, moment_keys
+from ..spec import LOG2E, TAIL_DOUBT, TAIL_REACH, TAIL_SAMPLES, moment_keys, moment_place, moment_samples
 from .dense import Array, capped, quiet
 
 __all__ = ["Moments", "add_tail", "key_moments", "sample_places", "sample_variance", "tail_weights"]
 
 
 class Moments(NamedTuple):
-    """Of keys and values at equal distances among the leading ones."""
+    """Of keys and values among the leading ones."""
 
     mean_value: Array  # [D]
     covariance: Array  # [D of values, D of keys]
@@ -21,16 +21,15 @@ class Moments(NamedTuple):
 
 @quiet
 def key_moments(k: Array, v: Array, group: int) -> Moments:
-    """Moments of the leading keys of k and v [Lk, D] that a group has (:func:`spec.moment_keys`), from at most
-    MOMENT_KEYS of them, each in the middle of its share."""
+    """Moments of the leading keys of k and v [Lk, D] that a group has (:func:`spec.moment_keys`), from samples that
+    stand for equal shares of their neighbours (:func:`spec.moment_place`)."""
     keys = moment_keys(group)
-    samples = min(keys, MOMENT_KEYS)
-    if samples == 0:
+    if keys == 0:
         return Moments(np.zeros(v.shape[1], v.dtype), np.zeros((v.shape[1], k.shape[1]), v.dtype))
-    at = (2 * np.arange(samples, dtype=np.int64) + 1) * keys // (2 * samples)
-    k, v = k[at], v[at]
-    mean_value = v.mean(axis=0)
-    return Moments(mean_value, (v - mean_value).T @ (k - k.mean(axis=0)) / v.dtype.type(samples))
+    at, counts = np.array([moment_place(sample) for sample in range(moment_samples(keys))]).T  # [samples] each
+    k, v, share = k[at], v[at], (counts / keys).astype(v.dtype)[:, None]
+    mean_value, mean_key = (share * v).sum(axis=0), (share * k).sum(axis=0)
+    return Moments(mean_value, (share * (v - mean_value)).T @ (k - mean_key))
 
 
 def sample_places(left: int) -> Array:

@@ -365,10 +365,23 @@ FAULTS = [
          "return d"),
     ),
     *_faults(
+        "part_moments", TAIL,
+        ("all parts are the first one", "tail output", "first = moment_samples(part_end(part, p.grain_shift));",
+         "first = 0;"),
+        ("a part has its neighbour's samples too", "tail output", "const bool present = sample < samples && dims > 0;",
+         "const bool present = dims > 0;"),
+        ("values are summed in each other's place", "tail output", "of_values[(1 - column_part) * (kRows / 2)",
+         "of_values[column_part * (kRows / 2)"),
+    ),
+    *_faults(
+        "part_moments", replace(TAIL, seqlen_q=9000, heads=1, kv_heads=1),
+        ("a sample of many keys counts as one", "tail output", "static_cast<float>(1 << share_shift(first))", "1.f"),
+    ),
+    *_faults(
         "key_moments", TAIL,
-        ("means are not taken off", "tail output", " - row_mean * column_mean", ""),
-        ("keys are those of the first group", "tail output", "moment_keys(p.first_group + group)",
-         "moment_keys(p.first_group)"),
+        ("means are not taken off", "tail output", " - mean * (of_keys[c] * share)", ""),
+        ("parts are not added up", "tail output", "product[c] += products_of[i][c];", "product[c] = products_of[i][c];"),
+        ("sums are of more keys", "tail output", "1.f / static_cast<float>(keys)", "1.f / static_cast<float>(keys + 64)"),
     ),
     *_faults(
         "pass2", TAIL,

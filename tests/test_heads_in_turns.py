@@ -1,4 +1,4 @@
-"""rank="query" finds the groups of a few KV heads' keys at a time where all would take much memory."""
+"""What is made of a few KV heads' keys at a time where all would take much memory: groups of rank="query", moments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from test_paged_plan import operands_of
 from test_plan import a_problem, plan_of
 
 from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.arrays.operand import Paging
 from s2o_cupy.caches import clear_cache
+from s2o_cupy.plan import tail
+from s2o_cupy.plan.device import DeviceLimits
 from s2o_cupy.plan.launches import launches, workspace
+from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.orders import query
 
 ON_A_GPU = pytest.mark.skipif(not (has_gpu() and has_hopper()), reason="no Hopper GPU, which has rows of 8 bits")
@@ -89,6 +93,54 @@ def test_every_head_has_a_turn(limit):
         written = [begin - memory.places[name].offset for x in made if x.stage == "unit_rows"
                    for begin in starts_of(x, name)]  # fmt: skip
         assert written == [heads.start * bytes_of_head for heads in turns]
+
+
+def offsets_of(launch, name):
+    """Bytes from an array of the caller at which a launch's pointers of that name start."""
+    return [further for _, base, further in launch.pointers if base == name]
+
+
+@pytest.mark.parametrize("paging", [None, Paging(0, 100, 16, 200)])
+@pytest.mark.parametrize(("at_once", "turns"), [(1, [1] * 6), (2, [2, 1, 2, 1]), (3, [3, 3]), (6, [6])])
+def test_moments_of_some_heads_at_a_time(monkeypatch, at_once, turns, paging):
+    """Where sums of parts of all heads' keys would take much memory: each turn's stand where the turn before had its
+    own, and moments side by side."""
+    problem, config = a_problem(batch=2, heads=6, kv_heads=3, seqlen_q=800, head_dim=64), S2OConfig(dense_up_to=0)
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, 0 if paging is None else 16)
+    monkeypatch.setattr(tail, "PARTS_BYTES", at_once * plan.method.tail.parts * 64 * 66 * 4)
+    memory = workspace(plan, problem, config)
+    assert memory.places["part_products"].shape[0] == max(turns)
+    operands = operands_of(problem, paging)
+    made = launches(plan, problem, config, operands, memory, paging)
+    parts, sums = ([x for x in made if x.stage == name] for name in ("part_moments", "key_moments"))
+    starts = [sum(turns[:i]) for i in range(len(turns))]
+    _, of_sequence, of_head, _ = (0, *(x * 2 for x in operands["k"].strides))
+    for first, count, part, total in zip(starts, turns, parts, sums, strict=True):
+        assert part.blocks == count * plan.method.tail.parts and total.blocks == count * 64 // 8
+        sequence, head = divmod(first, 3)
+        for name in "kv":
+            assert offsets_of(part, name) == [(0 if paging else sequence * of_sequence) + head * of_head]
+        assert offsets_of(part, "pages") == ([sequence * 100 * 4] if paging else [0])
+        for name in ("mean_values", "covariances"):
+            place = memory.places[name]
+            assert starts_of(total, name) == [place.offset + first * place.nbytes // 6]
+        assert starts_of(part, "part_products") == starts_of(total, "part_products")
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+@pytest.mark.parametrize("paths", ["hopper", "portable"])
+def test_moments_are_those_of_all_heads_at_once(qkv, monkeypatch, paths):
+    import cupy
+
+    q, k, v = (cupy.asarray(x.astype(np.float16)) for x in qkv(1000, heads=6, kv_heads=3, batch=2, head_dim=64))
+    config = S2OConfig(dense_up_to=0, path=paths)
+    clear_cache()
+    expected = s2o_attention(q, k, v, config=config)
+    clear_cache()
+    monkeypatch.setattr(tail, "PARTS_BYTES", 1)
+    np.testing.assert_array_equal(s2o_attention(q, k, v, config=config).get(), expected.get())
+    clear_cache()
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from s2o_cupy.tools.catalogue import kernels_for
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "key_moments", "add_tail", "unit_keys", "unit_clusters", "key_scores",
+    "pass1", "pass2", "guides", "part_moments", "add_tail", "unit_keys", "unit_clusters", "key_scores",
 )
 
 
@@ -50,7 +50,8 @@ def test_what_the_kernels_get(path, rank):
     for step in steps:
         params, shift = step.params, 0
         of_keys = step.kernel.function == "unit_rows" and plan.method.order.of_keys
-        if step.kernel.function in ("pool_queries", "unit_rows", "query_norms") and not of_keys:  # read no keys
+        if step.kernel.function in ("pool_queries", "unit_rows", "query_norms", "key_moments") and not of_keys:
+            # They read no keys.
             assert not step.kernel.paged
             continue
         if "attention" in params.dtype.fields:

@@ -24,6 +24,7 @@ from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_
 from s2o_cupy.selection.orders.weight import UNIT_KEYS_OF_BLOCK, unit_weight_blocks
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.spec import (
+    GRAIN_KEYS,
     LOG2E,
     RANKS,
     STOP_LAG,
@@ -32,6 +33,7 @@ from s2o_cupy.spec import (
     Geometry,
     S2OConfig,
     moment_group,
+    moment_keys,
 )
 from s2o_cupy.tools.catalogue import kernels_for
 
@@ -382,7 +384,13 @@ def test_moments_of_the_groups_that_segments_have(path):
     assert groups == [moment_group(18_000), moment_group(19_900)]
     for stage in ("key_moments", "add_tail"):
         assert (steps[stage].params["first_group"], steps[stage].params["groups"]) == (groups[0], 2)
-    assert steps["key_moments"].blocks == 2 * 2  # KV heads, groups
+    grain = 2 ** plan.geometry.grain_shift
+    assert grain == 16  # 18,000 is so many times an odd number
+    parts = moment_group(moment_keys(groups[1]) // grain)
+    for stage in ("part_moments", "key_moments"):
+        assert (steps[stage].params["parts"], steps[stage].params["grain_shift"]) == (parts, 4)
+    assert steps["part_moments"].blocks == 2 * parts and steps["key_moments"].blocks == 2 * 128 // 8
+    assert memory.places["part_products"].shape == (2, parts, 128, 128)
     assert memory.places["covariances"].shape == (2, 2, 128, 128)
     bases = {place: name for place, name, _ in steps["add_tail"].pointers}
     fields = steps["add_tail"].params.dtype.fields
@@ -390,6 +398,24 @@ def test_moments_of_the_groups_that_segments_have(path):
     assert "lse" in memory.places  # where nobody asks for it
     plain = S2OConfig(tail="none", path=path)
     assert "covariances" not in workspace(plan_of(problem, plain), problem, plain).places
+
+
+@given(
+    st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 400), st.integers(0, 300), st.sampled_from([1, 8, 16]),
+    st.booleans(),
+)  # fmt: skip
+def test_moments_of_segments_are_those_of_whole_grains(seqlen_q, before, segment, window, unit, is_causal):
+    """So parts of the keys need end nowhere else; a call of some whole segments has the grain of the whole."""
+    whole = Geometry(seqlen_q, seqlen_q + before, segment, window, is_causal, unit)
+    grain = 1 << whole.grain_shift
+    assert 1 <= grain <= GRAIN_KEYS
+    for n in range(whole.segments):
+        assert moment_keys(whole.moment_group(n)) % grain == 0
+    if is_causal:
+        for n in range(0, whole.segments, 3):
+            begin, end = whole.queries(n)[0], whole.queries(min(n + 1, whole.segments - 1))[1]
+            chunk = Geometry(end - begin, before + end, segment, window, is_causal, unit)
+            assert chunk.grain_shift == whole.grain_shift
 
 
 @pytest.mark.parametrize(("compute_capability", "head_dim", "buffers"), [

@@ -17,6 +17,8 @@ from s2o_cupy.spec import (
     S2OConfig,
     moment_group,
     moment_keys,
+    moment_place,
+    moment_samples,
 )
 
 
@@ -94,12 +96,43 @@ def test_moments_are_those_of_all_keys_while_there_are_few(rng):
     np.testing.assert_allclose(found.covariance, both[:8, 8:], atol=1e-14)
 
 
+@given(st.integers(1, 300))
+def test_samples_stand_for_all_keys_of_a_group(group):
+    """Each for a share of neighbours, the first 2 * MOMENT_KEYS for themselves; a larger group has those of a smaller
+    one, and of any eighth of an octave no more than an eighth of MOMENT_KEYS."""
+    keys = moment_keys(group)
+    samples = moment_samples(keys)
+    for sample in {samples - 1, samples // 2, samples // 3}:
+        at, count = moment_place(sample)
+        before = sample if count == 1 else count * (MOMENT_KEYS + sample % MOMENT_KEYS)  # keys of the shares before
+        assert before <= at < before + count <= keys and count & (count - 1) == 0
+        assert count == 1 or sample >= 2 * MOMENT_KEYS
+    assert moment_place(samples)[0] >= keys
+    assert samples - moment_samples(moment_keys(group - 1)) <= MOMENT_KEYS // 8
+
+
 def test_moments_of_many_keys_are_of_a_sample(rng):
-    length = 3 * MOMENT_KEYS
+    length = 24 * MOMENT_KEYS
     k, v = np.full((2, length, 4), np.nan)
-    taken = (2 * np.arange(MOMENT_KEYS) + 1) * length // (2 * MOMENT_KEYS)
-    k[taken], v[taken] = rng.standard_normal((2, MOMENT_KEYS, 4))
-    assert np.isfinite(tail.key_moments(k, v, moment_group(length)).covariance).all()
+    at, count = np.array([moment_place(i) for i in range(moment_samples(length))]).T
+    k[at], v[at] = rng.standard_normal((2, len(at), 4))
+    found = tail.key_moments(k, v, moment_group(length))
+    assert count.sum() == length and len(at) < length / 4
+    np.testing.assert_allclose(found.mean_value, np.average(v[at], axis=0, weights=count))
+    both = np.cov(v[at].T, k[at].T, bias=True, fweights=count)
+    np.testing.assert_allclose(found.covariance, both[:4, 4:], atol=1e-14)
+
+
+@pytest.mark.parametrize("period", [2, 3, 16, 64, 100, 128, 1000])
+def test_no_period_of_the_keys_meets_the_samples(period):
+    """Keys of which one in so many is unlike the others have their share of the samples, to the noise of n drawn at
+    random, of which a share p is hardly ever off by more than four of sqrt(p / n)."""
+    length = 1 << 17
+    k = v = (np.arange(length) % period == 0).astype(np.float64)[:, None]
+    count = np.array([moment_place(i)[1] for i in range(moment_samples(length))])
+    alike = count.sum() ** 2 / (count**2).sum()  # so many equal ones say as much
+    mean = tail.key_moments(k, v, moment_group(length)).mean_value[0]
+    assert mean == pytest.approx(v.mean(), abs=4 * np.sqrt(v.mean() / alike))
 
 
 def test_values_that_go_with_scores_are_found(rng):

@@ -308,9 +308,7 @@ struct TailTile {
 
     float mass[2] = {}, tilt[2] = {};
     if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) * 16 < shared.work.count) find_mass(lse, mass, tilt);
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += 64)  // kMomentSlice
-      if (!(fabsf(shared.mean_values[d]) < infinity())) mass[0] = mass[1] = 0.f;
+    if (!moments_are_finite(shared.mean_values)) mass[0] = mass[1] = 0.f;
     const bool adds = mass[0] > 0.f || mass[1] > 0.f;
     if constexpr (kBuffers == 1) {
       if (!__syncthreads_or(adds)) return;  // and everybody has read the samples

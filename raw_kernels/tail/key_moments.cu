@@ -1,235 +1,89 @@
-// What unvisited keys have in common: means and covariances of leading values and keys, from at most kMomentKeys of
-// them at equal distances.
+// What unvisited keys have in common: means and covariances of leading values and keys, by running sums over parts
+// (part_moments.cu).
 //
-//   k, v [batch, kv_heads, seqlen_k, head_dim] or pages
-//     -> mean_values [batch * kv_heads, groups, kHeadDim], float32; NaN in those of a block of which a moment is not
-//        finite: one in 64 at least
+//   part_products, part_sums
+//     -> mean_values [batch * kv_heads, groups, kHeadDim], float32; NaN in one of whose covariances one is not finite
 //     -> covariances [batch * kv_heads, groups, kHeadDim of values, kHeadDim of keys], bfloat16
 //
-// moment_groups.cuh says how many keys a group has.
-#include "common/pages.cuh"
+// Of groups in which no part ends nothing is written: no segment has them.
+#include "common/ptx.cuh"
 #include "tail/moment_groups.cuh"
 
 namespace s2o {
 
-constexpr int kMomentKeys = spec::kMomentKeys;
-constexpr int kMomentShift = 13;
-static_assert(1 << kMomentShift == 2 * kMomentKeys, "a shift divides");
-constexpr int kMomentStep = 64;  // keys of a step
-constexpr int kMomentThreads = 256;
-
 struct KeyMomentsParams {
-  Tensor<const uint16> k;  // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
-  Tensor<const uint16> v;  // like k
-  float* mean_values;      // [batch * kv_heads, groups, kHeadDim]
-  uint16* covariances;     // [batch * kv_heads, groups, kHeadDim (rows), kHeadDim (columns)]
-  Geometry geometry;
-  int kv_heads;
+  const float* part_products;  // [batch * kv_heads, parts, kHeadDim (rows), kHeadDim (columns)]
+  const float* part_sums;      // [batch * kv_heads, parts, 2, kHeadDim]: of values, and of keys
+  float* mean_values;          // [batch * kv_heads, groups, kHeadDim]
+  uint16* covariances;         // [batch * kv_heads, groups, kHeadDim (rows), kHeadDim (columns)]
+  int parts, grain_shift;
   int groups, first_group;
-  int aligned;             // every row of k and v starts on 16 bytes
-  Pages pages;             // of a paged cache
 };
 
-template <class Element_, int kHeadDim_, bool kPaged_>
-struct MomentTraits {
-  using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kPaged = kPaged_;
-  static constexpr int kRows = kHeadDim == 128 ? 128 : 64;  // of a covariance, that a block finds
-  static constexpr int kRowTiles = kRows / 2 / 16, kColumnTiles = kHeadDim / 4 / 8;  // of a warp: one of two by four
-  // Rows lie 16 bytes further apart than they are long, so that ldmatrix meets no two in a bank.
-  static constexpr int kColumnPitch = kHeadDim + 8, kRowPitch = kRows + 8;
-  struct Shared {
-    uint16 columns[2][kMomentStep * kColumnPitch];  // keys
-    uint16 rows[2][kMomentStep * kRowPitch];        // the others, a slice of them
-    float column_means[kHeadDim], row_means[kRows];
-    int nonfinite;
-  };
+template <int kHeadDim_>
+struct KeyMomentTraits {
+  static constexpr int kHeadDim = kHeadDim_, kRows = 8;  // of a block, a warp each
+  static constexpr int kColumns = kHeadDim / 32;         // of a thread
+  static constexpr int kAhead = kColumns > 4 ? 4 : 8;    // parts whose sums are on their way at once
 };
 
-template <class Traits>
-struct KeyMoments {
-  using Element = typename Traits::Element;
-  static constexpr int kHeadDim = Traits::kHeadDim, kRows = Traits::kRows;
-  static constexpr int kRowTiles = Traits::kRowTiles, kColumnTiles = Traits::kColumnTiles;
-
-  const KeyMomentsParams& p;
-  typename Traits::Shared& shared;
-  int slice, group, kv_head, keys, samples, lane;
-  int row_part, column_part, row0, column0;    // the warp's
-  float products[kRowTiles][kColumnTiles][4];  // sums of row * column
-  // Of warps with the first rows those of their columns, every row alike; of two others those of rows, the second half
-  // and the first, every column alike.
-  float sums[kRowTiles > kColumnTiles ? kRowTiles : kColumnTiles][4];
-
-  // Groups with the most keys first.
-  __device__ __forceinline__ KeyMoments(const KeyMomentsParams& p_, typename Traits::Shared& shared_)
-      : p(p_), shared(shared_), lane(threadIdx.x % 32), products{}, sums{} {
-    constexpr int kSlices = kHeadDim / kRows;
-    const int kv_heads = gridDim.x / kSlices / p.groups;  // of all sequences
-    slice = blockIdx.x % kSlices;
-    kv_head = blockIdx.x / kSlices % kv_heads;
-    group = p.groups - 1 - static_cast<int>(blockIdx.x / kSlices / kv_heads);
-    keys = moment_keys(p.first_group + group);
-    samples = min(keys, kMomentKeys);
-    const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
-    row_part = warp % 2;
-    column_part = warp / 2;
-    row0 = row_part * (kRows / 2);
-    column0 = column_part * (kHeadDim / 4);
-  }
-
-  // The middle of a sample's share of the keys: of no more keys than there may be samples each is one.
-  __device__ __forceinline__ int key(int sample) const {
-    const bool all = keys <= kMomentKeys;
-    return static_cast<int>((2ll * sample + 1) * (all ? 1 : keys) >> (all ? 1 : kMomentShift));
-  }
-  // Starts the copy of kDims dimensions of a step's rows from `first` on, zeros where there is no such sample.
-  template <int kDims>
-  __device__ __forceinline__ void copy(uint16* to, const Tensor<const uint16>& x, int step, int first) const {
-    constexpr int kChunks = kDims / 8, kAtOnce = kMomentThreads / kChunks, kPitch = kDims + 8;
-    const int batch = kv_head / p.kv_heads, chunk = threadIdx.x % kChunks * 8;
-    const int dims = p.geometry.head_dim - first - chunk;  // from this thread's first on
-    const uint16* rows = head_rows<Traits::kPaged>(x, batch, kv_head % p.kv_heads) + first + chunk;
-    to += threadIdx.x / kChunks * kPitch + chunk;
-    const auto copy_chunk = [&](int r) {
-      const int sample = step * kMomentStep + r + static_cast<int>(threadIdx.x) / kChunks;
-      const bool present = sample < samples && dims > 0;
-      const int at = key(min(sample, samples - 1));
-      const uint16* row = rows;
-      if constexpr (Traits::kPaged) {
-        row += PagedRows{x, p.pages, batch, 0}.offset(at);
-      } else {
-        row += at * x.row;
-      }
-      if (p.aligned) {
-        cp_async_16_or_zeros(shared_address(to + r * kPitch), row, present);
-      } else {
-        *reinterpret_cast<uint4*>(to + r * kPitch) = load_unaligned(row, 0, present ? dims : 0);
-      }
-    };
-    if (p.aligned) {
+template <int kCount>
+__device__ __forceinline__ void load_floats(float (&x)[kCount], const float* from) {
 #pragma unroll
-      for (int r = 0; r < kMomentStep; r += kAtOnce) copy_chunk(r);
-    } else {
+  for (int i = 0; i < kCount; i += 2) {
+    const float2 pair = *reinterpret_cast<const float2*>(from + i);
+    x[i] = pair.x;
+    x[i + 1] = pair.y;
+  }
+}
+
+// Block: a KV head and kRows dimensions of values.
+template <class Traits>
+__device__ __forceinline__ void key_moments(const KeyMomentsParams& p) {
+  constexpr int kHeadDim = Traits::kHeadDim, kColumns = Traits::kColumns, kAhead = Traits::kAhead;
+  constexpr int kBlocks = kHeadDim / Traits::kRows;
+  const int kv_head = blockIdx.x / kBlocks, lane = threadIdx.x % 32;
+  const int row = blockIdx.x % kBlocks * Traits::kRows + threadIdx.x / 32, column = lane * kColumns;
+  const float* products = p.part_products + (static_cast<int64>(kv_head) * p.parts * kHeadDim + row) * kHeadDim + column;
+  const float* sums = p.part_sums + static_cast<int64>(kv_head) * p.parts * (2 * kHeadDim);
+  float product[kColumns] = {}, of_keys[kColumns] = {}, of_value = 0.f;
 #pragma unroll 1
-      for (int r = 0; r < kMomentStep; r += kAtOnce) copy_chunk(r);
+  for (int first = 0; first < p.parts; first += kAhead) {
+    float products_of[kAhead][kColumns], keys_of[kAhead][kColumns], value_of[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64 part = min(first + i, p.parts - 1);
+      load_floats(products_of[i], products + part * (kHeadDim * kHeadDim));
+      load_floats(keys_of[i], sums + part * (2 * kHeadDim) + kHeadDim + column);
+      value_of[i] = sums[part * (2 * kHeadDim) + row];
     }
-  }
-  __device__ __forceinline__ void load(int step) const {
-    if (step * kMomentStep < samples) {
-      copy<kHeadDim>(shared.columns[step % 2], p.k, step, 0);
-      copy<kRows>(shared.rows[step % 2], p.v, step, slice * kRows);
-    }
-    cp_async_commit();
-  }
-
-  __device__ __forceinline__ void load_rows(uint32 (&a)[4], uint32 rows, int key, int row) const {
-    ldmatrix_x4_transposed(
-        a, rows + ((key + lane % 8 + lane / 16 * 8) * Traits::kRowPitch + row + lane / 8 % 2 * 8) * 2);
-  }
-  // products += rows^T columns, and the sums of both as products with ones.
-  __device__ __forceinline__ void add(int step) {
-    const uint32 columns = shared_address(shared.columns[step % 2]), rows = shared_address(shared.rows[step % 2]);
-    const uint32 one = Element::pack(1.f, 1.f), ones[4] = {one, one, one, one};
 #pragma unroll
-    for (int c = 0; c < kMomentStep; c += 16) {
-      uint32 a[kRowTiles][4];
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= p.parts) break;
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) load_rows(a[i], rows, c, row0 + i * 16);
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; j += 2) {
-        uint32 b[4];
-        ldmatrix_x4_transposed(
-            b, columns + ((c + lane % 16) * Traits::kColumnPitch + column0 + j * 8 + lane / 16 * 8) * 2);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          Element::mma(products[i][j], a[i], b[0], b[1]);
-          Element::mma(products[i][j + 1], a[i], b[2], b[3]);
-        }
-        if (row_part == 0) {
-          Element::mma(sums[j], ones, b[0], b[1]);
-          Element::mma(sums[j + 1], ones, b[2], b[3]);
-        }
+      for (int c = 0; c < kColumns; ++c) {
+        product[c] += products_of[i][c];
+        of_keys[c] += keys_of[i][c];
       }
-      if (row_part == 1 && column_part < 2) {
+      of_value += value_of[i];
+      const int keys = part_end(first + i + 1, p.grain_shift), group = moment_group(keys) - p.first_group;
+      if (group < 0) continue;
+      const float share = 1.f / static_cast<float>(keys), mean = of_value * share;
+      const int64 moments = static_cast<int64>(kv_head) * p.groups + group;
+      float x[kColumns];
+      bool finite = true;
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          uint32 other[4];
-          load_rows(other, rows, c, (1 - column_part) * (kRows / 2) + i * 16);
-          Element::mma(sums[i], other, one, one);
-        }
+      for (int c = 0; c < kColumns; ++c) {
+        x[c] = product[c] * share - mean * (of_keys[c] * share);
+        finite &= fabsf(x[c]) < infinity();
       }
+      uint32* target = reinterpret_cast<uint32*>(p.covariances + (moments * kHeadDim + row) * kHeadDim + column);
+#pragma unroll
+      for (int c = 0; c < kColumns; c += 2) target[c / 2] = Bfloat16::pack(x[c], x[c + 1]);
+      finite = __all_sync(kFullWarp, finite);
+      if (lane == 0) p.mean_values[moments * kHeadDim + row] = finite ? mean : __int_as_float(0x7fffffff);
     }
   }
-
-  // Means of all columns and rows.
-  __device__ __forceinline__ void share_means(float share) const {
-    if (row_part == 0 && lane < 4) {
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) shared.column_means[column0 + j * 8 + lane * 2 + e] = sums[j][e] * share;
-    }
-    if (row_part == 1 && column_part < 2 && lane % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          shared.row_means[(1 - column_part) * (kRows / 2) + i * 16 + lane / 4 + h * 8] = sums[i][2 * h] * share;
-    }
-  }
-  __device__ __forceinline__ void store() const {
-    const float share = samples ? 1.f / samples : 0.f;
-    share_means(share);
-    __syncthreads();
-    const int64 moments = static_cast<int64>(kv_head) * p.groups + group;
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = row0 + i * 16 + lane / 4 + h * 8;
-        const float row_mean = shared.row_means[row];
-        uint16* target =
-            p.covariances + (moments * kHeadDim + slice * kRows + row) * kHeadDim + column0 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) {
-          float x[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float column_mean = shared.column_means[column0 + j * 8 + lane % 4 * 2 + e];
-            x[e] = products[i][j][2 * h + e] * share - row_mean * column_mean;
-            finite &= fabsf(x[e]) < infinity();
-          }
-          *reinterpret_cast<uint32*>(target + j * 8) = Bfloat16::pack(x[0], x[1]);
-        }
-      }
-    if (!finite) shared.nonfinite = 1;
-    __syncthreads();
-    const int d = slice * kRows + static_cast<int>(threadIdx.x);  // of values
-    if (threadIdx.x < kRows)
-      p.mean_values[moments * kHeadDim + d] =
-          shared.nonfinite ? __int_as_float(0x7fffffff) : shared.row_means[threadIdx.x];
-  }
-};
-
-// Block: a KV head, a group and a slice of the covariance's rows.
-template <class Traits>
-__device__ __forceinline__ void key_moments(const KeyMomentsParams& p, typename Traits::Shared& shared) {
-  if (threadIdx.x == 0) shared.nonfinite = 0;
-  KeyMoments<Traits> moments(p, shared);
-  const int steps = (moments.samples + kMomentStep - 1) / kMomentStep;
-  moments.load(0);
-  for (int step = 0; step < steps; ++step) {
-    moments.load(step + 1);
-    cp_async_wait<1>();
-    __syncthreads();
-    moments.add(step);
-    __syncthreads();  // every warp is done with this buffer
-  }
-  cp_async_wait<0>();
-  moments.store();
 }
 
 }  // namespace s2o

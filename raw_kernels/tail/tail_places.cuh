@@ -13,6 +13,15 @@ __device__ __forceinline__ int64 moments_of(const Params& p, const QueryTile& ti
          moment_group(p.geometry, tile.segment) - p.first_group;
 }
 
+// By a whole warp. A mean value is NaN where one of its covariances is not finite.
+template <int kHeadDim>
+__device__ __forceinline__ bool moments_are_finite(const float (&mean_values)[kHeadDim]) {
+  bool finite = true;
+#pragma unroll
+  for (int d = 0; d < kHeadDim; d += 32) finite &= fabsf(mean_values[d + threadIdx.x % 32]) < infinity();
+  return __all_sync(kFullWarp, finite);
+}
+
 // Sample i stands at the square of (i + 1/2) / kTailSamples of the way through the unvisited candidates.
 __device__ __forceinline__ int sample_place(int i, int left) {
   return static_cast<int>(static_cast<int64>((2 * i + 1) * (2 * i + 1)) * left / (4 * kTailSamples * kTailSamples));

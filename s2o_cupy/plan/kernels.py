@@ -105,7 +105,9 @@ class Kernel:
         parts = [self.function]
         traits = self.family.traits or ""
         if "{element}" in traits:
-            parts += [self.dtype, f"d{self.head_dim}"]
+            parts.append(self.dtype)
+        if "{element}" in traits or "{head_dim}" in traits:
+            parts.append(f"d{self.head_dim}")
         if "{block_m}" in traits:
             parts.append(f"m{self.block_m}")
         if "{stages}" in traits:

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..spec import TAIL_SAMPLES
+from ..spec import TAIL_SAMPLES, moment_group, moment_keys
 from .build import Array, Builder, Launch
 from .device import DeviceLimits
 from .kernels import Family, Inputs, Kernel
 from .method import Setting
 from .rounds import Chunk
+from .turns import bytes_before, heads_in_turns
 
 __all__ = ["Tail", "catalogue"]
 
-MOMENT_STEP = 64  # keys of a step of key_moments (kMomentStep)
+MOMENT_ROWS = 8  # of covariances, that a block of key_moments finds (KeyMomentTraits::kRows)
+PARTS_BYTES = 64 << 20  # sums of parts take up to so many at a time
+MOMENT_STEP = 64  # keys of a step of part_moments (kMomentStep)
+PART_MOMENTS = Family(
+    "part_moments", "tail/part_moments.cu", "PartMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
+    "MomentTraits<{element}, {head_dim}, {paged}>", knows_segments=False,
+)  # fmt: skip
 KEY_MOMENTS = Family(
-    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
-    "MomentTraits<{element}, {head_dim}, {paged}>",
+    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, 2, "KeyMomentTraits<{head_dim}>",
+    knows_segments=False,
 )  # fmt: skip
 ADD_TAIL = Family(
     "add_tail", "tail/add_tail.cu", "AddTailParams", 256, "({head_dim} > 128 ? 1 : 2)",
@@ -28,15 +35,18 @@ ADD_TAIL = Family(
 
 
 def moment_rows(head_dim: int) -> int:
-    """Of a covariance, that a block finds (MomentTraits::kRows)."""
+    """Of a part's products, that a block finds (MomentTraits::kRows)."""
     return 128 if head_dim == 128 else 64
 
 
-def key_moments(inputs: Inputs) -> Kernel:
+def part_moments(inputs: Inputs) -> Kernel:
     head_dim, rows = inputs.head_dim, moment_rows(inputs.head_dim)
-    # sizeof(MomentTraits::Shared)
-    shared = 2 * MOMENT_STEP * (head_dim + 8 + rows + 8) * 2 + (head_dim + rows) * 4 + 4
-    return Kernel(KEY_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=shared)
+    shared = 2 * MOMENT_STEP * (head_dim + 8 + rows + 8) * 2  # sizeof(MomentTraits::Shared)
+    return Kernel(PART_MOMENTS, inputs.dtype, head_dim, paged=inputs.paged, shared_bytes=shared)
+
+
+def key_moments(inputs: Inputs) -> Kernel:
+    return Kernel(KEY_MOMENTS, head_dim=inputs.head_dim)
 
 
 def tail_shared(head_dim: int, buffers: int) -> int:
@@ -60,9 +70,9 @@ def add_tail(inputs: Inputs, limits: DeviceLimits) -> Kernel:
     )  # fmt: skip
 
 
-def catalogue(inputs: Inputs, limits: DeviceLimits) -> tuple[Kernel, Kernel]:
+def catalogue(inputs: Inputs, limits: DeviceLimits) -> tuple[Kernel, ...]:
     """What calls with such inputs may choose."""
-    return key_moments(inputs), add_tail(inputs, limits)
+    return part_moments(inputs), key_moments(inputs), add_tail(inputs, limits)
 
 
 class Tail:
@@ -70,11 +80,26 @@ class Tail:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.key_moments = key_moments(setting.inputs)
+        self.part_moments, self.key_moments = part_moments(setting.inputs), key_moments(setting.inputs)
         self.add_tail = add_tail(setting.inputs, setting.limits)
         geometry = setting.geometry
         self.first_group = geometry.moment_group(0)  # groups ascend with segments
-        self.groups = geometry.moment_group(geometry.segments - 1) - self.first_group + 1
+        last_group = geometry.moment_group(geometry.segments - 1)
+        self.groups = last_group - self.first_group + 1
+        self.parts = moment_group(moment_keys(last_group) >> geometry.grain_shift)
+
+    def arrays_before_rounds(self) -> list[Array]:
+        """Sums of the parts of some KV heads' keys, of which moments are made."""
+        width, heads = self.setting.inputs.head_dim, max(map(len, self.turns()))
+        return [
+            ("part_products", (heads, self.parts, width, width), "float32"),
+            ("part_sums", (heads, self.parts, 2, width), "float32"),
+        ]
+
+    def turns(self) -> list[range]:
+        """KV heads, of all sequences, whose moments are made at a time."""
+        s, width = self.setting, self.setting.inputs.head_dim
+        return heads_in_turns(s.problem.batch, s.problem.kv_heads, self.parts * width * (width + 2) * 4, PARTS_BYTES)
 
     def arrays(self) -> list[Array]:
         s = self.setting
@@ -85,13 +110,26 @@ class Tail:
             ("lse", (s.heads, s.problem.seqlen_q), "float32"),  # where the caller does not ask for it
         ]
 
-    def before_rounds(self, build: Builder) -> Launch:
+    def before_rounds(self, build: Builder) -> list[Launch]:
         """Moments, which need keys and values alone."""
-        s = self.setting
+        return [launch for heads in self.turns() for launch in self._moments(build, heads)]
+
+    def _moments(self, build: Builder, heads: range) -> list[Launch]:
+        """Those of some KV heads."""
+        s, width = self.setting, self.setting.inputs.head_dim
+        further = bytes_before(build, s, heads.start, ("k", "v"), ("mean_values", "covariances"))
+        of_parts = {"parts": self.parts, "grain_shift": s.geometry.grain_shift}
         values: dict[str, Any] = {name: build.tensors[name] for name in ("k", "v")}
-        values |= {"kv_heads": s.problem.kv_heads, "aligned": s.inputs.aligned}
-        blocks = s.kv_heads * self.groups * (s.inputs.head_dim // moment_rows(s.inputs.head_dim))
-        return build.launch("key_moments", self.key_moments, blocks, values | self._shared(build))
+        values |= {
+            "geometry": build.geometry, "kv_heads": s.problem.kv_heads, "aligned": s.inputs.aligned,
+            "pages": build.pages, **of_parts,
+        }  # fmt: skip
+        blocks = len(heads) * self.parts * (width // moment_rows(width))
+        return [
+            build.launch("part_moments", self.part_moments, blocks, values, further=further),
+            build.launch("key_moments", self.key_moments, len(heads) * width // MOMENT_ROWS, of_parts | self._groups,
+                         further=further),
+        ]  # fmt: skip
 
     def after_pass2(self, build: Builder, chunk: Chunk) -> Launch:
         """What they stand for, added to a chunk's output."""
@@ -108,8 +146,9 @@ class Tail:
             "scale": s.problem.scale,
             "softcap": s.problem.softcap,
         }
-        return build.launch("add_tail", self.add_tail, chunk.rows * tiles, values | self._shared(build), chunk)
+        values |= {"geometry": build.geometry, "pages": build.pages, **self._groups}
+        return build.launch("add_tail", self.add_tail, chunk.rows * tiles, values, chunk)
 
-    def _shared(self, build: Builder) -> dict[str, Any]:
-        groups = {"groups": self.groups, "first_group": self.first_group}
-        return {"geometry": build.geometry, "pages": build.pages, **groups}
+    @property
+    def _groups(self) -> dict[str, int]:
+        return {"groups": self.groups, "first_group": self.first_group}

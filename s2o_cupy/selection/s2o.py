@@ -161,7 +161,13 @@ class S2O:
             ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
             InTurns(
-                self.last.arrays() if self.last else [], [InTurns(self.order.arrays_before_rounds(), of_rounds)]
+                self.last.arrays() if self.last else [],
+                [
+                    InTurns(
+                        self.tail.arrays_before_rounds() if self.tail else [],
+                        [InTurns(self.order.arrays_before_rounds(), of_rounds)],
+                    )
+                ],
             ),
         ]
         if self.tail:
@@ -187,7 +193,7 @@ class S2O:
         if not self.chunks:
             return found
         if self.tail:
-            found.append(self.tail.before_rounds(build))
+            found += self.tail.before_rounds(build)
         if self.orders_queries:
             found += [
                 build.launch("guides", self.guides, s.kv_heads * 2, values),

@@ -19,7 +19,7 @@ from .config import (
 )
 from .constants import *  # noqa: F403
 from .fields import checked_int, names_its_fields
-from .geometry import Geometry, moment_group, moment_keys
+from .geometry import Geometry, moment_group, moment_keys, moment_place, moment_samples
 
 __all__ = [
     "DEFAULT_UNIT",
@@ -35,6 +35,8 @@ __all__ = [
     "checked_int",
     "moment_group",
     "moment_keys",
+    "moment_place",
+    "moment_samples",
     "names_its_fields",
     "not_a_config",
     "tau_text",

@@ -55,7 +55,8 @@ WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody s
 TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
 TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
 TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
-MOMENT_KEYS = 4096  # keys at most that means and covariances are taken from
+MOMENT_KEYS = 2048  # keys between a power of two and the next that means and covariances are taken from, at most
+GRAIN_KEYS = 256  # at most, of which the numbers of keys that moments are taken of are multiples
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .constants import CENTRE_KEYS, DRAW_STEP
+from .constants import CENTRE_KEYS, DRAW_STEP, GRAIN_KEYS, MOMENT_KEYS
 
-__all__ = ["Geometry", "moment_group", "moment_keys"]
+__all__ = ["Geometry", "moment_group", "moment_keys", "moment_place", "moment_samples"]
 
 
 def moment_group(keys: int) -> int:
@@ -20,6 +20,22 @@ def moment_keys(group: int) -> int:
     """The fewest leading keys of a group: those that its moments are taken from."""
     shift = max(0, group // 8 - 1)
     return group if group < 16 else (group - 8 * shift) << shift
+
+
+def moment_samples(keys: int) -> int:
+    """How many of a group's keys its moments are taken from: all of the first 2 * MOMENT_KEYS, and MOMENT_KEYS of those
+    between two further powers of two. The same formula as in raw_kernels/tail/moment_groups.cuh."""
+    shift = max(0, keys.bit_length() - MOMENT_KEYS.bit_length())
+    return shift * MOMENT_KEYS + (keys >> shift) if shift else keys
+
+
+def moment_place(sample: int) -> tuple[int, int]:
+    """Where the sample number ``sample`` stands among the keys, and how many of these it stands for: a power of two of
+    neighbours, in which it has no fixed place, so that no period of the keys meets it."""
+    shift, i = max(0, sample // MOMENT_KEYS - 1), sample % MOMENT_KEYS
+    if shift == 0:
+        return sample, 1
+    return ((MOMENT_KEYS + i) << shift) + ((i * DRAW_STEP % 2**32 << shift) >> 32), 1 << shift
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,19 @@ class Geometry:
     def moment_group(self, n: int) -> int:
         """The group of leading keys that stands for segment ``n``'s candidates; without causality all keys do."""
         return moment_group(self.dense_keys(n)[0] if self.is_causal else self.seqlen_k)
+
+    @property
+    def grain_shift(self) -> int:
+        """Log2 of the keys of a grain, GRAIN_KEYS or less: each segment's moments are those of whole grains. A call of
+        some whole segments of a prompt has the prompt's."""
+        if not self.is_causal:
+            keys = moment_keys(moment_group(self.seqlen_k))
+        elif self.segment % self.unit:
+            keys = self.unit
+        else:
+            keys = (self.offset - self.window) // self.unit * self.unit | self.segment
+        keys |= GRAIN_KEYS
+        return (keys & -keys).bit_length() - 1
 
     def guide_keys(self, n: int) -> int:
         """Leading keys whose mean orders the queries: one segment of them, never a future one."""

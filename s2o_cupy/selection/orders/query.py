@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...arrays.operand import ENTRY_BYTES, ITEM_BYTES
+from ...arrays.operand import ITEM_BYTES
+from ...plan import turns
 from ...plan.build import Array, Builder, Launch
 from ...plan.kernels import Family, Inputs, Kernel, Path
 from ...plan.method import Setting
@@ -118,20 +119,8 @@ def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
 
 
 def heads_in_turns(batch: int, kv_heads: int, of_head: int) -> list[range]:
-    """KV heads of all sequences in turns of up to GROUPED_BYTES, of which each head takes ``of_head``: whole sequences
-    or, of a longer one, some of its heads. Kernels count heads from a turn's first, so that no turn begins within a
-    sequence and ends in another."""
-    at_once = max(1, GROUPED_BYTES // max(1, of_head))
-    if at_once >= kv_heads:
-        return [range(x.start * kv_heads, x.stop * kv_heads) for x in even_turns(batch, at_once // kv_heads)]
-    of_one = even_turns(kv_heads, at_once)
-    return [range(b * kv_heads + x.start, b * kv_heads + x.stop) for b in range(batch) for x in of_one]
-
-
-def even_turns(count: int, most: int) -> list[range]:
-    """As few turns as can be of up to ``most``, of about one size."""
-    size = -(-count // -(-count // most))
-    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+    """KV heads in turns of up to GROUPED_BYTES (`turns.heads_in_turns`)."""
+    return turns.heads_in_turns(batch, kv_heads, of_head, GROUPED_BYTES)
 
 
 class QueryOrder(Order):
@@ -253,16 +242,7 @@ class QueryOrder(Order):
             "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads,
             "leading": geometry.leading_units, "head_blocks": blocks, "pages": build.pages,
         }  # fmt: skip
-        further: dict[str, int] = {}
-        if heads.start:  # kernels count KV heads from the first of these
-            sequence, head = divmod(heads.start, s.problem.kv_heads)
-            strides = build.tensors["k"]
-            places = {name: build.memory.places[name] for name in OF_KV_HEADS}
-            further = {
-                "k": (sequence * (0 if s.inputs.paged else strides["batch"]) + head * strides["head"]) * ITEM_BYTES,
-                "pages": sequence * build.pages["stride"] * ENTRY_BYTES,
-                **{name: heads.start * x.nbytes // s.kv_heads for name, x in places.items()},
-            }
+        further = turns.bytes_before(build, s, heads.start, ("k",), OF_KV_HEADS)
         return [
             build.launch("unit_keys", self.unit_clusters, len(heads) * self.head_blocks, of_units, further=further),
             build.launch("unit_rows", self.unit_rows, len(heads) * blocks, rows, further=further),
