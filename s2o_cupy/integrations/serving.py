@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import functools
 import itertools
 import json
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
 from ..extras import with_extra
+from ..nearest import meant
 from ..plan.device import DeviceLimits
 from ..problem import validate
 from ..selection.methods import make_plan
@@ -209,9 +209,8 @@ def _config(settings: Mapping[str, Any], owner: str) -> S2OConfig:
     for name in settings:
         if name not in known:
             accepted = ["min_seqlen", "per_layer", "settings", "backend", *known]
-            near = difflib.get_close_matches(name, accepted, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{owner}: {name!r} is not a setting; {meant}accepted: {', '.join(accepted)}")
+            like = meant(str(name), accepted)
+            raise ValueError(f"{owner}: {name!r} is not a setting; {like}accepted: {', '.join(accepted)}")
     return config_of(settings, owner)
 
 
