@@ -185,7 +185,7 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert chosen.work == pytest.approx(chosen.density + np.mean(ordered))
     for key, config in found.per_layer.items():
         assert config.unit == (32 if (key if isinstance(key, int) else key[0]) in found.coarse else 8)
-    larger = tune_model(model, ids, error=1.0, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
+    larger = tune_model(model, ids, error=0.9, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
     for layer in found.coarse:
         np.testing.assert_allclose(found.curves[layer].error, larger.curves[layer].error, rtol=1e-5)
     assert found.density == pytest.approx(found.loss.density)
@@ -241,17 +241,18 @@ def test_what_tune_model_refuses(model, ids):
     for match, other in (
         ("neither error, density nor loss is given; accepted: one of them", {}),
         ("error and loss are given", {"error": 0.1, "loss": 0.1}),
+        ("tune_model: error is 1; accepted: 0 < error < 1", {"error": 1}),
         ("loss is 0; accepted: a finite number above 0", {"loss": 0}),
-        (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 1, "min_seqlen": 501}),
+        (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 0.5, "min_seqlen": 501}),
         ("no taus of the grid have loss at most 1e-12, nor has dense attention", {"loss": 1e-12, **few}),
         ("held_back is 'x'", {"loss": 1, "held_back": "x"}),
-        ("held_back is 0.6; accepted: a number from 0 to 0.5", {"error": 1, "held_back": 0.6}),
+        ("held_back is 0.6; accepted: a number from 0 to 0.5", {"error": 0.5, "held_back": 0.6}),
         (r"no tau of the grid has density at most 0.01; the least is", {"density": 0.01, **few}),
-        ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 1, "min_seqlen": "x"}),
-        ("segments is 1; accepted: an integer >= 2", {"error": 1, "segments": 1}),
-        ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 1, "by": "token"}),
-        ("taus is empty; accepted: ", {"error": 1, "taus": ()}),
-        ("config is a dict; accepted: S2OConfig or None", {"error": 1, "config": {}}),
+        ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 0.5, "min_seqlen": "x"}),
+        ("segments is 1; accepted: an integer >= 2", {"error": 0.5, "segments": 1}),
+        ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 0.5, "by": "token"}),
+        ("taus is empty; accepted: ", {"error": 0.5, "taus": ()}),
+        ("config is a dict; accepted: S2OConfig or None", {"error": 0.5, "config": {}}),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^tune_model: {match}"):
             tune_model(model, ids, **{**OPTIONS, "taus": TAUS, **other})

@@ -59,7 +59,7 @@ def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGrou
 def _base(config: S2OConfig) -> S2OConfig:
     """What heads that share a call agree on."""
     if config.error is not None:
-        return config.with_error(1.0)
+        return config.with_error(0.5)
     return config if config.tau is None else config.with_tau(0.0)  # the default is not one number
 
 
