@@ -28,7 +28,6 @@ from ..api.run import parse_config
 from ..methods.attention import sparse_attention
 from ..methods.own import AnyMethod, pass_of
 from ..methods.varlen import sparse_attention_varlen
-from ..plan.launch_plan import dense_limit
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
 from .autocast import to_autocast_dtype
@@ -167,9 +166,19 @@ class Asked(NamedTuple):
         """What runs, as S2OAttention.calls counts it."""
         if not self.is_s2o:
             return self.reason or ("method" if self.call.window is None else "dense window")
-        heads = range(self.query.shape[1])
-        limits = (dense_limit(group.config, group.count(heads)) for group in self.groups)
-        return "dense" if self.query.is_cuda and self.call.seqlen_k <= min(limits) else "s2o"
+        dense = self.dense_heads
+        return "dense" if all(dense) else "partly dense" if any(dense) else "s2o"
+
+    @property
+    def dense_heads(self) -> list[bool]:
+        """Of each query head of a call that S2O takes, whether nothing is left out for it, as S2O's kernels have it.
+        The reference on a CPU takes S2O's way with any head."""
+        found = [False] * self.query.shape[1]
+        if self.query.is_cuda:
+            for group in self.groups:
+                for head, dense in group.dense_heads(len(found), self.call.seqlen_k):
+                    found[head] = dense
+        return found
 
     def s2o(self) -> Tensor:
         """[batch, seqlen_q, heads, head_dim]"""
@@ -222,9 +231,8 @@ class S2OAttention:
     Attributes
     ----------
     calls : collections.Counter
-        How often "s2o" ran, "dense", "method" or "dense window" for it, and each reason why none did, in compiled
-        graphs too.
-        The log says each reason once.
+        How often "s2o" ran, "partly dense", "dense", "method" or "dense window" for it, and each reason why none did,
+        in compiled graphs too. The log says each reason once.
     """
 
     def __init__(self, configs: LayerConfigs, min_seqlen: int) -> None:
