@@ -127,7 +127,7 @@ def test_a_wrong_number_of_them(device, qkv, packed, bad):
         ({"tau": "0.1"}, TypeError, "S2OConfig: tau is '0.1'"),
         ({"tau": [[0.1]]}, TypeError, r"S2OConfig: tau\[0\] is \[0.1\]"),
         ({"tau": 0.1, "error": 0.1}, ValueError, "S2OConfig: tau is 0.1 and error is 0.1; accepted: one of them"),
-        ({"error": 0}, ValueError, r"S2OConfig: error is 0; accepted: 0 < error < 1 \(an output of zeros has 1\), or one"),
+        ({"error": 0}, ValueError, r"S2OConfig: error is 0; accepted: 0 < error < 1 \(an output of zeros has 1\), or"),
         ({"error": 1}, ValueError, "S2OConfig: error is 1; accepted: 0 < error < 1"),
         ({"error": (0.5, 1.5)}, ValueError, r"S2OConfig: error\[1\] is 1.5; accepted: 0 < error < 1"),
         ({"error": [0.1, float("nan")]}, ValueError, r"S2OConfig: error\[1\] is nan; accepted"),

@@ -167,6 +167,11 @@ def test_integrations_import_only_their_framework():
     assert result.stdout.splitlines() == list(expected.values())
 
 
+def test_where_a_name_is_is_known_without_a_framework():
+    loaded = loaded_after("import s2o_cupy; assert not hasattr(s2o_cupy, 'register') and not hasattr(s2o_cupy, 'vllm')")
+    assert loaded.isdisjoint(HEAVY)
+
+
 def test_a_framework_is_imported_by_its_own_file_only():
     """CuPy by lazy_cupy, which all share."""
     for path in PACKAGE.glob("arrays/frameworks/*.py"):

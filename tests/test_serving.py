@@ -157,8 +157,8 @@ def test_a_path_that_the_gpu_has_not_is_refused(capability, monkeypatch):
     on(monkeypatch, capability)
     for path in ("auto", "portable"):
         ServingSettings.parse({"path": path}, "here").within(32, "here")
-    for given, where in (({"path": "hopper"}, ""), ({"per_layer": {"3": {"path": "hopper"}}}, ": per_layer[3]")):
-        settings = ServingSettings.parse(given, "here")
+    for asked, where in (({"path": "hopper"}, ""), ({"per_layer": {"3": {"path": "hopper"}}}, ": per_layer[3]")):
+        settings = ServingSettings.parse(asked, "here")
         if capability == (9, 0):
             assert settings.within(32, "here") is settings
             continue

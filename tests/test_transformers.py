@@ -280,6 +280,19 @@ def test_what_register_refuses():
             register(*positional, **named)
     with pytest.raises(FileNotFoundError, match=r"no.json: no such file; accepted: a file that tune_model or s2o tune"):
         register("s2o", "no.json")
+    for name, meant in (
+        ("xattention", r"did you mean XAttentionConfig\(\.\.\.\)\? "), ("flexprefil", "did you mean FlexPrefillConfig"),
+        ("query", r"did you mean S2OConfig\(rank='query'\)\? "), ("nothing", ""),
+    ):  # fmt: skip
+        accepted = "accepted: a file that tune_model or s2o tune wrote, S2OConfig, MeanPoolingConfig, "
+        with pytest.raises(ValueError, match=f"register: config is '{name}', which is no file; {meant}.*{accepted}"):
+            register("s2o", name)
+    with pytest.raises(TypeError, match=r"register: per_layer\[3\] is a str; accepted: None .* mean PBSConfig\("):
+        register("s2o", per_layer={3: "pbs"})
+    for name in ("xattention", "XAttentionConfig", "x-attention"):
+        said = f"register: name is '{name}', a method, but S2O would run; accepted: config=XAttentionConfig"
+        with pytest.raises(ValueError, match=rf"{said}\(...\) with it, or another name"):
+            register(name)
     with pytest.raises(ValueError, match=r"register: tau came with the file 'no.json'; accepted: one of them"):
         register("s2o", "no.json", tau=0.1)
     assert register().min_seqlen == 8192 and register().configs.default == S2OConfig()

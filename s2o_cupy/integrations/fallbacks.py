@@ -60,7 +60,7 @@ OF_MODELS = Kinds(
     {
         "s2o": "S2O", "method": "the method that register was given, in S2O's place",
         "dense": "S2O's dense kernels, exactly: tau is 0, or a call has no more keys than dense_up_to",
-        "partly dense": "S2O for some heads; nothing is left out for the others, as their tau is 0 or their call has no "
+        "partly dense": "S2O for some heads; of the others nothing is left out, as their tau is 0 or their call has no "
         "more keys than dense_up_to",
         "dense window": "S2O's dense kernels, exactly, in a sliding window",
     },

@@ -26,7 +26,7 @@ with with_extra(__name__, "transformers"):
 from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..methods.attention import sparse_attention
-from ..methods.own import AnyMethod, pass_of
+from ..methods.own import ACCEPTED, AnyMethod, config_named, pass_of
 from ..methods.varlen import sparse_attention_varlen
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
@@ -36,7 +36,7 @@ from .causal_mask import CausalMask
 from .fallbacks import OF_MODELS, CallCounts, why_not_tensors
 from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
-from .model_arguments import check_min_seqlen
+from .model_arguments import check_is_no_method, check_min_seqlen
 from .packed_rows import pack, starts, unpack
 from .plain import Weights, plain_attention
 from .sliding_window import window_attention
@@ -104,12 +104,15 @@ def register(
             f"register: name is {name!r}; accepted: letters, digits, '_', '-' and '.', "
             "and not a name that transformers has given already"
         )
+    if config is None:
+        check_is_no_method("register", name, takes_methods=True)
     if min_seqlen is not None:
         check_min_seqlen("register", min_seqlen)
     if isinstance(config, str | os.PathLike):
         for other, given in (("per_layer", per_layer), ("tau", tau)):
             if given is not None:
                 raise ValueError(f"register: {other} came with the file {str(config)!r}; accepted: one of them")
+        _check_file(config)
         config, per_layer, of_file = read_settings(config)
         min_seqlen = of_file if min_seqlen is None else min_seqlen
     if tau is not None:
@@ -118,6 +121,16 @@ def register(
     AttentionInterface.register(name, registered)
     AttentionMaskInterface.register(name, causal_mask)
     return registered
+
+
+def _check_file(config: str | os.PathLike[str]) -> None:
+    """Whether it may be the path of one, or else is the name of a method."""
+    if isinstance(config, str) and re.fullmatch(r"[\w -]*", config) and not os.path.exists(config):
+        named = config_named(config)
+        raise ValueError(
+            f"register: config is {config!r}, which is no file; {f'did you mean {named}? ' if named else ''}accepted: "
+            f"a file that tune_model or s2o tune wrote, {ACCEPTED}"
+        )
 
 
 class _Call(NamedTuple):
